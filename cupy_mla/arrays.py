@@ -1,0 +1,340 @@
+"""The only module that knows NumPy, CuPy and torch apart.
+
+Two things live here. The *bridges* (`to_numpy`, `to_cupy`, `to_torch`) hand an array from one library to
+another through DLPack. The *descriptors* serve the hot path, where DLPack is too slow: `bind` looks at the
+arguments of one call, makes sure they are of one kind on one device, and describes each as an `Array`
+(pointer, shape, strides, dtype) next to the `Place` they live in, which allocates outputs in the caller's kind
+of array and knows the caller's current stream.
+
+Neither CuPy nor torch is imported here unless the caller's arrays are theirs or a bridge to them is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .layouts import BFLOAT16, E4M3, E8M0
+
+HOST = -1  # the device number of host memory
+
+# Index ranges are checked only when asked: it reads them back, so it synchronises.
+CHECK_VALUES = os.environ.get("CUPY_MLA_CHECK", "0") == "1"
+
+_NARROW = {BFLOAT16: np.dtype(np.int16), E4M3: np.dtype(np.uint8), E8M0: np.dtype(np.uint8)}
+
+
+# --- what the libraries call things ---------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=None)
+def _torch_dtypes() -> tuple[dict[Any, np.dtype], dict[np.dtype, Any]]:
+    torch = sys.modules["torch"]
+    names = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+    known = {getattr(torch, n): np.dtype(n) for n in names}
+    known[torch.bfloat16] = BFLOAT16
+    known[torch.float8_e4m3fn] = E4M3
+    if hasattr(torch, "float8_e8m0fnu"):
+        known[torch.float8_e8m0fnu] = E8M0
+    return known, {v: k for k, v in known.items()}
+
+
+def kind_of(array: Any) -> str:
+    """The library `array` belongs to: "numpy", "cupy" or "torch".
+
+    Raises:
+        TypeError: it belongs to none of them.
+    """
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return "torch"
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return "cupy"
+    raise TypeError(f"expected a NumPy, CuPy or torch array, got {type(array).__module__}.{type(array).__qualname__}")
+
+
+def require_cupy(why: str) -> ModuleType:
+    """CuPy with a working GPU behind it.
+
+    Raises:
+        RuntimeError: one sentence on what is missing and what to install.
+    """
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        raise RuntimeError(
+            f"{why} needs CuPy: pip install 'cupy_mla[cuda12]' (CUDA 12 driver) or 'cupy_mla[cuda13]' (CUDA 13 driver)"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"{why} needs an NVIDIA GPU with a driver for CUDA 12 or later: {error}") from error
+    if count == 0:
+        raise RuntimeError(f"{why} needs an NVIDIA GPU, and the driver sees none")
+    return cupy
+
+
+def cuda_available() -> bool:
+    """True when CuPy is installed and sees a GPU."""
+    try:
+        require_cupy("this check")
+    except RuntimeError:
+        return False
+    return True
+
+
+# --- descriptors ----------------------------------------------------------------------------------------------
+
+
+class Array:
+    """What one call knows of one argument: where it lies and how. Strides count items, not bytes."""
+
+    __slots__ = ("name", "obj", "kind", "ptr", "shape", "strides", "dtype", "device", "_dropped")
+
+    def __init__(self, name: str, obj: Any) -> None:
+        try:
+            self.kind = kind = kind_of(obj)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        self.name = name
+        self.obj = obj
+        self._dropped: int | None = None
+        if kind == "torch":
+            try:
+                self.dtype = _torch_dtypes()[0][obj.dtype]
+            except KeyError:
+                raise TypeError(f"{name}: dtype {obj.dtype} is not supported") from None
+            if obj.layout is not sys.modules["torch"].strided:
+                raise TypeError(f"{name}: expected a dense tensor, got layout {obj.layout}")
+            self.shape = tuple(obj.shape)
+            self.strides = obj.stride()
+            self.ptr = obj.data_ptr()
+            device = obj.device
+            if device.type == "cpu":
+                self.device = HOST
+            elif device.type == "cuda":
+                self.device = device.index
+            else:
+                raise TypeError(f"{name}: expected a CPU or CUDA tensor, got device {device}")
+            return
+        self.dtype = dtype = obj.dtype
+        if not dtype.isnative:
+            raise TypeError(f"{name}: expected native byte order, got dtype {dtype.str}")
+        self.shape = obj.shape
+        size = dtype.itemsize
+        if any(s % size for s in obj.strides):
+            raise ValueError(f"{name}: strides {obj.strides} bytes are no multiples of the item size {size}")
+        self.strides = tuple(s // size for s in obj.strides)
+        if kind == "cupy":
+            self.ptr = obj.data.ptr
+            self.device = obj.device.id
+        else:
+            self.ptr = obj.__array_interface__["data"][0]
+            self.device = HOST
+
+    def __repr__(self) -> str:
+        return f"Array({self.name}: {self.dtype.name}{list(self.shape)}, strides {list(self.strides)}, {self.kind})"
+
+    def require(self, dtype: np.dtype | tuple[np.dtype, ...], *shape: int | str | tuple[int, ...]) -> Array:
+        """Check dtype, shape and the contiguous last axis; returns itself.
+
+        A shape entry is a length, several allowed lengths, or a name for a length that may be anything.
+
+        Raises:
+            TypeError: wrong dtype. ValueError: wrong shape or a last axis with gaps. Both name the argument.
+        """
+        if self.dtype != dtype and not (isinstance(dtype, tuple) and self.dtype in dtype):
+            wanted = " or ".join(d.name for d in dtype) if isinstance(dtype, tuple) else np.dtype(dtype).name
+            raise TypeError(f"{self.name}: expected dtype {wanted}, got {self.dtype.name}")
+        fits = len(shape) == len(self.shape) and all(
+            isinstance(want, str) or got == want or (isinstance(want, tuple) and got in want)
+            for want, got in zip(shape, self.shape, strict=True)
+        )
+        if not fits:
+            wanted = ", ".join(" or ".join(map(str, w)) if isinstance(w, tuple) else str(w) for w in shape)
+            raise ValueError(f"{self.name}: expected shape [{wanted}], got {list(self.shape)}")
+        if self.strides and self.strides[-1] != 1 and self.shape[-1] > 1 and 0 not in self.shape:
+            raise ValueError(f"{self.name}: the last axis must be contiguous, got strides {list(self.strides)} (in items)")
+        return self
+
+    def require_writable(self) -> Array:
+        """Check that a result can be written here: no read-only memory, no two items in one place; returns itself."""
+        if self.kind == "numpy" and not self.obj.flags.writeable:
+            raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
+        reach = 1
+        for stride, length in sorted((abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            if stride < reach:
+                raise ValueError(f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written")
+            reach = stride * (length - 1) + reach
+        return self
+
+    def without_axis(self, axis: int) -> Array:
+        """Drop an axis of length 1 (the single KV head) from the description; returns itself."""
+        if self.shape[axis] != 1:
+            raise ValueError(f"{self.name}: axis {axis} (KV heads) must have length 1, got shape {list(self.shape)}")
+        self.shape = self.shape[:axis] + self.shape[axis + 1 :]
+        self.strides = self.strides[:axis] + self.strides[axis + 1 :]
+        self._dropped = axis
+        return self
+
+    def aligned(self, nbytes: int) -> bool:
+        """True when the first item of every row along the last axis starts at a multiple of `nbytes`."""
+        size = self.dtype.itemsize
+        return self.ptr % nbytes == 0 and all(
+            s * size % nbytes == 0 for s, n in zip(self.strides[:-1], self.shape[:-1], strict=True) if n > 1
+        )
+
+    def numpy(self) -> np.ndarray:
+        """The same host memory as a NumPy array, no copy."""
+        view = _host_view(self.obj, self.kind, self.dtype)
+        return view if self._dropped is None else view.squeeze(self._dropped)
+
+
+def _host_view(obj: Any, kind: str, dtype: np.dtype) -> np.ndarray:
+    if kind == "numpy":
+        return obj
+    obj = obj.detach()
+    narrow = _NARROW.get(dtype)
+    if narrow is None:
+        return obj.numpy()
+    return obj.view(_torch_dtypes()[1][narrow]).numpy().view(dtype)
+
+
+class Place(NamedTuple):
+    """Where the arrays of one call live: the library that owns them and the device (`HOST` or a CUDA number)."""
+
+    kind: str
+    device: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != HOST
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A new uninitialised array of the caller's kind, on the caller's device and stream."""
+        if self.kind == "torch":
+            torch = sys.modules["torch"]
+            device = "cpu" if self.device == HOST else f"cuda:{self.device}"
+            return torch.empty(shape, dtype=_torch_dtypes()[1][np.dtype(dtype)], device=device)
+        if self.kind == "numpy":
+            return np.empty(shape, dtype)
+        cupy = sys.modules["cupy"]
+        if cupy.cuda.runtime.getDevice() == self.device:
+            return cupy.empty(shape, dtype)
+        with cupy.cuda.Device(self.device):
+            return cupy.empty(shape, dtype)
+
+    def output(self, name: str, given: Array | None, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """The caller's output array, checked, or a new one where none was given."""
+        if given is None:
+            return Array(name, self.empty(shape, dtype))
+        return given.require(dtype, *shape).require_writable()
+
+    def call(self, launcher: Callable[..., None], reference: Callable[..., None], *arguments: Any) -> None:
+        """Hand checked arguments to one of the two twins: the CUDA launcher or the NumPy reference.
+
+        Both take the same arguments in the same order. The launcher gets the place first and descriptors, the
+        reference gets NumPy views of the same memory.
+        """
+        if self.on_gpu:
+            launcher(self, *arguments)
+        else:
+            reference(*(a.numpy() if isinstance(a, Array) else a for a in arguments))
+
+    def stream(self) -> int:
+        """Handle of the caller's current CUDA stream: torch's for torch tensors, CuPy's for CuPy arrays."""
+        if self.kind == "torch":
+            return sys.modules["torch"].cuda.current_stream(self.device).cuda_stream
+        return sys.modules["cupy"].cuda.get_current_stream(self.device).ptr
+
+
+def bind(**arguments: Any) -> tuple[Place, list[Array | None]]:
+    """Describe the array arguments of one call; None stays None.
+
+    Returns:
+        the place all of them live in, and a descriptor for each, in the order given.
+
+    Raises:
+        TypeError: something is no array, or kinds are mixed.
+        ValueError: devices are mixed. Both name the argument.
+    """
+    described = [None if value is None else Array(name, value) for name, value in arguments.items()]
+    first = next(a for a in described if a is not None)
+    for a in described:
+        if a is None:
+            continue
+        if a.kind != first.kind:
+            raise TypeError(f"{a.name}: expected a {first.kind} array as {first.name} is, got a {a.kind} one")
+        if a.device != first.device:
+            raise ValueError(f"{a.name}: expected it on {_device_name(first)} as {first.name} is, got {_device_name(a)}")
+    return Place(first.kind, first.device), described
+
+
+def _device_name(a: Array) -> str:
+    return "the CPU" if a.device == HOST else f"cuda:{a.device}"
+
+
+# --- bridges --------------------------------------------------------------------------------------------------
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises)."""
+    a = Array("array", array)
+    if a.device == HOST:
+        return a.numpy()
+    if a.kind == "torch":
+        return _host_view(array.detach().cpu(), "torch", a.dtype)
+    return array.get()
+
+
+def to_cupy(array: Any) -> Any:
+    """`array` as CuPy: the same memory when it is on a GPU (DLPack), a copy when it is on the host.
+
+    bfloat16 stays bfloat16; fp8 comes as uint8, since CuPy has no fp8 type.
+
+    Raises:
+        RuntimeError: CuPy or a GPU is missing.
+    """
+    cupy = require_cupy("to_cupy")
+    a = Array("array", array)
+    if a.kind == "cupy":
+        return array
+    narrow = _NARROW.get(a.dtype, a.dtype)
+    if a.device == HOST:
+        moved = cupy.asarray(a.numpy().view(narrow))
+    else:
+        moved = cupy.from_dlpack(array.detach().view(_torch_dtypes()[1][narrow]))
+    return moved.view(BFLOAT16) if a.dtype == BFLOAT16 else moved
+
+
+def to_torch(array: Any, dtype: Any = None) -> Any:
+    """`array` as a torch tensor over the same memory, on the host or on a GPU (DLPack).
+
+    Args:
+        dtype: a torch dtype of the same item size to view the result as (e.g. `torch.float8_e4m3fn` for uint8).
+
+    Raises:
+        RuntimeError: torch is missing.
+    """
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise RuntimeError("to_torch needs torch: pip install torch") from error
+    a = Array("array", array)
+    if a.kind == "torch":
+        moved = array
+    else:
+        narrow = _NARROW.get(a.dtype, a.dtype)
+        plain = array.view(narrow) if narrow != a.dtype else array
+        moved = torch.from_dlpack(plain).view(_torch_dtypes()[1][a.dtype])
+    return moved if dtype is None else moved.view(dtype)

@@ -1,0 +1,70 @@
+"""`SparseMLAConfig`: the few numbers of a model and an engine that the metadata builders and backends need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import layouts
+
+
+@dataclass(frozen=True)
+class SparseMLAConfig:
+    """One sparse MLA layer kind on one rank.
+
+    Attributes:
+        num_heads: query heads on this rank, 1 to 128.
+        d_qk: row width for Q.K, 576 (V3.2, GLM-5) or 512 (V4).
+        d_v: value width, 512.
+        topk: KV tokens the indexer chooses for each query token.
+        block_size: tokens a block of the paged cache.
+        cache_layout: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla") or "v4_fp8".
+        max_num_seqs: most requests in a batch.
+        max_num_batched_tokens: most query tokens in a batch.
+        max_model_len: longest sequence, in tokens.
+        num_speculative_tokens: query tokens a decode has beyond its first.
+        compress_ratio: 1 (no compression), 4 (C4A) or 128 (C128A).
+        window: length of the sliding window of V4 layers, in tokens.
+
+    Raises:
+        ValueError: a field is out of its range; the message names it.
+    """
+
+    num_heads: int
+    d_qk: int = 576
+    d_v: int = 512
+    topk: int = 2048
+    block_size: int = 64
+    cache_layout: str = "bf16"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 163840
+    num_speculative_tokens: int = 0
+    compress_ratio: int = 1
+    window: int = 128
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_heads <= 128:
+            raise ValueError(f"num_heads must be in 1..128, got {self.num_heads}")
+        if self.d_qk not in (576, 512):
+            raise ValueError(f"d_qk must be 576 or 512, got {self.d_qk}")
+        if self.d_v != layouts.D_V:
+            raise ValueError(f"d_v must be {layouts.D_V}, got {self.d_v}")
+        if self.layout.d_qk != self.d_qk:
+            raise ValueError(f"cache_layout {self.cache_layout!r} holds rows of {self.layout.d_qk}, d_qk is {self.d_qk}")
+        if self.compress_ratio not in (1, 4, 128):
+            raise ValueError(f"compress_ratio must be 1, 4 or 128, got {self.compress_ratio}")
+        if self.num_speculative_tokens < 0:
+            raise ValueError(f"num_speculative_tokens must be >= 0, got {self.num_speculative_tokens}")
+        for name in ("topk", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+
+    @property
+    def layout(self) -> layouts.Layout:
+        """The cache layout as data."""
+        return layouts.by_name(self.cache_layout, self.d_qk)
+
+    @property
+    def is_v4(self) -> bool:
+        """True for DeepSeek V4 rows (512 wide)."""
+        return self.d_qk == 512

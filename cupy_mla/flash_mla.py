@@ -1,0 +1,132 @@
+"""Front door with FlashMLA's names and signatures: a drop-in for the module `flash_mla`.
+
+    from cupy_mla import flash_mla          # instead of: import flash_mla
+
+Takes torch, CuPy and NumPy arrays. Beyond FlashMLA: any head count from 1 to 128, any topk and block size, lengths
+and an extra cache for the V3.2 layout as well, sparse decode on a bf16 paged cache, GPUs from sm_80 on, and CPUs.
+
+Source: FlashMLA's Python interface as it ships in vLLM 0.22.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .ops import attention
+from .ops._check import require_d_v
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """The schedule of decode calls of one shape, planned at the first call and reused by later ones.
+
+    Attributes:
+        shapes: what the schedule was planned for; None before the first call.
+        num_splits: parts that each query's rows are split into.
+    """
+
+    shapes: dict[str, Any] | None = None
+    num_splits: int | None = None
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """An empty schedule for `flash_mla_with_kvcache`, which fills it at its first call.
+
+    Arguments are accepted and ignored, as in FlashMLA; so is the pair that is returned.
+    """
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_sparse_fwd(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Any = None,
+    topk_length: Any = None,
+    out: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Sparse prefill: see `cupy_mla.sparse_prefill`, whose arguments, results and errors these are."""
+    return attention.sparse_prefill(
+        q, kv, indices, sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, out=out
+    )
+
+
+def flash_mla_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Any = None,
+    attn_sink: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None,
+    topk_length: Any = None,
+    extra_topk_length: Any = None,
+    out: Any = None,
+) -> tuple[Any, Any]:
+    """Sparse decode on a paged cache: see `cupy_mla.sparse_decode` for shapes, dtypes and results.
+
+    Args:
+        block_table, cache_seqlens: ignored in sparse mode (`indices` given).
+        head_dim_v: value width, 512.
+        tile_scheduler_metadata: from `get_mla_metadata`; a call with other shapes than the one it was planned for
+            is an error.
+        num_splits: must be None; kept for FlashMLA's signature.
+        softmax_scale: default `d_qk ** -0.5`.
+        causal: must be False in sparse mode.
+        is_fp8_kvcache: whether `k_cache` holds FP8 rows; must agree with `k_cache`.
+        indices: [b, s_q, topk] int32 slots. Without it the call asks for dense attention, which is not there yet.
+
+    Returns:
+        out [b, s_q, h_q, 512] bfloat16, lse [b, h_q, s_q] float32.
+
+    Raises:
+        TypeError, ValueError: as `cupy_mla.sparse_decode`, and for a schedule planned for other shapes.
+    """
+    require_d_v("head_dim_v", head_dim_v)
+    meta = tile_scheduler_metadata
+    if not isinstance(meta, FlashMLASchedMeta):
+        raise TypeError(f"tile_scheduler_metadata must come from get_mla_metadata, got {type(meta).__name__}")
+    if num_splits is not None:
+        raise ValueError("num_splits must be None; the schedule lives in tile_scheduler_metadata")
+    if indices is None:
+        raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
+    if causal:
+        raise ValueError("causal must be False when indices is given: the index list says what is attended")
+    if is_fp8_kvcache != (k_cache.shape[-1] in (656, 584)):
+        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, which does not fit k_cache of shape {list(k_cache.shape)}")
+
+    shapes = {
+        "q": tuple(q.shape),
+        "block_size": k_cache.shape[1],
+        "is_fp8_kvcache": is_fp8_kvcache,
+        "topk": indices.shape[-1],
+        "extra_block_size": None if extra_k_cache is None else extra_k_cache.shape[1],
+        "extra_topk": None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+    }
+    if meta.shapes is not None and meta.shapes != shapes:
+        name = next(n for n in shapes if shapes[n] != meta.shapes[n])
+        raise ValueError(
+            f"tile_scheduler_metadata was planned for {name} = {meta.shapes[name]}, this call has {shapes[name]}; "
+            "take a fresh one from get_mla_metadata"
+        )
+    planned = meta.num_splits
+    if planned is None:
+        planned = attention.plan_splits(q, indices, extra_indices_in_kvcache)
+    result = attention.sparse_decode(
+        q, k_cache, indices, softmax_scale, attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
+        extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length, out=out, num_splits=planned,
+    )  # fmt: skip
+    meta.shapes, meta.num_splits = shapes, planned
+    return result

@@ -1,0 +1,1 @@
+"""Bridges to other libraries, each module importable only with its library installed."""

@@ -1,0 +1,141 @@
+"""The cache layouts as data: sizes, offsets, tiles and scale kinds, one `Layout` each.
+
+Everything that knows a byte offset of a cached token reads it here: the NumPy reference slices by these
+numbers, the CUDA kernels receive them as compile-time constants (`Layout.defines`).
+
+Sources: FlashMLA's description of its FP8 KV caches (DeepSeek V3.2 and V4), vLLM's `fp8_ds_mla` cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+E4M3_MAX = 448.0
+
+D_V = 512  # value width of every DeepSeek sparse layer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
+
+    Attributes:
+        name: "bf16", "v32_fp8", "v4_fp8" or "indexer_fp8".
+        d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
+        d_nope, d_rope: values without and with rotary embedding; the former are the quantized ones.
+        token_bytes: bytes a token takes in the cache array (its last axis times the item size).
+        row_stride: bytes from a token's data to the next token's data inside a block.
+        rope_offset: where a token's bf16 RoPE part starts, from the token's data.
+        scale_kind: "none", "fp32" or "ue8m0", how the scales are stored.
+        scale_tile: values that share one scale.
+        scale_offset: where a token's scales start, from the token's data; -1 when the scales of a block
+            stand apart, after the data of all its tokens.
+        scale_stride: bytes from a token's scales to the next token's where they stand apart.
+        block_align: the block stride that writers use is a multiple of this.
+    """
+
+    name: str
+    d_qk: int
+    d_nope: int
+    d_rope: int
+    token_bytes: int
+    row_stride: int
+    rope_offset: int
+    scale_kind: str = "none"
+    scale_tile: int = 0
+    scale_offset: int = 0
+    scale_stride: int = 0
+    block_align: int = 1
+
+    @property
+    def quantized(self) -> bool:
+        """True when the NoPE part is stored as float8_e4m3fn."""
+        return self.scale_kind != "none"
+
+    @property
+    def num_scales(self) -> int:
+        """Scales a token has."""
+        return self.d_nope // self.scale_tile if self.quantized else 0
+
+    @property
+    def scales_apart(self) -> bool:
+        """True when a block holds the data of all its tokens first and their scales after it."""
+        return self.scale_offset < 0
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Item type of the cache array: uint8 for quantized layouts, else bfloat16."""
+        return np.dtype(np.uint8) if self.quantized else BFLOAT16
+
+    @property
+    def last_axis(self) -> int:
+        """Length of the cache array's last axis, in items."""
+        return self.token_bytes // self.dtype.itemsize
+
+    def block_bytes(self, block_size: int) -> int:
+        """The block stride that the writers of this layout use, in bytes."""
+        return -(-self.token_bytes * block_size // self.block_align) * self.block_align
+
+    def defines(self) -> dict[str, int]:
+        """The layout as the constants that `kernels_cu/layout/*.cuh` are compiled with."""
+        return {
+            "D_QK": self.d_qk,
+            "D_NOPE": self.d_nope,
+            "D_ROPE": self.d_rope,
+            "TOKEN_BYTES": self.token_bytes,
+            "ROW_STRIDE": self.row_stride,
+            "ROPE_OFFSET": self.rope_offset,
+            "SCALE_TILE": self.scale_tile,
+            "NUM_SCALES": self.num_scales,
+            "SCALE_OFFSET": self.scale_offset,
+            "SCALE_STRIDE": self.scale_stride,
+        }
+
+
+def _bf16(d_qk: int) -> Layout:
+    return Layout("bf16", d_qk, d_qk - 64, 64, token_bytes=2 * d_qk, row_stride=2 * d_qk, rope_offset=2 * (d_qk - 64))
+
+
+BF16_576 = _bf16(576)
+BF16_512 = _bf16(512)
+V32_FP8 = Layout(
+    "v32_fp8", 576, 512, 64, token_bytes=656, row_stride=656, rope_offset=528,
+    scale_kind="fp32", scale_tile=128, scale_offset=512,
+)  # fmt: skip
+V4_FP8 = Layout(
+    "v4_fp8", 512, 448, 64, token_bytes=584, row_stride=576, rope_offset=448,
+    scale_kind="ue8m0", scale_tile=64, scale_offset=-1, scale_stride=8, block_align=576,
+)  # fmt: skip
+INDEXER_FP8 = Layout(
+    "indexer_fp8", 128, 128, 0, token_bytes=132, row_stride=128, rope_offset=128,
+    scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
+)  # fmt: skip
+
+ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8)
+
+# The names users and engines give, to layouts. "fp8_ds_mla" is what vLLM calls V32_FP8.
+_NAMES = {"v32_fp8": V32_FP8, "fp8_ds_mla": V32_FP8, "v4_fp8": V4_FP8, "indexer_fp8": INDEXER_FP8}
+
+
+def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
+    """The layout called `name`; for "bf16" (or "auto", "bfloat16") `d_qk` says which of its two widths.
+
+    Raises:
+        ValueError: no layout has that name, or `d_qk` is neither 576 nor 512.
+    """
+    if isinstance(name, Layout):
+        return name
+    if name in ("bf16", "bfloat16", "auto"):
+        if d_qk not in (576, 512):
+            raise ValueError(f"d_qk of a bf16 cache must be 576 or 512, got {d_qk}")
+        return BF16_576 if d_qk == 576 else BF16_512
+    try:
+        return _NAMES[name]
+    except KeyError:
+        raise ValueError(f"layout must be one of 'bf16', {sorted(_NAMES)}, got {name!r}") from None

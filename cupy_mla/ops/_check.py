@@ -1,0 +1,63 @@
+"""Checks that several operations share. Each raises an error that names the argument, what was expected, what came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..arrays import Array
+from ..layouts import BFLOAT16, D_V, E4M3, Layout
+
+FLOAT32 = np.dtype(np.float32)
+INT32 = np.dtype(np.int32)
+INT64 = np.dtype(np.int64)
+UINT8 = np.dtype(np.uint8)
+QUANTIZED = (UINT8, E4M3)
+
+MAX_HEADS = 128
+
+
+def require_d_v(name: str, d_v: int) -> None:
+    if d_v != D_V:
+        raise ValueError(f"{name} must be {D_V}, got {d_v}")
+
+
+def require_heads(h_q: int) -> None:
+    if not 1 <= h_q <= MAX_HEADS:
+        raise ValueError(f"q: expected 1 to {MAX_HEADS} heads, got {h_q}")
+
+
+def cache_layout(cache: Array, allowed: Iterable[Layout]) -> Layout:
+    """The layout of a cache array, told by its dtype and last axis."""
+    last = cache.shape[-1] if cache.shape else 0
+    for layout in allowed:
+        if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED):
+            return layout
+    wanted = ", ".join(f"{'uint8 or float8_e4m3fn' if a.quantized else 'bfloat16'} [..., {a.last_axis}]" for a in allowed)
+    raise ValueError(f"{cache.name}: expected a paged cache ({wanted}), got {cache.dtype.name} {list(cache.shape)}")
+
+
+def require_cache(cache: Array, layout: Layout) -> Array:
+    """Check a paged cache [num_blocks, block_size, (1,) last axis] of a layout; drops the KV-head axis."""
+    if len(cache.shape) == 4:
+        cache.without_axis(2)
+    cache.require(QUANTIZED if layout.quantized else BFLOAT16, "num_blocks", "block_size", layout.last_axis)
+    num_blocks, block_size, _ = cache.shape
+    if block_size < 1:
+        raise ValueError(f"{cache.name}: expected block_size >= 1, got shape {list(cache.shape)}")
+    size = cache.dtype.itemsize
+    if layout.quantized and block_size > 1 and cache.strides[1] != layout.last_axis:
+        raise ValueError(
+            f"{cache.name}: tokens of a block must lie {layout.token_bytes} bytes apart, got {cache.strides[1] * size}"
+        )
+    if layout.quantized and num_blocks > 1 and cache.strides[0] < layout.token_bytes * block_size:
+        raise ValueError(
+            f"{cache.name}: block stride must be at least {layout.token_bytes * block_size} bytes, got {cache.strides[0]}"
+        )
+    if layout.quantized and not (cache.ptr % 16 == 0 and (num_blocks <= 1 or cache.strides[0] % 16 == 0)):
+        raise ValueError(
+            f"{cache.name}: start and block stride must be multiples of 16 bytes (writers of {layout.name} pad a block "
+            f"of {block_size} tokens to {layout.block_bytes(block_size)} bytes), got stride {cache.strides[0]}"
+        )
+    return cache

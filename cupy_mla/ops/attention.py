@@ -1,0 +1,193 @@
+"""Sparse attention over chosen KV rows: `sparse_prefill` on flat bf16 rows, `sparse_decode` on a paged cache.
+
+What is computed, for one query token, one head and its list of valid rows (an entry that is negative or beyond
+the rows is invalid: never read, contributes nothing; a row listed twice counts twice):
+
+    logit[j]   = sm_scale * dot(q, row_j)
+    max_logits = max_j logit[j]
+    lse        = log(sum_j exp(logit[j]))
+    out        = sum_j exp(logit[j] - lse) * row_j[:512]
+
+and with a sink s, `out *= 1 / (1 + exp(s - lse))`. No valid row: out 0, max_logits -inf, lse +inf.
+
+Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are FlashMLA's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import layouts
+from ..arrays import Array, Place, bind
+from ..cuda import attention as cuda
+from ..layouts import BFLOAT16, D_V, E4M3, Layout
+from ..reference import attention as reference
+from ._check import INT32, FLOAT32, UINT8, cache_layout, require_cache, require_d_v, require_heads
+
+HEAD_DIMS = (576, 512)
+
+
+def sparse_prefill(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: float,
+    *,
+    d_v: int = D_V,
+    attn_sink: Any = None,
+    topk_length: Any = None,
+    out: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Sparse attention of query tokens over a flat array of bf16 KV rows.
+
+    Args:
+        q: [s_q, h_q, d_qk] bfloat16, h_q 1 to 128, d_qk 576 or 512; any strides with a contiguous last axis.
+        kv: [s_kv, 1, d_qk] bfloat16; V is the first 512 values of a row.
+        indices: [s_q, 1, topk] int32 row numbers, invalid where < 0 or >= s_kv.
+        sm_scale: factor on the dot products before the softmax.
+        d_v: value width, 512.
+        attn_sink: [h_q] float32, natural-log units; -inf has no effect, +inf gives zero output.
+        topk_length: [s_q] int32; entries of `indices` at or after it are not looked at.
+        out: [s_q, h_q, 512] bfloat16, written in place when given.
+
+    Returns:
+        out [s_q, h_q, 512] bfloat16, max_logits and lse [s_q, h_q] float32 (natural logarithm), in the caller's
+        kind of array on the caller's device; on a GPU in order on the caller's current stream.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+    """
+    place, (q_, kv_, idx, sink, length, out_) = bind(
+        q=q, kv=kv, indices=indices, attn_sink=attn_sink, topk_length=topk_length, out=out
+    )
+    require_d_v("d_v", d_v)
+    s_q, h_q, d_qk = q_.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
+    require_heads(h_q)
+    kv_.require(BFLOAT16, "s_kv", 1, d_qk).without_axis(1)
+    idx.require(INT32, s_q, 1, "topk").without_axis(1)
+    _require_optional(sink, length, h_q, s_q)
+    out_ = place.output("out", out_, (s_q, h_q, D_V), BFLOAT16)
+    max_logits = place.output("max_logits", None, (s_q, h_q), FLOAT32)
+    lse = place.output("lse", None, (s_q, h_q), FLOAT32)
+    place.call(
+        cuda.sparse_prefill, reference.sparse_prefill,
+        q_, kv_, idx, float(sm_scale), sink, length, out_, max_logits, lse,
+    )  # fmt: skip
+    return out_.obj, max_logits.obj, lse.obj
+
+
+def sparse_decode(
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    sm_scale: float | None = None,
+    *,
+    attn_sink: Any = None,
+    topk_length: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices: Any = None,
+    extra_topk_length: Any = None,
+    out: Any = None,
+    num_splits: int | None = None,
+) -> tuple[Any, Any]:
+    """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8 or bf16), split-KV.
+
+    Args:
+        q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding.
+        k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16.
+            The block stride may exceed the block; it must be a multiple of 16 bytes.
+        indices: [b, s_q, topk] int32 slots (`block * block_size + offset`), invalid where < 0 or beyond the cache.
+        sm_scale: factor on the dot products before the softmax; default `d_qk ** -0.5`.
+        attn_sink: [h_q] float32, natural-log units.
+        topk_length: [b] int32; entries of `indices` at or after it are not looked at.
+        extra_k_cache, extra_indices, extra_topk_length: a second cache of the same layout with its own block size
+            and topk; one softmax runs over both row lists.
+        out: [b, s_q, h_q, 512] bfloat16, written in place when given.
+        num_splits: parts that each query's rows are split into, merged by lse; default: planned from the shapes.
+
+    Returns:
+        out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+    """
+    place, checked = _bind_decode(
+        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out
+    )
+    layout, q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_ = checked
+    b, s_q, h_q, d_qk = q_.shape
+    if num_splits is None:
+        num_splits = _plan(place, q_, idx, extra_idx)
+    elif num_splits < 1:
+        raise ValueError(f"num_splits must be >= 1, got {num_splits}")
+    scale = d_qk**-0.5 if sm_scale is None else float(sm_scale)
+    out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
+    lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
+    place.call(
+        cuda.sparse_decode, reference.sparse_decode,
+        layout, q_, cache, idx, scale, sink, length, extra, extra_idx, extra_length, num_splits, out_, lse,
+    )  # fmt: skip
+    return out_.obj, lse.obj
+
+
+def plan_splits(q: Any, indices: Any, extra_indices: Any = None) -> int:
+    """Into how many parts `sparse_decode` would split each query's rows: enough to fill the GPU, 1 on the CPU.
+
+    Args: as for `sparse_decode`.
+    """
+    place, (q_, idx, extra_idx) = bind(q=q, indices=indices, extra_indices=extra_indices)
+    return _plan(place, q_, idx, extra_idx)
+
+
+def _plan(place: Place, q: Array, indices: Array, extra_indices: Array | None) -> int:
+    if not place.on_gpu:
+        return 1
+    b, s_q, h_q, _ = q.shape
+    rows = indices.shape[-1] + (extra_indices.shape[-1] if extra_indices is not None else 0)
+    return cuda.plan_splits(place, b * s_q, h_q, rows)
+
+
+def _bind_decode(
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    attn_sink: Any,
+    topk_length: Any,
+    extra_k_cache: Any,
+    extra_indices: Any,
+    extra_topk_length: Any,
+    out: Any,
+) -> tuple[Place, tuple[Any, ...]]:
+    if (extra_k_cache is None) != (extra_indices is None):
+        raise ValueError("extra_k_cache and extra_indices must be given together")
+    if extra_topk_length is not None and extra_indices is None:
+        raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
+    place, (q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_) = bind(
+        q=q, k_cache=k_cache, indices=indices, attn_sink=attn_sink, topk_length=topk_length,
+        extra_k_cache=extra_k_cache, extra_indices=extra_indices, extra_topk_length=extra_topk_length, out=out,
+    )  # fmt: skip
+    b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
+    require_heads(h_q)
+    layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+    if layout.d_qk != d_qk:
+        raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
+    require_cache(cache, layout)
+    idx.require(INT32, b, s_q, "topk")
+    _require_optional(sink, length, h_q, b)
+    if extra is not None:
+        require_cache(extra, layout)
+        extra_idx.require(INT32, b, s_q, "extra_topk")
+        if extra_length is not None:
+            extra_length.require(INT32, b)
+    if out_ is not None:
+        out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
+    return place, (layout, q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_)
+
+
+def _require_optional(sink: Array | None, length: Array | None, h_q: int, b: int) -> None:
+    if sink is not None:
+        sink.require(FLOAT32, h_q)
+    if length is not None:
+        length.require(INT32, b)

@@ -1,0 +1,89 @@
+"""Operations on the paged KV cache: packing new tokens into it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import arrays, layouts
+from ..arrays import Array, Place, bind
+from ..cuda import cache as cuda
+from ..layouts import BFLOAT16, BF16_576, V32_FP8, V4_FP8
+from ..reference import cache as reference
+from ._check import INT64, cache_layout, require_cache
+
+SCALE_FORMATS = ("fp32", "ue8m0")
+
+
+def concat_and_cache_mla(
+    kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, *, layout: str | None = None, scale_format: str = "fp32"
+) -> None:
+    """Write tokens into a paged cache in layout BF16 or V32_FP8: the latent row followed by its RoPE part.
+
+    Args:
+        kv_c: [T, 512] bfloat16, normalised latent rows.
+        k_pe: [T, 64] bfloat16, RoPE parts.
+        kv_cache: [num_blocks, block_size, 576] bfloat16 or [num_blocks, block_size, 656] uint8 / float8_e4m3fn;
+            written in place.
+        slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
+            skipped; a slot beyond the cache is never written, and an error under CUPY_MLA_CHECK=1.
+        layout: "bf16" or "v32_fp8" (vLLM: "fp8_ds_mla"); default: told by `kv_cache`.
+        scale_format: "fp32" (`max(amax / 448, FLT_MIN)`, what vLLM writes) or "ue8m0" (rounded up to a power of
+            two); only V32_FP8 has scales.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: a slot beyond the cache under CUPY_MLA_CHECK=1.
+    """
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
+    place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
+    told = cache_layout(cache, (BF16_576, V32_FP8))
+    if layout is not None and layouts.by_name(layout) is not told:
+        raise ValueError(f"layout: {layout!r} was asked for, kv_cache is {told.name}")
+    tokens = kv_c_.require(BFLOAT16, "T", 512).shape[0]
+    k_pe_.require(BFLOAT16, tokens, 64)
+    _require_target(cache, told, slots, tokens)
+    if arrays.CHECK_VALUES:
+        _check_slots(slots, cache)
+    place.call(
+        cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, scale_format
+    )
+
+
+def quantize_and_insert_k_cache(k: Any, k_cache: Any, slot_mapping: Any) -> None:
+    """Write tokens into a paged cache in layout V4_FP8.
+
+    Args:
+        k: [T, 512] bfloat16: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
+        k_cache: [num_blocks, block_size, 584] uint8 / float8_e4m3fn, block stride a multiple of 16 bytes (its
+            usual writers round it up to a multiple of 576); written in place.
+        slot_mapping: [T'] int64 with T' <= T; see `concat_and_cache_mla`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: a slot beyond the cache under CUPY_MLA_CHECK=1.
+    """
+    place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
+    told = cache_layout(cache, (V4_FP8,))
+    tokens = k_.require(BFLOAT16, "T", told.d_qk).shape[0]
+    _require_target(cache, told, slots, tokens)
+    if arrays.CHECK_VALUES:
+        _check_slots(slots, cache)
+    place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots)
+
+
+def _require_target(cache: Array, layout: layouts.Layout, slots: Array, tokens: int) -> None:
+    require_cache(cache, layout).require_writable()
+    count = slots.require(INT64, "T").shape[0]
+    if count > tokens:
+        raise ValueError(f"slot_mapping: expected at most {tokens} slots, one a token, got {count}")
+
+
+def _check_slots(slots: Array, cache: Array) -> None:
+    capacity = cache.shape[0] * cache.shape[1]
+    values = arrays.to_numpy(slots.obj)
+    if values.size and int(values.max()) >= capacity:
+        worst = int(np.argmax(values))
+        raise IndexError(f"slot_mapping[{worst}] is {int(values[worst])}, the cache has {capacity} slots")
