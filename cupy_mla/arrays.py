@@ -145,8 +145,10 @@ class Array:
     def __repr__(self) -> str:
         return f"Array({self.name}: {self.dtype.name}{list(self.shape)}, strides {list(self.strides)}, {self.kind})"
 
-    def require(self, dtype: np.dtype | tuple[np.dtype, ...], *shape: int | str | tuple[int, ...]) -> Array:
-        """Check dtype, shape and the contiguous last axis; returns itself.
+    def require(
+        self, dtype: np.dtype | tuple[np.dtype, ...], *shape: int | str | tuple[int, ...], contiguous: bool = True
+    ) -> Array:
+        """Check dtype, shape and (unless `contiguous` is False) the contiguous last axis; returns itself.
 
         A shape entry is a length, several allowed lengths, or a name for a length that may be anything.
 
@@ -163,7 +165,8 @@ class Array:
         if not fits:
             wanted = ", ".join(" or ".join(map(str, w)) if isinstance(w, tuple) else str(w) for w in shape)
             raise ValueError(f"{self.name}: expected shape [{wanted}], got {list(self.shape)}")
-        if self.strides and self.strides[-1] != 1 and self.shape[-1] > 1 and 0 not in self.shape:
+        gaps = self.strides and self.strides[-1] != 1 and self.shape[-1] > 1 and 0 not in self.shape
+        if contiguous and gaps:
             raise ValueError(f"{self.name}: the last axis must be contiguous, got strides {list(self.strides)} (in items)")
         return self
 

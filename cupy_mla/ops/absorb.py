@@ -1,0 +1,92 @@
+"""Weight absorption: attention over latent rows instead of expanded keys and values.
+
+MLA expands a latent row `c` into a key `W_UK c` and a value `W_UV c` a head. Both are linear, so the first can be moved
+to the query (`q . (W_UK c) = (W_UK' q) . c`) and the second behind the softmax: the cache then holds one latent row a
+token for all heads, which is what the sparse kernels read. Both steps are one matrix product a head, and the
+caller's own library does them.
+
+Source: DeepSeek-V2, section 2.1.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, bind
+from ..layouts import BFLOAT16
+from ._check import FLOAT32
+
+FLOATS = (BFLOAT16, FLOAT32)
+
+
+def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:
+    """Split the weight of `kv_b_proj`, which expands latent rows into keys and values, into its two halves.
+
+    Args:
+        weight: [512, num_heads * (d_nope + d_v)] bfloat16 or float32, any strides; of a `torch.nn.Linear` that is
+            `kv_b_proj.weight.T`.
+        num_heads: query heads on this rank.
+        d_nope: width of a head's key without its RoPE part.
+
+    Returns:
+        w_uk [512, num_heads, d_nope] and w_uv [512, num_heads, d_v], views of `weight`.
+
+    Raises:
+        TypeError, ValueError: `weight` has the wrong type or does not split into that many heads.
+    """
+    _, (w,) = bind(weight=weight)
+    latent, width = w.require(FLOATS, "512", "num_heads * (d_nope + d_v)", contiguous=False).shape
+    if num_heads < 1 or width % num_heads or not 0 < d_nope < width // num_heads:
+        raise ValueError(f"weight: {width} columns do not split into {num_heads} heads of {d_nope} key values and some more")
+    heads = weight.reshape(latent, num_heads, width // num_heads)
+    return heads[..., :d_nope], heads[..., d_nope:]
+
+
+def absorb_q(q_nope: Any, w_uk: Any) -> Any:
+    """Move the key expansion to the query: `out[t, h] = w_uk[:, h] @ q_nope[t, h]`.
+
+    Args:
+        q_nope: [T, h, d_nope] bfloat16 or float32, any strides.
+        w_uk: [512, h, d_nope] of the same dtype, any strides; from `split_kv_b_proj`.
+
+    Returns:
+        [T, h, 512], dtype of `q_nope`; a view whose last axis is contiguous.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    place, (q, w) = bind(q_nope=q_nope, w_uk=w_uk)
+    _, h, d_nope = q.require(FLOATS, "T", "h", "d_nope", contiguous=False).shape
+    w.require(q.dtype, "512", h, d_nope, contiguous=False)
+    return _product_by_head(place.kind, q, w_uk.swapaxes(0, 1).swapaxes(1, 2))
+
+
+def v_up_proj(x: Any, w_uv: Any) -> Any:
+    """Expand the attention's latent output into values: `out[t, h] = x[t, h] @ w_uv[:, h]`.
+
+    Args:
+        x: [T, h, 512] bfloat16 or float32, any strides; output of the sparse attention.
+        w_uv: [512, h, d_v] of the same dtype, any strides; from `split_kv_b_proj`.
+
+    Returns:
+        [T, h, d_v], dtype of `x`; a view whose last axis is contiguous.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    place, (rows, w) = bind(x=x, w_uv=w_uv)
+    _, h, latent = rows.require(FLOATS, "T", "h", "512", contiguous=False).shape
+    w.require(rows.dtype, latent, h, "d_v", contiguous=False)
+    return _product_by_head(place.kind, rows, w_uv.swapaxes(0, 1))
+
+
+def _product_by_head(kind: str, x: Array, weight: Any) -> Any:
+    """[T, h, k] times [h, k, n] gives [T, h, n]: one matrix product a head."""
+    by_head = x.obj.swapaxes(0, 1)
+    if kind == "torch":
+        return (by_head @ weight).swapaxes(0, 1)
+    # NumPy has no bfloat16 product and CuPy 14 none in batches: multiply in float32, round once.
+    product = by_head.astype(np.float32, copy=False) @ weight.astype(np.float32, copy=False)
+    return product.astype(x.dtype, copy=False).swapaxes(0, 1)
