@@ -1,0 +1,97 @@
+"""Sparse attention in plain NumPy: one query at a time, all its heads and rows in two float32 matrix products."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..layouts import D_V, Layout
+from .cache import unpack_rows
+from .schedule import merge_partials, split_rows
+
+
+@np.errstate(all="ignore")
+def sparse_prefill(
+    q: np.ndarray,
+    kv: np.ndarray,
+    indices: np.ndarray,
+    sm_scale: float,
+    sink: np.ndarray | None,
+    length: np.ndarray | None,
+    out: np.ndarray,
+    max_logits: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    """Attention over flat rows kv [s_kv, d_qk], indices [s_q, topk]; see `cupy_mla.sparse_prefill`."""
+    for i in range(len(q)):
+        rows = kv[_valid(indices, i, length, i, len(kv))].astype(np.float32)
+        part, max_logits[i], part_lse = _attend(q[i].astype(np.float32), rows, sm_scale)
+        out[i], lse[i] = _finish(part, part_lse, sink)
+
+
+@np.errstate(all="ignore")
+def sparse_decode(
+    layout: Layout,
+    q: np.ndarray,
+    cache: np.ndarray,
+    idx: np.ndarray,
+    scale: float,
+    sink: np.ndarray | None,
+    length: np.ndarray | None,
+    extra: np.ndarray | None,
+    extra_idx: np.ndarray | None,
+    extra_length: np.ndarray | None,
+    num_splits: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`."""
+    caches = [(cache, idx, length)]
+    if extra is not None and extra_idx is not None:
+        caches.append((extra, extra_idx, extra_length))
+    for i, j in np.ndindex(q.shape[:2]):
+        rows = np.concatenate(
+            [
+                unpack_rows(paged, layout, _valid(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]))
+                for paged, slots, count in caches
+            ]
+        )
+        heads = q[i, j].astype(np.float32)
+        parts = [_attend(heads, rows[start:stop], scale) for start, stop in split_rows(len(rows), num_splits)]
+        merged = merge_partials([part for part, _, _ in parts], [part_lse for _, _, part_lse in parts])
+        out[i, j], lse[i, :, j] = _finish(*merged, sink)
+
+
+def _valid(
+    indices: np.ndarray, query: int | tuple[int, int], length: np.ndarray | None, request: int, capacity: int
+) -> np.ndarray:
+    """The entries of one query's list that name a row; those at or after the length are not looked at."""
+    entries = indices[query]
+    if length is not None:
+        entries = entries[: max(int(length[request]), 0)]
+    return entries[(entries >= 0) & (entries < capacity)]
+
+
+def _attend(heads: np.ndarray, rows: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Softmax attention of heads [h, d_qk] over rows [n, d_qk]: out [h, 512], max_logits [h], lse [h].
+
+    Without rows out is 0 and both others are -inf, as `merge_partials` wants an empty part.
+    """
+    if len(rows) == 0:
+        nothing = np.full(len(heads), -np.inf)
+        return np.zeros((len(heads), D_V), np.float32), nothing, nothing
+    logits = heads @ rows.T
+    logits *= np.float32(scale)
+    top = logits.max(axis=1)
+    weights = np.exp(logits - top[:, None])
+    total = weights.sum(axis=1)
+    out = weights @ rows[:, :D_V] / total[:, None]
+    # In float64: lse may cancel to almost nothing, and is held to 1e-6 there.
+    return out, top, top + np.log(total, dtype=np.float64)
+
+
+def _finish(out: np.ndarray, lse: np.ndarray, sink: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Apply the sink, and give a query without rows what callers see: out 0 and lse +inf, whatever the sink."""
+    empty = np.isneginf(lse)
+    if sink is not None:
+        out = out / (1 + np.exp(sink - lse))[:, None]
+    return np.where(empty[:, None], 0, out), np.where(empty, np.inf, lse)

@@ -1,0 +1,124 @@
+"""Packing into and unpacking from the paged KV caches, in plain NumPy.
+
+Caches arrive as [num_blocks, block_size, last axis] views whose block stride may exceed the block. Arithmetic is
+float32 throughout, in the order the format's description gives, so that bytes agree with other writers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from ..layouts import BFLOAT16, E4M3, E4M3_MAX, E8M0, Layout
+
+FLT_MIN = np.finfo(np.float32).tiny
+AMAX_FLOOR = 1e-4  # keeps power-of-two scales from vanishing with a tile's values
+E8M0_BIAS = 127
+
+
+def concat_and_cache_mla(
+    layout: Layout, kv_c: np.ndarray, k_pe: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str
+) -> None:
+    """Write tokens into a BF16 or V32_FP8 cache; see `cupy_mla.concat_and_cache_mla`."""
+    tokens, block, offset = _targets(slots, cache)
+    rows = np.concatenate([kv_c[tokens], k_pe[tokens]], axis=1)
+    if not layout.quantized:
+        cache[block, offset] = rows
+        return
+    nope, rope, scale_bytes = _regions(layout, cache)
+    values, amax = _tiles(layout, rows)
+    if scale_format == "fp32":
+        scales = np.maximum(amax / E4M3_MAX, FLT_MIN)
+    else:
+        scales = np.ldexp(np.float32(1), _ceil_log2(np.maximum(amax / E4M3_MAX, AMAX_FLOOR)))
+    nope[block, offset] = _quantize(values, scales)
+    rope[block, offset] = _rope_bytes(layout, rows)
+    scale_bytes[block, offset] = scales.view(np.uint8)
+
+
+def quantize_and_insert_k_cache(layout: Layout, k: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> None:
+    """Write tokens into a V4_FP8 cache; see `cupy_mla.quantize_and_insert_k_cache`."""
+    tokens, block, offset = _targets(slots, cache)
+    rows = k[tokens]
+    nope, rope, scale_bytes = _regions(layout, cache)
+    values, amax = _tiles(layout, rows)
+    exponents = np.clip(_ceil_log2(np.maximum(amax, AMAX_FLOOR) / E4M3_MAX), -E8M0_BIAS, 255 - E8M0_BIAS)
+    nope[block, offset] = _quantize(values, np.ldexp(np.float32(1), exponents))
+    rope[block, offset] = _rope_bytes(layout, rows)
+    scale_bytes[block, offset, : layout.num_scales] = exponents + E8M0_BIAS
+    scale_bytes[block, offset, layout.num_scales :] = 0
+
+
+@np.errstate(all="ignore")
+def unpack_rows(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
+    """The rows in the given slots as numbers; other rows are not read.
+
+    Args:
+        cache: [num_blocks, block_size, last axis] in `layout`.
+        slots: [n] integers, each in 0 .. num_blocks * block_size - 1.
+
+    Returns:
+        [n, d_qk] float32, `float(e4m3) * scale` where the layout quantizes.
+    """
+    block, offset = np.divmod(slots, cache.shape[1])
+    if not layout.quantized:
+        return cache[block, offset].astype(np.float32)
+    nope, rope, scale_bytes = (region[block, offset] for region in _regions(layout, cache))
+    scale_dtype = np.dtype(np.float32) if layout.scale_kind == "fp32" else E8M0
+    scales = scale_bytes.view(scale_dtype)[:, : layout.num_scales].astype(np.float32)
+    rows = np.empty((len(slots), layout.d_qk), np.float32)
+    rows[:, : layout.d_nope] = nope.view(E4M3)
+    rows[:, layout.d_nope :] = rope.view(BFLOAT16)
+    rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)[...] *= scales[..., None]
+    return rows
+
+
+def _targets(slots: np.ndarray, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which tokens are written, and the block and the offset in it that each goes to."""
+    num_blocks, block_size, _ = cache.shape
+    tokens = np.flatnonzero((slots >= 0) & (slots < num_blocks * block_size))
+    return tokens, *np.divmod(slots[tokens], block_size)
+
+
+def _regions(layout: Layout, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Views of the cache's NoPE, RoPE and scale bytes, each [num_blocks, block_size, bytes a token].
+
+    The cache's own last axis is nominal where scales stand apart: only the bytes of a whole block mean anything.
+    """
+    num_blocks, block_size, _ = cache.shape
+    block_stride = cache.strides[0]
+    flat = as_strided(cache.view(np.uint8), (num_blocks, block_size * layout.token_bytes), (block_stride, 1))
+
+    def region(start: int, nbytes: int, token_stride: int) -> np.ndarray:
+        return as_strided(flat[:, start:], (num_blocks, block_size, nbytes), (block_stride, token_stride, 1))
+
+    nope = region(0, layout.d_nope, layout.row_stride)
+    rope = region(layout.rope_offset, layout.d_rope * BFLOAT16.itemsize, layout.row_stride)
+    if layout.scales_apart:
+        scales = region(layout.row_stride * block_size, layout.scale_stride, layout.scale_stride)
+    else:
+        scales = region(layout.scale_offset, layout.rope_offset - layout.scale_offset, layout.row_stride)
+    return nope, rope, scales
+
+
+def _tiles(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The quantized part as float32 [n, scales, tile] and each tile's largest magnitude, NaN left aside."""
+    values = rows[:, : layout.d_nope].astype(np.float32).reshape(len(rows), layout.num_scales, layout.scale_tile)
+    return values, np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
+
+
+def _ceil_log2(x: np.ndarray) -> np.ndarray:
+    """Exponent of the smallest power of two that is not below x > 0; exact, which a logarithm is not."""
+    mantissa, exponent = np.frexp(x)
+    return exponent - (mantissa == 0.5)
+
+
+@np.errstate(all="ignore")
+def _quantize(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """E4M3 bytes [n, d_nope] of values / scales, rounded to nearest even, saturated; NaN stays NaN."""
+    scaled = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX)
+    return scaled.astype(E4M3).view(np.uint8).reshape(len(values), -1)
+
+
+def _rope_bytes(layout: Layout, rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rows[:, layout.d_nope :]).view(np.uint8)

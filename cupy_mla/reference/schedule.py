@@ -1,0 +1,48 @@
+"""Split-KV: how one query's rows are cut into parts, and how the parts' results become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+TILE = 32  # rows; a part is a whole number of tiles
+
+
+def split_rows(rows: int, num_splits: int) -> list[tuple[int, int]]:
+    """Cut `rows` rows into `num_splits` consecutive parts of whole tiles, as even as tiles allow.
+
+    Returns:
+        `num_splits` pairs (start, stop). Parts are empty where there are fewer tiles than parts; only the last
+        part that is not empty may end inside a tile.
+    """
+    tiles = -(-rows // TILE)
+    edges = [min(i * tiles // num_splits * TILE, rows) for i in range(num_splits + 1)]
+    return list(pairwise(edges))
+
+
+@np.errstate(all="ignore")
+def merge_partials(
+    out_parts: Sequence[np.ndarray] | np.ndarray, lse_parts: Sequence[np.ndarray] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merge softmax-weighted sums over disjoint row lists into the one over all their rows.
+
+    A part without rows has lse -inf, and so has the result when no part has rows: merging stays associative.
+    Turning that -inf into the +inf that callers see, and applying the sink, is left to whoever finishes the query.
+
+    Args:
+        out_parts: [parts, ..., d] float32, each normalised over its own rows; 0 where a part has none.
+        lse_parts: [parts, ...] natural logarithm.
+
+    Returns:
+        out [..., d] float32 and lse [...] float64.
+    """
+    lse = np.asarray(lse_parts, np.float64)
+    top = lse.max(axis=0)
+    top = np.where(np.isneginf(top), 0.0, top)
+    weight = np.exp(lse - top)
+    total = weight.sum(axis=0)
+    weight /= np.where(total == 0.0, 1.0, total)
+    out = (weight[..., None].astype(np.float32) * np.asarray(out_parts)).sum(axis=0)
+    return out, top + np.log(total)
