@@ -1,0 +1,235 @@
+"""One engine step's batch as NumPy arrays: its checks, how it is split, and the reshapes that go with it.
+
+Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import Array
+
+INT32 = np.dtype(np.int32)
+INT64 = np.dtype(np.int64)
+
+_FIELDS = {"query_start_loc": (INT32, 1), "seq_lens": (INT32, 1), "block_table": (INT32, 2),
+           "slot_mapping": (INT64, 1), "positions": (INT64, 1)}  # fmt: skip
+
+PREFILL_WORKSPACE_SEQUENCES = 5  # longest sequences that the workspace of gathered rows holds at once
+
+
+@dataclass(frozen=True, eq=False)
+class BatchMetadata:
+    """R requests and their T query tokens, decodes first, prefills after. Checked once, here.
+
+    Attributes:
+        query_start_loc: [R + 1] where each request's tokens start; the first is 0, the last T.
+        seq_lens: [R] tokens of each sequence, those of this step included.
+        block_table: [R, M] blocks of each sequence, in order; what stands past a sequence's last block is not read.
+        slot_mapping: [T] slot of the cache that each token is written to, negative: not written.
+        positions: [T] place of each token in its sequence.
+
+    All are NumPy arrays (or sequences) of integers; they become int32, `slot_mapping` and `positions` int64.
+
+    Raises:
+        TypeError: an array does not hold integers.
+        ValueError: lengths that do not add up, offsets that go down, more query tokens than a sequence is long, or
+            values that do not fit the type.
+    """
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
+    positions: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name, (dtype, ndim) in _FIELDS.items():
+            object.__setattr__(self, name, _integers(name, getattr(self, name), dtype, ndim))
+        starts = self.query_start_loc
+        if len(starts) == 0 or starts[0] != 0:
+            raise ValueError(f"query_start_loc: expected R + 1 offsets, the first 0, got {starts[:1].tolist()}")
+        down = np.flatnonzero(self.query_lens < 0)
+        if down.size:
+            r = int(down[0])
+            raise ValueError(
+                f"query_start_loc: offsets must not go down, got {starts[r]} and then {starts[r + 1]} at request {r}"
+            )
+        self._require_length("a request", len(starts) - 1, "seq_lens", "block_table")
+        self._require_length("a token", int(starts[-1]), "slot_mapping", "positions")
+        short = np.flatnonzero(self.seq_lens < self.query_lens)
+        if short.size:
+            r = int(short[0])
+            raise ValueError(
+                f"seq_lens: request {r} has {self.query_lens[r]} query tokens in a sequence of {self.seq_lens[r]}"
+            )
+
+    def _require_length(self, what: str, length: int, *names: str) -> None:
+        for name in names:
+            got = len(getattr(self, name))
+            if got != length:
+                raise ValueError(f"{name}: query_start_loc gives {length} entries, one {what}, got {got}")
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests, R."""
+        return len(self.seq_lens)
+
+    @property
+    def num_actual_tokens(self) -> int:
+        """Query tokens, T."""
+        return len(self.slot_mapping)
+
+    @cached_property
+    def query_lens(self) -> np.ndarray:
+        """[R] query tokens of each request."""
+        return np.diff(self.query_start_loc)
+
+    @cached_property
+    def max_query_len(self) -> int:
+        """Most query tokens of a request; 0 without requests."""
+        return int(self.query_lens.max(initial=0))
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        """Longest sequence; 0 without requests."""
+        return int(self.seq_lens.max(initial=0))
+
+    def check_cache(self, block_size: int, num_blocks: int | None = None) -> None:
+        """Check the batch against a paged cache.
+
+        Args:
+            block_size: tokens a block of the cache.
+            num_blocks: blocks of the cache; None leaves the slots unchecked.
+
+        Raises:
+            ValueError: the block table is too narrow for a sequence, or a slot lies beyond the cache. Under
+                CUPY_MLA_CHECK=1 also: a block of a sequence lies outside the cache.
+        """
+        width = self.block_table.shape[1]
+        if self.max_seq_len > width * block_size:
+            r = int(self.seq_lens.argmax())
+            raise ValueError(
+                f"block_table: request {r} has {self.max_seq_len} tokens, which take "
+                f"{-(-self.max_seq_len // block_size)} blocks of {block_size}; the table is {width} wide"
+            )
+        if num_blocks is None:
+            return
+        slots = num_blocks * block_size
+        if self.slot_mapping.max(initial=-1) >= slots:
+            t = int(self.slot_mapping.argmax())
+            raise ValueError(f"slot_mapping: token {t} goes to slot {self.slot_mapping[t]}, the cache has {slots} slots")
+        if arrays.CHECK_VALUES:
+            used = np.arange(width) < -(-self.seq_lens[:, None] // block_size)
+            wrong = np.argwhere(used & ((self.block_table < 0) | (self.block_table >= num_blocks)))
+            if wrong.size:
+                r, m = map(int, wrong[0])
+                block = self.block_table[r, m]
+                raise ValueError(f"block_table: block {m} of request {r} is {block}, the cache has {num_blocks} blocks")
+
+
+def _integers(name: str, values: Any, dtype: np.dtype, ndim: int) -> np.ndarray:
+    given = np.asarray(values)
+    if given.ndim != ndim:
+        raise ValueError(f"{name}: expected {ndim} axes, got shape {list(given.shape)}")
+    if given.size == 0:
+        return np.zeros(given.shape, dtype)
+    if not np.issubdtype(given.dtype, np.integer):
+        raise TypeError(f"{name}: expected integers, got dtype {given.dtype}")
+    if not np.can_cast(given.dtype, dtype):
+        limits = np.iinfo(dtype)
+        if given.min() < limits.min or given.max() > limits.max:
+            raise ValueError(f"{name}: expected values that fit {dtype.name}, got {given.min()} to {given.max()}")
+    return given.astype(dtype, copy=False)
+
+
+def split_decodes_and_prefills(
+    batch: BatchMetadata, decode_threshold: int = 1, require_uniform: bool = False
+) -> tuple[int, int, int, int]:
+    """Where the decodes of a batch end and its prefills begin.
+
+    A request is a decode when it has at most `decode_threshold` query tokens, and, with `require_uniform`, as many
+    as the first request has; requests without tokens, which pad a batch, are decodes too when all others of the
+    batch are uniform decodes. The first request that is no decode and all after it are prefills.
+
+    Returns:
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens.
+    """
+    lens = batch.query_lens
+    is_decode = lens <= decode_threshold
+    if require_uniform and len(lens):
+        busy = lens[lens > 0]
+        padded_uniform = busy.size == 0 or (busy[0] <= decode_threshold and (busy == busy[0]).all())
+        if not padded_uniform:
+            is_decode &= lens == lens[0]
+    num_decodes = len(lens) if is_decode.all() else int(is_decode.argmin())
+    num_decode_tokens = int(batch.query_start_loc[num_decodes])
+    return num_decodes, len(lens) - num_decodes, num_decode_tokens, batch.num_actual_tokens - num_decode_tokens
+
+
+def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
+    """Group consecutive requests greedily, each group as long as its sequences fit the workspace together.
+
+    Args:
+        seq_lens: [P] sequence lengths (host).
+        workspace_size: rows of the workspace.
+        request_offset: added to every bound, for requests that do not start the batch.
+
+    Returns:
+        (first request, end) of each chunk, in order.
+
+    Raises:
+        ValueError: one sequence alone is longer than the workspace.
+    """
+    chunks = []
+    start = rows = 0
+    for r, length in enumerate(np.asarray(seq_lens).tolist()):
+        if length > workspace_size:
+            raise ValueError(
+                f"seq_lens: request {request_offset + r} has {length} tokens, "
+                f"the prefill workspace has {workspace_size} rows"
+            )
+        if rows + length > workspace_size:
+            chunks.append((request_offset + start, request_offset + r))
+            start, rows = r, 0
+        rows += length
+    if len(seq_lens):
+        chunks.append((request_offset + start, request_offset + len(seq_lens)))
+    return chunks
+
+
+def prefill_workspace_size(max_model_len: int) -> int:
+    """Rows of the workspace that prefills gather their sequences into."""
+    return PREFILL_WORKSPACE_SEQUENCES * max_model_len
+
+
+def reshape_query_for_spec_decode(q: Any, batch_size: int) -> Any:
+    """View the query tokens [T, h, d] of `batch_size` decodes of equal length as [batch_size, T / batch_size, h, d].
+
+    Raises:
+        ValueError: T is no multiple of `batch_size`.
+    """
+    tokens = q.shape[0]
+    if batch_size < 1 or tokens % batch_size:
+        raise ValueError(f"q: {tokens} tokens cannot be shared out evenly among {batch_size} decodes")
+    return q.reshape(batch_size, tokens // batch_size, *q.shape[1:])
+
+
+def reshape_attn_output_for_spec_decode(attn_output: Any) -> Any:
+    """View the attention output [b, s, h, d] of decodes as [b * s, h, d], one row a query token.
+
+    Raises:
+        ValueError: the strides do not allow a view.
+    """
+    a = Array("attn_output", attn_output)
+    if len(a.shape) != 4:
+        raise ValueError(f"attn_output: expected shape [b, s, h, d], got {list(a.shape)}")
+    b, s = a.shape[:2]
+    if b > 1 and s > 1 and a.strides[0] != s * a.strides[1]:
+        raise ValueError(f"attn_output: the first two axes cannot be viewed as one, strides are {list(a.strides)}")
+    return attn_output.reshape(b * s, *a.shape[2:])

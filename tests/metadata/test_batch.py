@@ -1,0 +1,178 @@
+"""The batch description: its checks, and how it is split. Loops written from the specification are the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cupy_mla import arrays
+from cupy_mla.metadata.batch import (
+    BatchMetadata,
+    prefill_workspace_size,
+    reshape_attn_output_for_spec_decode,
+    reshape_query_for_spec_decode,
+    split_decodes_and_prefills,
+    split_prefill_chunks,
+)
+
+GOOD = {
+    "query_start_loc": [0, 1, 2, 7],
+    "seq_lens": [9, 4, 5],
+    "block_table": [[3, 1, 0], [2, 0, 0], [4, 5, 0]],
+    "slot_mapping": [8, 11, 16, 17, 18, 19, -1],
+    "positions": [8, 3, 0, 1, 2, 3, 4],
+}
+
+
+def batch_of(query_lens: list[int]) -> BatchMetadata:
+    starts = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)])
+    tokens = int(starts[-1])
+    table, per_token = np.zeros((len(query_lens), 1), int), np.zeros(tokens, int)
+    return BatchMetadata(starts, query_lens, table, per_token, per_token)
+
+
+def test_derived_numbers_and_types() -> None:
+    batch = BatchMetadata(**GOOD)
+    assert (batch.num_reqs, batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len) == (3, 7, 5, 9)
+    assert batch.query_lens.tolist() == [1, 1, 5]
+    for name, dtype in (("query_start_loc", "int32"), ("seq_lens", "int32"), ("block_table", "int32"),
+                        ("slot_mapping", "int64"), ("positions", "int64")):  # fmt: skip
+        assert getattr(batch, name).dtype == dtype
+    batch.check_cache(block_size=4, num_blocks=6)
+
+
+def test_a_batch_without_requests() -> None:
+    batch = BatchMetadata([0], [], np.zeros((0, 4), int), [], [])
+    assert (batch.num_reqs, batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len) == (0, 0, 0, 0)
+    batch.check_cache(64, 1)
+    assert split_decodes_and_prefills(batch) == (0, 0, 0, 0)
+    assert split_prefill_chunks([], 10) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query_start_loc": []}, ValueError, "query_start_loc: expected R . 1 offsets"),
+        ({"query_start_loc": [1, 2, 3, 7]}, ValueError, "query_start_loc: expected R . 1 offsets, the first 0"),
+        ({"query_start_loc": [0, 2, 1, 7]}, ValueError, "query_start_loc: offsets must not go down, .* at request 1"),
+        ({"query_start_loc": [0.0, 1.0, 2.0, 7.0]}, TypeError, "query_start_loc: expected integers, got dtype float64"),
+        ({"query_start_loc": [0, 1, 2, 2**31]}, ValueError, "query_start_loc: expected values that fit int32"),
+        ({"query_start_loc": [[0, 1, 2, 7]]}, ValueError, "query_start_loc: expected 1 axes"),
+        ({"seq_lens": [9, 4]}, ValueError, "seq_lens: query_start_loc gives 3 entries, one a request, got 2"),
+        ({"block_table": [[3, 1, 0], [2, 0, 0]]}, ValueError, "block_table: query_start_loc gives 3 .*got 2"),
+        ({"block_table": [3, 1, 0]}, ValueError, "block_table: expected 2 axes"),
+        ({"slot_mapping": [8, 11, 16]}, ValueError, "slot_mapping: query_start_loc gives 7 .*got 3"),
+        ({"positions": [0] * 8}, ValueError, "positions: query_start_loc gives 7 entries.*got 8"),
+        ({"seq_lens": [9, 4, 4]}, ValueError, "seq_lens: request 2 has 5 query tokens in a sequence of 4"),
+    ],
+)  # fmt: skip
+def test_each_defect_has_its_error(change: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BatchMetadata(**{**GOOD, **change})
+
+
+def test_a_table_too_narrow_and_a_slot_beyond_the_cache() -> None:
+    batch = BatchMetadata(**GOOD)
+    batch.check_cache(3)
+    with pytest.raises(ValueError, match="block_table: request 0 has 9 tokens, which take 5 blocks of 2; .* 3 wide"):
+        batch.check_cache(2)
+    batch.check_cache(4, 5)
+    with pytest.raises(ValueError, match="slot_mapping: token 5 goes to slot 19, the cache has 16 slots"):
+        batch.check_cache(4, 4)
+
+
+def test_blocks_outside_the_cache_are_an_error_where_values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
+    batch = BatchMetadata(**GOOD)
+    batch.check_cache(4, 6)
+    with pytest.raises(ValueError, match="block_table: block 1 of request 2 is 5, the cache has 5 blocks"):
+        batch.check_cache(4, 5)
+
+
+def split_oracle(query_lens: list[int], threshold: int, uniform: bool) -> tuple[int, int, int, int]:
+    busy = [n for n in query_lens if n != 0]
+    padded_uniform = all(n == busy[0] <= threshold for n in busy)
+    decodes = tokens = 0
+    for n in query_lens:
+        if n > threshold or (uniform and not padded_uniform and n != query_lens[0]):
+            break
+        decodes, tokens = decodes + 1, tokens + n
+    return decodes, len(query_lens) - decodes, tokens, sum(query_lens) - tokens
+
+
+@given(st.lists(st.integers(0, 5), max_size=9), st.integers(1, 4), st.booleans())
+@example([1, 1, 1], 1, False)
+@example([1, 1, 5, 6], 1, False)
+@example([2, 1, 2, 4, 5, 6], 4, False)
+@example([2, 2, 2, 4, 5, 6], 5, True)
+@example([2, 2, 0, 0], 3, True)
+@example([2, 2, 0, 5], 3, True)
+@example([5, 1, 1], 1, False)
+@example([4, 4], 3, True)
+def test_split_decodes_and_prefills(query_lens: list[int], threshold: int, uniform: bool) -> None:
+    got = split_decodes_and_prefills(batch_of(query_lens), threshold, uniform)
+    assert got == split_oracle(query_lens, threshold, uniform)
+
+
+def test_split_examples_worked_by_hand() -> None:
+    assert split_decodes_and_prefills(batch_of([1, 1, 7, 1])) == (2, 2, 2, 8)
+    assert split_decodes_and_prefills(batch_of([2, 1, 2, 4, 5, 6]), 4) == (4, 2, 9, 11)
+    assert split_decodes_and_prefills(batch_of([2, 1, 2, 4]), 4, require_uniform=True) == (1, 3, 2, 7)
+    assert split_decodes_and_prefills(batch_of([2, 2, 0, 0]), 2, require_uniform=True) == (4, 0, 4, 0)
+    assert split_decodes_and_prefills(batch_of([2, 2, 0, 9]), 2, require_uniform=True) == (2, 2, 4, 9)
+
+
+@pytest.mark.parametrize(
+    ("lens", "size", "offset", "chunks"),
+    [
+        ([2, 3, 4, 2], 5, 0, [(0, 2), (2, 3), (3, 4)]),
+        ([5, 5, 5], 5, 0, [(0, 1), (1, 2), (2, 3)]),
+        ([1, 1, 1], 10, 0, [(0, 3)]),
+        ([10, 15, 20, 5], 25, 3, [(3, 5), (5, 7)]),
+        ([0, 0], 1, 0, [(0, 2)]),
+    ],
+)
+def test_split_prefill_chunks(lens: list[int], size: int, offset: int, chunks: list[tuple[int, int]]) -> None:
+    assert split_prefill_chunks(np.array(lens), size, offset) == chunks
+
+
+@given(st.lists(st.integers(0, 7), max_size=12), st.integers(7, 20), st.integers(0, 3))
+def test_chunks_are_greedy(lens: list[int], size: int, offset: int) -> None:
+    chunks = [(a - offset, b - offset) for a, b in split_prefill_chunks(lens, size, offset)]
+    assert [r for a, b in chunks for r in range(a, b)] == list(range(len(lens)))
+    for a, b in chunks:
+        assert a < b
+        assert sum(lens[a:b]) <= size
+        assert b == len(lens) or sum(lens[a : b + 1]) > size
+
+
+def test_a_sequence_longer_than_the_workspace() -> None:
+    with pytest.raises(ValueError, match="seq_lens: request 6 has 9 tokens, the prefill workspace has 8 rows"):
+        split_prefill_chunks([3, 9], 8, request_offset=5)
+
+
+def test_workspace_size() -> None:
+    assert prefill_workspace_size(163840) == 819200
+
+
+def test_spec_decode_reshapes_are_views(kind) -> None:
+    values = np.arange(6 * 2 * 3, dtype=np.float32).reshape(6, 2, 3)
+    q = kind.put(values)
+    split = reshape_query_for_spec_decode(q[:, :1], 3)
+    assert tuple(split.shape) == (3, 2, 1, 3)
+    joined = reshape_attn_output_for_spec_decode(split)
+    assert tuple(joined.shape) == (6, 1, 3)
+    joined[...] = 7
+    values[:, :1] = 7
+    np.testing.assert_array_equal(kind.take(q), values)
+
+
+def test_spec_decode_reshapes_refuse() -> None:
+    with pytest.raises(ValueError, match="q: 7 tokens cannot be shared out evenly among 2 decodes"):
+        reshape_query_for_spec_decode(np.zeros((7, 1, 4)), 2)
+    with pytest.raises(ValueError, match="attn_output: expected shape"):
+        reshape_attn_output_for_spec_decode(np.zeros((7, 1, 4)))
+    with pytest.raises(ValueError, match="attn_output: the first two axes cannot be viewed as one"):
+        reshape_attn_output_for_spec_decode(np.zeros((4, 3, 1, 2))[:, :2])
