@@ -39,7 +39,7 @@ def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]
     _, (w,) = bind(weight=weight)
     latent, width = w.require(FLOATS, "512", "num_heads * (d_nope + d_v)", contiguous=False).shape
     if num_heads < 1 or width % num_heads or not 0 < d_nope < width // num_heads:
-        raise ValueError(f"weight: {width} columns do not split into {num_heads} heads of {d_nope} key values and some more")
+        raise ValueError(f"weight: expected {num_heads} heads of more than {d_nope} columns, got {width} columns")
     heads = weight.reshape(latent, num_heads, width // num_heads)
     return heads[..., :d_nope], heads[..., d_nope:]
 
