@@ -1,0 +1,176 @@
+"""Launches the attention kernels: `kernels_cu/attention/sparse_portable.cu` and `combine.cu`."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from ..arrays import Array, Place
+from ..layouts import ATTENTION_LAYOUTS, D_V, Layout, by_name
+from .jit import Kernel, num_sms
+from .schedule import best_splits
+
+STEP_ROWS = 32  # rows of one main-loop step; kernels_cu/attention/sparse_portable.cu
+VALID_RING = 4
+
+# Heads a block is built for, to (mma row tiles, groups of warps that share a step's rows, blocks an SM).
+SHAPES = {16: (1, 2, 2), 32: (2, 2, 1), 64: (4, 1, 1)}
+
+ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT = 1, 2, 4
+
+# struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
+_SOURCE = "3Q5q2i"
+_PARAMS = struct.Struct("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q3QQf5i")
+_NO_SOURCE = (0,) * 9 + (1,)
+
+
+def block_heads(h_q: int) -> int:
+    """Heads that one block works on, for a call with `h_q` heads."""
+    return next((heads for heads in SHAPES if h_q <= heads), max(SHAPES))
+
+
+@lru_cache(maxsize=None)
+def attention_kernel(layout: Layout, heads: int) -> Kernel:
+    """The kernel for one cache layout and one block size."""
+    m_tiles, groups, blocks_per_sm = SHAPES[heads]
+    warps = 2 * m_tiles * groups
+    rows = STEP_ROWS * 2 * layout.d_qk
+    staged = STEP_ROWS * (layout.row_stride + (16 if layout.scales_apart else 0))
+    shared = 2 * staged + rows if layout.quantized else 2 * rows
+    shared += warps * (STEP_ROWS // groups // 8) * 512 + VALID_RING * STEP_ROWS * 4
+    defines = {"M_TILES": m_tiles, "GROUPS": groups, "BLOCKS_PER_SM": blocks_per_sm, "EXPECTED_SHARED_BYTES": shared}
+    return Kernel(
+        "attention/sparse_portable.cu",
+        "sparse_attention",
+        {**layout.defines(), **defines},
+        threads=32 * warps,
+        shared_bytes=shared,
+    )
+
+
+@lru_cache(maxsize=1)
+def combine_kernel() -> Kernel:
+    """The kernel that merges split results; it does not depend on the layout."""
+    return Kernel("attention/combine.cu", "combine_splits", {}, threads=128)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in ATTENTION_LAYOUTS:
+        for heads in SHAPES:
+            yield attention_kernel(layout, heads)
+    yield combine_kernel()
+
+
+def plan_splits(place: Place, num_queries: int, h_q: int, rows: int) -> int:
+    """Parts that each query's `rows` are split into, so that `num_queries` of them fill the GPU."""
+    heads = block_heads(h_q)
+    return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), num_sms(place.device) * SHAPES[heads][2])
+
+
+def sparse_prefill(
+    place: Place,
+    q: Array,
+    kv: Array,
+    indices: Array,
+    sm_scale: float,
+    sink: Array | None,
+    length: Array | None,
+    out: Array,
+    max_logits: Array,
+    lse: Array,
+) -> None:
+    """Twin of `reference.attention.sparse_prefill`: flat rows are a cache of one block, queries a batch of s_q = 1."""
+    s_q, h_q, d_qk = q.shape
+    row_stride = 2 * kv.strides[0]
+    rows = (kv.ptr, indices.ptr, length.ptr if length else 0, 0, row_stride, indices.strides[0], 0, kv.shape[0])
+    source = (*rows, indices.shape[1], max(kv.shape[0], 1))
+    _launch(
+        place, by_name("bf16", d_qk), (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
+        q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
+        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale,
+        plan_splits(place, s_q, h_q, indices.shape[1]),
+    )  # fmt: skip
+
+
+def sparse_decode(
+    place: Place,
+    layout: Layout,
+    q: Array,
+    cache: Array,
+    indices: Array,
+    sm_scale: float,
+    sink: Array | None,
+    length: Array | None,
+    extra: Array | None,
+    extra_indices: Array | None,
+    extra_length: Array | None,
+    num_splits: int,
+    out: Array,
+    lse: Array,
+) -> None:
+    """Twin of `reference.attention.sparse_decode`."""
+    b, s_q, h_q, _ = q.shape
+    main = _paged(cache, indices, length)
+    second = _NO_SOURCE if extra is None or extra_indices is None else _paged(extra, extra_indices, extra_length)
+    _launch(
+        place, layout, (b, s_q, h_q), main, second, cache.aligned(16) and (extra is None or extra.aligned(16)),
+        q, q.strides[:3], out, out.strides[:3],
+        lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits,
+    )  # fmt: skip
+
+
+def _paged(cache: Array, indices: Array, length: Array | None) -> tuple[int, ...]:
+    """A paged cache and its index lists as `struct Source`."""
+    size = cache.dtype.itemsize
+    num_blocks, block_size, _ = cache.shape
+    return (
+        cache.ptr, indices.ptr, length.ptr if length else 0, cache.strides[0] * size, cache.strides[1] * size,
+        indices.strides[0], indices.strides[1], num_blocks * block_size, indices.shape[2], block_size,
+    )  # fmt: skip
+
+
+def _launch(
+    place: Place,
+    layout: Layout,
+    batch: tuple[int, int, int],
+    main: tuple[int, ...],
+    extra: tuple[int, ...],
+    aligned_rows: bool,
+    q: Array,
+    q_strides: tuple[int, ...],
+    out: Array,
+    out_strides: tuple[int, ...],
+    lse: Array,
+    max_logits: Array | None,
+    lse_strides: tuple[int, ...],
+    sink: Array | None,
+    sm_scale: float,
+    num_splits: int,
+) -> None:
+    b, s_q, h_q = batch
+    queries = b * s_q
+    if queries == 0:
+        return
+    parts: list[Array] = []
+    if num_splits > 1:
+        shape = (num_splits, queries, h_q)
+        parts = [place.output(name, None, shape, np.dtype(np.float32)) for name in ("part_lse", "part_max")]
+        parts.append(place.output("part_out", None, (*shape, D_V), np.dtype(np.float32)))
+    part_lse, part_max, part_out = (p.ptr for p in parts) if parts else (0, 0, 0)
+    flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
+    params = _PARAMS.pack(
+        *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
+        lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,
+        part_out, part_lse, part_max if max_logits else 0,
+        sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, h_q, queries, num_splits, flags,
+    )  # fmt: skip
+    heads = block_heads(h_q)
+    attention_kernel(layout, heads).launch(place, (queries * -(-h_q // heads), num_splits, 1), params)
+    if num_splits > 1:
+        combine_kernel().launch(place, (queries * h_q, 1, 1), params)
+

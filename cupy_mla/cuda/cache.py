@@ -1,0 +1,60 @@
+"""Launches the kernels that pack tokens into a paged cache: `kernels_cu/cache/pack.cu`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ..arrays import Array, Place
+from ..layouts import BF16_576, V4_FP8, V32_FP8, Layout
+from .jit import Kernel
+
+TOKENS_PER_BLOCK = 8
+ALIGNED_LATENT, ALIGNED_ROPE, ALIGNED_CACHE = 1, 2, 4
+
+_PARAMS = struct.Struct("=4Q5q4i")  # struct Params of pack.cu
+
+
+@lru_cache(maxsize=None)
+def pack_kernel(layout: Layout) -> Kernel:
+    """The packing kernel for one cache layout."""
+    return Kernel("cache/pack.cu", "pack_tokens", layout.defines(), threads=32 * TOKENS_PER_BLOCK)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in (BF16_576, V32_FP8, V4_FP8):
+        yield pack_kernel(layout)
+
+
+def concat_and_cache_mla(
+    place: Place, layout: Layout, kv_c: Array, k_pe: Array, cache: Array, slots: Array, scale_format: str
+) -> None:
+    """Twin of `reference.cache.concat_and_cache_mla`."""
+    _launch(place, layout, kv_c, k_pe, cache, slots, scale_format == "ue8m0")
+
+
+def quantize_and_insert_k_cache(place: Place, layout: Layout, k: Array, cache: Array, slots: Array) -> None:
+    """Twin of `reference.cache.quantize_and_insert_k_cache`."""
+    _launch(place, layout, k, None, cache, slots, True)
+
+
+def _launch(
+    place: Place, layout: Layout, latent: Array, rope: Array | None, cache: Array, slots: Array, power_of_two: bool
+) -> None:
+    tokens = slots.shape[0]
+    num_blocks, block_size, _ = cache.shape
+    if tokens == 0 or num_blocks == 0:
+        return
+    size = cache.dtype.itemsize
+    row_stride = layout.row_stride if layout.quantized else cache.strides[1] * size
+    flags = ALIGNED_LATENT * latent.aligned(16) | ALIGNED_CACHE * (layout.quantized or cache.aligned(16))
+    if rope is not None:
+        flags |= ALIGNED_ROPE * rope.aligned(16)
+    params = _PARAMS.pack(
+        latent.ptr, rope.ptr if rope else 0, cache.ptr, slots.ptr,
+        latent.strides[0], rope.strides[0] if rope else 0, cache.strides[0] * size, row_stride, num_blocks * block_size,
+        block_size, tokens, power_of_two, flags,
+    )  # fmt: skip
+    pack_kernel(layout).launch(place, (-(-tokens // TOKENS_PER_BLOCK), 1, 1), params)

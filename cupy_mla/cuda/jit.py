@@ -1,0 +1,229 @@
+"""Compiles kernels at run time with CuPy's RawModule (NVRTC) and launches them.
+
+A `Kernel` is one entry point of one `.cu` file under one set of constants. Its source is read as text and the
+package's own `#include "..."` lines are resolved into one string, because CuPy's disk cache keys on the string
+and the options, not on headers behind `-I`. Nothing here needs a GPU until a kernel is launched: `Kernel.compile`
+serves the compile tests of a machine without one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..arrays import Place, require_cupy
+
+log = logging.getLogger("cupy_mla")
+
+# Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
+PORTABLE = ("80", "86", "89", "90", "100", "120")
+LEAST_ARCH = 80
+
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
+
+
+@lru_cache(maxsize=1)
+def kernels_root() -> Path:
+    """The folder of the CUDA sources: inside the installed package, beside it in a checkout.
+
+    Raises:
+        FileNotFoundError: the package was installed without its kernels.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for root in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if root.is_dir():
+            return root
+    raise FileNotFoundError(f"the CUDA sources (kernels_cu) are neither in {package} nor beside it")
+
+
+@lru_cache(maxsize=None)
+def read_source(file: str) -> str:
+    """The text of `kernels_cu/<file>` with the package's own includes put in their place.
+
+    `#pragma once` means nothing inside one string, so every included file is wrapped in a guard instead; `#line`
+    keeps the compiler's messages on the files that people edit.
+    """
+    root = kernels_root()
+
+    def expand(name: str, above: tuple[str, ...]) -> str:
+        if name in above:
+            raise ValueError(f"kernels_cu/{name} includes itself through {' -> '.join(above)}")
+        lines = [f'#line 1 "{name}"']
+        for number, line in enumerate((root / name).read_text().splitlines(), start=1):
+            include = _INCLUDE.match(line)
+            if include:
+                included = include.group(1)
+                guard = "INCLUDED_" + re.sub(r"\W", "_", included).upper()
+                body = expand(included, (*above, name))
+                lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{name}"']
+            elif line.strip() != "#pragma once":
+                lines.append(line)
+            else:
+                lines.append("")
+        return "\n".join(lines)
+
+    return expand(file, ()) + "\n"
+
+
+class Kernel:
+    """One entry point of one source file, compiled with one set of constants.
+
+    Args:
+        file: path under kernels_cu, e.g. "attention/sparse_portable.cu".
+        entry: name of the `extern "C"` kernel; it takes one struct by value.
+        defines: constants, passed as -DNAME=value.
+        threads: threads a block.
+        shared_bytes: dynamic shared memory a block, in bytes.
+        archs: compute capabilities it claims, e.g. "80"; the compile tests hold it to them.
+        target: the architecture to compile for when it is not the GPU's plain one, e.g. "90a".
+        may_spill: False when the kernel promises that no register spills to local memory.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        entry: str,
+        defines: dict[str, int],
+        *,
+        threads: int,
+        shared_bytes: int = 0,
+        archs: Iterable[str] = PORTABLE,
+        target: str | None = None,
+        may_spill: bool = False,
+    ) -> None:
+        self.file = file
+        self.entry = entry
+        self.defines = dict(defines)
+        self.threads = threads
+        self.shared_bytes = shared_bytes
+        self.archs = tuple(archs)
+        self.target = target
+        self.may_spill = may_spill
+        self._functions: dict[int, int] = {}  # CUfunction by device
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        constants = " ".join(f"{k}={v}" for k, v in sorted(self.defines.items()))
+        return f"{self.file}:{self.entry} {constants}".strip()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """NVRTC options without the architecture."""
+        return ("-std=c++17", *(f"-D{k}={v}" for k, v in sorted(self.defines.items())))
+
+    def compile(self, arch: str) -> tuple[bytes, str]:
+        """Compile for one architecture with NVRTC, without a GPU.
+
+        Returns:
+            the cubin, and ptxas' report (registers, stack, spills).
+
+        Raises:
+            RuntimeError: NVRTC's messages.
+        """
+        from cupy.cuda import nvrtc
+
+        program = nvrtc.createProgram(read_source(self.file), self.file, [], [])
+        options = (*self.options, f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v")
+        try:
+            nvrtc.compileProgram(program, options)
+            return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"{self!r} for sm_{arch}:\n{nvrtc.getProgramLog(program)}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+
+    def launch(self, place: Place, grid: tuple[int, int, int], params: bytes) -> None:
+        """Launch on the caller's current stream.
+
+        Args:
+            place: the GPU and the library whose stream counts.
+            grid: blocks along x, y, z.
+            params: the bytes of the kernel's one parameter.
+        """
+        _enter()
+        function = self._functions.get(place.device)
+        if function is None:
+            function = self._load(place.device)
+        block = ctypes.create_string_buffer(params, len(params))
+        pointers = ctypes.c_void_p(ctypes.addressof(block))
+        stream = place.stream()
+        if _runtime().getDevice() == place.device:
+            self._submit(function, grid, stream, pointers)
+        else:
+            with require_cupy("a CUDA array").cuda.Device(place.device):
+                self._submit(function, grid, stream, pointers)
+
+    def _submit(self, function: int, grid: tuple[int, int, int], stream: int, pointers: ctypes.c_void_p) -> None:
+        _driver().launchKernel(
+            function, *grid, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers), 0
+        )
+
+    def _load(self, device: int) -> int:
+        """Compile (or take from CuPy's disk cache) and load for a device."""
+        cupy = require_cupy("a CUDA array")
+        with self._lock, cupy.cuda.Device(device) as gpu:
+            if device in self._functions:
+                return self._functions[device]
+            capability = int(gpu.compute_capability)
+            if capability < LEAST_ARCH:
+                raise RuntimeError(f"cupy_mla needs a GPU of compute capability 8.0 or later, this one has {capability / 10}")
+            started = time.perf_counter()
+            # NVRTC takes the more specific of two -arch options, and CuPy always adds the GPU's plain one.
+            extra = () if self.target is None else (f"-arch=sm_{self.target}",)
+            module = cupy.RawModule(code=read_source(self.file), options=(*self.options, *extra))
+            try:
+                kernel = module.get_function(self.entry)
+                handle = kernel.kernel.ptr
+            except (ImportError, RuntimeError) as error:
+                if "nvrtc" not in str(error).lower():
+                    raise
+                raise RuntimeError(
+                    "NVRTC, which compiles the kernels, was not found: pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
+                ) from error
+            if self.shared_bytes > 48 * 1024:
+                kernel.max_dynamic_shared_size_bytes = self.shared_bytes
+            _KEEP.append((module, kernel))
+            self._functions[device] = handle
+            log.info("%r ready for sm_%s in %.2f s", self, self.target or capability, time.perf_counter() - started)
+            return handle
+
+
+_KEEP: list[Any] = []  # modules unload with their last reference
+_THREAD = threading.local()
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    from cupy_backends.cuda.api import driver
+
+    return driver
+
+
+@lru_cache(maxsize=1)
+def _runtime() -> Any:
+    return require_cupy("a CUDA array").cuda.runtime
+
+
+def _enter() -> None:
+    """Give this thread a CUDA context once: the driver API that launches does not do it by itself."""
+    if not hasattr(_THREAD, "entered"):
+        runtime = _runtime()
+        runtime.setDevice(runtime.getDevice())
+        _THREAD.entered = True
+
+
+def num_sms(device: int) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return _properties(device)["multiProcessorCount"]
+
+
+@lru_cache(maxsize=None)
+def _properties(device: int) -> dict[str, Any]:
+    return _runtime().getDeviceProperties(device)

@@ -1,0 +1,33 @@
+// The parameter of the attention kernels; cupy_mla/cuda/attention.py packs it field by field.
+#pragma once
+#include "layout/paged.cuh"
+
+struct Params {
+    Source main, extra;    // extra.topk is 0 without a second cache
+    const bf16* q;         // [b, s_q, h_q, D_QK]
+    int64_t q_b, q_s, q_h;  // strides in items, here and below
+    bf16* out;             // [b, s_q, h_q, 512]
+    int64_t out_b, out_s, out_h;
+    float* lse;            // [b, s_q, h_q] under the strides below
+    float* max_logits;     // the same, or null
+    int64_t lse_b, lse_s, lse_h;
+    float* part_out;       // [num_splits, num_queries, h_q, 512], when num_splits > 1
+    float* part_lse;       // [num_splits, num_queries, h_q], base 2
+    float* part_max;       // the same, or null
+    const float* sink;     // [h_q], or null
+    float scale_log2;      // sm_scale * log2(e): logits are kept in base 2
+    int32_t s_q, h_q;
+    int32_t num_queries;   // b * s_q
+    int32_t num_splits;
+    int32_t flags;         // which of the arrays allow wide accesses
+};
+
+constexpr int D_V = 512;
+constexpr int ALIGNED_ROWS = 1, ALIGNED_Q = 2, ALIGNED_OUT = 4;
+
+// A query token's request and its place in the request's queries.
+struct Query {
+    int index, b, s;
+};
+
+__device__ __forceinline__ Query query_of(const Params& p, int index) { return {index, index / p.s_q, index % p.s_q}; }

@@ -1,0 +1,32 @@
+// A paged cache, or a flat array of rows as a cache of one block, and the index lists that name its rows.
+#pragma once
+#include "ptx/types.cuh"
+
+struct Source {
+    const uint8_t* cache;
+    const int32_t* indices;  // [b, s_q, topk] slots
+    const int32_t* lengths;  // [b], or null
+    int64_t block_stride;    // bytes
+    int64_t row_stride;      // bytes
+    int64_t index_stride_b;  // items
+    int64_t index_stride_s;
+    int64_t num_slots;
+    int32_t topk;
+    int32_t block_size;
+};
+
+// Entries of the index list of a query of request `b` that count.
+__device__ __forceinline__ int list_length(const Source& s, int b) {
+    return s.lengths == nullptr ? s.topk : max(0, min(s.lengths[b], s.topk));
+}
+
+// A slot's block and its place in the block.
+struct Slot {
+    const uint8_t* block;
+    int offset;
+};
+
+__device__ __forceinline__ Slot find_slot(const Source& s, int32_t slot) {
+    const uint32_t block = uint32_t(slot) / uint32_t(s.block_size);
+    return {s.cache + int64_t(block) * s.block_stride, int(uint32_t(slot) - block * uint32_t(s.block_size))};
+}

@@ -1,0 +1,15 @@
+// The KV-row reader of the cache layout that this file is compiled for (constants: cupy_mla/layouts.py).
+// Every reader is a struct `Rows` with the same members:
+//   QUANTIZED      false when a staged row is already the bf16 row
+//   STAGED_BYTES   bytes of shared memory a staged row takes (quantized layouts)
+//   row_of         where a slot's row lies in the paged cache
+//   gather         start the copies of a warp's rows into shared memory
+//   dequantize     staged rows to a tile of bf16 rows (quantized layouts)
+#pragma once
+#if NUM_SCALES == 0
+#include "layout/bf16.cuh"
+#elif SCALE_OFFSET >= 0
+#include "layout/v32_fp8.cuh"
+#else
+#include "layout/v4_fp8.cuh"
+#endif

@@ -1,0 +1,85 @@
+// Conversions between float32, bfloat16, float8_e4m3fn and UE8M0. PTX ISA: cvt, ex2, lg2, prmt.
+#pragma once
+#include "ptx/types.cuh"
+
+// cvt.rn.bf16x2.f32: two float32 to packed bfloat16, round to nearest even; `lo` in the low half.
+__device__ __forceinline__ uint32_t pack_bf16x2(float lo, float hi) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+    return packed;
+}
+
+__device__ __forceinline__ float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
+__device__ __forceinline__ float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+__device__ __forceinline__ float bf16_to_float(bf16 v) { return __uint_as_float(uint32_t(v) << 16); }
+
+// ex2.approx, lg2.approx: base-2 exponential and logarithm.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A UE8M0 byte to the float32 power of two it stands for; 0 is 2^-127, 255 NaN.
+__device__ __forceinline__ float ue8m0_to_float(uint32_t byte) {
+    return byte == 0 ? __uint_as_float(0x00400000u) : byte == 255 ? __uint_as_float(0x7fffffffu) : __uint_as_float(byte << 23);
+}
+
+// Four e4m3 bytes to four float32.
+__device__ __forceinline__ void e4m3x4_to_float(uint32_t bytes, float (&v)[4]) {
+#if __CUDA_ARCH__ >= 890
+    // cvt.rn.f16x2.e4m3x2 is exact; so is f16 to f32.
+    asm("{\n"
+        ".reg .b16 lo, hi, h0, h1, h2, h3;\n"
+        ".reg .b32 p, q;\n"
+        "mov.b32 {lo, hi}, %4;\n"
+        "cvt.rn.f16x2.e4m3x2 p, lo;\n"
+        "cvt.rn.f16x2.e4m3x2 q, hi;\n"
+        "mov.b32 {h0, h1}, p;\n"
+        "mov.b32 {h2, h3}, q;\n"
+        "cvt.f32.f16 %0, h0;\n"
+        "cvt.f32.f16 %1, h1;\n"
+        "cvt.f32.f16 %2, h2;\n"
+        "cvt.f32.f16 %3, h3;\n"
+        "}\n"
+        : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+        : "r"(bytes));
+#else
+    // No conversion instruction before sm_89: s eeee mmm is shifted to s 0000eeee mmm0.. of a float32, whose exponent
+    // is then 120 too small; one multiply mends that, subnormals included, but the shifted value must not be flushed,
+    // so it goes through f16 (s 0eeee mmm0..., 2^8 too small), whose subnormals cvt keeps.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t b = bytes >> (8 * i);
+        const uint16_t h = uint16_t((b & 0x80u) << 8 | (b & 0x7fu) << 7);
+        float f;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+        v[i] = (b & 0x7fu) == 0x7fu ? __uint_as_float(0x7fffffffu) : f * 256.0f;
+    }
+#endif
+}
+
+// Float32 to an e4m3 byte, round to nearest even, saturating at 448; NaN stays NaN.
+__device__ __forceinline__ uint32_t float_to_e4m3(float x) {
+#if __CUDA_ARCH__ >= 890
+    uint16_t two;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(x));
+    return two & 0xffu;
+#else
+    const uint32_t bits = __float_as_uint(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return sign | 0x7fu;
+    const float a = __uint_as_float(magnitude);
+    if (a >= 448.0f) return sign | 0x7eu;
+    if (a < 0.015625f) {  // below 2^-6, subnormal: multiples of 2^-9; adding 2^14 rounds to them in the last place
+        return sign | (__float_as_uint(a + 16384.0f) & 0xfu);
+    }
+    // Keep 3 of 23 mantissa bits, ties to even, and move the exponent's bias from 127 to 7.
+    const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
+    return sign | ((rounded >> 20) - (120u << 3));
+#endif
+}

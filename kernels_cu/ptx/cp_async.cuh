@@ -1,0 +1,22 @@
+// PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group. sm_80 and later.
+#pragma once
+#include "ptx/types.cuh"
+
+// cp.async.cg: 16 bytes from global to shared memory past L1; `valid` false writes zeros and reads nothing.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+// cp.async.ca: 8 bytes.
+__device__ __forceinline__ void cp_async_8(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid ? 8 : 0) : "memory");
+}
+
+// cp.async.commit_group: what this thread has started since the last commit becomes one group.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// cp.async.wait_group: until at most N of this thread's newest groups are still under way.
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
