@@ -12,6 +12,7 @@ Neither CuPy nor torch is imported here unless the caller's arrays are theirs or
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -223,6 +224,12 @@ class Place(NamedTuple):
     def on_gpu(self) -> bool:
         return self.device != HOST
 
+    @classmethod
+    def of(cls, array: Any) -> Place:
+        """Where `array` lives."""
+        a = Array("array", array)
+        return cls(a.kind, a.device)
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A new uninitialised array of the caller's kind, on the caller's device and stream."""
         if self.kind == "torch":
@@ -236,6 +243,12 @@ class Place(NamedTuple):
             return cupy.empty(shape, dtype)
         with cupy.cuda.Device(self.device):
             return cupy.empty(shape, dtype)
+
+    def carve(self, whole: Any, start: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A view of the bytes from `start` on of a uint8 array of this place, as an array of its own."""
+        part = whole[start : start + math.prod(shape) * np.dtype(dtype).itemsize]
+        as_dtype = _torch_dtypes()[1][np.dtype(dtype)] if self.kind == "torch" else dtype
+        return part.view(as_dtype).reshape(shape)
 
     def output(self, name: str, given: Array | None, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """The caller's output array, checked, or a new one where none was given."""
@@ -259,6 +272,81 @@ class Place(NamedTuple):
         if self.kind == "torch":
             return sys.modules["torch"].cuda.current_stream(self.device).cuda_stream
         return sys.modules["cupy"].cuda.get_current_stream(self.device).ptr
+
+
+class _Field(NamedTuple):
+    start: int  # bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Uploads:
+    """Named arrays at addresses that never change, which the host rewrites without waiting for the device.
+
+    The arrays lie in one allocation, in the order given, and go up together in one asynchronous copy from pinned
+    memory on the caller's current stream. The host writes into a staging area whose last copy has ended, and takes
+    a new one when there is none, so it never waits. For a place on the host, writing is all there is.
+
+    Attributes:
+        arrays: the arrays by name, zeros before the first upload.
+    """
+
+    def __init__(self, place: Place, fields: dict[str, tuple[tuple[int, ...], np.dtype]]) -> None:
+        self.place = place
+        self._fields: dict[str, _Field] = {}
+        size = 0
+        for name, (shape, dtype) in fields.items():
+            self._fields[name] = _Field(size, shape, dtype)
+            size = aligned_up(size + math.prod(shape) * dtype.itemsize)
+        self._whole = place.empty((size,), np.dtype(np.uint8))
+        self._whole[...] = 0
+        self.arrays = {name: place.carve(self._whole, *field) for name, field in self._fields.items()}
+        self._staging: list[_Staging] = []
+
+    def upload(self, write: Callable[[dict[str, np.ndarray]], int]) -> None:
+        """Rewrite the arrays.
+
+        Args:
+            write: fills the host's copies of the arrays, whose old contents are arbitrary, and returns how many rows
+                of the last one are to go up; all others go up whole.
+        """
+        if not self.place.on_gpu:
+            write({name: Array(name, array).numpy() for name, array in self.arrays.items()})
+            return
+        cupy = require_cupy("a CUDA array")
+        whole = Array("whole", self._whole)
+        with cupy.cuda.Device(self.place.device):
+            staging = next((s for s in self._staging if s.free()), None)
+            if staging is None:
+                staging = _Staging(cupy, whole.shape[0])
+                self._staging.append(staging)
+            host = Place("numpy", HOST)
+            rows = write({name: host.carve(staging.bytes, *field) for name, field in self._fields.items()})
+            last = list(self._fields.values())[-1]
+            size = last.start + rows * math.prod(last.shape[1:]) * last.dtype.itemsize
+            staging.copy(whole.ptr, size, self.place.stream())
+
+
+class _Staging:
+    """Pinned host memory, and the event that says when the last copy out of it has ended."""
+
+    def __init__(self, cupy: ModuleType, size: int) -> None:
+        self._runtime = cupy.cuda.runtime
+        self._copied = cupy.cuda.Event(disable_timing=True)
+        self.bytes = np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+
+    def free(self) -> bool:
+        return self._copied.done
+
+    def copy(self, to: int, size: int, stream: int) -> None:
+        runtime = self._runtime
+        runtime.memcpyAsync(to, self.bytes.ctypes.data, size, runtime.memcpyHostToDevice, stream)
+        runtime.eventRecord(self._copied.ptr, stream)
+
+
+def aligned_up(size: int, alignment: int = 256) -> int:
+    """`size` rounded up to a multiple of `alignment`, both in bytes."""
+    return -(-size // alignment) * alignment
 
 
 def bind(**arguments: Any) -> tuple[Place, list[Array | None]]:

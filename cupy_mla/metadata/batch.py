@@ -17,8 +17,13 @@ from ..arrays import Array
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
 
-_FIELDS = {"query_start_loc": (INT32, 1), "seq_lens": (INT32, 1), "block_table": (INT32, 2),
-           "slot_mapping": (INT64, 1), "positions": (INT64, 1)}  # fmt: skip
+_FIELDS: dict[str, tuple[np.dtype, int]] = {
+    "query_start_loc": (INT32, 1),
+    "seq_lens": (INT32, 1),
+    "block_table": (INT32, 2),
+    "slot_mapping": (INT64, 1),
+    "positions": (INT64, 1),
+}
 
 PREFILL_WORKSPACE_SEQUENCES = 5  # longest sequences that the workspace of gathered rows holds at once
 
@@ -123,7 +128,8 @@ class BatchMetadata:
         slots = num_blocks * block_size
         if self.slot_mapping.max(initial=-1) >= slots:
             t = int(self.slot_mapping.argmax())
-            raise ValueError(f"slot_mapping: token {t} goes to slot {self.slot_mapping[t]}, the cache has {slots} slots")
+            slot = self.slot_mapping[t]
+            raise ValueError(f"slot_mapping: token {t} goes to slot {slot}, the cache has {slots} slots")
         if arrays.CHECK_VALUES:
             used = np.arange(width) < -(-self.seq_lens[:, None] // block_size)
             wrong = np.argwhere(used & ((self.block_table < 0) | (self.block_table >= num_blocks)))

@@ -76,7 +76,7 @@ def test_each_defect_has_its_error(change: dict, error: type[Exception], message
 def test_a_table_too_narrow_and_a_slot_beyond_the_cache() -> None:
     batch = BatchMetadata(**GOOD)
     batch.check_cache(3)
-    with pytest.raises(ValueError, match="block_table: request 0 has 9 tokens, which take 5 blocks of 2; .* 3 wide"):
+    with pytest.raises(ValueError, match=r"block_table: request 0 has 9 tokens, which take 5 blocks of 2; .* 3 wide"):
         batch.check_cache(2)
     batch.check_cache(4, 5)
     with pytest.raises(ValueError, match="slot_mapping: token 5 goes to slot 19, the cache has 16 slots"):
