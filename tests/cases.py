@@ -1,0 +1,262 @@
+"""Inputs for the operations, and checks that run one call over a kind of array and compare it with the oracle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import cupy_mla
+from cupy_mla.arrays import Place
+
+from . import oracle
+from .kinds import BF16, E4M3, NumPy, allocation, gapped, poisoned
+
+INVALID = np.array([-1, -2, -(2**31), 2**31 - 1, 2**30], np.int64)
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Unit normal bfloat16."""
+    return rng.standard_normal(shape, np.float32).astype(BF16)
+
+
+def entries(
+    rng: np.random.Generator, shape: tuple[int, ...], live: np.ndarray, capacity: int, invalid: float = 0.2
+) -> np.ndarray:
+    """int32 index lists over the `live` rows, a part of them (`invalid`) negative or beyond the capacity."""
+    chosen = rng.choice(live, shape) if len(live) else np.full(shape, -1)
+    beyond = rng.choice(np.append(INVALID, [capacity, capacity + 1]), shape)
+    return np.where(rng.random(shape) < invalid, beyond, chosen).astype(np.int32)
+
+
+def some(rng: np.random.Generator, capacity: int, share: float = 0.7) -> np.ndarray:
+    """A random part of the numbers below `capacity`, at least one."""
+    return rng.permutation(capacity)[: max(1, int(share * capacity))]
+
+
+def flat_rows(rng: np.random.Generator, s_kv: int, d_qk: int, live: np.ndarray, gap: int = 0) -> np.ndarray:
+    """kv [s_kv, 1, d_qk]: unit normal live rows, NaN in all others and in the gap behind each row."""
+    kv = gapped(poisoned((s_kv, 1, d_qk), BF16), 0, 0, gap)
+    kv[live, 0] = normal(rng, len(live), d_qk)
+    return kv
+
+
+def empty_cache(fmt: oracle.Format, num_blocks: int, block_size: int, gap: int = 0) -> np.ndarray:
+    """A poisoned cache [num_blocks, block_size, last axis]; `gap` widens the block stride, in units of the format."""
+    nbytes = fmt.token_bytes * block_size
+    stride = {oracle.V4: -(-nbytes // 576) * 576 + 576 * gap}.get(fmt, nbytes + 16 * gap)
+    raw = poisoned((num_blocks, stride), np.uint8)
+    cache = raw[:, :nbytes].reshape(num_blocks, block_size, fmt.token_bytes)
+    return cache if fmt.quantized else cache.view(BF16)
+
+
+def block_bytes(cache: np.ndarray, b: int) -> np.ndarray:
+    """The bytes of one block, as a view."""
+    return cache[b].reshape(-1).view(np.uint8)
+
+
+def paged_rows(
+    rng: np.random.Generator, fmt: oracle.Format, num_blocks: int, block_size: int, live: np.ndarray, gap: int = 0
+) -> np.ndarray:
+    """A cache whose live slots hold unit normal rows and whose every other byte is poison."""
+    cache = empty_cache(fmt, num_blocks, block_size, gap)
+    for slot, row in zip(live, normal(rng, len(live), fmt.d_qk), strict=True):
+        b, t = divmod(int(slot), block_size)
+        oracle.write_token(fmt, block_bytes(cache, b), block_size, t, row)
+    return cache
+
+
+@dataclass
+class Paged:
+    """A paged cache and the index lists into it; the slots in `dead` hold poison."""
+
+    cache: np.ndarray
+    indices: np.ndarray
+    length: np.ndarray | None = None
+    dead: np.ndarray | None = None
+
+
+def paged(
+    rng: np.random.Generator,
+    fmt: oracle.Format,
+    b: int,
+    s_q: int,
+    topk: int,
+    block_size: int,
+    *,
+    gap: int = 0,
+    lengths: bool = False,
+    invalid: float = 0.2,
+) -> Paged:
+    """A cache of about `topk` slots, with a live part, and `b * s_q` lists of `topk` entries over that part."""
+    num_blocks = topk // block_size + 2
+    capacity = num_blocks * block_size
+    live = some(rng, capacity)
+    cache = paged_rows(rng, fmt, num_blocks, block_size, live, gap)
+    length = rng.integers(-1, topk + 3, b, dtype=np.int32) if lengths else None
+    dead = np.setdiff1d(np.arange(capacity), live)
+    return Paged(cache, entries(rng, (b, s_q, topk), live, capacity, invalid), length, dead)
+
+
+def sinks(rng: np.random.Generator, h_q: int) -> np.ndarray:
+    """Sinks around the size of lse, some of them infinite."""
+    values = 3 * rng.standard_normal(h_q, np.float32) + 4
+    extremes = rng.choice(np.array([np.inf, -np.inf], np.float32), h_q)
+    return np.where(rng.random(h_q) < 0.3, extremes, values).astype(np.float32)
+
+
+# --- checks ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Within it, every array that an operation allocates starts as NaN."""
+    empty = Place.empty
+
+    def poisoned_empty(place: Place, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        array = empty(place, shape, dtype)
+        flat = array.reshape(-1)
+        if place.kind == "torch":
+            flat.view(sys.modules["torch"].uint8).fill_(0xFF)
+        else:
+            flat.view(np.uint8).fill(0xFF)
+        return array
+
+    with mock.patch.object(Place, "empty", poisoned_empty):
+        yield
+
+
+class Output:
+    """A given `out`: poisoned, with gaps that the call must leave alone."""
+
+    def __init__(self, kind: NumPy, shape: tuple[int, ...], gaps: tuple[int, ...]) -> None:
+        self.kind = kind
+        self.host = gapped(poisoned(shape, BF16), *gaps)
+        self.array, self.whole = kind.put_with_allocation(self.host)
+
+    def check_gaps(self) -> None:
+        self.host[...] = self.kind.take(self.array)
+        expected = allocation(self.host)
+        after = self.kind.take(self.whole)[: expected.size]
+        assert np.array_equal(after, expected), "memory between the rows of out was written"
+
+    def check_unwritten(self) -> None:
+        assert (self.kind.take(self.whole) == 0xFF).all(), "out was written"
+
+
+def check_result(kind: NumPy, array: Any, dtype: np.dtype) -> np.ndarray:
+    """The result as NumPy, after checking that it is the caller's kind of array."""
+    assert kind.is_mine(array), f"expected a {kind.name} array, got {type(array)}"
+    values = kind.take(array)
+    assert values.dtype == dtype
+    return values
+
+
+def check_prefill(
+    kind: NumPy,
+    q: np.ndarray,
+    kv: np.ndarray,
+    indices: np.ndarray,
+    sm_scale: float,
+    sink: np.ndarray | None = None,
+    length: np.ndarray | None = None,
+    out_gaps: tuple[int, ...] | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Run `sparse_prefill` and compare it with the oracle; returns the results."""
+    out = None if out_gaps is None else Output(kind, (*q.shape[:2], 512), out_gaps)
+    with poisoned_outputs():
+        results = cupy_mla.sparse_prefill(
+            kind.put(q), kind.put(kv), kind.put(indices), sm_scale,
+            attn_sink=kind.put(sink), topk_length=kind.put(length), out=out.array if out else None,
+        )  # fmt: skip
+    got = [check_result(kind, r, d) for r, d in zip(results, (BF16, np.float32, np.float32), strict=True)]
+    if out:
+        assert results[0] is out.array
+        out.check_gaps()
+    want = oracle.prefill(q, kv, indices, sm_scale, sink, length)
+    for name, g, w in zip(("out", "max_logits", "lse"), got, want, strict=True):
+        oracle.assert_close(g, w, f"prefill {name}")
+    return tuple(got)
+
+
+def run_decode(
+    kind: NumPy,
+    q: np.ndarray,
+    main: Paged,
+    extra: Paged | None = None,
+    *,
+    sm_scale: float | None = None,
+    sink: np.ndarray | None = None,
+    num_splits: int | None = None,
+    out: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run `sparse_decode` over one kind of array; returns the results as NumPy."""
+    more = {}
+    if extra is not None:
+        more = {
+            "extra_k_cache": kind.put(extra.cache),
+            "extra_indices": kind.put(extra.indices),
+            "extra_topk_length": kind.put(extra.length),
+        }
+    with poisoned_outputs():
+        results = cupy_mla.sparse_decode(
+            kind.put(q), kind.put(main.cache), kind.put(main.indices), sm_scale, attn_sink=kind.put(sink),
+            topk_length=kind.put(main.length), out=out, num_splits=num_splits, **more,
+        )  # fmt: skip
+    if out is not None:
+        assert results[0] is out
+    return check_result(kind, results[0], BF16), check_result(kind, results[1], np.dtype(np.float32))
+
+
+def decode_oracle(
+    fmt: oracle.Format,
+    q: np.ndarray,
+    main: Paged,
+    extra: Paged | None = None,
+    *,
+    sm_scale: float | None = None,
+    sink: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `run_decode` should give, in float64."""
+    scale = fmt.d_qk**-0.5 if sm_scale is None else sm_scale
+    lists = [(as_uint8(p.cache), p.indices, p.length) for p in (main, extra) if p is not None]
+    return oracle.decode(fmt, q, lists, scale, sink)
+
+
+def as_uint8(cache: np.ndarray) -> np.ndarray:
+    """The cache [num_blocks, block_size, last axis] without a KV-head axis, fp8 as bytes."""
+    cache = cache[:, :, 0] if cache.ndim == 4 else cache
+    return cache.view(np.uint8) if cache.dtype == E4M3 else cache
+
+
+def check_decode(
+    kind: NumPy,
+    fmt: oracle.Format,
+    q: np.ndarray,
+    main: Paged,
+    extra: Paged | None = None,
+    *,
+    sm_scale: float | None = None,
+    sink: np.ndarray | None = None,
+    num_splits: int | None = None,
+    out_gaps: tuple[int, ...] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run `sparse_decode` and compare it with the oracle; returns the results."""
+    out = None if out_gaps is None else Output(kind, (*q.shape[:3], 512), out_gaps)
+    got = run_decode(
+        kind, q, main, extra, sm_scale=sm_scale, sink=sink, num_splits=num_splits, out=out.array if out else None
+    )
+    if out:
+        out.check_gaps()
+    want = decode_oracle(fmt, q, main, extra, sm_scale=sm_scale, sink=sink)
+    oracle.assert_close(got[0], want[0], "decode out")
+    oracle.assert_close(got[1], want[1], "decode lse")
+    return got

@@ -1,0 +1,60 @@
+"""Fixtures: the kind of array a test runs over, and random numbers that can be had again."""
+
+from __future__ import annotations
+
+import secrets
+from functools import cache
+
+import hypothesis
+import numpy as np
+import pytest
+
+import cupy_mla
+
+from . import kinds
+
+hypothesis.settings.register_profile(
+    "cupy_mla", deadline=None, max_examples=15, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("cupy_mla")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="seed of the `rng` fixture (default: a fresh one a test)")
+
+
+@cache
+def why_no_gpu() -> str | None:
+    return None if cupy_mla.cuda_available() else "needs CuPy and an NVIDIA GPU"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and why_no_gpu():
+        pytest.skip(why_no_gpu())
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Fresh random numbers; pytest shows the seed of a test that fails."""
+    seed = request.config.getoption("--seed")
+    seed = secrets.randbits(32) if seed is None else seed
+    print(f"rng: pytest --seed={seed}")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=[pytest.mark.gpu] if cls.on_gpu else []) for name, cls in kinds.KINDS.items()],
+)
+def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
+    """One kind of array after the other."""
+    name = request.param
+    library = name.removesuffix("_cuda")
+    if not kinds.installed(library):
+        pytest.skip(f"{library} is not installed")
+    if kinds.KINDS[name].on_gpu and why_no_gpu():
+        pytest.skip(why_no_gpu())
+    made = kinds.KINDS[name]()
+    if name == "torch_cuda" and not made.torch.cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    return made

@@ -1,0 +1,555 @@
+"""`sparse_prefill` and `sparse_decode` against the oracle, over every kind of array."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cupy_mla
+
+from .. import oracle
+from ..cases import (
+    Output,
+    Paged,
+    as_uint8,
+    check_decode,
+    check_prefill,
+    decode_oracle,
+    entries,
+    flat_rows,
+    normal,
+    paged,
+    paged_rows,
+    run_decode,
+    sinks,
+    some,
+)
+from ..kinds import BF16, E4M3, NumPy, gapped, poisoned
+
+SEEDS = st.integers(0, 2**32 - 1)
+HEADS = (1, 7, 8, 16, 33, 64, 65, 128)
+BY_NAME = {fmt.name: fmt for fmt in oracle.FORMATS}
+every_format = pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+
+
+def prefill_inputs(
+    rng: np.random.Generator, s_q: int, h_q: int, d_qk: int, topk: int, s_kv: int, *, q_gap: int = 0, kv_gap: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, kv with NaN in about a third of its rows, and lists that name none of those."""
+    live = some(rng, s_kv)
+    q = gapped(normal(rng, s_q, h_q, d_qk), 0, 0, q_gap)
+    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
+
+
+# --- prefill --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "topk", "s_kv"),
+    [(1, 1, 1, 1), (3, 7, 63, 40), (2, 8, 65, 200), (1, 16, 64, 64), (3, 33, 129, 77), (2, 65, 96, 300),
+     (5, 64, 32, 50), (2, 128, 2048, 3000)],
+)  # fmt: skip
+def test_prefill_sizes(kind, rng, d_qk, s_q, h_q, topk, s_kv):
+    check_prefill(kind, *prefill_inputs(rng, s_q, h_q, d_qk, topk, s_kv), d_qk**-0.5)
+
+
+@given(
+    SEEDS, st.integers(0, 4), st.sampled_from(HEADS), st.sampled_from([576, 512]), st.integers(1, 150),
+    st.integers(0, 200), st.booleans(), st.booleans(), st.sampled_from([0, 2, 8]), st.sampled_from([None, 0, 2, 8]),
+)  # fmt: skip
+def test_prefill_generated(kind, seed, s_q, h_q, d_qk, topk, s_kv, with_sink, with_length, gap, out_gap):
+    rng = np.random.default_rng(seed)
+    if s_kv == 0:
+        q, kv = normal(rng, s_q, h_q, d_qk), normal(rng, 0, 1, d_qk)
+        indices = rng.integers(-1, 2, (s_q, 1, topk), np.int32)
+    else:
+        q, kv, indices = prefill_inputs(rng, s_q, h_q, d_qk, topk, s_kv, q_gap=gap, kv_gap=gap)
+    check_prefill(
+        kind, q, kv, indices, d_qk**-0.5,
+        sink=sinks(rng, h_q) if with_sink else None,
+        length=rng.integers(-1, topk + 3, s_q, np.int32) if with_length else None,
+        out_gaps=None if out_gap is None else (0, 1, out_gap),
+    )  # fmt: skip
+
+
+def test_prefill_takes_strides_of_any_kind(kind, rng):
+    """Gaps that leave rows 2-byte aligned only, heads before tokens, index lists cut out of wider ones."""
+    s_q, h_q, d_qk, s_kv, topk = 3, 16, 576, 90, 70
+    live = some(rng, s_kv)
+    q = gapped(normal(rng, h_q, s_q, d_qk), 0, 1, 3).transpose(1, 0, 2)
+    indices = gapped(entries(rng, (s_q, 1, topk), live, s_kv), 0, 0, 5)
+    check_prefill(kind, q, flat_rows(rng, s_kv, d_qk, live, gap=1), indices, 0.04, out_gaps=(0, 0, 1))
+
+
+def test_prefill_takes_a_row_for_all_queries(kind, rng):
+    """Stride 0: one index list, broadcast over the queries."""
+    q, kv, indices = prefill_inputs(rng, 4, 8, 512, 66, 100)
+    check_prefill(kind, q, kv, np.broadcast_to(indices[:1], indices.shape), 0.04)
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, -0.03, 1e-4, 3.0])
+def test_prefill_scale_is_any_number(kind, rng, sm_scale):
+    check_prefill(kind, *prefill_inputs(rng, 2, 9, 576, 100, 120), sm_scale)
+
+
+def test_prefill_counts_a_row_as_often_as_it_is_listed(kind, rng):
+    q, kv = normal(rng, 1, 4, 576), normal(rng, 3, 1, 576)
+    once, _, lse_once = check_prefill(kind, q, kv, np.array([[[1, -1, -1]]], np.int32), 0.04)
+    thrice, _, lse_thrice = check_prefill(kind, q, kv, np.array([[[1, 1, 1]]], np.int32), 0.04)
+    np.testing.assert_array_equal(once.astype(np.float32), thrice.astype(np.float32))
+    np.testing.assert_allclose(lse_thrice - lse_once, np.log(3), atol=1e-5)
+
+
+@pytest.mark.parametrize("fill", [-1, 50, 2**31 - 1, -(2**31)])
+def test_prefill_without_a_valid_row(kind, rng, fill):
+    """Even beside queries that have rows, and whatever the sink."""
+    q, kv, indices = prefill_inputs(rng, 3, 6, 576, 80, 50)
+    indices[1] = fill
+    sink = np.array([np.inf, -np.inf, 0, 3, -3, 100], np.float32)
+    out, max_logits, lse = check_prefill(kind, q, kv, indices, 0.04, sink=sink)
+    assert (out[1] == 0).all()
+    assert (max_logits[1] == -np.inf).all()
+    assert (lse[1] == np.inf).all()
+
+
+def test_prefill_sink_limits(kind, rng):
+    """A sink of -inf changes nothing, one of +inf makes the output zero, neither touches lse."""
+    q, kv, indices = prefill_inputs(rng, 2, 3, 512, 70, 90)
+    plain = check_prefill(kind, q, kv, indices, 0.04)
+    sunk = check_prefill(kind, q, kv, indices, 0.04, sink=np.array([-np.inf, np.inf, 0], np.float32))
+    np.testing.assert_array_equal(sunk[0][:, 0].astype(np.float32), plain[0][:, 0].astype(np.float32))
+    assert (sunk[0][:, 1] == 0).all()
+    np.testing.assert_array_equal(sunk[1], plain[1])
+    np.testing.assert_array_equal(sunk[2], plain[2])
+
+
+def test_prefill_hands_on_nan_of_a_named_row(kind, rng):
+    q, kv, indices = prefill_inputs(rng, 3, 20, 576, 70, 80)
+    kv[np.isnan(kv.astype(np.float32))] = 0
+    indices[1, 0, 40] = 7
+    indices[(indices == 7) & (np.arange(3) != 1)[:, None, None]] = -1
+    kv[7, 0, 300] = np.nan
+    out, max_logits, lse = (
+        kind.take(r) for r in cupy_mla.sparse_prefill(kind.put(q), kind.put(kv), kind.put(indices), 0.04)
+    )
+    assert np.isnan(out[1].astype(np.float32)).all()
+    assert np.isnan(lse[1]).all()
+    want = oracle.prefill(q[::2], kv, indices[::2], 0.04)
+    for name, g, w in zip(("out", "max_logits", "lse"), (out, max_logits, lse), want, strict=True):
+        oracle.assert_close(g[::2], w, f"prefill {name}")
+
+
+def test_prefill_large_logits(kind, rng):
+    """Logits of hundreds neither overflow nor lose the small ones' infinities."""
+    q, kv, indices = prefill_inputs(rng, 2, 5, 576, 90, 100)
+    check_prefill(kind, q, kv, indices, 8.0)
+    check_prefill(kind, q, kv, indices, -8.0)
+
+
+def test_prefill_same_bits_every_time(kind, rng):
+    args = [kind.put(a) for a in prefill_inputs(rng, 4, 128, 576, 300, 400)]
+    first, second = ([kind.take(r).tobytes() for r in cupy_mla.sparse_prefill(*args, 0.04)] for _ in range(2))
+    assert first == second
+
+
+# --- decode ---------------------------------------------------------------------------------------------------
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "block_size"),
+    [(1, 1, 1, 1, 1), (3, 1, 7, 63, 61), (1, 3, 8, 65, 2), (3, 2, 16, 64, 64), (1, 1, 33, 97, 256), (3, 1, 65, 33, 1),
+     (2, 2, 64, 128, 64), (1, 1, 128, 2048, 64), (3, 1, 128, 65, 61)],
+)  # fmt: skip
+def test_decode_sizes(kind, rng, fmt, b, s_q, h_q, topk, block_size):
+    main = paged(rng, fmt, b, s_q, topk, block_size)
+    check_decode(kind, fmt, normal(rng, b, s_q, h_q, fmt.d_qk), main)
+
+
+@given(st.data())
+def test_decode_generated(kind, data):
+    def draw(*values):
+        return data.draw(st.sampled_from(values))
+
+    rng = np.random.default_rng(data.draw(SEEDS, "seed"))
+    fmt = BY_NAME[draw(*BY_NAME)]
+    b, s_q, h_q = draw(1, 3), draw(1, 2, 3), draw(*HEADS)
+    topk, block_size = data.draw(st.integers(1, 150), "topk"), draw(1, 2, 61, 64, 256)
+    invalid = draw(0.0, 0.3, 1.0)
+    main = paged(rng, fmt, b, s_q, topk, block_size, gap=draw(0, 1, 5), lengths=draw(False, True), invalid=invalid)
+    extra = None
+    if draw(False, True):
+        extra_topk = data.draw(st.integers(1, 100), "extra topk")
+        extra = paged(rng, fmt, b, s_q, extra_topk, draw(1, 2, 64, 256), gap=draw(0, 3), lengths=draw(False, True))
+    q_gap = draw(0, 2, 8)
+    check_decode(
+        kind, fmt, gapped(normal(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, q_gap), main, extra,
+        sink=sinks(rng, h_q) if draw(False, True) else None,
+        num_splits=draw(None, 1, 2, 5, 40),
+        out_gaps=draw(None, (0, 0, 0, 0), (0, 1, 0, 2), (1, 0, 1, 8)),
+    )  # fmt: skip
+
+
+@every_format
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 40])
+def test_decode_splits(kind, rng, fmt, num_splits):
+    """Parts with rows, parts without and, with 40 of them over 5 tiles, many that are empty from the start."""
+    main = paged(rng, fmt, 2, 1, 100, 64)
+    main.indices[0, 0, 32:96] = -1
+    main.indices[1] = -1
+    extra = paged(rng, fmt, 2, 1, 50, 2)
+    extra.indices[1] = -1
+    sink = sinks(rng, 16)
+    out, lse = check_decode(kind, fmt, normal(rng, 2, 1, 16, fmt.d_qk), main, extra, sink=sink, num_splits=num_splits)
+    assert (out[1] == 0).all()
+    assert (lse[1] == np.inf).all()
+
+
+@every_format
+def test_decode_lengths(kind, rng, fmt):
+    """0, negative, within, exactly, beyond topk; what stands after a length may be anything, NaN rows included."""
+    topk = 70
+    main = paged(rng, fmt, 6, 2, topk, 64)
+    main.length = np.array([0, -3, 1, 33, topk, topk + 9], np.int32)
+    for i, length in enumerate(main.length):
+        main.indices[i, :, max(length, 0) :] = main.dead[0]
+    out, lse = check_decode(kind, fmt, normal(rng, 6, 2, 8, fmt.d_qk), main, num_splits=2)
+    assert (out[:2] == 0).all()
+    assert (lse[:2] == np.inf).all()
+
+
+@every_format
+def test_decode_extra_alone_counts(kind, rng, fmt):
+    """A main list without a valid row beside an extra list that has some, and the other way round."""
+    main, extra = paged(rng, fmt, 3, 1, 40, 64, invalid=0), paged(rng, fmt, 3, 1, 130, 2, invalid=0)
+    main.indices[0] = -1
+    extra.length = np.array([130, 0, 65], np.int32)
+    check_decode(kind, fmt, normal(rng, 3, 1, 12, fmt.d_qk), main, extra)
+
+
+@every_format
+def test_decode_same_slot_is_one_row_here_and_none_there(kind, rng, fmt):
+    """A slot beyond the small extra cache is valid in the main one."""
+    main, extra = paged(rng, fmt, 1, 2, 300, 64), paged(rng, fmt, 1, 2, 5, 2)
+    extra.indices[...] = np.where(main.indices[..., :5] >= 0, main.indices[..., :5], 0)
+    extra.cache[...] = paged_rows(rng, fmt, extra.cache.shape[0], 2, np.arange(extra.cache.shape[0] * 2))
+    check_decode(kind, fmt, normal(rng, 1, 2, 3, fmt.d_qk), main, extra)
+
+
+@every_format
+def test_decode_takes_a_kv_head_axis(kind, rng, fmt):
+    main, extra = paged(rng, fmt, 2, 1, 40, 64, gap=1), paged(rng, fmt, 2, 1, 9, 2)
+    q = normal(rng, 2, 1, 5, fmt.d_qk)
+    plain = check_decode(kind, fmt, q, main, extra)
+    for p in (main, extra):
+        p.cache = p.cache[:, :, None]
+    with_axis = check_decode(kind, fmt, q, main, extra)
+    assert [a.tobytes() for a in plain] == [a.tobytes() for a in with_axis]
+
+
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+def test_decode_takes_a_cache_of_fp8_items(kind, rng, fmt):
+    main = paged(rng, fmt, 1, 2, 70, 64, gap=1)
+    main.cache = main.cache.view(E4M3)
+    check_decode(kind, fmt, normal(rng, 1, 2, 16, fmt.d_qk), main)
+
+
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+def test_decode_takes_a_bf16_cache_of_any_strides(kind, rng, fmt):
+    """Rows and blocks with gaps that leave them 2-byte aligned only."""
+    main = paged(rng, fmt, 2, 1, 70, 8)
+    main.cache = gapped(main.cache, 0, 1, 3)
+    check_decode(kind, fmt, normal(rng, 2, 1, 16, fmt.d_qk), main, out_gaps=(0, 0, 0, 1))
+
+
+def test_decode_reads_any_positive_float32_scale(kind, rng):
+    """Scales that are no powers of two and have all 24 bits, from tiny to large."""
+    num_blocks, block_size = 5, 16
+    codes = rng.integers(0, 256, (num_blocks, block_size, 656), np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    scales = (10 ** rng.uniform(-6, -2.5, (num_blocks, block_size, 4))).astype(np.float32)
+    codes[..., 512:528] = scales.view(np.uint8)
+    codes[..., 528:] = normal(rng, num_blocks, block_size, 64).view(np.uint8)
+    main = Paged(codes, entries(rng, (2, 1, 90), np.arange(80), 80))
+    check_decode(kind, oracle.V32, normal(rng, 2, 1, 16, 576), main)
+
+
+def test_decode_hands_on_nan_of_a_named_row(kind, rng):
+    fmt = oracle.V32
+    main = paged(rng, fmt, 3, 1, 70, 64, invalid=0)
+    main.indices[1, 0, 50] = main.dead[0]
+    q = normal(rng, 3, 1, 9, 576)
+    out, lse = run_decode(kind, q, main, num_splits=3)
+    assert np.isnan(out[1].astype(np.float32)).all()
+    assert np.isnan(lse[1]).all()
+    rest = Paged(main.cache, main.indices[::2])
+    want = decode_oracle(fmt, q[::2], rest)
+    oracle.assert_close(out[::2], want[0], "decode out")
+    oracle.assert_close(lse[::2], want[1], "decode lse")
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, -0.03, 8.0])
+def test_decode_scale_is_any_number(kind, rng, sm_scale):
+    main = paged(rng, oracle.V4, 1, 2, 100, 64)
+    check_decode(kind, oracle.V4, normal(rng, 1, 2, 9, 512), main, sm_scale=sm_scale, num_splits=2)
+
+
+@pytest.mark.parametrize(("b", "s_q"), [(0, 1), (2, 0)])
+def test_decode_of_nothing(kind, rng, b, s_q):
+    cache = paged_rows(rng, oracle.V32, 2, 64, np.arange(4))
+    main = Paged(cache, np.zeros((b, s_q, 3), np.int32))
+    out, lse = run_decode(kind, normal(rng, b, s_q, 4, 576), main)
+    assert out.shape == (b, s_q, 4, 512)
+    assert lse.shape == (b, 4, s_q)
+
+
+def test_decode_of_a_cache_without_blocks(kind, rng):
+    main = Paged(np.empty((0, 64, 656), np.uint8), np.zeros((2, 1, 5), np.int32))
+    check_decode(kind, oracle.V32, normal(rng, 2, 1, 4, 576), main)
+
+
+@every_format
+def test_decode_same_bits_every_time(kind, rng, fmt):
+    main = paged(rng, fmt, 3, 1, 300, 64)
+    q = normal(rng, 3, 1, 64, fmt.d_qk)
+    first, second = ([r.tobytes() for r in run_decode(kind, q, main, num_splits=4)] for _ in range(2))
+    assert first == second
+
+
+def test_decode_leaves_its_inputs_alone(kind, rng):
+    main = paged(rng, oracle.V4, 2, 1, 65, 61, gap=1)
+    host = [normal(rng, 2, 1, 8, 512), main.cache, main.indices]
+    put = [kind.put_with_allocation(a) for a in host]
+    before = [kind.take(whole).tobytes() for _, whole in put]
+    cupy_mla.sparse_decode(*(array for array, _ in put), num_splits=2)
+    assert before == [kind.take(whole).tobytes() for _, whole in put]
+
+
+def test_plan_splits(kind, rng):
+    """Some number of parts from 1 to the number of tiles; one query of many rows is worth splitting on a GPU."""
+    q = kind.put(normal(rng, 1, 1, 16, 576))
+    few, many = (kind.put(np.zeros((1, 1, topk), np.int32)) for topk in (1, 2048))
+    assert cupy_mla.plan_splits(q, few) == 1
+    planned = cupy_mla.plan_splits(q, many, few)
+    assert 1 < planned <= 65 if kind.on_gpu else planned == 1
+
+
+# --- hostile inputs -------------------------------------------------------------------------------------------
+
+
+def prefill_arguments(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {
+        "q": normal(rng, 2, 4, 576),
+        "kv": normal(rng, 9, 1, 576),
+        "indices": np.zeros((2, 1, 5), np.int32),
+        "attn_sink": np.zeros(4, np.float32),
+        "topk_length": np.full(2, 5, np.int32),
+    }
+
+
+PREFILL_HOSTILE = {
+    "q is no array": ("q", lambda a: a.tolist(), TypeError),
+    "q is None": ("q", lambda a: None, TypeError),
+    "q is float32": ("q", lambda a: a.astype(np.float32), TypeError),
+    "q is float16": ("q", lambda a: a.astype(np.float16), TypeError),
+    "q has too few axes": ("q", lambda a: a[0], ValueError),
+    "q has no heads": ("q", lambda a: a[:, :0], ValueError),
+    "q has 129 heads": ("q", lambda a: np.zeros((2, 129, 576), BF16), ValueError),
+    "q has rows of 500": ("q", lambda a: a[..., :500], ValueError),
+    "q has gaps in its rows": ("q", lambda a: np.zeros((2, 4, 1152), BF16)[..., ::2], ValueError),
+    "kv is None": ("kv", lambda a: None, TypeError),
+    "kv is float32": ("kv", lambda a: a.astype(np.float32), TypeError),
+    "kv has other rows than q": ("kv", lambda a: a[..., :512], ValueError),
+    "kv has two heads": ("kv", lambda a: np.zeros((9, 2, 576), BF16), ValueError),
+    "kv has no head axis": ("kv", lambda a: a[:, 0], ValueError),
+    "kv has gaps in its rows": ("kv", lambda a: np.zeros((9, 1, 1152), BF16)[..., ::2], ValueError),
+    "indices are int64": ("indices", lambda a: a.astype(np.int64), TypeError),
+    "indices have other queries": ("indices", lambda a: a[:1], ValueError),
+    "indices have no head axis": ("indices", lambda a: a[:, 0], ValueError),
+    "indices have gaps": ("indices", lambda a: np.zeros((2, 1, 10), np.int32)[..., ::2], ValueError),
+    "attn_sink is float64": ("attn_sink", lambda a: a.astype(np.float64), TypeError),
+    "attn_sink has other heads": ("attn_sink", lambda a: a[:3], ValueError),
+    "topk_length is int64": ("topk_length", lambda a: a.astype(np.int64), TypeError),
+    "topk_length has other queries": ("topk_length", lambda a: a[:1], ValueError),
+    "topk_length has gaps": ("topk_length", lambda a: np.zeros(4, np.int32)[::2], ValueError),
+}
+
+
+def put(kind: NumPy, value: object) -> object:
+    return kind.put(value) if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.parametrize("case", PREFILL_HOSTILE)
+def test_prefill_refuses(kind, rng, case):
+    name, spoil, error = PREFILL_HOSTILE[case]
+    arguments = prefill_arguments(rng)
+    arguments[name] = spoil(arguments[name])
+    out = Output(kind, (2, 4, 512), (0, 0, 0))
+    with pytest.raises(error, match=rf"^{name}\b"):
+        cupy_mla.sparse_prefill(**{n: put(kind, a) for n, a in arguments.items()}, sm_scale=0.04, out=out.array)
+    out.check_unwritten()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda out: out.astype(np.float32), TypeError),
+        (lambda out: out[:1], ValueError),
+        (lambda out: out[..., :511], ValueError),
+        (lambda out: poisoned((2, 4, 1024), BF16)[..., ::2], ValueError),
+        (lambda out: np.broadcast_to(out[:1], out.shape), ValueError),
+        (lambda out: np.ndarray(out.shape, BF16, out, 0, (512, 512, 2)), ValueError),
+    ],
+    ids=["float32", "other queries", "other width", "gaps in its rows", "one row for all", "overlapping rows"],
+)
+def test_out_is_refused(kind, rng, spoil, error):
+    bad = spoil(poisoned((2, 4, 512), BF16))
+    arguments = {n: kind.put(a) for n, a in prefill_arguments(rng).items()}
+    prefill_out, whole = kind.put_with_allocation(bad)
+    with pytest.raises(error, match=r"^out\b"):
+        cupy_mla.sparse_prefill(**arguments, sm_scale=0.04, out=prefill_out)
+    assert (kind.take(whole) == 0xFF).all() or bad.dtype != BF16
+    decode = decode_arguments(rng)
+    with pytest.raises(error, match=r"^out\b"):
+        cupy_mla.sparse_decode(**{n: kind.put(a) for n, a in decode.items()}, out=kind.put(bad[:, None]))
+
+
+def test_read_only_out_is_refused(rng):
+    out = poisoned((2, 4, 512), BF16)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match=r"^out\b.*read-only"):
+        cupy_mla.sparse_prefill(**prefill_arguments(rng), sm_scale=0.04, out=out)
+
+
+def test_other_widths_of_v_are_refused(rng):
+    with pytest.raises(ValueError, match=r"^d_v\b"):
+        cupy_mla.sparse_prefill(**prefill_arguments(rng), sm_scale=0.04, d_v=256)
+
+
+def decode_arguments(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    cache = paged_rows(rng, oracle.V32, 3, 4, np.arange(12))
+    return {
+        "q": normal(rng, 2, 1, 4, 576),
+        "k_cache": cache,
+        "indices": np.zeros((2, 1, 5), np.int32),
+        "attn_sink": np.zeros(4, np.float32),
+        "topk_length": np.full(2, 5, np.int32),
+        "extra_k_cache": cache,
+        "extra_indices": np.zeros((2, 1, 3), np.int32),
+        "extra_topk_length": np.full(2, 3, np.int32),
+    }
+
+
+def caches(*spoilers: tuple[str, object, type[Exception]]) -> dict[str, tuple[str, object, type[Exception]]]:
+    """Each case for the main and for the extra cache."""
+    return {f"{name} {what}": (name, f, e) for name in ("k_cache", "extra_k_cache") for what, f, e in spoilers}
+
+
+WRONG = (TypeError, ValueError)  # a wrong dtype that makes the layout unknown, too
+
+DECODE_HOSTILE = {
+    "q is no array": ("q", lambda a: a.tolist(), TypeError),
+    "q is None": ("q", lambda a: None, TypeError),
+    "q is float32": ("q", lambda a: a.astype(np.float32), TypeError),
+    "q has three axes": ("q", lambda a: a[0], ValueError),
+    "q has no heads": ("q", lambda a: a[:, :, :0], ValueError),
+    "q has 129 heads": ("q", lambda a: np.zeros((2, 1, 129, 576), BF16), ValueError),
+    "q has gaps in its rows": ("q", lambda a: np.zeros((2, 1, 4, 1152), BF16)[..., ::2], ValueError),
+    "k_cache is None": ("k_cache", lambda a: None, TypeError),
+    "k_cache holds rows of other width": ("k_cache", lambda a: np.zeros((3, 4, 512), BF16), ValueError),
+    "k_cache is of the other layout": ("k_cache", lambda a: np.zeros((3, 4, 584), np.uint8), ValueError),
+    "extra_k_cache is of another layout": ("extra_k_cache", lambda a: np.zeros((3, 4, 576), BF16), WRONG),
+    **caches(
+        ("has another last axis", lambda a: a[..., :655], ValueError),
+        ("is int32", lambda a: np.zeros((3, 4, 656), np.int32), WRONG),
+        ("is bfloat16", lambda a: np.zeros((3, 4, 656), BF16), WRONG),
+        ("has two axes", lambda a: a[0], ValueError),
+        ("has two KV heads", lambda a: np.zeros((3, 4, 2, 656), np.uint8), ValueError),
+        ("has blocks of no tokens", lambda a: a[:, :0], ValueError),
+        ("has gaps between tokens", lambda a: np.zeros((3, 4, 672), np.uint8)[..., :656], ValueError),
+        ("has every other byte", lambda a: np.zeros((3, 4, 1312), np.uint8)[..., ::2], ValueError),
+        ("has blocks at odd places", lambda a: np.zeros((3, 2632), np.uint8)[:, :2624].reshape(3, 4, 656), ValueError),
+        ("has overlapping blocks", lambda a: np.ndarray(a.shape, np.uint8, a, 0, (656, 656, 1)), ValueError),
+    ),
+    "indices are int64": ("indices", lambda a: a.astype(np.int64), TypeError),
+    "indices have other requests": ("indices", lambda a: a[:1], ValueError),
+    "indices have a head axis": ("indices", lambda a: a[:, None], ValueError),
+    "attn_sink is float64": ("attn_sink", lambda a: a.astype(np.float64), TypeError),
+    "attn_sink has other heads": ("attn_sink", lambda a: a[:3], ValueError),
+    "topk_length is int64": ("topk_length", lambda a: a.astype(np.int64), TypeError),
+    "topk_length has other requests": ("topk_length", lambda a: a[:1], ValueError),
+    "extra_indices are int64": ("extra_indices", lambda a: a.astype(np.int64), TypeError),
+    "extra_indices have other requests": ("extra_indices", lambda a: a[:1], ValueError),
+    "extra_topk_length has other requests": ("extra_topk_length", lambda a: a[:1], ValueError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DECODE_HOSTILE)
+def test_decode_refuses(kind, rng, case):
+    name, spoil, error = DECODE_HOSTILE[case]
+    arguments = decode_arguments(rng)
+    arguments[name] = spoil(arguments[name])
+    out = Output(kind, (2, 1, 4, 512), (0, 0, 0, 0))
+    with pytest.raises(error, match=rf"^{name}\b"):
+        cupy_mla.sparse_decode(**{n: put(kind, a) for n, a in arguments.items()}, out=out.array)
+    out.check_unwritten()
+
+
+@pytest.mark.parametrize("missing", ["extra_k_cache", "extra_indices"])
+def test_decode_refuses_half_an_extra_cache(rng, missing):
+    arguments = decode_arguments(rng)
+    del arguments[missing]
+    with pytest.raises(ValueError, match="extra_k_cache and extra_indices"):
+        cupy_mla.sparse_decode(**arguments)
+
+
+def test_decode_refuses_a_length_of_nothing(rng):
+    arguments = decode_arguments(rng)
+    del arguments["extra_k_cache"], arguments["extra_indices"]
+    with pytest.raises(ValueError, match=r"^extra_topk_length\b"):
+        cupy_mla.sparse_decode(**arguments)
+
+
+def test_decode_refuses_no_splits(rng):
+    with pytest.raises(ValueError, match=r"^num_splits\b"):
+        cupy_mla.sparse_decode(**decode_arguments(rng), num_splits=0)
+
+
+def test_v4_blocks_of_odd_size_need_padding(kind, rng):
+    """61 tokens take 35624 bytes, which is no multiple of 16: the block stride is rounded up to one of 576."""
+    q, indices = normal(rng, 1, 1, 4, 512), np.zeros((1, 1, 3), np.int32)
+    with pytest.raises(ValueError, match=r"^k_cache\b.*35712"):
+        cupy_mla.sparse_decode(kind.put(q), kind.put(np.zeros((2, 61, 584), np.uint8)), kind.put(indices))
+    cache = paged_rows(rng, oracle.V4, 2, 61, np.arange(122))
+    assert cache.strides[0] == 35712
+    check_decode(kind, oracle.V4, q, Paged(cache, indices))
+
+
+def test_arguments_of_another_kind_are_refused(kind, rng):
+    if kind.name == "numpy":
+        pytest.skip("needs a second kind")
+    arguments = {n: kind.put(a) for n, a in prefill_arguments(rng).items()}
+    for name in ("kv", "indices", "attn_sink", "topk_length"):
+        with pytest.raises(TypeError, match=rf"^{name}\b"):
+            cupy_mla.sparse_prefill(**arguments | {name: prefill_arguments(rng)[name]}, sm_scale=0.04)
+
+
+def test_every_optional_argument_is_by_keyword():
+    for f, positional in ((cupy_mla.sparse_prefill, 4), (cupy_mla.sparse_decode, 4)):
+        kinds = [p.kind for p in inspect.signature(f).parameters.values()]
+        assert all(k is inspect.Parameter.KEYWORD_ONLY for k in kinds[positional:])
+
+
+def test_oracle_reads_what_the_tests_write(rng):
+    """The packers of the tests and the readers of the oracle agree: rows come back within half a step of e4m3."""
+    for fmt in oracle.FORMATS:
+        live = some(rng, 61 * 3)
+        cache = paged_rows(rng, fmt, 3, 61, live)
+        rows = oracle.named_rows(fmt, as_uint8(cache), live)
+        assert not np.isnan(rows).any()
+        assert 0.95 < rows.std() < 1.05

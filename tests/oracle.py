@@ -1,0 +1,259 @@
+"""The float64 oracle, written from the specification alone: nothing here knows cupy_mla.
+
+Rows are parsed from bytes one token at a time, attention is the textbook formula in float64, and `assert_close` is
+the specification's table of how close a result must be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+D_V = 512
+
+
+# --- numbers --------------------------------------------------------------------------------------------------
+
+
+def _e4m3_value(code: int) -> float:
+    """float8_e4m3fn: 1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinity, one NaN a sign."""
+    sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    return sign * (math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10))
+
+
+E4M3 = np.array([_e4m3_value(code) for code in range(256)])
+
+
+def e4m3_code(x: np.ndarray) -> np.ndarray:
+    """Codes of x rounded to the nearest value, ties to the even code, saturated at 448; NaN becomes 0x7f."""
+    magnitude = np.minimum(np.abs(np.asarray(x, np.float64)), 448.0)
+    above = np.searchsorted(E4M3[:127], magnitude)  # the first code whose value is not below; NaN lands past the end
+    above = np.minimum(above, 126)
+    below = np.maximum(above - 1, 0)
+    up, down = E4M3[above] - magnitude, magnitude - E4M3[below]
+    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    code = np.where(np.isnan(magnitude), 0x7F, code | np.where(np.signbit(x), 0x80, 0))
+    return code.astype(np.uint8)
+
+
+def bf16_values(raw: bytes) -> np.ndarray:
+    """bfloat16 is the upper half of a float32."""
+    return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
+
+
+# --- layouts --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """A cache layout as the specification's tables give it."""
+
+    name: str
+    d_qk: int
+    nope: int  # quantized values; 0 where nothing is
+    tile: int
+    token_bytes: int
+
+    @property
+    def quantized(self) -> bool:
+        return self.nope > 0
+
+    @property
+    def last_axis(self) -> int:
+        return self.token_bytes if self.quantized else self.d_qk
+
+
+BF16_576 = Format("bf16_576", 576, 0, 0, 1152)
+BF16_512 = Format("bf16_512", 512, 0, 0, 1024)
+V32 = Format("v32_fp8", 576, 512, 128, 656)
+V4 = Format("v4_fp8", 512, 448, 64, 584)
+FORMATS = (BF16_576, BF16_512, V32, V4)
+
+
+def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray:
+    """Token `t` of a block of `block_size` tokens, whose bytes are `block`, as float64 [d_qk]."""
+    if not fmt.quantized:
+        return bf16_values(block[fmt.token_bytes * t : fmt.token_bytes * (t + 1)])
+    if fmt is V32:
+        token = block[656 * t : 656 * (t + 1)]
+        codes, rope = token[:512], token[528:656]
+        scales = np.frombuffer(token[512:528], "<f4").astype(np.float64)
+    else:
+        token = block[576 * t : 576 * (t + 1)]
+        codes, rope = token[:448], token[448:576]
+        start = 576 * block_size + 8 * t
+        scales = np.array([2.0 ** (byte - 127) for byte in block[start : start + 7]])
+    row = np.empty(fmt.d_qk)
+    row[: fmt.nope] = E4M3[list(codes)] * np.repeat(scales, fmt.tile)
+    row[fmt.nope :] = bf16_values(rope)
+    return row
+
+
+def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[bytes, bytes]:
+    """A bf16 row [d_qk] as (data bytes, scale bytes) of its token; V32's scales lie inside the data."""
+    if not fmt.quantized:
+        return row.tobytes(), b""
+    nope, rope = row[: fmt.nope].astype(np.float32), row[fmt.nope :].tobytes()
+    codes, scales = [], []
+    for tile in nope.reshape(-1, fmt.tile):
+        magnitudes = np.abs(tile)
+        amax = np.float32(max((m for m in magnitudes if not math.isnan(m)), default=0.0))
+        scale = _scale(fmt, amax, scale_format)
+        codes.append(e4m3_code(tile / scale).tobytes())
+        scales.append(scale)
+    if fmt is V32:
+        return b"".join(codes) + np.array(scales, "<f4").tobytes() + rope, b""
+    exponents = bytes(min(max(round(math.log2(s)) + 127, 0), 255) for s in scales)
+    return b"".join(codes) + rope, exponents + b"\0"
+
+
+def _scale(fmt: Format, amax: np.float32, scale_format: str) -> np.float32:
+    def power_of_two_from(x: np.float32) -> np.float32:
+        exponent = math.ceil(math.log2(x))  # in float64: exact at powers of two, and no float32 is closer to one
+        return np.float32(2.0**exponent)
+
+    if fmt is V4:
+        return power_of_two_from(max(amax, np.float32(1e-4)) / np.float32(448))
+    scale = amax / np.float32(448)
+    if scale_format == "ue8m0":
+        return power_of_two_from(max(scale, np.float32(1e-4)))
+    return max(scale, np.finfo(np.float32).tiny)
+
+
+def write_token(
+    fmt: Format, block: np.ndarray, block_size: int, t: int, row: np.ndarray, scale_format: str = "fp32"
+) -> None:
+    """Write a bf16 row as token `t` into a block's bytes (uint8, at least `token_bytes * block_size` of them)."""
+    data, scales = pack_row(fmt, row, scale_format)
+    block[len(data) * t : len(data) * (t + 1)] = np.frombuffer(data, np.uint8)
+    if scales:
+        start = 576 * block_size + 8 * t
+        block[start : start + 8] = np.frombuffer(scales, np.uint8)
+
+
+def named_rows(fmt: Format, cache: np.ndarray, entries: np.ndarray) -> np.ndarray:
+    """The rows of a cache [num_blocks, block_size, last axis] that valid entries name, in order, float64 [n, d_qk]."""
+    num_blocks, block_size, _ = cache.shape
+    blocks: dict[int, bytes] = {}
+    rows: dict[int, np.ndarray] = {}
+    named = [int(e) for e in entries if 0 <= e < num_blocks * block_size]
+    for slot in named:
+        if slot not in rows:
+            b, t = divmod(slot, block_size)
+            if b not in blocks:
+                blocks[b] = cache[b].tobytes()
+            rows[slot] = unpack_row(fmt, blocks[b], block_size, t)
+    return np.array([rows[slot] for slot in named]).reshape(len(named), fmt.d_qk)
+
+
+# --- attention ------------------------------------------------------------------------------------------------
+
+
+def attend(
+    q: np.ndarray, rows: np.ndarray, scale: float, sink: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One query [h, d_qk] over its rows [n, d_qk]: out [h, 512], max_logits [h], lse [h], all float64."""
+    heads = len(q)
+    if len(rows) == 0:
+        return np.zeros((heads, D_V)), np.full(heads, -np.inf), np.full(heads, np.inf)
+    logits = scale * (q.astype(np.float64) @ rows.T)
+    top = logits.max(axis=1)
+    lse = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+    out = np.exp(logits - lse[:, None]) @ rows[:, :D_V]
+    if sink is not None:
+        with np.errstate(over="ignore"):
+            out /= (1 + np.exp(sink.astype(np.float64) - lse))[:, None]
+    return out, top, lse
+
+
+def prefill(
+    q: np.ndarray,
+    kv: np.ndarray,
+    indices: np.ndarray,
+    scale: float,
+    sink: np.ndarray | None = None,
+    length: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q [s_q, h, d], kv [s_kv, 1, d], indices [s_q, 1, topk]: out [s_q, h, 512], max_logits and lse [s_q, h]."""
+    s_q, heads, _ = q.shape
+    out, top, lse = np.empty((s_q, heads, D_V)), np.empty((s_q, heads)), np.empty((s_q, heads))
+    for i in range(s_q):
+        entries = indices[i, 0] if length is None else indices[i, 0, : max(int(length[i]), 0)]
+        rows = kv[[e for e in entries if 0 <= e < len(kv)], 0].astype(np.float64)
+        out[i], top[i], lse[i] = attend(q[i], rows, scale, sink)
+    return out, top, lse
+
+
+def decode(
+    fmt: Format,
+    q: np.ndarray,
+    lists: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    scale: float,
+    sink: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """q [b, s_q, h, d] over (cache, indices [b, s_q, topk], lengths [b] or None) lists: out, lse [b, h, s_q]."""
+    b, s_q, heads, _ = q.shape
+    out, lse = np.empty((b, s_q, heads, D_V)), np.empty((b, heads, s_q))
+    for i in range(b):
+        for j in range(s_q):
+            rows = [
+                named_rows(fmt, cache, idx[i, j] if length is None else idx[i, j, : max(int(length[i]), 0)])
+                for cache, idx, length in lists
+            ]
+            out[i, j], _, lse[i, :, j] = attend(q[i, j], np.concatenate(rows), scale, sink)
+    return out, lse
+
+
+# --- how close it must be -------------------------------------------------------------------------------------
+
+# result: (absolute bound, relative bound, bound on the cosine difference)
+TOLERANCES = {
+    "prefill out": (8e-4, 3.01 / 128, 7e-6),
+    "prefill max_logits": (1e-6, 2.01 / 65536, None),
+    "prefill lse": (1e-6, 2.01 / 65536, None),
+    "decode out": (1e-3, 2.01 / 128, 5e-6),
+    "decode lse": (1e-6, 8.01 / 65536, None),
+}
+
+
+def cosine_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """`1 - 2<a,b> / (<a,a> + <b,b>)` over all elements, 0 where both are zero."""
+    a, b = np.asarray(a, np.float64).ravel(), np.asarray(b, np.float64).ravel()
+    norms = a @ a + b @ b
+    return 0.0 if norms == 0 else float(1 - 2 * (a @ b) / norms)
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, result: str) -> None:
+    """Every element within the absolute or the relative bound, infinities at the same places, cosine difference."""
+    absolute, relative, cosine = TOLERANCES[result]
+    assert got.shape == want.shape, f"{result}: shape {got.shape}, expected {want.shape}"
+    got = np.asarray(got, np.float64)
+    assert not np.isnan(want).any(), f"{result}: the oracle itself has NaN"
+    nan = np.isnan(got)
+    assert not nan.any(), f"{result}: {nan.sum()} NaN of {nan.size}, first at {_first(nan)}"
+    for infinity in (np.inf, -np.inf):
+        apart = (got == infinity) != (want == infinity)
+        assert not apart.any(), f"{result}: {infinity} at other places, first at {_first(apart)}"
+    finite = np.isfinite(want)
+    got, want = np.where(finite, got, 0.0), np.where(finite, want, 0.0)
+    error = np.abs(got - want)
+    bad = (error >= absolute) & (error >= relative * np.abs(want))
+    if bad.any():
+        worst = np.unravel_index(np.argmax(np.where(bad, error, -1)), error.shape)
+        raise AssertionError(
+            f"{result}: {bad.sum()} of {bad.size} elements out of bounds; worst at {tuple(map(int, worst))}: "
+            f"got {got[worst]!r}, expected {want[worst]!r}"
+        )
+    if cosine is not None:
+        difference = cosine_difference(got, want)
+        assert difference < cosine, f"{result}: cosine difference {difference:.3g}, allowed {cosine:.3g}"
+
+
+def _first(where: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(where)[0])
