@@ -175,6 +175,8 @@ class Array:
         """Check that a result can be written here: no read-only memory, no two items in one place; returns itself."""
         if self.kind == "numpy" and not self.obj.flags.writeable:
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
+        if 0 in self.shape:
+            return self
         reach = 1
         for stride, length in sorted((abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
             if stride < reach:
@@ -229,6 +231,23 @@ class Place(NamedTuple):
         """Where `array` lives."""
         a = Array("array", array)
         return cls(a.kind, a.device)
+
+    def admit(self, array: Array) -> Array:
+        """Check that an argument lives here, too; returns it.
+
+        Raises:
+            TypeError: another library's array. ValueError: another device. Both name the argument.
+        """
+        if array.kind != self.kind:
+            raise TypeError(f"{array.name}: expected a {self.kind} array as the others are, got a {array.kind} one")
+        if array.device != self.device:
+            here, there = _device_name(self.device), _device_name(array.device)
+            raise ValueError(f"{array.name}: expected it on {here} as the others are, got {there}")
+        return array
+
+    def optional(self, **arguments: Any) -> list[Array | None]:
+        """Describe the arguments that a call may leave out, as `bind` does the others; None stays None."""
+        return [None if value is None else self.admit(Array(name, value)) for name, value in arguments.items()]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A new uninitialised array of the caller's kind, on the caller's device and stream."""
@@ -349,8 +368,8 @@ def aligned_up(size: int, alignment: int = 256) -> int:
     return -(-size // alignment) * alignment
 
 
-def bind(**arguments: Any) -> tuple[Place, list[Array | None]]:
-    """Describe the array arguments of one call; None stays None.
+def bind(**arguments: Any) -> tuple[Place, list[Array]]:
+    """Describe the array arguments that one call must have; `Place.optional` describes the others.
 
     Returns:
         the place all of them live in, and a descriptor for each, in the order given.
@@ -359,20 +378,13 @@ def bind(**arguments: Any) -> tuple[Place, list[Array | None]]:
         TypeError: something is no array, or kinds are mixed.
         ValueError: devices are mixed. Both name the argument.
     """
-    described = [None if value is None else Array(name, value) for name, value in arguments.items()]
-    first = next(a for a in described if a is not None)
-    for a in described:
-        if a is None:
-            continue
-        if a.kind != first.kind:
-            raise TypeError(f"{a.name}: expected a {first.kind} array as {first.name} is, got a {a.kind} one")
-        if a.device != first.device:
-            raise ValueError(f"{a.name}: expected it on {_device_name(first)} as {first.name} is, got {_device_name(a)}")
-    return Place(first.kind, first.device), described
+    described = [Array(name, value) for name, value in arguments.items()]
+    place = Place(described[0].kind, described[0].device)
+    return place, [place.admit(a) for a in described]
 
 
-def _device_name(a: Array) -> str:
-    return "the CPU" if a.device == HOST else f"cuda:{a.device}"
+def _device_name(device: int) -> str:
+    return "the CPU" if device == HOST else f"cuda:{device}"
 
 
 # --- bridges --------------------------------------------------------------------------------------------------

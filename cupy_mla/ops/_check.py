@@ -46,6 +46,8 @@ def require_cache(cache: Array, layout: Layout) -> Array:
     num_blocks, block_size, _ = cache.shape
     if block_size < 1:
         raise ValueError(f"{cache.name}: expected block_size >= 1, got shape {list(cache.shape)}")
+    if num_blocks == 0:
+        return cache
     size = cache.dtype.itemsize
     if layout.quantized and block_size > 1 and cache.strides[1] != layout.last_axis:
         raise ValueError(

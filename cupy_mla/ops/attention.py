@@ -58,9 +58,8 @@ def sparse_prefill(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
     """
-    place, (q_, kv_, idx, sink, length, out_) = bind(
-        q=q, kv=kv, indices=indices, attn_sink=attn_sink, topk_length=topk_length, out=out
-    )
+    place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
+    sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     require_d_v("d_v", d_v)
     s_q, h_q, d_qk = q_.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
@@ -137,7 +136,12 @@ def plan_splits(q: Any, indices: Any, extra_indices: Any = None) -> int:
 
     Args: as for `sparse_decode`.
     """
-    place, (q_, idx, extra_idx) = bind(q=q, indices=indices, extra_indices=extra_indices)
+    place, (q_, idx) = bind(q=q, indices=indices)
+    (extra_idx,) = place.optional(extra_indices=extra_indices)
+    b, s_q, _, _ = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
+    idx.require(INT32, b, s_q, "topk")
+    if extra_idx is not None:
+        extra_idx.require(INT32, b, s_q, "extra_topk")
     return _plan(place, q_, idx, extra_idx)
 
 
@@ -164,9 +168,10 @@ def _bind_decode(
         raise ValueError("extra_k_cache and extra_indices must be given together")
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
-    place, (q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_) = bind(
-        q=q, k_cache=k_cache, indices=indices, attn_sink=attn_sink, topk_length=topk_length,
-        extra_k_cache=extra_k_cache, extra_indices=extra_indices, extra_topk_length=extra_topk_length, out=out,
+    place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
+    sink, length, extra, extra_idx, extra_length, out_ = place.optional(
+        attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length, out=out,
     )  # fmt: skip
     b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
@@ -176,7 +181,7 @@ def _bind_decode(
     require_cache(cache, layout)
     idx.require(INT32, b, s_q, "topk")
     _require_optional(sink, length, h_q, b)
-    if extra is not None:
+    if extra is not None and extra_idx is not None:
         require_cache(extra, layout)
         extra_idx.require(INT32, b, s_q, "extra_topk")
         if extra_length is not None:
