@@ -50,7 +50,9 @@ class SparseMLAConfig:
         if self.d_v != layouts.D_V:
             raise ValueError(f"d_v must be {layouts.D_V}, got {self.d_v}")
         if self.layout.d_qk != self.d_qk:
-            raise ValueError(f"cache_layout {self.cache_layout!r} holds rows of {self.layout.d_qk}, d_qk is {self.d_qk}")
+            raise ValueError(
+                f"cache_layout {self.cache_layout!r} holds rows of {self.layout.d_qk}, d_qk is {self.d_qk}"
+            )
         if self.compress_ratio not in (1, 4, 128):
             raise ValueError(f"compress_ratio must be 1, 4 or 128, got {self.compress_ratio}")
         if self.num_speculative_tokens < 0:

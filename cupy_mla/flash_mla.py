@@ -105,7 +105,9 @@ def flash_mla_with_kvcache(
     if causal:
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
     if is_fp8_kvcache != (k_cache.shape[-1] in (656, 584)):
-        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, which does not fit k_cache of shape {list(k_cache.shape)}")
+        raise ValueError(
+            f"is_fp8_kvcache is {is_fp8_kvcache}, which does not fit k_cache of shape {list(k_cache.shape)}"
+        )
 
     shapes = {
         "q": tuple(q.shape),

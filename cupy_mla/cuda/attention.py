@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def block_heads(h_q: int) -> int:
     return next((heads for heads in SHAPES if h_q <= heads), max(SHAPES))
 
 
-@lru_cache(maxsize=None)
+@cache
 def attention_kernel(layout: Layout, heads: int) -> Kernel:
     """The kernel for one cache layout and one block size."""
     m_tiles, groups, blocks_per_sm = SHAPES[heads]
@@ -49,6 +49,7 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
         {**layout.defines(), **defines},
         threads=32 * warps,
         shared_bytes=shared,
+        spill_bytes=64 if m_tiles == 4 else 0,  # a few words of softmax state, once a step
     )
 
 
@@ -173,4 +174,3 @@ def _launch(
     attention_kernel(layout, heads).launch(place, (queries * -(-h_q // heads), num_splits, 1), params)
     if num_splits > 1:
         combine_kernel().launch(place, (queries * h_q, 1, 1), params)
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 from ..arrays import Array, Place
 from ..layouts import BF16_576, V4_FP8, V32_FP8, Layout
@@ -16,7 +16,7 @@ ALIGNED_LATENT, ALIGNED_ROPE, ALIGNED_CACHE = 1, 2, 4
 _PARAMS = struct.Struct("=4Q5q4i")  # struct Params of pack.cu
 
 
-@lru_cache(maxsize=None)
+@cache
 def pack_kernel(layout: Layout) -> Kernel:
     """The packing kernel for one cache layout."""
     return Kernel("cache/pack.cu", "pack_tokens", layout.defines(), threads=32 * TOKENS_PER_BLOCK)

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def kernels_root() -> Path:
     raise FileNotFoundError(f"the CUDA sources (kernels_cu) are neither in {package} nor beside it")
 
 
-@lru_cache(maxsize=None)
+@cache
 def read_source(file: str) -> str:
     """The text of `kernels_cu/<file>` with the package's own includes put in their place.
 
@@ -83,7 +83,7 @@ class Kernel:
         shared_bytes: dynamic shared memory a block, in bytes.
         archs: compute capabilities it claims, e.g. "80"; the compile tests hold it to them.
         target: the architecture to compile for when it is not the GPU's plain one, e.g. "90a".
-        may_spill: False when the kernel promises that no register spills to local memory.
+        spill_bytes: most bytes of registers a thread may spill to local memory; the compile tests hold it to that.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Kernel:
         shared_bytes: int = 0,
         archs: Iterable[str] = PORTABLE,
         target: str | None = None,
-        may_spill: bool = False,
+        spill_bytes: int = 0,
     ) -> None:
         self.file = file
         self.entry = entry
@@ -105,7 +105,7 @@ class Kernel:
         self.shared_bytes = shared_bytes
         self.archs = tuple(archs)
         self.target = target
-        self.may_spill = may_spill
+        self.spill_bytes = spill_bytes
         self._functions: dict[int, int] = {}  # CUfunction by device
         self._lock = threading.Lock()
 
@@ -173,7 +173,9 @@ class Kernel:
                 return self._functions[device]
             capability = int(gpu.compute_capability)
             if capability < LEAST_ARCH:
-                raise RuntimeError(f"cupy_mla needs a GPU of compute capability 8.0 or later, this one has {capability / 10}")
+                raise RuntimeError(
+                    f"cupy_mla needs a GPU of compute capability 8.0 or later, this one has {capability / 10}"
+                )
             started = time.perf_counter()
             # NVRTC takes the more specific of two -arch options, and CuPy always adds the GPU's plain one.
             extra = () if self.target is None else (f"-arch=sm_{self.target}",)
@@ -224,6 +226,6 @@ def num_sms(device: int) -> int:
     return _properties(device)["multiProcessorCount"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _properties(device: int) -> dict[str, Any]:
     return _runtime().getDeviceProperties(device)

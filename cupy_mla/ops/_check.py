@@ -34,7 +34,9 @@ def cache_layout(cache: Array, allowed: Iterable[Layout]) -> Layout:
     for layout in allowed:
         if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED):
             return layout
-    wanted = ", ".join(f"{'uint8 or float8_e4m3fn' if a.quantized else 'bfloat16'} [..., {a.last_axis}]" for a in allowed)
+    wanted = ", ".join(
+        f"{'uint8 or float8_e4m3fn' if a.quantized else 'bfloat16'} [..., {a.last_axis}]" for a in allowed
+    )
     raise ValueError(f"{cache.name}: expected a paged cache ({wanted}), got {cache.dtype.name} {list(cache.shape)}")
 
 

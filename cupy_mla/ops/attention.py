@@ -20,9 +20,9 @@ from typing import Any
 from .. import layouts
 from ..arrays import Array, Place, bind
 from ..cuda import attention as cuda
-from ..layouts import BFLOAT16, D_V, E4M3, Layout
+from ..layouts import BFLOAT16, D_V
 from ..reference import attention as reference
-from ._check import INT32, FLOAT32, UINT8, cache_layout, require_cache, require_d_v, require_heads
+from ._check import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads
 
 HEAD_DIMS = (576, 512)
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, layouts
-from ..arrays import Array, Place, bind
+from ..arrays import Array, bind
 from ..cuda import cache as cuda
-from ..layouts import BFLOAT16, BF16_576, V32_FP8, V4_FP8
+from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import cache as reference
 from ._check import INT64, cache_layout, require_cache
 

@@ -19,7 +19,8 @@
 // Shared memory, D_QK 576 (99 KB is the limit of sm_86, 89 and 120):
 //            bf16: 2 stages of 32 rows 73,728   FP8: tile 36,864 + 2 stages of 656 x 32 41,984
 //            partial S 2 KB a warp at 32 rows a group (16,384 for 8 warps), validity of 4 steps 512
-// Registers: 255 at most, no spills (asserted by the compile test).
+// Registers: 255; with M_TILES 4 some compilers spill a few words of softmax state once a step (at most 64 bytes,
+// asserted by the compile test), the others spill nothing.
 //
 // Entries that are invalid are not read: their rows are zeros in the tile and their logits become -inf.
 #include "attention/params.cuh"

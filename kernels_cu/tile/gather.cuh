@@ -9,7 +9,7 @@
 template <int ROWS, int CHUNKS, typename To>
 __device__ __forceinline__ void gather_chunks(const uint8_t* row, To to) {
     const int lane = threadIdx.x % 32;
-#pragma unroll 1
+#pragma unroll 3
     for (int i = 0; i < ceil_div(ROWS * CHUNKS, 32); ++i) {
         const int piece = i * 32 + lane, r = piece / CHUNKS, c = piece % CHUNKS;
         const uint8_t* from = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(row), r));

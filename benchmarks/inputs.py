@@ -1,0 +1,41 @@
+"""Inputs of the attention benchmarks, made on the GPU."""
+
+from __future__ import annotations
+
+import torch
+
+import cupy_mla
+
+CHUNK = 1 << 18  # tokens packed at a time
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def random_slots(*shape: int, slots: int) -> torch.Tensor:
+    """Uniform slot numbers, int32."""
+    return torch.randint(0, slots, shape, device="cuda", dtype=torch.int32)
+
+
+def v32_cache(tokens: int, block_size: int = 64, scale_format: str = "fp32") -> torch.Tensor:
+    """A V32_FP8 cache full of unit normal rows, packed by our own kernel."""
+    cache = torch.empty(tokens // block_size, block_size, 1, 656, device="cuda", dtype=torch.uint8)
+    for start in range(0, tokens, CHUNK):
+        slots = torch.arange(start, min(start + CHUNK, tokens), device="cuda")
+        rows = len(slots)
+        cupy_mla.concat_and_cache_mla(
+            normal(rows, 512), normal(rows, 64), cache, slots, layout="v32_fp8", scale_format=scale_format
+        )
+    return cache
+
+
+def v4_cache(tokens: int, block_size: int) -> torch.Tensor:
+    """A V4_FP8 cache full of unit normal rows with its block stride padded to a multiple of 576 bytes."""
+    blocks, stride = tokens // block_size, cupy_mla.layouts.V4_FP8.block_bytes(block_size)
+    whole = torch.empty(blocks, stride, device="cuda", dtype=torch.uint8)
+    cache = whole.as_strided((blocks, block_size, 1, 584), (stride, 584, 584, 1))
+    for start in range(0, tokens, CHUNK):
+        slots = torch.arange(start, min(start + CHUNK, tokens), device="cuda")
+        cupy_mla.quantize_and_insert_k_cache(normal(len(slots), 512), cache, slots)
+    return cache

@@ -1,0 +1,115 @@
+// Positions in a request to slots of the paged cache, or to rows of a prefill's workspace.
+//
+//   grid     one block a few consecutive tokens (ROWS at most): tokens of one request usually stand together
+//   block    256 threads walk each token's row of K entries, 2 x 4 entries a thread and turn: two 16-byte loads under
+//            way, then the look-ups, then two 16-byte stores
+//   table    STAGED > 0: the request's row of the block table is copied to shared memory first and again whenever
+//            the request changes; the look-ups of a warp then cost a few bank conflicts, where scattered reads
+//            of global memory would cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches,
+//            where copying the table row costs more than it saves, and for rows wider than STAGED.
+//   counts   valid entries by warp reduction and one shared-memory add a warp and token
+//
+// Shared memory: 4 * STAGED bytes and 4 bytes a token.
+#include "layout/block_table.cuh"
+
+struct Params {
+    BlockTable table;
+    const int32_t* req_id;          // [num_tokens]
+    const int32_t* positions;       // [num_tokens, k]
+    const int32_t* prefill_ids;     // [num_tokens], or null
+    const int32_t* prefill_starts;  // [num_prefills], or null
+    int32_t* out;                   // [num_tokens, k]
+    int32_t* counts;                // [num_tokens], or null
+    int64_t positions_stride;       // items
+    int64_t out_stride;
+    int32_t num_tokens, k, num_prefills;
+    int32_t rows;                   // tokens a block
+    int32_t aligned;                // every row starts at a multiple of 16 bytes, in and out
+};
+
+constexpr int THREADS = 256, ROWS = 8, WIDE = 4, TURN = 2;
+
+#if STAGED > 0
+__shared__ int32_t staged[STAGED];
+#endif
+__shared__ int32_t valid[ROWS];
+
+// What a token's entries are looked up in.
+struct Lookup {
+    const int32_t* blocks;  // its request's row of the block table, null for prefills and where there is no such request
+    int32_t start;          // prefills: its first workspace row, else -1
+};
+
+__device__ __forceinline__ int32_t convert(const Params& p, const Lookup& in, int32_t position) {
+    const Position at = find_position(p.table, position);
+    if (at.column < 0) return -1;
+    if (in.start >= 0) return position <= 0x7fffffff - in.start ? in.start + position : -1;
+    if (in.blocks == nullptr) return -1;
+    return slot_in_block(p.table, in.blocks[at.column], at.offset);
+}
+
+__device__ __forceinline__ Lookup lookup_of(const Params& p, int token, int32_t& staged_request) {
+    if (p.prefill_ids != nullptr) {
+        const int32_t prefill = p.prefill_ids[token];
+        if (prefill >= 0) return {nullptr, prefill < p.num_prefills ? p.prefill_starts[prefill] : -1};
+    }
+    const int32_t request = p.req_id[token];
+    if (!has_request(p.table, request)) return {nullptr, -1};
+    const int32_t* row = p.table.blocks + request * p.table.stride;
+#if STAGED > 0
+    if (request != staged_request) {
+        __syncthreads();  // nobody still reads the row before
+        for (int i = threadIdx.x; i < p.table.width; i += THREADS) staged[i] = row[i];
+        __syncthreads();
+        staged_request = request;
+    }
+    return {staged, -1};
+#else
+    return {row, -1};
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) convert_positions(const __grid_constant__ Params p) {
+    if (threadIdx.x < ROWS) valid[threadIdx.x] = 0;
+    if (p.counts != nullptr) __syncthreads();
+    const int first = blockIdx.x * p.rows, rows = min(p.rows, p.num_tokens - first);
+    int32_t staged_request = -1;
+
+    for (int row = 0; row < rows; ++row) {
+        const Lookup in = lookup_of(p, first + row, staged_request);
+        const int32_t* from = p.positions + (first + row) * p.positions_stride;
+        int32_t* to = p.out + (first + row) * p.out_stride;
+        int count = 0;
+        if (p.aligned) {
+            for (int begin = WIDE * threadIdx.x; begin < p.k; begin += TURN * WIDE * THREADS) {
+                int4 v[TURN];
+#pragma unroll
+                for (int i = 0; i < TURN; ++i) {
+                    const int at = begin + i * WIDE * THREADS;
+                    if (at < p.k) v[i] = *reinterpret_cast<const int4*>(from + at);
+                }
+#pragma unroll
+                for (int i = 0; i < TURN; ++i) {
+                    const int at = begin + i * WIDE * THREADS;
+                    if (at >= p.k) break;
+                    const int4 w = {convert(p, in, v[i].x), convert(p, in, v[i].y), convert(p, in, v[i].z), convert(p, in, v[i].w)};
+                    *reinterpret_cast<int4*>(to + at) = w;
+                    count += (w.x >= 0) + (w.y >= 0) + (w.z >= 0) + (w.w >= 0);
+                }
+            }
+        } else {
+            for (int at = threadIdx.x; at < p.k; at += THREADS) {
+                const int32_t w = convert(p, in, from[at]);
+                to[at] = w;
+                count += w >= 0;
+            }
+        }
+        if (p.counts != nullptr) {
+            count = __reduce_add_sync(~0u, count);
+            if (threadIdx.x % 32 == 0) atomicAdd(valid + row, count);
+        }
+    }
+    if (p.counts == nullptr) return;
+    __syncthreads();
+    if (threadIdx.x < rows) p.counts[first + threadIdx.x] = valid[threadIdx.x];
+}

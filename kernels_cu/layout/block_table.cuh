@@ -1,0 +1,42 @@
+// From a position in a request to the block that holds it, through the request's row of the block table.
+#pragma once
+#include "ptx/types.cuh"
+
+// A divisor known to the host: n / value = n * multiplier >> shift, exact for 0 <= n < 2^31 (cupy_mla/cuda/paging.py).
+struct Divisor {
+    uint32_t value, multiplier, shift;
+};
+
+__device__ __forceinline__ int32_t divide(int32_t n, const Divisor& by) {
+    return int32_t((uint64_t(uint32_t(n)) * by.multiplier) >> by.shift);
+}
+
+struct BlockTable {
+    const int32_t* blocks;  // [num_requests, width]
+    int64_t stride;         // items
+    int32_t num_requests, width;
+    Divisor block_size;
+    int32_t unused;         // keeps the size a multiple of 8
+};
+
+// A position's column in the block table and its place in the block; column -1 where the position does not exist.
+struct Position {
+    int32_t column, offset;
+};
+
+__device__ __forceinline__ Position find_position(const BlockTable& t, int32_t position) {
+    if (position < 0) return {-1, 0};
+    const int32_t column = divide(position, t.block_size);
+    if (column >= t.width) return {-1, 0};
+    return {column, position - column * int32_t(t.block_size.value)};
+}
+
+__device__ __forceinline__ bool has_request(const BlockTable& t, int32_t request) {
+    return uint32_t(request) < uint32_t(t.num_requests);
+}
+
+// The slot of a place in a block, -1 where there is no such block or the slot does not fit int32.
+__device__ __forceinline__ int32_t slot_in_block(const BlockTable& t, int32_t block, int32_t offset) {
+    const int64_t slot = int64_t(block) * t.block_size.value + offset;
+    return block >= 0 && slot <= 0x7fffffff ? int32_t(slot) : -1;
+}
