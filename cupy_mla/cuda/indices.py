@@ -12,9 +12,9 @@ from .paging import BLOCK_TABLE, block_table_fields
 
 THREADS = 256
 MAX_ROWS = 8  # tokens a block
-STAGES = (4096, 12288)  # widths of the block table that fit a block's copy, in entries; 48 KB at most
+STAGES = (4096, 12000)  # widest block tables that fit the shared memory of a block, in entries; 48 KB is the limit
 STAGE_FROM_ROWS = 3  # tokens a block from which copying the table row pays
-BLOCKS_PER_SM = 8
+BLOCKS_PER_SM = 6  # that run at a time
 
 _PARAMS = struct.Struct("=" + BLOCK_TABLE + "6Q2q5i4x")  # struct Params of convert.cu
 

@@ -69,7 +69,7 @@ __device__ __forceinline__ Lookup lookup_of(const Params& p, int token, int32_t&
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) convert_positions(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 6) convert_positions(const __grid_constant__ Params p) {
     if (threadIdx.x < ROWS) valid[threadIdx.x] = 0;
     if (p.counts != nullptr) __syncthreads();
     const int first = blockIdx.x * p.rows, rows = min(p.rows, p.num_tokens - first);

@@ -1,0 +1,85 @@
+"""Operations on index lists: from positions in a request to what the attention kernels read.
+
+Source: the sparse MLA backends of vLLM, whose indexer names positions in a request and whose kernels want slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import Array, bind
+from ..cuda import indices as cuda
+from ..reference import indices as reference
+from ._check import INT32
+
+
+def convert_req_index_to_global_index(
+    req_id: Any,
+    block_table: Any,
+    token_indices: Any,
+    block_size: int,
+    prefill_request_ids: Any = None,
+    prefill_workspace_starts: Any = None,
+    return_valid_counts: bool = False,
+    *,
+    out: Any = None,
+) -> Any:
+    """Map each query token's chosen positions to slots of the paged cache, or to rows of a gathered workspace.
+
+    For position `i = token_indices[t, k]` the result is
+    `block_table[req_id[t], i // block_size] * block_size + i % block_size`, and for tokens of a prefill
+    `p = prefill_request_ids[t] >= 0` it is `prefill_workspace_starts[p] + i`. It is -1 where `i` is negative or
+    beyond the block table's width, where the request or the prefill does not exist (a number negative or too large),
+    where the block or the prefill's start is negative, and where the result would not fit int32.
+
+    Args:
+        req_id: [T] int32 request of each token.
+        block_table: [R, M] int32 blocks of each request.
+        token_indices: [T, K] int32 positions in the token's request, any K.
+        block_size: tokens a block.
+        prefill_request_ids: [T] int32 number of the prefill that a token belongs to, negative for decode tokens.
+        prefill_workspace_starts: [P] int32 first workspace row of each prefill; goes with `prefill_request_ids`.
+        return_valid_counts: also count the entries of each row that are not -1.
+        out: [T, K] int32, written in place when given; may be `token_indices` itself.
+
+    Returns:
+        [T, K] int32, and with `return_valid_counts` also [T] int32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: a request outside the block table under CUPY_MLA_CHECK=1.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be >= 1, got {block_size}")
+    if (prefill_request_ids is None) != (prefill_workspace_starts is None):
+        raise ValueError("prefill_request_ids and prefill_workspace_starts must be given together")
+    place, (req, table, positions) = bind(req_id=req_id, block_table=block_table, token_indices=token_indices)
+    prefill, starts, out_ = place.optional(
+        prefill_request_ids=prefill_request_ids, prefill_workspace_starts=prefill_workspace_starts, out=out
+    )
+    tokens, k = positions.require(INT32, "T", "K").shape
+    req.require(INT32, tokens)
+    table.require(INT32, "R", "M")
+    if prefill is not None and starts is not None:
+        prefill.require(INT32, tokens)
+        starts.require(INT32, "P")
+    out_ = place.output("out", out_, (tokens, k), INT32)
+    counts = place.output("valid_counts", None, (tokens,), INT32) if return_valid_counts else None
+    if arrays.CHECK_VALUES:
+        _check_requests(req, table.shape[0])
+    place.call(
+        cuda.convert_req_index_to_global_index, reference.convert_req_index_to_global_index,
+        req, table, positions, block_size, prefill, starts, out_, counts,
+    )  # fmt: skip
+    return out_.obj if counts is None else (out_.obj, counts.obj)
+
+
+def _check_requests(req_id: Array, requests: int) -> None:
+    values = arrays.to_numpy(req_id.obj)
+    wrong = np.flatnonzero((values < 0) | (values >= requests))
+    if wrong.size:
+        t = int(wrong[0])
+        raise IndexError(f"req_id[{t}] is {int(values[t])}, the block table has {requests} requests")

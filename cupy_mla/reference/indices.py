@@ -1,0 +1,52 @@
+"""Index operations in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+LARGEST = np.iinfo(np.int32).max
+
+
+def convert_req_index_to_global_index(
+    req_id: np.ndarray,
+    block_table: np.ndarray,
+    token_indices: np.ndarray,
+    block_size: int,
+    prefill_request_ids: np.ndarray | None,
+    prefill_workspace_starts: np.ndarray | None,
+    out: np.ndarray,
+    valid_counts: np.ndarray | None,
+) -> None:
+    """Positions in requests to slots or workspace rows; see `cupy_mla.convert_req_index_to_global_index`."""
+    positions = token_indices.astype(np.int64)
+    rows = slots_of(block_table, req_id[:, None], positions, block_size)
+    if prefill_request_ids is not None and prefill_workspace_starts is not None:
+        prefill = prefill_request_ids[:, None]
+        in_table = (positions >= 0) & (positions // block_size < block_table.shape[1])
+        starts = _pick(prefill_workspace_starts, prefill)
+        rows = np.where(prefill >= 0, np.where(in_table & (starts >= 0), starts + positions, -1), rows)
+    out[...] = np.where((rows >= 0) & (rows <= LARGEST), rows, -1)
+    if valid_counts is not None:
+        valid_counts[...] = (out >= 0).sum(axis=1)
+
+
+def slots_of(block_table: np.ndarray, request: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Slot of each position of a request, int64; negative where the request, the column or the block does not exist.
+
+    `request` and `positions` are broadcast against each other.
+    """
+    requests, width = block_table.shape
+    column, offset = np.divmod(positions, block_size)
+    exists = (request >= 0) & (request < requests) & (column >= 0) & (column < width)
+    if block_table.size == 0:
+        return np.full(exists.shape, -1, np.int64)
+    block = block_table[np.where(exists, request, 0), np.where(exists, column, 0)].astype(np.int64)
+    return np.where(exists & (block >= 0), block * block_size + offset, -1)
+
+
+def _pick(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """`values[index]` as int64, -1 where there is no such entry."""
+    if len(values) == 0:
+        return np.full(index.shape, -1, np.int64)
+    exists = (index >= 0) & (index < len(values))
+    return np.where(exists, values[np.where(exists, index, 0)].astype(np.int64), -1)

@@ -1,0 +1,155 @@
+"""Index operations against plain loops, over every kind of array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla import arrays
+from cupy_mla.cuda.paging import divisor
+from cupy_mla.ops.indices import convert_req_index_to_global_index
+from tests import oracle_indices
+from tests.kinds import gapped
+
+EXTREMES = np.array([-1, -2, -(2**31), 2**31 - 1])
+
+
+def hostile(rng: np.random.Generator, values: np.ndarray, share: float) -> np.ndarray:
+    """A part of the values replaced by numbers at the ends of int32."""
+    return np.where(rng.random(values.shape) < share, rng.choice(EXTREMES, values.shape), values).astype(np.int32)
+
+
+def case(rng: np.random.Generator, tokens: int, k: int, requests: int, width: int, block_size: int, share: float = 0.1):
+    """req_id, block_table, token_indices, prefill_ids and prefill_starts; a part of each out of range."""
+    prefills = int(rng.integers(0, 4))
+    positions = rng.integers(-1, block_size * (width + 1) + 1, (tokens, k))
+    return (
+        hostile(rng, np.sort(rng.integers(0, max(requests, 1), tokens)), share),
+        hostile(rng, rng.integers(0, 1000, (requests, width)), share),
+        hostile(rng, positions, share),
+        hostile(rng, rng.integers(-1, prefills + 1, tokens), share),
+        hostile(rng, rng.integers(0, 5000, prefills), share),
+    )
+
+
+def check(kind, req_id, table, positions, block_size, prefill_ids=None, starts=None, gap=0) -> None:
+    want, counts = oracle_indices.convert_req_index_to_global_index(
+        req_id, table, positions, block_size, prefill_ids, starts
+    )
+    inputs = [kind.put(a) for a in (req_id, gapped(table, 0, gap), gapped(positions, 0, gap), prefill_ids, starts)]
+    out, whole = kind.put_with_allocation(gapped(np.full_like(positions, 77), 0, gap))
+    before = kind.take(whole).copy()
+    got = convert_req_index_to_global_index(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], True, out=out)
+    assert got[0] is out
+    np.testing.assert_array_equal(kind.take(out), want)
+    np.testing.assert_array_equal(kind.take(got[1]), counts)
+    if gap and len(positions):
+        behind = (slice(None), slice(positions.shape[1], None))
+        shape = (len(positions), positions.shape[1] + gap)
+        was, now = (raw.view(np.int32).reshape(shape)[behind] for raw in (before, kind.take(whole)))
+        np.testing.assert_array_equal(now, was)
+    fresh = convert_req_index_to_global_index(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:])
+    assert kind.is_mine(fresh)
+    np.testing.assert_array_equal(kind.take(fresh), want)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 64, 100, 256])
+@pytest.mark.parametrize(
+    ("tokens", "k", "requests", "width"),
+    [(1, 1, 1, 1), (5, 7, 3, 4), (9, 32, 2, 300), (33, 20, 5, 17), (3, 2049, 2, 9)],
+)
+def test_convert(kind, rng, block_size: int, tokens: int, k: int, requests: int, width: int) -> None:
+    req_id, table, positions, prefill_ids, starts = case(rng, tokens, k, requests, width, block_size)
+    check(kind, req_id, table, positions, block_size, gap=int(rng.integers(0, 3)))
+    check(kind, req_id, table, positions, block_size, prefill_ids, starts, gap=int(rng.integers(0, 3)))
+
+
+@pytest.mark.parametrize(("tokens", "k", "requests", "width"), [(0, 8, 2, 3), (4, 0, 2, 3), (4, 8, 0, 3), (4, 8, 2, 0)])
+def test_convert_nothing(kind, rng, tokens: int, k: int, requests: int, width: int) -> None:
+    req_id, table, positions, prefill_ids, starts = case(rng, tokens, k, requests, width, 16)
+    check(kind, req_id, table, positions, 16)
+    check(kind, req_id, table, positions, 16, prefill_ids, starts)
+
+
+def test_the_specification_by_hand(kind) -> None:
+    table = np.array([[7, 2, 5], [4, 9, 1]], np.int32)
+    positions = np.array([[0, 3, 4, 11, 12, -1], [5, 6, 7, 8, 9, -1]], np.int32)
+    req_id = np.array([0, 1], np.int32)
+    args = [kind.put(a) for a in (req_id, table, positions)]
+    slots, counts = convert_req_index_to_global_index(*args, 4, return_valid_counts=True)
+    np.testing.assert_array_equal(kind.take(slots), [[28, 31, 8, 23, -1, -1], [37, 38, 39, 4, 5, -1]])
+    np.testing.assert_array_equal(kind.take(counts), [4, 5])
+    prefill = [kind.put(np.array(a, np.int32)) for a in ([-1, 1], [0, 100])]
+    rows = convert_req_index_to_global_index(*args, 4, *prefill)
+    np.testing.assert_array_equal(kind.take(rows), [[28, 31, 8, 23, -1, -1], [105, 106, 107, 108, 109, -1]])
+
+
+def test_slots_beyond_int32_are_no_slots(kind) -> None:
+    table = np.array([[2**25 - 1, 2**25, 2**31 - 1]], np.int32)
+    positions = np.array([[63, 64, 128]], np.int32)
+    got = convert_req_index_to_global_index(*(kind.put(a) for a in (np.zeros(1, np.int32), table, positions)), 64)
+    np.testing.assert_array_equal(kind.take(got), [[2**31 - 1, -1, -1]])
+
+
+def test_in_place(kind, rng) -> None:
+    req_id, table, positions, _, _ = case(rng, 40, 24, 3, 8, 16)
+    want, _ = oracle_indices.convert_req_index_to_global_index(req_id, table, positions, 16)
+    req_id, table, positions = (kind.put(a) for a in (req_id, table, positions))
+    convert_req_index_to_global_index(req_id, table, positions, 16, out=positions)
+    np.testing.assert_array_equal(kind.take(positions), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [100, 5000, 13000])
+def test_many_tokens(kind, rng, width: int) -> None:
+    """Enough tokens for blocks of several tokens each, through shared memory and, for a wide table, without."""
+    if not kind.on_gpu:
+        pytest.skip("a launch shape of the kernel")
+    req_id, table, positions, prefill_ids, starts = case(rng, 9001, 36, 7, width, 64, share=0.01)
+    column, offset = np.divmod(positions.astype(np.int64), 64)
+    known = (req_id[:, None] >= 0) & (req_id[:, None] < 7) & (positions >= 0) & (column < width)
+    block = table[np.where(known, req_id[:, None], 0), np.where(known, column, 0)].astype(np.int64)
+    slots = block * 64 + offset
+    want = np.where(known & (block >= 0) & (slots < 2**31), slots, -1)
+    got = convert_req_index_to_global_index(*(kind.put(a) for a in (req_id, table, positions)), 64)
+    np.testing.assert_array_equal(kind.take(got), want)
+
+
+def test_errors() -> None:
+    good = {
+        "req_id": np.zeros(3, np.int32),
+        "block_table": np.zeros((2, 4), np.int32),
+        "token_indices": np.zeros((3, 5), np.int32),
+        "block_size": 16,
+    }
+    cases = [
+        ({"block_size": 0}, ValueError, "block_size must be >= 1"),
+        ({"req_id": np.zeros(3, np.int64)}, TypeError, "req_id: expected dtype int32, got int64"),
+        ({"req_id": np.zeros(4, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
+        ({"token_indices": np.zeros((3, 10), np.int32)[:, ::2]}, ValueError, "token_indices: the last axis must be contiguous"),
+        ({"block_table": np.zeros(4, np.int32)}, ValueError, r"block_table: expected shape \[R, M\]"),
+        ({"prefill_request_ids": np.zeros(3, np.int32)}, ValueError, "must be given together"),
+        ({"out": np.zeros((3, 4), np.int32)}, ValueError, r"out: expected shape \[3, 5\]"),
+    ]  # fmt: skip
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            convert_req_index_to_global_index(**{**good, **change})
+
+
+def test_requests_are_checked_where_values_are(kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
+    req_id, table, positions = np.array([0, 2], np.int32), np.zeros((2, 4), np.int32), np.zeros((2, 4), np.int32)
+    with pytest.raises(IndexError, match=r"req_id\[1\] is 2, the block table has 2 requests"):
+        convert_req_index_to_global_index(*(kind.put(a) for a in (req_id, table, positions)), 16)
+
+
+def test_divisor(rng) -> None:
+    """The kernels' division is exact, at the edges of every quotient above all."""
+    for value in [*range(1, 130), 255, 256, 1000, 2**30, 2**31 - 1, *rng.integers(1, 2**31, 50).tolist()]:
+        same, multiplier, shift = divisor(value)
+        assert same == value
+        assert 0 < multiplier < 2**32
+        multiples = rng.integers(0, (2**31 - 1) // value + 1, 200).tolist()
+        for n in {m * value + d for m in multiples for d in (-1, 0, 1)} | {0, 2**31 - 1}:
+            if 0 <= n < 2**31:
+                assert n * multiplier >> shift == n // value
