@@ -99,7 +99,7 @@ class Torch(NumPy):
 
     def __init__(self) -> None:
         self.torch = torch = importlib.import_module("torch")
-        names = ("bool", "uint8", "int32", "int64", "float16", "float32", "float64")
+        names = ("bool", "uint8", "int8", "int32", "int64", "float16", "float32", "float64")
         self.dtypes = {np.dtype(n): getattr(torch, n) for n in names}
         self.dtypes |= {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn}
 

@@ -90,7 +90,8 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
         start = 576 * block_size + 8 * t
         scales = np.array([2.0 ** (byte - 127) for byte in block[start : start + 7]])
     row = np.empty(fmt.d_qk)
-    row[: fmt.nope] = E4M3[list(codes)] * np.repeat(scales, fmt.tile)
+    with np.errstate(invalid="ignore"):  # 0 * inf
+        row[: fmt.nope] = E4M3[list(codes)] * np.repeat(scales, fmt.tile)
     row[fmt.nope :] = bf16_values(rope)
     return row
 

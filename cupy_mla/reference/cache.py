@@ -16,6 +16,7 @@ AMAX_FLOOR = 1e-4  # keeps power-of-two scales from vanishing with a tile's valu
 E8M0_BIAS = 127
 
 
+@np.errstate(all="ignore")
 def concat_and_cache_mla(
     layout: Layout, kv_c: np.ndarray, k_pe: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str
 ) -> None:
@@ -36,6 +37,7 @@ def concat_and_cache_mla(
     scale_bytes[block, offset] = scales.view(np.uint8)
 
 
+@np.errstate(all="ignore")
 def quantize_and_insert_k_cache(layout: Layout, k: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> None:
     """Write tokens into a V4_FP8 cache; see `cupy_mla.quantize_and_insert_k_cache`."""
     tokens, block, offset = _targets(slots, cache)
@@ -108,16 +110,19 @@ def _tiles(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ceil_log2(x: np.ndarray) -> np.ndarray:
-    """Exponent of the smallest power of two that is not below x > 0; exact, which a logarithm is not."""
+    """Exponent of the smallest power of two that is not below x > 0; exact, which a logarithm is not.
+
+    Infinity gets the exponent that float32 stores it with.
+    """
     mantissa, exponent = np.frexp(x)
-    return exponent - (mantissa == 0.5)
+    return np.where(np.isinf(x), 255 - E8M0_BIAS, exponent - (mantissa == 0.5))
 
 
-@np.errstate(all="ignore")
 def _quantize(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """E4M3 bytes [n, d_nope] of values / scales, rounded to nearest even, saturated; NaN stays NaN."""
     scaled = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX)
-    return scaled.astype(E4M3).view(np.uint8).reshape(len(values), -1)
+    n, tiles, tile = values.shape
+    return scaled.astype(E4M3).view(np.uint8).reshape(n, tiles * tile)
 
 
 def _rope_bytes(layout: Layout, rows: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from ..cases import (
     decode_oracle,
     entries,
     flat_rows,
-    normal,
+     latent, queries,
     paged,
     paged_rows,
     run_decode,
@@ -29,6 +29,8 @@ from ..cases import (
     some,
 )
 from ..kinds import BF16, E4M3, NumPy, gapped, poisoned
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 SEEDS = st.integers(0, 2**32 - 1)
 HEADS = (1, 7, 8, 16, 33, 64, 65, 128)
@@ -41,7 +43,7 @@ def prefill_inputs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q, kv with NaN in about a third of its rows, and lists that name none of those."""
     live = some(rng, s_kv)
-    q = gapped(normal(rng, s_q, h_q, d_qk), 0, 0, q_gap)
+    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
     return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
 
 
@@ -65,7 +67,7 @@ def test_prefill_sizes(kind, rng, d_qk, s_q, h_q, topk, s_kv):
 def test_prefill_generated(kind, seed, s_q, h_q, d_qk, topk, s_kv, with_sink, with_length, gap, out_gap):
     rng = np.random.default_rng(seed)
     if s_kv == 0:
-        q, kv = normal(rng, s_q, h_q, d_qk), normal(rng, 0, 1, d_qk)
+        q, kv = queries(rng, s_q, h_q, d_qk), latent(rng, 0, 1, d_qk)
         indices = rng.integers(-1, 2, (s_q, 1, topk), np.int32)
     else:
         q, kv, indices = prefill_inputs(rng, s_q, h_q, d_qk, topk, s_kv, q_gap=gap, kv_gap=gap)
@@ -81,7 +83,7 @@ def test_prefill_takes_strides_of_any_kind(kind, rng):
     """Gaps that leave rows 2-byte aligned only, heads before tokens, index lists cut out of wider ones."""
     s_q, h_q, d_qk, s_kv, topk = 3, 16, 576, 90, 70
     live = some(rng, s_kv)
-    q = gapped(normal(rng, h_q, s_q, d_qk), 0, 1, 3).transpose(1, 0, 2)
+    q = gapped(queries(rng, h_q, s_q, d_qk), 0, 1, 3).transpose(1, 0, 2)
     indices = gapped(entries(rng, (s_q, 1, topk), live, s_kv), 0, 0, 5)
     check_prefill(kind, q, flat_rows(rng, s_kv, d_qk, live, gap=1), indices, 0.04, out_gaps=(0, 0, 1))
 
@@ -98,7 +100,7 @@ def test_prefill_scale_is_any_number(kind, rng, sm_scale):
 
 
 def test_prefill_counts_a_row_as_often_as_it_is_listed(kind, rng):
-    q, kv = normal(rng, 1, 4, 576), normal(rng, 3, 1, 576)
+    q, kv = queries(rng, 1, 4, 576), latent(rng, 3, 1, 576)
     once, _, lse_once = check_prefill(kind, q, kv, np.array([[[1, -1, -1]]], np.int32), 0.04)
     thrice, _, lse_thrice = check_prefill(kind, q, kv, np.array([[[1, 1, 1]]], np.int32), 0.04)
     np.testing.assert_array_equal(once.astype(np.float32), thrice.astype(np.float32))
@@ -168,7 +170,7 @@ def test_prefill_same_bits_every_time(kind, rng):
 )  # fmt: skip
 def test_decode_sizes(kind, rng, fmt, b, s_q, h_q, topk, block_size):
     main = paged(rng, fmt, b, s_q, topk, block_size)
-    check_decode(kind, fmt, normal(rng, b, s_q, h_q, fmt.d_qk), main)
+    check_decode(kind, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main)
 
 
 @given(st.data())
@@ -188,7 +190,7 @@ def test_decode_generated(kind, data):
         extra = paged(rng, fmt, b, s_q, extra_topk, draw(1, 2, 64, 256), gap=draw(0, 3), lengths=draw(False, True))
     q_gap = draw(0, 2, 8)
     check_decode(
-        kind, fmt, gapped(normal(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, q_gap), main, extra,
+        kind, fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, q_gap), main, extra,
         sink=sinks(rng, h_q) if draw(False, True) else None,
         num_splits=draw(None, 1, 2, 5, 40),
         out_gaps=draw(None, (0, 0, 0, 0), (0, 1, 0, 2), (1, 0, 1, 8)),
@@ -205,7 +207,7 @@ def test_decode_splits(kind, rng, fmt, num_splits):
     extra = paged(rng, fmt, 2, 1, 50, 2)
     extra.indices[1] = -1
     sink = sinks(rng, 16)
-    out, lse = check_decode(kind, fmt, normal(rng, 2, 1, 16, fmt.d_qk), main, extra, sink=sink, num_splits=num_splits)
+    out, lse = check_decode(kind, fmt, queries(rng, 2, 1, 16, fmt.d_qk), main, extra, sink=sink, num_splits=num_splits)
     assert (out[1] == 0).all()
     assert (lse[1] == np.inf).all()
 
@@ -218,7 +220,7 @@ def test_decode_lengths(kind, rng, fmt):
     main.length = np.array([0, -3, 1, 33, topk, topk + 9], np.int32)
     for i, length in enumerate(main.length):
         main.indices[i, :, max(length, 0) :] = main.dead[0]
-    out, lse = check_decode(kind, fmt, normal(rng, 6, 2, 8, fmt.d_qk), main, num_splits=2)
+    out, lse = check_decode(kind, fmt, queries(rng, 6, 2, 8, fmt.d_qk), main, num_splits=2)
     assert (out[:2] == 0).all()
     assert (lse[:2] == np.inf).all()
 
@@ -229,7 +231,7 @@ def test_decode_extra_alone_counts(kind, rng, fmt):
     main, extra = paged(rng, fmt, 3, 1, 40, 64, invalid=0), paged(rng, fmt, 3, 1, 130, 2, invalid=0)
     main.indices[0] = -1
     extra.length = np.array([130, 0, 65], np.int32)
-    check_decode(kind, fmt, normal(rng, 3, 1, 12, fmt.d_qk), main, extra)
+    check_decode(kind, fmt, queries(rng, 3, 1, 12, fmt.d_qk), main, extra)
 
 
 @every_format
@@ -238,13 +240,13 @@ def test_decode_same_slot_is_one_row_here_and_none_there(kind, rng, fmt):
     main, extra = paged(rng, fmt, 1, 2, 300, 64), paged(rng, fmt, 1, 2, 5, 2)
     extra.indices[...] = np.where(main.indices[..., :5] >= 0, main.indices[..., :5], 0)
     extra.cache[...] = paged_rows(rng, fmt, extra.cache.shape[0], 2, np.arange(extra.cache.shape[0] * 2))
-    check_decode(kind, fmt, normal(rng, 1, 2, 3, fmt.d_qk), main, extra)
+    check_decode(kind, fmt, queries(rng, 1, 2, 3, fmt.d_qk), main, extra)
 
 
 @every_format
 def test_decode_takes_a_kv_head_axis(kind, rng, fmt):
     main, extra = paged(rng, fmt, 2, 1, 40, 64, gap=1), paged(rng, fmt, 2, 1, 9, 2)
-    q = normal(rng, 2, 1, 5, fmt.d_qk)
+    q = queries(rng, 2, 1, 5, fmt.d_qk)
     plain = check_decode(kind, fmt, q, main, extra)
     for p in (main, extra):
         p.cache = p.cache[:, :, None]
@@ -256,7 +258,7 @@ def test_decode_takes_a_kv_head_axis(kind, rng, fmt):
 def test_decode_takes_a_cache_of_fp8_items(kind, rng, fmt):
     main = paged(rng, fmt, 1, 2, 70, 64, gap=1)
     main.cache = main.cache.view(E4M3)
-    check_decode(kind, fmt, normal(rng, 1, 2, 16, fmt.d_qk), main)
+    check_decode(kind, fmt, queries(rng, 1, 2, 16, fmt.d_qk), main)
 
 
 @pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
@@ -264,7 +266,7 @@ def test_decode_takes_a_bf16_cache_of_any_strides(kind, rng, fmt):
     """Rows and blocks with gaps that leave them 2-byte aligned only."""
     main = paged(rng, fmt, 2, 1, 70, 8)
     main.cache = gapped(main.cache, 0, 1, 3)
-    check_decode(kind, fmt, normal(rng, 2, 1, 16, fmt.d_qk), main, out_gaps=(0, 0, 0, 1))
+    check_decode(kind, fmt, queries(rng, 2, 1, 16, fmt.d_qk), main, out_gaps=(0, 0, 0, 1))
 
 
 def test_decode_reads_any_positive_float32_scale(kind, rng):
@@ -274,16 +276,16 @@ def test_decode_reads_any_positive_float32_scale(kind, rng):
     codes[(codes & 0x7F) == 0x7F] = 0
     scales = (10 ** rng.uniform(-6, -2.5, (num_blocks, block_size, 4))).astype(np.float32)
     codes[..., 512:528] = scales.view(np.uint8)
-    codes[..., 528:] = normal(rng, num_blocks, block_size, 64).view(np.uint8)
+    codes[..., 528:] = latent(rng, num_blocks, block_size, 64).view(np.uint8)
     main = Paged(codes, entries(rng, (2, 1, 90), np.arange(80), 80))
-    check_decode(kind, oracle.V32, normal(rng, 2, 1, 16, 576), main)
+    check_decode(kind, oracle.V32, queries(rng, 2, 1, 16, 576), main)
 
 
 def test_decode_hands_on_nan_of_a_named_row(kind, rng):
     fmt = oracle.V32
     main = paged(rng, fmt, 3, 1, 70, 64, invalid=0)
     main.indices[1, 0, 50] = main.dead[0]
-    q = normal(rng, 3, 1, 9, 576)
+    q = queries(rng, 3, 1, 9, 576)
     out, lse = run_decode(kind, q, main, num_splits=3)
     assert np.isnan(out[1].astype(np.float32)).all()
     assert np.isnan(lse[1]).all()
@@ -296,34 +298,34 @@ def test_decode_hands_on_nan_of_a_named_row(kind, rng):
 @pytest.mark.parametrize("sm_scale", [0.0, -0.03, 8.0])
 def test_decode_scale_is_any_number(kind, rng, sm_scale):
     main = paged(rng, oracle.V4, 1, 2, 100, 64)
-    check_decode(kind, oracle.V4, normal(rng, 1, 2, 9, 512), main, sm_scale=sm_scale, num_splits=2)
+    check_decode(kind, oracle.V4, queries(rng, 1, 2, 9, 512), main, sm_scale=sm_scale, num_splits=2)
 
 
 @pytest.mark.parametrize(("b", "s_q"), [(0, 1), (2, 0)])
 def test_decode_of_nothing(kind, rng, b, s_q):
     cache = paged_rows(rng, oracle.V32, 2, 64, np.arange(4))
     main = Paged(cache, np.zeros((b, s_q, 3), np.int32))
-    out, lse = run_decode(kind, normal(rng, b, s_q, 4, 576), main)
+    out, lse = run_decode(kind, queries(rng, b, s_q, 4, 576), main)
     assert out.shape == (b, s_q, 4, 512)
     assert lse.shape == (b, 4, s_q)
 
 
 def test_decode_of_a_cache_without_blocks(kind, rng):
     main = Paged(np.empty((0, 64, 656), np.uint8), np.zeros((2, 1, 5), np.int32))
-    check_decode(kind, oracle.V32, normal(rng, 2, 1, 4, 576), main)
+    check_decode(kind, oracle.V32, queries(rng, 2, 1, 4, 576), main)
 
 
 @every_format
 def test_decode_same_bits_every_time(kind, rng, fmt):
     main = paged(rng, fmt, 3, 1, 300, 64)
-    q = normal(rng, 3, 1, 64, fmt.d_qk)
+    q = queries(rng, 3, 1, 64, fmt.d_qk)
     first, second = ([r.tobytes() for r in run_decode(kind, q, main, num_splits=4)] for _ in range(2))
     assert first == second
 
 
 def test_decode_leaves_its_inputs_alone(kind, rng):
     main = paged(rng, oracle.V4, 2, 1, 65, 61, gap=1)
-    host = [normal(rng, 2, 1, 8, 512), main.cache, main.indices]
+    host = [queries(rng, 2, 1, 8, 512), main.cache, main.indices]
     put = [kind.put_with_allocation(a) for a in host]
     before = [kind.take(whole).tobytes() for _, whole in put]
     cupy_mla.sparse_decode(*(array for array, _ in put), num_splits=2)
@@ -332,7 +334,7 @@ def test_decode_leaves_its_inputs_alone(kind, rng):
 
 def test_plan_splits(kind, rng):
     """Some number of parts from 1 to the number of tiles; one query of many rows is worth splitting on a GPU."""
-    q = kind.put(normal(rng, 1, 1, 16, 576))
+    q = kind.put(queries(rng, 1, 1, 16, 576))
     few, many = (kind.put(np.zeros((1, 1, topk), np.int32)) for topk in (1, 2048))
     assert cupy_mla.plan_splits(q, few) == 1
     planned = cupy_mla.plan_splits(q, many, few)
@@ -344,8 +346,8 @@ def test_plan_splits(kind, rng):
 
 def prefill_arguments(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {
-        "q": normal(rng, 2, 4, 576),
-        "kv": normal(rng, 9, 1, 576),
+        "q": queries(rng, 2, 4, 576),
+        "kv": latent(rng, 9, 1, 576),
         "indices": np.zeros((2, 1, 5), np.int32),
         "attn_sink": np.zeros(4, np.float32),
         "topk_length": np.full(2, 5, np.int32),
@@ -434,7 +436,7 @@ def test_other_widths_of_v_are_refused(rng):
 def decode_arguments(rng: np.random.Generator) -> dict[str, np.ndarray]:
     cache = paged_rows(rng, oracle.V32, 3, 4, np.arange(12))
     return {
-        "q": normal(rng, 2, 1, 4, 576),
+        "q": queries(rng, 2, 1, 4, 576),
         "k_cache": cache,
         "indices": np.zeros((2, 1, 5), np.int32),
         "attn_sink": np.zeros(4, np.float32),
@@ -522,7 +524,7 @@ def test_decode_refuses_no_splits(rng):
 
 def test_v4_blocks_of_odd_size_need_padding(kind, rng):
     """61 tokens take 35624 bytes, which is no multiple of 16: the block stride is rounded up to one of 576."""
-    q, indices = normal(rng, 1, 1, 4, 512), np.zeros((1, 1, 3), np.int32)
+    q, indices = queries(rng, 1, 1, 4, 512), np.zeros((1, 1, 3), np.int32)
     with pytest.raises(ValueError, match=r"^k_cache\b.*35712"):
         cupy_mla.sparse_decode(kind.put(q), kind.put(np.zeros((2, 61, 584), np.uint8)), kind.put(indices))
     cache = paged_rows(rng, oracle.V4, 2, 61, np.arange(122))

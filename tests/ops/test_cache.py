@@ -1,0 +1,298 @@
+"""Packing into the paged caches: every byte against the oracle, over every kind of array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cupy_mla
+from cupy_mla import arrays
+
+from .. import oracle
+from ..cases import block_bytes, empty_cache, normal
+from ..kinds import BF16, E4M3, NumPy, allocation, gapped
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+SEEDS = st.integers(0, 2**32 - 1)
+PACKED = (oracle.BF16_576, oracle.V32, oracle.V4)
+every_layout = pytest.mark.parametrize("fmt", PACKED, ids=lambda fmt: fmt.name)
+every_writer = pytest.mark.parametrize(
+    ("fmt", "scale_format"),
+    [(oracle.BF16_576, "fp32"), (oracle.V32, "fp32"), (oracle.V32, "ue8m0"), (oracle.V4, "ue8m0")],
+    ids=["bf16", "v32 fp32", "v32 ue8m0", "v4"],
+)
+
+
+def insert(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: object, slots: object, scale_format: str) -> None:
+    """Hand rows [T, d_qk] to the operation that writes the format."""
+    if fmt is oracle.V4:
+        cupy_mla.quantize_and_insert_k_cache(kind.put(rows), cache, slots)
+    else:
+        latent, rope = kind.put(rows[:, :512]), kind.put(rows[:, 512:])
+        cupy_mla.concat_and_cache_mla(latent, rope, cache, slots, scale_format=scale_format)
+
+
+def check_insert(
+    kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str
+) -> None:
+    """Write the rows and compare the whole allocation behind the cache with what the oracle makes of it."""
+    array, whole = kind.put_with_allocation(cache)
+    insert(kind, fmt, rows, array, kind.put(slots), scale_format)
+    write_all(fmt, rows, cache, slots, scale_format)
+    got, want = kind.take(whole), allocation(cache)
+    wrong = np.flatnonzero(got != want)
+    assert wrong.size == 0, (
+        f"{wrong.size} of {want.size} bytes differ, first at {wrong[0]}: got {got[wrong[0]]}, expected {want[wrong[0]]}"
+    )
+
+
+def write_all(fmt: oracle.Format, rows: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str) -> None:
+    num_blocks, block_size = cache.shape[:2]
+    for slot, row in zip(slots, rows, strict=False):
+        b, t = divmod(int(slot), block_size)
+        if 0 <= b < num_blocks:
+            if fmt.quantized:
+                oracle.write_token(fmt, block_bytes(cache, b), block_size, t, row, scale_format)
+            else:
+                cache[b, t] = row
+
+
+def slot_mapping(rng: np.random.Generator, count: int, capacity: int) -> np.ndarray:
+    """Distinct slots in random order, some replaced by negative ones and ones beyond the cache."""
+    slots = rng.permutation(max(capacity, count))[:count].astype(np.int64)
+    beyond = rng.choice(np.array([-1, -5, -(2**63), capacity, capacity + 3, 2**40, 2**63 - 1]), count)
+    return np.where(rng.random(count) < 0.3, beyond, slots)
+
+
+def any_finite(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """bfloat16 of random bits: all magnitudes, subnormals and signed zeros included, without infinities and NaN."""
+    bits = rng.integers(0, 2**16, shape, np.uint16)
+    bits[(bits & 0x7F80) == 0x7F80] &= 0xBFFF
+    return bits.view(BF16)
+
+
+@every_writer
+@pytest.mark.parametrize(
+    ("tokens", "num_blocks", "block_size", "gap"),
+    [(1, 1, 1, 0), (5, 9, 1, 1), (9, 4, 2, 0), (33, 2, 61, 1), (70, 2, 64, 0), (40, 1, 256, 3)],
+)
+def test_bytes(kind, rng, fmt, scale_format, tokens, num_blocks, block_size, gap):
+    cache = empty_cache(fmt, num_blocks, block_size, gap)
+    slots = slot_mapping(rng, tokens, num_blocks * block_size)
+    check_insert(kind, fmt, normal(rng, tokens, fmt.d_qk), cache, slots, scale_format)
+
+
+@every_writer
+@given(SEEDS, st.integers(0, 40), st.integers(1, 5), st.sampled_from([1, 2, 7, 61, 64, 256]), st.integers(0, 2))
+def test_bytes_generated(kind, fmt, scale_format, seed, tokens, num_blocks, block_size, gap):
+    rng = np.random.default_rng(seed)
+    cache = empty_cache(fmt, num_blocks, block_size, gap)
+    rows = any_finite(rng, tokens, fmt.d_qk)
+    rows[rng.random(tokens) < 0.5] *= BF16.type(0)
+    slots = slot_mapping(rng, tokens, num_blocks * block_size)
+    check_insert(kind, fmt, rows, cache, slots, scale_format)
+
+
+@every_writer
+@pytest.mark.parametrize("exponent", [-133, -130, -126, -100, -20, -7, 0, 5, 60, 120])
+def test_bytes_of_tiles_of_one_size(kind, rng, fmt, scale_format, exponent):
+    """Tiles whose values span the range of e4m3, around a power of two: scales at and under their floors."""
+    rows = (rng.uniform(-1, 1, (6, fmt.d_qk)) * 2.0 ** rng.integers(-20, 1, (6, fmt.d_qk))).astype(np.float32)
+    rows = np.ldexp(rows, exponent).astype(BF16)
+    check_insert(kind, fmt, rows, empty_cache(fmt, 2, 64), slot_mapping(rng, 6, 128), scale_format)
+
+
+@every_writer
+def test_bytes_of_ties_and_edges(kind, rng, fmt, scale_format):
+    """amax 448 makes the scale 1: then every value halfway between two of e4m3 goes to the even one, and 448 stays."""
+    values = oracle.E4M3[:127]
+    halfway = (values[1:] + values[:-1]) / 2
+    pool = np.concatenate([values, halfway])
+    rows = (rng.choice(pool, (20, fmt.d_qk)) * rng.choice([-1, 1], (20, fmt.d_qk))).astype(BF16)
+    if fmt.tile:
+        rows[:, : fmt.nope : fmt.tile] = 448
+    check_insert(kind, fmt, rows, empty_cache(fmt, 1, 64), np.arange(20), scale_format)
+
+
+@every_writer
+def test_bytes_of_zeros(kind, fmt, scale_format):
+    rows = np.zeros((3, fmt.d_qk), BF16)
+    rows[1] = -rows[1]
+    check_insert(kind, fmt, rows, empty_cache(fmt, 2, 2), np.array([3, 0, 1]), scale_format)
+
+
+@every_writer
+def test_slot_mapping_may_be_shorter(kind, rng, fmt, scale_format):
+    """A padded batch: tokens behind the end of slot_mapping are not written, NaN or not."""
+    rows = normal(rng, 12, fmt.d_qk)
+    rows[5:] = np.nan
+    check_insert(kind, fmt, rows, empty_cache(fmt, 2, 8), np.array([3, 9, -1, 15, 0]), scale_format)
+
+
+@every_layout
+def test_nothing_to_write(kind, rng, fmt):
+    for slots in (np.zeros(0, np.int64), np.full(4, -1, np.int64), np.array([16, 17, 2**40])):
+        check_insert(kind, fmt, normal(rng, 4, fmt.d_qk), empty_cache(fmt, 2, 8), slots, "fp32")
+    check_insert(kind, fmt, normal(rng, 0, fmt.d_qk), empty_cache(fmt, 2, 8), np.zeros(0, np.int64), "fp32")
+
+
+@every_layout
+@pytest.mark.parametrize("gap", [1, 2, 8])
+def test_inputs_of_any_strides(kind, rng, fmt, gap):
+    """Rows 2-, 4- and 16-byte aligned; latent and RoPE part cut out of one array lie 576 apart anyway."""
+    rows = gapped(normal(rng, 9, fmt.d_qk), 0, gap)
+    slots = gapped(slot_mapping(rng, 9, 16), 3)
+    check_insert(kind, fmt, rows, empty_cache(fmt, 2, 8), slots, "fp32")
+
+
+def test_bf16_cache_of_any_strides(kind, rng):
+    cache = gapped(np.zeros((3, 5, 576), BF16), 0, 1, 3)
+    check_insert(kind, oracle.BF16_576, normal(rng, 11, 576), cache, slot_mapping(rng, 11, 15), "fp32")
+
+
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+def test_cache_of_fp8_items(kind, rng, fmt):
+    rows, slots = normal(rng, 6, fmt.d_qk), slot_mapping(rng, 6, 16)
+    array, whole = kind.put_with_allocation(empty_cache(fmt, 2, 8).view(E4M3))
+    insert(kind, fmt, rows, array, kind.put(slots), "fp32")
+    want = empty_cache(fmt, 2, 8)
+    write_all(fmt, rows, want, slots, "fp32")
+    np.testing.assert_array_equal(kind.take(whole), allocation(want))
+
+
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+def test_nan_stays_where_it_is(kind, rng, fmt):
+    """A NaN is read back as one; the other values of its tile are as if it were 0."""
+    rows = normal(rng, 2, fmt.d_qk)
+    rows[0, 70] = np.nan
+    cache = empty_cache(fmt, 1, 2)
+    array, whole = kind.put_with_allocation(cache)
+    insert(kind, fmt, rows, array, kind.put(np.arange(2)), "fp32")
+    allocation(cache)[...] = kind.take(whole)
+    got = oracle.named_rows(fmt, cache, np.arange(2))
+    assert np.flatnonzero(np.isnan(got).reshape(-1)).tolist() == [70]
+    rows[0, 70] = 0
+    write_all(fmt, rows, cache, np.arange(2), "fp32")
+    want = oracle.named_rows(fmt, cache, np.arange(2))
+    got[0, 70] = 0
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+def test_infinity_is_not_read_back_as_a_number(kind, rng, fmt):
+    """Its tile is lost (the scale is infinite), the others are not."""
+    rows = normal(rng, 1, fmt.d_qk)
+    rows[0, 70] = np.inf
+    cache = empty_cache(fmt, 1, 1)
+    array, whole = kind.put_with_allocation(cache)
+    insert(kind, fmt, rows, array, kind.put(np.zeros(1, np.int64)), "fp32")
+    allocation(cache)[...] = kind.take(whole)
+    got = oracle.named_rows(fmt, cache, np.zeros(1, np.int64))[0]
+    assert not np.isfinite(got[70])
+    tile = 70 // fmt.tile
+    rest = np.delete(got, range(tile * fmt.tile, (tile + 1) * fmt.tile))
+    assert np.isfinite(rest).all()
+
+
+@every_layout
+@pytest.mark.parametrize("slot", [16, 17, 2**40])
+def test_checks_find_slots_beyond_the_cache(kind, rng, monkeypatch, fmt, slot):
+    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
+    array, whole = kind.put_with_allocation(empty_cache(fmt, 2, 8))
+    slots = np.array([3, -1, slot, 15])
+    with pytest.raises(IndexError, match=rf"slot_mapping\[2\] is {slot}, the cache has 16 slots"):
+        insert(kind, fmt, normal(rng, 4, fmt.d_qk), array, kind.put(slots), "fp32")
+    assert (kind.take(whole) == 0xFF).all()
+
+
+# --- hostile inputs -------------------------------------------------------------------------------------------
+
+
+def concat_arguments(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {
+        "kv_c": normal(rng, 5, 512),
+        "k_pe": normal(rng, 5, 64),
+        "kv_cache": empty_cache(oracle.V32, 2, 8),
+        "slot_mapping": np.arange(5),
+    }
+
+
+CONCAT_HOSTILE = {
+    "kv_c is None": ("kv_c", lambda a: None, TypeError),
+    "kv_c is float32": ("kv_c", lambda a: a.astype(np.float32), TypeError),
+    "kv_c has other rows": ("kv_c", lambda a: a[:, :448], ValueError),
+    "kv_c has a head axis": ("kv_c", lambda a: a[:, None], ValueError),
+    "kv_c has gaps": ("kv_c", lambda a: np.zeros((5, 1024), BF16)[:, ::2], ValueError),
+    "k_pe is float16": ("k_pe", lambda a: a.astype(np.float16), TypeError),
+    "k_pe has other tokens": ("k_pe", lambda a: a[:4], ValueError),
+    "k_pe has other rows": ("k_pe", lambda a: a[:, :32], ValueError),
+    "kv_cache is of V4": ("kv_cache", lambda a: np.zeros((2, 8, 584), np.uint8), ValueError),
+    "kv_cache is float32": ("kv_cache", lambda a: np.zeros((2, 8, 656), np.float32), (TypeError, ValueError)),
+    "kv_cache has two axes": ("kv_cache", lambda a: a[0], ValueError),
+    "kv_cache has gaps between tokens": ("kv_cache", lambda a: np.zeros((2, 8, 672), np.uint8)[..., :656], ValueError),
+    "kv_cache is one block for all": ("kv_cache", lambda a: np.broadcast_to(a[:1], a.shape), ValueError),
+    "slot_mapping is int32": ("slot_mapping", lambda a: a.astype(np.int32), TypeError),
+    "slot_mapping has two axes": ("slot_mapping", lambda a: a[None], ValueError),
+    "slot_mapping is longer": ("slot_mapping", lambda a: np.arange(6), ValueError),
+    "slot_mapping has gaps": ("slot_mapping", lambda a: np.arange(10)[::2], ValueError),
+}
+
+
+@pytest.mark.parametrize("case", CONCAT_HOSTILE)
+def test_concat_and_cache_refuses(kind, rng, case):
+    name, spoil, error = CONCAT_HOSTILE[case]
+    arguments = concat_arguments(rng)
+    arguments[name] = spoil(arguments[name])
+    cache, whole = kind.put_with_allocation(arguments["kv_cache"])
+    before = kind.take(whole).copy()
+    put = {n: kind.put(a) for n, a in arguments.items()} | {"kv_cache": cache}
+    with pytest.raises(error, match=rf"^{name}\b"):
+        cupy_mla.concat_and_cache_mla(**put)
+    np.testing.assert_array_equal(kind.take(whole), before)
+
+
+def test_concat_and_cache_refuses_wrong_words(rng):
+    arguments = concat_arguments(rng)
+    with pytest.raises(ValueError, match=r"^scale_format\b.*'e5m2'"):
+        cupy_mla.concat_and_cache_mla(**arguments, scale_format="e5m2")
+    for layout in ("bf16", "v4_fp8", "V32"):
+        with pytest.raises(ValueError, match=r"^layout\b"):
+            cupy_mla.concat_and_cache_mla(**arguments, layout=layout)
+    assert (arguments["kv_cache"] == 0xFF).all()
+    for layout in ("v32_fp8", "fp8_ds_mla"):
+        cupy_mla.concat_and_cache_mla(**arguments, layout=layout)
+
+
+def test_read_only_cache_is_refused(rng):
+    arguments = concat_arguments(rng)
+    arguments["kv_cache"].flags.writeable = False
+    with pytest.raises(ValueError, match=r"^kv_cache\b.*read-only"):
+        cupy_mla.concat_and_cache_mla(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "error"),
+    [
+        ("k", lambda a: a.astype(np.float32), TypeError),
+        ("k", lambda a: a[:, :448], ValueError),
+        ("k_cache", lambda a: np.zeros((2, 8, 656), np.uint8), ValueError),
+        ("k_cache", lambda a: np.zeros((2, 61, 584), np.uint8), ValueError),
+        ("k_cache", lambda a: a.view(np.int8), (TypeError, ValueError)),
+        ("slot_mapping", lambda a: a.astype(np.float64), TypeError),
+        ("slot_mapping", lambda a: np.arange(6), ValueError),
+    ],
+    ids=["dtype", "width", "layout", "block stride", "signed", "slots dtype", "slots length"],
+)
+def test_quantize_and_insert_refuses(kind, rng, name, spoil, error):
+    arguments = {"k": normal(rng, 5, 512), "k_cache": empty_cache(oracle.V4, 2, 8), "slot_mapping": np.arange(5)}
+    arguments[name] = spoil(arguments[name])
+    cache, whole = kind.put_with_allocation(arguments["k_cache"])
+    before = kind.take(whole).copy()
+    with pytest.raises(error, match=rf"^{name}\b"):
+        cupy_mla.quantize_and_insert_k_cache(
+            kind.put(arguments["k"]), cache, kind.put(arguments["slot_mapping"])
+        )
+    np.testing.assert_array_equal(kind.take(whole), before)
