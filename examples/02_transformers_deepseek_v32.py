@@ -1,0 +1,223 @@
+"""DeepSeek-V3.2 of Hugging Face transformers, its attention replaced by this package, on a real text.
+
+The model is transformers' own `DeepseekV32ForCausalLM`, small and with random weights but with the real sizes of MLA
+(latent 512, RoPE 64, keys and values of 128 a head). The text is read as bytes, so no tokenizer is needed. The model
+prefills the text and decodes on, four times over:
+
+- eager attention in float32: the yardstick;
+- eager attention in bfloat16: what bfloat16 costs anyway;
+- ours, paged bf16 cache, and ours, paged FP8 cache: absorbed weights, shuffled blocks, only the chosen rows read.
+
+The indexer chooses rows by score, and among random weights many scores are nearly equal: one rounding earlier, another
+row is chosen. So everything runs twice, once with all models on the rows that the float32 model chose, which shows the
+attention's own error, and once with each on the rows that its own indexer chooses, which is what a user gets.
+
+    python examples/02_transformers_deepseek_v32.py [--text FILE] [--prompt 1024] [--new 32] [--seed 0]
+
+Ends with an error when ours with the bf16 cache is further from float32 than `BOUND` times eager bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Cache, DeepseekV32Config, DeepseekV32ForCausalLM
+
+import cupy_mla
+from cupy_mla.integrations.transformers import PagedLatentCache, sparse_attention
+
+BOUND = 1.5
+BLOCK_SIZE = 64
+CONFIG = {
+    "vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 3, "first_k_dense_replace": 3,
+    "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 256,
+    "index_n_heads": 8, "index_topk": 64,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+YARDSTICK = "eager float32"
+EAGER = "eager bfloat16"
+OURS = {"ours, bf16 cache": "bf16", "ours, FP8 cache": "v32_fp8"}
+RUNS = (YARDSTICK, EAGER, *OURS)
+
+Rows = list[torch.Tensor]  # what the indexers chose: [1, tokens, topk] a layer and call
+
+
+def build(dtype: torch.dtype, device: str) -> DeepseekV32ForCausalLM:
+    config = DeepseekV32Config(**CONFIG)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").to(device).eval()
+
+
+@contextmanager
+def chosen_rows(model: DeepseekV32ForCausalLM, replay: Rows | None = None) -> Iterator[Rows]:
+    """Collects what the model's indexers choose, call after call; with `replay`, that is chosen instead."""
+    chosen: Rows = []
+
+    def hook(_module: torch.nn.Module, _arguments: tuple, own_choice: torch.Tensor) -> torch.Tensor:
+        chosen.append(own_choice if replay is None else replay[len(chosen)])
+        return chosen[-1]
+
+    hooks = [layer.self_attn.indexer.register_forward_hook(hook) for layer in model.model.layers]
+    try:
+        yield chosen
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+@torch.no_grad()
+def follow(model: DeepseekV32ForCausalLM, tokens: torch.Tensor, prompt: int, cache: Cache | None) -> torch.Tensor:
+    """Logits [tokens, vocab] of a forced text: `prompt` tokens prefilled, the rest decoded one by one."""
+    result = model(tokens[:, :prompt], past_key_values=cache, use_cache=True)
+    logits = [result.logits]
+    for i in range(prompt, tokens.shape[1]):
+        result = model(tokens[:, i : i + 1], past_key_values=result.past_key_values, use_cache=True)
+        logits.append(result.logits)
+    return torch.cat(logits, 1)[0].float()
+
+
+@torch.no_grad()
+def generate(model: DeepseekV32ForCausalLM, prompt: torch.Tensor, new: int, cache: Cache | None) -> torch.Tensor:
+    """The `new` tokens that the model itself goes on with, always the likeliest."""
+    result = model(prompt, past_key_values=cache, use_cache=True)
+    tokens = [result.logits[:, -1:].argmax(-1)]
+    while len(tokens) < new:
+        result = model(tokens[-1], past_key_values=result.past_key_values, use_cache=True)
+        tokens.append(result.logits[:, -1:].argmax(-1))
+    return torch.cat(tokens, 1)[0]
+
+
+def relative(logits: torch.Tensor, to: torch.Tensor) -> float:
+    return float((logits - to).norm() / to.norm())
+
+
+def show_logits(logits: dict[str, torch.Tensor], prompt: int) -> None:
+    columns = f"{'largest':>9s}{'relative':>11s}{'same token':>13s}  "
+    print(f"{'':27s}{'difference from ' + YARDSTICK:^35s}{'difference from ' + EAGER:^35s}".rstrip())
+    print(f"{'':27s}{columns}{columns}".rstrip())
+    for part, span in (("prefill", slice(prompt)), ("decode", slice(prompt, None))):
+        for name in RUNS[1:]:
+            line = f"  {part:7s}  {name:16s}"
+            for other in (YARDSTICK, EAGER) if name != EAGER else (YARDSTICK,):
+                got, want = logits[name][span], logits[other][span]
+                same = (got.argmax(-1) == want.argmax(-1)).float().mean()
+                line += f"{(got - want).abs().max():9.4f}{relative(got, want):11.2%}{same:13.1%}  "
+            print(line.rstrip())
+
+
+def show_tokens(tokens: dict[str, torch.Tensor]) -> None:
+    for name in RUNS:
+        marks = ("*" if differs else " " for differs in (tokens[name] != tokens[EAGER]).tolist())
+        line = "".join(f"{t:4d}{mark}" for t, mark in zip(tokens[name].tolist(), marks, strict=True))
+        print(f"  {name:16s}{line}".rstrip())
+
+
+def share(rows: Rows, other: Rows) -> float:
+    """The part of the chosen rows that the other run chose as well."""
+    shared = total = 0
+    for mine, theirs in zip(rows, other, strict=True):
+        queries, seen = mine.shape[1], int(max(mine.max(), theirs.max())) + 1
+        a, b = (torch.zeros(queries, seen, device=r.device).scatter_(1, r[0].long(), 1) for r in (mine, theirs))
+        a.tril_(max(seen - queries, 0))  # what the indexer fills up with where fewer than topk rows can be seen
+        shared += int((a * b).sum())
+        total += int(a.sum())
+    return shared / total
+
+
+class Comparison:
+    """The four runs: the same weights twice, eager and with this package's attention."""
+
+    def __init__(self, prompt: int, new: int, device: str) -> None:
+        self.model, self.yardstick = build(torch.bfloat16, device), build(torch.float32, device)
+        self.yardstick.load_state_dict(self.model.state_dict())
+        # A pool with room to spare: the request's blocks come from anywhere in it.
+        blocks = -(-(prompt + new) // BLOCK_SIZE)
+        self.block_table = torch.randperm(2 * blocks)[:blocks].view(1, -1).to(device)
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[tuple[DeepseekV32ForCausalLM, Cache | None]]:
+        """The model and the empty cache of one run (None: transformers makes its own)."""
+        if name not in OURS:
+            yield self.yardstick if name == YARDSTICK else self.model, None
+            return
+        with sparse_attention(self.model):
+            yield self.model, PagedLatentCache(
+                self.model.config, self.block_table, block_size=BLOCK_SIZE, layout=OURS[name]
+            )
+
+    def follow(self, tokens: torch.Tensor, prompt: int, replay: Rows | None) -> tuple[dict, dict]:
+        """Every run's logits of the forced text, and the rows it chose."""
+        logits, chosen = {}, {}
+        for name in RUNS:
+            with self.run(name) as (model, cache), chosen_rows(model, replay) as chosen[name]:
+                logits[name] = follow(model, tokens, prompt, cache)
+        return logits, chosen
+
+    def generate(self, prompt: torch.Tensor, new: int) -> dict[str, torch.Tensor]:
+        """The tokens every run goes on with."""
+        tokens = {}
+        for name in RUNS:
+            with self.run(name) as (model, cache):
+                tokens[name] = generate(model, prompt, new, cache)
+        return tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, default=Path(__file__).resolve().parent.parent / "README.md")
+    parser.add_argument("--prompt", type=int, default=1024, help="bytes of the text that are prefilled")
+    parser.add_argument("--new", type=int, default=32, help="tokens that are decoded")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the cache's blocks")
+    arguments = parser.parse_args()
+    prompt, new = arguments.prompt, arguments.new
+    text = arguments.text.read_bytes()[: prompt + new]
+    if len(text) < prompt + new:
+        parser.error(f"{arguments.text} has {len(text)} bytes, --prompt and --new ask for {prompt + new}")
+
+    started = time.perf_counter()
+    torch.manual_seed(arguments.seed)
+    gpu = torch.cuda.is_available() and cupy_mla.cuda_available()
+    device = "cuda" if gpu else "cpu"
+    print(
+        f"transformers {transformers.__version__}, torch {torch.__version__}, cupy_mla {cupy_mla.__version__} "
+        f"on {torch.cuda.get_device_name() if gpu else 'the CPU (NumPy)'}\n"
+        f"DeepseekV32ForCausalLM of {CONFIG['num_hidden_layers']} layers, {CONFIG['num_attention_heads']} heads, "
+        f"latent 512 + RoPE 64, {CONFIG['index_topk']} rows a token; random weights, seed {arguments.seed}\n"
+        f"{arguments.text.name}: {prompt} bytes prefilled, {new} decoded; blocks of {BLOCK_SIZE} tokens in random order"
+    )
+
+    tokens = torch.tensor([list(text)], device=device)
+    comparison = Comparison(prompt, new, device)
+    own, rows = comparison.follow(tokens, prompt, None)
+    same, _ = comparison.follow(tokens, prompt, rows[YARDSTICK])
+    print(f"\nLogits, every run on the rows that {YARDSTICK} chose")
+    show_logits(same, prompt)
+    print("\nLogits, every run on the rows that its own indexer chose")
+    show_logits(own, prompt)
+    print(f"  of these rows {YARDSTICK} chose too: ", end="")
+    print(", ".join(f"{share(rows[name], rows[YARDSTICK]):.1%} ({name})" for name in RUNS[1:]))
+
+    shown = min(new, 16)
+    print(f"\nTokens chosen after each of {shown} bytes of the text (* is not what {EAGER} chose)")
+    show_tokens({name: own[name][prompt : prompt + shown].argmax(-1) for name in RUNS})
+    print(f"\nTokens chosen going on alone after the prompt (* is not what {EAGER} chose)")
+    show_tokens(comparison.generate(tokens[:, :prompt], shown))
+
+    ratios = [relative(x["ours, bf16 cache"], x[YARDSTICK]) / relative(x[EAGER], x[YARDSTICK]) for x in (same, own)]
+    agrees = max(ratios) <= BOUND
+    print(
+        f"\nOurs with the bf16 cache is {ratios[0]:.2f} times as far from {YARDSTICK} as {EAGER} is on the same rows, "
+        f"{ratios[1]:.2f} times on its own (at most {BOUND}): {'agrees' if agrees else 'DISAGREES'}\n"
+        f"{time.perf_counter() - started:.0f} s"
+    )
+    sys.exit(not agrees)
+
+
+if __name__ == "__main__":
+    main()
