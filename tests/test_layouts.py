@@ -1,0 +1,88 @@
+"""The layouts' numbers against the byte tables of the formats."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cupy_mla import layouts
+from cupy_mla.layouts import BF16_512, BF16_576, BFLOAT16, INDEXER_FP8, V4_FP8, V32_FP8
+
+ALL = (BF16_576, BF16_512, V32_FP8, V4_FP8, INDEXER_FP8)
+every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layout.name}-{layout.d_qk}")
+
+
+@pytest.mark.parametrize(
+    ("layout", "d_qk", "d_nope", "token_bytes", "row_stride", "rope_offset", "num_scales", "scale_offset"),
+    [
+        (BF16_576, 576, 512, 1152, 1152, 1024, 0, 0),
+        (BF16_512, 512, 448, 1024, 1024, 896, 0, 0),
+        (V32_FP8, 576, 512, 656, 656, 528, 4, 512),
+        (V4_FP8, 512, 448, 584, 576, 448, 7, -1),
+        (INDEXER_FP8, 128, 128, 132, 128, 128, 1, -1),
+    ],
+)
+def test_offsets(layout, d_qk, d_nope, token_bytes, row_stride, rope_offset, num_scales, scale_offset):
+    assert (layout.d_qk, layout.d_nope, layout.token_bytes) == (d_qk, d_nope, token_bytes)
+    assert (layout.row_stride, layout.rope_offset) == (row_stride, rope_offset)
+    assert (layout.num_scales, layout.scale_offset) == (num_scales, scale_offset)
+
+
+@every_layout
+def test_parts_fill_a_token(layout):
+    scale_bytes = {"none": 0, "fp32": 4 * layout.num_scales, "ue8m0": layout.num_scales + 1}[layout.scale_kind]
+    nope_bytes = layout.d_nope if layout.quantized else 2 * layout.d_nope
+    assert nope_bytes + 2 * layout.d_rope + scale_bytes == layout.token_bytes
+    assert layout.d_nope + layout.d_rope == layout.d_qk
+    if layout.scales_apart:
+        assert layout.row_stride + layout.scale_stride == layout.token_bytes
+        assert layout.scale_stride == scale_bytes
+    else:
+        assert layout.row_stride == layout.token_bytes
+
+
+@every_layout
+def test_array_of_a_layout(layout):
+    assert layout.dtype == (np.uint8 if layout.quantized else BFLOAT16)
+    assert layout.last_axis * layout.dtype.itemsize == layout.token_bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_size", "expected"),
+    [(V4_FP8, 1, 1152), (V4_FP8, 2, 1728), (V4_FP8, 64, 37440), (V4_FP8, 61, 35712), (V4_FP8, 256, 149760),
+     (V32_FP8, 64, 41984), (V32_FP8, 1, 656), (BF16_576, 3, 3456), (INDEXER_FP8, 64, 8448)],
+)  # fmt: skip
+def test_block_stride(layout, block_size, expected):
+    assert layout.block_bytes(block_size) == expected
+    assert layout.block_bytes(block_size) >= block_size * layout.token_bytes
+
+
+@every_layout
+def test_defines_are_integers(layout):
+    defines = layout.defines()
+    assert all(isinstance(value, int) for value in defines.values())
+    assert (defines["D_QK"], defines["NUM_SCALES"]) == (layout.d_qk, layout.num_scales)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "auto"])
+def test_bf16_by_name(name):
+    assert layouts.by_name(name) is BF16_576
+    assert layouts.by_name(name, 512) is BF16_512
+    with pytest.raises(ValueError, match=r"d_qk.*576 or 512.*got 128"):
+        layouts.by_name(name, 128)
+
+
+def test_others_by_name():
+    for layout in (V32_FP8, V4_FP8, INDEXER_FP8):
+        assert layouts.by_name(layout.name) is layout
+        assert layouts.by_name(layout) is layout
+    assert layouts.by_name("fp8_ds_mla") is V32_FP8
+    with pytest.raises(ValueError, match=r"layout must be one of.*'fp16'"):
+        layouts.by_name("fp16")
+
+
+def test_layouts_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        V32_FP8.d_qk = 512
