@@ -105,7 +105,7 @@ def test_many_tokens(kind, rng, width: int) -> None:
     """Enough tokens for blocks of several tokens each, through shared memory and, for a wide table, without."""
     if not kind.on_gpu:
         pytest.skip("a launch shape of the kernel")
-    req_id, table, positions, prefill_ids, starts = case(rng, 9001, 36, 7, width, 64, share=0.01)
+    req_id, table, positions, _, _ = case(rng, 9001, 36, 7, width, 64, share=0.01)
     column, offset = np.divmod(positions.astype(np.int64), 64)
     known = (req_id[:, None] >= 0) & (req_id[:, None] < 7) & (positions >= 0) & (column < width)
     block = table[np.where(known, req_id[:, None], 0), np.where(known, column, 0)].astype(np.int64)
@@ -126,7 +126,7 @@ def test_errors() -> None:
         ({"block_size": 0}, ValueError, "block_size must be >= 1"),
         ({"req_id": np.zeros(3, np.int64)}, TypeError, "req_id: expected dtype int32, got int64"),
         ({"req_id": np.zeros(4, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
-        ({"token_indices": np.zeros((3, 10), np.int32)[:, ::2]}, ValueError, "token_indices: the last axis must be contiguous"),
+        ({"token_indices": np.zeros((3, 10), np.int32)[:, ::2]}, ValueError, "token_indices: the last axis must be"),
         ({"block_table": np.zeros(4, np.int32)}, ValueError, r"block_table: expected shape \[R, M\]"),
         ({"prefill_request_ids": np.zeros(3, np.int32)}, ValueError, "must be given together"),
         ({"out": np.zeros((3, 4), np.int32)}, ValueError, r"out: expected shape \[3, 5\]"),

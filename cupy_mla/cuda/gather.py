@@ -1,0 +1,73 @@
+"""Launches the kernels that bring rows together: `kernels_cu/cache/gather.cu` and `concat_q.cu`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from functools import cache
+
+from ..arrays import Array, Place
+from ..layouts import V32_FP8, Layout
+from .jit import Kernel, num_sms
+from .paging import BLOCK_TABLE, block_table_fields
+
+THREADS = 256
+ROWS_PER_BLOCK = THREADS // 32 * 4
+GATHER_BLOCKS_PER_SM = 4  # that run at a time
+
+_GATHER = struct.Struct("=" + BLOCK_TABLE + "4Q3q2i")  # struct Params of gather.cu
+_CONCAT = struct.Struct("=3Q7q2i")  # struct Params of concat_q.cu
+
+
+@cache
+def gather_kernel(layout: Layout) -> Kernel:
+    """The kernel that gathers rows of one FP8 layout."""
+    return Kernel("cache/gather.cu", "gather_rows", layout.defines(), threads=THREADS)
+
+
+@cache
+def concat_kernel() -> Kernel:
+    """The kernel that concatenates the two parts of queries."""
+    return Kernel("cache/concat_q.cu", "concat_q", {}, threads=THREADS)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    yield gather_kernel(V32_FP8)
+    yield concat_kernel()
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    place: Place,
+    layout: Layout,
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    seq_lens: Array,
+    workspace_starts: Array,
+) -> None:
+    """Twin of `reference.gather.cp_gather_and_upconvert_fp8_kv_cache`."""
+    num_blocks, block_size, _ = src_cache.shape
+    rows = dst.shape[0]
+    if rows == 0 or seq_lens.shape[0] == 0:
+        return
+    params = _GATHER.pack(
+        *block_table_fields(block_table, block_size),
+        src_cache.ptr, dst.ptr, seq_lens.ptr, workspace_starts.ptr,
+        src_cache.strides[0], dst.strides[0], rows, num_blocks, dst.aligned(16),
+    )  # fmt: skip
+    blocks = min(-(-rows // ROWS_PER_BLOCK), GATHER_BLOCKS_PER_SM * num_sms(place.device))
+    gather_kernel(layout).launch(place, (blocks, 1, 1), params)
+
+
+def concat_mla_q(place: Place, ql_nope: Array, q_pe: Array, out: Array) -> None:
+    """Twin of `reference.gather.concat_mla_q`."""
+    tokens, heads, _ = out.shape
+    rows = tokens * heads
+    if rows == 0:
+        return
+    params = _CONCAT.pack(
+        ql_nope.ptr, q_pe.ptr, out.ptr, *ql_nope.strides[:2], *q_pe.strides[:2], *out.strides[:2], rows, heads,
+        ql_nope.aligned(16) and q_pe.aligned(16) and out.aligned(16),
+    )  # fmt: skip
+    concat_kernel().launch(place, (-(-rows // ROWS_PER_BLOCK), 1, 1), params)

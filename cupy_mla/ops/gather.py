@@ -1,0 +1,77 @@
+"""Operations that bring rows together for the attention kernels: out of a paged cache, out of a query's two parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import Array, bind
+from ..cuda import gather as cuda
+from ..layouts import BF16_576, BFLOAT16, V32_FP8
+from ..reference import gather as reference
+from ._check import INT32, cache_layout, require_cache
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: Any, dst: Any, block_table: Any, seq_lens: Any, workspace_starts: Any
+) -> None:
+    """Copy requests out of a paged V32_FP8 cache into consecutive rows, dequantized to bfloat16.
+
+    The first `seq_lens[r]` tokens of request r go to `dst[workspace_starts[r]]` and the rows after it.
+
+    Args:
+        src_cache: [num_blocks, block_size, (1,) 656] uint8 or float8_e4m3fn.
+        dst: [S, 576] bfloat16, written in place. A request that starts outside it is left out, rows beyond it are
+            not written, and rows of tokens whose block does not exist become zeros; the first two and a table too
+            narrow for a length are errors under CUPY_MLA_CHECK=1.
+        block_table: [R, M] int32 blocks of each request.
+        seq_lens: [R] int32.
+        workspace_starts: [R] int32; the requests' rows must not overlap.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: see `dst`, under CUPY_MLA_CHECK=1.
+    """
+    place, (cache, dst_, table, lens, starts) = bind(
+        src_cache=src_cache, dst=dst, block_table=block_table, seq_lens=seq_lens, workspace_starts=workspace_starts
+    )
+    require_cache(cache, cache_layout(cache, (V32_FP8,)))
+    dst_.require(BFLOAT16, "S", V32_FP8.d_qk).require_writable()
+    requests = table.require(INT32, "R", "M").shape[0]
+    lens.require(INT32, requests)
+    starts.require(INT32, requests)
+    if arrays.CHECK_VALUES:
+        _check_rows(dst_, table, lens, starts, cache.shape[1])
+    place.call(
+        cuda.cp_gather_and_upconvert_fp8_kv_cache, reference.cp_gather_and_upconvert_fp8_kv_cache,
+        V32_FP8, cache, dst_, table, lens, starts,
+    )  # fmt: skip
+
+
+def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
+    """Put the two parts of every query head side by side: the absorbed query and its RoPE part.
+
+    Args:
+        ql_nope: [T, h, 512] bfloat16, any strides with a contiguous last axis; from `absorb_q`.
+        q_pe: [T, h, 64] bfloat16, any strides with a contiguous last axis.
+        out: [T, h, 576] bfloat16, written in place.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+    """
+    place, (nope, rope, out_) = bind(ql_nope=ql_nope, q_pe=q_pe, out=out)
+    tokens, heads, _ = nope.require(BFLOAT16, "T", "h", BF16_576.d_nope).shape
+    rope.require(BFLOAT16, tokens, heads, BF16_576.d_rope)
+    out_.require(BFLOAT16, tokens, heads, BF16_576.d_qk).require_writable()
+    place.call(cuda.concat_mla_q, reference.concat_mla_q, nope, rope, out_)
+
+
+def _check_rows(dst: Array, table: Array, seq_lens: Array, starts: Array, block_size: int) -> None:
+    lens, first = (arrays.to_numpy(a.obj).astype(np.int64) for a in (seq_lens, starts))
+    rows, tokens = dst.shape[0], table.shape[1] * block_size
+    for r in np.flatnonzero((first < 0) | (first + lens > rows)):
+        raise IndexError(f"workspace_starts: request {r} takes rows {first[r]} to {first[r] + lens[r]}, dst has {rows}")
+    for r in np.flatnonzero(lens > tokens):
+        raise IndexError(f"seq_lens: request {r} has {lens[r]} tokens, its row of the block table holds {tokens}")

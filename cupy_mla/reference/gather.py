@@ -1,0 +1,34 @@
+"""Bringing rows together, in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..layouts import Layout
+from .cache import unpack_rows
+from .indices import slots_of
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    layout: Layout,
+    src_cache: np.ndarray,
+    dst: np.ndarray,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    workspace_starts: np.ndarray,
+) -> None:
+    """Paged FP8 tokens to consecutive bf16 rows; see `cupy_mla.cp_gather_and_upconvert_fp8_kv_cache`."""
+    num_blocks, block_size, _ = src_cache.shape
+    for r, (length, start) in enumerate(zip(seq_lens.tolist(), workspace_starts.tolist(), strict=True)):
+        if not 0 <= start < len(dst):
+            continue
+        rows = dst[start : start + max(length, 0)]
+        slots = slots_of(block_table, np.array(r), np.arange(len(rows)), block_size)
+        found = (slots >= 0) & (slots < num_blocks * block_size)
+        rows[found] = unpack_rows(src_cache, layout, slots[found])
+        rows[~found] = 0
+
+
+def concat_mla_q(ql_nope: np.ndarray, q_pe: np.ndarray, out: np.ndarray) -> None:
+    """The two parts of every query head side by side; see `cupy_mla.concat_mla_q`."""
+    np.concatenate([ql_nope, q_pe], axis=-1, out=out)

@@ -1,0 +1,29 @@
+// Chunks of eight bf16 between registers and global memory, in one 16-byte access where the arrays allow it.
+#pragma once
+#include "ptx/types.cuh"
+
+constexpr int CHUNK = 8;  // values
+
+__device__ __forceinline__ Vec16 load_chunk(const bf16* from, bool aligned) {
+    if (aligned) return *reinterpret_cast<const Vec16*>(from);
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = from[2 * i] | uint32_t(from[2 * i + 1]) << 16;
+    return {w[0], w[1], w[2], w[3]};
+}
+
+__device__ __forceinline__ void store_chunk(bf16* to, const Vec16& v, bool aligned) {
+    if (aligned) {
+        *reinterpret_cast<Vec16*>(to) = v;
+        return;
+    }
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) to[i] = bf16(w[i / 2] >> (16 * (i % 2)));
+}
+
+// Another lane's pointer.
+template <typename T>
+__device__ __forceinline__ T* shuffle_pointer(T* p, int lane) {
+    return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(p), lane));
+}
