@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ _NARROW = {BFLOAT16: np.dtype(np.int16), E4M3: np.dtype(np.uint8), E8M0: np.dtyp
 # --- what the libraries call things ---------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=None)
+@cache
 def _torch_dtypes() -> tuple[dict[Any, np.dtype], dict[np.dtype, Any]]:
     torch = sys.modules["torch"]
     names = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -100,7 +100,7 @@ def cuda_available() -> bool:
 class Array:
     """What one call knows of one argument: where it lies and how. Strides count items, not bytes."""
 
-    __slots__ = ("name", "obj", "kind", "ptr", "shape", "strides", "dtype", "device", "_dropped")
+    __slots__ = ("_dropped", "device", "dtype", "kind", "name", "obj", "ptr", "shape", "strides")
 
     def __init__(self, name: str, obj: Any) -> None:
         try:
@@ -168,7 +168,9 @@ class Array:
             raise ValueError(f"{self.name}: expected shape [{wanted}], got {list(self.shape)}")
         gaps = self.strides and self.strides[-1] != 1 and self.shape[-1] > 1 and 0 not in self.shape
         if contiguous and gaps:
-            raise ValueError(f"{self.name}: the last axis must be contiguous, got strides {list(self.strides)} (in items)")
+            raise ValueError(
+                f"{self.name}: the last axis must be contiguous, got strides {list(self.strides)} (in items)"
+            )
         return self
 
     def require_writable(self) -> Array:
@@ -180,7 +182,9 @@ class Array:
         reach = 1
         for stride, length in sorted((abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
             if stride < reach:
-                raise ValueError(f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written")
+                raise ValueError(
+                    f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written"
+                )
             reach = stride * (length - 1) + reach
         return self
 
@@ -427,7 +431,7 @@ def to_torch(array: Any, dtype: Any = None) -> Any:
         dtype: a torch dtype of the same item size to view the result as (e.g. `torch.float8_e4m3fn` for uint8).
 
     Raises:
-        RuntimeError: torch is missing.
+        RuntimeError: torch is missing. ValueError: a stride is negative, which torch cannot hold.
     """
     try:
         torch = importlib.import_module("torch")
@@ -436,6 +440,8 @@ def to_torch(array: Any, dtype: Any = None) -> Any:
     a = Array("array", array)
     if a.kind == "torch":
         moved = array
+    elif any(stride < 0 for stride in a.strides):  # torch's DLPack import ends the process over one
+        raise ValueError(f"array: torch has no negative strides, got {list(a.strides)} (in items)")
     else:
         narrow = _NARROW.get(a.dtype, a.dtype)
         plain = array.view(narrow) if narrow != a.dtype else array

@@ -86,6 +86,11 @@ def test_to_torch_as_another_dtype_of_the_same_size(torch):
     assert cupy_mla.to_torch(tensor, torch.float8_e4m3fn).float().tolist() == [1, 2]
 
 
+def test_to_torch_refuses_negative_strides(torch):
+    with pytest.raises(ValueError, match=r"^array: torch has no negative strides, got \[-1\]"):
+        cupy_mla.to_torch(np.zeros(4)[::-1])
+
+
 def test_own_kind_comes_back_as_it_is(torch):
     array, tensor = np.zeros(3), torch.zeros(3)
     assert cupy_mla.to_numpy(array) is array
