@@ -40,8 +40,11 @@ def cache_layout(cache: Array, allowed: Iterable[Layout]) -> Layout:
     raise ValueError(f"{cache.name}: expected a paged cache ({wanted}), got {cache.dtype.name} {list(cache.shape)}")
 
 
-def require_cache(cache: Array, layout: Layout) -> Array:
-    """Check a paged cache [num_blocks, block_size, (1,) last axis] of a layout; drops the KV-head axis."""
+def require_cache(cache: Array, layout: Layout, alignment: int = 16) -> Array:
+    """Check a paged cache [num_blocks, block_size, (1,) last axis] of a layout; drops the KV-head axis.
+
+    Start and block stride of a quantized cache must be multiples of `alignment` bytes.
+    """
     if len(cache.shape) == 4:
         cache.without_axis(2)
     cache.require(QUANTIZED if layout.quantized else BFLOAT16, "num_blocks", "block_size", layout.last_axis)
@@ -59,9 +62,9 @@ def require_cache(cache: Array, layout: Layout) -> Array:
         raise ValueError(
             f"{cache.name}: block stride must be at least {layout.token_bytes * block_size} bytes, got {cache.strides[0]}"
         )
-    if layout.quantized and not (cache.ptr % 16 == 0 and (num_blocks <= 1 or cache.strides[0] % 16 == 0)):
+    if layout.quantized and (cache.ptr % alignment or (num_blocks > 1 and cache.strides[0] % alignment)):
         raise ValueError(
-            f"{cache.name}: start and block stride must be multiples of 16 bytes (writers of {layout.name} pad a block "
-            f"of {block_size} tokens to {layout.block_bytes(block_size)} bytes), got stride {cache.strides[0]}"
+            f"{cache.name}: start and block stride must be multiples of {alignment} bytes (writers of {layout.name} "
+            f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), got stride {cache.strides[0]}"
         )
     return cache
