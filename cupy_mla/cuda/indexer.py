@@ -1,0 +1,76 @@
+"""Launches the kernels of the indexer's key cache: `kernels_cu/indexer/pack.cu` and `gather.cu`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from functools import cache
+
+from ..arrays import Array, Place
+from ..layouts import INDEXER_FP8
+from .jit import Kernel, num_sms
+from .paging import BLOCK_TABLE, block_table_fields
+
+THREADS = 256
+PACK_TOKENS_PER_BLOCK = 64
+GATHER_TOKENS_PER_BLOCK = THREADS // 32 * 16
+GATHER_BLOCKS_PER_SM = 4  # that run at a time
+ALIGNED_K, ALIGNED_CACHE = 1, 2
+
+_PACK = struct.Struct("=3Q3q4i")  # struct Params of pack.cu
+_GATHER = struct.Struct("=" + BLOCK_TABLE + "4Q3q2i")  # struct Params of gather.cu
+
+
+@cache
+def pack_kernel() -> Kernel:
+    """The kernel that quantizes keys into the cache."""
+    return Kernel("indexer/pack.cu", "pack_indexer_keys", INDEXER_FP8.defines(), threads=THREADS)
+
+
+@cache
+def gather_kernel() -> Kernel:
+    """The kernel that copies keys and scales out of the cache."""
+    return Kernel("indexer/gather.cu", "gather_indexer_keys", INDEXER_FP8.defines(), threads=THREADS)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    yield pack_kernel()
+    yield gather_kernel()
+
+
+def indexer_k_quant_and_cache(place: Place, k: Array, kv_cache: Array, slots: Array, scale_format: str) -> None:
+    """Twin of `reference.indexer.indexer_k_quant_and_cache`."""
+    tokens = slots.shape[0]
+    num_blocks, block_size, _ = kv_cache.shape
+    if tokens == 0 or num_blocks == 0:
+        return
+    flags = ALIGNED_K * k.aligned(16) | ALIGNED_CACHE * _block_aligned(kv_cache, 8)
+    params = _PACK.pack(
+        k.ptr, kv_cache.ptr, slots.ptr, k.strides[0], kv_cache.strides[0], num_blocks * block_size,
+        block_size, tokens, scale_format == "ue8m0", flags,
+    )  # fmt: skip
+    pack_kernel().launch(place, (-(-tokens // PACK_TOKENS_PER_BLOCK), 1, 1), params)
+
+
+def cp_gather_indexer_k_quant_cache(
+    place: Place, kv_cache: Array, dst_k: Array, dst_scale: Array, block_table: Array, cu_seq_lens: Array
+) -> None:
+    """Twin of `reference.indexer.cp_gather_indexer_k_quant_cache`."""
+    num_blocks, block_size, _ = kv_cache.shape
+    rows = dst_k.shape[0]
+    if rows == 0 or block_table.shape[0] == 0:
+        return
+    params = _GATHER.pack(
+        *block_table_fields(block_table, block_size),
+        kv_cache.ptr, dst_k.ptr, dst_scale.ptr, cu_seq_lens.ptr,
+        kv_cache.strides[0], dst_k.strides[0], rows, num_blocks,
+        _block_aligned(kv_cache, 16) and dst_k.aligned(16),
+    )  # fmt: skip
+    blocks = min(-(-rows // GATHER_TOKENS_PER_BLOCK), GATHER_BLOCKS_PER_SM * num_sms(place.device))
+    gather_kernel().launch(place, (blocks, 1, 1), params)
+
+
+def _block_aligned(kv_cache: Array, nbytes: int) -> bool:
+    """True when every block starts at a multiple of `nbytes`; its keys then do, too."""
+    return kv_cache.ptr % nbytes == 0 and (kv_cache.shape[0] <= 1 or kv_cache.strides[0] % nbytes == 0)

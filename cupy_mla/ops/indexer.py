@@ -1,0 +1,98 @@
+"""Operations on the indexer's key cache, layout INDEXER_FP8: 128 e4m3 keys under one float32 scale a token.
+
+Source: the lightning indexer of DeepSeek-V3.2, whose keys vLLM caches in this layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import Array, bind
+from ..cuda import indexer as cuda
+from ..layouts import BFLOAT16, INDEXER_FP8
+from ..reference import indexer as reference
+from ._check import FLOAT32, INT32, INT64, QUANTIZED, cache_layout, require_cache
+from .cache import SCALE_FORMATS, _check_slots
+
+ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
+
+
+def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_format: str = "fp32") -> None:
+    """Quantize tokens' indexer keys and write them into the paged cache.
+
+    Args:
+        k: [T, 128] bfloat16.
+        kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, start and block stride
+            multiples of 4 bytes; written in place.
+        slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
+            skipped; a slot beyond the cache is never written, and an error under CUPY_MLA_CHECK=1.
+        scale_format: "fp32" (`max(amax, 1e-4) / 448`) or "ue8m0" (that, rounded up to a power of two).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: a slot beyond the cache under CUPY_MLA_CHECK=1.
+    """
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
+    place, (k_, cache, slots) = bind(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
+    tokens = k_.require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
+    _require_indexer_cache(cache).require_writable()
+    count = slots.require(INT64, "T").shape[0]
+    if count > tokens:
+        raise ValueError(f"slot_mapping: expected at most {tokens} slots, one a token, got {count}")
+    if arrays.CHECK_VALUES:
+        _check_slots(slots, cache)
+    place.call(
+        cuda.indexer_k_quant_and_cache, reference.indexer_k_quant_and_cache, k_, cache, slots, scale_format
+    )  # fmt: skip
+
+
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: Any, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any
+) -> None:
+    """Copy requests' keys and scales out of the paged cache into consecutive rows.
+
+    Token t of request r goes to row `cu_seq_lens[r] + t`, for `t < cu_seq_lens[r + 1] - cu_seq_lens[r]`.
+
+    Args:
+        kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn, as for `indexer_k_quant_and_cache`.
+        dst_k: [S, 128] uint8 or float8_e4m3fn, rows at multiples of 4 bytes; written in place. Rows beyond it are
+            not written, which is an error under CUPY_MLA_CHECK=1; rows of tokens whose block does not exist become
+            zeros, their scales too.
+        dst_scale: [S] float32, written in place.
+        block_table: [R, M] int32 blocks of each request.
+        cu_seq_lens: [R + 1] int32 running sum of the sequence lengths, from 0.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: `cu_seq_lens` starts below 0, goes down, or ends beyond S under CUPY_MLA_CHECK=1.
+    """
+    place, (cache, keys, scales, table, starts) = bind(
+        kv_cache=kv_cache, dst_k=dst_k, dst_scale=dst_scale, block_table=block_table, cu_seq_lens=cu_seq_lens
+    )
+    _require_indexer_cache(cache)
+    rows = keys.require(QUANTIZED, "S", INDEXER_FP8.d_qk).require_writable().shape[0]
+    if not keys.aligned(ALIGNMENT):
+        raise ValueError(f"dst_k: rows must start at multiples of {ALIGNMENT} bytes, got strides {list(keys.strides)}")
+    scales.require(FLOAT32, rows).require_writable()
+    requests = table.require(INT32, "R", "M").shape[0]
+    starts.require(INT32, requests + 1)
+    if arrays.CHECK_VALUES:
+        _check_starts(starts, rows)
+    place.call(
+        cuda.cp_gather_indexer_k_quant_cache, reference.cp_gather_indexer_k_quant_cache,
+        cache, keys, scales, table, starts,
+    )  # fmt: skip
+
+
+def _require_indexer_cache(cache: Array) -> Array:
+    return require_cache(cache, cache_layout(cache, (INDEXER_FP8,)), ALIGNMENT)
+
+
+def _check_starts(starts: Array, rows: int) -> None:
+    values = arrays.to_numpy(starts.obj)
+    if values[0] < 0 or (np.diff(values.astype(np.int64)) < 0).any() or values[-1] > rows:
+        raise IndexError(f"cu_seq_lens: expected a running sum from 0 to at most {rows}, got {values.tolist()}")

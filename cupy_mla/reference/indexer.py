@@ -1,0 +1,42 @@
+"""The indexer's key cache in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..layouts import E4M3_MAX, INDEXER_FP8
+from .cache import AMAX_FLOOR, _ceil_log2, _quantize, _regions, _targets, _tiles
+from .indices import slots_of
+
+
+@np.errstate(all="ignore")
+def indexer_k_quant_and_cache(k: np.ndarray, kv_cache: np.ndarray, slots: np.ndarray, scale_format: str) -> None:
+    """Write tokens' keys into the cache; see `cupy_mla.indexer_k_quant_and_cache`."""
+    tokens, block, offset = _targets(slots, kv_cache)
+    keys, _, scale_bytes = _regions(INDEXER_FP8, kv_cache)
+    values, amax = _tiles(INDEXER_FP8, k[tokens])
+    scales = np.maximum(amax, AMAX_FLOOR) / E4M3_MAX
+    if scale_format == "ue8m0":
+        scales = np.ldexp(np.float32(1), _ceil_log2(scales))
+    keys[block, offset] = _quantize(values, scales)
+    scale_bytes[block, offset] = scales.view(np.uint8)
+
+
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: np.ndarray, dst_k: np.ndarray, dst_scale: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray
+) -> None:
+    """Copy requests' keys and scales into consecutive rows; see `cupy_mla.cp_gather_indexer_k_quant_cache`."""
+    num_blocks, block_size, _ = kv_cache.shape
+    keys, _, scale_bytes = _regions(INDEXER_FP8, kv_cache)
+    codes = dst_k.view(np.uint8)
+    for r, (begin, end) in enumerate(zip(cu_seq_lens[:-1].tolist(), cu_seq_lens[1:].tolist(), strict=True)):
+        if not 0 <= begin < min(end, len(codes)):
+            continue
+        rows = slice(begin, min(end, len(codes)))
+        slots = slots_of(block_table, np.array(r), np.arange(rows.stop - begin), block_size)
+        found = (slots >= 0) & (slots < num_blocks * block_size)
+        block, offset = np.divmod(slots[found], block_size)
+        codes[rows][found] = keys[block, offset]
+        dst_scale[rows][found] = scale_bytes[block, offset].view(np.float32)[:, 0]
+        codes[rows][~found] = 0
+        dst_scale[rows][~found] = 0

@@ -1,0 +1,186 @@
+"""The indexer's key cache against plain loops, byte for byte."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from cupy_mla import arrays
+from cupy_mla.ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
+from tests import oracle, oracle_indices
+from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
+
+
+def pack_oracle(key: np.ndarray, scale_format: str) -> tuple[bytes, bytes]:
+    """One token's 128 keys as (e4m3 codes, float32 scale), from the specification."""
+    values = key.astype(np.float32)
+    amax = np.float32(max((m for m in np.abs(values) if not math.isnan(m)), default=0.0))
+    scale = max(amax, np.float32(1e-4)) / np.float32(448)
+    if scale_format == "ue8m0":
+        scale = np.float32(2.0 ** math.ceil(math.log2(scale)))
+    return oracle.e4m3_code(values / scale).tobytes(), np.float32(scale).tobytes()
+
+
+def key_cache(num_blocks: int, block_size: int, gap: int = 0) -> np.ndarray:
+    """A poisoned cache [num_blocks, block_size, 132] whose block stride exceeds the block by 4 * gap bytes."""
+    raw = poisoned((num_blocks, 132 * block_size + 4 * gap), np.uint8)
+    return raw[:, : 132 * block_size].reshape(num_blocks, block_size, 132)
+
+
+def token_bytes(cache: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    """Views of one token's codes and scale bytes."""
+    b, t = divmod(slot, cache.shape[1])
+    block = cache[b].reshape(-1)
+    return block[128 * t : 128 * (t + 1)], block[128 * cache.shape[1] + 4 * t :][:4]
+
+
+def keys_of(rng: np.random.Generator, tokens: int) -> np.ndarray:
+    """Keys of many sizes: normal rows scaled by 1e-6 to 1e6, among them rows of zeros, subnormals, both zeros, 448."""
+    keys = rng.standard_normal((tokens, 128)) * 10.0 ** rng.uniform(-6, 6, (tokens, 1))
+    keys[rng.random(tokens) < 0.1] = 0
+    keys[rng.random(tokens) < 0.1, 0] = 448
+    keys = np.where(rng.random(keys.shape) < 0.05, rng.choice([1e-39, -1e-39, 0.0, -0.0], keys.shape), keys)
+    return keys.astype(BF16)
+
+
+def pack(kind, keys: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str) -> np.ndarray:
+    """Pack through the operation and return all bytes of the cache's allocation."""
+    there, whole = kind.put_with_allocation(cache)
+    indexer_k_quant_and_cache(kind.put(keys), there, kind.put(slots), scale_format)
+    return kind.take(whole)
+
+
+def packed_by_hand(keys: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str) -> None:
+    for t, slot in enumerate(slots.tolist()):
+        if 0 <= slot < cache.shape[0] * cache.shape[1]:
+            codes, scale = token_bytes(cache, slot)
+            code_bytes, scale_bytes = pack_oracle(keys[t], scale_format)
+            codes[:], scale[:] = np.frombuffer(code_bytes, np.uint8), np.frombuffer(scale_bytes, np.uint8)
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 64])
+@pytest.mark.parametrize("tokens", [0, 1, 63, 130])
+def test_pack(kind, rng, tokens: int, block_size: int, scale_format: str) -> None:
+    num_blocks, gap = tokens // block_size + 2, int(rng.integers(0, 3))
+    capacity = num_blocks * block_size
+    keys = keys_of(rng, tokens + 2)
+    slots = rng.permutation(capacity)[:tokens].astype(np.int64)
+    slots[rng.random(tokens) < 0.1] = rng.choice([-1, -(2**63), capacity, 2**62])
+    want = key_cache(num_blocks, block_size, gap)
+    packed_by_hand(keys, want, slots, scale_format)
+    keys = gapped(keys, 0, int(rng.choice([0, 8, 3])))
+    got = pack(kind, keys, key_cache(num_blocks, block_size, gap), slots, scale_format)
+    np.testing.assert_array_equal(got, want.base.reshape(-1))
+
+
+def test_pack_infinities_and_nan(kind) -> None:
+    """A scale of infinity makes zeros of finite keys; NaN keys stay NaN and do not count for the scale."""
+    keys = np.ones((2, 128), BF16)
+    keys[0, 5], keys[1, 7] = np.inf, np.nan
+    got = pack(kind, keys, key_cache(1, 2), np.array([0, 1], np.int64), "fp32").reshape(-1)
+    scales = got[256:].view(np.float32)
+    assert np.isinf(scales[0])
+    assert scales[1] == np.float32(1) / np.float32(448)
+    codes = oracle.E4M3[got[:256].reshape(2, 128)]
+    assert np.isnan(codes[0, 5])
+    assert (np.delete(codes[0], 5) == 0).all()
+    assert np.isnan(codes[1, 7])
+    assert (np.delete(codes[1], 7) == 448).all()
+
+
+@pytest.mark.parametrize("as_fp8", [False, True])
+@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("lengths", [[1], [5, 0, 17], [130, 1], [2] * 300])
+def test_gather(kind, rng, block_size: int, lengths: list[int], as_fp8: bool) -> None:
+    width = -(-max(lengths) // block_size)
+    blocks = len(lengths) * width
+    table = rng.permutation(blocks).reshape(len(lengths), width).astype(np.int32)
+    cache = key_cache(blocks, block_size, int(rng.integers(0, 2)))
+    cache[...] = rng.integers(0, 256, cache.shape)
+    check_gather(kind, cache, table, np.concatenate([[0], np.cumsum(lengths)]), sum(lengths) + 1, as_fp8)
+
+
+def check_gather(kind, cache: np.ndarray, table: np.ndarray, cu_seq_lens, rows: int, as_fp8: bool = False) -> None:
+    num_blocks, block_size, _ = cache.shape
+    codes, scales = np.full((rows, 128), POISON, np.uint8), np.full((rows, 4), POISON, np.uint8)
+    for r in range(len(table)):
+        for t in range(max(0, min(cu_seq_lens[r + 1], rows) - cu_seq_lens[r]) if cu_seq_lens[r] >= 0 else 0):
+            slot = oracle_indices.slot(table, r, t, block_size)
+            found = 0 <= slot < num_blocks * block_size
+            codes[cu_seq_lens[r] + t], scales[cu_seq_lens[r] + t] = token_bytes(cache, slot) if found else (0, 0)
+    gap = 4 if rows % 2 else 0
+    dst_k = kind.put(gapped(poisoned((rows, 128), E4M3 if as_fp8 else np.uint8), 0, gap))
+    dst_scale = kind.put(poisoned(rows, np.float32))
+    inputs = [kind.put(a) for a in (table, np.asarray(cu_seq_lens, np.int32))]
+    cp_gather_indexer_k_quant_cache(kind.put(cache), dst_k, dst_scale, *inputs)
+    np.testing.assert_array_equal(kind.take(dst_k).view(np.uint8), codes)
+    np.testing.assert_array_equal(kind.take(dst_scale).view(np.uint8).reshape(rows, 4), scales)
+
+
+def test_gather_of_hostile_numbers(kind, rng) -> None:
+    cache = key_cache(4, 8)
+    cache[...] = rng.integers(0, 256, cache.shape)
+    table = np.array([[2, 4], [-1, 3], [1, 2**31 - 1]], np.int32)
+    check_gather(kind, cache, table, [0, 16, 40, 2**31 - 1], 60)
+    check_gather(kind, cache, table, [-3, 16, 10, 20], 60)
+    check_gather(kind, cache, table, [5, 70, 60, 61], 60)
+
+
+@pytest.mark.parametrize(
+    ("requests", "width", "rows", "blocks"), [(0, 2, 5, 3), (2, 0, 5, 3), (2, 2, 0, 3), (2, 2, 5, 0)]
+)
+def test_gather_nothing(kind, requests: int, width: int, rows: int, blocks: int) -> None:
+    check_gather(kind, key_cache(blocks, 4), np.zeros((requests, width), np.int32), 2 * np.arange(requests + 1), rows)
+
+
+def test_what_is_packed_comes_back(kind, rng) -> None:
+    keys, slots = keys_of(rng, 24), rng.permutation(32)[:24].astype(np.int64)
+    cache = kind.put(key_cache(4, 8))
+    indexer_k_quant_and_cache(kind.put(keys), cache, kind.put(slots), "ue8m0")
+    dst_k, dst_scale = kind.put(poisoned((32, 128), np.uint8)), kind.put(poisoned(32, np.float32))
+    table, starts = kind.put(np.arange(4, dtype=np.int32)[None]), kind.put(np.array([0, 32], np.int32))
+    cp_gather_indexer_k_quant_cache(cache, dst_k, dst_scale, table, starts)
+    rows = oracle.E4M3[kind.take(dst_k)] * kind.take(dst_scale).astype(np.float64)[:, None]
+    wanted = keys.astype(np.float64)
+    amax = np.abs(wanted).max(axis=1, keepdims=True)
+    assert (np.abs(rows[slots] - wanted) <= np.maximum(np.abs(wanted) / 16, np.maximum(amax, 1e-4) * 2.0**-14)).all()
+
+
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    unaligned = np.zeros(2 * 529, np.uint8).reshape(2, 529)[:, :528].reshape(2, 4, 132)
+    good = {"k": np.zeros((3, 128), BF16), "kv_cache": key_cache(2, 4), "slot_mapping": np.zeros(3, np.int64)}
+    cases = [
+        ({"k": np.zeros((3, 64), BF16)}, ValueError, r"k: expected shape \[T, 128\]"),
+        ({"kv_cache": np.zeros((2, 4, 656), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
+        ({"kv_cache": unaligned}, ValueError, "kv_cache: start and block stride must be multiples of 4 bytes"),
+        ({"slot_mapping": np.zeros(4, np.int64)}, ValueError, "slot_mapping: expected at most 3 slots"),
+        ({"slot_mapping": np.zeros(3, np.int32)}, TypeError, "slot_mapping: expected dtype int64"),
+        ({"scale_format": "bf16"}, ValueError, "scale_format must be one of"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            indexer_k_quant_and_cache(**{**good, **change})
+    assert (good["kv_cache"] == POISON).all()
+    gather = {
+        "kv_cache": key_cache(2, 4), "dst_k": np.zeros((6, 128), np.uint8), "dst_scale": np.zeros(6, np.float32),
+        "block_table": np.zeros((2, 1), np.int32), "cu_seq_lens": np.array([0, 3, 6], np.int32),
+    }  # fmt: skip
+    cases = [
+        ({"dst_k": np.zeros((6, 132), np.uint8)}, ValueError, r"dst_k: expected shape \[S, 128\]"),
+        ({"dst_k": np.zeros((6, 129), np.uint8)[:, :128]}, ValueError, "dst_k: rows must start at"),
+        ({"dst_scale": np.zeros(5, np.float32)}, ValueError, r"dst_scale: expected shape \[6\]"),
+        ({"cu_seq_lens": np.zeros(2, np.int32)}, ValueError, r"cu_seq_lens: expected shape \[3\]"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            cp_gather_indexer_k_quant_cache(**{**gather, **change})
+    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
+    cp_gather_indexer_k_quant_cache(**gather)
+    for starts in ([0, 4, 3], [-1, 3, 6], [0, 3, 7]):
+        with pytest.raises(IndexError, match="cu_seq_lens: expected a running sum from 0 to at most 6"):
+            cp_gather_indexer_k_quant_cache(**{**gather, "cu_seq_lens": np.array(starts, np.int32)})
+    with pytest.raises(IndexError, match=r"slot_mapping\[0\] is 8, the cache has 8 slots"):
+        indexer_k_quant_and_cache(**{**good, "slot_mapping": np.array([8, 0], np.int64)})
