@@ -104,18 +104,19 @@ def flash_mla_with_kvcache(
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
     if causal:
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
-    if is_fp8_kvcache != (k_cache.shape[-1] in (656, 584)):
-        raise ValueError(
-            f"is_fp8_kvcache is {is_fp8_kvcache}, which does not fit k_cache of shape {list(k_cache.shape)}"
-        )
+    call = attention.Decode.check(
+        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out
+    )
+    if is_fp8_kvcache != call.layout.quantized:
+        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {call.layout.name}")
 
     shapes = {
-        "q": tuple(q.shape),
-        "block_size": k_cache.shape[1],
+        "q": call.q.shape,
+        "block_size": call.cache.shape[1],
         "is_fp8_kvcache": is_fp8_kvcache,
-        "topk": indices.shape[-1],
-        "extra_block_size": None if extra_k_cache is None else extra_k_cache.shape[1],
-        "extra_topk": None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+        "topk": call.indices.shape[-1],
+        "extra_block_size": None if call.extra is None else call.extra.shape[1],
+        "extra_topk": None if call.extra_indices is None else call.extra_indices.shape[-1],
     }
     if meta.shapes is not None and meta.shapes != shapes:
         name = next(n for n in shapes if shapes[n] != meta.shapes[n])
@@ -123,12 +124,7 @@ def flash_mla_with_kvcache(
             f"tile_scheduler_metadata was planned for {name} = {meta.shapes[name]}, this call has {shapes[name]}; "
             "take a fresh one from get_mla_metadata"
         )
-    planned = meta.num_splits
-    if planned is None:
-        planned = attention.plan_splits(q, indices, extra_indices_in_kvcache)
-    result = attention.sparse_decode(
-        q, k_cache, indices, softmax_scale, attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
-        extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length, out=out, num_splits=planned,
-    )  # fmt: skip
+    planned = call.plan() if meta.num_splits is None else meta.num_splits
+    result = call.run(softmax_scale, planned)
     meta.shapes, meta.num_splits = shapes, planned
     return result

@@ -15,12 +15,12 @@ Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import layouts
 from ..arrays import Array, Place, bind
 from ..cuda import attention as cuda
-from ..layouts import BFLOAT16, D_V
+from ..layouts import BFLOAT16, D_V, Layout
 from ..reference import attention as reference
 from ._check import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads
 
@@ -112,23 +112,14 @@ def sparse_decode(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
     """
-    place, checked = _bind_decode(
+    call = Decode.check(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out
     )
-    layout, q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_ = checked
-    b, s_q, h_q, d_qk = q_.shape
     if num_splits is None:
-        num_splits = _plan(place, q_, idx, extra_idx)
+        num_splits = call.plan()
     elif num_splits < 1:
         raise ValueError(f"num_splits must be >= 1, got {num_splits}")
-    scale = d_qk**-0.5 if sm_scale is None else float(sm_scale)
-    out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
-    lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
-    place.call(
-        cuda.sparse_decode, reference.sparse_decode,
-        layout, q_, cache, idx, scale, sink, length, extra, extra_idx, extra_length, num_splits, out_, lse,
-    )  # fmt: skip
-    return out_.obj, lse.obj
+    return call.run(sm_scale, num_splits)
 
 
 def plan_splits(q: Any, indices: Any, extra_indices: Any = None) -> int:
@@ -153,42 +144,77 @@ def _plan(place: Place, q: Array, indices: Array, extra_indices: Array | None) -
     return cuda.plan_splits(place, b * s_q, h_q, rows)
 
 
-def _bind_decode(
-    q: Any,
-    k_cache: Any,
-    indices: Any,
-    attn_sink: Any,
-    topk_length: Any,
-    extra_k_cache: Any,
-    extra_indices: Any,
-    extra_topk_length: Any,
-    out: Any,
-) -> tuple[Place, tuple[Any, ...]]:
-    if (extra_k_cache is None) != (extra_indices is None):
-        raise ValueError("extra_k_cache and extra_indices must be given together")
-    if extra_topk_length is not None and extra_indices is None:
-        raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
-    place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
-    sink, length, extra, extra_idx, extra_length, out_ = place.optional(
-        attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length, out=out,
-    )  # fmt: skip
-    b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
-    require_heads(h_q)
-    layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
-    if layout.d_qk != d_qk:
-        raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
-    require_cache(cache, layout)
-    idx.require(INT32, b, s_q, "topk")
-    _require_optional(sink, length, h_q, b)
-    if extra is not None and extra_idx is not None:
-        require_cache(extra, layout)
-        extra_idx.require(INT32, b, s_q, "extra_topk")
-        if extra_length is not None:
-            extra_length.require(INT32, b)
-    if out_ is not None:
-        out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
-    return place, (layout, q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_)
+class Decode(NamedTuple):
+    """The checked arguments of one `sparse_decode`; the KV-head axes of the caches are gone."""
+
+    place: Place
+    layout: Layout
+    q: Array
+    cache: Array
+    indices: Array
+    sink: Array | None
+    length: Array | None
+    extra: Array | None
+    extra_indices: Array | None
+    extra_length: Array | None
+    out: Array | None
+
+    @classmethod
+    def check(
+        cls,
+        q: Any,
+        k_cache: Any,
+        indices: Any,
+        attn_sink: Any,
+        topk_length: Any,
+        extra_k_cache: Any,
+        extra_indices: Any,
+        extra_topk_length: Any,
+        out: Any,
+    ) -> Decode:
+        """Arguments and errors of `sparse_decode`."""
+        if (extra_k_cache is None) != (extra_indices is None):
+            raise ValueError("extra_k_cache and extra_indices must be given together")
+        if extra_topk_length is not None and extra_indices is None:
+            raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
+        place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
+        sink, length, extra, extra_idx, extra_length, out_ = place.optional(
+            attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
+            extra_topk_length=extra_topk_length, out=out,
+        )  # fmt: skip
+        b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
+        require_heads(h_q)
+        layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+        if layout.d_qk != d_qk:
+            raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
+        require_cache(cache, layout)
+        idx.require(INT32, b, s_q, "topk")
+        _require_optional(sink, length, h_q, b)
+        if extra is not None and extra_idx is not None:
+            require_cache(extra, layout)
+            extra_idx.require(INT32, b, s_q, "extra_topk")
+            if extra_length is not None:
+                extra_length.require(INT32, b)
+        if out_ is not None:
+            out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
+        return cls(place, layout, q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_)
+
+    def plan(self) -> int:
+        """As `plan_splits`."""
+        return _plan(self.place, self.q, self.indices, self.extra_indices)
+
+    def run(self, sm_scale: float | None, num_splits: int) -> tuple[Any, Any]:
+        """Results of `sparse_decode`."""
+        place, layout, q, cache, indices, sink, length, extra, extra_indices, extra_length, out = self
+        b, s_q, h_q, d_qk = q.shape
+        scale = d_qk**-0.5 if sm_scale is None else float(sm_scale)
+        out = place.output("out", out, (b, s_q, h_q, D_V), BFLOAT16)
+        lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
+        place.call(
+            cuda.sparse_decode, reference.sparse_decode,
+            layout, q, cache, indices, scale, sink, length, extra, extra_indices, extra_length, num_splits, out, lse,
+        )  # fmt: skip
+        return out.obj, lse.obj
 
 
 def _require_optional(sink: Array | None, length: Array | None, h_q: int, b: int) -> None:

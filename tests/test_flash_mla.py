@@ -1,0 +1,221 @@
+"""The front door: FlashMLA's signatures, its schedule object, and what it hands on."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla import flash_mla
+from cupy_mla.arrays import Place
+
+from . import oracle
+from .cases import Paged, decode_oracle, entries, flat_rows, normal, paged, sinks, some
+from .kinds import BF16, NumPy, poisoned
+
+# Names and defaults of FlashMLA's Python interface, as vLLM 0.22.1 ships it.
+REQUIRED = inspect.Parameter.empty
+SPARSE_FWD = {
+    "q": REQUIRED, "kv": REQUIRED, "indices": REQUIRED, "sm_scale": REQUIRED, "d_v": 512, "attn_sink": None,
+    "topk_length": None, "out": None,
+}  # fmt: skip
+WITH_KVCACHE = {
+    "q": REQUIRED, "k_cache": REQUIRED, "block_table": REQUIRED, "cache_seqlens": REQUIRED, "head_dim_v": REQUIRED,
+    "tile_scheduler_metadata": REQUIRED, "num_splits": None, "softmax_scale": None, "causal": False,
+    "is_fp8_kvcache": False, "indices": None, "attn_sink": None, "extra_k_cache": None,
+    "extra_indices_in_kvcache": None, "topk_length": None, "extra_topk_length": None, "out": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(flash_mla.flash_mla_sparse_fwd, SPARSE_FWD), (flash_mla.flash_mla_with_kvcache, WITH_KVCACHE)],
+)
+def test_signature(function, expected):
+    parameters = inspect.signature(function).parameters
+    assert {name: p.default for name, p in parameters.items()} == expected
+    assert list(parameters) == list(expected)
+    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
+
+
+def test_get_mla_metadata_takes_anything():
+    meta, nothing = flash_mla.get_mla_metadata(None, 4, num_heads_k=1, topk=2048)
+    assert isinstance(meta, flash_mla.FlashMLASchedMeta)
+    assert nothing is None
+    assert meta.num_splits is None
+    assert flash_mla.get_mla_metadata()[0] is not meta
+
+
+def test_names_are_those_of_the_module():
+    for name in flash_mla.__all__:
+        assert getattr(cupy_mla, name) is getattr(flash_mla, name)
+
+
+def test_sparse_fwd(kind, rng):
+    live = some(rng, 100)
+    q, kv = normal(rng, 3, 8, 576), flat_rows(rng, 100, 576, live)
+    indices, sink = entries(rng, (3, 1, 70), live, 100), sinks(rng, 8)
+    length = np.array([70, 0, 33], np.int32)
+    out = kind.put(poisoned((3, 8, 512), BF16))
+    results = flash_mla.flash_mla_sparse_fwd(
+        kind.put(q), kind.put(kv), kind.put(indices), 0.04, 512, kind.put(sink), kind.put(length), out
+    )
+    assert results[0] is out
+    want = oracle.prefill(q, kv, indices, 0.04, sink, length)
+    for name, g, w in zip(("out", "max_logits", "lse"), results, want, strict=True):
+        assert kind.is_mine(g)
+        oracle.assert_close(kind.take(g), w, f"prefill {name}")
+
+
+def call(kind: NumPy, q: np.ndarray, main: Paged, meta: flash_mla.FlashMLASchedMeta, **more: object) -> tuple:
+    """`flash_mla_with_kvcache` as FlashMLA's callers write it: caches [num_blocks, block_size, 1, last axis]."""
+    arguments = {"is_fp8_kvcache": main.cache.dtype == np.uint8, "topk_length": kind.put(main.length)} | more
+    cache, indices = kind.put(main.cache[:, :, None]), kind.put(main.indices)
+    return flash_mla.flash_mla_with_kvcache(kind.put(q), cache, None, None, 512, meta, indices=indices, **arguments)
+
+
+def check(kind: NumPy, fmt: oracle.Format, results: tuple, *inputs: object, **more: object) -> None:
+    want = decode_oracle(fmt, *inputs, **more)
+    for name, g, w in zip(("out", "lse"), results, want, strict=True):
+        assert kind.is_mine(g)
+        oracle.assert_close(kind.take(g), w, f"decode {name}")
+
+
+@pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+def test_with_kvcache(kind, rng, fmt):
+    main, extra = paged(rng, fmt, 2, 2, 70, 64, lengths=True), paged(rng, fmt, 2, 2, 33, 2, lengths=True)
+    q, sink, out = normal(rng, 2, 2, 16, fmt.d_qk), sinks(rng, 16), kind.put(poisoned((2, 2, 16, 512), BF16))
+    results = call(
+        kind, q, main, flash_mla.get_mla_metadata()[0], softmax_scale=0.03, attn_sink=kind.put(sink),
+        extra_k_cache=kind.put(extra.cache[:, :, None]), extra_indices_in_kvcache=kind.put(extra.indices),
+        extra_topk_length=kind.put(extra.length), out=out,
+    )  # fmt: skip
+    assert results[0] is out
+    check(kind, fmt, results, q, main, extra, sm_scale=0.03, sink=sink)
+
+
+def test_softmax_scale_has_a_default(kind, rng):
+    main, q = paged(rng, oracle.V4, 1, 1, 40, 64), normal(rng, 1, 1, 8, 512)
+    check(kind, oracle.V4, call(kind, q, main, flash_mla.get_mla_metadata()[0]), q, main, sm_scale=512**-0.5)
+
+
+def test_block_table_and_lengths_are_ignored(kind, rng):
+    main, q = paged(rng, oracle.V32, 1, 1, 40, 64), normal(rng, 1, 1, 8, 576)
+    meta, _ = flash_mla.get_mla_metadata()
+    results = flash_mla.flash_mla_with_kvcache(
+        kind.put(q), kind.put(main.cache), "not", "looked at", 512, meta, is_fp8_kvcache=True,
+        indices=kind.put(main.indices),
+    )  # fmt: skip
+    check(kind, oracle.V32, results, q, main)
+
+
+# --- the schedule ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def splits(monkeypatch) -> list[int]:
+    """The `num_splits` that each call hands to the kernels or the reference."""
+    seen = []
+    call = Place.call
+
+    def counted(place, launcher, reference, *arguments):
+        seen.append(arguments[-3])
+        call(place, launcher, reference, *arguments)
+
+    monkeypatch.setattr(Place, "call", counted)
+    return seen
+
+
+def test_schedule_is_planned_once_and_reused(kind, rng, splits):
+    meta, _ = flash_mla.get_mla_metadata()
+    for number in range(3):
+        main, q = paged(rng, oracle.V32, 2, 1, 70, 64), normal(rng, 2, 1, 8, 576)
+        check(kind, oracle.V32, call(kind, q, main, meta), q, main)
+        if number == 0:
+            assert meta.num_splits == cupy_mla.plan_splits(kind.put(q), kind.put(main.indices))
+            meta.num_splits += 2
+    assert splits == [meta.num_splits - 2, meta.num_splits, meta.num_splits]
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("q", {"b": 3}),
+        ("q", {"s_q": 2}),
+        ("q", {"h_q": 16}),
+        ("block_size", {"block_size": 32}),
+        ("topk", {"topk": 71}),
+        ("q", {"fmt": oracle.V4}),
+        ("is_fp8_kvcache", {"fmt": oracle.BF16_576}),
+        ("extra_block_size", {"extra": True}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else next(iter(value)),
+)
+def test_schedule_refuses_other_shapes(rng, name, shapes):
+    def arguments(fmt=oracle.V32, b=2, s_q=1, h_q=8, topk=70, block_size=64, extra=False):
+        more = {}
+        if extra:
+            second = paged(rng, fmt, b, s_q, 5, 2)
+            more = {"extra_k_cache": second.cache, "extra_indices_in_kvcache": second.indices}
+        return (normal(rng, b, s_q, h_q, fmt.d_qk), paged(rng, fmt, b, s_q, topk, block_size)), more
+
+    meta, _ = flash_mla.get_mla_metadata()
+    inputs, _ = arguments()
+    call(NumPy(), *inputs, meta)
+    before = meta.num_splits, dict(meta.shapes)
+    other, more = arguments(**shapes)
+    with pytest.raises(ValueError, match=rf"^tile_scheduler_metadata was planned for {name} = .*get_mla_metadata$"):
+        call(NumPy(), *other, meta, **more)
+    assert (meta.num_splits, meta.shapes) == before
+    call(NumPy(), *other, flash_mla.get_mla_metadata()[0], **more)
+
+
+def test_schedule_of_a_failed_call_stays_empty(rng):
+    meta, _ = flash_mla.get_mla_metadata()
+    main, q = paged(rng, oracle.V32, 2, 1, 70, 64), normal(rng, 2, 1, 8, 576)
+    with pytest.raises(ValueError, match=r"^attn_sink\b"):
+        call(NumPy(), q, main, meta, attn_sink=np.zeros(3, np.float32))
+    assert (meta.num_splits, meta.shapes) == (None, None)
+
+
+# --- hostile inputs -------------------------------------------------------------------------------------------
+
+
+def wrong(rng: np.random.Generator, **change: object) -> dict[str, object]:
+    main = paged(rng, oracle.V32, 2, 1, 9, 64)
+    return {
+        "q": normal(rng, 2, 1, 8, 576), "k_cache": main.cache, "block_table": None, "cache_seqlens": None,
+        "head_dim_v": 512, "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0], "is_fp8_kvcache": True,
+        "indices": main.indices, "out": poisoned((2, 1, 8, 512), BF16),
+    } | change  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"indices": None}, ValueError, r"^indices is None.*dense"),
+        ({"causal": True}, ValueError, r"^causal\b"),
+        ({"num_splits": 2}, ValueError, r"^num_splits\b"),
+        ({"head_dim_v": 128}, ValueError, r"^head_dim_v must be 512, got 128"),
+        ({"tile_scheduler_metadata": None}, TypeError, r"^tile_scheduler_metadata must come from get_mla_metadata"),
+        ({"is_fp8_kvcache": False}, ValueError, r"^is_fp8_kvcache is False"),
+        ({"k_cache": np.zeros((2, 64, 576), BF16)}, ValueError, r"^is_fp8_kvcache is True"),
+        ({"k_cache": np.zeros((2, 64, 584), np.uint8)}, ValueError, r"^k_cache\b"),
+        ({"k_cache": None}, TypeError, r"^k_cache\b"),
+        ({"q": None}, TypeError, r"^q\b"),
+        ({"q": np.zeros((2, 8, 576), BF16)}, ValueError, r"^q\b"),
+        ({"indices": np.zeros((2, 9), np.int32)}, ValueError, r"^indices\b"),
+        ({"k_cache": np.zeros(656, np.uint8)}, ValueError, r"^k_cache\b"),
+        ({"indices": np.array(0, np.int32)}, ValueError, r"^indices\b"),
+        ({"extra_k_cache": np.zeros((2, 64, 656), np.uint8)}, ValueError, r"^extra_k_cache\b"),
+        ({"out": np.zeros((2, 1, 8, 512), np.float32)}, TypeError, r"^out\b"),
+    ],
+)
+def test_wrong_arguments_are_named(rng, change, error, message):
+    arguments = wrong(rng, **change)
+    with pytest.raises(error, match=message):
+        flash_mla.flash_mla_with_kvcache(**arguments)
+    if "out" not in change:
+        assert (arguments["out"].view(np.uint8) == 0xFF).all()
