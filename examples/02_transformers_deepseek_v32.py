@@ -33,13 +33,14 @@ from transformers import AutoModelForCausalLM, Cache, DeepseekV32Config, Deepsee
 import cupy_mla
 from cupy_mla.integrations.transformers import PagedLatentCache, sparse_attention
 
-BOUND = 1.5
+BOUND = 1.25
 BLOCK_SIZE = 64
 CONFIG = {
     "vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 3, "first_k_dense_replace": 3,
     "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 256,
-    "index_n_heads": 8, "index_topk": 64,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "index_n_heads": 8, "index_topk": 64,
+    "initializer_range": 0.05,  # large enough that some rows clearly weigh more than others
 }  # fmt: skip
 YARDSTICK = "eager float32"
 EAGER = "eager bfloat16"
@@ -209,7 +210,8 @@ def main() -> None:
     print(f"\nTokens chosen going on alone after the prompt (* is not what {EAGER} chose)")
     show_tokens(comparison.generate(tokens[:, :prompt], shown))
 
-    ratios = [relative(x["ours, bf16 cache"], x[YARDSTICK]) / relative(x[EAGER], x[YARDSTICK]) for x in (same, own)]
+    bf16 = next(iter(OURS))
+    ratios = [relative(x[bf16], x[YARDSTICK]) / relative(x[EAGER], x[YARDSTICK]) for x in (same, own)]
     agrees = max(ratios) <= BOUND
     print(
         f"\nOurs with the bf16 cache is {ratios[0]:.2f} times as far from {YARDSTICK} as {EAGER} is on the same rows, "
