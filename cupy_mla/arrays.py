@@ -254,7 +254,7 @@ class Place(NamedTuple):
         return [None if value is None else self.admit(Array(name, value)) for name, value in arguments.items()]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A new uninitialised array of the caller's kind, on the caller's device and stream."""
+        """A new uninitialised array of the caller's kind, on the caller's device and stream; fp8 as uint8 in CuPy."""
         if self.kind == "torch":
             torch = sys.modules["torch"]
             device = "cpu" if self.device == HOST else f"cuda:{self.device}"
@@ -262,6 +262,7 @@ class Place(NamedTuple):
         if self.kind == "numpy":
             return np.empty(shape, dtype)
         cupy = sys.modules["cupy"]
+        dtype = np.dtype(np.uint8) if dtype == E4M3 else dtype
         if cupy.cuda.runtime.getDevice() == self.device:
             return cupy.empty(shape, dtype)
         with cupy.cuda.Device(self.device):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import re
 import threading
 import time
@@ -18,7 +19,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..arrays import Place, require_cupy
+from ..arrays import Array, Place, require_cupy
 
 log = logging.getLogger("cupy_mla")
 
@@ -84,6 +85,8 @@ class Kernel:
         archs: compute capabilities it claims, e.g. "80"; the compile tests hold it to them.
         target: the architecture to compile for when it is not the GPU's plain one, e.g. "90a".
         spill_bytes: most bytes of registers a thread may spill to local memory; the compile tests hold it to that.
+        cooperative: all blocks of a launch run at the same time, so that they may wait for each other; the grid must
+            then fit the GPU.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Kernel:
         archs: Iterable[str] = PORTABLE,
         target: str | None = None,
         spill_bytes: int = 0,
+        cooperative: bool = False,
     ) -> None:
         self.file = file
         self.entry = entry
@@ -106,6 +110,7 @@ class Kernel:
         self.archs = tuple(archs)
         self.target = target
         self.spill_bytes = spill_bytes
+        self.cooperative = cooperative
         self._functions: dict[int, int] = {}  # CUfunction by device
         self._lock = threading.Lock()
 
@@ -161,9 +166,11 @@ class Kernel:
                 self._submit(function, grid, stream, pointers)
 
     def _submit(self, function: int, grid: tuple[int, int, int], stream: int, pointers: ctypes.c_void_p) -> None:
-        _driver().launchKernel(
-            function, *grid, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers), 0
-        )
+        shape = (*grid, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers))
+        if self.cooperative:
+            _driver().launchCooperativeKernel(function, *shape)
+        else:
+            _driver().launchKernel(function, *shape, 0)
 
     def _load(self, device: int) -> int:
         """Compile (or take from CuPy's disk cache) and load for a device."""
@@ -195,6 +202,12 @@ class Kernel:
             self._functions[device] = handle
             log.info("%r ready for sm_%s in %.2f s", self, self.target or capability, time.perf_counter() - started)
             return handle
+
+
+def clear(place: Place, array: Array) -> None:
+    """Set an array without gaps to zero bytes, in order on the caller's current stream."""
+    with require_cupy("a CUDA array").cuda.Device(place.device):
+        _runtime().memsetAsync(array.ptr, 0, math.prod(array.shape) * array.dtype.itemsize, place.stream())
 
 
 _KEEP: list[Any] = []  # modules unload with their last reference
