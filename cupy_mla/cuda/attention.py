@@ -20,6 +20,9 @@ VALID_RING = 4
 # Heads a block is built for, to (mma row tiles, groups of warps that share a step's rows, blocks an SM).
 SHAPES = {16: (1, 2, 2), 32: (2, 2, 1), 64: (4, 1, 1)}
 
+# Q and O fill the registers; some compilers put a few words of softmax state into local memory, once a step.
+SPILL_BYTES = 96
+
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT = 1, 2, 4
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
@@ -42,6 +45,8 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
     staged = STEP_ROWS * (layout.row_stride + (16 if layout.scales_apart else 0))
     shared = 2 * staged + rows if layout.quantized else 2 * rows
     shared += warps * (STEP_ROWS // groups // 8) * 512 + VALID_RING * STEP_ROWS * 4
+    if layout.scale_kind == "fp32":
+        shared += layout.num_scales * STEP_ROWS * 4  # kept apart and folded into S and P
     defines = {"M_TILES": m_tiles, "GROUPS": groups, "BLOCKS_PER_SM": blocks_per_sm, "EXPECTED_SHARED_BYTES": shared}
     return Kernel(
         "attention/sparse_portable.cu",
@@ -49,7 +54,7 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
         {**layout.defines(), **defines},
         threads=32 * warps,
         shared_bytes=shared,
-        spill_bytes=64 if m_tiles == 4 else 0,  # a few words of softmax state, once a step
+        spill_bytes=SPILL_BYTES,
     )
 
 

@@ -9,18 +9,19 @@
 //   Q stays in registers (72 a thread), so do the accumulators (128 a thread); shared memory holds rows only.
 //
 //   a step   all warps    wait for the step's rows; start the copies of the next ones
-//                         FP8: dequantize the staged rows into the bf16 tile
+//                         FP8: widen the staged rows into the bf16 tile, which is exact; float32 scales stay apart
 //            a warp       S_half = Q_half . K_half^T           ldmatrix + mma
 //            a pair       S = S_0 + S_1 through shared memory  (both halves then hold all of S)
 //            a warp       online softmax, P in registers       (computed by both, no P exchange)
 //                         O += P . V of its columns            ldmatrix.trans + mma
+//            float32 scales (V32_FP8) are folded into S, tile by tile of Q.K, and into a copy of P for each tile of V's
+//            columns, so no scaled row is ever rounded to 16 bits; power-of-two scales (V4_FP8) widen exactly
 //   at the end            groups merge through shared memory; the block writes out or its partial result
 //
 // Shared memory, D_QK 576 (99 KB is the limit of sm_86, 89 and 120):
 //            bf16: 2 stages of 32 rows 73,728   FP8: tile 36,864 + 2 stages of 656 x 32 41,984
-//            partial S 2 KB a warp at 32 rows a group (16,384 for 8 warps), validity of 4 steps 512
-// Registers: 255; with M_TILES 4 some compilers spill a few words of softmax state once a step (at most 64 bytes,
-// asserted by the compile test), the others spill nothing.
+//            partial S 2 KB a warp at 32 rows a group (16,384 for 8 warps), validity of 4 steps 512, scales 512
+// Registers: 255; some compilers spill a few words of softmax state once a step (bound asserted by the compile test).
 //
 // Entries that are invalid are not read: their rows are zeros in the tile and their logits become -inf.
 #include "attention/params.cuh"
@@ -38,6 +39,8 @@ constexpr int K_STEPS = D_QK / 16 / 2;     // mma steps of a warp's half of Q.K
 constexpr int V_TILES = D_V / 2 / 8;       // mma column tiles of a warp's half of O
 constexpr int WARP_ROWS = STEP_ROWS / WARPS;  // rows a warp gathers
 constexpr int VALID_RING = 4;
+constexpr int PREFETCH = Rows::FOLDED_SCALES ? 1 : 2;  // fragments that ldmatrix is ahead of mma
+static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "a warp gathers four rows at once");
 
 constexpr int TILE_BYTES = STEP_ROWS * ROW_BYTES;
 constexpr int STAGE_BYTES = Rows::QUANTIZED ? STEP_ROWS * Rows::STAGED_BYTES : TILE_BYTES;
@@ -46,7 +49,8 @@ constexpr int TILE_AT = STAGES * STAGE_BYTES;  // quantized layouts: the tile st
 constexpr int EXCHANGE_AT = TILE_AT + (Rows::QUANTIZED ? TILE_BYTES : 0);
 constexpr int EXCHANGE_BYTES = N_TILES * 32 * 16;  // a warp's partial S
 constexpr int VALID_AT = EXCHANGE_AT + WARPS * EXCHANGE_BYTES;
-constexpr int SHARED_BYTES = VALID_AT + VALID_RING * STEP_ROWS * 4;
+constexpr int SCALES_AT = VALID_AT + VALID_RING * STEP_ROWS * 4;  // [Rows::FOLDED_SCALES][STEP_ROWS] float32
+constexpr int SHARED_BYTES = SCALES_AT + Rows::FOLDED_SCALES * STEP_ROWS * 4;
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/attention.py computes the same");
 static_assert(M_TILES * 16 * D_V * 4 <= EXCHANGE_AT || GROUPS == 1, "groups merge in the space of the rows");
 
@@ -115,14 +119,20 @@ __device__ __forceinline__ int32_t load_index(const Params& p, int step) {
     return slot >= 0 && slot < source.num_slots ? slot : -1;
 }
 
-// Start the copies of a step's rows into its stage and note which are valid.
+// Start the copies of a step's rows into its stage and note which are valid. Lane i < WARP_ROWS brings the slot of the
+// warp's row i.
 __device__ __forceinline__ void gather_step(const Params& p, int step, int32_t slot) {
     const Role r = Role::here();
     if (step < work.end) {
         const Source& source = step >= work.main_steps ? p.extra : p.main;
         const uint32_t stage = shared_address(shared) + (step - work.begin) % STAGES * STAGE_BYTES;
-        const Rows row = slot >= 0 ? Rows::row_of(source, slot) : Rows::none();
-        Rows::gather<WARP_ROWS>(stage, r.warp * WARP_ROWS, row, p.flags & ALIGNED_ROWS);
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; i += ROWS_AT_ONCE) {
+            const int row = i + r.lane / 8;
+            const int32_t at = __shfl_sync(~0u, slot, row);
+            const Rows from = at >= 0 ? Rows::row_of(source, at) : Rows::none();
+            from.copy(stage, r.warp * WARP_ROWS + row, r.lane, p.flags & ALIGNED_ROWS);
+        }
         if (r.lane < WARP_ROWS) {
             auto* valid = reinterpret_cast<int32_t*>(shared + VALID_AT) + (step - work.begin) % VALID_RING * STEP_ROWS;
             valid[r.warp * WARP_ROWS + r.lane] = slot >= 0;
@@ -155,24 +165,85 @@ __device__ __forceinline__ void load_q(const Params& p, Query query, uint32_t (&
 
 // --- S = Q.K^T ------------------------------------------------------------------------------------------------
 
-// A warp's half of S: 16 heads x ROWS rows over every second slice of 16 of D_QK.
-__device__ __forceinline__ void multiply_qk(
-    uint32_t tile, const uint32_t (&q)[K_STEPS][4], float (&s)[N_TILES][4]) {
-    const Role r = Role::here();
-#pragma unroll
-    for (int n = 0; n < N_TILES; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-    // Matrices of one ldmatrix: rows 0-7 of the two chunks of a slice, then rows 8-15 of them.
-    const int row = r.group * ROWS + r.lane / 16 * 8 + r.lane % 8, chunk = r.lane / 8 % 2 + 2 * r.half;
-#pragma unroll
-    for (int k = 0; k < K_STEPS; ++k) {
-#pragma unroll
-        for (int n = 0; n < N_TILES; n += 2) {
-            uint32_t b[4];
-            ldmatrix_x4(b, chunk_address(tile, row + 8 * n, 4 * k + chunk));
-            mma_m16n8k16(s[n], q[k], b[0], b[1]);
-            mma_m16n8k16(s[n + 1], q[k], b[2], b[3]);
-        }
+// Where a warp's fragments of K are. Matrices of one ldmatrix: rows 0-7 of the two chunks of a slice, then rows 8-15 of
+// them. Slice k of this warp is chunks 4k + 2 half and the next; 4k changes the swizzled address by a constant, or by a
+// flip of its bit 6.
+struct KFragments {
+    uint32_t even, odd;
+
+    static __device__ __forceinline__ KFragments of(uint32_t tile) {
+        const Role r = Role::here();
+        const int row = r.group * ROWS + r.lane / 16 * 8 + r.lane % 8;
+        const uint32_t even = chunk_address(tile, row, r.lane / 8 % 2 + 2 * r.half);
+        return {even, even ^ 64};
     }
+
+    // Of slice k, the fragments of column tiles 2 pair and 2 pair + 1.
+    __device__ __forceinline__ void load(uint32_t (&b)[4], int k, int pair) const {
+        ldmatrix_x4(b, (k % 2 ? odd : even) + k / 2 * 128 + pair * 16 * ROW_BYTES);
+    }
+};
+
+// Multiply `TURNS` fragments that `load(b, turn)` brings, PREFETCH turns ahead of `multiply(b, turn)`.
+template <int TURNS, typename Load, typename Multiply>
+__device__ __forceinline__ void prefetched(Load load, Multiply multiply) {
+    uint32_t b[PREFETCH + 1][4];
+#pragma unroll
+    for (int turn = 0; turn < PREFETCH; ++turn) load(b[turn], turn);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        if (turn + PREFETCH < TURNS) load(b[(turn + PREFETCH) % (PREFETCH + 1)], turn + PREFETCH);
+        multiply(b[turn % (PREFETCH + 1)], turn);
+    }
+}
+
+__device__ __forceinline__ float2 folded_scales(const Role& r, int tile, int n) {
+    auto* scales = reinterpret_cast<const float2*>(shared + SCALES_AT + (tile * STEP_ROWS + r.group * ROWS) * 4);
+    return scales[4 * n + r.t];
+}
+
+__device__ __forceinline__ void clear(float (&c)[4]) { c[0] = c[1] = c[2] = c[3] = 0.0f; }
+
+// A warp's half of S: 16 heads x ROWS rows over every second slice of 16 of D_QK.
+__device__ __forceinline__ void multiply_qk(uint32_t tile, const uint32_t (&q)[K_STEPS][4], float (&s)[N_TILES][4]) {
+    const KFragments fragments = KFragments::of(tile);
+    constexpr int PAIRS = N_TILES / 2;
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n) clear(s[n]);
+    if constexpr (Rows::FOLDED_SCALES == 0) {
+        prefetched<K_STEPS * PAIRS>(
+            [&](uint32_t(&b)[4], int turn) { fragments.load(b, turn / PAIRS, turn % PAIRS); },
+            [&](uint32_t(&b)[4], int turn) {
+                mma_m16n8k16(s[turn % PAIRS * 2], q[turn / PAIRS], b[0], b[1]);
+                mma_m16n8k16(s[turn % PAIRS * 2 + 1], q[turn / PAIRS], b[2], b[3]);
+            });
+        return;
+    }
+    // The sum over a scale's values, then times the scale; RoPE, which has none, comes last and is added as it is.
+    constexpr int TILE_STEPS = SCALE_TILE == 0 ? 1 : SCALE_TILE / 32, NOPE_STEPS = D_NOPE / 32;
+    const Role r = Role::here();
+    float part[2][4];
+    prefetched<PAIRS * K_STEPS>(
+        [&](uint32_t(&b)[4], int turn) { fragments.load(b, turn % K_STEPS, turn / K_STEPS); },
+        [&](uint32_t(&b)[4], int turn) {
+            const int pair = turn / K_STEPS, k = turn % K_STEPS;
+            const bool rope = k >= NOPE_STEPS, first = !rope && k % TILE_STEPS == 0, last = !rope && (k + 1) % TILE_STEPS == 0;
+            if (first) {
+                clear(part[0]);
+                clear(part[1]);
+            }
+            mma_m16n8k16(rope ? s[2 * pair] : part[0], q[k], b[0], b[1]);
+            mma_m16n8k16(rope ? s[2 * pair + 1] : part[1], q[k], b[2], b[3]);
+            if (!last) return;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float2 scale = folded_scales(r, k / TILE_STEPS, 2 * pair + i);
+                s[2 * pair + i][0] += part[i][0] * scale.x;
+                s[2 * pair + i][1] += part[i][1] * scale.y;
+                s[2 * pair + i][2] += part[i][2] * scale.x;
+                s[2 * pair + i][3] += part[i][3] * scale.y;
+            }
+        });
 }
 
 // Both warps of a pair end up with the sum of their halves. The step's __syncthreads lets the space be used again.
@@ -227,9 +298,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 // What is subtracted in the exponent: the maximum, but 0 while there is no valid row (-inf - -inf is NaN).
 __device__ __forceinline__ float finite_max(float max) { return max == -INF ? 0.0f : max; }
 
-// P = 2^(S - max) as mma A fragments; the accumulators follow when a maximum rises.
-__device__ __forceinline__ void update_softmax(
-    Softmax& state, float (&s)[N_TILES][4], float (&o)[V_TILES][4], uint32_t (&prob)[N_TILES / 2][4]) {
+// S becomes P = 2^(S - max); the accumulators follow when a maximum rises.
+__device__ __forceinline__ void update_softmax(Softmax& state, float (&s)[N_TILES][4], float (&o)[V_TILES][4]) {
     float rescale[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -242,9 +312,9 @@ __device__ __forceinline__ void update_softmax(
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) {
-            const float x = exp2_approx(s[n][2 * i] - base), y = exp2_approx(s[n][2 * i + 1] - base);
-            prob[n / 2][n % 2 * 2 + i] = pack_bf16x2(x, y);
-            sum += x + y;
+            s[n][2 * i] = exp2_approx(s[n][2 * i] - base);
+            s[n][2 * i + 1] = exp2_approx(s[n][2 * i + 1] - base);
+            sum += s[n][2 * i] + s[n][2 * i + 1];
         }
         state.sum[i] = state.sum[i] * rescale[i] + sum;
         state.max[i] = top;
@@ -262,20 +332,41 @@ __device__ __forceinline__ void update_softmax(
 
 // --- O += P.V -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void multiply_pv(
-    uint32_t tile, const uint32_t (&prob)[N_TILES / 2][4], float (&o)[V_TILES][4]) {
+// P as mma A fragments, times the folded scales of one tile of V's columns where there are such.
+__device__ __forceinline__ void round_p(int scale_tile, const float (&s)[N_TILES][4], uint32_t (&prob)[N_TILES / 2][4]) {
     const Role r = Role::here();
-    // Matrices of one ldmatrix: a chunk of rows 0-7 and of rows 8-15, then the next chunk of them.
-    const int row = r.group * ROWS + r.lane / 8 % 2 * 8 + r.lane % 8, chunk = r.half * V_TILES + r.lane / 16;
 #pragma unroll
-    for (int k = 0; k < N_TILES / 2; ++k) {
+    for (int n = 0; n < N_TILES; ++n) {
+        float2 scale = make_float2(1.0f, 1.0f);
+        if constexpr (Rows::FOLDED_SCALES > 0) scale = folded_scales(r, scale_tile, n);
+        prob[n / 2][n % 2 * 2] = pack_bf16x2(s[n][0] * scale.x, s[n][1] * scale.y);
+        prob[n / 2][n % 2 * 2 + 1] = pack_bf16x2(s[n][2] * scale.x, s[n][3] * scale.y);
+    }
+}
+
+__device__ __forceinline__ void multiply_pv(uint32_t tile, const float (&s)[N_TILES][4], float (&o)[V_TILES][4]) {
+    const Role r = Role::here();
+    // Matrices of one ldmatrix: a chunk of rows 0-7 and of rows 8-15, then the next chunk of them. Chunk v further on,
+    // the swizzled address differs by a flip of its bits 5 and 6 and a constant.
+    const uint32_t first =
+        chunk_address(tile, r.group * ROWS + r.lane / 8 % 2 * 8 + r.lane % 8, r.half * V_TILES + r.lane / 16);
+    constexpr int PARTS = Rows::FOLDED_SCALES == 0 ? 1 : Rows::FOLDED_SCALES / 2;  // scales of a half of the columns
+    constexpr int PART_TILES = V_TILES / PARTS, TURNS = N_TILES / 2 * PART_TILES / 2;
 #pragma unroll
-        for (int v = 0; v < V_TILES; v += 2) {
-            uint32_t b[4];
-            ldmatrix_x4_trans(b, chunk_address(tile, row + 16 * k, v + chunk));
-            mma_m16n8k16(o[v], prob[k], b[0], b[1]);
-            mma_m16n8k16(o[v + 1], prob[k], b[2], b[3]);
-        }
+    for (int part = 0; part < PARTS; ++part) {
+        uint32_t prob[N_TILES / 2][4];
+        round_p(r.half * PARTS + part, s, prob);
+        const int begin = part * PART_TILES;
+        prefetched<TURNS>(
+            [&](uint32_t(&b)[4], int turn) {
+                const int k = turn / (PART_TILES / 2), v = begin + turn % (PART_TILES / 2) * 2;
+                ldmatrix_x4_trans(b, (first ^ (v % 8 * 16)) + v / 8 * 128 + k * 16 * ROW_BYTES);
+            },
+            [&](uint32_t(&b)[4], int turn) {
+                const int k = turn / (PART_TILES / 2), v = begin + turn % (PART_TILES / 2) * 2;
+                mma_m16n8k16(o[v], prob[k], b[0], b[1]);
+                mma_m16n8k16(o[v + 1], prob[k], b[2], b[3]);
+            });
     }
 }
 
@@ -368,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_atte
     load_q(p, work.query, q);
     float o[V_TILES][4];
 #pragma unroll
-    for (int v = 0; v < V_TILES; ++v) o[v][0] = o[v][1] = o[v][2] = o[v][3] = 0.0f;
+    for (int v = 0; v < V_TILES; ++v) clear(o[v]);
     Softmax softmax;
 
 #pragma unroll 1
@@ -379,19 +470,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_atte
         cp_async_wait<AHEAD - 1>();
         __syncthreads();
         if constexpr (Rows::QUANTIZED) {
-            Rows::dequantize<STEP_ROWS, THREADS>(stage, tile);
+            Rows::dequantize<STEP_ROWS, THREADS>(stage, tile, shared_address(shared) + SCALES_AT);
             __syncthreads();
         }
         gather_step(p, step + AHEAD, next);
         next = load_index(p, step + AHEAD + 1);
 
         float s[N_TILES][4];
-        uint32_t prob[N_TILES / 2][4];
         multiply_qk(tile, q, s);
         add_halves(s);
         scale_and_mask(p, i % VALID_RING, s);
-        update_softmax(softmax, s, o, prob);
-        multiply_pv(tile, prob, o);
+        update_softmax(softmax, s, o);
+        multiply_pv(tile, s, o);
     }
     cp_async_wait<0>();
     if constexpr (GROUPS > 1) merge_groups(softmax, o);

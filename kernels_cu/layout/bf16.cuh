@@ -6,6 +6,7 @@
 struct Rows {
     static constexpr bool QUANTIZED = false;
     static constexpr int STAGED_BYTES = 0;
+    static constexpr int FOLDED_SCALES = 0;
 
     const uint8_t* data;
 
@@ -16,29 +17,27 @@ struct Rows {
 
     static __device__ __forceinline__ Rows none() { return {nullptr}; }
 
-    // `aligned`: every row starts at a multiple of 16 bytes. Rows that do not are copied item by item.
-    template <int ROWS>
-    static __device__ __forceinline__ void gather(uint32_t tile, int first, Rows mine, bool aligned) {
+    // `row` is the tile row this lane copies to with seven others. `aligned`: every row starts at a multiple of 16
+    // bytes; rows that do not are copied item by item.
+    __device__ __forceinline__ void copy(uint32_t tile, int row, int lane, bool aligned) const {
+        const uint32_t to = chunk_address(tile, row, lane % 8);
         if (aligned) {
-            gather_chunks<ROWS, ROW_CHUNKS>(mine.data, [&](int r, int c) { return chunk_address(tile, first + r, c); });
+            copy_row<ROW_CHUNKS>(to, data, lane);
             return;
         }
-        const int lane = threadIdx.x % 32;
+        const auto* from = reinterpret_cast<const bf16*>(data) + lane % 8 * 8;
 #pragma unroll 1
-        for (int piece = lane; piece < ceil_div(ROWS * ROW_CHUNKS, 32) * 32; piece += 32) {
-            const int r = piece / ROW_CHUNKS, c = piece % ROW_CHUNKS;
-            const auto* from = reinterpret_cast<const bf16*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(mine.data), r));
-            if (piece >= ROWS * ROW_CHUNKS) continue;
+        for (int i = 0; i < ROW_CHUNKS / 8; ++i) {
             uint32_t w[4] = {0, 0, 0, 0};
-            if (from != nullptr) {
+            if (data != nullptr) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) w[i] = from[8 * c + 2 * i] | uint32_t(from[8 * c + 2 * i + 1]) << 16;
+                for (int j = 0; j < 4; ++j) w[j] = from[64 * i + 2 * j] | uint32_t(from[64 * i + 2 * j + 1]) << 16;
             }
-            store_shared(chunk_address(tile, first + r, c), {w[0], w[1], w[2], w[3]});
+            store_shared(to + 128 * i, {w[0], w[1], w[2], w[3]});
         }
     }
 
     // Rows are never staged.
     template <int ROWS, int THREADS>
-    static __device__ __forceinline__ void dequantize(uint32_t, uint32_t) {}
+    static __device__ __forceinline__ void dequantize(uint32_t, uint32_t, uint32_t) {}
 };

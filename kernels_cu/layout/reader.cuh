@@ -3,7 +3,9 @@
 //   QUANTIZED      false when a staged row is already the bf16 row
 //   STAGED_BYTES   bytes of shared memory a staged row takes (quantized layouts)
 //   row_of         where a slot's row lies in the paged cache
-//   gather         start the copies of a warp's rows into shared memory
+//   none           the row of an invalid entry
+//   copy           start the copy of a row into shared memory, eight lanes a row
+//   FOLDED_SCALES  float32 scales of a row that are kept apart from its values, to be folded into S and P
 //   dequantize     staged rows to a tile of bf16 rows (quantized layouts)
 #pragma once
 #if NUM_SCALES == 0

@@ -6,6 +6,7 @@
 struct Rows {
     static constexpr bool QUANTIZED = true;
     static constexpr int STAGED_BYTES = ROW_STRIDE;
+    static constexpr int FOLDED_SCALES = NUM_SCALES;
 
     const uint8_t* data;
 
@@ -16,16 +17,20 @@ struct Rows {
 
     static __device__ __forceinline__ Rows none() { return {nullptr}; }
 
-    template <int ROWS>
-    static __device__ __forceinline__ void gather(uint32_t staged, int first, Rows mine, bool) {
-        gather_chunks<ROWS, ROW_STRIDE / 16>(
-            mine.data, [&](int r, int c) { return staged + (first + r) * STAGED_BYTES + 16 * c; });
+    // `row` is the staged row this lane copies to with seven others.
+    __device__ __forceinline__ void copy(uint32_t staged, int row, int lane, bool) const {
+        copy_row<ROW_STRIDE / 16>(staged + row * STAGED_BYTES + lane % 8 * 16, data, lane);
     }
 
+    // The scales go to `scales`, [FOLDED_SCALES][ROWS] float32.
     template <int ROWS, int THREADS>
-    static __device__ __forceinline__ void dequantize(uint32_t staged, uint32_t tile) {
-        dequantize_rows<ROWS, THREADS, STAGED_BYTES>(staged, tile, [](uint32_t row, int chunk) {
-            return load_shared_float(row + SCALE_OFFSET + 4 * (chunk / (SCALE_TILE / 8)));
-        });
+    static __device__ __forceinline__ void dequantize(uint32_t staged, uint32_t tile, uint32_t scales) {
+        dequantize_rows<ROWS, THREADS, STAGED_BYTES>(staged, tile, [](uint32_t, int) { return 1.0f; });
+        if (threadIdx.x < ROWS) {
+            const Vec16 four = load_shared_16(staged + threadIdx.x * STAGED_BYTES + SCALE_OFFSET);
+            const uint32_t words[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < FOLDED_SCALES; ++i) store_shared_4(scales + (i * ROWS + threadIdx.x) * 4, words[i]);
+        }
     }
 };

@@ -6,6 +6,7 @@
 struct Rows {
     static constexpr bool QUANTIZED = true;
     static constexpr int STAGED_BYTES = ROW_STRIDE + 16;  // 8 bytes of scales behind the data, rows stay 16-byte aligned
+    static constexpr int FOLDED_SCALES = 0;
 
     const uint8_t* data;
     const uint8_t* scales;
@@ -18,16 +19,14 @@ struct Rows {
 
     static __device__ __forceinline__ Rows none() { return {nullptr, nullptr}; }
 
-    template <int ROWS>
-    static __device__ __forceinline__ void gather(uint32_t staged, int first, Rows mine, bool) {
-        gather_chunks<ROWS, ROW_STRIDE / 16>(
-            mine.data, [&](int r, int c) { return staged + (first + r) * STAGED_BYTES + 16 * c; });
-        const int lane = threadIdx.x % 32;
-        if (lane < ROWS) cp_async_8(staged + (first + lane) * STAGED_BYTES + ROW_STRIDE, mine.scales, mine.scales != nullptr);
+    // `row` is the staged row this lane copies to with seven others.
+    __device__ __forceinline__ void copy(uint32_t staged, int row, int lane, bool) const {
+        copy_row<ROW_STRIDE / 16>(staged + row * STAGED_BYTES + lane % 8 * 16, data, lane);
+        if (lane % 8 == 0) cp_async_8(staged + row * STAGED_BYTES + ROW_STRIDE, scales, scales != nullptr);
     }
 
     template <int ROWS, int THREADS>
-    static __device__ __forceinline__ void dequantize(uint32_t staged, uint32_t tile) {
+    static __device__ __forceinline__ void dequantize(uint32_t staged, uint32_t tile, uint32_t) {
         dequantize_rows<ROWS, THREADS, STAGED_BYTES>(staged, tile, [](uint32_t row, int chunk) {
             return ue8m0_to_float(load_shared_byte(row + ROW_STRIDE + chunk / (SCALE_TILE / 8)));
         });

@@ -3,18 +3,17 @@
 #include "layout/paged.cuh"
 #include "ptx/cp_async.cuh"
 
-// Lane r < ROWS of a warp holds the address of row r, null where the entry is invalid. All lanes then copy all rows
-// in 16-byte pieces, consecutive lanes consecutive pieces; `to(row, chunk)` says where a piece goes. Pieces of invalid
-// rows are written as zeros, and nothing is read for them.
-template <int ROWS, int CHUNKS, typename To>
-__device__ __forceinline__ void gather_chunks(const uint8_t* row, To to) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 3
-    for (int i = 0; i < ceil_div(ROWS * CHUNKS, 32); ++i) {
-        const int piece = i * 32 + lane, r = piece / CHUNKS, c = piece % CHUNKS;
-        const uint8_t* from = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(row), r));
-        if (ROWS * CHUNKS % 32 == 0 || piece < ROWS * CHUNKS) {
-            cp_async_16(to(r, c), from + 16 * c, from != nullptr);
-        }
-    }
+// Eight lanes copy a row, in pieces of 16 bytes: lane l the pieces l % 8, l % 8 + 8, ... of row l / 8 of every four.
+// The eight lanes touch 128 bytes in a row, and `to` + 128 * i is where piece 8 * i + l % 8 goes. Pieces of an invalid
+// row (`from` null) are written as zeros, and nothing is read for them.
+constexpr int ROWS_AT_ONCE = 4;
+
+template <int CHUNKS>
+__device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, int lane) {
+    const bool valid = from != nullptr;
+    from += lane % 8 * 16;
+#pragma unroll
+    for (int i = 0; i < CHUNKS / 8; ++i) cp_async_16(to + 128 * i, from + 128 * i, valid);
+    if (CHUNKS % 8 != 0 && lane % 8 < CHUNKS % 8)
+        cp_async_16(to + CHUNKS / 8 * 128, from + CHUNKS / 8 * 128, valid);
 }

@@ -19,6 +19,10 @@ __device__ __forceinline__ void store_shared(uint32_t address, const Vec16& v) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t v) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ Vec16 load_shared_16(uint32_t address) {
     Vec16 v;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
@@ -34,11 +38,5 @@ __device__ __forceinline__ Vec8 load_shared_8(uint32_t address) {
 __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
     uint32_t v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ float load_shared_float(uint32_t address) {
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
     return v;
 }

@@ -554,4 +554,4 @@ def test_oracle_reads_what_the_tests_write(rng):
         cache = paged_rows(rng, fmt, 3, 61, live)
         rows = oracle.named_rows(fmt, as_uint8(cache), live)
         assert not np.isnan(rows).any()
-        assert 0.95 < rows.std() < 1.05
+        assert 0.095 < rows.std() < 0.105
