@@ -92,6 +92,21 @@ class CuPy(NumPy):
     def is_mine(self, array: Any) -> bool:
         return isinstance(array, self.cupy.ndarray)
 
+    def stream(self) -> tuple[Any, Any]:
+        """A new stream, and the context in which it is the current one."""
+        stream = self.cupy.cuda.Stream(non_blocking=True)
+        return stream, stream
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+        self.cupy.cuda.Device().synchronize()
+
+    def keep_busy(self) -> None:
+        """Tens of milliseconds of work on the current stream."""
+        a = self.cupy.ones(2**28, np.float32)
+        for _ in range(60):
+            self.cupy.sin(a, out=a)
+
 
 class Torch(NumPy):
     name = "torch"
@@ -124,6 +139,16 @@ class TorchCUDA(Torch):
     name = "torch_cuda"
     on_gpu = True
     device = "cuda"
+
+    def stream(self) -> tuple[Any, Any]:
+        stream = self.torch.cuda.Stream()
+        return stream, self.torch.cuda.stream(stream)
+
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize()
+
+    def keep_busy(self) -> None:
+        self.torch.cuda._sleep(100_000_000)  # clock cycles
 
 
 KINDS = {cls.name: cls for cls in (NumPy, Torch, CuPy, TorchCUDA)}

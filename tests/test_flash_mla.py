@@ -12,7 +12,7 @@ from cupy_mla import flash_mla
 from cupy_mla.arrays import Place
 
 from . import oracle
-from .cases import Paged, decode_oracle, entries, flat_rows, normal, paged, sinks, some
+from .cases import Paged, decode_oracle, entries, flat_rows, paged, queries, sinks, some
 from .kinds import BF16, NumPy, poisoned
 
 # Names and defaults of FlashMLA's Python interface, as vLLM 0.22.1 ships it.
@@ -55,7 +55,7 @@ def test_names_are_those_of_the_module():
 
 def test_sparse_fwd(kind, rng):
     live = some(rng, 100)
-    q, kv = normal(rng, 3, 8, 576), flat_rows(rng, 100, 576, live)
+    q, kv = queries(rng, 3, 8, 576), flat_rows(rng, 100, 576, live)
     indices, sink = entries(rng, (3, 1, 70), live, 100), sinks(rng, 8)
     length = np.array([70, 0, 33], np.int32)
     out = kind.put(poisoned((3, 8, 512), BF16))
@@ -86,7 +86,7 @@ def check(kind: NumPy, fmt: oracle.Format, results: tuple, *inputs: object, **mo
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
 def test_with_kvcache(kind, rng, fmt):
     main, extra = paged(rng, fmt, 2, 2, 70, 64, lengths=True), paged(rng, fmt, 2, 2, 33, 2, lengths=True)
-    q, sink, out = normal(rng, 2, 2, 16, fmt.d_qk), sinks(rng, 16), kind.put(poisoned((2, 2, 16, 512), BF16))
+    q, sink, out = queries(rng, 2, 2, 16, fmt.d_qk), sinks(rng, 16), kind.put(poisoned((2, 2, 16, 512), BF16))
     results = call(
         kind, q, main, flash_mla.get_mla_metadata()[0], softmax_scale=0.03, attn_sink=kind.put(sink),
         extra_k_cache=kind.put(extra.cache[:, :, None]), extra_indices_in_kvcache=kind.put(extra.indices),
@@ -97,12 +97,12 @@ def test_with_kvcache(kind, rng, fmt):
 
 
 def test_softmax_scale_has_a_default(kind, rng):
-    main, q = paged(rng, oracle.V4, 1, 1, 40, 64), normal(rng, 1, 1, 8, 512)
+    main, q = paged(rng, oracle.V4, 1, 1, 40, 64), queries(rng, 1, 1, 8, 512)
     check(kind, oracle.V4, call(kind, q, main, flash_mla.get_mla_metadata()[0]), q, main, sm_scale=512**-0.5)
 
 
 def test_block_table_and_lengths_are_ignored(kind, rng):
-    main, q = paged(rng, oracle.V32, 1, 1, 40, 64), normal(rng, 1, 1, 8, 576)
+    main, q = paged(rng, oracle.V32, 1, 1, 40, 64), queries(rng, 1, 1, 8, 576)
     meta, _ = flash_mla.get_mla_metadata()
     results = flash_mla.flash_mla_with_kvcache(
         kind.put(q), kind.put(main.cache), "not", "looked at", 512, meta, is_fp8_kvcache=True,
@@ -131,7 +131,7 @@ def splits(monkeypatch) -> list[int]:
 def test_schedule_is_planned_once_and_reused(kind, rng, splits):
     meta, _ = flash_mla.get_mla_metadata()
     for number in range(3):
-        main, q = paged(rng, oracle.V32, 2, 1, 70, 64), normal(rng, 2, 1, 8, 576)
+        main, q = paged(rng, oracle.V32, 2, 1, 70, 64), queries(rng, 2, 1, 8, 576)
         check(kind, oracle.V32, call(kind, q, main, meta), q, main)
         if number == 0:
             assert meta.num_splits == cupy_mla.plan_splits(kind.put(q), kind.put(main.indices))
@@ -159,7 +159,7 @@ def test_schedule_refuses_other_shapes(rng, name, shapes):
         if extra:
             second = paged(rng, fmt, b, s_q, 5, 2)
             more = {"extra_k_cache": second.cache, "extra_indices_in_kvcache": second.indices}
-        return (normal(rng, b, s_q, h_q, fmt.d_qk), paged(rng, fmt, b, s_q, topk, block_size)), more
+        return (queries(rng, b, s_q, h_q, fmt.d_qk), paged(rng, fmt, b, s_q, topk, block_size)), more
 
     meta, _ = flash_mla.get_mla_metadata()
     inputs, _ = arguments()
@@ -174,7 +174,7 @@ def test_schedule_refuses_other_shapes(rng, name, shapes):
 
 def test_schedule_of_a_failed_call_stays_empty(rng):
     meta, _ = flash_mla.get_mla_metadata()
-    main, q = paged(rng, oracle.V32, 2, 1, 70, 64), normal(rng, 2, 1, 8, 576)
+    main, q = paged(rng, oracle.V32, 2, 1, 70, 64), queries(rng, 2, 1, 8, 576)
     with pytest.raises(ValueError, match=r"^attn_sink\b"):
         call(NumPy(), q, main, meta, attn_sink=np.zeros(3, np.float32))
     assert (meta.num_splits, meta.shapes) == (None, None)
@@ -186,7 +186,7 @@ def test_schedule_of_a_failed_call_stays_empty(rng):
 def wrong(rng: np.random.Generator, **change: object) -> dict[str, object]:
     main = paged(rng, oracle.V32, 2, 1, 9, 64)
     return {
-        "q": normal(rng, 2, 1, 8, 576), "k_cache": main.cache, "block_table": None, "cache_seqlens": None,
+        "q": queries(rng, 2, 1, 8, 576), "k_cache": main.cache, "block_table": None, "cache_seqlens": None,
         "head_dim_v": 512, "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0], "is_fp8_kvcache": True,
         "indices": main.indices, "out": poisoned((2, 1, 8, 512), BF16),
     } | change  # fmt: skip

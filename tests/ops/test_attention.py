@@ -21,14 +21,15 @@ from ..cases import (
     decode_oracle,
     entries,
     flat_rows,
-     latent, queries,
+    latent,
     paged,
     paged_rows,
+    queries,
     run_decode,
     sinks,
     some,
 )
-from ..kinds import BF16, E4M3, NumPy, gapped, poisoned
+from ..kinds import BF16, E4M3, KINDS, NumPy, gapped, poisoned
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -330,6 +331,46 @@ def test_decode_leaves_its_inputs_alone(kind, rng):
     before = [kind.take(whole).tobytes() for _, whole in put]
     cupy_mla.sparse_decode(*(array for array, _ in put), num_splits=2)
     assert before == [kind.take(whole).tobytes() for _, whole in put]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cupy", "torch_cuda"])
+def test_decode_runs_on_the_callers_stream(rng, name):
+    """Behind the work that the caller's stream still has to do: q is zero until long after the call."""
+    pytest.importorskip(name.removesuffix("_cuda"))
+    kind = KINDS[name]()
+    main, q = paged(rng, oracle.V32, 2, 1, 300, 64), queries(rng, 2, 1, 16, 576)
+    cache, indices, late = kind.put(main.cache), kind.put(main.indices), kind.put(q)
+    cupy_mla.sparse_decode(late, cache, indices, num_splits=3)  # compiled and loaded before the race
+    kind.synchronize()
+    stream, scope = kind.stream()
+    with scope:
+        early = kind.put(np.zeros_like(q))
+        kind.keep_busy()
+        early[...] = late
+        results = cupy_mla.sparse_decode(early, cache, indices, num_splits=3)
+    stream.synchronize()
+    for result, got, want in zip(("out", "lse"), results, decode_oracle(oracle.V32, q, main), strict=True):
+        oracle.assert_close(kind.take(got), want, f"decode {result}")
+
+
+@pytest.mark.gpu
+def test_decode_in_a_captured_graph(rng):
+    """Replayed, it reads what then lies in the arrays and writes where it did."""
+    torch = pytest.importorskip("torch")
+    kind = KINDS["torch_cuda"]()
+    main, values = paged(rng, oracle.V4, 2, 1, 300, 64), queries(rng, 2, 1, 16, 512)
+    cache, indices, q = kind.put(main.cache), kind.put(main.indices), kind.put(np.zeros_like(values))
+    out = kind.put(poisoned((2, 1, 16, 512), BF16))
+    cupy_mla.sparse_decode(q, cache, indices, out=out, num_splits=3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = cupy_mla.sparse_decode(q, cache, indices, out=out, num_splits=3)
+    q.copy_(kind.put(values))
+    graph.replay()
+    kind.synchronize()
+    for result, got, want in zip(("out", "lse"), (out, lse), decode_oracle(oracle.V4, values, main), strict=True):
+        oracle.assert_close(kind.take(got), want, f"decode {result}")
 
 
 def test_plan_splits(kind, rng):
