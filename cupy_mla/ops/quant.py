@@ -1,0 +1,48 @@
+"""Quantization of whole tensors to fp8."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..arrays import Array, bind
+from ..cuda import quant as cuda
+from ..layouts import BFLOAT16, E4M3
+from ..reference import quant as reference
+from ._check import FLOAT32
+
+FLOATS = (BFLOAT16, FLOAT32)
+
+
+def dynamic_per_batched_tensor_quant(x: Any) -> tuple[Any, Any]:
+    """Quantize a tensor under one scale: with `s = 448 / max(amax, 1e-10)`, the codes of `clamp(x * s, -448, 448)`.
+
+    A NaN anywhere makes everything NaN, as amax is then NaN.
+
+    Args:
+        x: bfloat16 or float32 of any shape, without gaps (C order).
+
+    Returns:
+        the codes, float8_e4m3fn of x's shape (uint8 in CuPy, which has no fp8), and `1 / s`, float32 of shape [].
+
+    Raises:
+        TypeError, ValueError: x has the wrong type or strides.
+    """
+    place, (x_,) = bind(x=x)
+    x_.require(FLOATS, *("any",) * len(x_.shape))
+    if x_.strides != _dense_strides(x_):
+        raise ValueError(f"x: expected an array without gaps in C order, got strides {list(x_.strides)} (in items)")
+    codes = Array("codes", place.empty(x_.shape, E4M3))
+    scale = Array("scale", place.empty((), FLOAT32))
+    place.call(cuda.dynamic_per_batched_tensor_quant, reference.dynamic_per_batched_tensor_quant, x_, codes, scale)
+    return codes.obj, scale.obj
+
+
+def _dense_strides(x: Array) -> tuple[int, ...]:
+    """Strides of an array of this shape without gaps; axes of length 1 and empty arrays keep their own."""
+    if 0 in x.shape:
+        return x.strides
+    return tuple(
+        stride if length == 1 else math.prod(x.shape[axis + 1 :])
+        for axis, (length, stride) in enumerate(zip(x.shape, x.strides, strict=True))
+    )

@@ -1,0 +1,117 @@
+// Quantizes a whole tensor to e4m3 under one scale: s = 448 / max(amax, 1e-10), codes of clamp(x * s), and 1 / s.
+//
+//   grid       launched cooperatively: all blocks run at the same time and may wait for each other
+//   pass 1     every block takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread; its largest magnitude
+//              goes to state->amax by one atomic maximum of bits (order does not matter; NaN has the largest bits)
+//   meeting    each block counts itself in and waits until all have
+//   pass 2     the same tiles in reverse order, so that what pass 1 read last is found in L2; 8 codes a thread and store
+//
+// Shared memory: 32 bytes. `state` is cleared before the launch.
+#include "tile/chunk.cuh"
+#include "tile/quantize.cuh"
+
+struct State {
+    uint32_t amax;     // bits of a float32
+    uint32_t arrived;  // blocks that are through with pass 1
+};
+
+struct Params {
+    const void* x;     // [size] bf16, or float32 with FLOAT32
+    uint8_t* codes;    // [size]
+    float* scale;      // 1 / s
+    State* state;
+    int64_t size;
+    int64_t tiles;
+    int32_t aligned;   // x allows 16-byte accesses; codes always allow 8-byte ones
+};
+
+constexpr int THREADS = 256, TURNS = 2;
+constexpr int64_t TILE = int64_t(THREADS) * TURNS * CHUNK;
+constexpr float LEAST_AMAX = 1e-10f;
+
+// Eight values from `at` on, zeros past the end.
+__device__ __forceinline__ void load_values(const Params& p, int64_t at, float (&v)[CHUNK]) {
+#if FLOAT32
+    const auto* x = static_cast<const float*>(p.x) + at;
+    if (p.aligned && at + CHUNK <= p.size) {
+        const float4 lo = *reinterpret_cast<const float4*>(x), hi = *reinterpret_cast<const float4*>(x + 4);
+        v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w, v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) v[i] = at + i < p.size ? x[i] : 0.0f;
+#else
+    const auto* x = static_cast<const bf16*>(p.x) + at;
+    if (p.aligned && at + CHUNK <= p.size) {
+        widen_8(*reinterpret_cast<const Vec16*>(x), v);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) v[i] = at + i < p.size ? bf16_to_float(x[i]) : 0.0f;
+#endif
+}
+
+__device__ __forceinline__ void load_tile(const Params& p, int64_t tile, float (&v)[TURNS][CHUNK]) {
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) load_values(p, tile * TILE + (i * THREADS + threadIdx.x) * CHUNK, v[i]);
+}
+
+__device__ __forceinline__ void store_codes(const Params& p, int64_t at, const Vec8& codes) {
+    if (at + CHUNK <= p.size) {
+        *reinterpret_cast<Vec8*>(p.codes + at) = codes;
+        return;
+    }
+    const uint32_t w[2] = {codes.x, codes.y};
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i)
+        if (at + i < p.size) p.codes[at + i] = uint8_t(w[i / 4] >> (8 * (i % 4)));
+}
+
+// The block's largest magnitude, as bits, to state->amax.
+__device__ __forceinline__ void publish_amax(const Params& p, uint32_t amax) {
+    __shared__ uint32_t of_warp[THREADS / 32];
+    amax = __reduce_max_sync(~0u, amax);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = amax;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int w = 1; w < THREADS / 32; ++w) amax = max(amax, of_warp[w]);
+    atomicMax(&p.state->amax, amax);
+}
+
+// Wait until every block has come here; what they published before is then seen.
+__device__ __forceinline__ void meet(const Params& p) {
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(&p.state->arrived, 1u);
+        while (*reinterpret_cast<volatile uint32_t*>(&p.state->arrived) < gridDim.x) {}
+        __threadfence();
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) quantize_tensor(const __grid_constant__ Params p) {
+    uint32_t amax = 0;
+    for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+        float v[TURNS][CHUNK];
+        load_tile(p, tile, v);
+#pragma unroll
+        for (int i = 0; i < TURNS * CHUNK; ++i) amax = max(amax, __float_as_uint(fabsf(v[i / CHUNK][i % CHUNK])));
+    }
+    publish_amax(p, amax);
+    meet(p);
+
+    const float largest = __uint_as_float(*reinterpret_cast<volatile uint32_t*>(&p.state->amax));
+    const float s = divide_exactly(E4M3_MAX, largest < LEAST_AMAX ? LEAST_AMAX : largest);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.scale = divide_exactly(1.0f, s);
+    const int64_t last = (p.tiles - 1 - blockIdx.x) / gridDim.x * gridDim.x + blockIdx.x;  // of this block's tiles
+    for (int64_t tile = last; tile >= 0; tile -= gridDim.x) {
+        float v[TURNS][CHUNK];
+        load_tile(p, tile, v);
+#pragma unroll
+        for (int i = 0; i < TURNS; ++i) {
+#pragma unroll
+            for (int j = 0; j < CHUNK; ++j) v[i][j] *= s;  // float_to_e4m3 saturates
+            store_codes(p, tile * TILE + (i * THREADS + threadIdx.x) * CHUNK, pack_e4m3_8(v[i]));
+        }
+    }
+}
