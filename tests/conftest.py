@@ -48,13 +48,4 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 )
 def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
     """One kind of array after the other."""
-    name = request.param
-    library = name.removesuffix("_cuda")
-    if not kinds.installed(library):
-        pytest.skip(f"{library} is not installed")
-    if kinds.KINDS[name].on_gpu and why_no_gpu():
-        pytest.skip(why_no_gpu())
-    made = kinds.KINDS[name]()
-    if name == "torch_cuda" and not made.torch.cuda.is_available():
-        pytest.skip("torch has no CUDA")
-    return made
+    return kinds.make(request.param)

@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -156,3 +157,14 @@ KINDS = {cls.name: cls for cls in (NumPy, Torch, CuPy, TorchCUDA)}
 
 def installed(library: str) -> bool:
     return importlib.util.find_spec(library) is not None
+
+
+def make(name: str) -> NumPy:
+    """The kind called `name`; skips the test where its library is missing or has no CUDA."""
+    library = name.removesuffix("_cuda")
+    if not installed(library):
+        pytest.skip(f"{library} is not installed")
+    made = KINDS[name]()
+    if name == "torch_cuda" and not made.torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return made

@@ -29,7 +29,7 @@ from ..cases import (
     sinks,
     some,
 )
-from ..kinds import BF16, E4M3, KINDS, NumPy, gapped, poisoned
+from ..kinds import BF16, E4M3, NumPy, gapped, make, poisoned
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -337,8 +337,7 @@ def test_decode_leaves_its_inputs_alone(kind, rng):
 @pytest.mark.parametrize("name", ["cupy", "torch_cuda"])
 def test_decode_runs_on_the_callers_stream(rng, name):
     """Behind the work that the caller's stream still has to do: q is zero until long after the call."""
-    pytest.importorskip(name.removesuffix("_cuda"))
-    kind = KINDS[name]()
+    kind = make(name)
     main, q = paged(rng, oracle.V32, 2, 1, 300, 64), queries(rng, 2, 1, 16, 576)
     cache, indices, late = kind.put(main.cache), kind.put(main.indices), kind.put(q)
     cupy_mla.sparse_decode(late, cache, indices, num_splits=3)  # compiled and loaded before the race
@@ -358,7 +357,7 @@ def test_decode_runs_on_the_callers_stream(rng, name):
 def test_decode_in_a_captured_graph(rng):
     """Replayed, it reads what then lies in the arrays and writes where it did."""
     torch = pytest.importorskip("torch")
-    kind = KINDS["torch_cuda"]()
+    kind = make("torch_cuda")
     main, values = paged(rng, oracle.V4, 2, 1, 300, 64), queries(rng, 2, 1, 16, 512)
     cache, indices, q = kind.put(main.cache), kind.put(main.indices), kind.put(np.zeros_like(values))
     out = kind.put(poisoned((2, 1, 16, 512), BF16))
