@@ -308,8 +308,9 @@ class Uploads:
     """Named arrays at addresses that never change, which the host rewrites without waiting for the device.
 
     The arrays lie in one allocation, in the order given, and go up together in one asynchronous copy from pinned
-    memory on the caller's current stream. The host writes into a staging area whose last copy has ended, and takes
-    a new one when there is none, so it never waits. For a place on the host, writing is all there is.
+    memory on the caller's current stream. The host writes into a staging area whose last copy has ended; there are
+    two, and when it runs further ahead than that it makes another, so it never waits. For a place on the host,
+    writing is all there is.
 
     Attributes:
         arrays: the arrays by name, zeros before the first upload.
@@ -325,7 +326,7 @@ class Uploads:
         self._whole = place.empty((size,), np.dtype(np.uint8))
         self._whole[...] = 0
         self.arrays = {name: place.carve(self._whole, *field) for name, field in self._fields.items()}
-        self._staging: list[_Staging] = []
+        self._staging = [_Staging(place.device, size) for _ in range(2)] if place.on_gpu else []
 
     def upload(self, write: Callable[[dict[str, np.ndarray]], int]) -> None:
         """Rewrite the arrays.
@@ -337,35 +338,36 @@ class Uploads:
         if not self.place.on_gpu:
             write({name: Array(name, array).numpy() for name, array in self.arrays.items()})
             return
-        cupy = require_cupy("a CUDA array")
         whole = Array("whole", self._whole)
-        with cupy.cuda.Device(self.place.device):
-            staging = next((s for s in self._staging if s.free()), None)
-            if staging is None:
-                staging = _Staging(cupy, whole.shape[0])
-                self._staging.append(staging)
-            host = Place("numpy", HOST)
-            rows = write({name: host.carve(staging.bytes, *field) for name, field in self._fields.items()})
-            last = list(self._fields.values())[-1]
-            size = last.start + rows * math.prod(last.shape[1:]) * last.dtype.itemsize
-            staging.copy(whole.ptr, size, self.place.stream())
+        staging = next((s for s in self._staging if s.free()), None)
+        if staging is None:
+            staging = _Staging(self.place.device, whole.shape[0])
+            self._staging.append(staging)
+        host = Place("numpy", HOST)
+        rows = write({name: host.carve(staging.bytes, *field) for name, field in self._fields.items()})
+        last = list(self._fields.values())[-1]
+        size = last.start + rows * math.prod(last.shape[1:]) * last.dtype.itemsize
+        staging.copy(whole.ptr, size, self.place.stream())
 
 
 class _Staging:
     """Pinned host memory, and the event that says when the last copy out of it has ended."""
 
-    def __init__(self, cupy: ModuleType, size: int) -> None:
-        self._runtime = cupy.cuda.runtime
-        self._copied = cupy.cuda.Event(disable_timing=True)
-        self.bytes = np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+    def __init__(self, device: int, size: int) -> None:
+        self._cuda = require_cupy("a CUDA array").cuda
+        self._device = device
+        with self._cuda.Device(device):
+            self._copied = self._cuda.Event(disable_timing=True)
+            self.bytes = np.frombuffer(self._cuda.alloc_pinned_memory(size), np.uint8, size)
 
     def free(self) -> bool:
         return self._copied.done
 
     def copy(self, to: int, size: int, stream: int) -> None:
-        runtime = self._runtime
-        runtime.memcpyAsync(to, self.bytes.ctypes.data, size, runtime.memcpyHostToDevice, stream)
-        runtime.eventRecord(self._copied.ptr, stream)
+        runtime = self._cuda.runtime
+        with self._cuda.Device(self._device):
+            runtime.memcpyAsync(to, self.bytes.ctypes.data, size, runtime.memcpyHostToDevice, stream)
+            runtime.eventRecord(self._copied.ptr, stream)
 
 
 def aligned_up(size: int, alignment: int = 256) -> int:

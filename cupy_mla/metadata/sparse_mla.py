@@ -1,0 +1,302 @@
+"""Metadata of DeepSeek-V3.2 sparse MLA layers: what a batch means to the attention backend, as device arrays.
+
+Built once a step and shared by all layers. Every device array is a view of a buffer that is allocated once, at a
+fixed address, and sized by the config's maxima, so that a captured CUDA graph can read it at every replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..arrays import HOST, Place, Uploads
+from ..config import SparseMLAConfig
+from .batch import (
+    INT32,
+    INT64,
+    BatchMetadata,
+    prefill_workspace_size,
+    split_decodes_and_prefills,
+    split_prefill_chunks,
+)
+
+MIXED_BATCH_BELOW_HEADS = 32
+
+
+@dataclass
+class FP8KernelMetadata:
+    """The schedule of one FP8 decode launch, shared by all layers of a step.
+
+    Attributes:
+        num_splits: parts that each query's rows are split into; None until the first layer plans it.
+    """
+
+    num_splits: int | None = None
+
+
+@dataclass(frozen=True)
+class FP8DecodeMetadata:
+    """The decodes of a batch in separate mode; all have the same number of query tokens.
+
+    Attributes:
+        seq_lens: [num_decodes] int32.
+        kernel_metadata: the schedule of their launch.
+        decode_query_len: query tokens of each decode (requests without tokens, which pad a batch, aside).
+    """
+
+    seq_lens: Any
+    kernel_metadata: FP8KernelMetadata
+    decode_query_len: int
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Consecutive prefills whose sequences fit the workspace together.
+
+    Attributes:
+        seq_lens: [n] int32.
+        tokens_slice: their query tokens in the batch.
+        block_table: [n, M] int32.
+        req_start_idx: the first of them, as a request of the batch.
+        workspace_starts: [n] int32 first workspace row of each, from 0 in every chunk.
+        chunk_tot_seqlen: workspace rows of the chunk.
+    """
+
+    seq_lens: Any
+    tokens_slice: slice
+    block_table: Any
+    req_start_idx: int
+    workspace_starts: Any
+    chunk_tot_seqlen: int
+
+
+@dataclass(frozen=True)
+class FP8PrefillMetadata:
+    """The prefills of a batch in separate mode.
+
+    Attributes:
+        seq_lens: [num_prefills] int32.
+        request_ids: [T] int32, for every token of the batch the number of its prefill, -1 for decode tokens.
+        workspace_starts: [num_prefills] int32, see `PrefillChunk`.
+        chunks: the prefills in groups that fit the workspace, in order.
+    """
+
+    seq_lens: Any
+    request_ids: Any
+    workspace_starts: Any
+    chunks: list[PrefillChunk]
+
+
+@dataclass(frozen=True)
+class FP8SeparatePrefillDecode:
+    """Separate mode: decodes go to the FP8 decode kernel, prefills to the bf16 prefill kernel over gathered rows."""
+
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    decode: FP8DecodeMetadata | None = None
+    prefill: FP8PrefillMetadata | None = None
+
+
+@dataclass(frozen=True)
+class SparseMLAMetadata:
+    """One step's batch of R requests and T query tokens, for every sparse MLA layer.
+
+    Attributes:
+        num_reqs, max_query_len, max_seq_len, num_actual_tokens: as of the batch.
+        query_start_loc: [R + 1] int32.
+        slot_mapping: [T] int64, where this step's tokens go.
+        block_table: [R, M] int32, M fixed by the config; -1 past the columns that the batch gave.
+        req_id_per_token: [T] int32, the request of each token.
+        block_size: tokens a block.
+        topk_tokens: KV tokens chosen for each query token.
+        fp8_extra_metadata: None for a bf16 cache.
+        fp8_use_mixed_batch: the whole batch goes to the FP8 decode kernel, one query a token.
+    """
+
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: Any
+    slot_mapping: Any
+    block_table: Any
+    req_id_per_token: Any
+    block_size: int
+    topk_tokens: int
+    fp8_extra_metadata: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
+    fp8_use_mixed_batch: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a batch is worked on in separate mode, on the host."""
+
+    counts: tuple[int, int, int, int]  # decodes, prefills, decode tokens, prefill tokens
+    chunks: list[tuple[int, int]] = field(default_factory=list)  # first request of the batch, end
+    workspace_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, INT32))  # of all prefills
+    chunk_rows: list[int] = field(default_factory=list)
+
+
+class SparseMLAMetadataBuilder:
+    """Builds `SparseMLAMetadata` from batches, into the same device arrays each time.
+
+    A metadata object is valid until the next `build`, which rewrites the arrays behind it (on a GPU in order on the
+    caller's current stream). `build` never waits for the device.
+
+    Args:
+        config: the layers and the engine's maxima.
+        place: where the device arrays live: (kind of array, device), for instance ("torch", 0), ("cupy", 0) or
+            ("numpy", cupy_mla.arrays.HOST); `Place.of(array)` gives that of an array.
+        num_blocks: blocks of the cache, to check slots against; None leaves them unchecked.
+        mixed_below_heads: an FP8 batch is worked on in mixed mode when the rank has fewer heads than this.
+
+    Attributes:
+        config, num_blocks: as given.
+        is_fp8: whether the cache is quantized.
+        use_mixed_batch: whether batches are worked on in mixed mode; always False for a bf16 cache.
+        decode_threshold: most query tokens of a decode.
+
+    Raises:
+        ValueError: the config is not one of V3.2 layers.
+    """
+
+    def __init__(
+        self,
+        config: SparseMLAConfig,
+        place: tuple[str, int] = ("numpy", HOST),
+        *,
+        num_blocks: int | None = None,
+        mixed_below_heads: int = MIXED_BATCH_BELOW_HEADS,
+    ) -> None:
+        if config.is_v4:
+            raise ValueError("config: expected V3.2 layers (d_qk 576), got V4 ones (d_qk 512)")
+        self.config = config
+        self.num_blocks = num_blocks
+        self.is_fp8 = config.layout.quantized
+        self.use_mixed_batch = self.is_fp8 and config.num_heads < mixed_below_heads
+        self.decode_threshold = 1 + config.num_speculative_tokens
+        requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self._width = -(-config.max_model_len // config.block_size)
+        self._buffers = Uploads(
+            Place(*place),
+            {
+                "query_start_loc": ((requests + 1,), INT32),
+                "seq_lens": ((requests,), INT32),
+                "slot_mapping": ((tokens,), INT64),
+                "req_id_per_token": ((tokens,), INT32),
+                "prefill_request_ids": ((tokens,), INT32),
+                "prefill_workspace_starts": ((requests,), INT32),
+                "block_table": ((requests, self._width), INT32),  # last: only its used rows go up
+            },
+        )
+
+    def build(self, batch: BatchMetadata) -> SparseMLAMetadata:
+        """The metadata of one step.
+
+        Raises:
+            ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
+                slot lies beyond the cache (with `num_blocks` given); the arrays stay as they were.
+        """
+        config = self.config
+        self._check(batch)
+        separate = self.is_fp8 and not self.use_mixed_batch
+        plan = self._plan(batch) if separate else None
+        self._buffers.upload(lambda host: self._write(host, batch, plan))
+
+        device, requests, tokens = self._buffers.arrays, batch.num_reqs, batch.num_actual_tokens
+        extra: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
+        if plan is not None:
+            extra = self._separate(batch, plan)
+        elif self.is_fp8:
+            extra = FP8KernelMetadata()
+        return SparseMLAMetadata(
+            num_reqs=requests,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            num_actual_tokens=tokens,
+            query_start_loc=device["query_start_loc"][: requests + 1],
+            slot_mapping=device["slot_mapping"][:tokens],
+            block_table=device["block_table"][:requests],
+            req_id_per_token=device["req_id_per_token"][:tokens],
+            block_size=config.block_size,
+            topk_tokens=config.topk,
+            fp8_extra_metadata=extra,
+            fp8_use_mixed_batch=self.use_mixed_batch,
+        )
+
+    def _check(self, batch: BatchMetadata) -> None:
+        config = self.config
+        for what, got, most in (
+            ("requests", batch.num_reqs, config.max_num_seqs),
+            ("query tokens", batch.num_actual_tokens, config.max_num_batched_tokens),
+            ("tokens in a sequence", batch.max_seq_len, config.max_model_len),
+        ):
+            if got > most:
+                raise ValueError(f"batch: expected at most {most} {what} (config), got {got}")
+        batch.check_cache(config.block_size, self.num_blocks)
+
+    def _plan(self, batch: BatchMetadata) -> _Plan:
+        counts = split_decodes_and_prefills(batch, self.decode_threshold, require_uniform=True)
+        num_decodes, num_prefills = counts[:2]
+        if num_prefills == 0:
+            return _Plan(counts)
+        lens = batch.seq_lens[num_decodes:]
+        chunks = split_prefill_chunks(lens, prefill_workspace_size(self.config.max_model_len), num_decodes)
+        starts, rows = [], []
+        for first, end in chunks:
+            ends = np.cumsum(batch.seq_lens[first:end])
+            starts.append(ends - batch.seq_lens[first:end])
+            rows.append(int(ends[-1]))
+        return _Plan(counts, chunks, np.concatenate(starts).astype(INT32), rows)
+
+    def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata, plan: _Plan | None) -> int:
+        """Fill the host's copies. What stands past the batch is set to what harms nobody: a captured graph reads it."""
+        requests, tokens = batch.num_reqs, batch.num_actual_tokens
+        req_id = np.repeat(np.arange(requests, dtype=INT32), batch.query_lens)
+        _fill(host["query_start_loc"], batch.query_start_loc, tokens)
+        _fill(host["seq_lens"], batch.seq_lens, 0)
+        _fill(host["slot_mapping"], batch.slot_mapping, -1)
+        _fill(host["req_id_per_token"], req_id, 0)
+        num_decodes = requests if plan is None else plan.counts[0]
+        _fill(host["prefill_request_ids"], np.maximum(req_id - num_decodes, -1), -1)
+        _fill(host["prefill_workspace_starts"], () if plan is None else plan.workspace_starts, 0)
+        width = min(batch.block_table.shape[1], self._width)
+        host["block_table"][:requests, :width] = batch.block_table[:, :width]
+        host["block_table"][:requests, width:] = -1
+        return requests
+
+    def _separate(self, batch: BatchMetadata, plan: _Plan) -> FP8SeparatePrefillDecode:
+        device, requests = self._buffers.arrays, batch.num_reqs
+        num_decodes, num_prefills, decode_tokens, _ = plan.counts
+        decode = prefill = None
+        if decode_tokens:
+            decode = FP8DecodeMetadata(
+                device["seq_lens"][:num_decodes], FP8KernelMetadata(), int(batch.query_lens[:num_decodes].max())
+            )
+        if num_prefills:
+            prefill = FP8PrefillMetadata(
+                seq_lens=device["seq_lens"][num_decodes:requests],
+                request_ids=device["prefill_request_ids"][: batch.num_actual_tokens],
+                workspace_starts=device["prefill_workspace_starts"][:num_prefills],
+                chunks=[
+                    PrefillChunk(
+                        seq_lens=device["seq_lens"][first:end],
+                        tokens_slice=slice(int(batch.query_start_loc[first]), int(batch.query_start_loc[end])),
+                        block_table=device["block_table"][first:end],
+                        req_start_idx=first,
+                        workspace_starts=device["prefill_workspace_starts"][first - num_decodes : end - num_decodes],
+                        chunk_tot_seqlen=rows,
+                    )
+                    for (first, end), rows in zip(plan.chunks, plan.chunk_rows, strict=True)
+                ],
+            )
+        return FP8SeparatePrefillDecode(*plan.counts, decode, prefill)
+
+
+def _fill(buffer: np.ndarray, values: Any, rest: int) -> None:
+    buffer[: len(values)] = values
+    buffer[len(values) :] = rest
