@@ -1,0 +1,104 @@
+"""Every way to install finds its kernels: wheel, sdist, editable install and bare checkout."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_SOURCE = shutil.ignore_patterns(
+    ".git", ".venv", ".*cache", ".hypothesis", ".peer", "__pycache__", "build", "*.egg-info"
+)
+LIBRARIES = Path(np.__file__).parent.parent
+SHOW = """
+import site, sys
+site.addsitedir(sys.argv[1])  # as a site-packages folder at start-up: .pth files run
+sys.path.append(sys.argv[2])  # where NumPy is; no .pth file of this environment runs
+import pathlib, cupy_mla
+from cupy_mla.cuda.jit import kernels_root
+print(pathlib.Path(cupy_mla.__file__).parent)
+print(kernels_root())
+"""
+
+
+def python(cwd: Path, *arguments: object) -> str:
+    result = subprocess.run([sys.executable, "-I", *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def build(hook: str, source: Path, into: Path) -> Path:
+    """Runs one of setuptools' build hooks, as pip does, and returns what it made."""
+    into.mkdir()
+    python(source, "-c", f"import sys, setuptools.build_meta as b; b.{hook}(sys.argv[1])", into)
+    (made,) = into.iterdir()
+    return made
+
+
+def unpack(wheel: Path, into: Path) -> Path:
+    zipfile.ZipFile(wheel).extractall(into)
+    return into
+
+
+def found_from(site: Path) -> tuple[Path, Path]:
+    """The folders of the package and of its kernels, as an interpreter finds them that has `site` on its path."""
+    package, kernels = python(site.parent, "-S", "-c", SHOW, site, LIBRARIES).splitlines()
+    return Path(package), Path(kernels)
+
+
+def kernels_in(root: Path) -> set[str]:
+    return {p.relative_to(root).as_posix() for p in root.rglob("*") if p.suffix in (".cu", ".cuh")}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, so that no build leaves anything in it."""
+    return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("source") / "checkout", ignore=NOT_SOURCE))
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    return build("build_wheel", checkout, checkout.parent / "wheel")
+
+
+def test_wheel(wheel: Path, tmp_path: Path) -> None:
+    site = unpack(wheel, tmp_path / "site")
+    package, kernels = found_from(site)
+    assert package == site / "cupy_mla"
+    assert kernels == site / "cupy_mla" / "kernels_cu"
+    assert kernels_in(kernels) == kernels_in(ROOT / "kernels_cu") != set()
+    assert (package / "py.typed").is_file()
+    assert {p.name.partition("-")[0] for p in site.iterdir()} == {"cupy_mla"}, "no generic name in site-packages"
+
+
+def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(build("build_sdist", checkout, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path)
+    (source,) = tmp_path.glob("cupy_mla-*")
+    again = build("build_wheel", source, tmp_path / "wheel")
+    assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+    assert {"README.md", "constraints.txt", "tests", "examples"} <= {p.name for p in source.iterdir()}
+
+
+def test_editable_install(checkout: Path, tmp_path: Path) -> None:
+    site = unpack(build("build_editable", checkout, tmp_path / "wheel"), tmp_path / "site")
+    assert found_from(site) == (checkout / "cupy_mla", checkout / "kernels_cu")
+
+
+def test_bare_checkout(checkout: Path) -> None:
+    assert found_from(checkout) == (checkout / "cupy_mla", checkout / "kernels_cu")
+
+
+def test_setup_cfg_lists_every_package() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    folders = {".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "cupy_mla").rglob("__init__.py")}
+    assert set(setup["options"]["packages"].split()) == folders | {"cupy_mla.kernels_cu"}
