@@ -1,0 +1,114 @@
+"""Sparse MLA at DeepSeek-V3.2 sizes, decode and prefill, beside float64 attention over the same rows.
+
+Three requests have their tokens in one paged FP8 cache, in blocks scattered over it. Each decodes one query token
+that attends to 2048 of its own tokens; a fourth request is a prefill of a few query tokens over flat bf16 rows.
+Needs NumPy and ml_dtypes; runs on the GPU by itself where CuPy finds one.
+
+    python examples/01_quickstart.py
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cupy_mla
+from cupy_mla import layouts
+from cupy_mla.reference.cache import unpack_rows
+
+HEADS, D_QK, D_V, TOPK = 128, 576, 512, 2048
+BLOCK_SIZE = 64
+CONTEXTS = (3000, 5000, 4100)  # tokens of the decode requests
+PROMPT, CHUNK = 4096, 4  # tokens of the prefill request, and how many of them ask
+SCALE = D_QK**-0.5
+
+# Largest error allowed: absolute or relative, and the cosine difference (cupy_mla's specification).
+BOUNDS = {"decode": (1e-3, 2.01 / 128, 5e-6), "prefill": (8e-4, 3.01 / 128, 7e-6)}
+
+ON_GPU = cupy_mla.cuda_available()
+
+
+def device(array: np.ndarray) -> Any:
+    """The array where the work is done: on the GPU where there is one."""
+    return cupy_mla.to_cupy(array) if ON_GPU else array
+
+
+def random_rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+
+
+def timed(call: Callable[[], tuple[Any, ...]]) -> tuple[np.ndarray, float]:
+    """The call's first result as NumPy, and its milliseconds; on the GPU after a first call that compiles."""
+    if ON_GPU:
+        cupy_mla.to_numpy(call()[0])
+    start = time.perf_counter()
+    out = cupy_mla.to_numpy(call()[0])  # waits for the GPU
+    return out, 1e3 * (time.perf_counter() - start)
+
+
+def dense(q: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Attention of one query [heads, 576] over all of `rows` [n, 576], in float64."""
+    logits = SCALE * q.astype(np.float64) @ rows.astype(np.float64).T
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True) @ rows[:, :D_V].astype(np.float64)
+
+
+def decode(rng: np.random.Generator) -> tuple[str, np.ndarray, np.ndarray, float]:
+    """One decode step of three requests on a paged cache in layout V32_FP8."""
+    blocks = [-(-tokens // BLOCK_SIZE) for tokens in CONTEXTS]
+    block_tables = np.split(rng.permutation(sum(blocks)), np.cumsum(blocks)[:-1])
+    slots = [
+        table[np.arange(tokens) // BLOCK_SIZE] * BLOCK_SIZE + np.arange(tokens) % BLOCK_SIZE
+        for table, tokens in zip(block_tables, CONTEXTS, strict=True)
+    ]
+
+    cache = device(np.zeros((sum(blocks), BLOCK_SIZE, layouts.V32_FP8.token_bytes), np.uint8))
+    latent, rope = random_rows(rng, sum(CONTEXTS), 512), random_rows(rng, sum(CONTEXTS), 64)
+    cupy_mla.concat_and_cache_mla(device(latent), device(rope), cache, device(np.concatenate(slots)))
+
+    # In a model the indexer chooses; here chance does.
+    chosen = np.stack([rng.choice(own, TOPK, replace=False) for own in slots])
+    q, indices = random_rows(rng, len(CONTEXTS), 1, HEADS, D_QK), chosen[:, None].astype(np.int32)
+    on_device = device(q), cache, device(indices)
+    out, ms = timed(lambda: cupy_mla.sparse_decode(*on_device, SCALE))
+
+    host = cupy_mla.to_numpy(cache)
+    want = np.stack([dense(q[i, 0], unpack_rows(host, layouts.V32_FP8, own)) for i, own in enumerate(chosen)])
+    return f"{len(CONTEXTS)} queries x {HEADS} heads x {TOPK} FP8 rows", out[:, 0], want, ms
+
+
+def prefill(rng: np.random.Generator) -> tuple[str, np.ndarray, np.ndarray, float]:
+    """The last tokens of a prompt over its bf16 rows, each attending to 2048 of those before it."""
+    q, kv = random_rows(rng, CHUNK, HEADS, D_QK), random_rows(rng, PROMPT, 1, D_QK)
+    positions = range(PROMPT - CHUNK, PROMPT)
+    chosen = np.stack([rng.choice(position + 1, TOPK, replace=False) for position in positions])
+    on_device = device(q), device(kv), device(chosen[:, None].astype(np.int32))
+    out, ms = timed(lambda: cupy_mla.sparse_prefill(*on_device, SCALE))
+    want = np.stack([dense(q[i], kv[own, 0]) for i, own in enumerate(chosen)])
+    return f"{CHUNK} queries x {HEADS} heads x {TOPK} bf16 rows", out, want, ms
+
+
+def main() -> int:
+    rng = np.random.default_rng()
+    backend = "CUDA" if ON_GPU else "NumPy"
+    line = "{:<9} {:<38} {:>13} {:>18} {:>10}  {}"
+    print(line.format("operation", "shape", "largest error", "cosine difference", "time", "backend"))
+    passed = True
+    for name, operation in (("decode", decode), ("prefill", prefill)):
+        shape, out, want, ms = operation(rng)
+        error = np.abs(out.astype(np.float64) - want)
+        cosine = 1 - 2 * (out.astype(np.float64) * want).sum() / ((out.astype(np.float64) ** 2).sum() + (want**2).sum())
+        absolute, relative, cosine_bound = BOUNDS[name]
+        passed &= bool(((error < absolute) | (error < relative * np.abs(want))).all() and cosine < cosine_bound)
+        print(line.format(name, shape, f"{error.max():.2e}", f"{cosine:.2e}", f"{ms:.1f} ms", backend))
+    print("within the tolerances" if passed else "OUT OF THE TOLERANCES")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
