@@ -14,7 +14,7 @@ import cupy_mla
 from . import kinds
 
 hypothesis.settings.register_profile(
-    "cupy_mla", deadline=None, max_examples=15, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "cupy_mla", deadline=None, max_examples=25, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("cupy_mla")
 
