@@ -29,7 +29,7 @@ HOST = -1  # the device number of host memory
 # Index ranges are checked only when asked: it reads them back, so it synchronises.
 CHECK_VALUES = os.environ.get("CUPY_MLA_CHECK", "0") == "1"
 
-_NARROW = {BFLOAT16: np.dtype(np.int16), E4M3: np.dtype(np.uint8), E8M0: np.dtype(np.uint8)}
+_NARROW: dict[np.dtype, np.dtype] = {BFLOAT16: np.dtype(np.int16), E4M3: np.dtype(np.uint8), E8M0: np.dtype(np.uint8)}
 
 
 # --- what the libraries call things ---------------------------------------------------------------------------
@@ -45,6 +45,14 @@ def _torch_dtypes() -> tuple[dict[Any, np.dtype], dict[np.dtype, Any]]:
     if hasattr(torch, "float8_e8m0fnu"):
         known[torch.float8_e8m0fnu] = E8M0
     return known, {v: k for k, v in known.items()}
+
+
+def as_dtype(dtype: Any) -> np.dtype:
+    """NumPy's dtype for one of NumPy's, CuPy's or torch's."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return _torch_dtypes()[0][dtype]
+    return np.dtype(dtype)
 
 
 def kind_of(array: Any) -> str:

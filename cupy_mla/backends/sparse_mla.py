@@ -1,0 +1,216 @@
+"""The attention backend of DeepSeek-V3.2 layers: sparse MLA over a paged bf16 or FP8 cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import layouts
+from ..arrays import Array, Place, bind
+from ..config import SparseMLAConfig
+from ..layouts import BFLOAT16, D_V
+from ..metadata.batch import INT32, prefill_workspace_size, reshape_query_for_spec_decode
+from ..metadata.sparse_mla import (
+    FP8KernelMetadata,
+    FP8PrefillMetadata,
+    FP8SeparatePrefillDecode,
+    SparseMLAMetadata,
+    SparseMLAMetadataBuilder,
+)
+from ..ops._check import QUANTIZED
+from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
+from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
+from ..ops.indices import convert_req_index_to_global_index
+from .workspace import Workspace
+
+
+class SparseMLABackend:
+    """What an engine asks before it chooses and sets up a backend."""
+
+    name = "CUPY_MLA_SPARSE"
+    supported_dtypes = ("bfloat16",)
+    supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla")
+    supported_head_sizes = (576, 512)  # V3.2, V4
+    least_compute_capability = (8, 0)
+
+    @staticmethod
+    def is_mla() -> bool:
+        return True
+
+    @staticmethod
+    def is_sparse() -> bool:
+        return True
+
+    @staticmethod
+    def supports_block_size(block_size: int) -> bool:
+        """Any block size from 1 up will do."""
+        return block_size >= 1
+
+    @classmethod
+    def supports_compute_capability(cls, major: int, minor: int) -> bool:
+        return (major, minor) >= cls.least_compute_capability
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
+        return SparseMLAMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseMLAImpl]:
+        return SparseMLAImpl
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int = 1, head_size: int = 576, cache_dtype: str = "auto"
+    ) -> tuple[int, int, int]:
+        """Shape of the paged cache array, bfloat16 or, for "fp8_ds_mla", uint8.
+
+        Raises:
+            ValueError: an argument is none that the backend supports.
+        """
+        if num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads must be 1 (all query heads share a latent row), got {num_kv_heads}")
+        if head_size not in cls.supported_head_sizes:
+            raise ValueError(f"head_size must be one of {cls.supported_head_sizes}, got {head_size}")
+        if cache_dtype not in cls.supported_kv_cache_dtypes:
+            raise ValueError(f"cache_dtype must be one of {cls.supported_kv_cache_dtypes}, got {cache_dtype!r}")
+        if not cls.supports_block_size(block_size):
+            raise ValueError(f"block_size must be >= 1, got {block_size}")
+        if cache_dtype == "fp8_ds_mla":
+            layout = layouts.V32_FP8 if head_size == 576 else layouts.V4_FP8
+        else:
+            layout = layouts.by_name(cache_dtype, head_size)
+        return num_blocks, block_size, layout.last_axis
+
+
+class SparseMLAImpl:
+    """The attention of one V3.2 layer. It keeps no state of its own: all layers of a model may share one.
+
+    Args:
+        config: the layer and the engine's maxima.
+        scale: factor on the dot products before the softmax.
+        workspace: scratch memory, shared with other layers; what the largest batch needs is reserved here.
+
+    Raises:
+        ValueError: the config is not one of V3.2 layers.
+    """
+
+    def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
+        if config.is_v4:
+            raise ValueError("config: expected V3.2 layers (d_qk 576), got V4 ones (d_qk 512)")
+        self.config = config
+        self.scale = scale
+        self.workspace = workspace
+        rows = prefill_workspace_size(config.max_model_len) if config.layout.quantized else 0
+        self._scratch(config.max_num_batched_tokens, True, rows)
+
+    def forward_mqa(
+        self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any, *, out: Any = None
+    ) -> Any:
+        """Attention of a step's query tokens over their chosen KV tokens, which the cache must already hold.
+
+        bf16 cache: one launch over slots; batches of decodes alone go to the decode kernel, which splits rows to fill
+        the GPU, others to the prefill kernel over the flattened cache (to the decode kernel, too, when the cache's
+        blocks have gaps between them). FP8 cache: as the metadata says, see `FP8SeparatePrefillDecode`.
+
+        Args:
+            q: [T, h, 576] bfloat16, or a pair ([T, h, 512], [T, h, 64]) of the absorbed query and its RoPE part.
+            kv_cache: [num_blocks, block_size, (1,) 576] bfloat16 or [num_blocks, block_size, (1,) 656] uint8 or
+                float8_e4m3fn, as the config says.
+            metadata: of this step, from `SparseMLAMetadataBuilder`; T is its number of tokens.
+            topk_indices: [T, topk] int32 token positions in each token's request, -1 where there are fewer.
+            out: [T, h, 512] bfloat16, written in place when given.
+
+        Returns:
+            [T, h, 512] bfloat16.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, shape, device or strides.
+        """
+        place, cache = self._check(q, kv_cache, metadata, topk_indices)
+        tokens, heads, extra = metadata.num_actual_tokens, self.config.num_heads, metadata.fp8_extra_metadata
+        (out_,) = place.optional(out=out)
+        out = place.output("out", out_, (tokens, heads, D_V), BFLOAT16).obj
+        prefill = extra.prefill if isinstance(extra, FP8SeparatePrefillDecode) else None
+        rows = max((chunk.chunk_tot_seqlen for chunk in prefill.chunks), default=0) if prefill else 0
+        concatenated, slots, workspace = self._scratch(tokens, isinstance(q, tuple), rows)
+        if isinstance(q, tuple):
+            ql_nope, q_pe = q
+            concat_mla_q(ql_nope, q_pe, concatenated)
+            q = concatenated
+        convert_req_index_to_global_index(
+            metadata.req_id_per_token, metadata.block_table, topk_indices, metadata.block_size,
+            prefill.request_ids if prefill else None, prefill.workspace_starts if prefill else None, out=slots,
+        )  # fmt: skip
+        if isinstance(extra, FP8SeparatePrefillDecode):
+            self._forward_separate(q, kv_cache, extra, slots, workspace, out)
+        elif isinstance(extra, FP8KernelMetadata):
+            self._decode(q[:, None], kv_cache, slots[:, None], extra, out[:, None])
+        else:
+            self._forward_bf16(q, kv_cache, cache, metadata, slots, out)
+        return out
+
+    def _forward_bf16(
+        self, q: Any, kv_cache: Any, cache: Array, metadata: SparseMLAMetadata, slots: Any, out: Any
+    ) -> None:
+        num_blocks, block_size, d_qk = cache.shape
+        flat = num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1]
+        if flat and metadata.max_query_len > 1 + self.config.num_speculative_tokens:
+            rows = kv_cache.reshape(num_blocks * block_size, 1, d_qk)
+            sparse_prefill(q, rows, slots[:, None], self.scale, out=out)
+        else:
+            sparse_decode(q[:, None], kv_cache, slots[:, None], self.scale, out=out[:, None])
+
+    def _forward_separate(
+        self, q: Any, kv_cache: Any, batch: FP8SeparatePrefillDecode, slots: Any, workspace: Any, out: Any
+    ) -> None:
+        if batch.decode is not None:
+            end = batch.num_decode_tokens
+            decodes = end // batch.decode.decode_query_len  # requests without tokens have no row
+            self._decode(
+                reshape_query_for_spec_decode(q[:end], decodes),
+                kv_cache,
+                reshape_query_for_spec_decode(slots[:end], decodes),
+                batch.decode.kernel_metadata,
+                reshape_query_for_spec_decode(out[:end], decodes),
+            )
+        if batch.prefill is not None:
+            self._prefill(q, kv_cache, batch.prefill, slots, workspace, out)
+
+    def _decode(self, q: Any, kv_cache: Any, slots: Any, kernel: FP8KernelMetadata, out: Any) -> None:
+        """q and out [b, s, h, d], slots [b, s, topk]."""
+        if kernel.num_splits is None:
+            kernel.num_splits = plan_splits(q, slots)
+        sparse_decode(q, kv_cache, slots, self.scale, out=out, num_splits=kernel.num_splits)
+
+    def _prefill(
+        self, q: Any, kv_cache: Any, prefill: FP8PrefillMetadata, slots: Any, workspace: Any, out: Any
+    ) -> None:
+        for chunk in prefill.chunks:
+            rows, tokens = workspace[: chunk.chunk_tot_seqlen], chunk.tokens_slice
+            cp_gather_and_upconvert_fp8_kv_cache(
+                kv_cache, rows, chunk.block_table, chunk.seq_lens, chunk.workspace_starts
+            )
+            sparse_prefill(q[tokens], rows[:, None], slots[tokens][:, None], self.scale, out=out[tokens])
+
+    def _scratch(self, tokens: int, with_q: bool, rows: int) -> list[Any]:
+        """Room for a concatenated query (or none), slots, and gathered rows."""
+        config = self.config
+        return self.workspace.get_simultaneous(
+            ((tokens if with_q else 0, config.num_heads, config.d_qk), BFLOAT16),
+            ((tokens, config.topk), INT32),
+            ((rows, config.d_qk), BFLOAT16),
+        )
+
+    def _check(self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any) -> tuple[Place, Array]:
+        """What the operations below cannot know: that arguments fit the config and the batch."""
+        config, tokens = self.config, metadata.num_actual_tokens
+        place, (cache, topk) = bind(kv_cache=kv_cache, topk_indices=topk_indices)
+        if place != self.workspace.place:
+            raise ValueError(f"kv_cache: expected it where the workspace is, {self.workspace.place}, got {place}")
+        parts = zip(("ql_nope", "q_pe"), (512, 64), q, strict=True) if isinstance(q, tuple) else [("q", config.d_qk, q)]
+        for name, width, part in parts:
+            place.admit(Array(name, part)).require(BFLOAT16, tokens, config.num_heads, width)
+        topk.require(INT32, tokens, config.topk)
+        if len(cache.shape) == 4:
+            cache.without_axis(2)
+        dtypes = QUANTIZED if config.layout.quantized else BFLOAT16
+        return place, cache.require(dtypes, "num_blocks", config.block_size, config.layout.last_axis)

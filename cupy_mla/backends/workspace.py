@@ -1,0 +1,64 @@
+"""Scratch memory that the layers of a model share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, Place, aligned_up, as_dtype
+
+ALIGNMENT = 256  # bytes, of every view
+
+
+class Workspace:
+    """Hands out views of one allocation that grows to the largest request.
+
+    The views of one call do not overlap; those of different calls do, so contents last until the next call only.
+    A captured CUDA graph keeps the addresses it saw: reserve the largest request first, then `lock`.
+
+    Args:
+        place: where the memory lives, (kind of array, device); see `SparseMLAMetadataBuilder`.
+    """
+
+    def __init__(self, place: tuple[str, int]) -> None:
+        self.place = Place(*place)
+        self.locked = False
+        self._whole: Any = None
+        self._start = 0  # bytes to the first aligned address
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that can be handed out at once without growing."""
+        return self._size
+
+    def lock(self) -> None:
+        """From now on growing is an error."""
+        self.locked = True
+
+    def get_simultaneous(self, *specs: tuple[tuple[int, ...], Any]) -> list[Any]:
+        """Views of the allocation, one for each (shape, dtype), that do not overlap; contents are arbitrary.
+
+        Raises:
+            RuntimeError: the workspace is locked and too small.
+        """
+        described = [(shape, as_dtype(dtype)) for shape, dtype in specs]
+        starts, size = [], 0
+        for shape, dtype in described:
+            starts.append(size)
+            size = aligned_up(size + math.prod(shape) * dtype.itemsize, ALIGNMENT)
+        if size > self._size:
+            self._grow(size)
+        return [
+            self.place.carve(self._whole, self._start + start, shape, dtype)
+            for start, (shape, dtype) in zip(starts, described, strict=True)
+        ]
+
+    def _grow(self, size: int) -> None:
+        if self.locked:
+            raise RuntimeError(f"the workspace is locked at {self._size} bytes, {size} were asked for")
+        self._whole = self.place.empty((size + ALIGNMENT,), np.dtype(np.uint8))
+        self._start = -Array("workspace", self._whole).ptr % ALIGNMENT
+        self._size = size

@@ -1,0 +1,350 @@
+"""The V3.2 backend: its three paths against float64 attention over the chosen rows of the same batch.
+
+The cache's rows are such that FP8 holds them exactly (e4m3 codes under power-of-two scales), so that all paths and the
+oracle see the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_mla import SparseMLAConfig
+from cupy_mla.arrays import Array, Place
+from cupy_mla.backends.sparse_mla import SparseMLABackend, SparseMLAImpl
+from cupy_mla.backends.workspace import Workspace
+from cupy_mla.metadata.batch import BatchMetadata
+from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
+from tests import oracle
+from tests.cases import normal
+from tests.kinds import BF16, NumPy, gapped, poisoned
+
+BLOCK_SIZE, MAX_MODEL_LEN, TOPK = 8, 48, 20
+SCALE = 0.07
+PATHS = ("bf16", "mixed", "separate")
+UNIFORM_DECODE = {0: [1, 1, 1], 1: [2, 2]}
+
+
+def exact_rows(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """n latent rows that e4m3 under power-of-two scales holds exactly: bf16 [n, 576] and V32_FP8 bytes [n, 656]."""
+    scales = np.ldexp(np.float32(1), rng.integers(-3, 1, (n, 4)))
+    codes = rng.standard_normal((n, 512)).astype(ml_dtypes.float8_e4m3fn)
+    rope = normal(rng, n, 64)
+    values = codes.astype(np.float32) * np.repeat(scales, 128, axis=1)
+    rows = np.concatenate([values.astype(BF16), rope], axis=1)
+    packed = [codes.view(np.uint8), scales.astype("<f4").view(np.uint8), rope.view(np.uint8)]
+    return rows, np.concatenate(packed, axis=1)
+
+
+@dataclass
+class Step:
+    """One step's batch, its query, and the rows of both caches; all slots that hold no token are NaN."""
+
+    batch: BatchMetadata
+    q: np.ndarray  # [T, h, 576]
+    topk_indices: np.ndarray
+    caches: dict[str, np.ndarray]  # by cache layout
+    want: np.ndarray  # float64 [T, h, 512]
+
+
+def make_step(
+    rng: np.random.Generator,
+    heads: int,
+    query_lens: list[int],
+    seq_lens: list[int] | None = None,
+    *,
+    block_gap: int = 0,
+) -> Step:
+    requests, tokens = len(query_lens), sum(query_lens)
+    if seq_lens is None:
+        seq_lens = [int(rng.integers(max(n, 1), MAX_MODEL_LEN + 1)) for n in query_lens]
+    width = -(-MAX_MODEL_LEN // BLOCK_SIZE)
+    num_blocks = requests * width + 1
+    table = rng.permutation(num_blocks)[: requests * width].reshape(requests, width)
+    bf16 = gapped(poisoned((num_blocks, BLOCK_SIZE, 576), BF16), 0, block_gap)
+    fp8 = gapped(poisoned((num_blocks, BLOCK_SIZE, 656), np.uint8), 0, block_gap)
+    q = normal(rng, tokens, heads, 576)
+    topk_indices = np.full((tokens, TOPK), -1, np.int32)
+    slots, positions, want = [], [], np.empty((tokens, heads, 512))
+    for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        rows, packed = exact_rows(rng, seq_len)
+        block, offset = table[r, np.arange(seq_len) // BLOCK_SIZE], np.arange(seq_len) % BLOCK_SIZE
+        bf16[block, offset], fp8[block, offset] = rows, packed
+        for position in range(seq_len - query_len, seq_len):
+            t = len(positions)
+            chosen = rng.permutation(position + 1)[:TOPK]
+            if rng.random() < 0.1:
+                chosen = chosen[:0]
+            places = rng.permutation(TOPK)[: len(chosen)]  # -1 anywhere, not at the end alone
+            topk_indices[t, places] = chosen
+            want[t], _, _ = oracle.attend(q[t], rows[chosen].astype(np.float64), SCALE, None)
+            slots.append(int(block[position]) * BLOCK_SIZE + int(offset[position]))
+            positions.append(position)
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(int)
+    batch = BatchMetadata(starts, seq_lens, table, slots, positions)
+    return Step(batch, q, topk_indices, {"bf16": bf16, "v32_fp8": fp8}, want)
+
+
+class Engine:
+    """Builder and backend of one path over one kind of array."""
+
+    def __init__(self, kind, path: str, heads: int, speculative: int = 0) -> None:
+        self.kind = kind
+        self.path = path
+        self.layout = "bf16" if path == "bf16" else "v32_fp8"
+        config = SparseMLAConfig(
+            heads, cache_layout=self.layout, topk=TOPK, block_size=BLOCK_SIZE, max_num_seqs=16,
+            max_num_batched_tokens=80, max_model_len=MAX_MODEL_LEN, num_speculative_tokens=speculative,
+        )  # fmt: skip
+        place = Place.of(kind.put(np.zeros(1, np.float32)))
+        below = {"mixed": 129, "separate": 0, "bf16": 32}[path]
+        self.builder = SparseMLAMetadataBuilder(config, place, mixed_below_heads=below)
+        self.workspace = Workspace(place)
+        self.impl = SparseMLAImpl(config, SCALE, self.workspace)
+        self.workspace.lock()
+
+    def poison_workspace(self) -> None:
+        self.workspace.get_simultaneous(((self.workspace.size,), np.uint8))[0][...] = 0xFF
+
+    def run(self, step: Step, *, pair: bool = False, out: np.ndarray | None = None) -> np.ndarray:
+        put = self.kind.put
+        metadata = self.builder.build(step.batch)
+        q = (put(step.q)[..., :512], put(step.q[..., 512:].copy())) if pair else put(step.q)
+        self.poison_workspace()
+        there = put(out)
+        got = self.impl.forward_mqa(q, put(step.caches[self.layout]), metadata, put(step.topk_indices), out=there)
+        assert self.kind.is_mine(got)
+        assert there is None or got is there
+        return self.kind.take(got)
+
+
+def assert_result(got: np.ndarray, want: np.ndarray) -> None:
+    if got.size:
+        oracle.assert_close(got, want, "prefill out")
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 64, 128])
+@pytest.mark.parametrize("speculative", [0, 1])
+def test_paths_agree(kind, rng, heads: int, speculative: int) -> None:
+    """Decodes and prefills in one batch; the prefills' sequences take more than one chunk of the workspace."""
+    decodes = UNIFORM_DECODE[speculative]
+    query_lens = [*decodes, *rng.integers(3, 9, 9).tolist()]
+    seq_lens = rng.integers(30, MAX_MODEL_LEN + 1, len(query_lens)).tolist()
+    step = make_step(rng, heads, query_lens, seq_lens)
+    results = {}
+    for path in PATHS:
+        engine = Engine(kind, path, heads, speculative)
+        results[path] = engine.run(step)
+        assert_result(results[path], step.want)
+    separate = engine.builder.build(step.batch).fp8_extra_metadata
+    assert separate.num_decodes == len(decodes)
+    assert len(separate.prefill.chunks) > 1
+    for path in PATHS[1:]:
+        assert_result(results[path], results["bf16"].astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "chunks"), [([48] * 5 + [9], [5, 1]), ([48] * 4 + [47, 9], [5, 1]), ([48] * 4 + [40, 9], [5, 1]),
+                             ([48] * 4 + [40, 8], [6]), ([48] * 10, [5, 5])],
+)  # fmt: skip
+def test_chunk_boundaries(kind, rng, seq_lens: list[int], chunks: list[int]) -> None:
+    """Prefills that fill the workspace of 240 rows exactly, leave a row, and pass it by one."""
+    step = make_step(rng, 16, [4] * len(seq_lens), seq_lens)
+    engine = Engine(kind, "separate", 16)
+    built = engine.builder.build(step.batch).fp8_extra_metadata
+    assert [len(chunk.seq_lens) for chunk in built.prefill.chunks] == chunks
+    assert_result(engine.run(step), step.want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "query_lens", [[], [1], [7], [1] * 5, [5, 5], [1, 1, 6, 3], [2, 2], [2, 2, 0, 0], [1, 0, 4], [0, 0]], ids=str
+)
+def test_every_kind_of_batch(kind, rng, path: str, query_lens: list[int]) -> None:
+    engine = Engine(kind, path, 8, speculative=1)
+    step = make_step(rng, 8, query_lens)
+    assert_result(engine.run(step), step.want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_steps_one_after_the_other(kind, rng, path: str) -> None:
+    """The same builder and workspace serve batches of changing shapes; the workspace was reserved for all of them."""
+    engine = Engine(kind, path, 16)
+    for query_lens in ([1] * 12, [1, 20, 30], [40, 40], [1]):
+        step = make_step(rng, 16, query_lens)
+        assert_result(engine.run(step), step.want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_query_in_two_parts(kind, rng, path: str) -> None:
+    step = make_step(rng, 5, [1, 1, 6])
+    engine = Engine(kind, path, 5)
+    whole, parts = engine.run(step), engine.run(step, pair=True)
+    np.testing.assert_array_equal(parts.view(np.uint16), whole.view(np.uint16))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_strides(kind, rng, path: str) -> None:
+    """A block stride beyond the block, a query with gaps, an output with gaps that stay as they were."""
+    step = make_step(rng, 3, [1, 1, 6, 30], block_gap=16)
+    step.q = gapped(step.q, 0, 2, 24)
+    out = gapped(poisoned((38, 3, 512), BF16), 0, 1, 8)
+    engine = Engine(kind, path, 3)
+    assert_result(engine.run(step, out=out), step.want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_cache_with_a_head_axis(kind, rng, path: str) -> None:
+    step = make_step(rng, 3, [1, 5])
+    engine = Engine(kind, path, 3)
+    step.caches = {name: cache[:, :, None] for name, cache in step.caches.items()}
+    assert_result(engine.run(step), step.want)
+
+
+def test_hostile_indices(kind, rng) -> None:
+    """Positions beyond the sequence's blocks and far beyond everything count for nothing."""
+    step = make_step(rng, 4, [1, 1, 5])
+    empty = step.topk_indices == -1
+    step.topk_indices[empty] = rng.choice([-1, -(2**31), 2**31 - 1, MAX_MODEL_LEN], empty.sum())
+    for path in PATHS:
+        assert_result(Engine(kind, path, 4).run(step), step.want)
+
+
+def test_errors(rng) -> None:
+    step = make_step(rng, 4, [1, 5])
+    engine = Engine(NumPy(), "separate", 4)
+    good = {
+        "q": step.q, "kv_cache": step.caches["v32_fp8"], "metadata": engine.builder.build(step.batch),
+        "topk_indices": step.topk_indices,
+    }  # fmt: skip
+    cases = [
+        ({"q": step.q[:5]}, ValueError, r"q: expected shape \[6, 4, 576\]"),
+        ({"q": step.q[:, :3]}, ValueError, r"q: expected shape \[6, 4, 576\]"),
+        ({"q": (step.q[..., :512], step.q[..., 500:])}, ValueError, r"q_pe: expected shape \[6, 4, 64\]"),
+        ({"kv_cache": step.caches["bf16"]}, TypeError, "kv_cache: expected dtype uint8 or float8_e4m3fn"),
+        ({"kv_cache": step.caches["v32_fp8"][:, :4]}, ValueError, r"kv_cache: expected shape \[num_blocks, 8, 656\]"),
+        ({"topk_indices": step.topk_indices[:, :19]}, ValueError, r"topk_indices: expected shape \[6, 20\]"),
+        ({"out": np.zeros((6, 4, 576), BF16)}, ValueError, r"out: expected shape \[6, 4, 512\]"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            engine.impl.forward_mqa(**{**good, **change})
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="topk_indices: expected a numpy array"):
+        engine.impl.forward_mqa(**{**good, "topk_indices": torch.from_numpy(step.topk_indices)})
+    with pytest.raises(ValueError, match="kv_cache: expected it where the workspace is"):
+        engine.impl.forward_mqa(**{
+            **good, "topk_indices": torch.from_numpy(step.topk_indices),
+            "kv_cache": torch.from_numpy(step.caches["v32_fp8"].copy()),
+        })  # fmt: skip
+    with pytest.raises(ValueError, match=r"config: expected V3\.2 layers"):
+        SparseMLAImpl(SparseMLAConfig(4, d_qk=512), SCALE, engine.workspace)
+
+
+def test_what_the_backend_answers() -> None:
+    backend = SparseMLABackend
+    assert backend.is_mla()
+    assert backend.is_sparse()
+    assert backend.supports_block_size(64)
+    assert not backend.supports_block_size(0)
+    assert not backend.supports_compute_capability(7, 5)
+    assert all(backend.supports_compute_capability(*c) for c in ((8, 0), (8, 9), (9, 0), (12, 0)))
+    assert backend.get_kv_cache_shape(7, 64) == (7, 64, 576)
+    assert backend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
+    assert backend.get_kv_cache_shape(7, 64, 1, 512, "bfloat16") == (7, 64, 512)
+    assert backend.get_kv_cache_shape(7, 64, 1, 512, "fp8_ds_mla") == (7, 64, 584)
+    assert backend.get_builder_cls() is SparseMLAMetadataBuilder
+    assert backend.get_impl_cls() is SparseMLAImpl
+    for arguments, message in (
+        ((7, 64, 2), "num_kv_heads must be 1"),
+        ((7, 64, 1, 128), "head_size must be one of"),
+        ((7, 64, 1, 576, "fp8"), "cache_dtype must be one of"),
+        ((7, 0), "block_size must be >= 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            backend.get_kv_cache_shape(*arguments)
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"), [([2] * 6, None), ([2, 2, 5, 3], [20, 9, 48, 31])], ids=["decode", "prefill"]
+)
+def test_a_captured_step_gives_the_same_bits(
+    kind, rng, path: str, query_lens: list[int], seq_lens: list[int] | None
+) -> None:
+    """Captured once, replayed with other batches of the same shapes in the same buffers, against eager runs."""
+    if not kind.on_gpu:
+        pytest.skip("CUDA graphs")
+    engine = Engine(kind, path, 16, speculative=1)
+    steps = [make_step(rng, 16, query_lens, seq_lens) for _ in range(3)]
+    q, topk, cache, out = (
+        kind.put(a) for a in (
+            steps[0].q, steps[0].topk_indices, steps[0].caches[engine.layout], poisoned((12, 16, 512), BF16)
+        )
+    )  # fmt: skip
+    metadata = engine.builder.build(steps[0].batch)
+
+    def forward() -> None:
+        engine.impl.forward_mqa((q[..., :512], q[..., 512:]), cache, metadata, topk, out=out)
+
+    replay = capture(kind, forward)
+    for step in steps:
+        engine.builder.build(step.batch)
+        q[...], topk[...] = kind.put(step.q), kind.put(step.topk_indices)
+        cache[...] = kind.put(step.caches[engine.layout])
+        out[...] = 0
+        replay()
+        replayed = kind.take(out).copy()
+        assert_result(replayed, step.want)
+        np.testing.assert_array_equal(engine.run(step).view(np.uint16), replayed.view(np.uint16))
+
+
+def capture(kind, forward):
+    """Capture a call into a CUDA graph, after a warm-up; returns what replays it on the current stream."""
+    if kind.name == "torch_cuda":
+        torch = kind.torch
+        forward()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        return graph.replay
+    import cupy
+
+    # What a captured call allocates for itself is reused at every replay: a pool of its own keeps others out of it.
+    pool = cupy.cuda.MemoryPool()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        forward()
+        stream.synchronize()
+        stream.begin_capture()
+        forward()
+        graph = stream.end_capture()
+
+    def replay() -> None:
+        graph.launch(cupy.cuda.get_current_stream())
+        assert pool is not None
+
+    return replay
+
+
+def test_addresses_survive_steps(kind, rng) -> None:
+    """What a captured step reads and writes stays in its place from step to step."""
+    engine = Engine(kind, "separate", 4)
+    addresses = set()
+    for query_lens in ([1, 1, 5, 5], [1, 1, 5, 5]):
+        step = make_step(rng, 4, query_lens)
+        metadata = engine.builder.build(step.batch)
+        engine.run(step)
+        scratch = engine.impl._scratch(12, True, 96)
+        prefill = metadata.fp8_extra_metadata.prefill
+        arrays = (metadata.block_table, metadata.req_id_per_token, prefill.request_ids, *scratch)
+        addresses.add(tuple(Array("x", a).ptr for a in arrays))
+    assert len(addresses) == 1

@@ -1,0 +1,55 @@
+"""The workspace: views that do not overlap, aligned, of an allocation that grows unless it is locked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla.arrays import Array, Place
+from cupy_mla.backends.workspace import Workspace
+from tests.kinds import BF16
+
+
+def workspace_of(kind) -> Workspace:
+    return Workspace(Place.of(kind.put(np.zeros(1, np.float32))))
+
+
+def test_views_do_not_overlap(kind) -> None:
+    specs = (((3, 5), np.float32), ((0, 7), BF16), ((9,), np.int64), ((2, 2, 2), BF16))
+    views = workspace_of(kind).get_simultaneous(*specs)
+    assert [tuple(v.shape) for v in views] == [(3, 5), (0, 7), (9,), (2, 2, 2)]
+    for i, view in enumerate(views):
+        assert kind.is_mine(view)
+        assert Array("view", view).ptr % 256 == 0 or 0 in view.shape
+        view[...] = i
+    for i, view in enumerate(views):
+        assert (kind.take(view) == i).all()
+    assert [kind.take(v).dtype for v in views] == [np.float32, BF16, np.int64, BF16]
+
+
+def test_it_grows_and_keeps_its_place(kind) -> None:
+    workspace = workspace_of(kind)
+    assert workspace.size == 0
+    (large,) = workspace.get_simultaneous(((1000,), np.float32))
+    assert workspace.size == 4096
+    start = Array("large", large).ptr
+    for shape in ((10,), (1024,)):
+        (again,) = workspace.get_simultaneous((shape, np.float32))
+        assert Array("again", again).ptr == start
+    workspace.get_simultaneous(((1025,), np.float32))
+    assert workspace.size > 4096
+
+
+def test_a_locked_workspace_does_not_grow(kind) -> None:
+    workspace = workspace_of(kind)
+    workspace.get_simultaneous(((100,), np.float32))
+    workspace.lock()
+    assert len(workspace.get_simultaneous(((50,), np.float32), ((50,), np.uint8))) == 2
+    with pytest.raises(RuntimeError, match="the workspace is locked at 512 bytes, 768 were asked for"):
+        workspace.get_simultaneous(((150,), np.float32))
+
+
+def test_torch_dtypes() -> None:
+    torch = pytest.importorskip("torch")
+    (view,) = Workspace(("torch", -1)).get_simultaneous(((3, 4), torch.bfloat16))
+    assert view.dtype == torch.bfloat16
