@@ -2,30 +2,63 @@
 
 from . import flash_mla, layouts
 from ._version import __version__
-from .arrays import cuda_available, to_cupy, to_numpy, to_torch
+from .arrays import Place, cuda_available, to_cupy, to_numpy, to_torch
+from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
+from .backends.workspace import Workspace
 from .config import SparseMLAConfig
 from .flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from .metadata.batch import (
+    BatchMetadata,
+    prefill_workspace_size,
+    reshape_attn_output_for_spec_decode,
+    reshape_query_for_spec_decode,
+    split_decodes_and_prefills,
+    split_prefill_chunks,
+)
+from .metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from .ops.absorb import absorb_q, split_kv_b_proj, v_up_proj
 from .ops.attention import plan_splits, sparse_decode, sparse_prefill
 from .ops.cache import concat_and_cache_mla, quantize_and_insert_k_cache
+from .ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
+from .ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
+from .ops.indices import convert_req_index_to_global_index
+from .ops.quant import dynamic_per_batched_tensor_quant
 
 __all__ = [
+    "BatchMetadata",
     "FlashMLASchedMeta",
+    "Place",
+    "SparseMLABackend",
     "SparseMLAConfig",
+    "SparseMLAImpl",
+    "SparseMLAMetadata",
+    "SparseMLAMetadataBuilder",
+    "Workspace",
     "__version__",
     "absorb_q",
     "concat_and_cache_mla",
+    "concat_mla_q",
+    "convert_req_index_to_global_index",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_indexer_k_quant_cache",
     "cuda_available",
+    "dynamic_per_batched_tensor_quant",
     "flash_mla",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
+    "indexer_k_quant_and_cache",
     "layouts",
     "plan_splits",
+    "prefill_workspace_size",
     "quantize_and_insert_k_cache",
+    "reshape_attn_output_for_spec_decode",
+    "reshape_query_for_spec_decode",
     "sparse_decode",
     "sparse_prefill",
+    "split_decodes_and_prefills",
     "split_kv_b_proj",
+    "split_prefill_chunks",
     "to_cupy",
     "to_numpy",
     "to_torch",
