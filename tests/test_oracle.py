@@ -25,6 +25,7 @@ def test_e4m3_codes_are_those_of_ml_dtypes(rng):
     assert oracle.e4m3_code(np.array([np.nan]))[0] & 0x7F == 0x7F
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # signalling NaN
 def test_bf16_values_are_those_of_ml_dtypes():
     every = np.arange(2**16, dtype=np.uint16)
     theirs = every.view(ml_dtypes.bfloat16).astype(np.float64)
