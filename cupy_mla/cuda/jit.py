@@ -194,7 +194,8 @@ class Kernel:
                 if "nvrtc" not in str(error).lower():
                     raise
                 raise RuntimeError(
-                    "NVRTC, which compiles the kernels, was not found: pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
+                    "NVRTC, which compiles the kernels, was not found: "
+                    "pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
                 ) from error
             if self.shared_bytes > 48 * 1024:
                 kernel.max_dynamic_shared_size_bytes = self.shared_bytes

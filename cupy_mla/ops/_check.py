@@ -59,12 +59,12 @@ def require_cache(cache: Array, layout: Layout, alignment: int = 16) -> Array:
             f"{cache.name}: tokens of a block must lie {layout.token_bytes} bytes apart, got {cache.strides[1] * size}"
         )
     if layout.quantized and num_blocks > 1 and cache.strides[0] < layout.token_bytes * block_size:
-        raise ValueError(
-            f"{cache.name}: block stride must be at least {layout.token_bytes * block_size} bytes, got {cache.strides[0]}"
-        )
+        least = layout.token_bytes * block_size
+        raise ValueError(f"{cache.name}: block stride must be at least {least} bytes, got {cache.strides[0]}")
     if layout.quantized and (cache.ptr % alignment or (num_blocks > 1 and cache.strides[0] % alignment)):
         raise ValueError(
             f"{cache.name}: start and block stride must be multiples of {alignment} bytes (writers of {layout.name} "
-            f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), got stride {cache.strides[0]}"
+            f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), "
+            f"got stride {cache.strides[0]}"
         )
     return cache
