@@ -12,7 +12,7 @@ The indexer chooses rows by score, and among random weights many scores are near
 row is chosen. So everything runs twice, once with all models on the rows that the float32 model chose, which shows the
 attention's own error, and once with each on the rows that its own indexer chooses, which is what a user gets.
 
-    python examples/02_transformers_deepseek_v32.py [--text FILE] [--prompt 1024] [--new 32] [--seed 0]
+    python examples/02_transformers_deepseek_v32.py [--text FILE] [--prompt 768] [--new 32] [--seed 0]
 
 Ends with an error when ours with the bf16 cache is further from float32 than `BOUND` times eager bfloat16.
 """
@@ -37,7 +37,7 @@ BOUND = 1.25
 BLOCK_SIZE = 64
 CONFIG = {
     "vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 3, "first_k_dense_replace": 3,
-    "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 256,
+    "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 256,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     "index_n_heads": 8, "index_topk": 64,
     "initializer_range": 0.05,  # large enough that some rows clearly weigh more than others
@@ -172,7 +172,7 @@ class Comparison:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, default=Path(__file__).resolve().parent.parent / "README.md")
-    parser.add_argument("--prompt", type=int, default=1024, help="bytes of the text that are prefilled")
+    parser.add_argument("--prompt", type=int, default=768, help="bytes of the text that are prefilled")
     parser.add_argument("--new", type=int, default=32, help="tokens that are decoded")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the cache's blocks")
     arguments = parser.parse_args()

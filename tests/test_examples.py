@@ -24,7 +24,10 @@ needs_transformers = pytest.mark.skipif(
 
 def python(*arguments: str) -> str:
     """What a fresh interpreter prints that finds this checkout; fails with what it complained of."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_WAIT_POLICY": "passive",  # torch's threads spin otherwise, which takes minutes on a busy machine
+    }
     result = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
