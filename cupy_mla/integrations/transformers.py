@@ -64,8 +64,10 @@ class PagedLatentLayer(DynamicIndexedLayer):
         return self.kv_cache, self.block_table
 
     def reset(self) -> None:
-        super().reset()
+        """Forget all tokens; the blocks stay as they are and will be written over."""
         self.length = 0
+        self.indexer_keys = None  # dropped, since they grow by concatenation (transformers 5.17 keeps them)
+        self.is_indexer_initialized = False
 
     def get_seq_length(self) -> int:
         return self.length
