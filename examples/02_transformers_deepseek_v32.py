@@ -197,7 +197,7 @@ def main() -> None:
     comparison = Comparison(prompt, new, device)
     own, rows = comparison.follow(tokens, prompt, None)
     same, _ = comparison.follow(tokens, prompt, rows[YARDSTICK])
-    print(f"\nLogits, every run on the rows that {YARDSTICK} chose")
+    print(f"\nLogits (the largest is {same[YARDSTICK].abs().max():.2f}), every run on the rows that {YARDSTICK} chose")
     show_logits(same, prompt)
     print("\nLogits, every run on the rows that its own indexer chose")
     show_logits(own, prompt)
