@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Iterator
 from functools import cache, lru_cache
@@ -10,8 +11,8 @@ from functools import cache, lru_cache
 import numpy as np
 
 from ..arrays import Array, Place
-from ..layouts import ATTENTION_LAYOUTS, D_V, Layout, by_name
-from .jit import Kernel, num_sms
+from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, Layout, by_name
+from .jit import Kernel, compute_capability, num_sms
 from .schedule import best_splits
 
 STEP_ROWS = 32  # rows of one main-loop step; kernels_cu/attention/sparse_portable.cu
@@ -24,6 +25,8 @@ SHAPES = {16: (1, 2, 2), 32: (2, 2, 1), 64: (4, 1, 1)}
 SPILL_BYTES = 96
 
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT = 1, 2, 4
+
+TILE_ROWS = SM90_HEADS = 64  # kernels_cu/attention/sparse_prefill_sm90.cu
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
 _SOURCE = "3Q5q2i"
@@ -58,6 +61,24 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
     )
 
 
+@cache
+def prefill_sm90_kernel(layout: Layout) -> Kernel:
+    """The Hopper prefill kernel for rows of one width."""
+    tile = TILE_ROWS * 2 * layout.d_qk
+    p_tiles = 0 if layout.d_qk > D_V else 2 * TILE_ROWS * 128
+    small = 10 * 8 + 2 * TILE_ROWS + (2 + 8) * SM90_HEADS * 4  # struct Small of the kernel
+    shared = 3 * tile + p_tiles + small
+    return Kernel(
+        "attention/sparse_prefill_sm90.cu",
+        "sparse_prefill",
+        {**layout.defines(), "EXPECTED_SHARED_BYTES": shared},
+        threads=384,
+        shared_bytes=shared,
+        archs=("90a",),
+        target="90a",
+    )
+
+
 @lru_cache(maxsize=1)
 def combine_kernel() -> Kernel:
     """The kernel that merges split results; it does not depend on the layout."""
@@ -70,6 +91,13 @@ def kernels() -> Iterator[Kernel]:
         for heads in SHAPES:
             yield attention_kernel(layout, heads)
     yield combine_kernel()
+    for layout in (BF16_576, BF16_512):
+        yield prefill_sm90_kernel(layout)
+
+
+def use_sm90(device: int) -> bool:
+    """True where the kernels for sm_90a run: on Hopper, unless CUPY_MLA_KERNELS=portable asks for the others."""
+    return compute_capability(device) == 90 and os.environ.get("CUPY_MLA_KERNELS") != "portable"
 
 
 def plan_splits(place: Place, num_queries: int, h_q: int, rows: int) -> int:
@@ -95,12 +123,21 @@ def sparse_prefill(
     row_stride = 2 * kv.strides[0]
     rows = (kv.ptr, indices.ptr, length.ptr if length else 0, 0, row_stride, indices.strides[0], 0, kv.shape[0])
     source = (*rows, indices.shape[1], max(kv.shape[0], 1))
-    _launch(
-        place, by_name("bf16", d_qk), (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
+    layout, sms = by_name("bf16", d_qk), num_sms(place.device)
+    work = s_q * -(-h_q // SM90_HEADS)
+    hopper = use_sm90(place.device) and kv.aligned(16) and q.aligned(16) and work >= sms // 2
+    num_splits = 1 if hopper else plan_splits(place, s_q, h_q, indices.shape[1])
+    call = _Call(
+        place, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
         q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
-        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale,
-        plan_splits(place, s_q, h_q, indices.shape[1]),
+        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale, num_splits,
     )  # fmt: skip
+    if s_q == 0:
+        return
+    if hopper:
+        prefill_sm90_kernel(layout).launch(place, (min(work, sms), 1, 1), call.params)
+    else:
+        call.launch_portable(layout)
 
 
 def sparse_decode(
@@ -123,11 +160,13 @@ def sparse_decode(
     b, s_q, h_q, _ = q.shape
     main = _paged(cache, indices, length)
     second = _NO_SOURCE if extra is None or extra_indices is None else _paged(extra, extra_indices, extra_length)
-    _launch(
-        place, layout, (b, s_q, h_q), main, second, cache.aligned(16) and (extra is None or extra.aligned(16)),
+    call = _Call(
+        place, (b, s_q, h_q), main, second, cache.aligned(16) and (extra is None or extra.aligned(16)),
         q, q.strides[:3], out, out.strides[:3],
         lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits,
     )  # fmt: skip
+    if b * s_q > 0:
+        call.launch_portable(layout)
 
 
 def _paged(cache: Array, indices: Array, length: Array | None) -> tuple[int, ...]:
@@ -140,42 +179,46 @@ def _paged(cache: Array, indices: Array, length: Array | None) -> tuple[int, ...
     )  # fmt: skip
 
 
-def _launch(
-    place: Place,
-    layout: Layout,
-    batch: tuple[int, int, int],
-    main: tuple[int, ...],
-    extra: tuple[int, ...],
-    aligned_rows: bool,
-    q: Array,
-    q_strides: tuple[int, ...],
-    out: Array,
-    out_strides: tuple[int, ...],
-    lse: Array,
-    max_logits: Array | None,
-    lse_strides: tuple[int, ...],
-    sink: Array | None,
-    sm_scale: float,
-    num_splits: int,
-) -> None:
-    b, s_q, h_q = batch
-    queries = b * s_q
-    if queries == 0:
-        return
-    parts: list[Array] = []
-    if num_splits > 1:
-        shape = (num_splits, queries, h_q)
-        parts = [place.output(name, None, shape, np.dtype(np.float32)) for name in ("part_lse", "part_max")]
-        parts.append(place.output("part_out", None, (*shape, D_V), np.dtype(np.float32)))
-    part_lse, part_max, part_out = (p.ptr for p in parts) if parts else (0, 0, 0)
-    flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
-    params = _PARAMS.pack(
-        *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
-        lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,
-        part_out, part_lse, part_max if max_logits else 0,
-        sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, h_q, queries, num_splits, flags,
-    )  # fmt: skip
-    heads = block_heads(h_q)
-    attention_kernel(layout, heads).launch(place, (queries * -(-h_q // heads), num_splits, 1), params)
-    if num_splits > 1:
-        combine_kernel().launch(place, (queries * h_q, 1, 1), params)
+class _Call:
+    """One call's parameters, packed, and the memory for partial results that they point to."""
+
+    def __init__(
+        self,
+        place: Place,
+        batch: tuple[int, int, int],
+        main: tuple[int, ...],
+        extra: tuple[int, ...],
+        aligned_rows: bool,
+        q: Array,
+        q_strides: tuple[int, ...],
+        out: Array,
+        out_strides: tuple[int, ...],
+        lse: Array,
+        max_logits: Array | None,
+        lse_strides: tuple[int, ...],
+        sink: Array | None,
+        sm_scale: float,
+        num_splits: int,
+    ) -> None:
+        b, s_q, self.h_q = batch
+        self.place, self.queries, self.num_splits = place, b * s_q, num_splits
+        self.parts: list[Array] = []
+        if num_splits > 1:
+            shape = (num_splits, self.queries, self.h_q)
+            self.parts = [place.output(name, None, shape, np.dtype(np.float32)) for name in ("part_lse", "part_max")]
+            self.parts.append(place.output("part_out", None, (*shape, D_V), np.dtype(np.float32)))
+        part_lse, part_max, part_out = (p.ptr for p in self.parts) if self.parts else (0, 0, 0)
+        flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
+        self.params = _PARAMS.pack(
+            *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
+            lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,
+            part_out, part_lse, part_max if max_logits else 0,
+            sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags,
+        )  # fmt: skip
+
+    def launch_portable(self, layout: Layout) -> None:
+        heads = block_heads(self.h_q)
+        blocks = self.queries * -(-self.h_q // heads)
+        attention_kernel(layout, heads).launch(self.place, (blocks, self.num_splits, 1), self.params)
+        if self.num_splits > 1:
+            combine_kernel().launch(self.place, (self.queries * self.h_q, 1, 1), self.params)

@@ -240,6 +240,12 @@ def num_sms(device: int) -> int:
     return _properties(device)["multiProcessorCount"]
 
 
+def compute_capability(device: int) -> int:
+    """10 times the compute capability of a GPU, e.g. 90."""
+    properties = _properties(device)
+    return 10 * properties["major"] + properties["minor"]
+
+
 @cache
 def _properties(device: int) -> dict[str, Any]:
     return _runtime().getDeviceProperties(device)

@@ -1,0 +1,463 @@
+// Sparse prefill on Hopper: bf16 rows, wgmma, one persistent block an SM, 64 heads of one query at a time.
+//
+// Three warpgroups. Tiles of 64 rows go in pairs, an even and an odd one; both are in shared memory at once.
+//
+//   warpgroup 0, 1 (multiply; w = 0, 1)                          warpgroup 2 (copy)
+//     S_w = Q . K_w^T         all of tile w      m64n64k16         Q of the next piece of work, when both are done
+//     P_w = 2^(S_w - ref_w)   in registers; a copy for the         rows of each tile by cp.async, region by region,
+//                             other warpgroup over K_w's RoPE      as the regions come free
+//     O_w += P_0 . V_0        columns 256 w .. 256 w + 255
+//     O_w += P_1 . V_1        of both tiles      m64n256k16
+//     then S_w of the next pair goes in before O_w is waited for
+//
+//   A tile has two regions: region w is what warpgroup w reads last, columns 256 w .. + 255, and region 1 - w of tile w
+//   holds the RoPE part as well, over which P_w is laid. D_QK 512 has no columns beyond V: P has its own space there.
+//
+//   full[tile][region]    copies done              128 arrivals by cp.async; region w of tile w 16 more, for validity
+//   empty[tile][region]   last product done        warpgroup `region`, 4 arrivals
+//   q_full, q_empty       the same for Q           128 arrivals; 8 arrivals
+//   named 1, 2            P_0, P_1 are readable    written by one multiplying warpgroup, read by the other
+//   named 3               both multiplying warpgroups, at the end of a piece of work
+//
+// Softmax without a running maximum that goes to and fro: P_w is taken relative to ref_w, which stays what it was until
+// a logit passes it by 2^REF_SLACK, and is published with P_w. Who multiplies P_w brings its accumulators, or P_w, to
+// the higher of the two references. That happens in the first tiles and then hardly ever, and needs no waiting.
+//
+// Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 2 KB.
+// Registers: 232 a multiplying thread, 40 a copying one, no spills (asserted by the compile test).
+#include "attention/params.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/finish.cuh"
+
+constexpr int HEADS = 64, TILE_ROWS = 64;
+constexpr int BLOCKS = D_QK / 64;              // column blocks of 64 values: 64 lines of 128 bytes, swizzled
+constexpr int BLOCK_BYTES = TILE_ROWS * 128;
+constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
+constexpr bool P_OVER_ROPE = D_QK > D_V;
+constexpr int THREADS = 384;
+constexpr float REF_SLACK = 8.0f;
+
+constexpr int Q_AT = 0, TILE_AT = TILE_BYTES, P_AT = 3 * TILE_BYTES;
+constexpr int SMALL_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
+
+struct Small {
+    uint64_t full[2][2], empty[2][2], q_full, q_empty;
+    uint8_t valid[2][TILE_ROWS];
+    float ref[2][HEADS];    // what P_w is relative to
+    float sum[2][2][HEADS];  // at the end, by work parity: sums and maxima of each warpgroup's tiles
+    float max[2][2][HEADS];
+};
+constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
+static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/attention.py computes the same");
+
+extern __shared__ __align__(1024) uint8_t shared[];
+
+__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
+__device__ __forceinline__ uint32_t tile_address(int tile) { return shared_address(shared) + TILE_AT + tile * TILE_BYTES; }
+__device__ __forceinline__ uint32_t p_address(int tile) {
+    return P_OVER_ROPE ? tile_address(tile) + 8 * BLOCK_BYTES : shared_address(shared) + P_AT + tile * BLOCK_BYTES;
+}
+
+// The pieces of work of a block: (query, head tile) number blockIdx.x, + gridDim.x, ...
+struct Work {
+    Query query;
+    int head_tile, length, pairs;
+};
+
+__device__ __forceinline__ Work work_at(const Params& p, int index, int head_tiles) {
+    Work w;
+    w.query = query_of(p, index / head_tiles);
+    w.head_tile = index % head_tiles;
+    w.length = list_length(p.main, w.query.b);
+    w.pairs = (w.length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
+    return w;
+}
+
+// --- copying --------------------------------------------------------------------------------------------------
+
+// A copying thread brings the 16-byte piece `lane % 8` of rows 16 i + 4 warp + lane / 8, i = 0 .. 3.
+struct Copier {
+    int warp, lane, row;
+    uint32_t offset;  // of the piece in a column block, row `row`
+
+    static __device__ __forceinline__ Copier here() {
+        Copier c;
+        c.warp = threadIdx.x / 32 - 8;
+        c.lane = threadIdx.x % 32;
+        c.row = 4 * c.warp + c.lane / 8;
+        c.offset = c.row * 128 + (((c.lane % 8) ^ (c.row & 7)) << 4);  // 16 rows on, the swizzle is the same
+        return c;
+    }
+};
+
+// Column blocks `begin` to `end` - 1 of this thread's four rows; null rows become zeros.
+template <int BEGIN, int END>
+__device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, const uint8_t* const (&rows)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int b = BEGIN; b < END; ++b)
+            cp_async_16(tile + b * BLOCK_BYTES + i * 2048 + c.offset, rows[i] + b * 128 + c.lane % 8 * 16, rows[i] != nullptr);
+    }
+}
+
+// The list entries of this thread's rows of one tile; -1 where there is none.
+__device__ __forceinline__ void load_slots(const Params& p, const Work& w, const Copier& c, int tile, int32_t (&slots)[4]) {
+    const int32_t* list = p.main.indices + w.query.b * p.main.index_stride_b + w.query.s * p.main.index_stride_s;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int entry = tile * TILE_ROWS + 16 * i + c.row;
+        slots[i] = entry < w.length ? list[entry] : -1;
+    }
+}
+
+// Region `region` of tile `tile` once it is empty: half of V's columns, and RoPE where P of the tile is laid over it.
+template <int TILE, int REGION>
+__device__ __forceinline__ void copy_region(const Copier& c, const uint8_t* const (&rows)[4], uint32_t parity) {
+    Small& sm = small();
+    mbarrier_wait(shared_address(&sm.empty[TILE][REGION]), parity);
+    copy_blocks<4 * REGION, 4 * REGION + 4>(c, tile_address(TILE), rows);
+    if constexpr (P_OVER_ROPE && REGION != TILE) copy_blocks<8, 9>(c, tile_address(TILE), rows);
+    if constexpr (REGION == TILE) {
+        // Read by the warpgroup that also empties this region.
+        if (c.lane % 8 == 0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sm.valid[TILE][16 * i + c.row] = rows[i] != nullptr;
+            mbarrier_arrive(shared_address(&sm.full[TILE][REGION]));
+        }
+    }
+    mbarrier_arrive_after_copies(shared_address(&sm.full[TILE][REGION]));
+}
+
+__device__ __forceinline__ void find_rows(const Params& p, const int32_t (&slots)[4], const uint8_t* (&rows)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const bool valid = slots[i] >= 0 && slots[i] < p.main.num_slots;
+        rows[i] = valid ? p.main.cache + slots[i] * p.main.row_stride : nullptr;
+    }
+}
+
+__device__ __forceinline__ void copy_all(const Params& p, int total, int head_tiles) {
+    const Copier c = Copier::here();
+    Small& sm = small();
+    uint32_t parity = 1, q_parity = 1;  // the first wait for an empty space is no wait
+    for (int index = blockIdx.x; index < total; index += gridDim.x) {
+        const Work w = work_at(p, index, head_tiles);
+        if (w.pairs == 0) continue;
+        int32_t slots[4];
+        const uint8_t* rows[4];
+        load_slots(p, w, c, 0, slots);
+
+        // Q is a tile whose rows are heads.
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int head = w.head_tile * HEADS + 16 * i + c.row;
+            const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + head * p.q_h;
+            rows[i] = head < p.h_q ? reinterpret_cast<const uint8_t*>(q) : nullptr;
+        }
+        mbarrier_wait(shared_address(&sm.q_empty), q_parity);
+        q_parity ^= 1;
+        copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
+        mbarrier_arrive_after_copies(shared_address(&sm.q_full));
+
+        for (int pair = 0; pair < w.pairs; ++pair) {
+            find_rows(p, slots, rows);
+            load_slots(p, w, c, 2 * pair + 1, slots);
+            copy_region<0, 0>(c, rows, parity);
+            copy_region<0, 1>(c, rows, parity);
+            find_rows(p, slots, rows);
+            load_slots(p, w, c, 2 * pair + 2, slots);
+            copy_region<1, 0>(c, rows, parity);
+            copy_region<1, 1>(c, rows, parity);
+            parity ^= 1;
+        }
+    }
+}
+
+// --- multiplying ----------------------------------------------------------------------------------------------
+
+// What a multiplying thread knows of its two heads (rows g and g + 8 of its warp's 16). `ref` is what the accumulators
+// and `sum` are relative to; `sum` and `max` cover this thread's columns of this warpgroup's tiles only.
+struct Softmax {
+    float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF};
+};
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// 2^(from - to), where -inf stands for "nothing yet".
+__device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
+
+// Start S = Q . K^T of a whole tile, the region first that came free first.
+__device__ __forceinline__ void start_qk(int tile, uint32_t parity, float (&s)[32]) {
+    Small& sm = small();
+    const uint32_t q = shared_address(shared) + Q_AT, k = tile_address(tile);
+    auto multiply = [&](int block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint64_t a = wgmma_operand(q + block * BLOCK_BYTES + 32 * i, 1024, 16);
+            const uint64_t b = wgmma_operand(k + block * BLOCK_BYTES + 32 * i, 1024, 16);
+            if (block + i == 0) {
+                wgmma_m64n64k16_first(s, a, b);
+            } else {
+                wgmma_m64n64k16(s, a, b);
+            }
+        }
+    };
+    mbarrier_wait(shared_address(&sm.full[tile][0]), parity);
+    fence_proxy_async();
+    wgmma_fence();
+#pragma unroll
+    for (int block = 0; block < 4; ++block) multiply(block);
+    mbarrier_wait(shared_address(&sm.full[tile][1]), parity);
+    fence_proxy_async();
+    wgmma_fence();
+#pragma unroll
+    for (int block = 4; block < BLOCKS; ++block) multiply(block);
+    wgmma_commit();
+}
+
+// S becomes P relative to `ref`, rounded, as the A fragments of four steps of k; `sum` is that of P before rounding.
+__device__ __forceinline__ void softmax_tile(
+    const Params& p, int tile, int t, float (&s)[32], Softmax& state, float (&ref)[2], float (&sum)[2],
+    uint32_t (&prob)[4][4]) {
+    const uint8_t* valid = small().valid[tile] + 2 * t;
+    uint32_t all = 0x0101;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(valid + 8 * n);
+    if (!__all_sync(~0u, all == 0x0101) || p.scale_log2 < 0.0f) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const uint32_t two = *reinterpret_cast<const uint16_t*>(valid + 8 * n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[4 * n + i] = two >> (i % 2 * 8) & 1 ? s[4 * n + i] * p.scale_log2 : -INF;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) s[i] *= p.scale_log2;
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        float top = -INF;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
+        top = quad_max(top);
+        state.max[row] = fmaxf(state.max[row], top);
+        ref[row] = top > state.ref[row] + REF_SLACK ? top : state.ref[row];
+        const float base = ref[row] == -INF ? 0.0f : ref[row];
+        sum[row] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const float x = exp2_approx(s[4 * n + 2 * row] - base), y = exp2_approx(s[4 * n + 2 * row + 1] - base);
+            sum[row] += x + y;
+            prob[n / 2][n % 2 * 2 + row] = pack_bf16x2(x, y);
+        }
+    }
+}
+
+// Publish P and its reference for the other warpgroup.
+__device__ __forceinline__ void publish_p(int tile, int warp, int lane, const uint32_t (&prob)[4][4], const float (&ref)[2]) {
+    const int g = lane / 4, t = lane % 4, row = 16 * warp + g;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int line = row + i % 2 * 8, chunk = 2 * k + i / 2;
+            *reinterpret_cast<uint32_t*>(shared + (p_address(tile) - shared_address(shared)) + line * 128 +
+                                         ((chunk ^ (line & 7)) << 4) + 4 * t) = prob[k][i];
+        }
+    }
+    if (t == 0) {
+        small().ref[tile][row] = ref[0];
+        small().ref[tile][row + 8] = ref[1];
+    }
+}
+
+__device__ __forceinline__ void take_p(int tile, int warp, int lane, uint32_t (&prob)[4][4], float (&ref)[2]) {
+    const int line = 16 * warp + lane % 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        ldmatrix_x4(prob[k], p_address(tile) + line * 128 + (((2 * k + lane / 16) ^ (line & 7)) << 4));
+    const int row = 16 * warp + lane / 4;
+    ref[0] = small().ref[tile][row];
+    ref[1] = small().ref[tile][row + 8];
+}
+
+// Before P of a tile is multiplied, and with no product under way: bring accumulators and P to the higher of their
+// references. Rarely anything to do.
+// `sum` is the sum of P's rows (zeros for the other warpgroup's tile, which counts it itself).
+__device__ __forceinline__ void align_references(
+    Softmax& state, const float (&ref)[2], const float (&sum)[2], float (&o)[128], uint32_t (&prob)[4][4]) {
+    if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) {
+        state.sum[0] += sum[0];
+        state.sum[1] += sum[1];
+        return;
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const float to = fmaxf(state.ref[row], ref[row]);
+        const float o_factor = factor(state.ref[row], to), p_factor = factor(ref[row], to);
+        state.sum[row] = state.sum[row] * o_factor + sum[row] * p_factor;
+        state.ref[row] = to;
+#pragma unroll
+        for (int j = 0; j < 32; ++j) {
+            o[4 * j + 2 * row] *= o_factor;
+            o[4 * j + 2 * row + 1] *= o_factor;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+            for (int i = row; i < 4; i += 2)
+                prob[k][i] = pack_bf16x2(bf16_low(prob[k][i]) * p_factor, bf16_high(prob[k][i]) * p_factor);
+        }
+    }
+}
+
+// Start O += P . V for this warpgroup's half of V's columns.
+__device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&prob)[4][4], float (&o)[128]) {
+    const uint32_t v = tile_address(tile) + 4 * half * BLOCK_BYTES;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_m64n256k16(o, prob[k], wgmma_operand(v + 2048 * k, 1024, BLOCK_BYTES));
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void release(uint64_t& barrier, int lane) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
+// The results of one piece of work: this warpgroup's half of the columns.
+template <int W>
+__device__ __forceinline__ void finish(
+    const Params& p, const Work& w, int warp, int lane, int turn, const Softmax& state, const float (&o)[128]) {
+    Small& sm = small();
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float sum = quad_sum(state.sum[i]);
+        if (t == 0) {
+            sm.sum[turn][W][16 * warp + g + 8 * i] = sum;
+            sm.max[turn][W][16 * warp + g + 8 * i] = state.max[i];
+        }
+    }
+    named_barrier_sync(3, 256);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = 16 * warp + g + 8 * i, head = w.head_tile * HEADS + row;
+        if (head >= p.h_q) continue;
+        const float sum = sm.sum[turn][0][row] + sm.sum[turn][1][row];
+        const HeadResult result = {fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]),
+                                   sum == 0.0f ? -INF : state.ref[i] + log2_approx(sum)};
+        const float scale = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+            write_output(p, w.query, head, 256 * W + 8 * j + 2 * t, o[4 * j + 2 * i] * scale, o[4 * j + 2 * i + 1] * scale);
+        if (W == 0 && t == 0) write_statistics(p, w.query, head, result);
+    }
+}
+
+template <int W>
+__device__ __forceinline__ void multiply_all(const Params& p, int total, int head_tiles) {
+    Small& sm = small();
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const float nothing[2] = {0.0f, 0.0f};
+    uint32_t parity = 0, q_parity = 0;
+    int turn = 0;
+    for (int index = blockIdx.x; index < total; index += gridDim.x, turn ^= 1) {
+        const Work w = work_at(p, index, head_tiles);
+        Softmax state;
+        float o[128];
+#pragma unroll
+        for (int i = 0; i < 128; ++i) o[i] = 0.0f;
+        if (w.pairs == 0) {
+            finish<W>(p, w, warp, lane, turn, state, o);
+            continue;
+        }
+        mbarrier_wait(shared_address(&sm.q_full), q_parity);
+        q_parity ^= 1;
+        for (int pair = 0; pair < w.pairs; ++pair) {
+            float s[32];
+            start_qk(W, parity, s);
+            wgmma_wait<0>();
+            if (W == 0 && pair > 0) release(sm.empty[1][0], lane);
+            parity ^= 1;
+            if (pair + 1 == w.pairs) release(sm.q_empty, lane);
+            uint32_t mine[4][4], other[4][4];
+            float my_ref[2], my_sum[2], other_ref[2];
+            softmax_tile(p, W, lane % 4, s, state, my_ref, my_sum, mine);
+            publish_p(W, warp, lane, mine, my_ref);
+            named_barrier_arrive(1 + W, 256);
+            if constexpr (W == 0) {
+                align_references(state, my_ref, my_sum, o, mine);
+                start_pv(0, W, mine, o);
+                named_barrier_sync(2, 256);
+                take_p(1, warp, lane, other, other_ref);
+                wgmma_wait<0>();
+                release(sm.empty[0][0], lane);
+                align_references(state, other_ref, nothing, o, other);
+                start_pv(1, W, other, o);
+            } else {
+                named_barrier_sync(1, 256);
+                take_p(0, warp, lane, other, other_ref);
+                align_references(state, other_ref, nothing, o, other);
+                start_pv(0, W, other, o);
+                wgmma_wait<0>();
+                release(sm.empty[0][1], lane);
+                align_references(state, my_ref, my_sum, o, mine);
+                start_pv(1, W, mine, o);
+                wgmma_wait<0>();
+                release(sm.empty[1][1], lane);
+            }
+        }
+        if constexpr (W == 0) {
+            wgmma_wait<0>();
+            release(sm.empty[1][0], lane);
+        }
+        finish<W>(p, w, warp, lane, turn, state, o);
+    }
+}
+
+// --- the kernel -----------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __grid_constant__ Params p) {
+    Small& sm = small();
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+            for (int region = 0; region < 2; ++region) {
+                mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (tile == region ? 16 : 0));
+                mbarrier_init(shared_address(&sm.empty[tile][region]), 4);
+            }
+        }
+        mbarrier_init(shared_address(&sm.q_full), 128);
+        mbarrier_init(shared_address(&sm.q_empty), 8);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    const int head_tiles = (p.h_q + HEADS - 1) / HEADS, total = p.num_queries * head_tiles;
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup == 2) {
+        give_registers<40>();
+        copy_all(p, total, head_tiles);
+    } else {
+        take_registers<232>();
+        if (warpgroup == 0) {
+            multiply_all<0>(p, total, head_tiles);
+        } else {
+            multiply_all<1>(p, total, head_tiles);
+        }
+    }
+}
