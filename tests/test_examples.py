@@ -14,7 +14,7 @@ from .kinds import installed
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-PROGRAMS = {re.search("import (numpy|cupy|torch)", p)[1]: p for p in re.findall(r"```python\n(.*?)```", README, re.S)}
+PROGRAMS = dict(re.findall(r"^From (NumPy|CuPy|torch)[^`]*```python\n(.*?)```", README, re.S | re.M))
 COMMANDS = re.findall(r"```bash\n(.*?)```", README, re.S)
 
 needs_transformers = pytest.mark.skipif(
@@ -35,8 +35,9 @@ def python(*arguments: str) -> str:
 
 def test_quickstart() -> None:
     printed = python("examples/01_quickstart.py")
-    assert "decode" in printed
-    assert "prefill" in printed
+    for operation in ("decode", "prefill"):
+        assert re.search(rf"^{operation} .* queries x 128 heads x 2048 .* ms  ", printed, re.M)
+    assert printed.endswith("within the tolerances\n")
 
 
 @needs_transformers
@@ -64,9 +65,9 @@ def test_transformers_deepseek_v32_fails_where_it_disagrees(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("library", "shapes"),
     [
-        ("numpy", "(4, 1, 16, 512) (4, 16, 1)"),
+        ("NumPy", "(4, 1, 16, 512) (4, 16, 1)"),
         pytest.param("torch", "(4, 1, 16, 512) (4, 16, 1)", marks=needs_transformers),
-        pytest.param("cupy", "(128, 64, 512) (128, 64)", marks=pytest.mark.gpu),
+        pytest.param("CuPy", "(128, 64, 512) (128, 64)", marks=pytest.mark.gpu),
     ],
 )
 def test_readme_program(library: str, shapes: str) -> None:
