@@ -1,0 +1,301 @@
+"""A small continuous-batching loop on the metadata builder and the backend of DeepSeek-V3.2 layers.
+
+Requests of different lengths arrive over time. Each is admitted when the cache has room for all of its tokens, its
+prompt is prefilled in chunks beside the decodes of the others, it decodes its output a token a step, and gives its
+blocks back. One layer is computed: new latent rows go into the paged cache, the queries are absorbed, attend and are
+projected up. There is no model: rows, queries and weights are random, and a random choice of tokens stands in for the
+indexer.
+
+Runs on the GPU at DeepSeek-V3.2's sizes where CuPy finds one, else on the CPU at small ones.
+
+    python examples/03_serve_batch.py [--cache fp8_ds_mla|bf16] [--requests N] [--seed N]
+
+Needs rich (pip install 'cupy_mla[examples]'). Ends with an error when a sampled token's attention is out of tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import cupy_mla
+from cupy_mla import BatchMetadata, Place, SparseMLABackend, SparseMLAConfig, SparseMLAMetadataBuilder, Workspace
+from cupy_mla.reference.cache import unpack_rows
+
+BF16 = ml_dtypes.bfloat16
+ON_GPU = cupy_mla.cuda_available()
+LATENT, ROPE, D_NOPE, D_V = 512, 64, 128, 128
+SCALE = (D_NOPE + ROPE) ** -0.5
+ABSOLUTE, RELATIVE = 1e-3, 3.01 / 128  # an element must be within one of the two
+
+
+@dataclass(frozen=True)
+class Sizes:
+    heads: int
+    topk: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    tokens_a_step: int
+    requests: int
+    prompt: tuple[int, int]  # shortest, longest
+    output: tuple[int, int]
+    check_every: int  # steps
+
+
+SMALL = Sizes(32, 32, 16, 48, 8, 48, 24, (5, 150), (3, 25), 1)
+DEEPSEEK = Sizes(128, 2048, 64, 4096, 64, 4096, 64, (500, 16000), (16, 128), 8)
+
+
+@dataclass
+class Request:
+    prompt: int
+    output: int
+    arrival: int  # step
+    cached: int = 0  # tokens that the cache holds
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.output
+
+
+class BlockAllocator:
+    """Hands out the cache's blocks and takes them back."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = deque(range(num_blocks))
+
+    @property
+    def used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` blocks, or None when fewer are free."""
+        return [self._free.popleft() for _ in range(count)] if count <= len(self._free) else None
+
+    def give_back(self, blocks: list[int]) -> None:
+        self._free.extend(blocks)
+
+
+class Layer:
+    """One attention layer with its cache, where the work is done."""
+
+    def __init__(self, sizes: Sizes, cache_dtype: str, seed: int | None) -> None:
+        if ON_GPU:
+            import cupy as xp
+        else:
+            xp = np
+        self.xp = xp
+        self.rng = xp.random.default_rng(seed)
+        self.config = SparseMLAConfig(
+            sizes.heads, topk=sizes.topk, block_size=sizes.block_size, cache_layout=cache_dtype,
+            max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.tokens_a_step,
+            max_model_len=sizes.prompt[1] + sizes.output[1],
+        )  # fmt: skip
+        shape = SparseMLABackend.get_kv_cache_shape(sizes.num_blocks, sizes.block_size, cache_dtype=cache_dtype)
+        self.cache = xp.zeros(shape, self.config.layout.dtype)
+        place = Place.of(self.cache)
+        self.builder = SparseMLAMetadataBuilder(self.config, place, num_blocks=sizes.num_blocks)
+        self.attention = SparseMLABackend.get_impl_cls()(self.config, SCALE, Workspace(place))
+        weight = self.random(LATENT, sizes.heads * (D_NOPE + D_V), size=LATENT**-0.5)
+        self.w_uk, self.w_uv = cupy_mla.split_kv_b_proj(weight, sizes.heads, D_NOPE)
+
+    def random(self, *shape: int, size: float = 1.0) -> Any:
+        return (size * self.rng.standard_normal(shape, dtype=np.float32)).astype(BF16)
+
+    def choose_tokens(self, positions: np.ndarray) -> Any:
+        """The indexer's stand-in: `topk` different tokens among those up to each position, or all, -1 padded."""
+        xp, topk = self.xp, self.config.topk
+        k, seen = xp.arange(topk), xp.asarray(positions)[:, None] + 1
+        first, end = k * seen // topk, (k + 1) * seen // topk  # each entry comes from a stretch of its own
+        chosen = first + (self.rng.random((len(positions), topk), dtype=np.float32) * (end - first)).astype(np.int64)
+        chosen = xp.where(seen > topk, xp.minimum(chosen, end - 1), xp.where(k < seen, k, -1))
+        return chosen.astype(np.int32)
+
+    def forward(self, batch: BatchMetadata) -> tuple[Any, Any, Any, Any]:
+        """One step: returns the layer's output, and what it takes to check the attention in it."""
+        tokens, heads = batch.num_actual_tokens, self.config.num_heads
+        metadata = self.builder.build(batch)
+        rows = self.random(tokens, LATENT), self.random(tokens, ROPE)
+        # Power-of-two scales: what FP8 holds is then exact in bf16, too, and the same for every path.
+        cupy_mla.concat_and_cache_mla(*rows, self.cache, metadata.slot_mapping, scale_format="ue8m0")
+        ql_nope = cupy_mla.absorb_q(self.random(tokens, heads, D_NOPE), self.w_uk)
+        q_pe = self.random(tokens, heads, ROPE)
+        topk_indices = self.choose_tokens(batch.positions)
+        out = self.attention.forward_mqa((ql_nope, q_pe), self.cache, metadata, topk_indices)
+        return cupy_mla.v_up_proj(out, self.w_uv), (ql_nope, q_pe), topk_indices, out
+
+    def wait(self) -> None:
+        if ON_GPU:
+            self.xp.cuda.get_current_stream().synchronize()
+
+    def error_of(self, t: int, request: Request, q: Any, topk_indices: Any, out: Any) -> tuple[float, bool]:
+        """Largest difference of a token's attention to float64 over the rows it chose, and if that is in tolerance."""
+        chosen = cupy_mla.to_numpy(topk_indices[t])
+        chosen = chosen[chosen >= 0]
+        block, offset = np.array(request.blocks)[chosen // self.config.block_size], chosen % self.config.block_size
+        stored = cupy_mla.to_numpy(self.cache.view(np.uint8)[self.xp.asarray(block), self.xp.asarray(offset)])
+        one_a_block = stored.view(self.config.layout.dtype)[:, None]
+        rows = unpack_rows(one_a_block, self.config.layout, np.arange(len(stored))).astype(np.float64)
+        query = np.concatenate([cupy_mla.to_numpy(part[t]) for part in q], axis=-1).astype(np.float64)
+        logits = SCALE * query @ rows.T
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        want = weights / weights.sum(axis=1, keepdims=True) @ rows[:, :LATENT]
+        error = np.abs(cupy_mla.to_numpy(out[t]).astype(np.float64) - want)
+        return float(error.max()), bool(((error < ABSOLUTE) | (error < RELATIVE * np.abs(want))).all())
+
+
+@dataclass
+class Totals:
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+    blocks: list[int] = field(default_factory=list)  # in use, a step
+    errors: list[float] = field(default_factory=list)
+    in_tolerance: bool = True
+
+
+class Server:
+    """Admits, schedules and finishes requests around the layer."""
+
+    def __init__(self, sizes: Sizes, layer: Layer, rng: np.random.Generator) -> None:
+        self.sizes = sizes
+        self.layer = layer
+        self.rng = rng
+        self.allocator = BlockAllocator(sizes.num_blocks)
+
+    def serve(self, requests: list[Request], progress: Progress) -> Totals:
+        totals, running, waiting = Totals(), [], deque(sorted(requests, key=lambda r: r.arrival))
+        prompts = progress.add_task("prompt", total=sum(r.prompt for r in requests), state="")
+        outputs = progress.add_task("output", total=sum(r.output for r in requests), state="")
+        while running or waiting:
+            self.admit(running, waiting, totals.steps)
+            totals.steps += 1
+            work = self.schedule(running)
+            if not work:
+                continue  # nobody has arrived yet
+            state = f"running {len(running)}, cache {self.allocator.used / self.sizes.num_blocks:4.0%}"
+            totals.blocks.append(self.allocator.used)
+            batch = self.batch_of(work)
+            self.layer.wait()
+            start = time.perf_counter()
+            _, q, topk_indices, out = self.layer.forward(batch)
+            self.layer.wait()
+            totals.seconds += time.perf_counter() - start
+
+            if (len(totals.blocks) - 1) % self.sizes.check_every == 0:
+                t = int(self.rng.integers(batch.num_actual_tokens))
+                request = work[np.searchsorted(batch.query_start_loc, t, side="right") - 1][0]
+                error, fine = self.layer.error_of(t, request, q, topk_indices, out)
+                totals.errors.append(error)
+                totals.in_tolerance &= fine
+            for request, count in work:
+                of_prompt = max(min(request.prompt - request.cached, count), 0)
+                request.cached += count
+                totals.prompt_tokens += of_prompt
+                totals.output_tokens += count - of_prompt
+                if request.cached == request.length:
+                    self.allocator.give_back(request.blocks)
+                    running.remove(request)
+            progress.update(prompts, completed=totals.prompt_tokens, state=state)
+            progress.update(outputs, completed=totals.output_tokens, state=f"waiting {len(waiting)}")
+        return totals
+
+    def admit(self, running: list[Request], waiting: deque[Request], step: int) -> None:
+        """Requests that have arrived, in order, as long as there are blocks for all of their tokens."""
+        while waiting and waiting[0].arrival <= step and len(running) < self.sizes.max_num_seqs:
+            blocks = self.allocator.take(-(-waiting[0].length // self.sizes.block_size))
+            if blocks is None:
+                return
+            waiting[0].blocks = blocks
+            running.append(waiting.popleft())
+
+    def schedule(self, running: list[Request]) -> list[tuple[Request, int]]:
+        """Query tokens of each request in this step: one a decode, then prompts as far as the step has room."""
+        room, work = self.sizes.tokens_a_step, []
+        for request in sorted(running, key=lambda r: r.cached < r.prompt):
+            count = min(max(request.prompt - request.cached, 1), room)
+            if count:
+                work.append((request, count))
+                room -= count
+        return sorted(work, key=lambda item: item[1] > 1)  # the last token of a prompt alone is as good as a decode
+
+    def batch_of(self, work: list[tuple[Request, int]]) -> BatchMetadata:
+        table = np.zeros((len(work), max(len(request.blocks) for request, _ in work)), np.int32)
+        positions, slots = [], []
+        for row, (request, count) in zip(table, work, strict=True):
+            row[: len(request.blocks)] = request.blocks
+            own = np.arange(request.cached, request.cached + count)
+            positions.append(own)
+            slots.append(row[own // self.sizes.block_size] * self.sizes.block_size + own % self.sizes.block_size)
+        counts = [count for _, count in work]
+        return BatchMetadata(
+            query_start_loc=np.concatenate([[0], np.cumsum(counts)]),
+            seq_lens=np.array([request.cached + count for request, count in work]),
+            block_table=table,
+            slot_mapping=np.concatenate(slots),
+            positions=np.concatenate(positions),
+        )
+
+
+def some_requests(rng: np.random.Generator, sizes: Sizes, count: int) -> list[Request]:
+    prompts, outputs = (rng.integers(*limits, count, endpoint=True) for limits in (sizes.prompt, sizes.output))
+    arrivals = np.cumsum(rng.integers(0, 4, count))
+    return [Request(*numbers) for numbers in zip(prompts.tolist(), outputs.tolist(), arrivals.tolist(), strict=True)]
+
+
+def report(console: Console, sizes: Sizes, layer: Layer, totals: Totals, count: int) -> None:
+    tokens = totals.prompt_tokens + totals.output_tokens
+    used = np.array(totals.blocks) / sizes.num_blocks
+    table = Table(show_header=False)
+    table.add_row("layer", f"{sizes.heads} heads, topk {sizes.topk}, {layer.config.layout.name} cache")
+    table.add_row("backend", "CUDA" if ON_GPU else "NumPy")
+    table.add_row("served", f"{count} requests in {totals.steps} steps")
+    table.add_row("tokens", f"{totals.prompt_tokens} of prompts, {totals.output_tokens} decoded")
+    table.add_row("speed", f"{tokens / totals.seconds:.0f} tokens/s, {1e3 * totals.seconds / len(used):.2f} ms a step")
+    table.add_row("cache use", f"{used.max():.0%} at most, {used.mean():.0%} on average, {sizes.num_blocks} blocks")
+    sampled = len(totals.errors)
+    table.add_row("largest difference", f"{max(totals.errors):.2e} to float64, {sampled} tokens sampled")
+    table.add_row("", "within the tolerances" if totals.in_tolerance else "OUT OF THE TOLERANCES")
+    console.print(table)
+
+
+def main() -> int:
+    sizes = DEEPSEEK if ON_GPU else SMALL
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cache", choices=("fp8_ds_mla", "bf16"), default="fp8_ds_mla")
+    parser.add_argument("--requests", type=int, default=sizes.requests)
+    parser.add_argument("--seed", type=int, default=None)
+    args = parser.parse_args()
+    if args.requests < 1:
+        parser.error("--requests must be at least 1")
+
+    console = Console(highlight=False, width=100)
+    layer = Layer(sizes, "bfloat16" if args.cache == "bf16" else args.cache, args.seed)
+    rng = np.random.default_rng(args.seed)
+    server = Server(sizes, layer, rng)
+    if ON_GPU:  # compile the kernels first
+        server.serve([Request(sizes.topk, 2, 0)], Progress(disable=True))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
+        totals = server.serve(some_requests(rng, sizes, args.requests), progress)
+    assert server.allocator.used == 0, "every request gives its blocks back"
+    report(console, sizes, layer, totals, args.requests)
+    return 0 if totals.in_tolerance else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
