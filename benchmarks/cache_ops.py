@@ -1,0 +1,196 @@
+"""Cache and index operations beside a copy of as many bytes: what they read and write, half of it read, half written.
+
+python benchmarks/cache_ops.py [--quick]
+
+The ratio of a row is the share of the copy bandwidth, measured in the same run. `max_abs_err` is the largest
+difference to the NumPy reference on the same inputs, of bytes where the output is packed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from harness import SETS, Record, largest_difference, time_side_by_side
+from inputs import normal
+
+import cupy_mla
+from cupy_mla import layouts
+
+BLOCK_SIZE = 64
+Arrays = dict[str, torch.Tensor]
+
+
+class Case(NamedTuple):
+    """An operation, its arguments in the operation's own names, and the outputs among them.
+
+    An operation without an output argument returns its outputs.
+    """
+
+    name: str
+    operation: Callable
+    arrays: Arrays
+    settings: dict[str, object]
+    outputs: tuple[str, ...]
+    moved: int  # bytes read and written
+
+
+def empty_cache(tokens: int, token_bytes: int) -> torch.Tensor:
+    return torch.zeros(tokens // BLOCK_SIZE, BLOCK_SIZE, token_bytes, device="cuda", dtype=torch.uint8)
+
+
+def pack_cases(tokens: int) -> Iterator[Case]:
+    slots = torch.randperm(tokens, device="cuda")
+    latent, rope = normal(tokens, 512), normal(tokens, 64)
+    for scale_format in ("fp32", "ue8m0"):
+        arrays = {"kv_c": latent, "k_pe": rope, "kv_cache": empty_cache(tokens, 656), "slot_mapping": slots}
+        yield Case(
+            f"pack V32 {scale_format} tokens {tokens}", cupy_mla.concat_and_cache_mla, arrays,
+            {"scale_format": scale_format}, ("kv_cache",), tokens * (1152 + 656 + 8),
+        )  # fmt: skip
+    arrays |= {"kv_cache": empty_cache(tokens, 1152).view(torch.bfloat16)}
+    yield Case(
+        f"pack bf16 tokens {tokens}", cupy_mla.concat_and_cache_mla, arrays, {}, ("kv_cache",),
+        tokens * (1152 + 1152 + 8),
+    )  # fmt: skip
+    yield Case(
+        f"pack V4 tokens {tokens}", cupy_mla.quantize_and_insert_k_cache,
+        {"k": latent, "k_cache": v4_target(tokens), "slot_mapping": slots}, {}, ("k_cache",), tokens * (1024 + 584 + 8),
+    )  # fmt: skip
+
+
+def v4_target(tokens: int) -> torch.Tensor:
+    stride = layouts.V4_FP8.block_bytes(BLOCK_SIZE)
+    whole = torch.zeros(tokens // BLOCK_SIZE, stride, device="cuda", dtype=torch.uint8)
+    return whole.as_strided((tokens // BLOCK_SIZE, BLOCK_SIZE, 584), (stride, 584, 1))
+
+
+def indexer_pack_cases(tokens: int) -> Iterator[Case]:
+    for scale_format in ("fp32", "ue8m0"):
+        arrays = {
+            "k": normal(tokens, 128), "kv_cache": empty_cache(tokens, layouts.INDEXER_FP8.token_bytes),
+            "slot_mapping": torch.randperm(tokens, device="cuda"),
+        }  # fmt: skip
+        yield Case(
+            f"pack indexer {scale_format} tokens {tokens}", cupy_mla.indexer_k_quant_and_cache, arrays,
+            {"scale_format": scale_format}, ("kv_cache",), tokens * (256 + 132 + 8),
+        )  # fmt: skip
+
+
+def uneven_lengths(requests: int, tokens: int) -> torch.Tensor:
+    """Lengths from a few tokens to several times the average, `tokens` in all."""
+    shares = torch.rand(requests).pow(3)
+    lengths = (shares / shares.sum() * tokens).int()
+    lengths[-1] += tokens - lengths.sum()
+    return lengths
+
+
+def paged(requests: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Lengths, their running sum and a shuffled block table on the GPU, and how many blocks there are."""
+    lengths = uneven_lengths(requests, tokens)
+    counts = (lengths + BLOCK_SIZE - 1) // BLOCK_SIZE
+    blocks = int(counts.sum())
+    table = torch.zeros(requests, int(counts.max()), dtype=torch.int32)
+    for row, own in zip(table, torch.randperm(blocks, dtype=torch.int32).split(counts.tolist()), strict=True):
+        row[: len(own)] = own
+    starts = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    return lengths.cuda(), starts.cuda(), table.cuda(), blocks
+
+
+def gather_cases(tokens: int, requests: int) -> Iterator[Case]:
+    lengths, starts, table, blocks = paged(requests, tokens)
+    cache = empty_cache(blocks * BLOCK_SIZE, 656)
+    slots = torch.arange(blocks * BLOCK_SIZE, device="cuda")
+    cupy_mla.concat_and_cache_mla(normal(len(slots), 512), normal(len(slots), 64), cache, slots)
+    arrays = {
+        "src_cache": cache, "dst": torch.zeros(tokens, 576, device="cuda", dtype=torch.bfloat16),
+        "block_table": table, "seq_lens": lengths, "workspace_starts": starts[:-1].contiguous(),
+    }  # fmt: skip
+    yield Case(
+        f"gather V32 tokens {tokens} requests {requests}", cupy_mla.cp_gather_and_upconvert_fp8_kv_cache, arrays, {},
+        ("dst",), tokens * (656 + 1152),
+    )  # fmt: skip
+    keys = empty_cache(blocks * BLOCK_SIZE, 132)
+    keys.random_()
+    arrays = {
+        "kv_cache": keys, "dst_k": torch.zeros(tokens, 128, device="cuda", dtype=torch.uint8),
+        "dst_scale": torch.zeros(tokens, device="cuda"), "block_table": table, "cu_seq_lens": starts,
+    }  # fmt: skip
+    yield Case(
+        f"gather indexer tokens {tokens} requests {requests}", cupy_mla.cp_gather_indexer_k_quant_cache, arrays, {},
+        ("dst_k",), tokens * 2 * 132,
+    )  # fmt: skip
+
+
+def concat_cases(tokens: int, heads: int) -> Iterator[Case]:
+    arrays = {
+        "ql_nope": normal(heads, tokens, 512).transpose(0, 1),  # as a batched product leaves it
+        "q_pe": normal(tokens, heads, 192)[..., 128:],
+        "out": torch.zeros(tokens, heads, 576, device="cuda", dtype=torch.bfloat16),
+    }
+    yield Case(
+        f"concat q tokens {tokens} h {heads}", cupy_mla.concat_mla_q, arrays, {}, ("out",), tokens * heads * 2 * 1152
+    )
+
+
+def convert_cases(tokens: int, topk: int) -> Iterator[Case]:
+    requests, width = 16, 163840 // BLOCK_SIZE
+    arrays = {
+        "req_id": torch.randint(0, requests, (tokens,), device="cuda", dtype=torch.int32).sort().values,
+        "block_table": torch.randint(0, 1 << 16, (requests, width), device="cuda", dtype=torch.int32),
+        "token_indices": torch.randint(-1, width * BLOCK_SIZE, (tokens, topk), device="cuda", dtype=torch.int32),
+        "out": torch.zeros(tokens, topk, device="cuda", dtype=torch.int32),
+    }
+    yield Case(
+        f"convert indices {tokens} x {topk}", cupy_mla.convert_req_index_to_global_index, arrays,
+        {"block_size": BLOCK_SIZE}, ("out",), 2 * 4 * tokens * topk,
+    )  # fmt: skip
+
+
+def quant_cases(tokens: int, heads: int) -> Iterator[Case]:
+    yield Case(
+        f"quantize tensor tokens {tokens} h {heads}", cupy_mla.dynamic_per_batched_tensor_quant,
+        {"x": normal(tokens, heads, 576)}, {}, (), 3 * tokens * heads * 576,
+    )  # fmt: skip
+
+
+def call(case: Case) -> tuple[torch.Tensor, ...]:
+    """Run a case once and return its outputs."""
+    returned = case.operation(**case.arrays, **case.settings)
+    return tuple(case.arrays[name] for name in case.outputs) if case.outputs else returned
+
+
+def error_of(case: Case) -> float:
+    host = case._replace(arrays={name: a.cpu() for name, a in case.arrays.items()})
+    return max(largest_difference(a.cpu(), b) for a, b in zip(call(case), call(host), strict=True))
+
+
+def measure(record: Record, make: Callable[[], Iterator[Case]]) -> None:
+    """All cases of a kind, each on its own input sets, beside the copies of as many bytes."""
+    for cases in zip(*(make() for _ in range(SETS)), strict=True):
+        error = error_of(cases[0])
+        half = cases[0].moved // 2
+        buffers = [torch.empty(2, half, device="cuda", dtype=torch.uint8) for _ in range(SETS)]
+        ours = [lambda c=c: call(c) for c in cases]
+        copies = [lambda b=b: b[1].copy_(b[0]) for b in buffers]
+        record.add(cases[0].name, *time_side_by_side(ours, copies), error)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="an eighth of the sizes")
+    small = 8 if parser.parse_args().quick else 1
+    record = Record("cache_ops")
+    measure(record, lambda: pack_cases(131072 // small))
+    measure(record, lambda: indexer_pack_cases(524288 // small))
+    measure(record, lambda: gather_cases(131072 // small, 24))
+    measure(record, lambda: concat_cases(2048 // small, 128))
+    measure(record, lambda: convert_cases(4096 // small, 2048))
+    measure(record, lambda: quant_cases(1024 // small, 128))
+    print(record.write())
+
+
+if __name__ == "__main__":
+    main()
