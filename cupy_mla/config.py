@@ -24,6 +24,8 @@ class SparseMLAConfig:
         num_speculative_tokens: query tokens a decode has beyond its first.
         compress_ratio: 1 (no compression), 4 (C4A) or 128 (C128A).
         window: length of the sliding window of V4 layers, in tokens.
+        mixed_below_heads: V3.2 layers over an FP8 cache give whole batches to the decode kernel when the rank has fewer
+            heads than this; with more, prefills go to the prefill kernel over gathered rows.
 
     Raises:
         ValueError: a field is out of its range; the message names it.
@@ -41,6 +43,7 @@ class SparseMLAConfig:
     num_speculative_tokens: int = 0
     compress_ratio: int = 1
     window: int = 128
+    mixed_below_heads: int = 32
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_heads <= 128:
@@ -70,3 +73,8 @@ class SparseMLAConfig:
     def is_v4(self) -> bool:
         """True for DeepSeek V4 rows (512 wide)."""
         return self.d_qk == 512
+
+    @property
+    def use_mixed_batch(self) -> bool:
+        """True when batches go to the FP8 decode kernel whole."""
+        return self.layout.quantized and not self.is_v4 and self.num_heads < self.mixed_below_heads

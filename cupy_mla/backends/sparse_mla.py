@@ -99,7 +99,8 @@ class SparseMLAImpl:
         self.config = config
         self.scale = scale
         self.workspace = workspace
-        rows = prefill_workspace_size(config.max_model_len) if config.layout.quantized else 0
+        gathers = config.layout.quantized and not config.use_mixed_batch
+        rows = prefill_workspace_size(config.max_model_len) if gathers else 0
         self._scratch(config.max_num_batched_tokens, True, rows)
 
     def forward_mqa(

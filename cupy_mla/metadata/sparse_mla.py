@@ -22,8 +22,6 @@ from .batch import (
     split_prefill_chunks,
 )
 
-MIXED_BATCH_BELOW_HEADS = 32
-
 
 @dataclass
 class FP8KernelMetadata:
@@ -152,12 +150,9 @@ class SparseMLAMetadataBuilder:
         place: where the device arrays live: (kind of array, device), for instance ("torch", 0), ("cupy", 0) or
             ("numpy", cupy_mla.arrays.HOST); `Place.of(array)` gives that of an array.
         num_blocks: blocks of the cache, to check slots against; None leaves them unchecked.
-        mixed_below_heads: an FP8 batch is worked on in mixed mode when the rank has fewer heads than this.
 
     Attributes:
         config, num_blocks: as given.
-        is_fp8: whether the cache is quantized.
-        use_mixed_batch: whether batches are worked on in mixed mode; always False for a bf16 cache.
         decode_threshold: most query tokens of a decode.
 
     Raises:
@@ -165,19 +160,12 @@ class SparseMLAMetadataBuilder:
     """
 
     def __init__(
-        self,
-        config: SparseMLAConfig,
-        place: tuple[str, int] = ("numpy", HOST),
-        *,
-        num_blocks: int | None = None,
-        mixed_below_heads: int = MIXED_BATCH_BELOW_HEADS,
+        self, config: SparseMLAConfig, place: tuple[str, int] = ("numpy", HOST), num_blocks: int | None = None
     ) -> None:
         if config.is_v4:
             raise ValueError("config: expected V3.2 layers (d_qk 576), got V4 ones (d_qk 512)")
         self.config = config
         self.num_blocks = num_blocks
-        self.is_fp8 = config.layout.quantized
-        self.use_mixed_batch = self.is_fp8 and config.num_heads < mixed_below_heads
         self.decode_threshold = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._width = -(-config.max_model_len // config.block_size)
@@ -203,15 +191,14 @@ class SparseMLAMetadataBuilder:
         """
         config = self.config
         self._check(batch)
-        separate = self.is_fp8 and not self.use_mixed_batch
-        plan = self._plan(batch) if separate else None
+        plan = self._plan(batch) if config.layout.quantized and not config.use_mixed_batch else None
         self._buffers.upload(lambda host: self._write(host, batch, plan))
 
         device, requests, tokens = self._buffers.arrays, batch.num_reqs, batch.num_actual_tokens
         extra: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
         if plan is not None:
             extra = self._separate(batch, plan)
-        elif self.is_fp8:
+        elif config.use_mixed_batch:
             extra = FP8KernelMetadata()
         return SparseMLAMetadata(
             num_reqs=requests,
@@ -225,7 +212,7 @@ class SparseMLAMetadataBuilder:
             block_size=config.block_size,
             topk_tokens=config.topk,
             fp8_extra_metadata=extra,
-            fp8_use_mixed_batch=self.use_mixed_batch,
+            fp8_use_mixed_batch=config.use_mixed_batch,
         )
 
     def _check(self, batch: BatchMetadata) -> None:

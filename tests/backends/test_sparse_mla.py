@@ -98,10 +98,10 @@ class Engine:
         config = SparseMLAConfig(
             heads, cache_layout=self.layout, topk=TOPK, block_size=BLOCK_SIZE, max_num_seqs=16,
             max_num_batched_tokens=80, max_model_len=MAX_MODEL_LEN, num_speculative_tokens=speculative,
+            mixed_below_heads={"mixed": 129, "separate": 0, "bf16": 32}[path],
         )  # fmt: skip
         place = Place.of(kind.put(np.zeros(1, np.float32)))
-        below = {"mixed": 129, "separate": 0, "bf16": 32}[path]
-        self.builder = SparseMLAMetadataBuilder(config, place, mixed_below_heads=below)
+        self.builder = SparseMLAMetadataBuilder(config, place)
         self.workspace = Workspace(place)
         self.impl = SparseMLAImpl(config, SCALE, self.workspace)
         self.workspace.lock()

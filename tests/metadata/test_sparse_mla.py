@@ -137,9 +137,11 @@ def test_bf16(kind, rng) -> None:
 
 
 @pytest.mark.parametrize(("heads", "below", "mixed"), [(31, 32, True), (32, 32, False), (64, 65, True), (1, 0, False)])
-def test_the_threshold_is_a_setting(heads: int, below: int, mixed: bool) -> None:
-    builder = SparseMLAMetadataBuilder(config(num_heads=heads), mixed_below_heads=below)
-    assert builder.use_mixed_batch == mixed
+def test_the_threshold_is_a_setting(rng, heads: int, below: int, mixed: bool) -> None:
+    for layout in ("v32_fp8", "bf16"):
+        setup = config(num_heads=heads, mixed_below_heads=below, cache_layout=layout)
+        assert setup.use_mixed_batch == (mixed and layout == "v32_fp8")
+        assert SparseMLAMetadataBuilder(setup).build(random_batch(rng)).fp8_use_mixed_batch == setup.use_mixed_batch
 
 
 def test_buffers_stay_where_they_are(kind, rng) -> None:
