@@ -84,6 +84,11 @@ class SparseMLABackend:
 class SparseMLAImpl:
     """The attention of one V3.2 layer. It keeps no state of its own: all layers of a model may share one.
 
+    In a CUDA graph: a captured `forward_mqa` allocates what the kernels need between them (lse, partial results, and
+    the output where `out` is not given), and every replay writes there again. torch captures into a memory pool of the
+    graph's own; with CuPy, warm up and capture under `cupy.cuda.using_allocator` of a pool that lives as long as
+    the graph. Replays allocate nothing.
+
     Args:
         config: the layer and the engine's maxima.
         scale: factor on the dot products before the softmax.

@@ -143,7 +143,8 @@ class SparseMLAMetadataBuilder:
     """Builds `SparseMLAMetadata` from batches, into the same device arrays each time.
 
     A metadata object is valid until the next `build`, which rewrites the arrays behind it (on a GPU in order on the
-    caller's current stream). `build` never waits for the device.
+    caller's current stream). `build` never waits for the device; it is no part of a CUDA graph, whose replays read what
+    the last `build` wrote.
 
     Args:
         config: the layers and the engine's maxima.
