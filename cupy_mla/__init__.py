@@ -19,10 +19,12 @@ from .metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from .ops.absorb import absorb_q, split_kv_b_proj, v_up_proj
 from .ops.attention import plan_splits, sparse_decode, sparse_prefill
 from .ops.cache import concat_and_cache_mla, quantize_and_insert_k_cache
-from .ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
+from .ops.compressed import build_c128a_topk_metadata, compute_global_topk_indices_and_lens, get_compressed_slot_mapping
+from .ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache, dequantize_and_gather_k_cache
 from .ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from .ops.indices import convert_req_index_to_global_index
 from .ops.quant import dynamic_per_batched_tensor_quant
+from .ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, compute_swa_indices_and_lens
 
 __all__ = [
     "BatchMetadata",
@@ -36,16 +38,23 @@ __all__ = [
     "Workspace",
     "__version__",
     "absorb_q",
+    "build_c128a_topk_metadata",
+    "combine_topk_swa_indices",
+    "compute_global_topk_indices_and_lens",
+    "compute_prefill_gather_lens",
+    "compute_swa_indices_and_lens",
     "concat_and_cache_mla",
     "concat_mla_q",
     "convert_req_index_to_global_index",
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_indexer_k_quant_cache",
     "cuda_available",
+    "dequantize_and_gather_k_cache",
     "dynamic_per_batched_tensor_quant",
     "flash_mla",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "get_compressed_slot_mapping",
     "get_mla_metadata",
     "indexer_k_quant_and_cache",
     "layouts",

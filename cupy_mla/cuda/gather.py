@@ -1,4 +1,4 @@
-"""Launches the kernels that bring rows together: `kernels_cu/cache/gather.cu` and `concat_q.cu`."""
+"""Launches the kernels that bring rows together: `gather`, `gather_tail` and `concat_q` of `kernels_cu/cache`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array, Place
-from ..layouts import V32_FP8, Layout
+from ..layouts import BFLOAT16, V4_FP8, V32_FP8, Layout
 from .jit import Kernel, num_sms
 from .paging import BLOCK_TABLE, block_table_fields
 
@@ -16,6 +16,7 @@ ROWS_PER_BLOCK = THREADS // 32 * 4
 GATHER_BLOCKS_PER_SM = 4  # that run at a time
 
 _GATHER = struct.Struct("=" + BLOCK_TABLE + "4Q3q2i")  # struct Params of gather.cu
+_TAIL = struct.Struct("=" + BLOCK_TABLE + "4Q3q3i4x")  # struct Params of gather_tail.cu
 _CONCAT = struct.Struct("=3Q7q2i")  # struct Params of concat_q.cu
 
 
@@ -23,6 +24,12 @@ _CONCAT = struct.Struct("=3Q7q2i")  # struct Params of concat_q.cu
 def gather_kernel(layout: Layout) -> Kernel:
     """The kernel that gathers rows of one FP8 layout."""
     return Kernel("cache/gather.cu", "gather_rows", layout.defines(), threads=THREADS)
+
+
+@cache
+def tail_kernel(layout: Layout) -> Kernel:
+    """The kernel that gathers the last tokens of requests, of one FP8 layout whose scales stand apart."""
+    return Kernel("cache/gather_tail.cu", "gather_tail", layout.defines(), threads=THREADS)
 
 
 @cache
@@ -34,6 +41,7 @@ def concat_kernel() -> Kernel:
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield gather_kernel(V32_FP8)
+    yield tail_kernel(V4_FP8)
     yield concat_kernel()
 
 
@@ -58,6 +66,31 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     )  # fmt: skip
     blocks = min(-(-rows // ROWS_PER_BLOCK), GATHER_BLOCKS_PER_SM * num_sms(place.device))
     gather_kernel(layout).launch(place, (blocks, 1, 1), params)
+
+
+def dequantize_and_gather_k_cache(
+    place: Place,
+    layout: Layout,
+    out: Array,
+    k_cache: Array,
+    seq_lens: Array,
+    gather_lens: Array | None,
+    block_table: Array,
+    offset: int,
+) -> None:
+    """Twin of `reference.gather.dequantize_and_gather_k_cache`."""
+    num_blocks, block_size, _ = k_cache.shape
+    requests, rows, _ = out.shape
+    if requests == 0 or rows == offset:
+        return
+    params = _TAIL.pack(
+        *block_table_fields(block_table, block_size),
+        k_cache.ptr, out.ptr + offset * out.strides[1] * BFLOAT16.itemsize, seq_lens.ptr,
+        gather_lens.ptr if gather_lens else 0,
+        k_cache.strides[0], *out.strides[:2], rows - offset, num_blocks, out.aligned(16),
+    )  # fmt: skip
+    blocks = min(-(-requests * (rows - offset) // ROWS_PER_BLOCK), GATHER_BLOCKS_PER_SM * num_sms(place.device))
+    tail_kernel(layout).launch(place, (blocks, 1, 1), params)
 
 
 def concat_mla_q(place: Place, ql_nope: Array, q_pe: Array, out: Array) -> None:

@@ -16,7 +16,7 @@ STAGES = (4096, 12000)  # widest block tables that fit the shared memory of a bl
 STAGE_FROM_ROWS = 3  # tokens a block from which copying the table row pays
 BLOCKS_PER_SM = 6  # that run at a time
 
-_PARAMS = struct.Struct("=" + BLOCK_TABLE + "6Q2q5i4x")  # struct Params of convert.cu
+_PARAMS = struct.Struct("=" + BLOCK_TABLE + "7Q2q5i4x")  # struct Params of convert.cu
 
 
 @cache
@@ -41,8 +41,9 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts: Array | None,
     out: Array,
     valid_counts: Array | None,
+    is_valid_token: Array | None = None,
 ) -> None:
-    """Twin of `reference.indices.convert_req_index_to_global_index`."""
+    """Twin of `reference.indices.convert_req_index_to_global_index`; tokens that are not valid count 0."""
     tokens, k = token_indices.shape
     if tokens == 0:
         return
@@ -54,7 +55,7 @@ def convert_req_index_to_global_index(
         req_id.ptr, token_indices.ptr,
         prefill_request_ids.ptr if prefill_request_ids else 0,
         prefill_workspace_starts.ptr if prefill_workspace_starts else 0,
-        out.ptr, valid_counts.ptr if valid_counts else 0,
+        out.ptr, valid_counts.ptr if valid_counts else 0, is_valid_token.ptr if is_valid_token else 0,
         token_indices.strides[0], out.strides[0],
         tokens, k, prefill_workspace_starts.shape[0] if prefill_workspace_starts else 0, rows,
         k % 4 == 0 and token_indices.aligned(16) and out.aligned(16),

@@ -1,4 +1,5 @@
-"""Block tables as the kernels take them: `struct BlockTable` of `kernels_cu/layout/block_table.cuh`."""
+"""Block tables and query tokens as the kernels take them: `struct BlockTable` of `kernels_cu/layout/block_table.cuh`
+and `struct Queries` of `kernels_cu/indices/queries.cuh`."""
 
 from __future__ import annotations
 
@@ -6,12 +7,18 @@ from functools import lru_cache
 
 from ..arrays import Array
 
-BLOCK_TABLE = "Qq2i3Ii"  # its fields, for struct.Struct
+BLOCK_TABLE = "Qq2i3Ii"  # their fields, for struct.Struct
+QUERIES = "2Q2i"
 
 
 def block_table_fields(block_table: Array, block_size: int) -> tuple[int, ...]:
-    """The values of those fields."""
+    """The values of `struct BlockTable`."""
     return (block_table.ptr, block_table.strides[0], *block_table.shape, *divisor(block_size), 0)
+
+
+def query_fields(query_start_loc: Array, seq_lens: Array, num_tokens: int) -> tuple[int, ...]:
+    """The values of `struct Queries`."""
+    return query_start_loc.ptr, seq_lens.ptr, seq_lens.shape[0], num_tokens
 
 
 @lru_cache(maxsize=64)

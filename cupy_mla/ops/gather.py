@@ -9,7 +9,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array, bind
 from ..cuda import gather as cuda
-from ..layouts import BF16_576, BFLOAT16, V32_FP8
+from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import gather as reference
 from ._check import INT32, cache_layout, require_cache
 
@@ -50,6 +50,48 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     )  # fmt: skip
 
 
+def dequantize_and_gather_k_cache(
+    out: Any, k_cache: Any, seq_lens: Any, gather_lens: Any, block_table: Any, block_size: int, offset: int
+) -> None:
+    """Copy the last tokens of requests out of a paged V4_FP8 cache, dequantized to bfloat16.
+
+    The last `gather_lens[r]` of request r's `seq_lens[r]` tokens go to `out[r, offset]` and the rows after it.
+
+    Args:
+        out: [R, M, 512] bfloat16, written in place. Tokens beyond its M rows are not written, and rows of tokens whose
+            block does not exist become zeros; the first and a table too narrow for a sequence are errors under
+            CUPY_MLA_CHECK=1.
+        k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, block stride a multiple of 16 bytes.
+        seq_lens: [R] int32.
+        gather_lens: [R] int32, at most a sequence each (more counts as that); None: whole sequences.
+        block_table: [R, M'] int32 blocks of each request.
+        block_size: tokens a block, as `k_cache` has them.
+        offset: first row to write, 0 to M.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: see `out`, under CUPY_MLA_CHECK=1.
+    """
+    place, (out_, cache, lens, table) = bind(out=out, k_cache=k_cache, seq_lens=seq_lens, block_table=block_table)
+    (gather,) = place.optional(gather_lens=gather_lens)
+    require_cache(cache, cache_layout(cache, (V4_FP8,)))
+    if block_size != cache.shape[1]:
+        raise ValueError(f"block_size: k_cache has {cache.shape[1]} tokens a block, got {block_size}")
+    requests = table.require(INT32, "R", "M").shape[0]
+    rows = out_.require(BFLOAT16, requests, "M", V4_FP8.d_qk).require_writable().shape[1]
+    lens.require(INT32, requests)
+    if gather is not None:
+        gather.require(INT32, requests)
+    if not 0 <= offset <= rows:
+        raise ValueError(f"offset must be in 0..{rows}, the rows of out, got {offset}")
+    if arrays.CHECK_VALUES:
+        _check_tail(rows - offset, table, lens, gather, block_size)
+    place.call(
+        cuda.dequantize_and_gather_k_cache, reference.dequantize_and_gather_k_cache,
+        V4_FP8, out_, cache, lens, gather, table, offset,
+    )  # fmt: skip
+
+
 def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
     """Put the two parts of every query head side by side: the absorbed query and its RoPE part.
 
@@ -68,10 +110,23 @@ def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
     place.call(cuda.concat_mla_q, reference.concat_mla_q, nope, rope, out_)
 
 
-def _check_rows(dst: Array, table: Array, seq_lens: Array, starts: Array, block_size: int) -> None:
-    lens, first = (arrays.to_numpy(a.obj).astype(np.int64) for a in (seq_lens, starts))
-    rows, tokens = dst.shape[0], table.shape[1] * block_size
-    for r in np.flatnonzero((first < 0) | (first + lens > rows)):
-        raise IndexError(f"workspace_starts: request {r} takes rows {first[r]} to {first[r] + lens[r]}, dst has {rows}")
+def _check_tail(rows: int, table: Array, seq_lens: Array, gather_lens: Array | None, block_size: int) -> None:
+    lens = arrays.to_numpy(seq_lens.obj).astype(np.int64)
+    gathered = lens if gather_lens is None else np.minimum(arrays.to_numpy(gather_lens.obj), lens)
+    for r in np.flatnonzero(gathered > rows):
+        raise IndexError(f"gather_lens: {gathered[r]} tokens of request {r} are asked for, out has room for {rows}")
+    _check_table(lens, table, block_size)
+
+
+def _check_table(lens: np.ndarray, table: Array, block_size: int) -> None:
+    tokens = table.shape[1] * block_size
     for r in np.flatnonzero(lens > tokens):
         raise IndexError(f"seq_lens: request {r} has {lens[r]} tokens, its row of the block table holds {tokens}")
+
+
+def _check_rows(dst: Array, table: Array, seq_lens: Array, starts: Array, block_size: int) -> None:
+    lens, first = (arrays.to_numpy(a.obj).astype(np.int64) for a in (seq_lens, starts))
+    rows = dst.shape[0]
+    for r in np.flatnonzero((first < 0) | (first + lens > rows)):
+        raise IndexError(f"workspace_starts: request {r} takes rows {first[r]} to {first[r] + lens[r]}, dst has {rows}")
+    _check_table(lens, table, block_size)

@@ -29,6 +29,26 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         rows[~found] = 0
 
 
+def dequantize_and_gather_k_cache(
+    layout: Layout,
+    out: np.ndarray,
+    k_cache: np.ndarray,
+    seq_lens: np.ndarray,
+    gather_lens: np.ndarray | None,
+    block_table: np.ndarray,
+    offset: int,
+) -> None:
+    """The last paged FP8 tokens of requests to bf16 rows; see `cupy_mla.dequantize_and_gather_k_cache`."""
+    num_blocks, block_size, _ = k_cache.shape
+    wanted = seq_lens if gather_lens is None else np.minimum(gather_lens, seq_lens)
+    for r, (length, count) in enumerate(zip(seq_lens.tolist(), wanted.tolist(), strict=True)):
+        rows = out[r, offset : offset + max(count, 0)]
+        slots = slots_of(block_table, np.array(r), length - count + np.arange(len(rows)), block_size)
+        found = (slots >= 0) & (slots < num_blocks * block_size)
+        rows[found] = unpack_rows(k_cache, layout, slots[found])
+        rows[~found] = 0
+
+
 def concat_mla_q(ql_nope: np.ndarray, q_pe: np.ndarray, out: np.ndarray) -> None:
     """The two parts of every query head side by side; see `cupy_mla.concat_mla_q`."""
     np.concatenate([ql_nope, q_pe], axis=-1, out=out)

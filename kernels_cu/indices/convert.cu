@@ -20,6 +20,7 @@ struct Params {
     const int32_t* prefill_starts;  // [num_prefills], or null
     int32_t* out;                   // [num_tokens, k]
     int32_t* counts;                // [num_tokens], or null
+    const uint8_t* is_valid;        // [num_tokens] where 0 the count is 0, or null
     int64_t positions_stride;       // items
     int64_t out_stride;
     int32_t num_tokens, k, num_prefills;
@@ -111,5 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6) convert_positions(const
     }
     if (p.counts == nullptr) return;
     __syncthreads();
-    if (threadIdx.x < rows) p.counts[first + threadIdx.x] = valid[threadIdx.x];
+    if (threadIdx.x < rows) {
+        const int token = first + threadIdx.x;
+        p.counts[token] = p.is_valid == nullptr || p.is_valid[token] ? valid[threadIdx.x] : 0;
+    }
 }

@@ -1,0 +1,184 @@
+"""Operations on the index lists of DeepSeek V4's compressed rows, of which every `compress_ratio` tokens own one.
+
+The token that completes a group of `compress_ratio` owns its row: the one at position p with
+`(p + 1) % compress_ratio == 0` owns compressed position `p // compress_ratio`. A query token at position p may attend
+the `(p + 1) // compress_ratio` rows that are complete by then: those that an indexer chose (C4A) or all (C128A).
+
+`block_size` is that of the compressed cache, in compressed rows.
+
+Source: DeepSeek-V4; the contracts are those of vLLM's DeepSeek V4 backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import bind
+from ..cuda import compressed as cuda
+from ..reference import compressed as reference
+from ._check import INT32, INT64
+from .swa import BOOL, require_at_least
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: Any,
+    token_to_req: Any,
+    block_table: Any,
+    block_size: int,
+    is_valid_token: Any,
+    *,
+    out: Any = None,
+    lens: Any = None,
+) -> tuple[Any, Any]:
+    """Map each query token's chosen compressed positions to slots, and count those that have one.
+
+    The mapping is that of `cupy_mla.convert_req_index_to_global_index`.
+
+    Args:
+        topk_indices: [T, K] int32 compressed positions in the token's request, -1 at the end where there are fewer.
+        token_to_req: [T] int32 request of each token.
+        block_table: [R, M] int32 blocks of each request.
+        block_size: rows a block.
+        is_valid_token: [T] bool; a token that is not valid counts 0.
+        out: [T, K] int32, written in place when given; may be `topk_indices` itself.
+        lens: [T] int32, written in place when given.
+
+    Returns:
+        [T, K] int32 slots, and [T] int32 counts of the slots that are not negative.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+    """
+    require_at_least("block_size", block_size, 1)
+    place, (chosen, req, table, valid) = bind(
+        topk_indices=topk_indices, token_to_req=token_to_req, block_table=block_table, is_valid_token=is_valid_token
+    )
+    out_, lens_ = place.optional(out=out, lens=lens)
+    tokens, k = chosen.require(INT32, "T", "K").shape
+    req.require(INT32, tokens)
+    table.require(INT32, "R", "M")
+    valid.require(BOOL, tokens)
+    out_ = place.output("out", out_, (tokens, k), INT32)
+    lens_ = place.output("lens", lens_, (tokens,), INT32)
+    place.call(
+        cuda.compute_global_topk_indices_and_lens, reference.compute_global_topk_indices_and_lens,
+        chosen, req, table, block_size, valid, out_, lens_,
+    )  # fmt: skip
+    return out_.obj, lens_.obj
+
+
+def get_compressed_slot_mapping(
+    num_tokens: int,
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    block_size: int,
+    compress_ratio: int,
+    out: Any = None,
+) -> Any:
+    """Slot of the compressed row that each query token owns, -1 for tokens that own none.
+
+    The query tokens of a request are the last ones of its sequence.
+
+    Args:
+        num_tokens: query tokens, T.
+        query_start_loc: [R + 1] int32 first token of each request; a token past the last one's belongs to none.
+        seq_lens: [R] int32 tokens of each sequence, those of this step included.
+        block_table: [R, M] int32 blocks of each request.
+        block_size: rows a block.
+        compress_ratio: tokens that a row stands for.
+        out: [T'] int64 with T' >= T, when given: written in place, -1 from T on.
+
+    Returns:
+        [T] int64: the first T entries of `out`. -1 also where the row's block does not exist.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+    """
+    for name, value, least in (("num_tokens", num_tokens, 0), ("block_size", block_size, 1),
+                               ("compress_ratio", compress_ratio, 1)):  # fmt: skip
+        require_at_least(name, value, least)
+    place, (starts, seq, table) = bind(query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
+    (out_,) = place.optional(out=out)
+    requests = table.require(INT32, "R", "M").shape[0]
+    seq.require(INT32, requests)
+    starts.require(INT32, requests + 1)
+    if out_ is None:
+        out_ = place.output("out", None, (num_tokens,), INT64)
+    elif out_.require(INT64, "T").require_writable().shape[0] < num_tokens:
+        raise ValueError(f"out: expected at least num_tokens = {num_tokens} entries, got {out_.shape[0]}")
+    place.call(
+        cuda.get_compressed_slot_mapping, reference.get_compressed_slot_mapping,
+        num_tokens, starts, seq, table, block_size, compress_ratio, out_,
+    )  # fmt: skip
+    return out_.obj[:num_tokens]
+
+
+def build_c128a_topk_metadata(
+    positions: Any,
+    compress_ratio: int,
+    num_decode_tokens: int,
+    token_to_req: Any,
+    block_table: Any,
+    block_size: int,
+    slot_mapping: Any,
+    decode_indices: Any,
+    decode_lens: Any,
+    prefill_indices: Any,
+    max_compressed_tokens: int,
+) -> tuple[Any, Any, Any]:
+    """Index lists of layers whose query tokens attend every complete compressed row (C128A).
+
+    A token at position p attends `n = min((p + 1) // compress_ratio, max_compressed_tokens)` rows, 0 .. n - 1. The
+    first `num_decode_tokens` tokens get their slots, the others the numbers themselves.
+
+    Args:
+        positions: [T] int64 place of each token in its sequence.
+        compress_ratio: tokens that a row stands for.
+        num_decode_tokens: tokens of decodes, which stand first.
+        token_to_req: [T] int32 request of each token.
+        block_table: [R, M] int32 blocks of each request.
+        block_size: rows a block.
+        slot_mapping: [T] int64 slot that each token itself goes to; a decode token with a negative one attends nothing.
+        decode_indices: [Td, W] int32 with Td >= num_decode_tokens, W >= max_compressed_tokens; written in place.
+        decode_lens: [Td] int32, written in place.
+        prefill_indices: [Tp, W'] int32 with Tp >= T - num_decode_tokens, W' >= max_compressed_tokens; written in place.
+        max_compressed_tokens: most rows a sequence has.
+
+    Returns:
+        the written parts of the three: [num_decode_tokens, W] slots, -1 past n and where a block does not exist,
+        [num_decode_tokens] int32 n, and [T - num_decode_tokens, W'], -1 past n.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+    """
+    for name, value, least in (("block_size", block_size, 1), ("compress_ratio", compress_ratio, 1),
+                               ("max_compressed_tokens", max_compressed_tokens, 0)):  # fmt: skip
+        require_at_least(name, value, least)
+    place, (pos, req, table, slots, decode, lens, prefill) = bind(
+        positions=positions, token_to_req=token_to_req, block_table=block_table, slot_mapping=slot_mapping,
+        decode_indices=decode_indices, decode_lens=decode_lens, prefill_indices=prefill_indices,
+    )  # fmt: skip
+    tokens = pos.require(INT64, "T").shape[0]
+    req.require(INT32, tokens)
+    slots.require(INT64, tokens)
+    table.require(INT32, "R", "M")
+    if not 0 <= num_decode_tokens <= tokens:
+        raise ValueError(f"num_decode_tokens must be in 0..{tokens}, the tokens there are, got {num_decode_tokens}")
+    rows = decode.require(INT32, "Td", "W").require_writable().shape[0]
+    lens.require(INT32, rows).require_writable()
+    prefill.require(INT32, "Tp", "W").require_writable()
+    for buffer, needed in ((decode, num_decode_tokens), (prefill, tokens - num_decode_tokens)):
+        if buffer.shape[0] < needed or buffer.shape[1] < max_compressed_tokens:
+            raise ValueError(
+                f"{buffer.name}: expected at least {needed} rows of {max_compressed_tokens}, got {list(buffer.shape)}"
+            )
+    place.call(
+        cuda.build_c128a_topk_metadata, reference.build_c128a_topk_metadata,
+        pos, compress_ratio, num_decode_tokens, req, table, block_size, slots, decode, lens, prefill,
+        max_compressed_tokens,
+    )  # fmt: skip
+    return (
+        decode_indices[:num_decode_tokens], decode_lens[:num_decode_tokens],
+        prefill_indices[: tokens - num_decode_tokens],
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""Operations on the index lists of DeepSeek V4's sliding-window attention, alone and beside compressed rows.
+
+A query token at position p of its sequence attends the last `window` positions up to p. In a decode these are slots of
+the sliding-window cache; in a prefill they are rows of a workspace that the window's tail was gathered into, next to
+the compressed rows that the layer's indexer chose.
+
+Position of a token, where `query_start_loc` and `seq_lens` are given: the query tokens of a request are the last ones
+of its sequence.
+
+Source: DeepSeek-V4; the contracts are those of vLLM's DeepSeek V4 backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import bind
+from ..cuda import swa as cuda
+from ..reference import swa as reference
+from ._check import INT32
+
+BOOL = np.dtype(np.bool_)
+LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
+
+
+def compute_swa_indices_and_lens(
+    query_start_loc: Any,
+    seq_lens: Any,
+    token_to_req: Any,
+    is_valid_token: Any,
+    block_table: Any,
+    block_size: int,
+    window_size: int,
+    *,
+    out: Any = None,
+    lens: Any = None,
+) -> tuple[Any, Any]:
+    """Slots of the sliding window of each decode token: of positions `max(p - window_size + 1, 0) .. p`, in order.
+
+    An entry is -1 where the position has no block, or its slot would not fit int32.
+
+    Args:
+        query_start_loc: [R + 1] int32 first token of each request.
+        seq_lens: [R] int32 tokens of each sequence, those of this step included.
+        token_to_req: [T] int32 request of each token.
+        is_valid_token: [T] bool; a token that is not valid, or whose request does not exist, gets no entries.
+        block_table: [R, M] int32 blocks of each request in the sliding-window cache.
+        block_size: tokens a block.
+        window_size: tokens of the window.
+        out: [T, window_size] int32, written in place when given.
+        lens: [T] int32, written in place when given.
+
+    Returns:
+        [T, window_size] int32 slots, -1 past each token's window, and [T] int32 lengths `min(p + 1, window_size)`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+    """
+    require_at_least("block_size", block_size, 1)
+    require_at_least("window_size", window_size, 1)
+    place, (starts, seq, req, valid, table) = bind(
+        query_start_loc=query_start_loc, seq_lens=seq_lens, token_to_req=token_to_req, is_valid_token=is_valid_token,
+        block_table=block_table,
+    )  # fmt: skip
+    out_, lens_ = place.optional(out=out, lens=lens)
+    requests = table.require(INT32, "R", "M").shape[0]
+    seq.require(INT32, requests)
+    starts.require(INT32, requests + 1)
+    tokens = req.require(INT32, "T").shape[0]
+    valid.require(BOOL, tokens)
+    out_ = place.output("out", out_, (tokens, window_size), INT32)
+    lens_ = place.output("lens", lens_, (tokens,), INT32)
+    place.call(
+        cuda.compute_swa_indices_and_lens, reference.compute_swa_indices_and_lens,
+        starts, seq, req, valid, table, block_size, window_size, out_, lens_,
+    )  # fmt: skip
+    return out_.obj, lens_.obj
+
+
+def compute_prefill_gather_lens(
+    seq_lens: Any, query_start_loc: Any, num_decodes: int, window_size: int, *, out: Any = None
+) -> Any:
+    """How many tokens at the end of each prefill's sequence its query tokens attend through their windows.
+
+    `query_len + min(seq_len - query_len, window_size - 1)`: the query itself, and what the window of its first token
+    reaches before it.
+
+    Args:
+        seq_lens: [R] int32; the first `num_decodes` requests are decodes.
+        query_start_loc: [R + 1] int32.
+        num_decodes: requests to leave out at the start.
+        window_size: tokens of the window.
+        out: [R - num_decodes] int32, written in place when given.
+
+    Returns:
+        [R - num_decodes] int32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+    """
+    require_at_least("window_size", window_size, 1)
+    place, (seq, starts) = bind(seq_lens=seq_lens, query_start_loc=query_start_loc)
+    (out_,) = place.optional(out=out)
+    requests = seq.require(INT32, "R").shape[0]
+    starts.require(INT32, requests + 1)
+    if not 0 <= num_decodes <= requests:
+        raise ValueError(f"num_decodes must be in 0..{requests}, the requests there are, got {num_decodes}")
+    out_ = place.output("out", out_, (requests - num_decodes,), INT32)
+    place.call(
+        cuda.compute_prefill_gather_lens, reference.compute_prefill_gather_lens,
+        seq, starts, num_decodes, window_size, out_,
+    )  # fmt: skip
+    return out_.obj
+
+
+def combined_width(topk: int, window_size: int) -> int:
+    """Width of the lists that `combine_topk_swa_indices` makes."""
+    return -(-(topk + window_size) // LIST_ALIGN) * LIST_ALIGN
+
+
+def combine_topk_swa_indices(
+    topk_indices: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    gather_lens: Any,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    M: int,
+    N: int,
+    *,
+    out: Any = None,
+    lens: Any = None,
+) -> tuple[Any, Any]:
+    """Index lists of a chunk of R prefills over their gathered workspace [R, M, 512], taken as R * M flat rows.
+
+    Rows 0 .. N - 1 of a request hold its compressed rows, rows from N on the last `gather_lens[r]` tokens of its
+    sequence. The list of a token at position p of request r is `n = min((p + 1) // compress_ratio, topk)` compressed
+    rows, `topk_indices[t, :n] + M * r`, then `w = min(p + 1, window_size)` rows of its window,
+    `M * r + N + (p - w + 1 .. p) - (seq_len - gather_len)`, then -1. An entry is -1 as well where a compressed row is
+    not one of 0 .. N - 1 or a position of the window was not gathered.
+
+    Args:
+        topk_indices: [T, K] int32 compressed positions of each token's request, K >= topk.
+        query_start_loc: [R + 1] int32 first token of each request, counted from the first one's.
+        seq_lens: [R] int32.
+        gather_lens: [R] int32, from `compute_prefill_gather_lens`.
+        window_size: tokens of the window.
+        compress_ratio: tokens that a compressed row stands for.
+        topk: most compressed rows a token attends; 0 for layers without.
+        M: workspace rows a request.
+        N: workspace rows that are kept for compressed rows.
+        out: [T, W] int32 with W = topk + window_size rounded up to a multiple of 128, written in place when given.
+        lens: [T] int32, written in place when given.
+
+    Returns:
+        [T, W] int32 rows, and [T] int32 lengths n + w; length 0 for a token that belongs to no request.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides, or the workspace has more
+            than 2**31 - 1 rows; nothing is written.
+    """
+    for name, value, least in (("window_size", window_size, 1), ("compress_ratio", compress_ratio, 1),
+                               ("topk", topk, 0), ("N", N, 0), ("M", M, N)):  # fmt: skip
+        require_at_least(name, value, least)
+    place, (chosen, starts, seq, gather) = bind(
+        topk_indices=topk_indices, query_start_loc=query_start_loc, seq_lens=seq_lens, gather_lens=gather_lens
+    )
+    out_, lens_ = place.optional(out=out, lens=lens)
+    tokens, k = chosen.require(INT32, "T", "K").shape
+    if k < topk:
+        raise ValueError(f"topk_indices: expected at least topk = {topk} columns, got {k}")
+    requests = seq.require(INT32, "R").shape[0]
+    starts.require(INT32, requests + 1)
+    gather.require(INT32, requests)
+    if requests * M > np.iinfo(np.int32).max:
+        raise ValueError(f"M: {requests} requests of {M} workspace rows are more than int32 can count")
+    out_ = place.output("out", out_, (tokens, combined_width(topk, window_size)), INT32)
+    lens_ = place.output("lens", lens_, (tokens,), INT32)
+    place.call(
+        cuda.combine_topk_swa_indices, reference.combine_topk_swa_indices,
+        chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, out_, lens_,
+    )  # fmt: skip
+    return out_.obj, lens_.obj
+
+
+def require_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")

@@ -1,0 +1,119 @@
+// Copies the last tokens of requests out of a paged V4_FP8 cache into bf16 rows (constants: cupy_mla/layouts.py).
+//
+//   grid         as many blocks as the GPU runs at a time; all tokens are dealt out among their warps
+//   one warp     4 tokens a turn
+//     find       lane l looks up token l % 4: request (bisection), block table, addresses from and to
+//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, whose last 8
+//                lanes hold the 64 RoPE values; the row's scales, 8 bytes, go to all lanes. 12 loads are under way
+//     store      16 bytes of bf16 a chunk, side by side with the neighbours' chunks
+//
+// Tokens whose block does not exist become rows of zeros; rows beyond a request's part of dst are not written.
+// Shared memory: 8 bytes a thread. A block of 256 threads keeps 8 x 4 x 584 bytes under way.
+#include "cache/request_tokens.cuh"
+#include "layout/block_table.cuh"
+#include "ptx/convert.cuh"
+#include "tile/chunk.cuh"
+
+struct Params {
+    BlockTable table;
+    const uint8_t* cache;
+    bf16* dst;                   // [num_requests, >= offset + dst_rows, D_QK], from row `offset` on
+    const int32_t* seq_lens;     // [num_requests]
+    const int32_t* gather_lens;  // [num_requests], or null: whole sequences
+    int64_t block_stride;        // bytes
+    int64_t dst_stride;          // items, from request to request
+    int64_t row_stride;          // items
+    int32_t dst_rows;            // rows of a request from `offset` on
+    int32_t num_blocks;
+    int32_t aligned;             // rows of dst start at multiples of 16 bytes
+    int32_t unused;
+};
+
+constexpr int THREADS = 256, ROWS = 4, WARPS = THREADS / 32;
+constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
+static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32, "two chunks a lane, the first all NoPE");
+
+__shared__ RequestTokens<THREADS> tokens;
+
+__device__ __forceinline__ int32_t gathered(const Params& p, int request) {
+    const int32_t seq_len = max(p.seq_lens[request], 0);
+    return p.gather_lens == nullptr ? seq_len : max(0, min(p.gather_lens[request], seq_len));
+}
+
+struct Row {
+    const uint8_t* data;    // null where the token's block does not exist
+    const uint8_t* scales;
+    bf16* to;               // null where there is no token
+};
+
+__device__ __forceinline__ Row find_row(const Params& p, int first_request, int64_t item) {
+    const auto at = tokens.find(item);
+    const int request = first_request + at.request;
+    Row row = {nullptr, nullptr, p.dst + request * p.dst_stride + at.token * p.row_stride};
+    const Position position = find_position(p.table, max(p.seq_lens[request], 0) - gathered(p, request) + at.token);
+    if (position.column >= 0) {
+        const int32_t block = p.table.blocks[request * p.table.stride + position.column];
+        if (uint32_t(block) < uint32_t(p.num_blocks)) {
+            const uint8_t* start = p.cache + block * p.block_stride;
+            row.data = start + int64_t(position.offset) * ROW_STRIDE;
+            row.scales = start + int64_t(p.table.block_size.value) * ROW_STRIDE + int64_t(position.offset) * SCALE_STRIDE;
+        }
+    }
+    return row;
+}
+
+// Eight e4m3 values times a power of two, exact in bfloat16 unless they under- or overflow there.
+__device__ __forceinline__ Vec16 dequantize_chunk(const Vec8& codes, uint32_t exponent) {
+    const float s = ue8m0_to_float(exponent & 0xffu);
+    float lo[4], hi[4];
+    e4m3x4_to_float(codes.x, lo);
+    e4m3x4_to_float(codes.y, hi);
+    return {pack_bf16x2(lo[0] * s, lo[1] * s), pack_bf16x2(lo[2] * s, lo[3] * s),
+            pack_bf16x2(hi[0] * s, hi[1] * s), pack_bf16x2(hi[2] * s, hi[3] * s)};
+}
+
+__device__ __forceinline__ void copy_rows(const Params& p, const Row& mine) {
+    const int lane = threadIdx.x % 32;
+    const bool rope = 32 + lane >= NOPE_CHUNKS;
+    Vec8 first[ROWS], scales[ROWS];
+    Vec16 second[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const uint8_t* data = shuffle_pointer(mine.data, r);
+        const uint8_t* from = shuffle_pointer(mine.scales, r);
+        first[r] = scales[r] = {0, 0};
+        second[r] = {0, 0, 0, 0};
+        if (data == nullptr) continue;
+        first[r] = *reinterpret_cast<const Vec8*>(data + lane * CHUNK);
+        scales[r] = *reinterpret_cast<const Vec8*>(from);
+        if (rope) {
+            second[r] = *reinterpret_cast<const Vec16*>(data + ROPE_OFFSET + (32 + lane - NOPE_CHUNKS) * 16);
+        } else {
+            const Vec8 codes = *reinterpret_cast<const Vec8*>(data + (32 + lane) * CHUNK);
+            second[r].x = codes.x, second[r].y = codes.y;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        bf16* to = shuffle_pointer(mine.to, r);
+        if (to == nullptr) continue;
+        const int shift = 8 * (lane / TILE_CHUNKS);
+        store_chunk(to + lane * CHUNK, dequantize_chunk(first[r], scales[r].x >> shift), p.aligned);
+        const Vec16 end = rope ? second[r] : dequantize_chunk({second[r].x, second[r].y}, scales[r].y >> shift);
+        store_chunk(to + (32 + lane) * CHUNK, end, p.aligned);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gather_tail(const __grid_constant__ Params p) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int request = 0; request < p.table.num_requests; request += THREADS) {
+        const int mine = request + threadIdx.x;
+        const int64_t total = tokens.sum_up(mine < p.table.num_requests ? min(gathered(p, mine), p.dst_rows) : 0);
+        const int64_t stride = int64_t(gridDim.x) * WARPS * ROWS;
+        for (int64_t first = (int64_t(blockIdx.x) * WARPS + warp) * ROWS; first < total; first += stride) {
+            const int64_t item = first + lane % ROWS;
+            copy_rows(p, item < total ? find_row(p, request, item) : Row{nullptr, nullptr, nullptr});
+        }
+        __syncthreads();  // the sums are done with
+    }
+}

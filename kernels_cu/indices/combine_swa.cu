@@ -1,0 +1,48 @@
+// A prefill token's list of workspace rows: the compressed rows its indexer chose, then its sliding window.
+//
+//   one block  a token; 256 threads write its row of `width` entries side by side
+#include "indices/queries.cuh"
+
+struct Params {
+    Queries queries;
+    const int32_t* chosen;       // [num_tokens, >= topk] compressed positions
+    const int32_t* gather_lens;  // [num_requests]
+    int32_t* out;                // [num_tokens, width]
+    int32_t* lens;               // [num_tokens]
+    int64_t chosen_stride;       // items
+    int64_t out_stride;
+    int32_t window, ratio, topk;
+    int32_t rows;                // of the workspace, a request
+    int32_t compressed_rows;     // of those, the first ones
+    int32_t width;
+};
+
+constexpr int THREADS = 256;
+
+extern "C" __global__ void __launch_bounds__(THREADS) combine_swa(const __grid_constant__ Params p) {
+    const int32_t token = p.queries.starts[0] + int32_t(blockIdx.x);
+    const int32_t request = request_of(p.queries, token), position = position_of(p.queries, request, token);
+    int32_t compressed = 0, window = 0, first_row = 0;
+    int64_t tail = 0;  // the window's first row among those gathered
+    if (position >= 0) {
+        compressed = min(int32_t((uint32_t(position) + 1u) / uint32_t(p.ratio)), p.topk);
+        window = position < p.window ? position + 1 : p.window;
+        first_row = request * p.rows;
+        tail = int64_t(position) - window + 1 - (int64_t(p.queries.seq_lens[request]) - p.gather_lens[request]);
+    }
+    const int32_t* chosen = p.chosen + blockIdx.x * p.chosen_stride;
+    int32_t* out = p.out + blockIdx.x * p.out_stride;
+    for (int i = threadIdx.x; i < p.width; i += THREADS) {
+        int32_t row = -1;
+        if (i < compressed) {
+            const int32_t entry = chosen[i];
+            if (uint32_t(entry) < uint32_t(p.compressed_rows)) row = first_row + entry;
+        } else if (i < compressed + window) {
+            const int64_t gathered = tail + (i - compressed);
+            if (gathered >= 0 && gathered < p.rows - p.compressed_rows)
+                row = first_row + p.compressed_rows + int32_t(gathered);
+        }
+        out[i] = row;
+    }
+    if (threadIdx.x == 0) p.lens[blockIdx.x] = compressed + window;
+}

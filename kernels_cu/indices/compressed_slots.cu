@@ -1,0 +1,31 @@
+// The slot of the compressed row that a query token owns, -1 where it owns none. One thread an entry of `out`.
+#include "indices/queries.cuh"
+#include "layout/block_table.cuh"
+
+struct Params {
+    BlockTable table;
+    Queries queries;
+    int64_t* out;  // [size]
+    int32_t size;
+    int32_t ratio;
+};
+
+constexpr int THREADS = 256;
+
+extern "C" __global__ void __launch_bounds__(THREADS) compressed_slots(const __grid_constant__ Params p) {
+    const int32_t token = blockIdx.x * THREADS + threadIdx.x;
+    if (token >= p.size) return;
+    int64_t slot = -1;
+    if (token < p.queries.num_tokens) {
+        const int32_t request = request_of(p.queries, token), position = position_of(p.queries, request, token);
+        const uint32_t ratio = uint32_t(p.ratio), end = uint32_t(position) + 1u;
+        if (position >= 0 && end % ratio == 0) {
+            const Position at = find_position(p.table, int32_t(end / ratio) - 1);
+            if (at.column >= 0) {
+                const int32_t block = p.table.blocks[request * p.table.stride + at.column];
+                if (block >= 0) slot = int64_t(block) * p.table.block_size.value + at.offset;
+            }
+        }
+    }
+    p.out[token] = slot;
+}

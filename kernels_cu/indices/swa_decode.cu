@@ -1,0 +1,40 @@
+// The sliding window of each decode token as slots of the paged cache.
+//
+//   one warp  a token; its lanes walk the window, so neighbours look up the same block and write side by side
+#include "indices/queries.cuh"
+#include "layout/block_table.cuh"
+
+struct Params {
+    BlockTable table;
+    Queries queries;
+    const int32_t* token_to_req;  // [num_tokens]
+    const uint8_t* is_valid;      // [num_tokens]
+    int32_t* out;                 // [num_tokens, window]
+    int32_t* lens;                // [num_tokens]
+    int64_t out_stride;           // items
+    int32_t window;
+    int32_t unused;
+};
+
+constexpr int THREADS = 256;
+
+extern "C" __global__ void __launch_bounds__(THREADS) swa_decode(const __grid_constant__ Params p) {
+    const int token = (blockIdx.x * THREADS + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (token >= p.queries.num_tokens) return;
+    int32_t request = -1, position = -1;
+    if (p.is_valid[token]) {
+        request = p.token_to_req[token];
+        position = position_of(p.queries, request, token);
+    }
+    const int32_t length = position < p.window ? position + 1 : p.window;
+    const int32_t* blocks = p.table.blocks + int64_t(request) * p.table.stride;
+    for (int i = lane; i < p.window; i += 32) {
+        int32_t slot = -1;
+        if (i < length) {
+            const Position at = find_position(p.table, position - length + 1 + i);
+            if (at.column >= 0) slot = slot_in_block(p.table, blocks[at.column], at.offset);
+        }
+        p.out[token * p.out_stride + i] = slot;
+    }
+    if (lane == 0) p.lens[token] = length;
+}

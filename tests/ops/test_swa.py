@@ -1,0 +1,225 @@
+"""Index lists of the sliding window against plain loops, over every kind of array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla.ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, compute_swa_indices_and_lens
+from tests import oracle_v4
+from tests.batches import queries, random_queries, table_for
+from tests.kinds import allocation, gapped
+from tests.ops.test_indices import hostile
+
+BLOCK_SIZES = [1, 2, 61, 64, 256]
+
+
+def behind(kind, whole, shape: tuple[int, int], gap: int) -> np.ndarray:
+    """The entries between the rows of an int32 array that was made with `gapped`."""
+    return kind.take(whole).view(np.int32).reshape(shape[0], shape[1] + gap)[:, shape[1] :]
+
+
+def lists_for(kind, tokens: int, width: int, gap: int):
+    """Poisoned `out` [tokens, width] with gaps, `lens`, and the allocation behind `out`."""
+    out, whole = kind.put_with_allocation(gapped(np.full((tokens, width), 77, np.int32), 0, gap))
+    return out, kind.put(np.full(tokens, 77, np.int32)), whole
+
+
+# --- compute_swa_indices_and_lens -----------------------------------------------------------------------------
+
+
+def check_swa(kind, starts, seq_lens, token_to_req, valid, table, block_size: int, window: int, gap: int = 3) -> None:
+    want, want_lens = oracle_v4.swa_indices_and_lens(starts, seq_lens, token_to_req, valid, table, block_size, window)
+    inputs = [kind.put(a) for a in (starts, seq_lens, token_to_req, valid, gapped(table, 0, 1))]
+    out, lens, whole = lists_for(kind, len(token_to_req), window, gap)
+    got = compute_swa_indices_and_lens(*inputs, block_size, window, out=out, lens=lens)
+    assert got[0] is out
+    assert got[1] is lens
+    fresh = compute_swa_indices_and_lens(*inputs, block_size, window)
+    for slots, counts in (got, fresh):
+        assert kind.is_mine(slots)
+        np.testing.assert_array_equal(kind.take(slots), want)
+        np.testing.assert_array_equal(kind.take(counts), want_lens)
+    if len(token_to_req):
+        assert (behind(kind, whole, want.shape, gap) == -1).all(), "memory between the rows was written"
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("window", [1, 5, 128])
+def test_swa(kind, rng, block_size: int, window: int) -> None:
+    """Uneven query lengths, sequences shorter and longer than the window, padding tokens, first tokens."""
+    batch = random_queries(rng, 6, 4, 300)
+    table = table_for(rng, 6, 300, block_size)
+    valid = rng.random(batch.tokens) < 0.8
+    check_swa(kind, batch.query_start_loc, batch.seq_lens, batch.token_to_req, valid, table, block_size, window)
+
+
+def test_swa_at_the_edges(kind, rng) -> None:
+    """The first token of a sequence, a sequence one short of the window, of its length, and one beyond."""
+    batch = queries([1, 2, 1, 1, 3], [1, 2, 7, 8, 9])
+    table = table_for(rng, 5, 9, 4)
+    valid = np.ones(batch.tokens, bool)
+    check_swa(kind, batch.query_start_loc, batch.seq_lens, batch.token_to_req, valid, table, 4, 8)
+
+
+def test_swa_of_hostile_numbers(kind, rng) -> None:
+    """Requests and blocks that do not exist, a table too narrow: -1 in their places; invalid tokens read nothing."""
+    batch = queries([2, 1, 2, 1, 1], [9, 40, 6, 5, 12])
+    table = hostile(rng, rng.integers(0, 2**31 - 1, (5, 3)), 0.3)
+    valid = np.array([1, 1, 1, 1, 0, 1, 0], bool)
+    token_to_req = batch.token_to_req.copy()
+    token_to_req[[0, 4, 5]] = [-1, 2**31 - 1, 5]
+    check_swa(kind, batch.query_start_loc, batch.seq_lens, token_to_req, valid, table, 4, 8)
+
+
+@pytest.mark.parametrize(("requests", "width"), [(0, 3), (2, 0)])
+def test_swa_nothing(kind, rng, requests: int, width: int) -> None:
+    batch = queries([1] * requests, [4] * requests)
+    valid = np.ones(batch.tokens, bool)
+    table = np.zeros((requests, width), np.int32)
+    check_swa(kind, batch.query_start_loc, batch.seq_lens, batch.token_to_req, valid, table, 4, 8)
+
+
+def test_swa_by_hand(kind) -> None:
+    """Two requests: one token at position 5, and two at 1 and 2; window 4, blocks of 2."""
+    arrays = ([0, 1, 3], [6, 3], [0, 1, 1])
+    inputs = [kind.put(np.array(a, np.int32)) for a in arrays]
+    valid, table = kind.put(np.ones(3, bool)), kind.put(np.array([[3, 1, 4], [2, 5, 0]], np.int32))
+    slots, lens = compute_swa_indices_and_lens(*inputs, valid, table, 2, 4)
+    np.testing.assert_array_equal(kind.take(slots), [[2, 3, 8, 9], [4, 5, -1, -1], [4, 5, 10, -1]])
+    np.testing.assert_array_equal(kind.take(lens), [4, 2, 3])
+
+
+# --- compute_prefill_gather_lens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requests", [0, 1, 5, 300])
+@pytest.mark.parametrize("window", [1, 8, 128])
+def test_gather_lens(kind, rng, requests: int, window: int) -> None:
+    batch = random_queries(rng, requests, 20, 200)
+    decodes = int(rng.integers(0, requests + 1))
+    want = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, decodes, window)
+    seq_lens, starts = kind.put(batch.seq_lens), kind.put(batch.query_start_loc)
+    out = kind.put(np.full(requests - decodes, 77, np.int32))
+    assert compute_prefill_gather_lens(seq_lens, starts, decodes, window, out=out) is out
+    np.testing.assert_array_equal(kind.take(out), want)
+    fresh = compute_prefill_gather_lens(seq_lens, starts, decodes, window)
+    assert kind.is_mine(fresh)
+    np.testing.assert_array_equal(kind.take(fresh), want)
+
+
+# --- combine_topk_swa_indices ---------------------------------------------------------------------------------
+
+
+def check_combine(
+    kind, topk_indices, starts, seq_lens, gather_lens, window: int, ratio: int, topk: int, M: int, N: int, gap: int = 2
+) -> None:
+    arguments = (window, ratio, topk, M, N)
+    want, want_lens = oracle_v4.combined_indices(topk_indices, starts, seq_lens, gather_lens, *arguments)
+    inputs = [kind.put(a) for a in (gapped(topk_indices, 0, gap), starts, seq_lens, gather_lens)]
+    out, lens, whole = lists_for(kind, len(topk_indices), want.shape[1], gap)
+    got = combine_topk_swa_indices(*inputs, *arguments, out=out, lens=lens)
+    assert got[0] is out
+    assert got[1] is lens
+    fresh = combine_topk_swa_indices(*inputs, *arguments)
+    for rows, counts in (got, fresh):
+        assert kind.is_mine(rows)
+        np.testing.assert_array_equal(kind.take(rows), want)
+        np.testing.assert_array_equal(kind.take(counts), want_lens)
+    if len(topk_indices):
+        assert (behind(kind, whole, want.shape, gap) == -1).all(), "memory between the rows was written"
+
+
+def chosen_rows(rng, batch, ratio: int, topk: int) -> np.ndarray:
+    """For each token, some of its complete compressed rows in any order, -1 at the end."""
+    chosen = np.full((batch.tokens, topk), -1, np.int32)
+    for t, p in enumerate(batch.positions):
+        rows = rng.permutation((p + 1) // ratio)[:topk]
+        chosen[t, : len(rows)] = rows
+    return chosen
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize(("topk", "window"), [(0, 128), (1, 1), (20, 9), (64, 64), (130, 128)])
+@pytest.mark.parametrize("first_token", [0, 37])
+def test_combine(kind, rng, ratio: int, topk: int, window: int, first_token: int) -> None:
+    """Offsets of a chunk inside its batch, sequences shorter and longer than window and compression."""
+    batch = random_queries(rng, 4, 30, 400)
+    chosen = chosen_rows(rng, batch, ratio, topk)
+    gather_lens = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, 0, window)
+    N = -(-431 // ratio) if topk else 0
+    M = N + window + 30
+    starts = batch.query_start_loc + np.int32(first_token)
+    check_combine(kind, chosen, starts, batch.seq_lens, gather_lens, window, ratio, topk, M, N)
+
+
+def test_combine_at_the_edges(kind, rng) -> None:
+    """Tokens on both sides of a compression boundary, a sequence exactly on it, the first token of a sequence."""
+    batch = queries([1, 4, 5, 8], [1, 4, 9, 8])
+    gather_lens = oracle_v4.prefill_gather_lens(batch.seq_lens, batch.query_start_loc, 0, 6)
+    check_combine(
+        kind, chosen_rows(rng, batch, 4, 2), batch.query_start_loc, batch.seq_lens, gather_lens, 6, 4, 2, 20, 3
+    )
+
+
+def test_combine_of_hostile_numbers(kind, rng) -> None:
+    """Compressed rows that do not exist, tails gathered too short, tokens of no request: never another's row."""
+    batch = queries([3, 1, 5], [9, 40, 6])
+    chosen = hostile(rng, np.concatenate([chosen_rows(rng, batch, 4, 8), np.zeros((2, 8), np.int32)]), 0.4)
+    gather_lens = np.array([2, 500, -1], np.int32)
+    check_combine(kind, chosen, batch.query_start_loc, batch.seq_lens, gather_lens, 8, 4, 8, 30, 10)
+
+
+def test_combine_nothing(kind) -> None:
+    none = np.zeros(0, np.int32)
+    check_combine(kind, np.zeros((0, 4), np.int32), np.zeros(1, np.int32), none, none, 8, 4, 4, 20, 5)
+    check_combine(kind, np.zeros((3, 4), np.int32), np.zeros(1, np.int32), none, none, 8, 4, 4, 20, 5)
+
+
+def test_combine_by_hand(kind) -> None:
+    """Second request of a chunk that starts at token 10: position 6 of 7, ratio 4, window 3, M = 10, N = 4."""
+    inputs = [
+        kind.put(np.array(a, np.int32)) for a in ([[9, 9], [0, 9]], [10, 11, 12], [3, 7], [3, 3])
+    ]  # fmt: skip
+    rows, lens = combine_topk_swa_indices(*inputs, 3, 4, 2, 10, 4)
+    assert kind.take(rows).shape == (2, 128)
+    np.testing.assert_array_equal(kind.take(rows)[:, :5], [[4, 5, 6, -1, -1], [10, 14, 15, 16, -1]])
+    assert (kind.take(rows)[:, 5:] == -1).all()
+    np.testing.assert_array_equal(kind.take(lens), [3, 4])
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+def test_errors() -> None:
+    i32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+    swa = {
+        "query_start_loc": i32(3), "seq_lens": i32(2), "token_to_req": i32(5), "is_valid_token": np.ones(5, bool),
+        "block_table": i32(2, 4), "block_size": 16, "window_size": 8,
+    }  # fmt: skip
+    combine = {
+        "topk_indices": i32(5, 8), "query_start_loc": i32(3), "seq_lens": i32(2), "gather_lens": i32(2),
+        "window_size": 8, "compress_ratio": 4, "topk": 8, "M": 20, "N": 10,
+    }  # fmt: skip
+    lens = {"seq_lens": i32(2), "query_start_loc": i32(3), "num_decodes": 0, "window_size": 8}
+    windows, combine_topk = compute_swa_indices_and_lens, combine_topk_swa_indices
+    cases = [
+        (windows, swa, {"block_size": 0}, ValueError, "block_size must be >= 1"),
+        (windows, swa, {"window_size": 0}, ValueError, "window_size must be >= 1"),
+        (windows, swa, {"is_valid_token": i32(5)}, TypeError, "is_valid_token: expected dtype bool"),
+        (windows, swa, {"query_start_loc": i32(2)}, ValueError, r"query_start_loc: .* \[3\]"),
+        (windows, swa, {"out": i32(5, 9)}, ValueError, r"out: expected shape \[5, 8\]"),
+        (windows, swa, {"lens": i32(4)}, ValueError, r"lens: expected shape \[5\]"),
+        (combine_topk, combine, {"topk": 9}, ValueError, "topk_indices: expected at least topk = 9 columns"),
+        (combine_topk, combine, {"N": 21}, ValueError, "M must be >= 21, got 20"),
+        (combine_topk, combine, {"M": 2**30}, ValueError, "M: 2 requests of 1073741824 workspace rows"),
+        (combine_topk, combine, {"gather_lens": i32(3)}, ValueError, r"gather_lens: expected shape \[2\]"),
+        (combine_topk, combine, {"out": i32(5, 16)}, ValueError, r"out: expected shape \[5, 128\]"),
+        (combine_topk, combine, {"compress_ratio": 0}, ValueError, "compress_ratio must be >= 1"),
+        (compute_prefill_gather_lens, lens, {"num_decodes": 3}, ValueError, r"num_decodes must be in 0\.\.2"),
+        (compute_prefill_gather_lens, lens, {"seq_lens": i32(3)}, ValueError, r"query_start_loc: expected shape \[4\]"),
+    ]  # fmt: skip
+    for function, good, change, error, message in cases:
+        with pytest.raises(error, match=message):
+            function(**{**good, **change})
+    assert allocation(swa["block_table"]).sum() == 0
