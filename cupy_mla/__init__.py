@@ -16,6 +16,7 @@ from .metadata.batch import (
     split_prefill_chunks,
 )
 from .metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
+from .metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from .ops.absorb import absorb_q, split_kv_b_proj, v_up_proj
 from .ops.attention import plan_splits, sparse_decode, sparse_prefill
 from .ops.cache import concat_and_cache_mla, quantize_and_insert_k_cache
@@ -35,6 +36,8 @@ __all__ = [
     "SparseMLAImpl",
     "SparseMLAMetadata",
     "SparseMLAMetadataBuilder",
+    "SparseSWAMetadata",
+    "SparseSWAMetadataBuilder",
     "Workspace",
     "__version__",
     "absorb_q",

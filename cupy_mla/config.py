@@ -75,6 +75,16 @@ class SparseMLAConfig:
         return self.d_qk == 512
 
     @property
+    def rows_per_block(self) -> int:
+        """Rows a block of the cache holds: tokens, or compressed rows."""
+        return self.block_size // self.compress_ratio
+
+    @property
+    def max_compressed_rows(self) -> int:
+        """Most compressed rows of a sequence, a row that is not complete yet included; 0 without compression."""
+        return -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
+
+    @property
     def use_mixed_batch(self) -> bool:
         """True when batches go to the FP8 decode kernel whole."""
         return self.layout.quantized and not self.is_v4 and self.num_heads < self.mixed_below_heads

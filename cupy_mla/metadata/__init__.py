@@ -1,2 +1,2 @@
-"""From one engine step's batch to what the backends need: `batch` describes and splits it, `sparse_mla` builds the
-device arrays of a V3.2 layer group."""
+"""From one engine step's batch to what the backends need: `batch` describes and splits it, `sparse_mla` (with
+`compressed`) builds the device arrays of V3.2 layers and V4's compressed caches, `swa` those of V4's sliding window."""

@@ -105,12 +105,13 @@ class BatchMetadata:
         """Longest sequence; 0 without requests."""
         return int(self.seq_lens.max(initial=0))
 
-    def check_cache(self, block_size: int, num_blocks: int | None = None) -> None:
+    def check_cache(self, block_size: int, num_blocks: int | None = None, window: int | None = None) -> None:
         """Check the batch against a paged cache.
 
         Args:
             block_size: tokens a block of the cache.
             num_blocks: blocks of the cache; None leaves the slots unchecked.
+            window: tokens that each query token attends, itself included; blocks before them are not looked at.
 
         Raises:
             ValueError: the block table is too narrow for a sequence, or a slot lies beyond the cache. Under
@@ -132,6 +133,9 @@ class BatchMetadata:
             raise ValueError(f"slot_mapping: token {t} goes to slot {slot}, the cache has {slots} slots")
         if arrays.CHECK_VALUES:
             used = np.arange(width) < -(-self.seq_lens[:, None] // block_size)
+            if window is not None:
+                first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0) // block_size
+                used &= np.arange(width) >= first[:, None]
             wrong = np.argwhere(used & ((self.block_table < 0) | (self.block_table >= num_blocks)))
             if wrong.size:
                 r, m = map(int, wrong[0])

@@ -1,7 +1,8 @@
-"""Metadata of DeepSeek-V3.2 sparse MLA layers: what a batch means to the attention backend, as device arrays.
+"""Metadata of sparse MLA layers: what a batch means to the attention backend, as device arrays.
 
-Built once a step and shared by all layers. Every device array is a view of a buffer that is allocated once, at a
-fixed address, and sized by the config's maxima, so that a captured CUDA graph can read it at every replay.
+For DeepSeek V3.2's layers, and next to `swa` for the compressed caches of V4's. Built once a step and shared by all
+layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's
+maxima, so that a captured CUDA graph can read it at every replay.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .batch import (
     split_decodes_and_prefills,
     split_prefill_chunks,
 )
+from .compressed import CompressedRows
 
 
 @dataclass
@@ -106,13 +108,19 @@ class SparseMLAMetadata:
     Attributes:
         num_reqs, max_query_len, max_seq_len, num_actual_tokens: as of the batch.
         query_start_loc: [R + 1] int32.
-        slot_mapping: [T] int64, where this step's tokens go.
+        slot_mapping: [T] int64, where this step's tokens go; with compression, where the rows go that they complete,
+            -1 for tokens that complete none.
         block_table: [R, M] int32, M fixed by the config; -1 past the columns that the batch gave.
         req_id_per_token: [T] int32, the request of each token.
         block_size: tokens a block.
         topk_tokens: KV tokens chosen for each query token.
-        fp8_extra_metadata: None for a bf16 cache.
+        fp8_extra_metadata: None for a bf16 cache and for V4 layers.
         fp8_use_mixed_batch: the whole batch goes to the FP8 decode kernel, one query a token.
+        compressed_seq_lens: [R] int32 complete compressed rows of each sequence; None without compression.
+        c128a_global_decode_topk_indices: [Td, 1, W] int32 slots of all rows that a decode token attends, -1 past them,
+            W the rows of the longest sequence, rounded up to a multiple of 128; None unless compressed 128:1.
+        c128a_decode_topk_lens: [Td] int32 how many these are, 0 for tokens that pad the batch.
+        c128a_prefill_topk_indices: [Tp, W] int32 the same for prefill tokens, as rows of the request.
     """
 
     num_reqs: int
@@ -127,6 +135,10 @@ class SparseMLAMetadata:
     topk_tokens: int
     fp8_extra_metadata: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
     fp8_use_mixed_batch: bool = False
+    compressed_seq_lens: Any = None
+    c128a_global_decode_topk_indices: Any = None
+    c128a_decode_topk_lens: Any = None
+    c128a_prefill_topk_indices: Any = None
 
 
 @dataclass(frozen=True)
@@ -157,21 +169,21 @@ class SparseMLAMetadataBuilder:
         decode_threshold: most query tokens of a decode.
 
     Raises:
-        ValueError: the config is not one of V3.2 layers.
+        ValueError: a block of a compressed cache would not hold whole rows.
     """
 
     def __init__(
         self, config: SparseMLAConfig, place: tuple[str, int] = ("numpy", HOST), num_blocks: int | None = None
     ) -> None:
-        if config.is_v4:
-            raise ValueError("config: expected V3.2 layers (d_qk 576), got V4 ones (d_qk 512)")
         self.config = config
         self.num_blocks = num_blocks
         self.decode_threshold = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._width = -(-config.max_model_len // config.block_size)
+        place = Place(*place)
+        self._compressed = CompressedRows(config, place) if config.compress_ratio > 1 else None
         self._buffers = Uploads(
-            Place(*place),
+            place,
             {
                 "query_start_loc": ((requests + 1,), INT32),
                 "seq_lens": ((requests,), INT32),
@@ -179,6 +191,8 @@ class SparseMLAMetadataBuilder:
                 "req_id_per_token": ((tokens,), INT32),
                 "prefill_request_ids": ((tokens,), INT32),
                 "prefill_workspace_starts": ((requests,), INT32),
+                "positions": ((tokens,), INT64),
+                "compressed_seq_lens": ((requests,), INT32),
                 "block_table": ((requests, self._width), INT32),  # last: only its used rows go up
             },
         )
@@ -191,8 +205,9 @@ class SparseMLAMetadataBuilder:
                 slot lies beyond the cache (with `num_blocks` given); the arrays stay as they were.
         """
         config = self.config
-        self._check(batch)
-        plan = self._plan(batch) if config.layout.quantized and not config.use_mixed_batch else None
+        check_batch(config, batch, self.num_blocks)
+        separate = config.layout.quantized and not config.is_v4 and not config.use_mixed_batch
+        plan = self._plan(batch) if separate else None
         self._buffers.upload(lambda host: self._write(host, batch, plan))
 
         device, requests, tokens = self._buffers.arrays, batch.num_reqs, batch.num_actual_tokens
@@ -201,31 +216,23 @@ class SparseMLAMetadataBuilder:
             extra = self._separate(batch, plan)
         elif config.use_mixed_batch:
             extra = FP8KernelMetadata()
+        fields = {"slot_mapping": device["slot_mapping"][:tokens]}
+        if self._compressed is not None:
+            fields = self._compressed.fields(batch, device)
         return SparseMLAMetadata(
             num_reqs=requests,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             num_actual_tokens=tokens,
             query_start_loc=device["query_start_loc"][: requests + 1],
-            slot_mapping=device["slot_mapping"][:tokens],
             block_table=device["block_table"][:requests],
             req_id_per_token=device["req_id_per_token"][:tokens],
             block_size=config.block_size,
             topk_tokens=config.topk,
             fp8_extra_metadata=extra,
             fp8_use_mixed_batch=config.use_mixed_batch,
+            **fields,
         )
-
-    def _check(self, batch: BatchMetadata) -> None:
-        config = self.config
-        for what, got, most in (
-            ("requests", batch.num_reqs, config.max_num_seqs),
-            ("query tokens", batch.num_actual_tokens, config.max_num_batched_tokens),
-            ("tokens in a sequence", batch.max_seq_len, config.max_model_len),
-        ):
-            if got > most:
-                raise ValueError(f"batch: expected at most {most} {what} (config), got {got}")
-        batch.check_cache(config.block_size, self.num_blocks)
 
     def _plan(self, batch: BatchMetadata) -> _Plan:
         counts = split_decodes_and_prefills(batch, self.decode_threshold, require_uniform=True)
@@ -245,13 +252,15 @@ class SparseMLAMetadataBuilder:
         """Fill the host's copies. What stands past the batch is set to what harms nobody: a captured graph reads it."""
         requests, tokens = batch.num_reqs, batch.num_actual_tokens
         req_id = np.repeat(np.arange(requests, dtype=INT32), batch.query_lens)
-        _fill(host["query_start_loc"], batch.query_start_loc, tokens)
-        _fill(host["seq_lens"], batch.seq_lens, 0)
-        _fill(host["slot_mapping"], batch.slot_mapping, -1)
-        _fill(host["req_id_per_token"], req_id, 0)
+        fill(host["query_start_loc"], batch.query_start_loc, tokens)
+        fill(host["seq_lens"], batch.seq_lens, 0)
+        fill(host["slot_mapping"], batch.slot_mapping, -1)
+        fill(host["req_id_per_token"], req_id, 0)
         num_decodes = requests if plan is None else plan.counts[0]
-        _fill(host["prefill_request_ids"], np.maximum(req_id - num_decodes, -1), -1)
-        _fill(host["prefill_workspace_starts"], () if plan is None else plan.workspace_starts, 0)
+        fill(host["prefill_request_ids"], np.maximum(req_id - num_decodes, -1), -1)
+        fill(host["positions"], batch.positions, 0)
+        fill(host["compressed_seq_lens"], batch.seq_lens // self.config.compress_ratio, 0)
+        fill(host["prefill_workspace_starts"], () if plan is None else plan.workspace_starts, 0)
         width = min(batch.block_table.shape[1], self._width)
         host["block_table"][:requests, :width] = batch.block_table[:, :width]
         host["block_table"][:requests, width:] = -1
@@ -285,6 +294,21 @@ class SparseMLAMetadataBuilder:
         return FP8SeparatePrefillDecode(*plan.counts, decode, prefill)
 
 
-def _fill(buffer: np.ndarray, values: Any, rest: int) -> None:
+def check_batch(
+    config: SparseMLAConfig, batch: BatchMetadata, num_blocks: int | None, window: int | None = None
+) -> None:
+    """Check a batch against the config's maxima and its cache; `window` as of `BatchMetadata.check_cache`."""
+    for what, got, most in (
+        ("requests", batch.num_reqs, config.max_num_seqs),
+        ("query tokens", batch.num_actual_tokens, config.max_num_batched_tokens),
+        ("tokens in a sequence", batch.max_seq_len, config.max_model_len),
+    ):
+        if got > most:
+            raise ValueError(f"batch: expected at most {most} {what} (config), got {got}")
+    batch.check_cache(config.block_size, num_blocks, window)
+
+
+def fill(buffer: np.ndarray, values: Any, rest: int) -> None:
+    """Write values at the start of a buffer and `rest` in all entries after them."""
     buffer[: len(values)] = values
     buffer[len(values) :] = rest

@@ -1,0 +1,74 @@
+"""What DeepSeek V4's compressed layers (C4A, C128A) add to a step's metadata, in buffers at fixed addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import Place, aligned_up
+from ..config import SparseMLAConfig
+from ..ops.compressed import build_c128a_topk_metadata, get_compressed_slot_mapping
+from .batch import INT32, INT64, BatchMetadata, split_decodes_and_prefills
+
+C128A = 128
+WIDTH_ALIGN = 128  # entries; widths of C128A's lists are a multiple of it
+
+
+def c128a_width(config: SparseMLAConfig) -> int:
+    """Columns of C128A's index lists: the rows of the longest sequence, rounded up to a multiple of 128."""
+    return aligned_up(config.max_compressed_rows, WIDTH_ALIGN)
+
+
+class CompressedRows:
+    """Computes on the device, in order on the caller's current stream, what the metadata says of compressed rows.
+
+    Args:
+        config: of layers with compress_ratio > 1.
+        place: where the arrays live.
+
+    Raises:
+        ValueError: a block of the cache does not hold whole compressed rows.
+    """
+
+    def __init__(self, config: SparseMLAConfig, place: Place) -> None:
+        if config.block_size % config.compress_ratio:
+            raise ValueError(
+                f"block_size: expected a multiple of compress_ratio {config.compress_ratio}, got {config.block_size}"
+            )
+        self.config = config
+        tokens, threshold = config.max_num_batched_tokens, 1 + config.num_speculative_tokens
+        self._slots = _filled(place, (tokens,), INT64, -1)
+        if config.compress_ratio == C128A:
+            width, decode_tokens = c128a_width(config), min(tokens, config.max_num_seqs * threshold)
+            self._decode = _filled(place, (decode_tokens, width), INT32, -1)
+            self._lens = _filled(place, (decode_tokens,), INT32, 0)
+            self._prefill = _filled(place, (tokens, width), INT32, -1)
+
+    def fields(self, batch: BatchMetadata, device: dict[str, Any]) -> dict[str, Any]:
+        """Fields of `SparseMLAMetadata` for a batch whose arrays are on the device."""
+        config, requests, tokens = self.config, batch.num_reqs, batch.num_actual_tokens
+        table = device["block_table"][:requests]
+        slots = get_compressed_slot_mapping(
+            tokens, device["query_start_loc"][: requests + 1], device["seq_lens"][:requests], table,
+            config.rows_per_block, config.compress_ratio, self._slots,
+        )  # fmt: skip
+        fields = {"slot_mapping": slots, "compressed_seq_lens": device["compressed_seq_lens"][:requests]}
+        if config.compress_ratio != C128A:
+            return fields
+        _, _, decode_tokens, _ = split_decodes_and_prefills(batch, 1 + config.num_speculative_tokens)
+        self._lens[decode_tokens:] = 0
+        decode, lens, prefill = build_c128a_topk_metadata(
+            device["positions"][:tokens], config.compress_ratio, decode_tokens, device["req_id_per_token"][:tokens],
+            table, config.rows_per_block, device["slot_mapping"][:tokens], self._decode, self._lens, self._prefill,
+            config.max_compressed_rows,
+        )  # fmt: skip
+        return fields | {
+            "c128a_global_decode_topk_indices": decode[:, None],
+            "c128a_decode_topk_lens": lens,
+            "c128a_prefill_topk_indices": prefill,
+        }
+
+
+def _filled(place: Place, shape: tuple[int, ...], dtype: Any, value: int) -> Any:
+    array = place.empty(shape, dtype)
+    array[...] = value
+    return array
