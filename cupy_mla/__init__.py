@@ -3,6 +3,7 @@
 from . import flash_mla, layouts
 from ._version import __version__
 from .arrays import Place, cuda_available, to_cupy, to_numpy, to_torch
+from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
 from .config import SparseMLAConfig
@@ -29,6 +30,8 @@ from .ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, comp
 
 __all__ = [
     "BatchMetadata",
+    "DeepseekV4Impl",
+    "DeepseekV4Layer",
     "FlashMLASchedMeta",
     "Place",
     "SparseMLABackend",

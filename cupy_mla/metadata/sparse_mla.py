@@ -116,6 +116,7 @@ class SparseMLAMetadata:
         topk_tokens: KV tokens chosen for each query token.
         fp8_extra_metadata: None for a bf16 cache and for V4 layers.
         fp8_use_mixed_batch: the whole batch goes to the FP8 decode kernel, one query a token.
+        compress_ratio: tokens that a row of the cache stands for.
         compressed_seq_lens: [R] int32 complete compressed rows of each sequence; None without compression.
         c128a_global_decode_topk_indices: [Td, 1, W] int32 slots of all rows that a decode token attends, -1 past them,
             W the rows of the longest sequence, rounded up to a multiple of 128; None unless compressed 128:1.
@@ -135,6 +136,7 @@ class SparseMLAMetadata:
     topk_tokens: int
     fp8_extra_metadata: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
     fp8_use_mixed_batch: bool = False
+    compress_ratio: int = 1
     compressed_seq_lens: Any = None
     c128a_global_decode_topk_indices: Any = None
     c128a_decode_topk_lens: Any = None
@@ -231,6 +233,7 @@ class SparseMLAMetadataBuilder:
             topk_tokens=config.topk,
             fp8_extra_metadata=extra,
             fp8_use_mixed_batch=config.use_mixed_batch,
+            compress_ratio=config.compress_ratio,
             **fields,
         )
 

@@ -1,0 +1,250 @@
+"""The attention backend of DeepSeek V4 layers: a sliding window, and beside it the rows of a compressed cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .. import layouts
+from ..arrays import Array, Place, bind
+from ..config import SparseMLAConfig
+from ..layouts import BFLOAT16, V4_FP8
+from ..metadata.batch import INT32
+from ..metadata.compressed import C128A, c128a_width
+from ..metadata.sparse_mla import SparseMLAMetadata
+from ..metadata.swa import SparseSWAMetadata
+from ..ops._check import QUANTIZED
+from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
+from ..ops.compressed import compute_global_topk_indices_and_lens
+from ..ops.gather import dequantize_and_gather_k_cache
+from ..ops.swa import combine_topk_swa_indices, combined_width
+from .workspace import Workspace
+
+PREFILL_CHUNK_SIZE = 4  # prefills whose rows are gathered at a time
+
+
+@dataclass(frozen=True)
+class DeepseekV4Layer:
+    """One layer's state in a step. Its caches already hold the rows of the step's tokens.
+
+    Attributes:
+        swa_k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, layout V4_FP8: one row a token.
+        attn_sink: [h] float32, natural-log units.
+        k_cache: the same of one row for every compress_ratio tokens; None for layers of the sliding window alone.
+        topk_indices: [T, topk] int32 compressed positions that the indexer chose in each token's request, the complete
+            ones first, -1 after them; C4A only.
+    """
+
+    swa_k_cache: Any
+    attn_sink: Any
+    k_cache: Any = None
+    topk_indices: Any = None
+
+
+class DeepseekV4Impl:
+    """The attention of V4 layers of one kind. It keeps no state of its own: all layers of that kind may share one.
+
+    Args:
+        config: the layers' kind (`compress_ratio`) and the engine's maxima; `block_size` counts the tokens of a block
+            of the compressed cache.
+        scale: factor on the dot products before the softmax.
+        workspace: scratch memory, shared with other layers; a warm-up call reserves what the largest batch needs.
+
+    Raises:
+        ValueError: the config is not one of V4 layers with caches in layout V4_FP8.
+    """
+
+    def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
+        if config.layout is not V4_FP8:
+            raise ValueError(f"config: expected V4 layers with cache_layout 'v4_fp8', got {config.cache_layout!r}")
+        self.config = config
+        self.scale = scale
+        self.workspace = workspace
+        self._topk = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)
+        self._rows = config.max_compressed_rows + config.window + config.max_num_batched_tokens
+
+    def forward(
+        self,
+        q: Any,
+        layer: DeepseekV4Layer,
+        swa_metadata: SparseSWAMetadata | None,
+        metadata: SparseMLAMetadata | None,
+        output: Any,
+    ) -> Any:
+        """Attention of a step's query tokens over their sliding windows and, in one softmax, their compressed rows.
+
+        Decode tokens go to the decode kernel, each a batch entry of its own over both caches. Prefills go to the
+        prefill kernel, a few requests at a time, over rows gathered and dequantized into the workspace.
+
+        Args:
+            q: [T, h, 512] bfloat16, any strides with a contiguous last axis.
+            layer: the layer's caches, sinks and chosen rows.
+            swa_metadata: of this step, from `SparseSWAMetadataBuilder`; T is its number of tokens. None for a warm-up,
+                which reserves the workspace of the largest batch and sets the output to zero.
+            metadata: of this step, from `SparseMLAMetadataBuilder` with this layer's config; None for layers of the
+                sliding window alone.
+            output: [T, h, 512] bfloat16, written in place.
+
+        Returns:
+            output.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, shape, device or strides, or is missing.
+        """
+        place, (q_, out) = bind(q=q, output=output)
+        if place != self.workspace.place:
+            raise ValueError(f"q: expected it where the workspace is, {self.workspace.place}, got {place}")
+        tokens = q_.require(BFLOAT16, "T", self.config.num_heads, self.config.d_qk).shape[0]
+        out.require(BFLOAT16, *q_.shape).require_writable()
+        if swa_metadata is None:
+            config = self.config
+            decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
+            self._scratch(
+                min(decode_tokens, config.max_num_batched_tokens), config.max_num_batched_tokens, config.max_num_seqs
+            )
+            output[...] = 0
+            return output
+        self._check(place, tokens, layer, swa_metadata, metadata)
+        decode_tokens = swa_metadata.num_decode_tokens
+        rows, combined, combined_lens, slots, slot_lens = self._scratch(
+            decode_tokens, swa_metadata.num_prefill_tokens, swa_metadata.num_prefills
+        )
+        if decode_tokens:
+            self._decode(
+                q[:decode_tokens, None], layer, swa_metadata, metadata, slots, slot_lens, output[:decode_tokens, None]
+            )
+        for first in range(0, swa_metadata.num_prefills, PREFILL_CHUNK_SIZE):
+            self._prefill(first, q, layer, swa_metadata, metadata, rows, combined, combined_lens, output)
+        return output
+
+    def _decode(
+        self,
+        q: Any,
+        layer: DeepseekV4Layer,
+        swa: SparseSWAMetadata,
+        metadata: SparseMLAMetadata | None,
+        slots: Any,
+        slot_lens: Any,
+        out: Any,
+    ) -> None:
+        """q and out [Td, 1, h, 512]; slots and slot_lens are room for C4A's lists."""
+        tokens = swa.num_decode_tokens
+        extra_indices = extra_lens = None
+        if metadata is not None and self.config.compress_ratio == C128A:
+            extra_indices, extra_lens = metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
+        elif metadata is not None:
+            compute_global_topk_indices_and_lens(
+                layer.topk_indices[:tokens], swa.token_to_req_indices[:tokens], metadata.block_table,
+                self.config.rows_per_block, swa.is_valid_token[:tokens], out=slots, lens=slot_lens,
+            )  # fmt: skip
+            extra_indices, extra_lens = slots[:, None], slot_lens
+        schedule = swa.schedules[self.config.compress_ratio]
+        if schedule.num_splits is None:
+            schedule.num_splits = plan_splits(q, swa.decode_swa_indices, extra_indices)
+        sparse_decode(
+            q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, attn_sink=layer.attn_sink,
+            topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache, extra_indices=extra_indices,
+            extra_topk_length=extra_lens, out=out, num_splits=schedule.num_splits,
+        )  # fmt: skip
+
+    def _prefill(
+        self,
+        first: int,
+        q: Any,
+        layer: DeepseekV4Layer,
+        swa: SparseSWAMetadata,
+        metadata: SparseMLAMetadata | None,
+        rows: Any,
+        combined: Any,
+        combined_lens: Any,
+        output: Any,
+    ) -> None:
+        """The chunk of prefills from number `first` on."""
+        config = self.config
+        end = min(first + PREFILL_CHUNK_SIZE, swa.num_prefills)
+        prefills, requests = slice(first, end), slice(swa.num_decodes + first, swa.num_decodes + end)
+        tokens = slice(int(swa.query_start_loc_cpu[requests.start]), int(swa.query_start_loc_cpu[requests.stop]))
+        count = tokens.stop - tokens.start
+        if count == 0:
+            return
+        rows, combined, combined_lens = rows[: end - first], combined[:count], combined_lens[:count]
+        chosen = combined[:, :0]
+        if metadata is not None:
+            dequantize_and_gather_k_cache(
+                rows, layer.k_cache, metadata.compressed_seq_lens[requests], None, metadata.block_table[requests],
+                config.rows_per_block, 0,
+            )  # fmt: skip
+            if config.compress_ratio == C128A:
+                start = tokens.start - swa.num_decode_tokens
+                chosen = metadata.c128a_prefill_topk_indices[start : start + count]
+            else:
+                chosen = layer.topk_indices[tokens]
+        dequantize_and_gather_k_cache(
+            rows, layer.swa_k_cache, swa.prefill_seq_lens[prefills], swa.prefill_gather_lens[prefills],
+            swa.block_table[requests], swa.block_size, config.max_compressed_rows,
+        )  # fmt: skip
+        combine_topk_swa_indices(
+            chosen, swa.query_start_loc[requests.start : requests.stop + 1], swa.prefill_seq_lens[prefills],
+            swa.prefill_gather_lens[prefills], config.window, config.compress_ratio, self._topk, self._rows,
+            config.max_compressed_rows, out=combined, lens=combined_lens,
+        )  # fmt: skip
+        sparse_prefill(
+            q[tokens], rows.reshape(-1, 1, config.d_qk), combined[:, None], self.scale, attn_sink=layer.attn_sink,
+            topk_length=combined_lens, out=output[tokens],
+        )  # fmt: skip
+
+    def _scratch(self, decode_tokens: int, prefill_tokens: int, prefills: int) -> list[Any]:
+        """Room for a chunk's gathered rows, its index lists and their lengths, and for C4A's slots and their counts."""
+        config = self.config
+        slots = decode_tokens if config.compress_ratio not in (1, C128A) else 0
+        return self.workspace.get_simultaneous(
+            ((min(prefills, PREFILL_CHUNK_SIZE), self._rows, config.d_qk), BFLOAT16),
+            ((prefill_tokens, combined_width(self._topk, config.window)), INT32),
+            ((prefill_tokens,), INT32),
+            ((slots, config.topk), INT32),
+            ((slots,), INT32),
+        )
+
+    def _check(
+        self,
+        place: Place,
+        tokens: int,
+        layer: DeepseekV4Layer,
+        swa: SparseSWAMetadata,
+        metadata: SparseMLAMetadata | None,
+    ) -> None:
+        """What the operations below cannot know: that arguments fit the config and the batch."""
+        config, ratio = self.config, self.config.compress_ratio
+        if tokens != swa.num_decode_tokens + swa.num_prefill_tokens:
+            batch = swa.num_decode_tokens + swa.num_prefill_tokens
+            raise ValueError(f"q: expected the {batch} tokens of swa_metadata, got {tokens}")
+        if ratio not in swa.schedules:
+            kinds = tuple(swa.schedules)
+            raise ValueError(f"swa_metadata: built for compress ratios {kinds}, these layers have {ratio}")
+        window = swa.decode_swa_indices.shape[-1]
+        if window != config.window:
+            raise ValueError(f"swa_metadata: built for a window of {window}, these layers have one of {config.window}")
+        compressed = ratio > 1
+        given = {"metadata": metadata, "layer.k_cache": layer.k_cache, "layer.topk_indices": layer.topk_indices}
+        wanted = {"metadata": compressed, "layer.k_cache": compressed, "layer.topk_indices": ratio not in (1, C128A)}
+        for name, value in given.items():
+            if (value is not None) != wanted[name]:
+                what = "one" if wanted[name] else "None"
+                raise ValueError(f"{name}: expected {what} for layers of compress ratio {ratio}")
+        _require_cache(place, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
+        if metadata is None:
+            return
+        _require_cache(place, "layer.k_cache", layer.k_cache, config.rows_per_block)
+        expected = (tokens, config.block_size, ratio)
+        got = (metadata.num_actual_tokens, metadata.block_size, metadata.compress_ratio)
+        if got != expected:
+            raise ValueError(f"metadata: expected (tokens, block_size, compress_ratio) {expected}, got {got}")
+        if layer.topk_indices is not None:
+            place.admit(Array("layer.topk_indices", layer.topk_indices)).require(INT32, tokens, config.topk)
+
+
+def _require_cache(place: Place, name: str, cache: Any, block_size: int) -> None:
+    array = place.admit(Array(name, cache))
+    if len(array.shape) == 4:
+        array.without_axis(2)
+    array.require(QUANTIZED, "num_blocks", block_size, layouts.V4_FP8.last_axis)
