@@ -24,7 +24,7 @@ SHAPES = {16: (1, 2, 2), 32: (2, 2, 1), 64: (4, 1, 1)}
 # Q and O fill the registers; some compilers put a few words of softmax state into local memory, once a step.
 SPILL_BYTES = 96
 
-ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT = 1, 2, 4
+ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT = 1, 2, 4, 8
 
 TILE_ROWS = SM90_HEADS = 64  # kernels_cu/attention/sparse_prefill_sm90.cu
 
@@ -95,9 +95,20 @@ def kernels() -> Iterator[Kernel]:
         yield prefill_sm90_kernel(layout)
 
 
-def use_sm90(device: int) -> bool:
-    """True where the kernels for sm_90a run: on Hopper, unless CUPY_MLA_KERNELS=portable asks for the others."""
-    return compute_capability(device) == 90 and os.environ.get("CUPY_MLA_KERNELS") != "portable"
+def prefill_family(device: int, blocks: int, aligned: bool) -> str:
+    """Which prefill kernel runs: the first row of this table whose claim holds.
+
+    | family   | claim                                                                             |
+    | sm90     | a Hopper GPU, rows and q aligned to 16 bytes, work for half of its SMs unsplit     |
+    | portable | any GPU, anything                                                                 |
+
+    The environment variable CUPY_MLA_KERNELS=sm90 or =portable names the one to take, for testing; sm90 is still
+    taken only where it can run.
+    """
+    asked = os.environ.get("CUPY_MLA_KERNELS", "")
+    can = compute_capability(device) == 90 and aligned
+    wanted = blocks >= num_sms(device) // 2 if not asked else asked == "sm90"
+    return "sm90" if can and wanted else "portable"
 
 
 def plan_splits(place: Place, num_queries: int, h_q: int, rows: int) -> int:
@@ -123,9 +134,9 @@ def sparse_prefill(
     row_stride = 2 * kv.strides[0]
     rows = (kv.ptr, indices.ptr, length.ptr if length else 0, 0, row_stride, indices.strides[0], 0, kv.shape[0])
     source = (*rows, indices.shape[1], max(kv.shape[0], 1))
-    layout, sms = by_name("bf16", d_qk), num_sms(place.device)
+    layout = by_name("bf16", d_qk)
     work = s_q * -(-h_q // SM90_HEADS)
-    hopper = use_sm90(place.device) and kv.aligned(16) and q.aligned(16) and work >= sms // 2
+    hopper = prefill_family(place.device, work, kv.aligned(16) and q.aligned(16)) == "sm90"
     num_splits = 1 if hopper else plan_splits(place, s_q, h_q, indices.shape[1])
     call = _Call(
         place, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
@@ -135,7 +146,7 @@ def sparse_prefill(
     if s_q == 0:
         return
     if hopper:
-        prefill_sm90_kernel(layout).launch(place, (min(work, sms), 1, 1), call.params)
+        prefill_sm90_kernel(layout).launch(place, (min(work, num_sms(place.device)), 1, 1), call.params)
     else:
         call.launch_portable(layout)
 
@@ -209,6 +220,7 @@ class _Call:
             self.parts.append(place.output("part_out", None, (*shape, D_V), np.dtype(np.float32)))
         part_lse, part_max, part_out = (p.ptr for p in self.parts) if self.parts else (0, 0, 0)
         flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
+        flags |= WIDE_OUT * out.aligned(16)
         self.params = _PARAMS.pack(
             *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
             lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,

@@ -23,7 +23,7 @@ struct Params {
 };
 
 constexpr int D_V = 512;
-constexpr int ALIGNED_ROWS = 1, ALIGNED_Q = 2, ALIGNED_OUT = 4;
+constexpr int ALIGNED_ROWS = 1, ALIGNED_Q = 2, ALIGNED_OUT = 4, WIDE_OUT = 8;  // 16, 4, 4 and 16 bytes
 
 // A query token's request and its place in the request's queries.
 struct Query {

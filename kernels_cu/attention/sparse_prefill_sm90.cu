@@ -24,7 +24,7 @@
 // the higher of the two references. That happens in the first tiles and then hardly ever, and needs no waiting.
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 2 KB.
-// Registers: 232 a multiplying thread, 40 a copying one, no spills (asserted by the compile test).
+// Registers: 224 a multiplying thread, 56 a copying one (together no more than the 384 x 168 of the launch), no spills (asserted by the compile test).
 #include "attention/params.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
@@ -77,6 +77,11 @@ __device__ __forceinline__ Work work_at(const Params& p, int index, int head_til
     return w;
 }
 
+// The region that warpgroup 1 - tile empties holds the RoPE part too, if P of the tile is laid over it.
+constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE && region != tile; }
+// The region that warpgroup `tile` empties speaks for the validity bytes too, which that warpgroup reads.
+constexpr __device__ bool has_validity(int tile, int region) { return region == tile; }
+
 // --- copying --------------------------------------------------------------------------------------------------
 
 // A copying thread brings the 16-byte piece `lane % 8` of rows 16 i + 4 warp + lane / 8, i = 0 .. 3.
@@ -115,15 +120,14 @@ __device__ __forceinline__ void load_slots(const Params& p, const Work& w, const
     }
 }
 
-// Region `region` of tile `tile` once it is empty: half of V's columns, and RoPE where P of the tile is laid over it.
+// Region `REGION` of tile `TILE` once it is empty: half of V's columns, and RoPE where P of the tile is laid over it.
 template <int TILE, int REGION>
 __device__ __forceinline__ void copy_region(const Copier& c, const uint8_t* const (&rows)[4], uint32_t parity) {
     Small& sm = small();
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION]), parity);
     copy_blocks<4 * REGION, 4 * REGION + 4>(c, tile_address(TILE), rows);
-    if constexpr (P_OVER_ROPE && REGION != TILE) copy_blocks<8, 9>(c, tile_address(TILE), rows);
-    if constexpr (REGION == TILE) {
-        // Read by the warpgroup that also empties this region.
+    if constexpr (has_rope(TILE, REGION)) copy_blocks<8, 9>(c, tile_address(TILE), rows);
+    if constexpr (has_validity(TILE, REGION)) {
         if (c.lane % 8 == 0) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) sm.valid[TILE][16 * i + c.row] = rows[i] != nullptr;
@@ -141,6 +145,16 @@ __device__ __forceinline__ void find_rows(const Params& p, const int32_t (&slots
     }
 }
 
+// The rows of Q that this thread copies: those of its heads, null beyond the last.
+__device__ __forceinline__ void find_q(const Params& p, const Work& w, const Copier& c, const uint8_t* (&rows)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int head = w.head_tile * HEADS + 16 * i + c.row;
+        const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + head * p.q_h;
+        rows[i] = head < p.h_q ? reinterpret_cast<const uint8_t*>(q) : nullptr;
+    }
+}
+
 __device__ __forceinline__ void copy_all(const Params& p, int total, int head_tiles) {
     const Copier c = Copier::here();
     Small& sm = small();
@@ -148,29 +162,25 @@ __device__ __forceinline__ void copy_all(const Params& p, int total, int head_ti
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
         const Work w = work_at(p, index, head_tiles);
         if (w.pairs == 0) continue;
-        int32_t slots[4];
+        int32_t even[4], odd[4];  // list entries of the next even and odd tile, loaded a pair ahead
         const uint8_t* rows[4];
-        load_slots(p, w, c, 0, slots);
+        load_slots(p, w, c, 0, even);
+        load_slots(p, w, c, 1, odd);
 
         // Q is a tile whose rows are heads.
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int head = w.head_tile * HEADS + 16 * i + c.row;
-            const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + head * p.q_h;
-            rows[i] = head < p.h_q ? reinterpret_cast<const uint8_t*>(q) : nullptr;
-        }
+        find_q(p, w, c, rows);
         mbarrier_wait(shared_address(&sm.q_empty), q_parity);
         q_parity ^= 1;
         copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
         for (int pair = 0; pair < w.pairs; ++pair) {
-            find_rows(p, slots, rows);
-            load_slots(p, w, c, 2 * pair + 1, slots);
+            find_rows(p, even, rows);
+            load_slots(p, w, c, 2 * pair + 2, even);
             copy_region<0, 0>(c, rows, parity);
             copy_region<0, 1>(c, rows, parity);
-            find_rows(p, slots, rows);
-            load_slots(p, w, c, 2 * pair + 2, slots);
+            find_rows(p, odd, rows);
+            load_slots(p, w, c, 2 * pair + 3, odd);
             copy_region<1, 0>(c, rows, parity);
             copy_region<1, 1>(c, rows, parity);
             parity ^= 1;
@@ -199,32 +209,30 @@ __device__ __forceinline__ float quad_sum(float x) {
 // 2^(from - to), where -inf stands for "nothing yet".
 __device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
 
-// Start S = Q . K^T of a whole tile, the region first that came free first.
+// Start S = Q . K^T of a whole tile, the regions in the order in which they are copied.
 __device__ __forceinline__ void start_qk(int tile, uint32_t parity, float (&s)[32]) {
-    Small& sm = small();
     const uint32_t q = shared_address(shared) + Q_AT, k = tile_address(tile);
-    auto multiply = [&](int block) {
+    auto multiply = [&](int block, bool first) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint64_t a = wgmma_operand(q + block * BLOCK_BYTES + 32 * i, 1024, 16);
             const uint64_t b = wgmma_operand(k + block * BLOCK_BYTES + 32 * i, 1024, 16);
-            if (block + i == 0) {
+            if (first && i == 0) {
                 wgmma_m64n64k16_first(s, a, b);
             } else {
                 wgmma_m64n64k16(s, a, b);
             }
         }
     };
-    mbarrier_wait(shared_address(&sm.full[tile][0]), parity);
-    fence_proxy_async();
-    wgmma_fence();
 #pragma unroll
-    for (int block = 0; block < 4; ++block) multiply(block);
-    mbarrier_wait(shared_address(&sm.full[tile][1]), parity);
-    fence_proxy_async();
-    wgmma_fence();
+    for (int region = 0; region < 2; ++region) {
+        mbarrier_wait(shared_address(&small().full[tile][region]), parity);
+        fence_proxy_async();
+        wgmma_fence();
 #pragma unroll
-    for (int block = 4; block < BLOCKS; ++block) multiply(block);
+        for (int block = 0; block < 4; ++block) multiply(4 * region + block, region + block == 0);
+        if (has_rope(tile, region)) multiply(8, false);
+    }
     wgmma_commit();
 }
 
@@ -234,6 +242,7 @@ __device__ __forceinline__ void softmax_tile(
     uint32_t (&prob)[4][4]) {
     const uint8_t* valid = small().valid[tile] + 2 * t;
     uint32_t all = 0x0101;
+    float scale = 1.0f;
 #pragma unroll
     for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(valid + 8 * n);
     if (!__all_sync(~0u, all == 0x0101) || p.scale_log2 < 0.0f) {
@@ -244,22 +253,21 @@ __device__ __forceinline__ void softmax_tile(
             for (int i = 0; i < 4; ++i) s[4 * n + i] = two >> (i % 2 * 8) & 1 ? s[4 * n + i] * p.scale_log2 : -INF;
         }
     } else {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] *= p.scale_log2;
+        scale = p.scale_log2;
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         float top = -INF;
 #pragma unroll
         for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
-        top = quad_max(top);
+        top = quad_max(top) * scale;
         state.max[row] = fmaxf(state.max[row], top);
         ref[row] = top > state.ref[row] + REF_SLACK ? top : state.ref[row];
         const float base = ref[row] == -INF ? 0.0f : ref[row];
         sum[row] = 0.0f;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const float x = exp2_approx(s[4 * n + 2 * row] - base), y = exp2_approx(s[4 * n + 2 * row + 1] - base);
+            const float x = exp2_approx(s[4 * n + 2 * row] * scale - base), y = exp2_approx(s[4 * n + 2 * row + 1] * scale - base);
             sum[row] += x + y;
             prob[n / 2][n % 2 * 2 + row] = pack_bf16x2(x, y);
         }
@@ -294,32 +302,34 @@ __device__ __forceinline__ void take_p(int tile, int warp, int lane, uint32_t (&
     ref[1] = small().ref[tile][row + 8];
 }
 
-// Before P of a tile is multiplied, and with no product under way: bring accumulators and P to the higher of their
-// references. Rarely anything to do.
-// `sum` is the sum of P's rows (zeros for the other warpgroup's tile, which counts it itself).
-__device__ __forceinline__ void align_references(
-    Softmax& state, const float (&ref)[2], const float (&sum)[2], float (&o)[128], uint32_t (&prob)[4][4]) {
-    if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) {
-        state.sum[0] += sum[0];
-        state.sum[1] += sum[1];
-        return;
-    }
+// Before products with P relative to a higher reference, and with none under way: the accumulators follow.
+__device__ __forceinline__ void raise_reference(Softmax& state, const float (&to)[2], float (&o)[128]) {
+    if (__all_sync(~0u, to[0] == state.ref[0] && to[1] == state.ref[1])) return;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const float to = fmaxf(state.ref[row], ref[row]);
-        const float o_factor = factor(state.ref[row], to), p_factor = factor(ref[row], to);
-        state.sum[row] = state.sum[row] * o_factor + sum[row] * p_factor;
-        state.ref[row] = to;
+        const float scale = factor(state.ref[row], to[row]);
+        state.sum[row] *= scale;
+        state.ref[row] = to[row];
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
-            o[4 * j + 2 * row] *= o_factor;
-            o[4 * j + 2 * row + 1] *= o_factor;
+            o[4 * j + 2 * row] *= scale;
+            o[4 * j + 2 * row + 1] *= scale;
         }
+    }
+}
+
+// P relative to `from` becomes relative to `to`; `sum` goes with it.
+__device__ __forceinline__ void move_p(const float (&from)[2], const float (&to)[2], uint32_t (&prob)[4][4], float (&sum)[2]) {
+    if (__all_sync(~0u, to[0] == from[0] && to[1] == from[1])) return;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const float scale = factor(from[row], to[row]);
+        sum[row] *= scale;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
 #pragma unroll
             for (int i = row; i < 4; i += 2)
-                prob[k][i] = pack_bf16x2(bf16_low(prob[k][i]) * p_factor, bf16_high(prob[k][i]) * p_factor);
+                prob[k][i] = pack_bf16x2(bf16_low(prob[k][i]) * scale, bf16_high(prob[k][i]) * scale);
         }
     }
 }
@@ -336,6 +346,34 @@ __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&pr
 __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
+// Word k of lane t of four neighbouring lanes goes to word t of lane k.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int t) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+#pragma unroll
+        for (int low = 0; low < 4; ++low) {
+            if (low & step) continue;
+            const int high = low | step;
+            const uint32_t sent = t & step ? v[low] : v[high];
+            const uint32_t received = __shfl_xor_sync(~0u, sent, step);
+            if (t & step) {
+                v[low] = received;
+            } else {
+                v[high] = received;
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void store_eight(bf16* to, const uint32_t (&v)[4], bool aligned) {
+    if (aligned) {
+        *reinterpret_cast<Vec16*>(to) = {v[0], v[1], v[2], v[3]};
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = bf16(v[i / 2] >> (16 * (i % 2)));
 }
 
 // The results of one piece of work: this warpgroup's half of the columns.
@@ -356,15 +394,25 @@ __device__ __forceinline__ void finish(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = 16 * warp + g + 8 * i, head = w.head_tile * HEADS + row;
-        if (head >= p.h_q) continue;
         const float sum = sm.sum[turn][0][row] + sm.sum[turn][1][row];
         const HeadResult result = {fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]),
                                    sum == 0.0f ? -INF : state.ref[i] + log2_approx(sum)};
-        const float scale = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+        const bool here = head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
+        const float scale = !here || sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+        bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + head * p.out_h + 256 * W;
+        const bool aligned = p.flags & WIDE_OUT;
 #pragma unroll
-        for (int j = 0; j < 32; ++j)
-            write_output(p, w.query, head, 256 * W + 8 * j + 2 * t, o[4 * j + 2 * i] * scale, o[4 * j + 2 * i + 1] * scale);
-        if (W == 0 && t == 0) write_statistics(p, w.query, head, result);
+        for (int j = 0; j < 32; j += 4) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float* two = &o[4 * (j + k) + 2 * i];
+                packed[k] = pack_bf16x2(two[0] * scale, two[1] * scale);
+            }
+            transpose_quad(packed, t);
+            if (here) store_eight(out + 8 * (j + t), packed, aligned);
+        }
+        if (W == 0 && t == 0 && here) write_statistics(p, w.query, head, result);
     }
 }
 
@@ -372,7 +420,6 @@ template <int W>
 __device__ __forceinline__ void multiply_all(const Params& p, int total, int head_tiles) {
     Small& sm = small();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const float nothing[2] = {0.0f, 0.0f};
     uint32_t parity = 0, q_parity = 0;
     int turn = 0;
     for (int index = blockIdx.x; index < total; index += gridDim.x, turn ^= 1) {
@@ -391,39 +438,46 @@ __device__ __forceinline__ void multiply_all(const Params& p, int total, int hea
             float s[32];
             start_qk(W, parity, s);
             wgmma_wait<0>();
-            if (W == 0 && pair > 0) release(sm.empty[1][0], lane);
             parity ^= 1;
             if (pair + 1 == w.pairs) release(sm.q_empty, lane);
             uint32_t mine[4][4], other[4][4];
-            float my_ref[2], my_sum[2], other_ref[2];
+            float my_ref[2], my_sum[2], other_ref[2], no_sum[2] = {0.0f, 0.0f}, to[2];
             softmax_tile(p, W, lane % 4, s, state, my_ref, my_sum, mine);
             publish_p(W, warp, lane, mine, my_ref);
             named_barrier_arrive(1 + W, 256);
             if constexpr (W == 0) {
-                align_references(state, my_ref, my_sum, o, mine);
+                raise_reference(state, my_ref, o);
+                state.sum[0] += my_sum[0];
+                state.sum[1] += my_sum[1];
                 start_pv(0, W, mine, o);
-                named_barrier_sync(2, 256);
-                take_p(1, warp, lane, other, other_ref);
                 wgmma_wait<0>();
                 release(sm.empty[0][0], lane);
-                align_references(state, other_ref, nothing, o, other);
+                named_barrier_sync(2, 256);
+                take_p(1, warp, lane, other, other_ref);
+                to[0] = fmaxf(state.ref[0], other_ref[0]);
+                to[1] = fmaxf(state.ref[1], other_ref[1]);
+                raise_reference(state, to, o);
+                move_p(other_ref, to, other, no_sum);
                 start_pv(1, W, other, o);
+                wgmma_wait<0>();
+                release(sm.empty[1][0], lane);
             } else {
                 named_barrier_sync(1, 256);
                 take_p(0, warp, lane, other, other_ref);
-                align_references(state, other_ref, nothing, o, other);
+                to[0] = fmaxf(my_ref[0], other_ref[0]);
+                to[1] = fmaxf(my_ref[1], other_ref[1]);
+                raise_reference(state, to, o);
+                move_p(other_ref, to, other, no_sum);
+                move_p(my_ref, to, mine, my_sum);
+                state.sum[0] += my_sum[0];
+                state.sum[1] += my_sum[1];
                 start_pv(0, W, other, o);
-                wgmma_wait<0>();
-                release(sm.empty[0][1], lane);
-                align_references(state, my_ref, my_sum, o, mine);
                 start_pv(1, W, mine, o);
+                wgmma_wait<1>();
+                release(sm.empty[0][1], lane);
                 wgmma_wait<0>();
                 release(sm.empty[1][1], lane);
             }
-        }
-        if constexpr (W == 0) {
-            wgmma_wait<0>();
-            release(sm.empty[1][0], lane);
         }
         finish<W>(p, w, warp, lane, turn, state, o);
     }
@@ -438,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
         for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
             for (int region = 0; region < 2; ++region) {
-                mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (tile == region ? 16 : 0));
+                mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (has_validity(tile, region) ? 16 : 0));
                 mbarrier_init(shared_address(&sm.empty[tile][region]), 4);
             }
         }
@@ -450,10 +504,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
     const int head_tiles = (p.h_q + HEADS - 1) / HEADS, total = p.num_queries * head_tiles;
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
-        give_registers<40>();
+        give_registers<56>();
         copy_all(p, total, head_tiles);
     } else {
-        take_registers<232>();
+        take_registers<224>();
         if (warpgroup == 0) {
             multiply_all<0>(p, total, head_tiles);
         } else {

@@ -19,7 +19,7 @@ from cupy_mla.backends.workspace import Workspace
 from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
 from tests import oracle
-from tests.cases import normal
+from tests.cases import latent, queries
 from tests.kinds import BF16, NumPy, gapped, poisoned
 
 BLOCK_SIZE, MAX_MODEL_LEN, TOPK = 8, 48, 20
@@ -30,9 +30,9 @@ UNIFORM_DECODE = {0: [1, 1, 1], 1: [2, 2]}
 
 def exact_rows(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
     """n latent rows that e4m3 under power-of-two scales holds exactly: bf16 [n, 576] and V32_FP8 bytes [n, 656]."""
-    scales = np.ldexp(np.float32(1), rng.integers(-3, 1, (n, 4)))
+    scales = np.ldexp(np.float32(1), rng.integers(-6, -2, (n, 4)))  # rows of the size of cases.latent
     codes = rng.standard_normal((n, 512)).astype(ml_dtypes.float8_e4m3fn)
-    rope = normal(rng, n, 64)
+    rope = latent(rng, n, 64)
     values = codes.astype(np.float32) * np.repeat(scales, 128, axis=1)
     rows = np.concatenate([values.astype(BF16), rope], axis=1)
     packed = [codes.view(np.uint8), scales.astype("<f4").view(np.uint8), rope.view(np.uint8)]
@@ -66,7 +66,7 @@ def make_step(
     table = rng.permutation(num_blocks)[: requests * width].reshape(requests, width)
     bf16 = gapped(poisoned((num_blocks, BLOCK_SIZE, 576), BF16), 0, block_gap)
     fp8 = gapped(poisoned((num_blocks, BLOCK_SIZE, 656), np.uint8), 0, block_gap)
-    q = normal(rng, tokens, heads, 576)
+    q = queries(rng, tokens, heads, 576)
     topk_indices = np.full((tokens, TOPK), -1, np.int32)
     slots, positions, want = [], [], np.empty((tokens, heads, 512))
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):

@@ -1,0 +1,97 @@
+"""The Hopper prefill kernel against the oracle and against the portable kernel. Needs a Hopper GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_mla
+
+from ..cases import check_prefill, entries, flat_rows, latent, queries, sinks, some
+from ..kinds import CuPy, gapped
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    kind = CuPy()
+    if kind.cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "sm90")
+    return kind
+
+
+def inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=0, kv_gap=0):
+    live = some(rng, s_kv)
+    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
+    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "topk"),
+    [
+        (1, 1, 1),
+        (3, 7, 63),
+        (2, 8, 64),
+        (1, 16, 65),
+        (3, 33, 127),
+        (2, 64, 128),
+        (2, 65, 129),
+        (1, 128, 700),
+        (300, 64, 130),
+    ],
+)
+def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
+    check_prefill(hopper, *inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_sinks_lengths_and_strides(hopper, rng, d_qk):
+    q, kv, indices = inputs(rng, 40, 72, d_qk, 300, 200, q_gap=8, kv_gap=8)
+    length = rng.integers(-1, 203, 40, dtype=np.int32)
+    length[:2] = 0, 200
+    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 72), length, out_gaps=(1, 2, 3))
+
+
+def test_queries_without_rows_between_others(hopper, rng):
+    """Empty pieces of work in a block's turn: more queries than SMs, most of them without a row."""
+    q, kv, indices = inputs(rng, 700, 3, 576, 50, 5)
+    indices[rng.random(700) < 0.7] = -1
+    length = np.where(rng.random(700) < 0.5, 0, 5).astype(np.int32)
+    check_prefill(hopper, q, kv, indices, 0.05, None, length)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_references_rise_late_and_far(hopper, rng, order):
+    """Logits that grow, or fall, by hundreds from tile to tile: every way for references to differ."""
+    s_kv, d = 640, 576
+    direction = rng.standard_normal(d, np.float32)
+    steps = np.repeat(np.sort(rng.uniform(-1, 1, 10))[::order], 64)[:, None]
+    kv = (0.02 * rng.standard_normal((s_kv, d), np.float32) + 0.1 * steps * direction).astype(latent(rng, 1).dtype)
+    q = (direction + 0.1 * rng.standard_normal((3, 64, d), np.float32)).astype(kv.dtype)
+    indices = np.tile(np.arange(s_kv, dtype=np.int32), (3, 1, 1))
+    for scale in (0.3, 6.0, -6.0, 0.0):
+        check_prefill(hopper, q, kv[:, None], indices, scale)
+
+
+def test_one_row_far_above_all_others(hopper, rng):
+    q, kv, indices = inputs(rng, 4, 64, 512, 400, 512)
+    q[...] = np.abs(q.astype(np.float32)).astype(q.dtype)
+    valid = [int(i) for i in indices[0, 0] if 0 <= i < 400]
+    kv[valid[0]] = 40.0  # logits of thousands
+    indices[:, 0, [70, 300]] = valid[0]
+    check_prefill(hopper, q, kv, indices, 0.05)
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_agrees_with_the_portable_kernel_and_with_itself(hopper, rng, monkeypatch, d_qk):
+    arrays = [hopper.put(a) for a in inputs(rng, 260, 128, d_qk, 1000, 300)]
+    first, second = (cupy_mla.sparse_prefill(*arrays, 0.05) for _ in range(2))
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "portable")
+    portable = cupy_mla.sparse_prefill(*arrays, 0.05)
+    for a, b, c in zip(first, second, portable, strict=True):
+        a, b, c = (hopper.take(x) for x in (a, b, c))
+        assert a.tobytes() == b.tobytes()
+        np.testing.assert_allclose(a.astype(np.float32), c.astype(np.float32), rtol=0.02, atol=1e-3)
