@@ -146,7 +146,9 @@ def sparse_prefill(
     if s_q == 0:
         return
     if hopper:
-        prefill_sm90_kernel(layout).launch(place, (min(work, num_sms(place.device)), 1, 1), call.params)
+        # Persistent blocks keep copying across pieces of work; of uneven pieces the GPU hands out the next one better.
+        blocks = work if length is not None else min(work, num_sms(place.device))
+        prefill_sm90_kernel(layout).launch(place, (blocks, 1, 1), call.params)
     else:
         call.launch_portable(layout)
 

@@ -24,7 +24,7 @@
 // the higher of the two references. That happens in the first tiles and then hardly ever, and needs no waiting.
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 2 KB.
-// Registers: 224 a multiplying thread, 56 a copying one (together no more than the 384 x 168 of the launch), no spills (asserted by the compile test).
+// Registers: 232 a multiplying thread, 40 a copying one (together no more than the 384 x 168 of the launch), no spills (asserted by the compile test).
 #include "attention/params.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
@@ -290,9 +290,11 @@ __device__ __forceinline__ void publish_p(int tile, int warp, int lane, const ui
         small().ref[tile][row] = ref[0];
         small().ref[tile][row + 8] = ref[1];
     }
+    named_barrier_arrive(1 + tile, 256);
 }
 
 __device__ __forceinline__ void take_p(int tile, int warp, int lane, uint32_t (&prob)[4][4], float (&ref)[2]) {
+    named_barrier_sync(1 + tile, 256);
     const int line = 16 * warp + lane % 16;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
@@ -302,34 +304,27 @@ __device__ __forceinline__ void take_p(int tile, int warp, int lane, uint32_t (&
     ref[1] = small().ref[tile][row + 8];
 }
 
-// Before products with P relative to a higher reference, and with none under way: the accumulators follow.
-__device__ __forceinline__ void raise_reference(Softmax& state, const float (&to)[2], float (&o)[128]) {
-    if (__all_sync(~0u, to[0] == state.ref[0] && to[1] == state.ref[1])) return;
+// Before the product with P relative to `ref`: accumulators and P come to the higher of their references. Rarely
+// anything to do; then no product may be under way.
+__device__ __forceinline__ void raise_and_move(Softmax& state, const float (&ref)[2], float (&o)[128], uint32_t (&prob)[4][4]) {
+    if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) return;
+    wgmma_wait<0>();
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const float scale = factor(state.ref[row], to[row]);
-        state.sum[row] *= scale;
-        state.ref[row] = to[row];
+        const float to = fmaxf(state.ref[row], ref[row]);
+        const float o_factor = factor(state.ref[row], to), p_factor = factor(ref[row], to);
+        state.sum[row] *= o_factor;
+        state.ref[row] = to;
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
-            o[4 * j + 2 * row] *= scale;
-            o[4 * j + 2 * row + 1] *= scale;
+            o[4 * j + 2 * row] *= o_factor;
+            o[4 * j + 2 * row + 1] *= o_factor;
         }
-    }
-}
-
-// P relative to `from` becomes relative to `to`; `sum` goes with it.
-__device__ __forceinline__ void move_p(const float (&from)[2], const float (&to)[2], uint32_t (&prob)[4][4], float (&sum)[2]) {
-    if (__all_sync(~0u, to[0] == from[0] && to[1] == from[1])) return;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        const float scale = factor(from[row], to[row]);
-        sum[row] *= scale;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
 #pragma unroll
             for (int i = row; i < 4; i += 2)
-                prob[k][i] = pack_bf16x2(bf16_low(prob[k][i]) * scale, bf16_high(prob[k][i]) * scale);
+                prob[k][i] = pack_bf16x2(bf16_low(prob[k][i]) * p_factor, bf16_high(prob[k][i]) * p_factor);
         }
     }
 }
@@ -437,46 +432,37 @@ __device__ __forceinline__ void multiply_all(const Params& p, int total, int hea
         for (int pair = 0; pair < w.pairs; ++pair) {
             float s[32];
             start_qk(W, parity, s);
-            wgmma_wait<0>();
             parity ^= 1;
-            if (pair + 1 == w.pairs) release(sm.q_empty, lane);
             uint32_t mine[4][4], other[4][4];
-            float my_ref[2], my_sum[2], other_ref[2], no_sum[2] = {0.0f, 0.0f}, to[2];
+            float my_ref[2], my_sum[2], other_ref[2];
+            if constexpr (W == 0) {
+                wgmma_wait<0>();
+            } else {
+                // P_0 is there by now: its product runs while this warpgroup computes P_1.
+                take_p(0, warp, lane, other, other_ref);
+                raise_and_move(state, other_ref, o, other);
+                start_pv(0, W, other, o);
+                wgmma_wait<1>();
+            }
+            if (pair + 1 == w.pairs) release(sm.q_empty, lane);
             softmax_tile(p, W, lane % 4, s, state, my_ref, my_sum, mine);
             publish_p(W, warp, lane, mine, my_ref);
-            named_barrier_arrive(1 + W, 256);
-            if constexpr (W == 0) {
-                raise_reference(state, my_ref, o);
-                state.sum[0] += my_sum[0];
-                state.sum[1] += my_sum[1];
-                start_pv(0, W, mine, o);
+            if constexpr (W == 1) {
                 wgmma_wait<0>();
-                release(sm.empty[0][0], lane);
-                named_barrier_sync(2, 256);
+                release(sm.empty[0][1], lane);
+            }
+            raise_and_move(state, my_ref, o, mine);  // my_ref is not below state.ref: P stays as it was published
+            state.sum[0] += my_sum[0];
+            state.sum[1] += my_sum[1];
+            start_pv(W, W, mine, o);
+            wgmma_wait<0>();
+            release(sm.empty[W][W], lane);
+            if constexpr (W == 0) {
                 take_p(1, warp, lane, other, other_ref);
-                to[0] = fmaxf(state.ref[0], other_ref[0]);
-                to[1] = fmaxf(state.ref[1], other_ref[1]);
-                raise_reference(state, to, o);
-                move_p(other_ref, to, other, no_sum);
+                raise_and_move(state, other_ref, o, other);
                 start_pv(1, W, other, o);
                 wgmma_wait<0>();
                 release(sm.empty[1][0], lane);
-            } else {
-                named_barrier_sync(1, 256);
-                take_p(0, warp, lane, other, other_ref);
-                to[0] = fmaxf(my_ref[0], other_ref[0]);
-                to[1] = fmaxf(my_ref[1], other_ref[1]);
-                raise_reference(state, to, o);
-                move_p(other_ref, to, other, no_sum);
-                move_p(my_ref, to, mine, my_sum);
-                state.sum[0] += my_sum[0];
-                state.sum[1] += my_sum[1];
-                start_pv(0, W, other, o);
-                start_pv(1, W, mine, o);
-                wgmma_wait<1>();
-                release(sm.empty[0][1], lane);
-                wgmma_wait<0>();
-                release(sm.empty[1][1], lane);
             }
         }
         finish<W>(p, w, warp, lane, turn, state, o);
@@ -504,10 +490,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
     const int head_tiles = (p.h_q + HEADS - 1) / HEADS, total = p.num_queries * head_tiles;
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
-        give_registers<56>();
+        give_registers<40>();
         copy_all(p, total, head_tiles);
     } else {
-        take_registers<224>();
+        take_registers<232>();
         if (warpgroup == 0) {
             multiply_all<0>(p, total, head_tiles);
         } else {
