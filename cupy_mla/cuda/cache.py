@@ -10,22 +10,24 @@ from ..arrays import Array, Place
 from ..layouts import BF16_576, V4_FP8, V32_FP8, Layout
 from .jit import Kernel
 
-TOKENS_PER_BLOCK = 8
-ALIGNED_LATENT, ALIGNED_ROPE, ALIGNED_CACHE = 1, 2, 4
+THREADS = 256
+TOKENS_PER_BLOCK = THREADS // 32 * 4
 
-_PARAMS = struct.Struct("=4Q5q4i")  # struct Params of pack.cu
+_PARAMS = struct.Struct("=4Q5q3i4x")  # struct Params of pack.cu
 
 
 @cache
-def pack_kernel(layout: Layout) -> Kernel:
-    """The packing kernel for one cache layout."""
-    return Kernel("cache/pack.cu", "pack_tokens", layout.defines(), threads=32 * TOKENS_PER_BLOCK)
+def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
+    """The packing kernel for one cache layout and arrays that allow 16-byte accesses or do not."""
+    defines = {**layout.defines(), "ALIGNED": int(aligned)}
+    return Kernel("cache/pack.cu", "pack_tokens", defines, threads=THREADS)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for layout in (BF16_576, V32_FP8, V4_FP8):
-        yield pack_kernel(layout)
+        for aligned in (True, False):
+            yield pack_kernel(layout, aligned)
 
 
 def concat_and_cache_mla(
@@ -49,12 +51,12 @@ def _launch(
         return
     size = cache.dtype.itemsize
     row_stride = layout.row_stride if layout.quantized else cache.strides[1] * size
-    flags = ALIGNED_LATENT * latent.aligned(16) | ALIGNED_CACHE * (layout.quantized or cache.aligned(16))
-    if rope is not None:
-        flags |= ALIGNED_ROPE * rope.aligned(16)
+    aligned = (
+        latent.aligned(16) and (rope is None or rope.aligned(16)) and (layout.quantized or cache.aligned(16))
+    )  # fmt: skip
     params = _PARAMS.pack(
         latent.ptr, rope.ptr if rope else 0, cache.ptr, slots.ptr,
         latent.strides[0], rope.strides[0] if rope else 0, cache.strides[0] * size, row_stride, num_blocks * block_size,
-        block_size, tokens, power_of_two, flags,
+        block_size, tokens, power_of_two,
     )  # fmt: skip
-    pack_kernel(layout).launch(place, (-(-tokens // TOKENS_PER_BLOCK), 1, 1), params)
+    pack_kernel(layout, aligned).launch(place, (-(-tokens // TOKENS_PER_BLOCK), 1, 1), params)

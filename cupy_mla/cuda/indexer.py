@@ -15,16 +15,16 @@ THREADS = 256
 PACK_TOKENS_PER_BLOCK = 64
 GATHER_TOKENS_PER_BLOCK = THREADS // 32 * 16
 GATHER_BLOCKS_PER_SM = 4  # that run at a time
-ALIGNED_K, ALIGNED_CACHE = 1, 2
 
-_PACK = struct.Struct("=3Q3q4i")  # struct Params of pack.cu
+_PACK = struct.Struct("=3Q3q3i4x")  # struct Params of pack.cu
 _GATHER = struct.Struct("=" + BLOCK_TABLE + "4Q3q2i")  # struct Params of gather.cu
 
 
 @cache
-def pack_kernel() -> Kernel:
-    """The kernel that quantizes keys into the cache."""
-    return Kernel("indexer/pack.cu", "pack_indexer_keys", INDEXER_FP8.defines(), threads=THREADS)
+def pack_kernel(aligned: bool) -> Kernel:
+    """The kernel that quantizes keys into the cache, for arrays that allow wide accesses or do not."""
+    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned)}
+    return Kernel("indexer/pack.cu", "pack_indexer_keys", defines, threads=THREADS)
 
 
 @cache
@@ -35,7 +35,8 @@ def gather_kernel() -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield pack_kernel()
+    for aligned in (True, False):
+        yield pack_kernel(aligned)
     yield gather_kernel()
 
 
@@ -45,12 +46,12 @@ def indexer_k_quant_and_cache(place: Place, k: Array, kv_cache: Array, slots: Ar
     num_blocks, block_size, _ = kv_cache.shape
     if tokens == 0 or num_blocks == 0:
         return
-    flags = ALIGNED_K * k.aligned(16) | ALIGNED_CACHE * _block_aligned(kv_cache, 8)
     params = _PACK.pack(
         k.ptr, kv_cache.ptr, slots.ptr, k.strides[0], kv_cache.strides[0], num_blocks * block_size,
-        block_size, tokens, scale_format == "ue8m0", flags,
+        block_size, tokens, scale_format == "ue8m0",
     )  # fmt: skip
-    pack_kernel().launch(place, (-(-tokens // PACK_TOKENS_PER_BLOCK), 1, 1), params)
+    aligned = k.aligned(16) and _block_aligned(kv_cache, 8)
+    pack_kernel(aligned).launch(place, (-(-tokens // PACK_TOKENS_PER_BLOCK), 1, 1), params)
 
 
 def cp_gather_indexer_k_quant_cache(

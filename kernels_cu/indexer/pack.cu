@@ -1,10 +1,12 @@
 // Writes tokens' 128 indexer keys as e4m3 under one scale a token (layout INDEXER_FP8, cupy_mla/layouts.py).
 //
-//   half a warp   one token a turn, 4 turns whose loads are all under way before the first is needed: 16 bytes of keys
-//                 and the slot in every lane
-//   a lane        8 keys in, 8 bytes of e4m3 out; the largest magnitude meets over 16 lanes by shuffles
+//   one warp     8 tokens: half a warp has one a turn, 4 turns whose loads are all under way at once
+//     find       lane l finds where token l % 8 goes
+//     a lane     16 bytes of keys in, 8 bytes of e4m3 out; the largest magnitudes of two turns meet by shuffles in one
+//                register
 //
-// In a block of the cache the keys of all tokens come first and their scales after them. No shared memory; 64 tokens a
+// ALIGNED: keys allow 16-byte loads and the cache 8-byte stores; known at compile time because a load that may be eight
+// is waited for before the next one. In a block of the cache the keys of all tokens come first and their scales after them. No shared memory; 64 tokens a
 // block. Slots that are negative or beyond the cache are skipped.
 #include "tile/chunk.cuh"
 #include "tile/quantize.cuh"
@@ -19,21 +21,24 @@ struct Params {
     int32_t block_size;
     int32_t num_tokens;
     int32_t power_of_two;    // round scales up to powers of two
-    int32_t flags;           // which arrays allow wide accesses
+    int32_t unused;
 };
 
-constexpr int ALIGNED_K = 1, ALIGNED_CACHE = 2;
-constexpr int THREADS = 256, LANES = D_NOPE / CHUNK, TURNS = 4;
-constexpr int TOKENS_PER_BLOCK = THREADS / LANES * TURNS;
-static_assert(LANES == 16, "half a warp has a token");
+constexpr int THREADS = 256, WARPS = THREADS / 32, LANES = D_NOPE / CHUNK, TURNS = 4;
+constexpr int TOKENS = TURNS * 32 / LANES;  // of a warp
+static_assert(LANES == 16 && TURNS % 2 == 0, "half a warp has a token; two turns share shuffles");
 
-__device__ __forceinline__ float token_amax(const float (&v)[CHUNK]) {
-    float amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) amax = fmaxf(amax, fabsf(v[i]));  // leaves NaN aside
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
-    return amax;
+// Where a token goes, in bytes from the start of the cache.
+struct Target {
+    int64_t keys;   // -1: nowhere
+    int64_t scale;
+};
+
+__device__ __forceinline__ Target find_target(const Params& p, int64_t slot) {
+    if (slot < 0 || slot >= p.num_slots) return {-1, -1};
+    const int64_t block = slot / p.block_size, offset = slot - block * p.block_size;
+    const int64_t start = block * p.block_stride;
+    return {start + offset * ROW_STRIDE, start + int64_t(p.block_size) * ROW_STRIDE + offset * SCALE_STRIDE};
 }
 
 __device__ __forceinline__ void store_keys(uint8_t* to, const Vec8& v, bool aligned) {
@@ -45,33 +50,34 @@ __device__ __forceinline__ void store_keys(uint8_t* to, const Vec8& v, bool alig
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack_indexer_keys(const __grid_constant__ Params p) {
+__device__ __forceinline__ void store_token(const Params& p, const Target& to, const Vec16& keys, float amax) {
+    if (to.keys < 0) return;
     const int lane = threadIdx.x % LANES;
-    const int first = blockIdx.x * TOKENS_PER_BLOCK + threadIdx.x / LANES;
+    const float ratio = scale_from_amax(fmaxf(amax, AMAX_FLOOR));
+    const float scale = p.power_of_two ? power_of_two_from(ratio) : ratio;
+    store_keys(p.cache + to.keys + lane * CHUNK, quantize_8(keys, scale), ALIGNED);
+    if (lane == 0) *reinterpret_cast<float*>(p.cache + to.scale) = scale;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
+pack_indexer_keys(const __grid_constant__ Params p) {
+    const int lane = threadIdx.x % 32, half = lane / LANES, last = p.num_tokens - 1;
+    const int token = (blockIdx.x * WARPS + threadIdx.x / 32) * TOKENS;
+    const int64_t slot = token + lane % TOKENS <= last ? p.slots[token + lane % TOKENS] : -1;
     Vec16 keys[TURNS];
-    int64_t slot[TURNS];
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
-        const int token = first + i * (THREADS / LANES);
-        slot[i] = token < p.num_tokens ? p.slots[token] : -1;
-        keys[i] = {0, 0, 0, 0};
-        if (token < p.num_tokens) keys[i] = load_chunk(p.k + token * p.k_stride + lane * CHUNK, p.flags & ALIGNED_K);
-    }
+    for (int i = 0; i < TURNS; ++i)  // past the end the last token is loaded again, and goes nowhere
+        keys[i] = load_chunk(p.k + min(token + 2 * i + half, last) * p.k_stride + lane % LANES * CHUNK, ALIGNED);
+
+    const Target mine = find_target(p, slot);
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
-        float v[CHUNK];
-        widen_8(keys[i], v);
-        const float ratio = divide_exactly(fmaxf(token_amax(v), AMAX_FLOOR), E4M3_MAX);
-        const float scale = p.power_of_two ? power_of_two_from(ratio) : ratio;
-        if (slot[i] < 0 || slot[i] >= p.num_slots) continue;
-        const float reciprocal = divide_exactly(1.0f, scale);
+    for (int i = 0; i < TURNS; i += 2) {
+        const uint32_t amax = tile_amax<LANES>(keys[i], keys[i + 1]);
 #pragma unroll
-        for (int j = 0; j < CHUNK; ++j)
-            v[j] = scale < INF ? divide_by_scale(v[j], scale, reciprocal) : divide_exactly(v[j], scale);
-        uint8_t* block = p.cache + slot[i] / p.block_size * p.block_stride;
-        const int offset = int(slot[i] % p.block_size);
-        store_keys(block + int64_t(offset) * ROW_STRIDE + lane * CHUNK, pack_e4m3_8(v), p.flags & ALIGNED_CACHE);
-        if (lane == 0)
-            *reinterpret_cast<float*>(block + int64_t(p.block_size) * ROW_STRIDE + int64_t(offset) * SCALE_STRIDE) = scale;
+        for (int j = 0; j < 2; ++j) {
+            const int from = 2 * (i + j) + half;
+            const Target to = {__shfl_sync(~0u, mine.keys, from), __shfl_sync(~0u, mine.scale, from)};
+            store_token(p, to, keys[i + j], j == 0 ? bf16_low(amax) : bf16_high(amax));
+        }
     }
 }

@@ -1,4 +1,4 @@
-// Conversions between float32, bfloat16, float8_e4m3fn and UE8M0. PTX ISA: cvt, ex2, lg2, prmt.
+// Conversions between float32, bfloat16, float8_e4m3fn and UE8M0. PTX ISA: cvt, ex2, lg2, rcp; abs and max of bf16x2.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -22,6 +22,25 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float log2_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// rcp.approx: within one unit in the last place of 1 / x.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// abs.bf16x2, max.bf16x2: two bfloat16 at once; of a number and a NaN the maximum is the number.
+__device__ __forceinline__ uint32_t abs_bf16x2(uint32_t x) {
+    uint32_t y;
+    asm("abs.bf16x2 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 
@@ -64,13 +83,8 @@ __device__ __forceinline__ void e4m3x4_to_float(uint32_t bytes, float (&v)[4]) {
 #endif
 }
 
-// Float32 to an e4m3 byte, round to nearest even, saturating at 448; NaN stays NaN.
+// Float32 to an e4m3 byte in integers, for GPUs before sm_89: round to nearest even, saturating at 448; NaN stays NaN.
 __device__ __forceinline__ uint32_t float_to_e4m3(float x) {
-#if __CUDA_ARCH__ >= 890
-    uint16_t two;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(x));
-    return two & 0xffu;
-#else
     const uint32_t bits = __float_as_uint(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return sign | 0x7fu;
     const float a = __uint_as_float(magnitude);
@@ -81,5 +95,22 @@ __device__ __forceinline__ uint32_t float_to_e4m3(float x) {
     // Keep 3 of 23 mantissa bits, ties to even, and move the exponent's bias from 127 to 7.
     const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
     return sign | ((rounded >> 20) - (120u << 3));
+}
+
+// Four float32 to e4m3 bytes, round to nearest even, saturating at 448; NaN stays NaN, its sign may change.
+__device__ __forceinline__ uint32_t float_to_e4m3x4(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+    uint32_t bytes;
+    asm("{\n"
+        ".reg .b16 lo, hi;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
+        "mov.b32 %0, {lo, hi};\n"
+        "}\n"
+        : "=r"(bytes)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return bytes;
+#else
+    return float_to_e4m3(a) | float_to_e4m3(b) << 8 | float_to_e4m3(c) << 16 | float_to_e4m3(d) << 24;
 #endif
 }
