@@ -124,6 +124,64 @@ def gather_cases(tokens: int, requests: int) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def v4_gather_cases(tokens: int, requests: int) -> Iterator[Case]:
+    lengths, _, table, blocks = paged(requests, tokens)
+    cache = v4_target(blocks * BLOCK_SIZE)
+    slots = torch.arange(blocks * BLOCK_SIZE, device="cuda")
+    cupy_mla.quantize_and_insert_k_cache(normal(len(slots), 512), cache, slots)
+    out = torch.zeros(requests, int(lengths.max()), 512, device="cuda", dtype=torch.bfloat16)
+    yield Case(
+        f"gather V4 tokens {tokens} requests {requests}", cupy_mla.dequantize_and_gather_k_cache,
+        {"out": out, "k_cache": cache, "seq_lens": lengths, "block_table": table},
+        {"gather_lens": None, "block_size": BLOCK_SIZE, "offset": 0}, ("out",), tokens * (584 + 1024),
+    )  # fmt: skip
+
+
+def v4_index_cases(tokens: int) -> Iterator[Case]:
+    """Lists of a prefill chunk of C4A, and of decodes of the sliding window and of C128A, at 160K tokens a sequence."""
+    longest, window, topk, requests = 163840, 128, 512, 4
+    starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * (tokens // requests)
+    seq_lens = torch.full((requests,), longest, device="cuda", dtype=torch.int32)
+    rows = longest // 4
+    arrays = {
+        "topk_indices": torch.randint(0, rows, (tokens, topk), device="cuda", dtype=torch.int32),
+        "query_start_loc": starts, "seq_lens": seq_lens,
+        "gather_lens": cupy_mla.compute_prefill_gather_lens(seq_lens, starts, 0, window),
+        "out": torch.zeros(tokens, topk + window, device="cuda", dtype=torch.int32),
+    }  # fmt: skip
+    yield Case(
+        f"combine topk and window {tokens} x {topk} + {window}", cupy_mla.combine_topk_swa_indices, arrays,
+        {"window_size": window, "compress_ratio": 4, "topk": topk, "M": rows + window + tokens, "N": rows}, ("out",),
+        4 * tokens * (topk + topk + window),
+    )  # fmt: skip
+    requests, width = tokens // 4, longest // BLOCK_SIZE
+    arrays = {
+        "query_start_loc": torch.arange(requests + 1, device="cuda", dtype=torch.int32) * 4,
+        "seq_lens": torch.randint(4, longest, (requests,), device="cuda", dtype=torch.int32),
+        "token_to_req": torch.arange(tokens, device="cuda", dtype=torch.int32) // 4,
+        "is_valid_token": torch.ones(tokens, device="cuda", dtype=torch.bool),
+        "block_table": torch.randint(0, 1 << 16, (requests, width), device="cuda", dtype=torch.int32),
+        "out": torch.zeros(tokens, window, device="cuda", dtype=torch.int32),
+    }
+    yield Case(
+        f"window slots {tokens} x {window}", cupy_mla.compute_swa_indices_and_lens, arrays,
+        {"block_size": BLOCK_SIZE, "window_size": window}, ("out",), 4 * tokens * window,
+    )  # fmt: skip
+    most = longest // 128
+    arrays = {
+        "positions": torch.randint(0, longest, (tokens,), device="cuda"), "token_to_req": arrays["token_to_req"],
+        "block_table": arrays["block_table"], "slot_mapping": torch.zeros(tokens, device="cuda", dtype=torch.int64),
+        "decode_indices": torch.zeros(tokens, most, device="cuda", dtype=torch.int32),
+        "decode_lens": torch.zeros(tokens, device="cuda", dtype=torch.int32),
+        "prefill_indices": torch.zeros(0, most, device="cuda", dtype=torch.int32),
+    }
+    yield Case(
+        f"C128A slots {tokens} x {most}", cupy_mla.build_c128a_topk_metadata, arrays,
+        {"compress_ratio": 128, "num_decode_tokens": tokens, "block_size": 2, "max_compressed_tokens": most},
+        ("decode_indices",), 4 * tokens * most,
+    )  # fmt: skip
+
+
 def concat_cases(tokens: int, heads: int) -> Iterator[Case]:
     arrays = {
         "ql_nope": normal(heads, tokens, 512).transpose(0, 1),  # as a batched product leaves it
@@ -186,8 +244,10 @@ def main() -> None:
     measure(record, lambda: pack_cases(131072 // small))
     measure(record, lambda: indexer_pack_cases(524288 // small))
     measure(record, lambda: gather_cases(131072 // small, 24))
+    measure(record, lambda: v4_gather_cases(131072 // small, 4))
     measure(record, lambda: concat_cases(2048 // small, 128))
     measure(record, lambda: convert_cases(4096 // small, 2048))
+    measure(record, lambda: v4_index_cases(4096 // small))
     measure(record, lambda: quant_cases(1024 // small, 128))
     print(record.write())
 
