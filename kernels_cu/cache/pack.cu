@@ -10,7 +10,8 @@
 //                V4_FP8: the last 8 chunks are RoPE and stay bf16
 //
 // ALIGNED: all arrays allow 16-byte accesses. Known at compile time because a load that may be eight is waited for
-// before the next one, and the eight take registers. No shared memory; 32 tokens a block. Slots that are negative or beyond the cache are skipped.
+// before the next one, and the eight take registers. No shared memory; 32 tokens a block. Slots that are negative or
+// beyond the cache are skipped.
 #include "tile/chunk.cuh"
 #include "tile/quantize.cuh"
 

@@ -6,8 +6,8 @@
 //                register
 //
 // ALIGNED: keys allow 16-byte loads and the cache 8-byte stores; known at compile time because a load that may be eight
-// is waited for before the next one. In a block of the cache the keys of all tokens come first and their scales after them. No shared memory; 64 tokens a
-// block. Slots that are negative or beyond the cache are skipped.
+// is waited for before the next one. In a block of the cache the keys of all tokens come first and their scales after
+// them. No shared memory; 64 tokens a block. Slots that are negative or beyond the cache are skipped.
 #include "tile/chunk.cuh"
 #include "tile/quantize.cuh"
 
