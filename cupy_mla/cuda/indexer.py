@@ -17,7 +17,7 @@ GATHER_TOKENS_PER_BLOCK = THREADS // 32 * 16
 GATHER_BLOCKS_PER_SM = 4  # that run at a time
 
 _PACK = struct.Struct("=3Q3q3i4x")  # struct Params of pack.cu
-_GATHER = struct.Struct("=" + BLOCK_TABLE + "4Q3q2i")  # struct Params of gather.cu
+_GATHER = struct.Struct("=" + BLOCK_TABLE + "4Q3qi4x")  # struct Params of gather.cu
 
 
 @cache
@@ -28,16 +28,17 @@ def pack_kernel(aligned: bool) -> Kernel:
 
 
 @cache
-def gather_kernel() -> Kernel:
-    """The kernel that copies keys and scales out of the cache."""
-    return Kernel("indexer/gather.cu", "gather_indexer_keys", INDEXER_FP8.defines(), threads=THREADS)
+def gather_kernel(aligned: bool) -> Kernel:
+    """The kernel that copies keys and scales out of the cache, for arrays that allow wide accesses or do not."""
+    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned)}
+    return Kernel("indexer/gather.cu", "gather_indexer_keys", defines, threads=THREADS)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for aligned in (True, False):
         yield pack_kernel(aligned)
-    yield gather_kernel()
+        yield gather_kernel(aligned)
 
 
 def indexer_k_quant_and_cache(place: Place, k: Array, kv_cache: Array, slots: Array, scale_format: str) -> None:
@@ -66,10 +67,10 @@ def cp_gather_indexer_k_quant_cache(
         *block_table_fields(block_table, block_size),
         kv_cache.ptr, dst_k.ptr, dst_scale.ptr, cu_seq_lens.ptr,
         kv_cache.strides[0], dst_k.strides[0], rows, num_blocks,
-        _block_aligned(kv_cache, 16) and dst_k.aligned(16),
     )  # fmt: skip
     blocks = min(-(-rows // GATHER_TOKENS_PER_BLOCK), GATHER_BLOCKS_PER_SM * num_sms(place.device))
-    gather_kernel().launch(place, (blocks, 1, 1), params)
+    aligned = _block_aligned(kv_cache, 16) and dst_k.aligned(16)
+    gather_kernel(aligned).launch(place, (blocks, 1, 1), params)
 
 
 def _block_aligned(kv_cache: Array, nbytes: int) -> bool:

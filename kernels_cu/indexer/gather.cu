@@ -6,7 +6,9 @@
 //     copy       8 lanes a token, 16 bytes of keys each: 4 loads under way in every lane, then 4 stores
 //                lane l < 16 copies the scale of token l
 //
-// Tokens whose block does not exist become zeros; rows beyond dst are not written. Shared memory: 8 bytes a thread.
+// ALIGNED: 16-byte accesses are allowed on both sides; 4-byte ones always are. Known at compile time because a load that
+// may be four is waited for before the next one. Tokens whose block does not exist become zeros; rows beyond dst are not
+// written. Shared memory: 8 bytes a thread.
 #include "cache/request_tokens.cuh"
 #include "layout/block_table.cuh"
 
@@ -20,7 +22,7 @@ struct Params {
     int64_t keys_stride;
     int64_t rows;
     int32_t num_blocks;
-    int32_t aligned;              // 16-byte accesses are allowed on both sides; 4-byte ones always are
+    int32_t unused;
 };
 
 constexpr int THREADS = 256, TOKENS = 16, WARPS = THREADS / 32;
@@ -57,14 +59,14 @@ __device__ __forceinline__ Token find_token(const Params& p, int first_request, 
     return token;
 }
 
-__device__ __forceinline__ Vec16 load_keys(const uint8_t* from, bool aligned) {
-    if (aligned) return *reinterpret_cast<const Vec16*>(from);
+__device__ __forceinline__ Vec16 load_keys(const uint8_t* from) {
+    if (ALIGNED) return *reinterpret_cast<const Vec16*>(from);
     const auto* w = reinterpret_cast<const uint32_t*>(from);
     return {w[0], w[1], w[2], w[3]};
 }
 
-__device__ __forceinline__ void store_keys(uint8_t* to, const Vec16& v, bool aligned) {
-    if (aligned) {
+__device__ __forceinline__ void store_keys(uint8_t* to, const Vec16& v) {
+    if (ALIGNED) {
         *reinterpret_cast<Vec16*>(to) = v;
         return;
     }
@@ -81,12 +83,12 @@ __device__ __forceinline__ void copy_tokens(const Params& p, const Token& mine) 
         const auto from = reinterpret_cast<const uint8_t*>(
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(mine.from), (i * 32 + lane) / LANES));
         keys[i] = {0, 0, 0, 0};
-        if (from != nullptr) keys[i] = load_keys(from + lane % LANES * 16, p.aligned);
+        if (from != nullptr) keys[i] = load_keys(from + lane % LANES * 16);
     }
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
         const int64_t row = __shfl_sync(~0u, mine.row, (i * 32 + lane) / LANES);
-        if (row >= 0) store_keys(p.keys + row * p.keys_stride + lane % LANES * 16, keys[i], p.aligned);
+        if (row >= 0) store_keys(p.keys + row * p.keys_stride + lane % LANES * 16, keys[i]);
     }
     if (lane < TOKENS && mine.row >= 0) p.scales[mine.row] = scale;
 }
