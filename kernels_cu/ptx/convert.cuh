@@ -25,7 +25,7 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
-// rcp.approx: within one unit in the last place of 1 / x.
+// rcp.approx: 1 / x with a relative error of at most 2^-23.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

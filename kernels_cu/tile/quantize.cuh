@@ -82,7 +82,7 @@ __device__ __forceinline__ float multiply_exactly(float a, float b) {
 // A product with the reciprocal, mended by its remainder, after very small and very large scales were brought to the
 // middle. Tried on the CPU, with subnormals flushed to zero as the compiler's options have it, for every bf16 x up to
 // amax and every scale that is amax / 448, amax a finite bf16 or AMAX_FLOOR, at least 2^-126, or the power of two from
-// there, with reciprocals up to two units in the last place off (rcp.approx: one): of 5.3e9 bytes none differs. The
+// there, with reciprocals up to two units in the last place off, as rcp.approx may be: of 5.3e9 bytes none differs. The
 // product alone fails where x / scale is a tie. Under an infinite scale numbers become 0 and infinities NaN. The mended
 // quotient of -0 is +0, hence the signs.
 __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
