@@ -34,6 +34,7 @@ def test_kernel_compiles(kernel):
         cubin, report = kernel.compile(arch)
         assert cubin.startswith(b"\x7fELF")
         assert "spill stores" in report, "ptxas no longer reports spills"
+        assert "serialized" not in report, f"sm_{arch}: wgmma one after the other: {report}"
         assert spilled_bytes(report) <= kernel.spill_bytes, f"sm_{arch}: {report}"
 
 

@@ -29,6 +29,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "tile/finish.cuh"
+#include "tile/quad.cuh"
 
 constexpr int STEP_ROWS = 32;
 constexpr int WARPS = 2 * M_TILES * GROUPS;
@@ -283,16 +284,6 @@ __device__ __forceinline__ void scale_and_mask(const Params& p, int ring, float 
         s[n][2] = v.x ? s[n][2] * p.scale_log2 : -INF;
         s[n][3] = v.y ? s[n][3] * p.scale_log2 : -INF;
     }
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
 }
 
 // What is subtracted in the exponent: the maximum, but 0 while there is no valid row (-inf - -inf is NaN).

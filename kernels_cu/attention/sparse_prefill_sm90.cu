@@ -2,13 +2,14 @@
 //
 // Three warpgroups. Tiles of 64 rows go in pairs, an even and an odd one; both are in shared memory at once.
 //
-//   warpgroup 0, 1 (multiply; w = 0, 1)                          warpgroup 2 (copy)
-//     S_w = Q . K_w^T         all of tile w      m64n64k16         Q of the next piece of work, when both are done
-//     P_w = 2^(S_w - ref_w)   in registers; a copy for the         rows of each tile by cp.async, region by region,
-//                             other warpgroup over K_w's RoPE      as the regions come free
-//     O_w += P_0 . V_0        columns 256 w .. 256 w + 255
-//     O_w += P_1 . V_1        of both tiles      m64n256k16
-//     then S_w of the next pair goes in before O_w is waited for
+//   warpgroup 0 (multiplies)            warpgroup 1 (multiplies)            warpgroup 2 (copies)
+//     S_0 = Q . K_0^T     m64n64k16       S_1 = Q . K_1^T                     Q of the next piece of work, when both
+//     P_0 = 2^(S_0 - ref_0)               O += P_0 . V_0  right half            S of the last pair are done
+//     O += P_0 . V_0      m64n256k16        while P_1 = 2^(S_1 - ref_1)       rows of each tile by cp.async, region
+//          left half of the columns       O += P_1 . V_1                        by region, as the regions come free
+//     O += P_1 . V_1
+//
+//   P_w is in registers where it is made, and in shared memory, over the RoPE part of K_w, for the other warpgroup.
 //
 //   A tile has two regions: region w is what warpgroup w reads last, columns 256 w .. + 255, and region 1 - w of tile w
 //   holds the RoPE part as well, over which P_w is laid. D_QK 512 has no columns beyond V: P has its own space there.
@@ -24,7 +25,9 @@
 // the higher of the two references. That happens in the first tiles and then hardly ever, and needs no waiting.
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 2 KB.
-// Registers: 232 a multiplying thread, 40 a copying one (together no more than the 384 x 168 of the launch), no spills (asserted by the compile test).
+// Registers: 232 a multiplying thread, 40 a copying one, together the 384 x 168 of the launch; no spills and no wgmma
+// serialised by the compiler (both asserted by the compile test).
+// What was tried, what bounds it: docs/kernels/sparse_prefill_sm90.md.
 #include "attention/params.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
@@ -32,6 +35,7 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/finish.cuh"
+#include "tile/quad.cuh"
 
 constexpr int HEADS = 64, TILE_ROWS = 64;
 constexpr int BLOCKS = D_QK / 64;              // column blocks of 64 values: 64 lines of 128 bytes, swizzled
@@ -47,8 +51,8 @@ constexpr int SMALL_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
 struct Small {
     uint64_t full[2][2], empty[2][2], q_full, q_empty;
     uint8_t valid[2][TILE_ROWS];
-    float ref[2][HEADS];    // what P_w is relative to
-    float sum[2][2][HEADS];  // at the end, by work parity: sums and maxima of each warpgroup's tiles
+    float ref[2][HEADS];     // what P_w is relative to
+    float sum[2][2][HEADS];  // at the end, by turn: sums and maxima of each warpgroup's tiles
     float max[2][2][HEADS];
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
@@ -196,16 +200,6 @@ struct Softmax {
     float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF};
 };
 
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // 2^(from - to), where -inf stands for "nothing yet".
 __device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
 
@@ -341,25 +335,6 @@ __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&pr
 __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&barrier));
-}
-
-// Word k of lane t of four neighbouring lanes goes to word t of lane k.
-__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int t) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-#pragma unroll
-        for (int low = 0; low < 4; ++low) {
-            if (low & step) continue;
-            const int high = low | step;
-            const uint32_t sent = t & step ? v[low] : v[high];
-            const uint32_t received = __shfl_xor_sync(~0u, sent, step);
-            if (t & step) {
-                v[low] = received;
-            } else {
-                v[high] = received;
-            }
-        }
-    }
 }
 
 __device__ __forceinline__ void store_eight(bf16* to, const uint32_t (&v)[4], bool aligned) {
