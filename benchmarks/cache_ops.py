@@ -112,6 +112,10 @@ def gather_cases(tokens: int, requests: int) -> Iterator[Case]:
         f"gather V32 tokens {tokens} requests {requests}", cupy_mla.cp_gather_and_upconvert_fp8_kv_cache, arrays, {},
         ("dst",), tokens * (656 + 1152),
     )  # fmt: skip
+
+
+def indexer_gather_cases(tokens: int, requests: int) -> Iterator[Case]:
+    lengths, starts, table, blocks = paged(requests, tokens)
     keys = empty_cache(blocks * BLOCK_SIZE, 132)
     keys.random_()
     arrays = {
@@ -169,8 +173,10 @@ def v4_index_cases(tokens: int) -> Iterator[Case]:
     )  # fmt: skip
     most = longest // 128
     arrays = {
-        "positions": torch.randint(0, longest, (tokens,), device="cuda"), "token_to_req": arrays["token_to_req"],
-        "block_table": arrays["block_table"], "slot_mapping": torch.zeros(tokens, device="cuda", dtype=torch.int64),
+        "positions": torch.randint(0, longest, (tokens,), device="cuda"),
+        "token_to_req": arrays["token_to_req"],
+        "block_table": arrays["block_table"],
+        "slot_mapping": torch.zeros(tokens, device="cuda", dtype=torch.int64),
         "decode_indices": torch.zeros(tokens, most, device="cuda", dtype=torch.int32),
         "decode_lens": torch.zeros(tokens, device="cuda", dtype=torch.int32),
         "prefill_indices": torch.zeros(0, most, device="cuda", dtype=torch.int32),
@@ -244,6 +250,7 @@ def main() -> None:
     measure(record, lambda: pack_cases(131072 // small))
     measure(record, lambda: indexer_pack_cases(524288 // small))
     measure(record, lambda: gather_cases(131072 // small, 24))
+    measure(record, lambda: indexer_gather_cases(1048576 // small, 24))
     measure(record, lambda: v4_gather_cases(131072 // small, 4))
     measure(record, lambda: concat_cases(2048 // small, 128))
     measure(record, lambda: convert_cases(4096 // small, 2048))
