@@ -42,12 +42,17 @@ def empty_cache(tokens: int, token_bytes: int) -> torch.Tensor:
 
 
 def pack_cases(tokens: int) -> Iterator[Case]:
-    slots = torch.randperm(tokens, device="cuda")
+    scattered = torch.randperm(tokens, device="cuda")
+    blocks = torch.randperm(tokens // BLOCK_SIZE, device="cuda")
+    slots = (
+        blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")
+    ).flatten()  # as requests fill blocks
     latent, rope = normal(tokens, 512), normal(tokens, 64)
-    for scale_format in ("fp32", "ue8m0"):
-        arrays = {"kv_c": latent, "k_pe": rope, "kv_cache": empty_cache(tokens, 656), "slot_mapping": slots}
+    for scale_format, where in (("fp32", scattered), ("fp32", slots), ("ue8m0", slots)):
+        arrays = {"kv_c": latent, "k_pe": rope, "kv_cache": empty_cache(tokens, 656), "slot_mapping": where}
+        name = f"pack V32 {scale_format} tokens {tokens}" + (" scattered" if where is scattered else "")
         yield Case(
-            f"pack V32 {scale_format} tokens {tokens}", cupy_mla.concat_and_cache_mla, arrays,
+            name, cupy_mla.concat_and_cache_mla, arrays,
             {"scale_format": scale_format}, ("kv_cache",), tokens * (1152 + 656 + 8),
         )  # fmt: skip
     arrays |= {"kv_cache": empty_cache(tokens, 1152).view(torch.bfloat16)}
@@ -115,7 +120,7 @@ def gather_cases(tokens: int, requests: int) -> Iterator[Case]:
 
 
 def indexer_gather_cases(tokens: int, requests: int) -> Iterator[Case]:
-    lengths, starts, table, blocks = paged(requests, tokens)
+    _, starts, table, blocks = paged(requests, tokens)
     keys = empty_cache(blocks * BLOCK_SIZE, 132)
     keys.random_()
     arrays = {

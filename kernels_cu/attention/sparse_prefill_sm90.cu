@@ -15,7 +15,7 @@
 //   holds the RoPE part as well, over which P_w is laid. D_QK 512 has no columns beyond V: P has its own space there.
 //
 //   full[tile][region]    copies done              128 arrivals by cp.async; region w of tile w 16 more, for validity
-//   empty[tile][region]   last product done        warpgroup `region`, 4 arrivals
+//   empty[tile][region]   last product done        warpgroup `region`: its 128 threads for region w of tile w, else 4
 //   q_full, q_empty       the same for Q           128 arrivals; 8 arrivals
 //   named 1, 2            P_0, P_1 are readable    written by one multiplying warpgroup, read by the other
 //   named 3               both multiplying warpgroups, at the end of a piece of work
@@ -431,7 +431,7 @@ __device__ __forceinline__ void multiply_all(const Params& p, int total, int hea
             state.sum[1] += my_sum[1];
             start_pv(W, W, mine, o);
             wgmma_wait<0>();
-            release(sm.empty[W][W], lane);
+            mbarrier_arrive(shared_address(&sm.empty[W][W]));  // every thread: each has read validity bytes
             if constexpr (W == 0) {
                 take_p(1, warp, lane, other, other_ref);
                 raise_and_move(state, other_ref, o, other);
@@ -454,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
 #pragma unroll
             for (int region = 0; region < 2; ++region) {
                 mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (has_validity(tile, region) ? 16 : 0));
-                mbarrier_init(shared_address(&sm.empty[tile][region]), 4);
+                mbarrier_init(shared_address(&sm.empty[tile][region]), has_validity(tile, region) ? 128 : 4);
             }
         }
         mbarrier_init(shared_address(&sm.q_full), 128);
