@@ -26,6 +26,7 @@ GROUPS = [
     ("FP8 decode V32, portable kernel, 16 heads", "portable", ("V32 h 16 ",)),
     ("FP8 decode V32, portable kernel, 64 and 128 heads", "portable", ("V32 h 64 ", "V32 h 128 ")),
     ("FP8 decode V4, portable kernel", "portable", ("V4 ",)),
+    ("packing, gathering, concatenating, beside a copy of as many bytes", "cache_ops", ("pack", "gather", "concat")),
 ]
 
 
