@@ -41,12 +41,14 @@ def empty_cache(tokens: int, token_bytes: int) -> torch.Tensor:
     return torch.zeros(tokens // BLOCK_SIZE, BLOCK_SIZE, token_bytes, device="cuda", dtype=torch.uint8)
 
 
-def pack_cases(tokens: int) -> Iterator[Case]:
-    scattered = torch.randperm(tokens, device="cuda")
+def filling_slots(tokens: int) -> torch.Tensor:
+    """Slots as requests fill them: blocks in any order, the tokens of a block one after the other."""
     blocks = torch.randperm(tokens // BLOCK_SIZE, device="cuda")
-    slots = (
-        blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")
-    ).flatten()  # as requests fill blocks
+    return (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).flatten()
+
+
+def pack_cases(tokens: int) -> Iterator[Case]:
+    scattered, slots = torch.randperm(tokens, device="cuda"), filling_slots(tokens)
     latent, rope = normal(tokens, 512), normal(tokens, 64)
     for scale_format, where in (("fp32", scattered), ("fp32", slots), ("ue8m0", slots)):
         arrays = {"kv_c": latent, "k_pe": rope, "kv_cache": empty_cache(tokens, 656), "slot_mapping": where}
@@ -73,13 +75,13 @@ def v4_target(tokens: int) -> torch.Tensor:
 
 
 def indexer_pack_cases(tokens: int) -> Iterator[Case]:
-    for scale_format in ("fp32", "ue8m0"):
-        arrays = {
-            "k": normal(tokens, 128), "kv_cache": empty_cache(tokens, layouts.INDEXER_FP8.token_bytes),
-            "slot_mapping": torch.randperm(tokens, device="cuda"),
-        }  # fmt: skip
+    scattered, slots = torch.randperm(tokens, device="cuda"), filling_slots(tokens)
+    keys = normal(tokens, 128)
+    for scale_format, where in (("fp32", scattered), ("fp32", slots), ("ue8m0", slots)):
+        cache = empty_cache(tokens, layouts.INDEXER_FP8.token_bytes)
+        name = f"pack indexer {scale_format} tokens {tokens}" + (" scattered" if where is scattered else "")
         yield Case(
-            f"pack indexer {scale_format} tokens {tokens}", cupy_mla.indexer_k_quant_and_cache, arrays,
+            name, cupy_mla.indexer_k_quant_and_cache, {"k": keys, "kv_cache": cache, "slot_mapping": where},
             {"scale_format": scale_format}, ("kv_cache",), tokens * (256 + 132 + 8),
         )  # fmt: skip
 
@@ -252,7 +254,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="an eighth of the sizes")
     small = 8 if parser.parse_args().quick else 1
     record = Record("cache_ops")
-    measure(record, lambda: pack_cases(524288 // small))
+    measure(record, lambda: pack_cases(262144 // small))
     measure(record, lambda: indexer_pack_cases(1048576 // small))
     measure(record, lambda: gather_cases(524288 // small, 24))
     measure(record, lambda: indexer_gather_cases(1048576 // small, 24))
