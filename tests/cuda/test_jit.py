@@ -1,0 +1,49 @@
+"""What a user is told when a kernel cannot be had. A stand-in for CuPy makes each thing go missing; needs no GPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from cupy_mla.cuda import jit
+from cupy_mla.cuda.attention import combine_kernel
+
+
+def stand_in(capability: str, failure: Exception) -> SimpleNamespace:
+    @contextmanager
+    def device(number):
+        yield SimpleNamespace(compute_capability=capability)
+
+    def module(code, options):
+        def get_function(name):
+            raise failure
+
+        return SimpleNamespace(get_function=get_function)
+
+    return SimpleNamespace(cuda=SimpleNamespace(Device=device), RawModule=module)
+
+
+def load(monkeypatch, capability: str, failure: Exception) -> None:
+    monkeypatch.setattr(jit, "require_cupy", lambda why: stand_in(capability, failure))
+    combine_kernel.__wrapped__()._load(0)
+
+
+def test_nvrtc_is_missing(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"NVRTC.*was not found: pip install"):
+        load(
+            monkeypatch,
+            "90",
+            RuntimeError("CuPy failed to load libnvrtc.so.12: OSError: cannot open shared object file"),
+        )
+
+
+def test_other_failures_are_handed_on(monkeypatch):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        load(monkeypatch, "90", RuntimeError("out of memory"))
+
+
+def test_the_gpu_is_too_old(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or later, this one has 7\.5"):
+        load(monkeypatch, "75", RuntimeError("not reached"))
