@@ -34,6 +34,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/wgmma.cuh"
+#include "tile/chunk.cuh"
 #include "tile/finish.cuh"
 #include "tile/quad.cuh"
 
@@ -337,15 +338,6 @@ __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     if (lane == 0) mbarrier_arrive(shared_address(&barrier));
 }
 
-__device__ __forceinline__ void store_eight(bf16* to, const uint32_t (&v)[4], bool aligned) {
-    if (aligned) {
-        *reinterpret_cast<Vec16*>(to) = {v[0], v[1], v[2], v[3]};
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) to[i] = bf16(v[i / 2] >> (16 * (i % 2)));
-}
-
 // The results of one piece of work: this warpgroup's half of the columns.
 template <int W>
 __device__ __forceinline__ void finish(
@@ -380,7 +372,7 @@ __device__ __forceinline__ void finish(
                 packed[k] = pack_bf16x2(two[0] * scale, two[1] * scale);
             }
             transpose_quad(packed, t);
-            if (here) store_eight(out + 8 * (j + t), packed, aligned);
+            if (here) store_chunk(out + CHUNK * (j + t), {packed[0], packed[1], packed[2], packed[3]}, aligned);
         }
         if (W == 0 && t == 0 && here) write_statistics(p, w.query, head, result);
     }
