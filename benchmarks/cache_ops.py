@@ -1,19 +1,19 @@
 """Cache and index operations beside a copy of as many bytes: what they read and write, half of it read, half written.
 
-python benchmarks/cache_ops.py [--quick]
+python benchmarks/cache_ops.py [--quick] [--only REGEX]
 
-The ratio of a row is the share of the copy bandwidth, measured in the same run. `max_abs_err` is the largest
-difference to the NumPy reference on the same inputs, of bytes where the output is packed.
+`--quick` takes an eighth of the sizes. The ratio of a row is the share of the copy bandwidth, measured in the same
+run. `max_abs_err` is the largest difference to the NumPy reference on the same inputs, of bytes where the output is
+packed.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from harness import SETS, Record, largest_difference, time_side_by_side
+from harness import SETS, Options, Record, largest_difference, time_side_by_side
 from inputs import normal
 
 import cupy_mla
@@ -241,6 +241,8 @@ def error_of(case: Case) -> float:
 def measure(record: Record, make: Callable[[], Iterator[Case]]) -> None:
     """All cases of a kind, each on its own input sets, beside the copies of as many bytes."""
     for cases in zip(*(make() for _ in range(SETS)), strict=True):
+        if not record.wants(cases[0].name):
+            continue
         error = error_of(cases[0])
         half = cases[0].moved // 2
         buffers = [torch.empty(2, half, device="cuda", dtype=torch.uint8) for _ in range(SETS)]
@@ -250,10 +252,9 @@ def measure(record: Record, make: Callable[[], Iterator[Case]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="an eighth of the sizes")
-    small = 8 if parser.parse_args().quick else 1
-    record = Record("cache_ops")
+    options = Options.parse(__doc__)
+    small = 8 if options.quick else 1
+    record = Record("cache_ops", options)
     measure(record, lambda: pack_cases(262144 // small))
     measure(record, lambda: indexer_pack_cases(1048576 // small))
     measure(record, lambda: gather_cases(524288 // small, 24))

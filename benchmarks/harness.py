@@ -6,18 +6,19 @@ A record is `{"gpu", "driver", "cuda", "cupy", "commit", "date", "rows": [{"case
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib
 import json
-import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import torch
@@ -27,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 SETS = 4  # input sets in rotation, so that nothing stays in L2 that would not in service
 REPEATS = 15
+DIFFERENCE = 0.03  # norm of the difference of two results, relative
 
 Call = Callable[[], Any]
 
@@ -78,31 +80,68 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.float() - b.float()).abs().max().item()
 
 
+class Options(NamedTuple):
+    """What the command line of every benchmark takes."""
+
+    quick: bool = False
+    only: str = ""
+
+    @classmethod
+    def parse(cls, description: str) -> Options:
+        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--quick", action="store_true", help="a few rows, or smaller ones")
+        parser.add_argument("--only", metavar="REGEX", default="", help="the rows in whose name this is found")
+        return cls(**vars(parser.parse_args()))
+
+
 class Record:
     """The rows of one benchmark, printed as they come and written as JSON at the end."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, options: Options, columns: str = "ours us,peer us,ratio,max diff") -> None:
         self.name = name
+        self.options = options
         self.rows: list[dict[str, Any]] = []
-        print(f"{'case':<52} {'ours us':>9} {'peer us':>9} {'ratio':>6} {'max diff':>9}")
+        self.wrong: list[str] = []
+        print(f"{'case':<52}", *(f"{column:>9}" for column in columns.split(",")))
+
+    def wants(self, case: str) -> bool:
+        """Whether the command line asks for this row."""
+        return re.search(self.options.only, case) is not None
+
+    def compare(self, case: str, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        """`largest_difference` of two results of one attention. Those that differ by more than rounding explains
+        (FlashMLA rounds V32's scales to bf16) make `write` fail, after all rows."""
+        relative = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+        if not relative < DIFFERENCE:
+            self.wrong.append(f"{case}: ours and the peer's results differ by {relative:.1e}")
+            print(f"WRONG {self.wrong[-1]}")
+        return largest_difference(ours, theirs)
 
     def add(self, case: str, ours_us: float, peer_us: float, max_abs_err: float, **more: Any) -> None:
+        """A row of two times; `more` goes into the record only."""
         ratio = peer_us / ours_us
-        self.rows.append(
-            {"case": case, "ours_us": round(ours_us, 2), "peer_us": round(peer_us, 2), "ratio": round(ratio, 3),
-             "max_abs_err": max_abs_err, **more}
-        )  # fmt: skip
-        print(f"{case:<52} {ours_us:9.1f} {peer_us:9.1f} {ratio:6.2f} {max_abs_err:9.1e}", flush=True)
+        row = {"case": case, "ours_us": round(ours_us, 2), "peer_us": round(peer_us, 2), "ratio": round(ratio, 3)}
+        shown = f"{ours_us:9.1f} {peer_us:9.1f} {ratio:9.2f} {max_abs_err:9.1e}"
+        self.add_row({**row, "max_abs_err": max_abs_err, **more}, shown)
 
-    def geometric_mean(self, select: Callable[[str], bool] = lambda case: True) -> float:
-        logs = [math.log(row["ratio"]) for row in self.rows if select(row["case"])]
-        return math.exp(sum(logs) / len(logs))
+    def add_row(self, row: dict[str, Any], shown: str) -> None:
+        """Any other row; `shown` is printed behind its name."""
+        self.rows.append(row)
+        print(f"{row['case']:<52} {shown}", flush=True)
 
-    def write(self, folder: Path | None = None) -> Path:
-        """Write `<name>.json` into benchmarks/results, or into $OUT where that is set."""
-        folder = folder or Path(os.environ.get("OUT", RESULTS))
-        path = folder / f"{self.name}.json"
+    def write(self) -> Path:
+        """Write the record into benchmarks/results, or into $OUT where that is set.
+
+        `<name>.json` holds all rows of a run; when some were left out, it is `<name>.part.json`.
+
+        Raises:
+            SystemExit: a row's results were wrong.
+        """
+        part = ".part" if any(self.options) else ""
+        path = Path(os.environ.get("OUT", RESULTS)) / f"{self.name}{part}.json"
         path.write_text(json.dumps({**environment(), "rows": self.rows}, indent=1) + "\n")
+        if self.wrong:
+            sys.exit("\n".join(self.wrong))
         return path
 
 

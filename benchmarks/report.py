@@ -1,4 +1,4 @@
-"""Puts the records into the README: a table and a plot. `--check` only says whether they are up to date.
+"""Puts the records into the README and docs/: tables and plots. `--check` only says whether the texts are up to date.
 
 python benchmarks/report.py [--check]
 """
@@ -7,90 +7,173 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
+
+from cases import CACHE_OPS, DECODE, PORTABLE, PREFILL, Group, Row, geometric_mean, numbers, of_group
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
-Row = dict[str, Any]
-
-# What the table has a line for: title, record, how its rows' cases begin.
-GROUPS = [
-    ("prefill, Hopper kernel, 64 and 128 heads", "sparse_prefill", ("prefill h 64 ", "prefill h 128 ")),
-    ("prefill, Hopper kernel, 8 to 32 heads", "sparse_prefill", ("prefill h 8 ", "prefill h 16 ", "prefill h 32 ")),
-    ("prefill, portable kernel", "portable", ("prefill",)),
-    ("FP8 decode V32, portable kernel, 16 heads", "portable", ("V32 h 16 ",)),
-    ("FP8 decode V32, portable kernel, 64 and 128 heads", "portable", ("V32 h 64 ", "V32 h 128 ")),
-    ("FP8 decode V4, portable kernel", "portable", ("V4 ",)),
-    ("packing, gathering, concatenating, beside a copy of as many bytes", "cache_ops", ("pack", "gather", "concat")),
-]
+GROUPS = [*PREFILL, *DECODE, *CACHE_OPS, *PORTABLE]
 
 
 def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """A record; one without rows where it was never written."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"rows": []}
 
 
-def geometric_mean(rows: list[Row]) -> float:
-    return math.exp(sum(math.log(row["ratio"]) for row in rows) / len(rows))
+def ratios() -> list[tuple[Group, list[float]]]:
+    """The groups that the records have rows of, and their ratios."""
+    found = [(group, of_group(group, load(group.record)["rows"])) for group in GROUPS]
+    return [(group, values) for group, values in found if values]
 
 
-def table() -> str:
-    lines = ["| work | rows | geometric mean | least | most |", "|---|---|---|---|---|"]
-    for title, name, begins in GROUPS:
-        rows = [row for row in load(name)["rows"] if row["case"].startswith(begins)]
-        ratios = [row["ratio"] for row in rows]
-        lines.append(f"| {title} | {len(rows)} | {geometric_mean(rows):.2f} | {min(ratios):.2f} | {max(ratios):.2f} |")
-    return "\n".join(lines)
+def table(head: str, rows: list[list[str]]) -> str:
+    columns = head.split(" | ")
+    lines = [head, " | ".join(["---"] * len(columns)), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
-def section() -> str:
+def ratio_table() -> str:
+    rows = [
+        [group.title, str(len(v)), *(f"{x:.2f}" for x in (geometric_mean(v), min(v), max(v)))] for group, v in ratios()
+    ]
+    return table("work | rows | geometric mean | least | most", rows)
+
+
+def accuracy_table() -> str:
+    rows = [
+        [row["case"], *(f"{row[name]:.1e}" for name in ("ours", "peer", "ours_lse", "peer_lse"))]
+        for row in load("accuracy")["rows"]
+    ]
+    return table("FP8 decode V32, 128 heads | ours | FlashMLA | ours, lse | FlashMLA, lse", rows)
+
+
+def readme() -> str:
     head = load("portable")
-    return f"""{BEGIN}
-On one {head["gpu"]} (driver {head["driver"]}), beside FlashMLA's own kernels in the same run: ratio = FlashMLA's time /
-ours, so above 1 ours is faster. FlashMLA gets 8 to 32 heads padded to 64, not timed. Every row stands in
-[benchmarks/results](benchmarks/results).
+    parts = [
+        f"On one {head['gpu']} (driver {head['driver']}), beside FlashMLA's own kernels in the same run: ratio =\n"
+        "FlashMLA's time / ours, so above 1 ours is faster. FlashMLA gets 8 to 32 heads padded to 64, not timed.\n"
+        "Every row stands in [benchmarks/results](benchmarks/results).",
+        ratio_table(),
+        "![ratio to FlashMLA by kind of work](benchmarks/results/ratios.png)",
+    ]
+    if load("sparse_decode")["rows"]:
+        parts.append("![decode: time against batch, and the floor](benchmarks/results/sparse_decode.png)")
+    if load("accuracy")["rows"]:
+        parts.append(
+            "Distance to float64 on the same dequantized rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse:"
+        )
+        parts.append(accuracy_table())
+    return "\n\n".join(parts)
 
-{table()}
 
-![ratio to FlashMLA by row](benchmarks/results/ratios.png)
-{END}"""
+def thresholds() -> str:
+    """Each kind of batch under both modes of the FP8 backend."""
+    rows = [
+        [row["case"], f"{row['mixed_us']:.0f}", f"{row['separate_us']:.0f}", f"{row['ratio']:.2f}"]
+        for row in load("thresholds")["rows"]
+    ]
+    return table("batch | mixed, µs | separate, µs | separate / mixed", rows)
 
 
-def plot() -> None:
+def texts() -> dict[Path, str]:
+    """The files with a part between BEGIN and END, and what should stand there."""
+    wanted = {ROOT / "README.md": readme()}
+    if load("thresholds")["rows"]:
+        wanted[ROOT / "docs" / "mixed_batches.md"] = thresholds()
+    return wanted
+
+
+def plot_ratios(path: Path) -> Path:
+    """A bar a group, as long as its geometric mean, and a dot a row."""
+    pyplot = _pyplot()
+    groups = ratios()
+    figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(groups) + 1))
+    for i, (group, values) in enumerate(groups):
+        mean = geometric_mean(values)
+        axes.barh(i, mean, color="tab:green" if mean >= 1 else "tab:blue", alpha=0.6)
+        axes.plot(values, [i] * len(values), ".", color="black", markersize=3)
+        if group.target:
+            axes.plot([group.target] * 2, [i - 0.4, i + 0.4], color="tab:red")
+    axes.set_yticks(range(len(groups)), [group.title for group, _ in groups], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("peer's time / ours; bar: geometric mean, dots: rows, red: target", fontsize=8)
+    return _save(figure, path)
+
+
+def plot_decode(record: Path) -> Path:
+    """Time against query tokens, ours, FlashMLA's and the floor: a panel a layout and number of heads."""
+    pyplot = _pyplot()
+    panels: dict[tuple[str, int], list[Row]] = {}
+    for row in json.loads(record.read_text())["rows"]:
+        n = numbers(row["case"])
+        if n["topk"] <= 2048 and "extra block" not in row["case"]:
+            panels.setdefault((row["case"].split()[0], n["h"]), []).append(row)
+    layouts = list(dict.fromkeys(layout for layout, _ in panels))
+    width = max((sum(key[0] == layout for key in panels) for layout in layouts), default=1)
+    figure, grid = pyplot.subplots(
+        max(len(layouts), 1), width, figsize=(2.6 * width + 1, 2.5 * max(len(layouts), 1)), squeeze=False
+    )
+    for line, layout in zip(grid, layouts, strict=False):
+        mine = sorted((h, rows) for (name, h), rows in panels.items() if name == layout)
+        for axes in line[len(mine) :]:
+            axes.axis("off")
+        for axes, (h, rows) in zip(line, mine, strict=False):
+            points = sorted((_queries(row), row["ours_us"], row["peer_us"], row["floor_us"]) for row in rows)
+            queries, ours, theirs, floor = zip(*points, strict=True)
+            axes.loglog(queries, theirs, "s-", label="FlashMLA", color="tab:gray", markersize=3)
+            axes.loglog(queries, ours, "o-", label="cupy_mla", color="tab:green", markersize=3)
+            axes.loglog(queries, floor, "--", label="floor", color="tab:red")
+            axes.set_title(f"{layout}, {h} heads", fontsize=8)
+            axes.tick_params(labelsize=7)
+    grid[0][0].legend(fontsize=7)
+    grid[-1][0].set_xlabel("query tokens (b·s_q)", fontsize=8)
+    grid[-1][0].set_ylabel("µs", fontsize=8)
+    return _save(figure, record.with_suffix(".png"))
+
+
+def _queries(row: Row) -> int:
+    n = numbers(row["case"])
+    return n["b"] * n["s_q"]
+
+
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [(name, row) for name in ("sparse_prefill", "portable") for row in load(name)["rows"]]
-    figure, axes = pyplot.subplots(figsize=(9, 0.16 * len(rows) + 1))
-    colours = {"sparse_prefill": "tab:green", "portable": "tab:blue"}
-    axes.barh(range(len(rows)), [row["ratio"] for _, row in rows], color=[colours[name] for name, _ in rows])
-    axes.set_yticks(range(len(rows)), [f"{row['case']}" for _, row in rows], fontsize=5)
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("FlashMLA's time / ours (green: Hopper kernel, blue: portable kernel on the same GPU)")
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> Path:
     figure.tight_layout()
-    figure.savefig(RESULTS / "ratios.png", dpi=140)
+    figure.savefig(path, dpi=140)
+    return path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail when the README differs from the records")
+    parser.add_argument("--check", action="store_true", help="fail when a text differs from the records")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    start, stop = text.index(BEGIN), text.index(END) + len(END)
-    if check:
-        if text[start:stop] != section():
-            sys.exit("README.md differs from benchmarks/results: run python benchmarks/report.py")
-        return
-    readme.write_text(text[:start] + section() + text[stop:])
-    plot()
+    for path, wanted in texts().items():
+        text = path.read_text()
+        start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
+        if check:
+            if text[start:stop].strip() != wanted:
+                sys.exit(f"{path.name} differs from benchmarks/results: run python benchmarks/report.py")
+        else:
+            path.write_text(f"{text[:start]}\n{wanted}\n{text[stop:]}")
+    if not check:
+        plot_ratios(RESULTS / "ratios.png")
+        if load("sparse_decode")["rows"]:
+            plot_decode(RESULTS / "sparse_decode.json")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import SETS, Record, largest_difference, time_side_by_side
+from harness import SETS, Record, time_side_by_side
 from inputs import normal, random_slots
 
-from cupy_mla import flash_mla
+from cupy_mla import flash_mla, layouts
 
 PEER_HEADS = 64  # fewer heads are padded to this for the peer, untimed
 
@@ -36,7 +37,10 @@ def local_lists(s_q: int, topk: int, s_kv: int) -> torch.Tensor:
 def prefill(
     record: Record, peer: Any, h: int, d: int, s_kv: int, topk: int = 2048, s_q: int = 2048, kind: str = ""
 ) -> None:
-    """One prefill row; `kind` is "" (random lists), "local" or "lengths"."""
+    """One prefill row, if wanted; `kind` is "" (random lists), "local" or "lengths"."""
+    case = f"prefill h {h} d {d} s_q {s_q} s_kv {s_kv} topk {topk} {kind}".strip()
+    if not record.wants(case):
+        return
     kv = normal(s_kv, 1, d)
     sets = []
     for _ in range(SETS):
@@ -50,26 +54,65 @@ def prefill(
         ]
 
     ours, theirs = calls(flash_mla, sets), calls(peer, [(padded(q), i, n) for q, i, n in sets])
-    error = largest_difference(ours[0]()[0], theirs[0]()[0][:, :h])
-    case = f"prefill h {h} d {d} s_q {s_q} s_kv {s_kv} topk {topk} {kind}".strip()
+    error = record.compare(case, ours[0]()[0], theirs[0]()[0][:, :h])
     record.add(case, *time_side_by_side(ours, theirs), error)
 
 
-def decode_calls(module: Any, sets: list[dict[str, torch.Tensor]]) -> list:
+Set = dict[str, torch.Tensor]
+MakeSets = Callable[[], list[Set]]
+
+
+def decode_sets(
+    h: int,
+    b: int,
+    s_q: int,
+    cache: torch.Tensor,
+    topk: int,
+    *,
+    slots: int,
+    extra: torch.Tensor | None = None,
+    extra_topk: int = 0,
+) -> list[Set]:
+    """Input sets of a decode: random queries, and lists over the first `slots` slots of each cache."""
+    d_qk = 512 if cache.shape[-1] == layouts.V4_FP8.last_axis else 576
+    sets = [
+        {"q": normal(b, s_q, h, d_qk), "k_cache": cache, "indices": random_slots(b, s_q, topk, slots=slots)}
+        for _ in range(SETS)
+    ]
+    if extra is not None:
+        sets = [{**s, "extra": extra, "extra_indices": random_slots(b, s_q, extra_topk, slots=slots)} for s in sets]
+    return sets
+
+
+def decode_calls(module: Any, sets: list[Set]) -> list:
     """One call a set, all sharing one schedule, planned in the first."""
     meta, _ = module.get_mla_metadata()
     return [
         lambda s=s: module.flash_mla_with_kvcache(
-            s["q"], s["k_cache"], None, None, 512, meta, is_fp8_kvcache=True, indices=s["indices"],
-            extra_k_cache=s.get("extra"), extra_indices_in_kvcache=s.get("extra_indices"),
+            s["q"], s["k_cache"], None, None, 512, meta, is_fp8_kvcache=s["k_cache"].dtype == torch.uint8,
+            indices=s["indices"], extra_k_cache=s.get("extra"), extra_indices_in_kvcache=s.get("extra_indices"),
         )
         for s in sets
     ]  # fmt: skip
 
 
-def decode(record: Record, peer: Any, case: str, sets: list[dict[str, torch.Tensor]]) -> None:
-    h = sets[0]["q"].shape[2]
+def flattened_calls(peer: Any, sets: list[Set]) -> list:
+    """What FlashMLA's users run over a paged bf16 cache: its prefill kernel on the flattened cache."""
+    flat = [
+        (s["q"].flatten(0, 1), s["k_cache"].view(-1, 1, s["q"].shape[-1]), s["indices"].flatten(0, 1)[:, None])
+        for s in sets
+    ]
+    return [lambda q=q, kv=kv, i=i: peer.flash_mla_sparse_fwd(q, kv, i, q.shape[-1] ** -0.5) for q, kv, i in flat]
+
+
+def decode(record: Record, peer: Any, case: str, make_sets: MakeSets, **more: Any) -> None:
+    """One decode row, if wanted; `more` goes into the record."""
+    if not record.wants(case):
+        return
+    sets = make_sets()
+    b, s_q, h, _ = sets[0]["q"].shape
     ours = decode_calls(flash_mla, sets)
-    theirs = decode_calls(peer, [{**s, "q": padded(s["q"])} for s in sets])
-    error = largest_difference(ours[0]()[0], theirs[0]()[0][:, :, :h])
-    record.add(case, *time_side_by_side(ours, theirs), error)
+    their_calls = decode_calls if sets[0]["k_cache"].dtype == torch.uint8 else flattened_calls
+    theirs = their_calls(peer, [{**s, "q": padded(s["q"])} for s in sets])
+    error = record.compare(case, ours[0]()[0], theirs[0]()[0].view(b, s_q, -1, 512)[:, :, :h])
+    record.add(case, *time_side_by_side(ours, theirs), error, **more)

@@ -1,0 +1,111 @@
+"""FP8 decode of V3.2, ours and FlashMLA's, against float64 on the same dequantized rows.
+
+python benchmarks/accuracy.py [--only REGEX]
+
+Prints ‖out - ref‖ / ‖ref‖ and the largest error of lse, side by side, for scales as vLLM writes them (float32, which
+FlashMLA rounds to bf16) and powers of two. Writes accuracy.json: `ours`, `peer`, `ours_lse`, `peer_lse`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import Options, Record, flash_mla_peer
+from inputs import normal, random_slots
+
+import cupy_mla
+from cupy_mla import flash_mla
+from cupy_mla.layouts import V32_FP8
+
+HEADS, TOPK, BATCH, BLOCK_SIZE, TOKENS = 128, 2048, 4, 64, 32768
+QUERY_TOKENS = 2
+
+Inputs = tuple[torch.Tensor, torch.Tensor]  # q, rows
+
+
+def unit_normal() -> Inputs:
+    """Unit normal queries and rows, one of the rows' tiles 8 times as large."""
+    rows = normal(TOKENS, 576)
+    rows[:, : V32_FP8.scale_tile] *= 8
+    return normal(BATCH, QUERY_TOKENS, HEADS, 576), rows
+
+
+def peaked() -> Inputs:
+    """The same with queries 4 times as large: a few rows take the softmax."""
+    q, rows = unit_normal()
+    return 4 * q, rows
+
+
+def small() -> Inputs:
+    """Queries and rows of size 0.1: all rows count alike, and the result is small."""
+    return 0.1 * normal(BATCH, QUERY_TOKENS, HEADS, 576), 0.1 * normal(TOKENS, 576)
+
+
+CASES: dict[str, Callable[[], Inputs]] = {
+    "unit normal, one tile 8x larger": unit_normal,
+    "peaked softmax, q 4x": peaked,
+    "small values": small,
+}
+
+
+def packed(rows: torch.Tensor, scale_format: str) -> torch.Tensor:
+    cache = torch.empty(TOKENS // BLOCK_SIZE, BLOCK_SIZE, 1, V32_FP8.token_bytes, device="cuda", dtype=torch.uint8)
+    slots = torch.arange(TOKENS, device="cuda")
+    cupy_mla.concat_and_cache_mla(rows[:, :512], rows[:, 512:], cache, slots, scale_format=scale_format)
+    return cache
+
+
+def dequantized(cache: torch.Tensor) -> torch.Tensor:
+    """The rows of a V32_FP8 cache in float64, exactly."""
+    layout, rows = V32_FP8, cache.view(-1, V32_FP8.token_bytes)
+    scales_end = layout.scale_offset + 4 * layout.num_scales
+    values = rows[:, : layout.d_nope].contiguous().view(torch.float8_e4m3fn).float().double()
+    scales = rows[:, layout.scale_offset : scales_end].contiguous().view(torch.float32).double()
+    rope = rows[:, layout.rope_offset :].contiguous().view(torch.bfloat16).double()
+    return torch.cat([values * scales.repeat_interleave(layout.scale_tile, 1), rope], 1)
+
+
+def in_float64(q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [b, s_q, h, 512] and lse [b, h, s_q]."""
+    chosen = dequantized(cache)[indices.long()]  # [b, s_q, topk, 576]
+    logits = torch.einsum("bshd,bstd->bsht", q.double(), chosen) * 576**-0.5
+    lse = logits.logsumexp(-1)
+    return torch.einsum("bsht,bstd->bshd", (logits - lse[..., None]).exp(), chosen[..., :512]), lse.transpose(1, 2)
+
+
+def errors(module: Any, q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor) -> tuple[float, float]:
+    """Relative error of out, largest error of lse."""
+    meta, _ = module.get_mla_metadata()
+    out, lse = module.flash_mla_with_kvcache(q, cache, None, None, 512, meta, is_fp8_kvcache=True, indices=indices)
+    ref, ref_lse = in_float64(q, cache, indices)
+    return ((out.double() - ref).norm() / ref.norm()).item(), (lse.double() - ref_lse).abs().max().item()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    record = Record("accuracy", Options.parse(__doc__), "ours,peer,ours lse,peer lse")
+    peer = flash_mla_peer()
+    for scale_format, scales in (("fp32", "float32 scales"), ("ue8m0", "scales powers of two")):
+        for name, make in CASES.items():
+            case = f"{name}; {scales}"
+            if not record.wants(case):
+                continue
+            q, rows = make()
+            cache = packed(rows, scale_format)
+            indices = random_slots(BATCH, QUERY_TOKENS, TOPK, slots=TOKENS)
+            figures = (*errors(flash_mla, q, cache, indices), *errors(peer, q, cache, indices))
+            ours, ours_lse, theirs, theirs_lse = figures
+            if not all(map(math.isfinite, figures)):
+                record.wrong.append(f"{case}: a result is not finite")
+            shown = "".join(f"{x:10.1e}" for x in (ours, theirs, ours_lse, theirs_lse))
+            record.add_row(
+                {"case": case, "ours": ours, "peer": theirs, "ours_lse": ours_lse, "peer_lse": theirs_lse}, shown[1:]
+            )
+    print(record.write())
+
+
+if __name__ == "__main__":
+    main()

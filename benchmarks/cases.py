@@ -1,0 +1,123 @@
+"""What the names of the rows say: which rows are judged together, and how fast a decode could be at best."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+
+# Measured on an H200: bytes a second that a gather of random rows reaches, and bf16 multiplications.
+GATHER = {"V32": 3.1e12, "V4": 3.1e12, "bf16": 4.25e12}
+GATHER_L2, L2_BYTES = 8.5e12, 50e6
+FLOPS = 812e12
+
+TOKEN_BYTES = {"V32": 656, "V4": 584, "bf16": 1152}
+D_QK = {"V32": 576, "V4": 512, "bf16": 576}
+
+
+def numbers(case: str) -> dict[str, int]:
+    """The numbers in a case's name: {"h": 64, "b": 2, "s_q": 1, ...}; of `topk 128+512` the sum."""
+    return {name: sum(map(int, value.split("+"))) for name, value in re.findall(r"(\w+) (\d+(?:\+\d+)*)", case)}
+
+
+def decode_floor_us(case: str, sets: int) -> float:
+    """Microseconds that the rows of a decode take at the gather rate, or its products at the tensor cores' rate.
+
+    Args:
+        sets: input sets in rotation; where all their rows fit into L2, the gather rate is that of L2.
+    """
+    layout, n = case.split()[0], numbers(case)
+    rows = n["b"] * n["s_q"] * n["topk"]
+    size = rows * TOKEN_BYTES[layout]
+    gather = size / (GATHER_L2 if sets * size < L2_BYTES else GATHER[layout])
+    return 1e6 * max(gather, 2 * rows * n["h"] * (D_QK[layout] + 512) / FLOPS)
+
+
+class Group(NamedTuple):
+    """Rows whose geometric mean counts, and the least it should be where there is a target."""
+
+    title: str
+    record: str
+    holds: Callable[[str, dict[str, int]], bool]
+    target: float | None = None
+
+
+def _beginning(*begins: str) -> Callable[[str, dict[str, int]], bool]:
+    return lambda case, n: case.startswith(begins)
+
+
+PREFILL = [
+    Group("prefill, 64 and 128 heads", "sparse_prefill", lambda case, n: n["h"] >= 64, 1.2),
+    Group(
+        "prefill, 8 to 32 heads, random lists", "sparse_prefill",
+        lambda case, n: n["h"] <= 32 and not case.endswith("local"), 1.25,
+    ),
+    Group(
+        "prefill, 8 to 32 heads, lists with locality", "sparse_prefill",
+        lambda case, n: n["h"] <= 32 and case.endswith("local"), 1.5,
+    ),
+]  # fmt: skip
+DECODE = [
+    *(
+        Group(
+            f"FP8 decode V32, {h} heads, b·s_q ≥ 64", "sparse_decode",
+            lambda case, n, h=h: case.startswith("V32") and n["h"] == h and n["b"] * n["s_q"] >= 64, 1.6,
+        )
+        for h in (128, 64)
+    ),
+    Group(
+        "FP8 decode V32, 8 to 32 heads", "sparse_decode",
+        lambda case, n: case.startswith("V32") and n["h"] <= 32, 2.0,
+    ),
+    Group(
+        "FP8 decode V32, b·s_q ≤ 8", "sparse_decode",
+        lambda case, n: case.startswith("V32") and n["b"] * n["s_q"] <= 8, 1.6,
+    ),
+    Group("FP8 decode V4", "sparse_decode", _beginning("V4"), 1.5),
+    Group(
+        "bf16 paged decode, b ≤ 8", "sparse_decode", lambda case, n: case.startswith("bf16") and n["b"] <= 8, 3.0
+    ),
+    Group(
+        "bf16 paged decode, b > 8", "sparse_decode", lambda case, n: case.startswith("bf16") and n["b"] > 8, 1.2
+    ),
+]  # fmt: skip
+PORTABLE = [
+    Group("portable kernels: prefill", "portable", _beginning("prefill")),
+    Group("portable kernels: FP8 decode V32, 16 heads", "portable", _beginning("V32 h 16 ")),
+    Group("portable kernels: FP8 decode V32, 64 and 128 heads", "portable", _beginning("V32 h 64 ", "V32 h 128 ")),
+    Group("portable kernels: FP8 decode V4", "portable", _beginning("V4 ")),
+]
+CACHE_OPS = [
+    Group(
+        "packing, gathering, concatenating, beside a copy of as many bytes", "cache_ops",
+        _beginning("pack", "gather", "concat"),
+    )
+]  # fmt: skip
+
+
+def of_group(group: Group, rows: Iterable[Row]) -> list[float]:
+    """The ratios of a group's rows."""
+    return [row["ratio"] for row in rows if group.holds(row["case"], numbers(row["case"]))]
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def judge(groups: Iterable[Group], rows: list[Row]) -> None:
+    """Print each group's geometric mean beside its target, and the rows under 1."""
+    for group in groups:
+        ratios = of_group(group, rows)
+        if ratios:
+            target = f", target {group.target}" if group.target else ""
+            print(
+                f"{group.title}: {len(ratios)} rows, geometric mean {geometric_mean(ratios):.2f}, "
+                f"least {min(ratios):.2f}{target}"
+            )
+    below = [row for row in rows if row["ratio"] < 1]
+    print(f"{len(below)} of {len(rows)} rows under 1.0")
+    for row in below:
+        print(f"  {row['ratio']:.2f} {row['case']}")
