@@ -1,7 +1,7 @@
 """What the benchmarks share: inputs, the peer, timing side by side, and the records.
 
-A record is `{"gpu", "driver", "cuda", "cupy", "commit", "date", "rows": [{"case", "ours_us", "peer_us", "ratio",
-"max_abs_err"}, ...]}` with ratio = peer / ours, so above 1 we are faster.
+A record is `{"gpu", "driver", "cuda", "cupy", "commit", "date", "peer", "rows": [{"case", "ours_us", "peer_us",
+"ratio", "max_abs_err"}, ...]}` with ratio = peer / ours, so above 1 we are faster.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -28,18 +30,64 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 SETS = 4  # input sets in rotation, so that nothing stays in L2 that would not in service
 REPEATS = 15
+NO_PEER = 3  # exit status
 DIFFERENCE = 0.03  # norm of the difference of two results, relative
 
 Call = Callable[[], Any]
 
 
-def flash_mla_peer() -> ModuleType:
-    """FlashMLA's own kernels, from the folder CUPY_MLA_PEER (default .peer, see shared/peers/get_flashmla.sh)."""
+# Where FlashMLA's Python functions are found: a folder's module, FlashMLA's own package, and what engines ship.
+PEERS = ("flash_mla_interface", "flash_mla", "vllm.v1.attention.ops.flashmla", "sgl_kernel.flash_mla")
+PEER_FUNCTIONS = ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+
+
+def find_peer() -> ModuleType | None:
+    """FlashMLA's own kernels: in the folder CUPY_MLA_PEER (default .peer), or in an installed package; None: nowhere.
+
+    A module that can be found must also be importable and have the functions, or it is passed over with a message.
+    """
     folder = Path(os.environ.get("CUPY_MLA_PEER", ROOT / ".peer"))
-    if not (folder / "flash_mla_interface.py").exists():
-        sys.exit(f"{folder} holds no flash_mla_interface.py; fill it with get_flashmla.sh or set CUPY_MLA_PEER")
-    sys.path.insert(0, str(folder))
-    return importlib.import_module("flash_mla_interface")
+    if folder.is_dir():
+        sys.path.insert(0, str(folder))
+    elif "CUPY_MLA_PEER" in os.environ:
+        sys.exit(f"CUPY_MLA_PEER is {folder}, which is no folder")
+    for name in PEERS:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            print(f"{name} cannot be imported: {error}", file=sys.stderr)
+            continue
+        missing = [function for function in PEER_FUNCTIONS if not hasattr(module, function)]
+        if not missing:
+            return module
+        print(f"{name} has no {', '.join(missing)}", file=sys.stderr)
+    return None
+
+
+def peer_name() -> str | None:
+    """The peer that was imported, with the version of its package where it has one."""
+    name = next((name for name in PEERS if name in sys.modules), None)
+    if name is None:
+        return None
+    try:
+        return f"{name} {importlib.metadata.version(name.partition('.')[0])}"
+    except importlib.metadata.PackageNotFoundError:
+        return name
+
+
+def flash_mla_peer() -> ModuleType:
+    """As `find_peer`; a program that cannot do without it ends where there is none, with status NO_PEER."""
+    peer = find_peer()
+    if peer is None:
+        print(
+            "FlashMLA was not found: install flash_mla, vllm or sgl_kernel, or give a folder with its "
+            "flash_mla_interface.py in CUPY_MLA_PEER",
+            file=sys.stderr,
+        )
+        sys.exit(NO_PEER)
+    return peer
 
 
 def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -158,4 +206,5 @@ def environment() -> dict[str, str]:
         "cupy": cupy.__version__,
         "commit": os.environ.get("CUPY_MLA_COMMIT") or git.stdout.strip(),
         "date": datetime.date.today().isoformat(),
+        **({"peer": peer} if (peer := peer_name()) else {}),
     }

@@ -58,7 +58,8 @@ def readme() -> str:
     parts = [
         f"On one {head['gpu']} (driver {head['driver']}), beside FlashMLA's own kernels in the same run: ratio =\n"
         "FlashMLA's time / ours, so above 1 ours is faster. FlashMLA gets 8 to 32 heads padded to 64, not timed.\n"
-        "Every row stands in [benchmarks/results](benchmarks/results).",
+        "Every row stands in [benchmarks/results](benchmarks/results/README.md); `python benchmarks/run.py` measures\n"
+        "them again.",
         ratio_table(),
         "![ratio to FlashMLA by kind of work](benchmarks/results/ratios.png)",
     ]
@@ -81,9 +82,27 @@ def thresholds() -> str:
     return table("batch | mixed, µs | separate, µs | separate / mixed", rows)
 
 
+def all_rows() -> str:
+    """Every row of every record."""
+    parts = []
+    for name in sorted(path.stem for path in RESULTS.glob("*.json") if not path.stem.endswith(".part")):
+        record = load(name)
+        columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
+        rows = [[_shown(row.get(column)) for column in columns] for row in record["rows"]]
+        head = ", ".join(f"{key} {record[key]}" for key in record if key != "rows")
+        parts.append(f"## {name}\n\n{head}\n\n{table(' | '.join(columns), rows)}")
+    return "\n\n".join(parts)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
+    return "" if value is None else str(value)
+
+
 def texts() -> dict[Path, str]:
     """The files with a part between BEGIN and END, and what should stand there."""
-    wanted = {ROOT / "README.md": readme()}
+    wanted = {ROOT / "README.md": readme(), RESULTS / "README.md": all_rows()}
     if load("thresholds")["rows"]:
         wanted[ROOT / "docs" / "mixed_batches.md"] = thresholds()
     return wanted
@@ -158,22 +177,32 @@ def _save(figure: Any, path: Path) -> Path:
     return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail when a text differs from the records")
-    check = parser.parse_args().check
+def write() -> None:
+    """Bring the texts and plots up to date."""
     for path, wanted in texts().items():
-        text = path.read_text()
-        start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
-        if check:
-            if text[start:stop].strip() != wanted:
-                sys.exit(f"{path.name} differs from benchmarks/results: run python benchmarks/report.py")
-        else:
-            path.write_text(f"{text[:start]}\n{wanted}\n{text[stop:]}")
-    if not check:
-        plot_ratios(RESULTS / "ratios.png")
-        if load("sparse_decode")["rows"]:
-            plot_decode(RESULTS / "sparse_decode.json")
+        before, _, after = split(path)
+        path.write_text(f"{before}{BEGIN}\n{wanted}\n{END}{after}")
+    plot_ratios(RESULTS / "ratios.png")
+    if load("sparse_decode")["rows"]:
+        plot_decode(RESULTS / "sparse_decode.json")
+
+
+def split(path: Path) -> tuple[str, str, str]:
+    """A file's text before BEGIN, between the marks, and after END."""
+    before, _, rest = path.read_text().partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    return before, inside.strip(), after
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail when a text differs from the records")
+    if not parser.parse_args().check:
+        write()
+        return
+    for path, wanted in texts().items():
+        if split(path)[1] != wanted:
+            sys.exit(f"{path.relative_to(ROOT)} differs from benchmarks/results: run python benchmarks/report.py")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,165 @@
+"""What the benchmark programs stand on: names of rows, records, where the peer is found, and how programs are run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a module of benchmarks/."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def harness(module) -> ModuleType:
+    pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    return module("harness")
+
+
+def test_numbers_of_a_name(module):
+    numbers = module("cases").numbers
+    assert numbers("V4 h 64 b 2 s_q 2 topk 128+512 extra block 2") == {
+        "h": 64, "b": 2, "s_q": 2, "topk": 640, "block": 2,
+    }  # fmt: skip
+    assert numbers("prefill h 8 d 576 s_q 2048 s_kv 8192 topk 512 local")["s_kv"] == 8192
+
+
+def test_groups_hold_the_rows_they_name(module):
+    cases = module("cases")
+    rows = [
+        ("V32 h 128 b 64 s_q 1 topk 2048", 1.0),
+        ("V32 h 128 b 32 s_q 1 topk 2048", 2.0),  # in no group
+        ("V32 h 64 b 32 s_q 2 topk 2048", 3.0),
+        ("V32 h 16 b 8 s_q 1 topk 2048", 4.0),  # in two
+        ("V4 h 64 b 2 s_q 2 topk 128+512", 5.0),
+        ("bf16 h 128 b 8 s_q 2 topk 2048", 6.0),
+        ("bf16 h 16 b 32 s_q 1 topk 2048", 7.0),
+    ]
+    found = [cases.of_group(group, [{"case": c, "ratio": r} for c, r in rows]) for group in cases.DECODE]
+    assert found == [[1.0], [3.0], [4.0], [4.0], [5.0], [6.0], [7.0]]
+
+
+def test_floors(module):
+    """The performance notes: 128 x 2 queries of 2048 rows take 109 us to gather, 180 us to multiply with 128 heads."""
+    floor = module("cases").decode_floor_us
+    assert floor("V32 h 16 b 128 s_q 2 topk 2048", 4) == pytest.approx(110.9, abs=0.1)
+    assert floor("V32 h 128 b 128 s_q 2 topk 2048", 4) == pytest.approx(179.8, abs=0.1)
+    assert floor("V32 h 16 b 1 s_q 1 topk 2048", 4) == pytest.approx(2048 * 656 / 8.5e6, rel=0.01)
+
+
+def test_record(harness, monkeypatch, tmp_path, capsys):
+    torch = sys.modules["torch"]
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(harness, "environment", lambda: {"gpu": "none"})
+    record = harness.Record("name", harness.Options())
+    assert record.wants("anything")
+    record.add("a row", 2.0, 3.0, record.compare("a row", torch.ones(3), torch.ones(3)), floor_us=1.0)
+    record.write()
+    row = {"case": "a row", "ours_us": 2.0, "peer_us": 3.0, "ratio": 1.5, "max_abs_err": 0.0, "floor_us": 1.0}
+    assert json.loads((tmp_path / "name.json").read_text()) == {"gpu": "none", "rows": [row]}
+
+    part = harness.Record("name", harness.Options(only="b row"))
+    assert not part.wants("a row")
+    part.compare("b row", torch.ones(3), torch.tensor([1, 1, float("nan")]))
+    with pytest.raises(SystemExit, match="b row: ours and the peer's results differ by nan"):
+        part.write()
+    assert (tmp_path / "name.part.json").exists()
+    assert "WRONG b row" in capsys.readouterr().out
+
+
+def write_module(folder: Path, name: str, functions: tuple[str, ...]) -> None:
+    folder.mkdir()
+    (folder / f"{name}.py").write_text("".join(f"def {f}(): pass\n" for f in functions))
+
+
+@pytest.fixture
+def peers(harness, monkeypatch):
+    """Nothing is installed that would be a peer, and nothing stays imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = ("flash_mla_interface", "flash_mla")
+    monkeypatch.setattr(harness, "PEERS", names)
+    yield harness
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_peer_in_a_folder(peers, monkeypatch, tmp_path):
+    write_module(tmp_path / "peer", "flash_mla_interface", peers.PEER_FUNCTIONS)
+    monkeypatch.setenv("CUPY_MLA_PEER", str(tmp_path / "peer"))
+    assert peers.flash_mla_peer().__name__ == "flash_mla_interface"
+    assert peers.peer_name() == "flash_mla_interface"
+
+
+def test_peer_that_is_installed(peers, monkeypatch, tmp_path, capsys):
+    """The first one lacks a function and is passed over."""
+    write_module(tmp_path / "one", "flash_mla_interface", peers.PEER_FUNCTIONS[:2])
+    write_module(tmp_path / "two", "flash_mla", peers.PEER_FUNCTIONS)
+    monkeypatch.setenv("CUPY_MLA_PEER", str(tmp_path / "one"))
+    monkeypatch.syspath_prepend(str(tmp_path / "two"))
+    assert peers.flash_mla_peer().__name__ == "flash_mla"
+    assert "flash_mla_interface has no flash_mla_sparse_fwd" in capsys.readouterr().err
+
+
+def test_no_peer(peers, monkeypatch, tmp_path):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("CUPY_MLA_PEER", str(tmp_path / "empty"))
+    with pytest.raises(SystemExit) as end:
+        peers.flash_mla_peer()
+    assert end.value.code == peers.NO_PEER
+    monkeypatch.setenv("CUPY_MLA_PEER", str(tmp_path / "missing"))
+    with pytest.raises(SystemExit, match="no folder"):
+        peers.find_peer()
+
+
+def run_programs(module, monkeypatch, tmp_path, arguments: list[str]) -> tuple[int, ModuleType]:
+    pytest.importorskip("rich")
+    run = module("run")
+    for name, status in (("sparse_prefill", 0), ("accuracy", 3), ("cache_ops", 1)):
+        (tmp_path / f"{name}.py").write_text(f"import sys; print('{name}', *sys.argv[1:]); sys.exit({status})")
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    monkeypatch.delenv("OUT", raising=False)
+    return run.main(), run
+
+
+def test_run_reports_each_program(harness, module, monkeypatch, tmp_path, capsys):
+    arguments = ["--quick", "--rows", "h 64", "--only", "sparse_prefill", "accuracy", "cache_ops"]
+    status, _ = run_programs(module, monkeypatch, tmp_path, arguments)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert status == 1
+    assert "sparse_prefill --quick --only h 64" in printed
+    for name, end in (("sparse_prefill", "done"), ("accuracy", "left out"), ("cache_ops", "failed")):
+        assert f"│ {name} │ {end}" in printed
+
+
+def test_run_of_whole_programs_rewrites_the_texts(harness, module, monkeypatch, tmp_path):
+    written = []
+    monkeypatch.setattr(module("report"), "write", lambda: written.append(True))
+    assert run_programs(module, monkeypatch, tmp_path, ["--only", "sparse_prefill"])[0] == 0
+    assert run_programs(module, monkeypatch, tmp_path, ["--only", "sparse_prefill", "--quick"])[0] == 0
+    assert run_programs(module, monkeypatch, tmp_path, ["--only", "accuracy"])[0] == 0
+    assert written == [True]
+
+
+def test_plots(module, tmp_path):
+    pytest.importorskip("matplotlib")
+    report = module("report")
+    rows = [
+        {"case": f"{layout} h 64 b {b} s_q 1 topk 2048", "ours_us": b, "peer_us": 2 * b, "ratio": 2, "floor_us": 1}
+        for layout in ("V32", "bf16")
+        for b in (1, 2, 8)
+    ]
+    (tmp_path / "sparse_decode.json").write_text(json.dumps({"rows": rows}))
+    for path in (report.plot_decode(tmp_path / "sparse_decode.json"), report.plot_ratios(tmp_path / "ratios.png")):
+        assert path.read_bytes().startswith(b"\x89PNG")
