@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 
 import pytest
 
-import cupy_mla.cuda
+from cupy_mla.cuda import all_kernels
 from cupy_mla.cuda.jit import Kernel, kernels_root, read_source
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs CuPy and NVRTC (extra cuda12 or cuda13)")
-
-
-def all_kernels() -> list[Kernel]:
-    """What the `kernels` function of every launcher module lists."""
-    modules = (importlib.import_module(f"cupy_mla.cuda.{m.name}") for m in pkgutil.iter_modules(cupy_mla.cuda.__path__))
-    return [kernel for module in modules if hasattr(module, "kernels") for kernel in module.kernels()]
 
 
 KERNELS = all_kernels()

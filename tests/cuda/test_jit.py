@@ -11,23 +11,38 @@ from cupy_mla.cuda import jit
 from cupy_mla.cuda.attention import combine_kernel
 
 
-def stand_in(capability: str, failure: Exception) -> SimpleNamespace:
+def stand_in(capability: str, failure: Exception | None) -> SimpleNamespace:
     @contextmanager
     def device(number):
         yield SimpleNamespace(compute_capability=capability)
 
     def module(code, options):
         def get_function(name):
-            raise failure
+            if failure:
+                raise failure
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=1))
 
         return SimpleNamespace(get_function=get_function)
 
     return SimpleNamespace(cuda=SimpleNamespace(Device=device), RawModule=module)
 
 
-def load(monkeypatch, capability: str, failure: Exception) -> None:
+def load(monkeypatch, capability: str, failure: Exception | None = None) -> jit.Kernel:
     monkeypatch.setattr(jit, "require_cupy", lambda why: stand_in(capability, failure))
-    combine_kernel.__wrapped__()._load(0)
+    kernel = combine_kernel.__wrapped__()
+    kernel.load(0)
+    return kernel
+
+
+def test_the_first_load_is_logged_in_one_line(monkeypatch, caplog):
+    with caplog.at_level("INFO", "cupy_mla"):
+        kernel = load(monkeypatch, "90")
+        kernel.load(0)
+    (record,) = caplog.records
+    assert record.name == "cupy_mla"
+    assert "combine.cu:combine_splits ready for sm_90 in " in record.message
+    assert kernel.loaded(0)
+    assert not kernel.loaded(1)
 
 
 def test_nvrtc_is_missing(monkeypatch):

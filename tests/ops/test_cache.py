@@ -292,7 +292,5 @@ def test_quantize_and_insert_refuses(kind, rng, name, spoil, error):
     cache, whole = kind.put_with_allocation(arguments["k_cache"])
     before = kind.take(whole).copy()
     with pytest.raises(error, match=rf"^{name}\b"):
-        cupy_mla.quantize_and_insert_k_cache(
-            kind.put(arguments["k"]), cache, kind.put(arguments["slot_mapping"])
-        )
+        cupy_mla.quantize_and_insert_k_cache(kind.put(arguments["k"]), cache, kind.put(arguments["slot_mapping"]))
     np.testing.assert_array_equal(kind.take(whole), before)

@@ -1,0 +1,86 @@
+"""`python -m cupy_mla`: a self-check; `python -m cupy_mla warmup`: compile the kernels of a config ahead."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+
+from . import selfcheck
+from .arrays import require_cupy
+from .config import SparseMLAConfig
+from .layouts import by_name
+from .warmup import warmup
+
+CHECK = """Says what is installed, which kernels this GPU gets and how long they take to compile, and compares a small
+call of every operation with the NumPy reference. Exit status: 0 all is well, 1 something is wrong, 2 there is no GPU to
+use, and NumPy is what runs."""
+WARMUP = """Compiles what the layers of a config need into CuPy's disk cache (CUPY_CACHE_DIR, else
+~/.cupy/kernel_cache), with a line for each kernel. Exit status: 0 done, 1 the config is none, 2 there is no GPU to
+use."""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m cupy_mla")
+    commands = top.add_subparsers(dest="command", metavar="check|warmup")
+    check = commands.add_parser("check", description=CHECK, help="say whether this machine is fit (the default)")
+    check.add_argument("--device", type=int, default=None, help="check this GPU only")
+    check.add_argument("--verbose", action="store_true", help="print every kernel and call")
+    warm = commands.add_parser("warmup", description=WARMUP, help="compile the kernels of a config ahead")
+    warm.add_argument("--heads", type=int, required=True, help="query heads on a rank")
+    warm.add_argument(
+        "--layout", nargs="+", default=["v32_fp8"], help="cache layouts: bf16, v32_fp8 (fp8_ds_mla), v4_fp8"
+    )
+    warm.add_argument("--d-qk", type=int, choices=(576, 512), default=576, help="width of the rows of bf16 caches")
+    warm.add_argument("--topk", type=int, default=2048)
+    warm.add_argument("--block-size", type=int, default=64)
+    warm.add_argument(
+        "--compress-ratio", type=int, nargs="+", default=[1, 4, 128], help="kinds of V4 layers (default: all)"
+    )
+    warm.add_argument("--speculative-tokens", type=int, default=0)
+    warm.add_argument("--max-num-seqs", type=int, default=256)
+    warm.add_argument("--device", type=int, default=0)
+    return top
+
+
+def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
+    """The configs that the command line of `warmup` names."""
+    for name in options.layout:
+        layout = by_name(name, options.d_qk)
+        for ratio in options.compress_ratio if layout.d_qk == 512 and layout.quantized else [1]:
+            yield SparseMLAConfig(
+                options.heads, layout.d_qk, topk=options.topk, block_size=options.block_size, cache_layout=name,
+                max_num_seqs=options.max_num_seqs, num_speculative_tokens=options.speculative_tokens,
+                compress_ratio=ratio,
+            )  # fmt: skip
+
+
+def run_warmup(options: argparse.Namespace) -> int:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("cupy_mla").setLevel(logging.INFO)
+    try:
+        wanted = list(configs(options))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return selfcheck.WRONG
+    try:
+        require_cupy("warmup")
+        selfcheck.nvrtc_version()
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return selfcheck.NO_GPU
+    kernels = {kernel for config in wanted for kernel in warmup(config, options.device)}
+    print(f"{len(kernels)} kernels are compiled")
+    return selfcheck.ALL_WELL
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.command == "warmup":
+        return run_warmup(options)
+    return selfcheck.run(getattr(options, "device", None), getattr(options, "verbose", False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
