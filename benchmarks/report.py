@@ -58,8 +58,8 @@ def readme() -> str:
     parts = [
         f"On one {head['gpu']} (driver {head['driver']}), beside FlashMLA's own kernels in the same run: ratio =\n"
         "FlashMLA's time / ours, so above 1 ours is faster. FlashMLA gets 8 to 32 heads padded to 64, not timed.\n"
-        "Every row stands in [benchmarks/results](benchmarks/results/README.md); `python benchmarks/run.py` measures\n"
-        "them again.",
+        "Every row stands in [benchmarks/results](benchmarks/results/README.md); `python benchmarks/run.py` (extra\n"
+        "`bench`) measures them again.",
         ratio_table(),
         "![ratio to FlashMLA by kind of work](benchmarks/results/ratios.png)",
     ]
