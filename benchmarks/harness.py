@@ -44,7 +44,8 @@ PEER_FUNCTIONS = ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_spars
 def find_peer() -> ModuleType | None:
     """FlashMLA's own kernels: in the folder CUPY_MLA_PEER (default .peer), or in an installed package; None: nowhere.
 
-    A module that can be found must also be importable and have the functions, or it is passed over with a message.
+    A module that does not load, or has an older interface (whose schedules are not planned at the first call), is
+    passed over with a message.
     """
     folder = Path(os.environ.get("CUPY_MLA_PEER", ROOT / ".peer"))
     if folder.is_dir():
@@ -56,13 +57,13 @@ def find_peer() -> ModuleType | None:
             continue
         try:
             module = importlib.import_module(name)
-        except (ImportError, OSError) as error:
-            print(f"{name} cannot be imported: {error}", file=sys.stderr)
-            continue
-        missing = [function for function in PEER_FUNCTIONS if not hasattr(module, function)]
-        if not missing:
+            for function in PEER_FUNCTIONS:
+                getattr(module, function)
+            module.get_mla_metadata()
+        except (ImportError, OSError, AttributeError, RuntimeError, TypeError) as error:
+            print(f"{name} cannot be used: {error}", file=sys.stderr)
+        else:
             return module
-        print(f"{name} has no {', '.join(missing)}", file=sys.stderr)
     return None
 
 

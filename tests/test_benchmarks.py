@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -78,9 +79,9 @@ def test_record(harness, monkeypatch, tmp_path, capsys):
     assert "WRONG b row" in capsys.readouterr().out
 
 
-def write_module(folder: Path, name: str, functions: tuple[str, ...]) -> None:
+def write_module(folder: Path, name: str, functions: tuple[str, ...], parameters: str = "") -> None:
     folder.mkdir()
-    (folder / f"{name}.py").write_text("".join(f"def {f}(): pass\n" for f in functions))
+    (folder / f"{name}.py").write_text("".join(f"def {f}({parameters}): pass\n" for f in functions))
 
 
 @pytest.fixture
@@ -101,14 +102,18 @@ def test_peer_in_a_folder(peers, monkeypatch, tmp_path):
     assert peers.peer_name() == "flash_mla_interface"
 
 
-def test_peer_that_is_installed(peers, monkeypatch, tmp_path, capsys):
-    """The first one lacks a function and is passed over."""
-    write_module(tmp_path / "one", "flash_mla_interface", peers.PEER_FUNCTIONS[:2])
+@pytest.mark.parametrize(
+    ("functions", "parameters", "complaint"),
+    [(2, "", "has no attribute 'flash_mla_sparse_fwd'"), (3, "cache_seqlens", "missing 1 required positional")],
+)
+def test_peer_that_is_installed(peers, monkeypatch, tmp_path, capsys, functions, parameters, complaint):
+    """The first one found lacks a function, or is of an older interface, and is passed over."""
+    write_module(tmp_path / "one", "flash_mla_interface", peers.PEER_FUNCTIONS[:functions], parameters)
     write_module(tmp_path / "two", "flash_mla", peers.PEER_FUNCTIONS)
     monkeypatch.setenv("CUPY_MLA_PEER", str(tmp_path / "one"))
     monkeypatch.syspath_prepend(str(tmp_path / "two"))
     assert peers.flash_mla_peer().__name__ == "flash_mla"
-    assert "flash_mla_interface has no flash_mla_sparse_fwd" in capsys.readouterr().err
+    assert re.search(f"flash_mla_interface cannot be used: .*{complaint}", capsys.readouterr().err)
 
 
 def test_no_peer(peers, monkeypatch, tmp_path):
