@@ -53,6 +53,17 @@ def accuracy_table() -> str:
     return table("FP8 decode V32, 128 heads | ours | FlashMLA | ours, lse | FlashMLA, lse", rows)
 
 
+def host_table() -> str:
+    """What calls of attention cost the host."""
+    columns = ("torch_us", "cupy_us", "peer_us", "peer_operator_us")
+    rows = [
+        [row["case"], *(f"{row[name]:.1f}" for name in columns)]
+        for row in load("host_overhead")["rows"]
+        if all(name in row for name in columns)
+    ]
+    return table("call | torch tensors | CuPy arrays | FlashMLA's function | its C++ operator", rows)
+
+
 def readme() -> str:
     head = load("portable")
     parts = [
@@ -70,6 +81,9 @@ def readme() -> str:
             "Distance to float64 on the same dequantized rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse:"
         )
         parts.append(accuracy_table())
+    if load("host_overhead")["rows"]:
+        parts.append("Microseconds of host time of a call, shapes seen before:")
+        parts.append(host_table())
     return "\n\n".join(parts)
 
 
