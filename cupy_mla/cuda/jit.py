@@ -123,12 +123,6 @@ class Kernel:
         """NVRTC options without the architecture."""
         return ("-std=c++17", *(f"-D{k}={v}" for k, v in sorted(self.defines.items())))
 
-    def suits(self, capability: int) -> bool:
-        """Whether it runs on a GPU of this compute capability (times 10)."""
-        if self.target is None:
-            return capability >= LEAST_ARCH
-        return capability == int(self.target.rstrip("a"))  # "a": that generation alone
-
     def compile(self, arch: str) -> tuple[bytes, str]:
         """Compile for one architecture with NVRTC, without a GPU.
 
@@ -161,7 +155,7 @@ class Kernel:
         _enter()
         function = self._functions.get(place.device)
         if function is None:
-            function = self.load(place.device)
+            function = self._load(place.device)
         block = ctypes.create_string_buffer(params, len(params))
         pointers = ctypes.c_void_p(ctypes.addressof(block))
         stream = place.stream()
@@ -178,22 +172,8 @@ class Kernel:
         else:
             _driver().launchKernel(function, *shape, 0)
 
-    def loaded(self, device: int) -> bool:
-        """Whether it is ready to be launched on a device."""
-        return device in self._functions
-
-    def load(self, device: int) -> int:
-        """Compile (or take from CuPy's disk cache) and load for a device; `launch` does so when it is first needed.
-
-        Safe from several threads, and from several processes: CuPy's disk cache writes a file of its own and renames
-        it, and checks a hash when it reads.
-
-        Returns:
-            the CUfunction handle.
-
-        Raises:
-            RuntimeError: the GPU is too old, or NVRTC is missing.
-        """
+    def _load(self, device: int) -> int:
+        """Compile (or take from CuPy's disk cache) and load for a device."""
         cupy = require_cupy("a CUDA array")
         with self._lock, cupy.cuda.Device(device) as gpu:
             if device in self._functions:
