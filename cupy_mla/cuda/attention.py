@@ -1,4 +1,4 @@
-"""Launches the attention kernels: `kernels_cu/attention/sparse_portable.cu` and `combine.cu`."""
+"""Launches the attention kernels and says which of them serves a call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import Array, Place
 from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, Layout, by_name
+from . import few_heads_sm90
 from .jit import Kernel, compute_capability, num_sms
 from .schedule import best_splits
 
@@ -25,6 +26,8 @@ SHAPES = {16: (1, 2, 2), 32: (2, 2, 1), 64: (4, 1, 1)}
 SPILL_BYTES = 96
 
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT = 1, 2, 4, 8
+
+FEW_ITEMS, MANY_ITEMS = 4, 64  # pieces of work up to and from which the kernel for few heads is the faster one
 
 TILE_ROWS = SM90_HEADS = 64  # kernels_cu/attention/sparse_prefill_sm90.cu
 
@@ -91,30 +94,44 @@ def kernels() -> Iterator[Kernel]:
         for heads in SHAPES:
             yield attention_kernel(layout, heads)
     yield combine_kernel()
+    yield from few_heads_sm90.kernels()
     for layout in (BF16_576, BF16_512):
         yield prefill_sm90_kernel(layout)
 
 
-def prefill_family(device: int, blocks: int, aligned: bool) -> str:
-    """Which prefill kernel runs: the first row of this table whose claim holds.
+def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool) -> str:
+    """Which kernel runs: the first row of this table whose claim holds. The numbers are where it was measured faster.
 
-    | family   | claim                                                                             |
-    | sm90     | a Hopper GPU, rows and q aligned to 16 bytes, work for half of its SMs unsplit     |
-    | portable | any GPU, anything                                                                 |
+    | family    | claim                                                                                      |
+    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes; at most 4 pieces of work, or 64 and more of   |
+    |           | at most 32 heads (prefill: 16). A piece of work is a query and a tile of up to 32 heads    |
+    | sm90      | a Hopper GPU, prefill, rows and q aligned to 16 bytes, work for half of the SMs unsplit    |
+    | portable  | any GPU, anything                                                                          |
 
-    The environment variable CUPY_MLA_KERNELS=sm90 or =portable names the one to take, for testing; sm90 is still
-    taken only where it can run.
+    The environment variable CUPY_MLA_KERNELS names the one to take where it can run, for testing.
     """
+    if compute_capability(device) != 90 or not aligned:
+        return "portable"
     asked = os.environ.get("CUPY_MLA_KERNELS", "")
-    can = compute_capability(device) == 90 and aligned
-    wanted = blocks >= num_sms(device) // 2 if not asked else asked == "sm90"
-    return "sm90" if can and wanted else "portable"
+    if asked:
+        return asked if asked == "few_heads" or (asked == "sm90" and prefill) else "portable"
+    items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q))
+    if items <= FEW_ITEMS or (items >= MANY_ITEMS and h_q <= (16 if prefill else 32)):
+        return "few_heads"
+    return "sm90" if prefill and num_queries * -(-h_q // SM90_HEADS) >= num_sms(device) // 2 else "portable"
 
 
-def plan_splits(place: Place, num_queries: int, h_q: int, rows: int) -> int:
+def plan_splits(place: Place, num_queries: int, h_q: int, rows: int, prefill: bool = False) -> int:
     """Parts that each query's `rows` are split into, so that `num_queries` of them fill the GPU."""
+    sms = num_sms(place.device)
+    chosen = family(place.device, h_q, num_queries, True, prefill)
+    if chosen == "few_heads":
+        items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q))
+        return few_heads_sm90.best_splits(items, -(-rows // few_heads_sm90.TILE_ROWS), sms)
+    if chosen == "sm90":
+        return 1
     heads = block_heads(h_q)
-    return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), num_sms(place.device) * SHAPES[heads][2])
+    return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), sms * SHAPES[heads][2])
 
 
 def sparse_prefill(
@@ -135,22 +152,15 @@ def sparse_prefill(
     rows = (kv.ptr, indices.ptr, length.ptr if length else 0, 0, row_stride, indices.strides[0], 0, kv.shape[0])
     source = (*rows, indices.shape[1], max(kv.shape[0], 1))
     layout = by_name("bf16", d_qk)
-    work = s_q * -(-h_q // SM90_HEADS)
-    hopper = prefill_family(place.device, work, kv.aligned(16) and q.aligned(16)) == "sm90"
-    num_splits = 1 if hopper else plan_splits(place, s_q, h_q, indices.shape[1])
+    chosen = family(place.device, h_q, s_q, kv.aligned(16) and q.aligned(16), True)
     call = _Call(
         place, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
         q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
-        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale, num_splits,
+        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale,
+        plan_splits(place, s_q, h_q, indices.shape[1], True), chosen,
     )  # fmt: skip
-    if s_q == 0:
-        return
-    if hopper:
-        # Persistent blocks keep copying across pieces of work; of uneven pieces the GPU hands out the next one better.
-        blocks = work if length is not None else min(work, num_sms(place.device))
-        prefill_sm90_kernel(layout).launch(place, (blocks, 1, 1), call.params)
-    else:
-        call.launch_portable(layout)
+    if s_q > 0:
+        call.launch(layout, length is not None)
 
 
 def sparse_decode(
@@ -173,13 +183,15 @@ def sparse_decode(
     b, s_q, h_q, _ = q.shape
     main = _paged(cache, indices, length)
     second = _NO_SOURCE if extra is None or extra_indices is None else _paged(extra, extra_indices, extra_length)
+    aligned = cache.aligned(16) and (extra is None or extra.aligned(16))
     call = _Call(
-        place, (b, s_q, h_q), main, second, cache.aligned(16) and (extra is None or extra.aligned(16)),
+        place, (b, s_q, h_q), main, second, aligned,
         q, q.strides[:3], out, out.strides[:3],
         lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits,
+        family(place.device, h_q, b * s_q, aligned and q.aligned(16), False),
     )  # fmt: skip
     if b * s_q > 0:
-        call.launch_portable(layout)
+        call.launch(layout, length is not None or extra_length is not None)
 
 
 def _paged(cache: Array, indices: Array, length: Array | None) -> tuple[int, ...]:
@@ -212,9 +224,13 @@ class _Call:
         sink: Array | None,
         sm_scale: float,
         num_splits: int,
+        chosen: str,
     ) -> None:
         b, s_q, self.h_q = batch
-        self.place, self.queries, self.num_splits = place, b * s_q, num_splits
+        self.place, self.queries, self.family = place, b * s_q, chosen
+        self.splits = num_splits  # of a query's rows; those of a cluster are merged in the kernel
+        num_splits //= few_heads_sm90.cluster_of(num_splits) if chosen == "few_heads" else 1
+        self.num_splits = num_splits
         self.parts: list[Array] = []
         if num_splits > 1:
             shape = (num_splits, self.queries, self.h_q)
@@ -230,9 +246,23 @@ class _Call:
             sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags,
         )  # fmt: skip
 
-    def launch_portable(self, layout: Layout) -> None:
-        heads = block_heads(self.h_q)
-        blocks = self.queries * -(-self.h_q // heads)
-        attention_kernel(layout, heads).launch(self.place, (blocks, self.num_splits, 1), self.params)
+    def launch(self, layout: Layout, uneven: bool) -> None:
+        """Launch the kernel of the call's family, and the one that merges splits where there are any left.
+
+        Args:
+            uneven: queries have lengths of their own.
+        """
+        place = self.place
+        if self.family == "few_heads":
+            few_heads_sm90.launch(place, layout, self.h_q, self.queries, self.splits, uneven, self.params)
+        elif self.family == "sm90":
+            # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
+            work = self.queries * -(-self.h_q // SM90_HEADS)
+            blocks = work if uneven else min(work, num_sms(place.device))
+            prefill_sm90_kernel(layout).launch(place, (blocks, 1, 1), self.params)
+        else:
+            heads = block_heads(self.h_q)
+            blocks = self.queries * -(-self.h_q // heads)
+            attention_kernel(layout, heads).launch(place, (blocks, self.num_splits, 1), self.params)
         if self.num_splits > 1:
-            combine_kernel().launch(self.place, (self.queries * self.h_q, 1, 1), self.params)
+            combine_kernel().launch(place, (self.queries * self.h_q, 1, 1), self.params)

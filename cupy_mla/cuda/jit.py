@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -26,6 +27,11 @@ log = logging.getLogger("cupy_mla")
 # Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
 PORTABLE = ("80", "86", "89", "90", "100", "120")
 LEAST_ARCH = 80
+
+# Blocks that a cluster may have on every GPU with clusters; more need leave, by function attribute.
+PORTABLE_CLUSTER = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
+_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
@@ -87,6 +93,7 @@ class Kernel:
         spill_bytes: most bytes of registers a thread may spill to local memory; the compile tests hold it to that.
         cooperative: all blocks of a launch run at the same time, so that they may wait for each other; the grid must
             then fit the GPU.
+        max_cluster: most blocks of a thread-block cluster it is launched with.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class Kernel:
         target: str | None = None,
         spill_bytes: int = 0,
         cooperative: bool = False,
+        max_cluster: int = 1,
     ) -> None:
         self.file = file
         self.entry = entry
@@ -111,6 +119,7 @@ class Kernel:
         self.target = target
         self.spill_bytes = spill_bytes
         self.cooperative = cooperative
+        self.max_cluster = max_cluster
         self._functions: dict[int, int] = {}  # CUfunction by device
         self._lock = threading.Lock()
 
@@ -144,13 +153,14 @@ class Kernel:
         finally:
             nvrtc.destroyProgram(program)
 
-    def launch(self, place: Place, grid: tuple[int, int, int], params: bytes) -> None:
+    def launch(self, place: Place, grid: tuple[int, int, int], params: bytes, cluster: int = 1) -> None:
         """Launch on the caller's current stream.
 
         Args:
             place: the GPU and the library whose stream counts.
             grid: blocks along x, y, z.
             params: the bytes of the kernel's one parameter.
+            cluster: neighbouring blocks along x that form a thread-block cluster.
         """
         _enter()
         function = self._functions.get(place.device)
@@ -160,12 +170,17 @@ class Kernel:
         pointers = ctypes.c_void_p(ctypes.addressof(block))
         stream = place.stream()
         if _runtime().getDevice() == place.device:
-            self._submit(function, grid, stream, pointers)
+            self._submit(function, grid, stream, pointers, cluster)
         else:
             with require_cupy("a CUDA array").cuda.Device(place.device):
-                self._submit(function, grid, stream, pointers)
+                self._submit(function, grid, stream, pointers, cluster)
 
-    def _submit(self, function: int, grid: tuple[int, int, int], stream: int, pointers: ctypes.c_void_p) -> None:
+    def _submit(
+        self, function: int, grid: tuple[int, int, int], stream: int, pointers: ctypes.c_void_p, cluster: int
+    ) -> None:
+        if cluster > 1:
+            _launch_cluster(function, grid, self.threads, self.shared_bytes, stream, pointers, cluster)
+            return
         shape = (*grid, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers))
         if self.cooperative:
             _driver().launchCooperativeKernel(function, *shape)
@@ -199,6 +214,8 @@ class Kernel:
                 ) from error
             if self.shared_bytes > 48 * 1024:
                 kernel.max_dynamic_shared_size_bytes = self.shared_bytes
+            if self.max_cluster > PORTABLE_CLUSTER:
+                _driver().funcSetAttribute(handle, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
             _KEEP.append((module, kernel))
             self._functions[device] = handle
             log.info("%r ready for sm_%s in %.2f s", self, self.target or capability, time.perf_counter() - started)
@@ -209,6 +226,49 @@ def clear(place: Place, array: Array) -> None:
     """Set an array without gaps to zero bytes, in order on the caller's current stream."""
     with require_cupy("a CUDA array").cuda.Device(place.device):
         _runtime().memsetAsync(array.ptr, 0, math.prod(array.shape) * array.dtype.itemsize, place.stream())
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with a cluster's dimensions."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("dims", ctypes.c_uint * 3), ("rest", ctypes.c_uint * 13)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def _launch_cluster(
+    function: int,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    stream: int,
+    pointers: ctypes.c_void_p,
+    cluster: int,
+) -> None:
+    """cuLaunchKernelEx with a cluster of blocks along x, which CuPy's launches cannot ask for."""
+    attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
+    config = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, ctypes.pointer(attribute), 1)
+    status = _libcuda().cuLaunchKernelEx(
+        ctypes.byref(config), ctypes.c_void_p(function), ctypes.byref(pointers), ctypes.c_void_p()
+    )
+    if status != 0:
+        raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (clusters of {cluster} blocks)")
 
 
 _KEEP: list[Any] = []  # modules unload with their last reference

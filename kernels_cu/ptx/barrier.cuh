@@ -21,3 +21,19 @@ template <int N>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
+
+// bar.red.or: wait as named_barrier_sync does; true where any of the threads brought true.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine) {
+    uint32_t any;
+    asm volatile(
+        "{\n"
+        ".reg .pred p, q;\n"
+        "setp.ne.u32 p, %3, 0;\n"
+        "bar.red.or.pred q, %1, %2, p;\n"
+        "selp.u32 %0, 1, 0, q;\n"
+        "}\n"
+        : "=r"(any)
+        : "r"(id), "r"(threads), "r"(uint32_t(mine))
+        : "memory");
+    return any != 0;
+}

@@ -1,4 +1,5 @@
-// PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group. sm_80 and later.
+// PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group, cp.async.wait_all; prefetch.
+// sm_80 and later.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -20,3 +21,9 @@ template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
+
+// cp.async.wait_all: until all that this thread has started is done, committed or not.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// prefetch.global.L2: bring the line of an address into L2.
+__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }

@@ -1,0 +1,75 @@
+"""The Hopper kernel for few heads against the oracle, and how it splits and what it fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla import layouts
+from cupy_mla.cuda import few_heads_sm90
+
+from ..cases import check_prefill, entries, flat_rows, queries, sinks, some
+from ..kinds import CuPy, gapped
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    kind = CuPy()
+    if kind.cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "few_heads")
+    return kind
+
+
+def inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=0, kv_gap=0):
+    live = some(rng, s_kv)
+    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
+    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "topk"),
+    [
+        (1, 1, 1),
+        (3, 7, 63),
+        (2, 8, 64),
+        (1, 16, 65),
+        (3, 33, 127),
+        (2, 64, 129),
+        (1, 128, 2100),
+        (300, 16, 130),
+        (300, 32, 70),
+    ],
+)
+def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
+    check_prefill(hopper, *inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize("s_q", [40, 700])
+def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
+    """700 queries: warpgroups take several each, some of them without a row."""
+    q, kv, indices = inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
+    length = rng.integers(-1, 203, s_q, dtype=np.int32)
+    length[:2] = 0, 200
+    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13), length, out_gaps=(1, 2, 3))
+
+
+def test_splits():
+    assert few_heads_sm90.best_splits(1, 32, 132) == 16
+    assert few_heads_sm90.best_splits(128, 32, 132) == 1
+    assert few_heads_sm90.best_splits(64, 32, 132) == 2
+    assert few_heads_sm90.best_splits(1, 0, 132) == few_heads_sm90.best_splits(1, 1, 132) == 1
+    assert [few_heads_sm90.cluster_of(n) for n in (1, 2, 3, 12, 16, 64)] == [1, 2, 1, 4, 16, 16]
+
+
+def test_every_layout_and_size_fits():
+    for layout in layouts.ATTENTION_LAYOUTS:
+        for heads in few_heads_sm90.HEADS:
+            queries = few_heads_sm90.queries_per_block(layout, heads)
+            assert 1 in queries
+            for n in queries:
+                assert few_heads_sm90.shared_bytes(layout, heads, n) <= few_heads_sm90.SHARED_LIMIT
