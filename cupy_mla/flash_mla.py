@@ -15,8 +15,11 @@ from typing import Any
 
 from .ops import attention
 from .ops._check import require_d_v
+from .ops._plan import planned
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+Shapes = tuple[tuple[str, Any], ...]
 
 
 @dataclass
@@ -24,11 +27,11 @@ class FlashMLASchedMeta:
     """The schedule of decode calls of one shape, planned at the first call and reused by later ones.
 
     Attributes:
-        shapes: what the schedule was planned for; None before the first call.
+        shapes: what the schedule was planned for, in pairs of a name and a value; None before the first call.
         num_splits: parts that each query's rows are split into.
     """
 
-    shapes: dict[str, Any] | None = None
+    shapes: Shapes | None = None
     num_splits: int | None = None
 
 
@@ -104,27 +107,48 @@ def flash_mla_with_kvcache(
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
     if causal:
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
+    out, lse, meta.shapes, meta.num_splits = _with_kvcache(
+        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
+        softmax_scale, is_fp8_kvcache, meta.shapes, meta.num_splits,
+    )  # fmt: skip
+    return out, lse
+
+
+@planned
+def _with_kvcache(
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    attn_sink: Any,
+    topk_length: Any,
+    extra_k_cache: Any,
+    extra_indices: Any,
+    extra_topk_length: Any,
+    out: Any,
+    softmax_scale: float | None,
+    is_fp8_kvcache: bool,
+    shapes: Shapes | None,
+    num_splits: int | None,
+) -> tuple[Any, Any, Shapes, int]:
+    """out, lse, and the schedule: `shapes` and `num_splits` when they are given, else planned here."""
     call = attention.Decode.check(
-        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out
+        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out
     )
     if is_fp8_kvcache != call.layout.quantized:
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {call.layout.name}")
-
-    shapes = {
-        "q": call.q.shape,
-        "block_size": call.cache.shape[1],
-        "is_fp8_kvcache": is_fp8_kvcache,
-        "topk": call.indices.shape[-1],
-        "extra_block_size": None if call.extra is None else call.extra.shape[1],
-        "extra_topk": None if call.extra_indices is None else call.extra_indices.shape[-1],
-    }
-    if meta.shapes is not None and meta.shapes != shapes:
-        name = next(n for n in shapes if shapes[n] != meta.shapes[n])
-        raise ValueError(
-            f"tile_scheduler_metadata was planned for {name} = {meta.shapes[name]}, this call has {shapes[name]}; "
-            "take a fresh one from get_mla_metadata"
-        )
-    planned = call.plan() if meta.num_splits is None else meta.num_splits
-    result = call.run(softmax_scale, planned)
-    meta.shapes, meta.num_splits = shapes, planned
-    return result
+    mine = (
+        ("q", call.q.shape),
+        ("block_size", call.cache.shape[1]),
+        ("is_fp8_kvcache", is_fp8_kvcache),
+        ("topk", call.indices.shape[-1]),
+        ("extra_block_size", None if call.extra is None else call.extra.shape[1]),
+        ("extra_topk", None if call.extra_indices is None else call.extra_indices.shape[-1]),
+    )
+    for (name, value), (_, planned_for) in zip(mine, shapes or mine, strict=True):
+        if value != planned_for:
+            raise ValueError(
+                f"tile_scheduler_metadata was planned for {name} = {planned_for}, this call has {value}; "
+                "take a fresh one from get_mla_metadata"
+            )
+    num_splits = call.plan() if num_splits is None else num_splits
+    return *call.run(softmax_scale, num_splits), mine, num_splits

@@ -98,6 +98,10 @@ class CuPy(NumPy):
         stream = self.cupy.cuda.Stream(non_blocking=True)
         return stream, stream
 
+    def on(self, device: int) -> Any:
+        """The context in which a GPU is the current one."""
+        return self.cupy.cuda.Device(device)
+
     def synchronize(self) -> None:
         """Wait for all work on the device."""
         self.cupy.cuda.Device().synchronize()
@@ -144,6 +148,9 @@ class TorchCUDA(Torch):
     def stream(self) -> tuple[Any, Any]:
         stream = self.torch.cuda.Stream()
         return stream, self.torch.cuda.stream(stream)
+
+    def on(self, device: int) -> Any:
+        return self.torch.cuda.device(device)
 
     def synchronize(self) -> None:
         self.torch.cuda.synchronize()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 from collections.abc import Iterator
 from functools import cache, lru_cache
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..arrays import Array, Place
 from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, Layout, by_name
+from ..recording import Params
 from . import few_heads_sm90
 from .jit import Kernel, compute_capability, num_sms
 from .schedule import best_splits
@@ -33,7 +33,7 @@ TILE_ROWS = SM90_HEADS = 64  # kernels_cu/attention/sparse_prefill_sm90.cu
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
 _SOURCE = "3Q5q2i"
-_PARAMS = struct.Struct("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q3QQf5i")
+_PARAMS = Params("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q3QQf5i")
 _NO_SOURCE = (0,) * 9 + (1,)
 
 
@@ -231,12 +231,12 @@ class _Call:
         self.splits = num_splits  # of a query's rows; those of a cluster are merged in the kernel
         num_splits //= few_heads_sm90.cluster_of(num_splits) if chosen == "few_heads" else 1
         self.num_splits = num_splits
-        self.parts: list[Array] = []
+        part_lse = part_max = part_out = 0
         if num_splits > 1:
-            shape = (num_splits, self.queries, self.h_q)
-            self.parts = [place.output(name, None, shape, np.dtype(np.float32)) for name in ("part_lse", "part_max")]
-            self.parts.append(place.output("part_out", None, (*shape, D_V), np.dtype(np.float32)))
-        part_lse, part_max, part_out = (p.ptr for p in self.parts) if self.parts else (0, 0, 0)
+            rows = num_splits * self.queries * self.h_q
+            self._parts = Array("parts", place.empty((rows * (D_V + 2),), np.dtype(np.float32)))
+            part_out = self._parts.ptr
+            part_lse, part_max = part_out + 4 * rows * D_V, part_out + 4 * rows * (D_V + 1)
         flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
         flags |= WIDE_OUT * out.aligned(16)
         self.params = _PARAMS.pack(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array, Place
 from ..layouts import BF16_576, V4_FP8, V32_FP8, Layout
+from ..recording import Params
 from .jit import Kernel
 
 THREADS = 256
 TOKENS_PER_BLOCK = THREADS // 32 * 4
 
-_PARAMS = struct.Struct("=4Q5q3i4x")  # struct Params of pack.cu
+_PARAMS = Params("=4Q5q3i4x")  # struct Params of pack.cu
 
 
 @cache

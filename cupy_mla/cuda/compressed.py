@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array, Place
+from ..recording import Params
 from .indices import convert_req_index_to_global_index
 from .jit import Kernel
 from .paging import BLOCK_TABLE, QUERIES, block_table_fields, query_fields
 
 THREADS = 256
 
-_SLOTS = struct.Struct("=" + BLOCK_TABLE + QUERIES + "Q2i")  # struct Params of compressed_slots.cu
-_C128A = struct.Struct("=" + BLOCK_TABLE + "6Q2q5i4x")  # struct Params of c128a.cu
+_SLOTS = Params("=" + BLOCK_TABLE + QUERIES + "Q2i")  # struct Params of compressed_slots.cu
+_C128A = Params("=" + BLOCK_TABLE + "6Q2q5i4x")  # struct Params of c128a.cu
 
 
 @cache

@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 
 from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, Layout
+from ..recording import Packed
 from .jit import Kernel, num_sms
 
 HEADS = (8, 16, 32)  # heads a block is built for
@@ -92,7 +93,7 @@ def best_splits(items: int, tiles: int, sms: int) -> int:
 
 
 def launch(
-    place: Place, layout: Layout, h_q: int, num_queries: int, num_splits: int, uneven: bool, params: bytes
+    place: Place, layout: Layout, h_q: int, num_queries: int, num_splits: int, uneven: bool, params: Packed
 ) -> None:
     """Launch for a call whose packed Params say `num_splits // cluster`, see `cluster_of`.
 

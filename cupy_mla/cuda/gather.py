@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array, Place
 from ..layouts import BFLOAT16, V4_FP8, V32_FP8, Layout
+from ..recording import Params
 from .jit import Kernel, num_sms
 from .paging import BLOCK_TABLE, block_table_fields
 
@@ -15,9 +15,9 @@ THREADS = 256
 ROWS_PER_BLOCK = THREADS // 32 * 4
 GATHER_BLOCKS_PER_SM = 4  # that run at a time
 
-_GATHER = struct.Struct("=" + BLOCK_TABLE + "4Q3q2i")  # struct Params of gather.cu
-_TAIL = struct.Struct("=" + BLOCK_TABLE + "4Q3q3i4x")  # struct Params of gather_tail.cu
-_CONCAT = struct.Struct("=3Q7q2i")  # struct Params of concat_q.cu
+_GATHER = Params("=" + BLOCK_TABLE + "4Q3q2i")  # struct Params of gather.cu
+_TAIL = Params("=" + BLOCK_TABLE + "4Q3q3i4x")  # struct Params of gather_tail.cu
+_CONCAT = Params("=3Q7q2i")  # struct Params of concat_q.cu
 
 
 @cache

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array, Place
 from ..layouts import INDEXER_FP8
+from ..recording import Params
 from .jit import Kernel, num_sms
 from .paging import BLOCK_TABLE, block_table_fields
 
@@ -16,8 +16,8 @@ PACK_TOKENS_PER_BLOCK = 64
 GATHER_TOKENS_PER_BLOCK = THREADS // 32 * 16
 GATHER_BLOCKS_PER_SM = 4  # that run at a time
 
-_PACK = struct.Struct("=3Q3q3i4x")  # struct Params of pack.cu
-_GATHER = struct.Struct("=" + BLOCK_TABLE + "4Q3qi4x")  # struct Params of gather.cu
+_PACK = Params("=3Q3q3i4x")  # struct Params of pack.cu
+_GATHER = Params("=" + BLOCK_TABLE + "4Q3qi4x")  # struct Params of gather.cu
 
 
 @cache

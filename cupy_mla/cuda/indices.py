@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array, Place
+from ..recording import Params
 from .jit import Kernel, num_sms
 from .paging import BLOCK_TABLE, block_table_fields
 
@@ -16,7 +16,7 @@ STAGES = (4096, 12000)  # widest block tables that fit the shared memory of a bl
 STAGE_FROM_ROWS = 3  # tokens a block from which copying the table row pays
 BLOCKS_PER_SM = 6  # that run at a time
 
-_PARAMS = struct.Struct("=" + BLOCK_TABLE + "7Q2q5i4x")  # struct Params of convert.cu
+_PARAMS = Params("=" + BLOCK_TABLE + "7Q2q5i4x")  # struct Params of convert.cu
 
 
 @cache

@@ -13,14 +13,16 @@ import logging
 import math
 import os
 import re
+import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..arrays import Array, Place, require_cupy
+from ..recording import Packed, Pointer, Recording, picker, recording
 
 log = logging.getLogger("cupy_mla")
 
@@ -32,6 +34,8 @@ LEAST_ARCH = 80
 PORTABLE_CLUSTER = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+
+Submit = Callable[[int, bytes], None]  # a launch that lacks its stream and its parameters
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
@@ -153,39 +157,40 @@ class Kernel:
         finally:
             nvrtc.destroyProgram(program)
 
-    def launch(self, place: Place, grid: tuple[int, int, int], params: bytes, cluster: int = 1) -> None:
+    def launch(self, place: Place, grid: tuple[int, int, int], params: Packed, cluster: int = 1) -> None:
         """Launch on the caller's current stream.
 
         Args:
             place: the GPU and the library whose stream counts.
             grid: blocks along x, y, z.
-            params: the bytes of the kernel's one parameter.
+            params: the kernel's one parameter.
             cluster: neighbouring blocks along x that form a thread-block cluster.
         """
-        _enter()
+        current_device()
         function = self._functions.get(place.device)
         if function is None:
             function = self._load(place.device)
-        block = ctypes.create_string_buffer(params, len(params))
-        pointers = ctypes.c_void_p(ctypes.addressof(block))
-        stream = place.stream()
-        if _runtime().getDevice() == place.device:
-            self._submit(function, grid, stream, pointers, cluster)
-        else:
-            with require_cupy("a CUDA array").cuda.Device(place.device):
-                self._submit(function, grid, stream, pointers, cluster)
+        submit = self._submitter(function, grid, cluster)
+        with place.current():
+            submit(place.stream(), bytes(params))
+        record = recording()
+        if record is not None:
+            Launches.note(record, submit, params)
 
-    def _submit(
-        self, function: int, grid: tuple[int, int, int], stream: int, pointers: ctypes.c_void_p, cluster: int
-    ) -> None:
+    def _submitter(self, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
+        """Launches on a stream of the current device. The driver copies the parameters before it returns."""
         if cluster > 1:
-            _launch_cluster(function, grid, self.threads, self.shared_bytes, stream, pointers, cluster)
-            return
-        shape = (*grid, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers))
-        if self.cooperative:
-            _driver().launchCooperativeKernel(function, *shape)
-        else:
-            _driver().launchKernel(function, *shape, 0)
+            return _cluster_submitter(function, grid, self.threads, self.shared_bytes, cluster)
+        fixed = (function, *grid, self.threads, 1, 1, self.shared_bytes)
+        driver = _driver()
+        last = () if self.cooperative else (0,)
+        launch = driver.launchCooperativeKernel if self.cooperative else driver.launchKernel
+
+        def submit(stream: int, params: bytes) -> None:
+            pointer = ctypes.c_char_p(params)
+            launch(*fixed, stream, ctypes.addressof(pointer), *last)
+
+        return submit
 
     def _load(self, device: int) -> int:
         """Compile (or take from CuPy's disk cache) and load for a device."""
@@ -222,10 +227,58 @@ class Kernel:
             return handle
 
 
+class Launches:
+    """Launches, one after the other, of kernels that take the same parameters; a `cupy_mla.recording.Step`."""
+
+    __slots__ = ("_constants", "_inner", "_pack", "_params", "_pick", "_submits")
+
+    def __init__(self, params: Packed) -> None:
+        self._params = params
+        parts = params.parts()
+        # What the struct is packed from: the bytes between pointers, the slots' addresses, pointers into slots.
+        self._constants = [part for part in parts if isinstance(part, bytes)]
+        self._inner = [(p.slot, p.offset) for p in parts if isinstance(p, Pointer) and p.offset]
+        places, constants, inner = [], 0, -len(self._inner)
+        for part in parts:
+            if isinstance(part, bytes):
+                places.append(constants)
+                constants += 1
+            elif part.offset:
+                places.append(inner)
+                inner += 1
+            else:
+                places.append(len(self._constants) + part.slot)
+        self._pick = picker(places)
+        self._pack = struct.Struct("=" + "".join(f"{len(p)}s" if isinstance(p, bytes) else "Q" for p in parts)).pack
+        self._submits: list[Submit] = []
+
+    @classmethod
+    def note(cls, record: Recording, submit: Submit, params: Packed) -> None:
+        """Add a launch to a recording."""
+        last = record.steps[-1] if record.steps else None
+        if not isinstance(last, Launches) or last._params is not params:
+            last = cls(params)
+            record.steps.append(last)
+        last._submits.append(submit)
+
+    def __call__(self, pointers: list[int], stream: int) -> None:
+        fields = self._constants + pointers
+        for slot, offset in self._inner:
+            fields.append(pointers[slot] + offset)
+        params = self._pack(*self._pick(fields))
+        for submit in self._submits:
+            submit(stream, params)
+
+
 def clear(place: Place, array: Array) -> None:
     """Set an array without gaps to zero bytes, in order on the caller's current stream."""
-    with require_cupy("a CUDA array").cuda.Device(place.device):
-        _runtime().memsetAsync(array.ptr, 0, math.prod(array.shape) * array.dtype.itemsize, place.stream())
+    start, nbytes, memset = array.ptr, math.prod(array.shape) * array.dtype.itemsize, _runtime().memsetAsync
+    with place.current():
+        memset(start, 0, nbytes, place.stream())
+    record = recording()
+    if record is not None and isinstance(start, Pointer):
+        slot, offset = start.slot, start.offset
+        record.steps.append(lambda pointers, stream: memset(pointers[slot] + offset, 0, nbytes, stream))
 
 
 class _Attribute(ctypes.Structure):
@@ -248,27 +301,29 @@ class _LaunchConfig(ctypes.Structure):
 
 
 @lru_cache(maxsize=1)
-def _libcuda() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+def _launch_ex() -> Any:
+    launch = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = (ctypes.c_void_p,) * 4
+    return launch
 
 
-def _launch_cluster(
-    function: int,
-    grid: tuple[int, int, int],
-    threads: int,
-    shared_bytes: int,
-    stream: int,
-    pointers: ctypes.c_void_p,
-    cluster: int,
-) -> None:
+def _cluster_submitter(
+    function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, cluster: int
+) -> Submit:
     """cuLaunchKernelEx with a cluster of blocks along x, which CuPy's launches cannot ask for."""
     attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
-    config = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, ctypes.pointer(attribute), 1)
-    status = _libcuda().cuLaunchKernelEx(
-        ctypes.byref(config), ctypes.c_void_p(function), ctypes.byref(pointers), ctypes.c_void_p()
-    )
-    if status != 0:
-        raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (clusters of {cluster} blocks)")
+    whole = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, 0, ctypes.pointer(attribute), 1)
+    launch, address = _launch_ex(), ctypes.addressof
+
+    def submit(stream: int, params: bytes) -> None:
+        config = _LaunchConfig.from_buffer_copy(whole)  # other threads may be on their way to other streams
+        config.stream = stream
+        pointer = ctypes.c_char_p(params)
+        status = launch(address(config), function, address(pointer), None)
+        if status != 0:
+            raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (clusters of {cluster} blocks)")
+
+    return submit
 
 
 _KEEP: list[Any] = []  # modules unload with their last reference
@@ -287,12 +342,15 @@ def _runtime() -> Any:
     return require_cupy("a CUDA array").cuda.runtime
 
 
-def _enter() -> None:
-    """Give this thread a CUDA context once: the driver API that launches does not do it by itself."""
-    if not hasattr(_THREAD, "entered"):
+def current_device() -> int:
+    """The number of this thread's current GPU. Gives the thread a CUDA context once: a driver's launch does not."""
+    try:
+        return _THREAD.get_device()
+    except AttributeError:
         runtime = _runtime()
         runtime.setDevice(runtime.getDevice())
-        _THREAD.entered = True
+        _THREAD.get_device = runtime.getDevice
+        return runtime.getDevice()
 
 
 def num_sms(device: int) -> int:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 
 from ..arrays import Array, Place
+from ..recording import Params
 from .jit import Kernel, clear, num_sms
 
 THREADS = 256
 TILE = THREADS * 2 * 8  # values a block takes at a time
 BLOCKS_PER_SM = 4  # __launch_bounds__ of the kernel: as many as are sure to run at the same time
 
-_PARAMS = struct.Struct("=4Q2qi4x")  # struct Params of tensor_quant.cu
+_PARAMS = Params("=4Q2qi4x")  # struct Params of tensor_quant.cu
 
 
 @cache

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array, Place
+from ..recording import Params
 from .jit import Kernel
 from .paging import BLOCK_TABLE, QUERIES, block_table_fields, query_fields
 
 THREADS = 256
 LENS_THREADS = 128
 
-_DECODE = struct.Struct("=" + BLOCK_TABLE + QUERIES + "4Qqi4x")  # struct Params of swa_decode.cu
-_LENS = struct.Struct("=" + QUERIES + "Q2i")  # struct Params of gather_lens.cu
-_COMBINE = struct.Struct("=" + QUERIES + "4Q2q6i")  # struct Params of combine_swa.cu
+_DECODE = Params("=" + BLOCK_TABLE + QUERIES + "4Qqi4x")  # struct Params of swa_decode.cu
+_LENS = Params("=" + QUERIES + "Q2i")  # struct Params of gather_lens.cu
+_COMBINE = Params("=" + QUERIES + "4Q2q6i")  # struct Params of combine_swa.cu
 
 
 @cache

@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, bind
+from ..arrays import bind
 from ..layouts import BFLOAT16
 from ._check import FLOAT32
+from ._plan import traceable
 
 FLOATS = (BFLOAT16, FLOAT32)
 
 
+@traceable
 def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:
     """Split the weight of `kv_b_proj`, which expands latent rows into keys and values, into its two halves.
 
@@ -37,13 +39,13 @@ def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]
         TypeError, ValueError: `weight` has the wrong type or does not split into that many heads.
     """
     _, (w,) = bind(weight=weight)
-    latent, width = w.require(FLOATS, "512", "num_heads * (d_nope + d_v)", contiguous=False).shape
+    _, width = w.require(FLOATS, "512", "num_heads * (d_nope + d_v)", contiguous=False).shape
     if num_heads < 1 or width % num_heads or not 0 < d_nope < width // num_heads:
         raise ValueError(f"weight: expected {num_heads} heads of more than {d_nope} columns, got {width} columns")
-    heads = weight.reshape(latent, num_heads, width // num_heads)
-    return heads[..., :d_nope], heads[..., d_nope:]
+    return split_by_head(weight, num_heads, d_nope)
 
 
+@traceable
 def absorb_q(q_nope: Any, w_uk: Any) -> Any:
     """Move the key expansion to the query: `out[t, h] = w_uk[:, h] @ q_nope[t, h]`.
 
@@ -60,9 +62,10 @@ def absorb_q(q_nope: Any, w_uk: Any) -> Any:
     place, (q, w) = bind(q_nope=q_nope, w_uk=w_uk)
     _, h, d_nope = q.require(FLOATS, "T", "h", "d_nope", contiguous=False).shape
     w.require(q.dtype, "512", h, d_nope, contiguous=False)
-    return _product_by_head(place.kind, q, w_uk.swapaxes(0, 1).swapaxes(1, 2))
+    return product_by_head(place.kind, q_nope, w_uk.swapaxes(0, 1).swapaxes(1, 2))
 
 
+@traceable
 def v_up_proj(x: Any, w_uv: Any) -> Any:
     """Expand the attention's latent output into values: `out[t, h] = x[t, h] @ w_uv[:, h]`.
 
@@ -79,12 +82,19 @@ def v_up_proj(x: Any, w_uv: Any) -> Any:
     place, (rows, w) = bind(x=x, w_uv=w_uv)
     _, h, latent = rows.require(FLOATS, "T", "h", "512", contiguous=False).shape
     w.require(rows.dtype, latent, h, "d_v", contiguous=False)
-    return _product_by_head(place.kind, rows, w_uv.swapaxes(0, 1))
+    return product_by_head(place.kind, x, w_uv.swapaxes(0, 1))
 
 
-def _product_by_head(kind: str, x: Array, weight: Any) -> Any:
+def split_by_head(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:
+    """[k, num_heads * (d_nope + d_v)] as [k, num_heads, d_nope] and [k, num_heads, d_v]."""
+    latent, width = weight.shape
+    heads = weight.reshape(latent, num_heads, width // num_heads)
+    return heads[..., :d_nope], heads[..., d_nope:]
+
+
+def product_by_head(kind: str, x: Any, weight: Any) -> Any:
     """[T, h, k] times [h, k, n] gives [T, h, n]: one matrix product a head."""
-    by_head = x.obj.swapaxes(0, 1)
+    by_head = x.swapaxes(0, 1)
     if kind == "torch":
         return (by_head @ weight).swapaxes(0, 1)
     # NumPy has no bfloat16 product and CuPy 14 none in batches: multiply in float32, round once.

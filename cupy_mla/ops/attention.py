@@ -23,10 +23,12 @@ from ..cuda import attention as cuda
 from ..layouts import BFLOAT16, D_V, Layout
 from ..reference import attention as reference
 from ._check import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads
+from ._plan import planned
 
 HEAD_DIMS = (576, 512)
 
 
+@planned
 def sparse_prefill(
     q: Any,
     kv: Any,
@@ -76,6 +78,7 @@ def sparse_prefill(
     return out_.obj, max_logits.obj, lse.obj
 
 
+@planned
 def sparse_decode(
     q: Any,
     k_cache: Any,

@@ -12,10 +12,12 @@ from ..cuda import cache as cuda
 from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import cache as reference
 from ._check import INT64, cache_layout, require_cache
+from ._plan import planned
 
 SCALE_FORMATS = ("fp32", "ue8m0")
 
 
+@planned
 def concat_and_cache_mla(
     kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, *, layout: str | None = None, scale_format: str = "fp32"
 ) -> None:
@@ -52,6 +54,7 @@ def concat_and_cache_mla(
     )
 
 
+@planned
 def quantize_and_insert_k_cache(k: Any, k_cache: Any, slot_mapping: Any) -> None:
     """Write tokens into a paged cache in layout V4_FP8.
 

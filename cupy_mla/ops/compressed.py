@@ -17,9 +17,11 @@ from ..arrays import bind
 from ..cuda import compressed as cuda
 from ..reference import compressed as reference
 from ._check import INT32, INT64
+from ._plan import planned
 from .swa import BOOL, require_at_least
 
 
+@planned
 def compute_global_topk_indices_and_lens(
     topk_indices: Any,
     token_to_req: Any,
@@ -95,6 +97,22 @@ def get_compressed_slot_mapping(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
     """
+    return write_compressed_slot_mapping(
+        num_tokens, query_start_loc, seq_lens, block_table, block_size, compress_ratio, out
+    )[:num_tokens]
+
+
+@planned
+def write_compressed_slot_mapping(
+    num_tokens: int,
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    block_size: int,
+    compress_ratio: int,
+    out: Any = None,
+) -> Any:
+    """As `get_compressed_slot_mapping`, the whole of `out`."""
     for name, value, least in (("num_tokens", num_tokens, 0), ("block_size", block_size, 1),
                                ("compress_ratio", compress_ratio, 1)):  # fmt: skip
         require_at_least(name, value, least)
@@ -111,7 +129,7 @@ def get_compressed_slot_mapping(
         cuda.get_compressed_slot_mapping, reference.get_compressed_slot_mapping,
         num_tokens, starts, seq, table, block_size, compress_ratio, out_,
     )  # fmt: skip
-    return out_.obj[:num_tokens]
+    return out_.obj
 
 
 def build_c128a_topk_metadata(
@@ -152,6 +170,29 @@ def build_c128a_topk_metadata(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
     """
+    write_c128a_topk_metadata(
+        positions, compress_ratio, num_decode_tokens, token_to_req, block_table, block_size, slot_mapping,
+        decode_indices, decode_lens, prefill_indices, max_compressed_tokens,
+    )  # fmt: skip
+    prefill_tokens = len(positions) - num_decode_tokens
+    return decode_indices[:num_decode_tokens], decode_lens[:num_decode_tokens], prefill_indices[:prefill_tokens]
+
+
+@planned
+def write_c128a_topk_metadata(
+    positions: Any,
+    compress_ratio: int,
+    num_decode_tokens: int,
+    token_to_req: Any,
+    block_table: Any,
+    block_size: int,
+    slot_mapping: Any,
+    decode_indices: Any,
+    decode_lens: Any,
+    prefill_indices: Any,
+    max_compressed_tokens: int,
+) -> None:
+    """As `build_c128a_topk_metadata`, which returns what this writes."""
     for name, value, least in (("block_size", block_size, 1), ("compress_ratio", compress_ratio, 1),
                                ("max_compressed_tokens", max_compressed_tokens, 0)):  # fmt: skip
         require_at_least(name, value, least)
@@ -177,8 +218,4 @@ def build_c128a_topk_metadata(
         cuda.build_c128a_topk_metadata, reference.build_c128a_topk_metadata,
         pos, compress_ratio, num_decode_tokens, req, table, block_size, slots, decode, lens, prefill,
         max_compressed_tokens,
-    )  # fmt: skip
-    return (
-        decode_indices[:num_decode_tokens], decode_lens[:num_decode_tokens],
-        prefill_indices[: tokens - num_decode_tokens],
     )  # fmt: skip

@@ -12,8 +12,10 @@ from ..cuda import gather as cuda
 from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import gather as reference
 from ._check import INT32, cache_layout, require_cache
+from ._plan import planned
 
 
+@planned
 def cp_gather_and_upconvert_fp8_kv_cache(
     src_cache: Any, dst: Any, block_table: Any, seq_lens: Any, workspace_starts: Any
 ) -> None:
@@ -50,6 +52,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     )  # fmt: skip
 
 
+@planned
 def dequantize_and_gather_k_cache(
     out: Any, k_cache: Any, seq_lens: Any, gather_lens: Any, block_table: Any, block_size: int, offset: int
 ) -> None:
@@ -92,6 +95,7 @@ def dequantize_and_gather_k_cache(
     )  # fmt: skip
 
 
+@planned
 def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
     """Put the two parts of every query head side by side: the absorbed query and its RoPE part.
 

@@ -15,11 +15,13 @@ from ..cuda import indexer as cuda
 from ..layouts import BFLOAT16, INDEXER_FP8
 from ..reference import indexer as reference
 from ._check import FLOAT32, INT32, INT64, QUANTIZED, cache_layout, require_cache
+from ._plan import planned
 from .cache import SCALE_FORMATS, _check_slots
 
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
 
 
+@planned
 def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_format: str = "fp32") -> None:
     """Quantize tokens' indexer keys and write them into the paged cache.
 
@@ -50,6 +52,7 @@ def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_fo
     )  # fmt: skip
 
 
+@planned
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Any, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any
 ) -> None:

@@ -14,8 +14,10 @@ from ..arrays import Array, bind
 from ..cuda import indices as cuda
 from ..reference import indices as reference
 from ._check import INT32
+from ._plan import planned
 
 
+@planned
 def convert_req_index_to_global_index(
     req_id: Any,
     block_table: Any,

@@ -10,10 +10,12 @@ from ..cuda import quant as cuda
 from ..layouts import BFLOAT16, E4M3
 from ..reference import quant as reference
 from ._check import FLOAT32
+from ._plan import planned
 
 FLOATS = (BFLOAT16, FLOAT32)
 
 
+@planned
 def dynamic_per_batched_tensor_quant(x: Any) -> tuple[Any, Any]:
     """Quantize a tensor under one scale: with `s = 448 / max(amax, 1e-10)`, the codes of `clamp(x * s, -448, 448)`.
 

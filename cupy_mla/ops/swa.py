@@ -20,11 +20,13 @@ from ..arrays import bind
 from ..cuda import swa as cuda
 from ..reference import swa as reference
 from ._check import INT32
+from ._plan import planned
 
 BOOL = np.dtype(np.bool_)
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
 
 
+@planned
 def compute_swa_indices_and_lens(
     query_start_loc: Any,
     seq_lens: Any,
@@ -79,6 +81,7 @@ def compute_swa_indices_and_lens(
     return out_.obj, lens_.obj
 
 
+@planned
 def compute_prefill_gather_lens(
     seq_lens: Any, query_start_loc: Any, num_decodes: int, window_size: int, *, out: Any = None
 ) -> Any:
@@ -120,6 +123,7 @@ def combined_width(topk: int, window_size: int) -> int:
     return -(-(topk + window_size) // LIST_ALIGN) * LIST_ALIGN
 
 
+@planned
 def combine_topk_swa_indices(
     topk_indices: Any,
     query_start_loc: Any,

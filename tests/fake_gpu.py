@@ -1,0 +1,76 @@
+"""A GPU that is none: CPU tensors pass for CUDA ones, and launches are written down instead of made.
+
+What operations hand to the driver can so be compared, and what a call costs the host measured, without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from cupy_mla.arrays import HOST, Array, Place, aligned_up
+from cupy_mla.cuda import jit
+
+ARENA_BYTES = 1 << 24
+
+
+class Submitted(NamedTuple):
+    """One thing that went to the driver: a launch of a kernel, or a memset (address, value, bytes)."""
+
+    kernel: jit.Kernel | None
+    grid: tuple[int, ...]  # and the blocks of a cluster
+    stream: int
+    params: bytes | tuple[int, int, int]
+
+
+class FakeGPU:
+    """Stands in for device 0 while a monkeypatch lasts.
+
+    Attributes:
+        log: what went to the driver, in order.
+        stream: the caller's current stream.
+        used: bytes of memory in use; set to 0, the next allocations are those of before.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[Submitted] = []
+        self.stream = 0
+        self.used = 0
+        whole = Place("torch", HOST).empty((ARENA_BYTES,), np.dtype(np.uint8))
+        describe = Array._describe_tensor
+
+        def describe_as_cuda(array: Array, tensor: Any) -> None:
+            describe(array, tensor)
+            array.device = 0
+
+        def maker(place: Place, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
+            def make() -> Any:
+                start = self.used
+                self.used += aligned_up(math.prod(shape) * dtype.itemsize)
+                return Place("torch", HOST).carve(whole, start, shape, dtype)
+
+            return make
+
+        def submitter(kernel: jit.Kernel, function: int, grid: tuple[int, int, int], *more: int) -> jit.Submit:
+            assert function == id(kernel)
+            return lambda stream, params: self.log.append(Submitted(kernel, (*grid, *more), stream, params))
+
+        def memset(address: int, value: int, nbytes: int, stream: int) -> None:
+            self.log.append(Submitted(None, (), stream, (address, value, nbytes)))
+
+        runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None, memsetAsync=memset)
+        monkeypatch.setattr(jit, "_runtime", lambda: runtime)
+        monkeypatch.setattr(jit, "_THREAD", SimpleNamespace())
+        monkeypatch.setattr(jit, "_properties", lambda device: {"multiProcessorCount": 132, "major": 9, "minor": 0})
+        monkeypatch.setattr(jit.Kernel, "_load", lambda kernel, device: id(kernel))
+        monkeypatch.setattr(jit.Kernel, "_submitter", submitter)
+        monkeypatch.setattr(Array, "_describe_tensor", describe_as_cuda)
+        monkeypatch.setattr(Place, "_maker", maker)
+        monkeypatch.setattr(Place, "current", lambda place: nullcontext())
+        monkeypatch.setattr(Place, "streams", property(lambda place: lambda: self.stream))

@@ -1,0 +1,183 @@
+"""What holds of every public operation: hostile NumPy arrays, streams, graphs, devices and memory pools."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from tests.kinds import NumPy, make
+from tests.operations import OPERATIONS, Call
+
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+gpu_kinds = pytest.mark.parametrize("library", ["cupy", "torch_cuda"])
+
+
+def test_none_is_left_out() -> None:
+    """Every public function that takes arrays and is no wrapper of another's stands in the table."""
+    others = {
+        "absorb_q", "v_up_proj", "split_kv_b_proj",  # products of the caller's library
+        "flash_mla_sparse_fwd", "plan_splits", "to_cupy", "to_numpy", "to_torch", "cuda_available", "get_mla_metadata",
+        "prefill_workspace_size", "reshape_attn_output_for_spec_decode", "reshape_query_for_spec_decode",
+        "split_decodes_and_prefills", "split_prefill_chunks",
+    }  # fmt: skip
+    functions = {n for n in cupy_mla.__all__ if type(getattr(cupy_mla, n)) is type(test_none_is_left_out)}
+    assert functions - others == set(OPERATIONS)
+
+
+# --- NumPy ----------------------------------------------------------------------------------------------------
+
+
+@every_operation
+def test_read_only_results_are_refused(rng, name) -> None:
+    call = OPERATIONS[name](rng).with_outputs()
+    for refused in call.written:
+        arrays = {n: a.copy() for n, a in call.arrays.items()}
+        arrays[refused].flags.writeable = False
+        with pytest.raises(ValueError, match=rf"^{refused}: expected a writable array, got a read-only one"):
+            call.operation(**arrays, **call.settings)
+        for n in call.written:
+            assert arrays[n].tobytes() == call.arrays[n].tobytes(), f"{n} was written"
+
+
+@every_operation
+def test_read_only_inputs_are_fine(rng, name) -> None:
+    call = OPERATIONS[name](rng).with_outputs()
+    arrays = {n: a.copy() for n, a in call.arrays.items()}
+    for n in set(arrays) - set(call.written):
+        arrays[n].flags.writeable = False
+    call.run(NumPy(), arrays)
+
+
+@every_operation
+def test_foreign_byte_order_is_refused(rng, name) -> None:
+    call = OPERATIONS[name](rng).with_outputs()
+    for refused, array in call.arrays.items():
+        if array.dtype.kind not in "if":  # bytes have no order, and ml_dtypes has no other than the machine's
+            continue
+        swapped = array.astype(array.dtype.newbyteorder())
+        shown = "extra_indices" if refused == "extra_indices_in_kvcache" else refused
+        with pytest.raises(TypeError, match=rf"^{shown}: expected native byte order, got dtype >"):
+            call.operation(**(call.arrays | {refused: swapped}), **call.settings)
+
+
+# --- GPUs -----------------------------------------------------------------------------------------------------
+
+
+def check(got: list[np.ndarray], want: list[np.ndarray]) -> None:
+    """Attention agrees to rounding, all else to the bit."""
+    for a, b in zip(got, want, strict=True):
+        if a.dtype.kind == "f" or a.dtype.name == "bfloat16":
+            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=0.03, atol=2e-3)
+        else:
+            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def reference(call: Call) -> list[np.ndarray]:
+    """The results of the same call in NumPy, under a schedule of its own."""
+    settings = dict(call.settings)
+    if "tile_scheduler_metadata" in settings:
+        settings["tile_scheduler_metadata"] = cupy_mla.get_mla_metadata()[0]
+    arrays = {n: a.copy() for n, a in call.arrays.items()}
+    return Call(call.operation, arrays, settings, call.written).run(NumPy(), arrays)
+
+
+@pytest.mark.gpu
+@every_operation
+@gpu_kinds
+@pytest.mark.parametrize("given", [False, True], ids=["allocates", "writes"])
+def test_calls_alike_have_results_of_their_own(rng, name, library, given) -> None:
+    """From the second or third call on they go by a plan."""
+    kind, first = make(library), OPERATIONS[name](rng)
+    for _ in range(4):
+        call = OPERATIONS[name](rng)
+        call.settings = first.settings
+        call = call.with_outputs() if given else call
+        check(call.run(kind), reference(call))
+
+
+@pytest.mark.gpu
+@every_operation
+@gpu_kinds
+def test_work_goes_to_the_current_stream(rng, name, library) -> None:
+    """A call, by a plan or not, waits for what is before it on the caller's stream, here what makes its inputs."""
+    kind, first = make(library), OPERATIONS[name](rng).with_outputs()
+    for _ in range(3):
+        call = OPERATIONS[name](rng).with_outputs()
+        call.settings = first.settings
+        inputs = {n: kind.put(a) for n, a in call.arrays.items()}
+        late = {n: kind.put(np.zeros_like(a)) for n, a in call.arrays.items()}
+        kind.synchronize()
+        _, current = kind.stream()
+        with current:
+            kind.keep_busy()
+            for n in call.arrays:
+                late[n][...] = inputs[n]
+            call.operation(**late, **call.settings)
+            got = [kind.take(late[n]) for n in call.written]
+        want = reference(call)
+        check(got, want[len(want) - len(got) :])
+
+
+@pytest.mark.gpu
+@every_operation
+def test_cupy_graph(rng, name) -> None:
+    """`stream.begin_capture` takes every operation once its kernels are there; a replay reads what is there then."""
+    kind = make("cupy")
+    cupy = kind.cupy
+    first, second = (OPERATIONS[name](rng).with_outputs() for _ in range(2))
+    second.settings = first.settings
+    arrays = {n: kind.put(a) for n, a in first.arrays.items()}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(2):  # compile, and let the memory pool have what the call allocates
+            first.operation(**arrays, **first.settings)
+        stream.begin_capture()
+        returned = first.operation(**arrays, **first.settings)
+        graph = stream.end_capture()
+        for n, a in second.arrays.items():
+            arrays[n][...] = cupy.asarray(a) if a.dtype.name != "bfloat16" else kind.put(a)
+        graph.launch(stream)
+    stream.synchronize()
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    got = [kind.take(a) for a in (*(r for r in returned if r is not None), *(arrays[n] for n in first.written))]
+    check(got, reference(second))
+
+
+@pytest.mark.gpu
+@every_operation
+@gpu_kinds
+def test_the_second_gpu(rng, name, library) -> None:
+    """Arrays on device 1 are worked on there while device 0 is the current one."""
+    kind = make(library)
+    if cupy_mla.arrays.require_cupy("this test").cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    first = OPERATIONS[name](rng)
+    for _ in range(3):
+        call = OPERATIONS[name](rng)
+        call.settings = first.settings
+        with kind.on(1):
+            arrays = {n: kind.put(a) for n, a in call.arrays.items()}
+        returned = call.operation(**arrays, **call.settings)
+        returned = [a for a in (returned if isinstance(returned, tuple) else (returned,)) if a is not None]
+        assert all(cupy_mla.Place.of(a).device == 1 for a in returned)
+        assert cupy_mla.arrays.require_cupy("this test").cuda.runtime.getDevice() == 0
+        with kind.on(1):
+            got = [kind.take(a) for a in (*returned, *(arrays[n] for n in call.written))]
+        check(got, reference(call))
+
+
+@pytest.mark.gpu
+@every_operation
+def test_cupy_allocates_from_the_callers_pool(rng, name) -> None:
+    kind, call = make("cupy"), OPERATIONS[name](rng)
+    pool = kind.cupy.cuda.MemoryPool()
+    arrays = {n: kind.put(a) for n, a in call.arrays.items()}
+    for _ in range(3):
+        with kind.cupy.cuda.using_allocator(pool.malloc):
+            returned = call.operation(**arrays, **call.settings)
+        returned = [a for a in (returned if isinstance(returned, tuple) else (returned,)) if a is not None]
+        fresh = [a for a in returned if a.data.mem.ptr not in {b.data.mem.ptr for b in arrays.values()}]
+        assert pool.used_bytes() >= sum(a.nbytes for a in fresh)
+        assert (pool.used_bytes() == 0) == (not fresh)
+        del returned, fresh

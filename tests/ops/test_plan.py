@@ -1,0 +1,210 @@
+"""Plans: a call like one that was seen before does what the first one did, with its own arrays, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla.ops import _plan
+from tests.fake_gpu import FakeGPU, Submitted
+from tests.kinds import NumPy, Torch
+from tests.operations import OPERATIONS, Call
+
+torch = pytest.importorskip("torch")
+
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[FakeGPU]:
+    _plan.forget_plans()
+    yield FakeGPU(monkeypatch)
+    _plan.forget_plans()
+
+
+@pytest.fixture
+def repeats(monkeypatch) -> list[_plan.Plan]:
+    """The plans that calls went by."""
+    seen: list[_plan.Plan] = []
+    run = _plan.Plan.run
+    monkeypatch.setattr(_plan.Plan, "run", lambda plan, *arguments: seen.append(plan) or run(plan, *arguments))
+    return seen
+
+
+def put(call: Call) -> dict[str, Any]:
+    return {name: Torch().put(a) for name, a in call.arrays.items()}
+
+
+def submit(gpu: FakeGPU, call: Call, arrays: dict[str, Any]) -> tuple[list[Submitted], list[Any]]:
+    """What one call hands to the driver, and where what it returns lies."""
+    gpu.log.clear()
+    gpu.used = 0
+    result = call.operation(**arrays, **call.settings)
+    leaves = result if isinstance(result, tuple) else (result,)
+    places = [None if a is None else (a.data_ptr(), a.shape, a.stride(), a.dtype) for a in leaves]
+    return list(gpu.log), places
+
+
+@every_operation
+@pytest.mark.parametrize("given", [False, True], ids=["allocates", "writes"])
+def test_a_call_seen_before_does_the_same(gpu, repeats, rng, name, given):
+    first, second = (OPERATIONS[name](rng) for _ in range(2))
+    first, second = (call.with_outputs() if given else call for call in (first, second))
+    second.settings = first.settings  # one schedule
+    for _ in range(2):  # flash_mla makes its schedule at the first
+        submit(gpu, first, put(first))
+    del repeats[:]
+    arrays = put(second)
+    got = submit(gpu, second, arrays)
+    assert len(repeats) == 1, "the call went by no plan"
+    _plan.forget_plans()
+    want = submit(gpu, second, arrays)
+    assert len(repeats) == 1
+    assert got == want
+    assert got[0]
+
+
+# --- what must not go by a plan --------------------------------------------------------------------------------
+
+
+def tensors(**shapes: tuple[Any, ...]) -> dict[str, Any]:
+    """Tensors by name, each of a shape and a dtype."""
+    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def prefill(s_q: int = 3, **change: Any) -> dict[str, Any]:
+    arrays = tensors(
+        q=((s_q, 4, 576), torch.bfloat16), kv=((9, 1, 576), torch.bfloat16), indices=((s_q, 1, 7), torch.int32)
+    )
+    return {**arrays, "sm_scale": 0.1, **change}
+
+
+@pytest.fixture
+def seen(gpu, repeats) -> list[_plan.Plan]:
+    """The plans that calls went by, once a call has been seen."""
+    cupy_mla.sparse_prefill(**prefill())
+    cupy_mla.sparse_prefill(**prefill())
+    assert len(repeats) == 1
+    del repeats[:]
+    return repeats
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: {"s_q": 4},
+        lambda: {"sm_scale": 0.2},
+        lambda: {"q": torch.zeros(3, 8, 576, dtype=torch.bfloat16)[:, ::2]},
+        lambda: {"q": torch.zeros(3 * 4 * 576 + 1, dtype=torch.bfloat16)[1:].view(3, 4, 576)},
+        lambda: {"kv": torch.zeros(8, 1, 576, dtype=torch.bfloat16)},
+        lambda: {"attn_sink": torch.zeros(4)},
+        lambda: {"topk_length": torch.zeros(3, dtype=torch.int32)},
+        lambda: {"out": torch.zeros(3, 4, 512, dtype=torch.bfloat16)},
+    ],
+    ids=["shape", "setting", "strides", "alignment", "rows", "sink", "length", "out"],
+)
+def test_another_signature_is_another_plan(seen, change):
+    for _ in range(2):
+        cupy_mla.sparse_prefill(**prefill(**change()))
+    assert len(seen) == 1, "the first of two went by the other's plan, or the second by none"
+
+
+def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
+    gpu.log.clear()
+    for kernels in ("sm90", "portable"):
+        monkeypatch.setenv("CUPY_MLA_KERNELS", kernels)
+        cupy_mla.sparse_prefill(**prefill())
+    assert not seen
+    assert gpu.log[0].kernel is not gpu.log[1].kernel
+
+
+def test_checks_stay_on(seen):
+    for wrong, error in (
+        ({"indices": torch.zeros(3, 1, 7)}, TypeError),
+        ({"kv": torch.zeros(9, 1, 512, dtype=torch.bfloat16)}, ValueError),
+        ({"q": torch.zeros(3, 4, 576, dtype=torch.bfloat16).to_sparse()}, TypeError),
+        ({"q": np.zeros((3, 4, 576))}, TypeError),
+        ({"out": torch.zeros(1, 1, 1, dtype=torch.bfloat16).expand(3, 4, 512)}, ValueError),
+        ({"d_v": [512]}, ValueError),
+    ):
+        for _ in range(2):
+            with pytest.raises(error):
+                cupy_mla.sparse_prefill(**prefill(**wrong))
+    assert not seen
+
+
+def test_values_are_checked_when_asked(seen, monkeypatch):
+    monkeypatch.setattr("cupy_mla.arrays.CHECK_VALUES", True)
+    cupy_mla.sparse_prefill(**prefill())
+    assert not seen
+
+
+def test_the_value_of_a_tensor_is_no_setting(gpu, seen):
+    """A scale that is a tensor is read at every call."""
+    for value in (0.5, 0.25):
+        gpu.log.clear()
+        gpu.used = 0
+        arguments = prefill()
+        cupy_mla.sparse_prefill(**{**arguments, "sm_scale": torch.tensor(value)})
+        as_tensor = gpu.log.pop()
+        gpu.used = 0
+        cupy_mla.sparse_prefill(**{**arguments, "sm_scale": value})
+        assert as_tensor == gpu.log[-1]
+    assert not seen
+
+
+def test_one_array_under_two_names(gpu, repeats):
+    """In place once, not in place the next time: both write where they are told."""
+    arrays = tensors(req_id=((4,), torch.int32), block_table=((2, 3), torch.int32), token_indices=((4, 8), torch.int32))
+    other = torch.zeros(4, 8, dtype=torch.int32)
+    for out in (arrays["token_indices"], other, arrays["token_indices"], other):
+        gpu.log.clear()
+        got = cupy_mla.convert_req_index_to_global_index(**arrays, block_size=4, out=out)
+        assert got is out
+        addresses = np.frombuffer(gpu.log[0].params[: len(gpu.log[0].params) // 8 * 8], np.uint64)
+        assert out.data_ptr() in addresses
+        assert (other.data_ptr() in addresses) == (out is other)
+
+
+def test_gradients(seen):
+    wanting = prefill()["q"].requires_grad_()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^q requires a gradient, and cupy_mla has no backward: call under"):
+            cupy_mla.sparse_prefill(**prefill(q=wanting))
+        with torch.no_grad():
+            cupy_mla.sparse_prefill(**prefill(q=wanting))
+    assert not seen
+
+
+def test_the_stream_is_that_of_the_moment(gpu, seen):
+    gpu.log.clear()
+    for gpu.stream in (0, 77, 5):
+        cupy_mla.sparse_prefill(**prefill())
+    assert [s.stream for s in gpu.log] == [0, 77, 5]
+    assert len(seen) == 3
+
+
+def test_parameters_are_tensors(gpu, repeats):
+    sink = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    for _ in range(2):
+        cupy_mla.sparse_prefill(**prefill(attn_sink=sink))
+    assert len(repeats) == 1
+
+
+def test_plans_do_not_pile_up(gpu, seen, monkeypatch):
+    monkeypatch.setattr(_plan, "MAX_PLANS", 5)
+    for s_q in range(1, 20):
+        cupy_mla.sparse_prefill(**prefill(s_q))
+    kept = [c.cell_contents for c in cupy_mla.sparse_prefill.__closure__ if isinstance(c.cell_contents, dict)]
+    assert 0 < sum(len(form.plans) for form in kept[0].values()) <= 2 * 5
+
+
+def test_cpu_arrays_leave_no_plan(rng, repeats):
+    for _ in range(3):
+        cupy_mla.sparse_prefill(**prefill())
+        OPERATIONS["sparse_prefill"](rng).run(NumPy())
+    assert not repeats
