@@ -1,0 +1,193 @@
+"""The operations as torch custom ops: their declarations hold, and torch.compile takes the public functions whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla import flash_mla
+from tests import kinds
+from tests.cases import normal
+from tests.kinds import NumPy
+from tests.operations import OPERATIONS, Call
+
+torch = pytest.importorskip("torch")
+torch_ops = pytest.importorskip("cupy_mla.integrations.torch_ops")
+
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+ways = pytest.mark.parametrize("given", [False, True], ids=["allocates", "writes"])
+
+
+@pytest.fixture(params=["torch", pytest.param("torch_cuda", marks=pytest.mark.gpu)])
+def kind(request) -> NumPy:
+    return kinds.make(request.param)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def call_of(name: str, rng: np.random.Generator, given: bool) -> Call:
+    call = OPERATIONS[name](rng)
+    return call.with_outputs() if given else call
+
+
+def custom_op(call: Call, given: bool) -> tuple[Any, list[str]]:
+    """The custom op that a call turns into, and its parameters."""
+    name = call.operation.__name__
+    if call.settings.get("return_valid_counts"):
+        name += "_and_count"
+    op = getattr(torch.ops.cupy_mla, name + ("_out" if given and call.made else "")).default
+    return op, [a.name for a in op._schema.arguments]
+
+
+@every_operation
+@ways
+def test_opcheck(kind, rng, name, given):
+    if name == "flash_mla_with_kvcache":
+        pytest.skip("sparse_decode by another name")
+    call = call_of(name, rng, given)
+    op, parameters = custom_op(call, given)
+    arguments = {n: kind.put(a) for n, a in call.arrays.items()} | call.settings
+    torch.library.opcheck(op, (), {n: v for n, v in arguments.items() if n in parameters})
+
+
+@every_operation
+@ways
+def test_compiled_whole(kind, rng, name, given):
+    """No graph break, the same results and the same writes, on two draws and in both of the graph's runs."""
+    calls = [call_of(name, rng, given) for _ in range(2)]
+    settings = calls[0].settings
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(arrays: dict[str, Any]) -> Any:
+        return calls[0].operation(**arrays, **settings)
+
+    for call in calls:
+        want = call.run(kind)
+        arrays = {n: kind.put(a) for n, a in call.arrays.items()}
+        returned = compiled(arrays)
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        got = [kind.take(a) for a in (*(r for r in returned if r is not None), *(arrays[n] for n in call.written))]
+        for a, b in zip(got, want, strict=True):
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+def decode_inputs(kind: NumPy, rng: np.random.Generator) -> tuple[Any, ...]:
+    arrays = OPERATIONS["flash_mla_with_kvcache"](rng).arrays
+    return tuple(kind.put(arrays[name]) for name in ("q", "k_cache", "indices"))
+
+
+def test_one_graph_serves_many_lengths(kind, rng):
+    """Symbolic shapes: no recompilation from one number of queries to the next."""
+    compiled = torch.compile(
+        lambda q, kv, indices: cupy_mla.sparse_prefill(q, kv, indices, 0.05), fullgraph=True, dynamic=True,
+        backend="aot_eager",
+    )  # fmt: skip
+    arrays = {n: kind.put(a) for n, a in OPERATIONS["sparse_prefill"](rng).arrays.items()}
+    for s_q in (3, 2):
+        inputs = (arrays["q"][:s_q], arrays["kv"], arrays["indices"][:s_q])
+        with torch._dynamo.config.patch(error_on_recompile=s_q != 3):
+            got = compiled(*inputs)
+        for a, b in zip(got, cupy_mla.sparse_prefill(*inputs, 0.05), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_schedule_in_a_graph(kind, rng):
+    """A schedule that was made is followed; a graph makes none."""
+    q, cache, indices = decode_inputs(kind, rng)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def decode(schedule: flash_mla.FlashMLASchedMeta) -> Any:
+        return flash_mla.flash_mla_with_kvcache(
+            q, cache, None, None, 512, schedule, is_fp8_kvcache=True, indices=indices
+        )
+
+    empty, _ = flash_mla.get_mla_metadata()
+    want = cupy_mla.sparse_decode(q, cache, indices)
+    assert torch.equal(decode(empty)[0], want[0])
+    assert (empty.shapes, empty.num_splits) == (None, None)
+    three = flash_mla.FlashMLASchedMeta(num_splits=3)
+    assert torch.equal(decode(three)[0], cupy_mla.sparse_decode(q, cache, indices, num_splits=3)[0])
+    with pytest.raises(ValueError, match=r"^is_fp8_kvcache is False"):
+        flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, empty, indices=indices)
+
+
+def test_weight_absorption_in_a_graph(kind, rng):
+    """Products of torch's own, gradient and all."""
+    q, weight = kind.put(normal(rng, 5, 4, 32)), kind.put(normal(rng, 512, 4 * (32 + 16)))
+    q.requires_grad_()
+
+    def attend(q: Any, weight: Any) -> Any:
+        w_uk, w_uv = cupy_mla.split_kv_b_proj(weight, 4, 32)
+        return cupy_mla.v_up_proj(cupy_mla.absorb_q(q, w_uk), w_uv)
+
+    got = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, weight)
+    want = attend(q, weight)
+    assert torch.equal(got, want)
+    for result in (got, want):
+        (gradient,) = torch.autograd.grad(result.float().sum(), q)
+        assert gradient.shape == q.shape
+
+
+@every_operation
+def test_no_backward(kind, rng, name):
+    """An error that says so: of the public function at once, of the custom op when the gradient is asked for."""
+    call = OPERATIONS[name](rng)
+    arrays = {n: kind.put(a) for n, a in call.arrays.items()}
+    wanting = next((n for n, a in arrays.items() if a.is_floating_point() and n not in call.written), None)
+    if wanting is None:
+        pytest.skip("takes integers only")
+    arrays[wanting].requires_grad_()
+    with pytest.raises(RuntimeError, match=rf"^{wanting} requires a gradient, and cupy_mla has no backward"):
+        call.operation(**arrays, **call.settings)
+    with torch.no_grad():
+        call.operation(**arrays, **call.settings)
+    if name == "flash_mla_with_kvcache" or call.written:
+        return
+    op, parameters = custom_op(call, False)
+    results = op(**{n: v for n, v in (arrays | call.settings).items() if n in parameters})
+    with pytest.raises(NotImplementedError, match=rf"^cupy_mla\.{name} has no backward"):
+        results[0].float().sum().backward()
+
+
+def test_fake_tensors_have_shapes(rng):
+    """As torch.export sees them: no memory, no kernel."""
+    fake = pytest.importorskip("torch._subclasses.fake_tensor")
+    with fake.FakeTensorMode():
+        q = torch.empty(7, 2, 64, 576, dtype=torch.bfloat16, device="cuda")
+        cache = torch.empty(9, 64, 656, dtype=torch.uint8, device="cuda")
+        indices = torch.empty(7, 2, 100, dtype=torch.int32, device="cuda")
+        out, lse = torch.ops.cupy_mla.sparse_decode(q, cache, indices)
+    assert (out.shape, out.dtype, out.device.type) == ((7, 2, 64, 512), torch.bfloat16, "cuda")
+    assert (lse.shape, lse.dtype) == ((7, 64, 2), torch.float32)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_trees(rng):
+    """mode="reduce-overhead": captured after its warm-up, replayed with other inputs, and not skipped."""
+    kind = kinds.make("torch_cuda")
+    skips = torch._dynamo.utils.counters["inductor"]
+    skips.clear()
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def step(q: Any, cache: Any, indices: Any) -> Any:
+        out, lse = cupy_mla.sparse_decode(q * 2, cache, indices, 0.04)
+        return out + 1, lse
+
+    arrays = OPERATIONS["flash_mla_with_kvcache"](rng).arrays
+    cache, indices = kind.put(arrays["k_cache"]), kind.put(arrays["indices"])
+    with torch.no_grad():
+        for _ in range(5):
+            q = kind.put(normal(rng, *arrays["q"].shape))
+            out, lse = (a.clone() for a in step(q, cache, indices))
+            want, want_lse = cupy_mla.sparse_decode(q * 2, cache, indices, 0.04)
+            torch.testing.assert_close(lse, want_lse, equal_nan=True)
+            torch.testing.assert_close(out, want + 1)
+    assert skips["cudagraph_skips"] == 0
