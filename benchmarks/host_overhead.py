@@ -1,0 +1,143 @@
+"""What a call costs the host, from arrays to the last launch, for shapes that were seen before.
+
+python benchmarks/host_overhead.py [--quick] [--only REGEX]
+
+Microseconds, median over calls; the GPU is waited for between batches of calls, untimed, so that its queue never
+fills. Beside ours stand FlashMLA's Python functions and, alone, the C++ operators these call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import cache_ops
+import torch
+from harness import Call, Options, Record, flash_mla_peer
+from inputs import normal, random_slots, v32_cache
+
+import cupy_mla
+from cupy_mla import flash_mla
+
+BATCH = 32  # calls between waits
+TARGETS = {"decode": 15.0, "prefill": 12.0}
+TARGET = 10.0  # of the cache and index operations
+TOKENS = 4096
+
+
+class Case(NamedTuple):
+    """A call of ours, given a way to turn torch arrays into others', and the peer's two ways to do the same."""
+
+    name: str
+    call: Callable[[Callable[[torch.Tensor], Any]], Call]
+    peer: Call | None = None
+    operator: Call | None = None
+
+
+def host_us(call: Call, repeats: int) -> float:
+    for _ in range(BATCH):
+        call()
+    taken = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        for _ in range(BATCH):
+            started = time.perf_counter_ns()
+            call()
+            taken.append(time.perf_counter_ns() - started)
+    torch.cuda.synchronize()
+    return statistics.median(taken) / 1e3
+
+
+def decode_cases(peer: Any) -> Iterator[Case]:
+    """Split over many blocks, with a second launch to merge, and unsplit."""
+    cache = v32_cache(1 << 15)
+    for b, h in ((1, 128), (128, 128)):
+        q, indices = normal(b, 1, h, 576), random_slots(b, 1, 2048, slots=1 << 15)
+
+        def call(of: Callable, q: torch.Tensor = q, indices: torch.Tensor = indices) -> Call:
+            schedule, arrays = flash_mla.get_mla_metadata()[0], (of(q), of(cache))
+            chosen = of(indices)
+            return lambda: flash_mla.flash_mla_with_kvcache(
+                *arrays, None, None, 512, schedule, is_fp8_kvcache=True, indices=chosen
+            )
+
+        schedule, _ = peer.get_mla_metadata()
+
+        def theirs(q: torch.Tensor = q, indices: torch.Tensor = indices, schedule: Any = schedule) -> Any:
+            return peer.flash_mla_with_kvcache(
+                q, cache, None, None, 512, schedule, is_fp8_kvcache=True, indices=indices
+            )
+
+        theirs()
+        planned = schedule.tile_scheduler_metadata, schedule.num_splits
+        yield Case(
+            f"decode V32 h {h} b {b} topk 2048", call, theirs,
+            lambda q=q, i=indices, planned=planned: torch.ops._flashmla_C.sparse_decode_fwd(
+                q, cache, i, None, None, *planned, None, None, None, 512, 576**-0.5, None
+            ),
+        )  # fmt: skip
+
+
+def prefill_cases(peer: Any) -> Iterator[Case]:
+    for s_q, h in ((4, 64), (256, 128)):
+        q, kv, indices = normal(s_q, h, 576), normal(8192, 1, 576), random_slots(s_q, 1, 1024, slots=8192)
+        arguments = (q, kv, indices, 576**-0.5)
+
+        def call(of: Callable, arguments: tuple[Any, ...] = arguments) -> Call:
+            arrays = [of(a) for a in arguments[:3]]
+            return lambda: flash_mla.flash_mla_sparse_fwd(*arrays, arguments[3])
+
+        yield Case(
+            f"prefill h {h} s_q {s_q} topk 1024", call,
+            lambda arguments=arguments: peer.flash_mla_sparse_fwd(*arguments),
+            lambda arguments=arguments: torch.ops._flashmla_C.sparse_prefill_fwd(*arguments, 512, None, None, None),
+        )  # fmt: skip
+
+
+def operation_cases() -> Iterator[Case]:
+    """The cache and index operations, on the inputs of their own benchmark."""
+    makers = (
+        lambda: cache_ops.pack_cases(TOKENS), lambda: cache_ops.indexer_pack_cases(TOKENS),
+        lambda: cache_ops.gather_cases(TOKENS, 4), lambda: cache_ops.indexer_gather_cases(TOKENS, 4),
+        lambda: cache_ops.v4_gather_cases(TOKENS, 4), lambda: cache_ops.concat_cases(16, 128),
+        lambda: cache_ops.convert_cases(16, 2048), lambda: cache_ops.v4_index_cases(16),
+        lambda: cache_ops.quant_cases(16, 128),
+    )  # fmt: skip
+    seen = set()
+    for make in makers:
+        for case in make():
+            if case.operation in seen:
+                continue
+            seen.add(case.operation)
+
+            def call(of: Callable, case: cache_ops.Case = case) -> Call:
+                arguments = {name: of(a) for name, a in case.arrays.items()} | case.settings
+                return lambda: case.operation(**arguments)
+
+            yield Case(case.operation.__name__, call)
+
+
+def main() -> None:
+    options = Options.parse(__doc__)
+    record = Record("host_overhead", options, "torch us,CuPy us,peer us,its C++,target")
+    repeats = 10 if options.quick else 60
+    peer = flash_mla_peer()
+    for cases in (decode_cases(peer), prefill_cases(peer), operation_cases()):
+        for case in cases:
+            if not record.wants(case.name):
+                continue
+            calls = {
+                "torch_us": case.call(lambda tensor: tensor), "cupy_us": case.call(cupy_mla.to_cupy),
+                "peer_us": case.peer, "peer_operator_us": case.operator,
+            }  # fmt: skip
+            times = {name: round(host_us(call, repeats), 2) for name, call in calls.items() if call is not None}
+            target = next((us for name, us in TARGETS.items() if case.name.startswith(name)), TARGET)
+            shown = " ".join(f"{times[name]:9.2f}" if name in times else f"{'-':>9}" for name in calls)
+            record.add_row({"case": case.name, **times, "target_us": target}, f"{shown} {target:9.0f}")
+    print(record.write())
+
+
+if __name__ == "__main__":
+    main()
