@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Array, Place
 from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, Layout, by_name
 from ..recording import Params
-from . import few_heads_sm90
+from . import few_heads_sm90, sparse_decode_sm90
 from .jit import Kernel, compute_capability, num_sms
 from .schedule import best_splits
 
@@ -95,11 +95,12 @@ def kernels() -> Iterator[Kernel]:
             yield attention_kernel(layout, heads)
     yield combine_kernel()
     yield from few_heads_sm90.kernels()
+    yield from sparse_decode_sm90.kernels()
     for layout in (BF16_576, BF16_512):
         yield prefill_sm90_kernel(layout)
 
 
-def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool) -> str:
+def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool, quantized: bool = False) -> str:
     """Which kernel runs: the first row of this table whose claim holds. The numbers are where it was measured faster.
 
     | family    | claim                                                                                      |
@@ -114,10 +115,12 @@ def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool
         return "portable"
     asked = os.environ.get("CUPY_MLA_KERNELS", "")
     if asked:
-        return asked if asked == "few_heads" or (asked == "sm90" and prefill) else "portable"
+        return asked if asked == "few_heads" or (asked == "sm90" and (prefill or quantized)) else "portable"
     items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q))
     if items <= FEW_ITEMS or (items >= MANY_ITEMS and h_q <= (16 if prefill else 32)):
         return "few_heads"
+    if quantized:
+        return "sm90"
     return "sm90" if prefill and num_queries * -(-h_q // SM90_HEADS) >= num_sms(device) // 2 else "portable"
 
 
@@ -183,12 +186,12 @@ def sparse_decode(
     b, s_q, h_q, _ = q.shape
     main = _paged(cache, indices, length)
     second = _NO_SOURCE if extra is None or extra_indices is None else _paged(extra, extra_indices, extra_length)
-    aligned = cache.aligned(16) and (extra is None or extra.aligned(16))
+    aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     call = _Call(
         place, (b, s_q, h_q), main, second, aligned,
         q, q.strides[:3], out, out.strides[:3],
         lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits,
-        family(place.device, h_q, b * s_q, aligned and q.aligned(16), False),
+        family(place.device, h_q, b * s_q, aligned and q.aligned(16), False, layout.quantized),
     )  # fmt: skip
     if b * s_q > 0:
         call.launch(layout, length is not None or extra_length is not None)
@@ -202,6 +205,13 @@ def _paged(cache: Array, indices: Array, length: Array | None) -> tuple[int, ...
         cache.ptr, indices.ptr, length.ptr if length else 0, cache.strides[0] * size, cache.strides[1] * size,
         indices.strides[0], indices.strides[1], num_blocks * block_size, indices.shape[2], block_size,
     )  # fmt: skip
+
+
+def _aligned_rows(layout: Layout, cache: Array) -> bool:
+    """True when every row of a paged cache starts at a multiple of 16 bytes. FP8 rows stand where the layout says."""
+    if not layout.quantized:
+        return cache.aligned(16)
+    return cache.ptr % 16 == 0 and layout.row_stride % 16 == 0 and (cache.shape[0] <= 1 or cache.strides[0] % 16 == 0)
 
 
 class _Call:
@@ -255,6 +265,8 @@ class _Call:
         place = self.place
         if self.family == "few_heads":
             few_heads_sm90.launch(place, layout, self.h_q, self.queries, self.splits, uneven, self.params)
+        elif self.family == "sm90" and layout.quantized:
+            sparse_decode_sm90.launch(place, layout, self.h_q, self.queries, self.splits, uneven, self.params)
         elif self.family == "sm90":
             # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
             work = self.queries * -(-self.h_q // SM90_HEADS)

@@ -9,6 +9,20 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float lo, float hi) {
     return packed;
 }
 
+// cvt.rn.f16x2.f32: the same in f16; beyond 65504 infinity.
+__device__ __forceinline__ uint32_t pack_f16x2(float lo, float hi) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+    return packed;
+}
+
+// mul.f16x2
+__device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 __device__ __forceinline__ float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 __device__ __forceinline__ float bf16_to_float(bf16 v) { return __uint_as_float(uint32_t(v) << 16); }
@@ -47,6 +61,18 @@ __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
 // A UE8M0 byte to the float32 power of two it stands for; 0 is 2^-127, 255 NaN.
 __device__ __forceinline__ float ue8m0_to_float(uint32_t byte) {
     return byte == 0 ? __uint_as_float(0x00400000u) : byte == 255 ? __uint_as_float(0x7fffffffu) : __uint_as_float(byte << 23);
+}
+
+// Four e4m3 bytes to two pairs of f16, exact. sm_89.
+__device__ __forceinline__ void e4m3x4_to_f16x2(uint32_t bytes, uint32_t& first, uint32_t& second) {
+    asm("{\n"
+        ".reg .b16 lo, hi;\n"
+        "mov.b32 {lo, hi}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, lo;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, hi;\n"
+        "}\n"
+        : "=r"(first), "=r"(second)
+        : "r"(bytes));
 }
 
 // Four e4m3 bytes to four float32.

@@ -1,0 +1,834 @@
+// Sparse attention of FP8 rows on Hopper, 8 to 64 heads of a query at a time: wgmma with KV rows from registers.
+//
+// Rows stay in shared memory as they lie in the cache. No tile of 16-bit rows is ever written: the multiplying warps widen
+// a row's bytes on their way into the A operand, for both products with KV rows or value columns as the M side,
+//
+//   S^T = K . Q^T     64 rows x heads       a thread reads 16 bytes of its two rows; columns of Q are permuted to match
+//   O^T = V^T . P^T   512 columns x heads   ldmatrix.trans of byte pairs, sorted out by prmt
+//
+//   warpgroup 0 (multiplies)        warpgroup 1 (multiplies)        warpgroup 2 (copies)
+//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by cp.async into a ring of UNITS x 16 rows, a
+//     O += V_1 . P_1   columns        O += V_1 . P_1   columns        unit a warp, as units come free
+//     softmax, P_2     0 .. 255       S_3 = K_3 . Q^T  256 .. 511
+//     O += V_2 . P_2                  O += V_2 . P_2
+//     S_4 = ...                       softmax, P_3 ...
+//
+//   Warpgroup w makes S of every second tile of 64 rows; both multiply every P with their half of the columns. So one's
+//   softmax runs beside the other's products.
+//
+// e4m3 is exact in f16. Scales: a row's r is a power of two at or above its largest scale; its value columns are widened to
+// f16 as e4m3 * (scale / r), and r goes into the exponent of P^T = 2^(logit + log2 r - ref), which f16 holds too, since ref
+// is a reference for just that sum, raised when a value passes it by 2^REF_SLACK. The denominator adds P^T / r.
+//   V32_FP8: S^T is exact: chunks of 128 columns, S^T is multiplied by scale_c / scale_c+1 between them; RoPE in bfloat16.
+//   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, exact; RoPE as f16, divided by r.
+// Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
+//
+//   full[unit], empty[unit]   mbarriers: copies done (32 lanes, and one for `valid`); read for the last time (8 warps)
+//   named 1, 2                P of warpgroup 0's, 1's tiles is there: 128 arrive, the other 128 wait
+//   named 3, 4                the 128 threads of a multiplying warpgroup
+//   named 5                   all multiplying threads
+//
+// Shared memory: Q, two P (heads x 64 f16), the ring, statistics.
+// Registers: 232 a multiplying thread, 40 a copying one, together the 384 x 168 of the launch.
+// What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
+#include "attention/params.cuh"
+#include "layout/reader.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma_registers.cuh"
+#include "tile/chunk.cuh"
+#include "tile/finish.cuh"
+#include "tile/row_tile.cuh"
+
+constexpr bool V32 = Rows::FOLDED_SCALES != 0;  // else V4_FP8
+constexpr int TILE_ROWS = 64, WARPGROUP = 128, THREADS = 3 * WARPGROUP;
+constexpr int UNIT_ROWS = 16, STRIDE = Rows::STAGED_BYTES, UNIT_BYTES = UNIT_ROWS * STRIDE;
+constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks of 64 columns; the last is RoPE
+constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
+constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
+constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
+constexpr float REF_SLACK = 8.0f, REF_NONE = -1e30f;
+static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
+
+constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES, SMALL_AT = RING_AT + UNITS * UNIT_BYTES;
+
+struct Small {
+    uint64_t full[UNITS], empty[UNITS];
+    float ref[HEADS];               // what P^T and O^T are relative to
+    float factor[2][HEADS];         // what P of a tile brings: O^T before it times this, if `raised`
+    uint32_t raised[2];
+    float q_max[8];
+    float across[2][4][HEADS];      // between the warps of a warpgroup
+    float scale[HEADS];             // at the end: of O^T
+    uint32_t valid[UNITS];          // a bit a row
+    float rope_ratio[2][TILE_ROWS];  // V4_FP8: 1 / r
+    uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
+};
+constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
+static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/sparse_decode_sm90.py computes the same");
+
+extern __shared__ __align__(1024) uint8_t shared[];
+
+__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
+
+// --- who and what ---------------------------------------------------------------------------------------------
+
+// A value the compiler knows nothing of, so that what is derived from it is not kept in registers all through a loop.
+__device__ __forceinline__ uint32_t here_only(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// A multiplying thread's place: warpgroup W, warp of it, lane 4 g + t.
+template <int W>
+struct Role {
+    static constexpr int group = W;
+    int warp, lane, g, t;
+
+    static __device__ __forceinline__ Role here() {
+        const int thread = here_only(threadIdx.x);
+        return {thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
+    }
+    __device__ __forceinline__ void sync() const { named_barrier_sync(3 + W, WARPGROUP); }
+    __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
+};
+
+// A query, a tile of its heads and a split of its rows: tiles begin .. end - 1 of the main list and then the extra one.
+// `unit` counts the units that the block's earlier pieces of work took.
+struct Work {
+    Query query;
+    int first_head, split, main_length, extra_length, main_tiles, begin, end, pairs;
+    uint32_t unit;
+};
+
+template <typename Do>
+__device__ __forceinline__ void for_each_work(const Params& p, Do act) {
+    const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * p.num_splits;
+    uint32_t unit = 0;
+#pragma unroll 1
+    for (int index = blockIdx.x; index < total; index += gridDim.x) {
+        Work w;
+        const int rest = index / head_tiles;
+        w.query = query_of(p, rest / p.num_splits);
+        w.first_head = index % head_tiles * HEADS;
+        w.split = rest % p.num_splits;
+        w.main_length = list_length(p.main, w.query.b);
+        w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
+        w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
+        const int64_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS);
+        w.begin = int(tiles * w.split / p.num_splits);
+        w.end = int(tiles * (w.split + 1) / p.num_splits);
+        w.pairs = ceil_div(w.end - w.begin, 2);
+        w.unit = unit;
+        unit += 8 * w.pairs;
+        act(w);
+    }
+}
+
+__device__ __forceinline__ int slot_of(uint32_t unit) { return unit % UNITS; }
+__device__ __forceinline__ uint32_t phase_of(uint32_t unit) { return unit / UNITS & 1; }
+__device__ __forceinline__ uint32_t unit_address(uint32_t unit) { return shared_address(shared) + RING_AT + slot_of(unit) * UNIT_BYTES; }
+
+// --- copying --------------------------------------------------------------------------------------------------
+
+// The list entry of row `row` of a tile, -1 where there is none. It is not looked at here, so that nobody waits for it.
+__device__ __forceinline__ int32_t load_entry(const Params& p, const Work& w, int tile, int row) {
+    const bool extra = tile >= w.main_tiles;
+    const Source& source = extra ? p.extra : p.main;
+    const int at = (extra ? tile - w.main_tiles : tile) * TILE_ROWS + row;
+    const bool here = tile < w.end && at < (extra ? w.extra_length : w.main_length);
+    const int32_t* list = source.indices + w.query.b * source.index_stride_b + w.query.s * source.index_stride_s;
+    int32_t entry = -1;
+    if (here) entry = list[at];
+    return entry;
+}
+
+__device__ __forceinline__ Rows find_row(const Params& p, const Work& w, int tile, int32_t entry) {
+    const Source& source = tile >= w.main_tiles ? p.extra : p.main;
+    return entry >= 0 && entry < source.num_slots ? Rows::row_of(source, entry) : Rows::none();
+}
+
+// Scales that stand apart from their row.
+template <typename R>
+__device__ __forceinline__ void copy_scales(const R& row, uint32_t to) {
+    if constexpr (R::FOLDED_SCALES == 0) cp_async_8(to, row.scales, row.scales != nullptr);
+}
+
+// Start the copy of a unit: the rows that lanes l and l + 16 know of tile `tile`.
+__device__ __forceinline__ void copy_unit(const Rows& row, uint32_t unit, int lane) {
+    Small& sm = small();
+    const int slot = slot_of(unit);
+    const uint32_t to = unit_address(unit), full = shared_address(&sm.full[slot]);
+    mbarrier_wait(shared_address(&sm.empty[slot]), phase_of(unit) ^ 1);
+#pragma unroll
+    for (int i = 0; i < UNIT_ROWS; i += ROWS_AT_ONCE)
+        copy_row<ROW_STRIDE / 16>(to + (i + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, i + lane / 8), lane);
+    if (lane < UNIT_ROWS) copy_scales(row, to + lane * STRIDE + ROW_STRIDE);
+    const uint32_t valid = __ballot_sync(~0u, row.data != nullptr) & 0xffff;
+    if (lane == 0) {
+        sm.valid[slot] = valid;
+        mbarrier_arrive(full);
+    }
+    mbarrier_arrive_after_copies(full);
+}
+
+// Warp `warp` of four brings rows 16 warp .. + 15 of every tile. List entries are loaded AHEAD tiles before their rows:
+// under load they take 2,000 cycles to come.
+__device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int warp, int lane) {
+    constexpr int AHEAD = 4;
+    const int my_row = 16 * warp + lane % 16, end = w.begin + 2 * w.pairs;
+    int32_t entries[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) entries[i] = load_entry(p, w, w.begin + i, my_row);
+    uint32_t unit = w.unit + warp;
+#pragma unroll 1
+    for (int first = w.begin; first < end; first += AHEAD) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i, unit += 4) {
+            const int tile = first + i;
+            if (tile >= end) return;
+            const Rows row = find_row(p, w, tile, entries[i]);
+            entries[i] = load_entry(p, w, tile + AHEAD, my_row);
+            copy_unit(row, unit, lane);
+        }
+    }
+}
+
+// --- Q --------------------------------------------------------------------------------------------------------
+
+// Q to shared memory: a line of 64 columns for each head and block, in the order in which multiply_qk takes a row's
+// columns: k = 16 i + 2 t + e is what thread t holds as item 4 i + e (e = 0, 1) or, 8 further, 4 i + 2 + e.
+// Returns what a logit has to be multiplied with.
+__device__ __forceinline__ float load_q(const Params& p, const Work& w) {
+    constexpr int PIECES = HEADS * D_QK / 8, ROUNDS = ceil_div(PIECES, 2 * WARPGROUP);
+    const int thread = here_only(threadIdx.x);
+    Vec16 q[ROUNDS];
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        const int piece = i * 2 * WARPGROUP + thread, head = piece / (D_QK / 8), column = piece % (D_QK / 8) * 8;
+        q[i] = {0, 0, 0, 0};
+        if (head < HEADS && w.first_head + head < p.h_q)
+            q[i] = *reinterpret_cast<const Vec16*>(p.q + w.query.b * p.q_b + w.query.s * p.q_s + (w.first_head + head) * p.q_h + column);
+        top = max_bf16x2(top, max_bf16x2(max_bf16x2(abs_bf16x2(q[i].x), abs_bf16x2(q[i].y)),
+                                         max_bf16x2(abs_bf16x2(q[i].z), abs_bf16x2(q[i].w))));
+    }
+    // Positive numbers are ordered as their bits are.
+    top = __reduce_max_sync(~0u, max(top & 0xffff, top >> 16));
+    if (thread % 32 == 0) small().q_max[thread / 32] = __uint_as_float(top << 16);
+    named_barrier_sync(5, 2 * WARPGROUP);
+    float max = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
+    const int exponent = (__float_as_uint(max) >> 23) - 127;
+    const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
+    const float factor = __uint_as_float(uint32_t(shift + 127) << 23);
+    const int again = here_only(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        const int piece = i * 2 * WARPGROUP + again, head = piece / (D_QK / 8), column = piece % (D_QK / 8) * 8;
+        if (head >= HEADS) continue;
+        const int in_pair = column % 128, last = D_NOPE / 128 * 128;  // columns from `last` on: blocks of their own
+        const int block = column < last ? column / 128 * 2 + in_pair / 16 % 2 : column / 64;
+        const int t = column < last ? in_pair / 32 : column % 64 / 16, first_chunk = column / 8 % 2 * 4;
+        const uint32_t line = shared_address(shared) + Q_AT + block * LINES_BYTES + head * 128 + 4 * t;
+        const uint32_t words[4] = {q[i].x, q[i].y, q[i].z, q[i].w};
+        const bool keep_bf16 = V32 && column >= D_NOPE;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float x = bf16_low(words[k]) * factor, y = bf16_high(words[k]) * factor;
+            store_shared_4(line + (((first_chunk + k) ^ (head & 7)) << 4), keep_bf16 ? pack_bf16x2(x, y) : pack_f16x2(x, y));
+        }
+    }
+    return p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
+}
+
+// --- S^T ------------------------------------------------------------------------------------------------------
+
+// What a thread knows of its two rows, g and g + 8 of its warp's unit: log2 of r, -inf if the row is not valid.
+struct RowScales {
+    float log2_r[2];
+};
+
+__device__ __forceinline__ float power_of_two(float exponent) { return __uint_as_float(uint32_t(int(exponent) + 127) << 23); }
+// log2 of the largest power of two not above x, for 2^-126 <= x < inf.
+__device__ __forceinline__ float exponent_of(float x) { return float(int(__float_as_uint(x) >> 23) - 127); }
+
+// Float32 scales of a row, none so small that a quotient of two could overflow.
+__device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4]) {
+    const Vec16 v = load_shared_16(row + SCALE_OFFSET);
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) scale[c] = fmaxf(__uint_as_float(words[c]), 0x1p-60f);
+}
+
+// V4_FP8: exponents of a row's scales as they stand, biased by 127.
+__device__ __forceinline__ int v4_exponent(const Vec8& bytes, int chunk) { return (chunk < 4 ? bytes.x : bytes.y) >> (chunk % 4 * 8) & 0xff; }
+
+// 4 k-steps: the e4m3 of two rows as A operands; V4_FP8: times the f16 pairs `ratio`.
+__device__ __forceinline__ void widen_rows(const Vec16& x, const Vec16& y, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
+    const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            e4m3x4_to_f16x2(words[row][i], a[i][row], a[i][row + 2]);
+            if (!V32) {
+                a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
+                a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
+            }
+        }
+    }
+}
+
+// s = or += four k-steps against block `block` of Q.
+template <Step FIRST, Step NEXT>
+__device__ __forceinline__ void start_qk(int block, const uint32_t (&a)[4][4], float (&s)[HEADS / 2]) {
+    const uint32_t q = here_only(shared_address(shared) + Q_AT) + block * LINES_BYTES;
+    wgmma_fence();
+    wgmma_registers<FIRST>(s, a[0], wgmma_operand(q, 1024, 16));
+#pragma unroll
+    for (int i = 1; i < 4; ++i) wgmma_registers<NEXT>(s, a[i], wgmma_operand(q + 32 * i, 1024, 16));
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void scale_rows(float (&s)[HEADS / 2], float x, float y) {
+#pragma unroll
+    for (int i = 0; i < HEADS / 2; ++i) s[i] *= i % 4 < 2 ? x : y;
+}
+
+// RoPE of two rows as bfloat16, four k-steps, and its largest magnitude.
+__device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)[8]) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+        const Vec16 v = load_shared_16(row + ROPE_OFFSET + 16 * (2 * t + b));
+        words[4 * b] = v.x, words[4 * b + 1] = v.y, words[4 * b + 2] = v.z, words[4 * b + 3] = v.w;
+    }
+}
+
+__device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float (&s)[HEADS / 2]) {
+    const uint32_t other_row = row + 8 * STRIDE, none[2] = {0, 0};
+    float scale[2][4];
+    load_v32_scales(row, scale[0]);
+    load_v32_scales(other_row, scale[1]);
+    uint32_t a[2][4][4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const uint32_t at = 128 * c + 16 * (2 * t + b);
+            widen_rows(load_shared_16(row + at), load_shared_16(other_row + at), none, a[b]);
+            if (c == 0 && b == 0) {
+                start_qk<Step::FIRST, Step::F16>(0, a[b], s);
+            } else {
+                start_qk<Step::F16, Step::F16>(2 * c + b, a[b], s);
+            }
+        }
+        wgmma_wait<0>();
+        if (c < 3) {
+            scale_rows(s, scale[0][c] * reciprocal_approx(scale[0][c + 1]), scale[1][c] * reciprocal_approx(scale[1][c + 1]));
+        } else {
+            scale_rows(s, scale[0][3], scale[1][3]);
+        }
+    }
+    uint32_t x[8], y[8];
+    load_rope(row, t, x);
+    load_rope(other_row, t, y);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[0][i][0] = x[2 * i], a[0][i][1] = y[2 * i], a[0][i][2] = x[2 * i + 1], a[0][i][3] = y[2 * i + 1];
+    start_qk<Step::BF16, Step::BF16>(NOPE_BLOCKS, a[0], s);
+    RowScales result;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        result.log2_r[i] = exponent_of(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3])));
+    wgmma_wait<0>();
+    return result;
+}
+
+__device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (&s)[HEADS / 2]) {
+    const uint32_t rows[2] = {row, row + 8 * STRIDE};
+    uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, as pairs of f16
+    RowScales result;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        load_rope(rows[i], t, rope[i]);
+        const Vec8 bytes = load_shared_8(rows[i] + ROW_STRIDE);
+        uint32_t top = 0;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) top = max_bf16x2(top, abs_bf16x2(rope[i][k]));
+        top = max(top & 0xffff, top >> 16);
+        top = max(top, __shfl_xor_sync(~0u, top, 1));
+        top = max(top, __shfl_xor_sync(~0u, top, 2));
+        int exponent = int(top >> 7) - 14;  // RoPE / r stays below 2^15
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) exponent = max(exponent, v4_exponent(bytes, c));
+        exponent = min(max(exponent, 1), 253);
+        result.log2_r[i] = float(exponent - 127);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int chunk = c < 3 ? 2 * c + t / 2 : 6;
+            const float f = __uint_as_float(uint32_t(max(v4_exponent(bytes, chunk) - exponent + 127, 0)) << 23);
+            ratio[c][i] = pack_f16x2(f, f);
+        }
+        const float inverse = __uint_as_float(uint32_t(254 - exponent) << 23);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) rope[i][k] = pack_f16x2(bf16_low(rope[i][k]) * inverse, bf16_high(rope[i][k]) * inverse);
+    }
+    uint32_t a[2][4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[0][i][0] = rope[0][2 * i], a[0][i][1] = rope[1][2 * i], a[0][i][2] = rope[0][2 * i + 1], a[0][i][3] = rope[1][2 * i + 1];
+    start_qk<Step::FIRST, Step::F16>(NOPE_BLOCKS, a[0], s);
+#pragma unroll
+    for (int block = 0; block < NOPE_BLOCKS; ++block) {
+        const uint32_t at = block < 6 ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 384 + 16 * t;
+        uint32_t(&buffer)[4][4] = a[(block + 1) % 2];
+        widen_rows(load_shared_16(rows[0] + at), load_shared_16(rows[1] + at), ratio[block / 2], buffer);
+        start_qk<Step::F16, Step::F16>(block, buffer, s);
+        wgmma_wait<1>();
+    }
+    wgmma_wait<0>();
+    scale_rows(s, power_of_two(result.log2_r[0]), power_of_two(result.log2_r[1]));
+    return result;
+}
+
+// S^T of the tile whose first unit is `unit`, each warp its 16 rows.
+template <int W>
+__device__ __forceinline__ RowScales multiply_qk(const Role<W>& r, uint32_t unit, float (&s)[HEADS / 2]) {
+    unit += r.warp;
+    Small& sm = small();
+    mbarrier_wait(shared_address(&sm.full[slot_of(unit)]), phase_of(unit));
+    const uint32_t row = unit_address(unit) + r.g * STRIDE;
+    RowScales scales;
+    if constexpr (V32) {
+        scales = multiply_qk_v32(row, r.t, s);
+    } else {
+        scales = multiply_qk_v4(row, r.t, s);
+    }
+    const uint32_t valid = sm.valid[slot_of(unit)];
+    if (valid != 0xffff) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (valid >> (r.g + 8 * i) & 1) continue;
+            scales.log2_r[i] = -INF;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) s[c / 2 * 4 + 2 * i + c % 2] = 0.0f;  // 0 x inf is none of its business
+        }
+    }
+    return scales;
+}
+
+// --- softmax --------------------------------------------------------------------------------------------------
+
+// The element of S^T or O^T of row i of a thread's two and its c-th head.
+constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
+
+// Sums over the eight lanes with the same t. A thread keeps the heads 8 g + 2 t and + 1, modulo HEADS.
+template <int W>
+__device__ __forceinline__ void sum_rows(const Role<W>& r, float (&v)[COLUMNS], float (&kept)[2]) {
+    int left = HEADS / 8;
+#pragma unroll
+    for (int step = 4; step >= 1; step /= 2) {
+        if (step < left) {
+            const bool high = r.g & step;
+#pragma unroll
+            for (int j = 0; j < step; ++j) {
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    const float sent = high ? v[2 * j + k] : v[2 * (j + step) + k];
+                    const float mine = high ? v[2 * (j + step) + k] : v[2 * j + k];
+                    v[2 * j + k] = mine + __shfl_xor_sync(~0u, sent, 4 * step);
+                }
+            }
+            left = step;
+        } else {
+#pragma unroll
+            for (int c = 0; c < 2 * left; ++c) v[c] += __shfl_xor_sync(~0u, v[c], 4 * step);
+        }
+    }
+    kept[0] = v[0];
+    kept[1] = v[1];
+}
+
+__device__ __forceinline__ float rows_max(float x) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
+// References rise to the tile's maxima; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
+template <int W>
+__device__ __forceinline__ void raise_references(const Role<W>& r, const float (&s)[HEADS / 2]) {
+    Small& sm = small();
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float top = rows_max(fmaxf(s[element(0, c)], s[element(1, c)]));
+        if (r.g == 0) sm.across[r.group][r.warp][r.head(c)] = top;
+    }
+    r.sync();
+    const int head = threadIdx.x % WARPGROUP;
+    if (head < HEADS) {
+        const float(&tops)[4][HEADS] = sm.across[r.group];
+        const float old = sm.ref[head], top = fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
+        const float to = fmaxf(old, top);
+        sm.ref[head] = to;
+        sm.factor[r.group][head] = exp2_approx(old - to);
+    }
+    r.sync();
+}
+
+// The ratios that value columns are widened with, a row's by its quad.
+template <int W>
+__device__ __forceinline__ void store_ratios(const Role<W>& r, uint32_t unit, const RowScales& scales) {
+    Small& sm = small();
+    const uint32_t rows = unit_address(unit + r.warp) + r.g * STRIDE;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = 16 * r.warp + r.g + 8 * i;
+        const float inverse = scales.log2_r[i] == -INF ? 0.0f : power_of_two(-scales.log2_r[i]);
+        if constexpr (V32) {
+            const float scale = __uint_as_float(load_shared_4(rows + 8 * i * STRIDE + SCALE_OFFSET + 4 * r.t));
+            sm.ratio[r.group][r.t][row] = uint16_t(pack_f16x2(scale * inverse, 0.0f));
+        } else {
+            const Vec8 bytes = load_shared_8(rows + 8 * i * STRIDE + ROW_STRIDE);
+#pragma unroll
+            for (int c = r.t; c < CHUNKS; c += 4)
+                sm.ratio[r.group][c][row] = uint16_t(pack_f16x2(ue8m0_to_float(v4_exponent(bytes, c)) * inverse, 0.0f));
+            if (r.t == 3) sm.rope_ratio[r.group][row] = inverse;
+        }
+    }
+}
+
+// S^T of one of this warpgroup's tiles becomes P^T and is published; `sum` is what the tile adds to the denominators.
+template <int W>
+__device__ __forceinline__ void softmax_tile(
+    const Role<W>& r, uint32_t unit, float logit_scale, const RowScales& scales, float (&s)[HEADS / 2], float (&sum)[2]) {
+    Small& sm = small();
+    float top = -INF;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float ref = sm.ref[r.head(c)];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float& x = s[element(i, c)];
+            x = x * logit_scale + scales.log2_r[i];
+            top = fmaxf(top, x - ref);
+        }
+    }
+    const bool raised = named_barrier_any(3 + r.group, WARPGROUP, top > REF_SLACK);
+    if (raised) raise_references(r, s);
+    if (threadIdx.x % WARPGROUP == 0) sm.raised[r.group] = raised;
+    const float inverse[2] = {scales.log2_r[0] == -INF ? 0.0f : power_of_two(-scales.log2_r[0]),
+                              scales.log2_r[1] == -INF ? 0.0f : power_of_two(-scales.log2_r[1])};
+    float sums[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float ref = sm.ref[r.head(c)];
+        float &x = s[element(0, c)], &y = s[element(1, c)];
+        x = exp2_approx(x - ref);
+        y = exp2_approx(y - ref);
+        sums[c] = x * inverse[0] + y * inverse[1];
+    }
+    // Line = head, chunk = eight rows.
+    const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
+    const uint32_t to = shared_address(shared) + P_AT + r.group * LINES_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
+    auto rounded = [&](int j, int i) { return pack_f16x2(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]); };
+    if constexpr (HEADS == 8) {
+        stmatrix_x2_trans(to, rounded(0, 0), rounded(0, 1));
+    } else {
+#pragma unroll
+        for (int j = 0; j < HEADS / 8; j += 2)
+            stmatrix_x4_trans(to + j * 1024, rounded(j, 0), rounded(j, 1), rounded(j + 1, 0), rounded(j + 1, 1));
+    }
+    store_ratios(r, unit, scales);
+    fence_proxy_async();
+    r.sync();
+    named_barrier_arrive(1 + r.group, 2 * WARPGROUP);
+    sum_rows(r, sums, sum);
+}
+
+// --- O^T ------------------------------------------------------------------------------------------------------
+
+// A thread's part of O^T: four blocks of 64 value columns, and of the denominators.
+struct Output {
+    float o[4][HEADS / 2], sum[2];
+};
+
+// P of the tile of warpgroup `owner` is there; O^T and sums come to its references.
+template <int OWNER, int W>
+__device__ __forceinline__ void take_p(const Role<W>& r, Output& out) {
+    Small& sm = small();
+    if (OWNER != W) named_barrier_sync(1 + OWNER, 2 * WARPGROUP);
+    if (sm.raised[OWNER]) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            const float f = sm.factor[OWNER][r.head(c)];
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+                out.o[v][element(0, c)] *= f;
+                out.o[v][element(1, c)] *= f;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k) out.sum[k] *= sm.factor[OWNER][(8 * r.g + 2 * r.t + k) % HEADS];
+    }
+}
+
+// What two rows (2 t and 2 t + 1 of eight) hold of the columns 2 g, 2 g + 1, as bytes, becomes a pair for each column.
+__device__ __forceinline__ void widen_columns(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
+    e4m3x4_to_f16x2(__byte_perm(bytes, 0, 0x3120), even, odd);
+    even = multiply_f16x2(even, ratio);
+    odd = multiply_f16x2(odd, ratio);
+}
+
+// The A operands of 16 rows and this warp's 16 columns of each of four blocks.
+template <int OWNER, int W>
+__device__ __forceinline__ void load_columns(const Role<W>& r, uint32_t unit, int k, uint32_t (&a)[4][4]) {
+    Small& sm = small();
+    const uint32_t rows = unit_address(unit) + r.lane % 16 * STRIDE;
+    const int first_row = 16 * k + 2 * r.t, second = r.lane / 16;
+#pragma unroll
+    for (int v = 0; v < 4; v += 2) {
+        const uint32_t from = rows + 256 * r.group + 64 * (v + second) + 16 * r.warp;
+        uint32_t bytes[4];
+        const bool rope = !V32 && v == 2 && r.group == 1;  // V4_FP8's last block, 16-bit, in two halves
+        ldmatrix_x4_trans(bytes, rope && second ? rows + 256 + 64 * v + 16 * r.warp : from);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int chunk = V32 ? 2 * r.group + v / 2 : min(4 * r.group + v + i, CHUNKS - 1);
+            const uint16_t* ratio = &sm.ratio[OWNER][chunk][first_row];
+            const uint32_t low = *reinterpret_cast<const uint32_t*>(ratio), high = *reinterpret_cast<const uint32_t*>(ratio + 8);
+            widen_columns(bytes[2 * i], low, a[v + i][0], a[v + i][1]);
+            widen_columns(bytes[2 * i + 1], high, a[v + i][2], a[v + i][3]);
+        }
+    }
+    if constexpr (!V32) {
+        if (r.group == 1) {
+            uint32_t pairs[4];
+            ldmatrix_x4_trans(pairs, rows + ROPE_OFFSET + 32 * r.warp + 16 * second);
+            const float* ratio = &sm.rope_ratio[OWNER][first_row];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // rows by i % 2, columns by i / 2: a[0], a[2], a[1], a[3]
+                const float* two = ratio + i % 2 * 8;
+                a[3][i % 2 * 2 + i / 2] = pack_f16x2(bf16_low(pairs[i]) * two[0], bf16_high(pairs[i]) * two[1]);
+            }
+        }
+    }
+}
+
+// O^T += V^T . P^T of the tile whose first unit is `unit`; its units are let go one by one. `sum` is what a tile of this
+// warpgroup adds to the denominators.
+template <int OWNER, int W>
+__device__ __forceinline__ void multiply_pv(const Role<W>& r, uint32_t unit, const float (&sum)[2], Output& out) {
+    take_p<OWNER>(r, out);
+    if (OWNER == W) {
+        out.sum[0] += sum[0];
+        out.sum[1] += sum[1];
+    }
+    const uint32_t prob = here_only(shared_address(shared) + P_AT) + OWNER * LINES_BYTES;
+    uint32_t a[2][4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if (k >= 2) wgmma_wait<1>();
+        load_columns<OWNER>(r, unit + k, k, a[k % 2]);
+        __syncwarp();
+        if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[slot_of(unit + k)]));
+        wgmma_fence();
+#pragma unroll
+        for (int v = 0; v < 4; ++v) wgmma_registers<Step::F16>(out.o[v], a[k % 2][v], wgmma_operand(prob + 32 * k, 1024, 16));
+        wgmma_commit();
+    }
+    wgmma_wait<0>();
+}
+
+// --- results --------------------------------------------------------------------------------------------------
+
+// Word k of lane l of four lanes (`STEP` apart) goes to word l of lane k.
+template <int STEP>
+__device__ __forceinline__ void transpose_lanes(uint32_t (&v)[4], int l) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+#pragma unroll
+        for (int low = 0; low < 4; ++low) {
+            if (low & step) continue;
+            const int high = low | step;
+            const uint32_t received = __shfl_xor_sync(~0u, l & step ? v[low] : v[high], STEP * step);
+            if (l & step) {
+                v[low] = received;
+            } else {
+                v[high] = received;
+            }
+        }
+    }
+}
+
+// Sums of all warps to statistics, and to the factor that O^T is multiplied with.
+template <int W>
+__device__ __forceinline__ void finish_sums(const Params& p, const Work& w, const Role<W>& r, const Output& out) {
+    Small& sm = small();
+    if (r.g < HEADS / 8) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) sm.across[r.group][r.warp][8 * r.g + 2 * r.t + k] = out.sum[k];
+    }
+    named_barrier_sync(5, 2 * WARPGROUP);
+    const int local = threadIdx.x, head = w.first_head + local;
+    if (local < HEADS) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += sm.across[i / 4][i % 4][local];
+        const HeadResult result = {0.0f, sum == 0.0f ? -INF : sm.ref[local] + log2_approx(sum)};
+        float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+        if (head < p.h_q) {
+            if (p.num_splits == 1) {
+                if (sum != 0.0f) scale *= sink_factor(p, head, result.lse);
+                write_statistics(p, w.query, head, result);
+            } else {
+                p.part_lse[(int64_t(w.split) * p.num_queries + w.query.index) * p.h_q + head] = result.lse;
+            }
+        }
+        sm.scale[local] = scale;
+    }
+    named_barrier_sync(5, 2 * WARPGROUP);
+}
+
+template <int W>
+__device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role<W>& r, Output& out) {
+    finish_sums(p, w, r, out);
+    // Value columns of block v that this thread holds: 2 g and 2 g + 1, or for V4_FP8's RoPE g and g + 8.
+    const int first = 256 * r.group + 16 * r.warp;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float f = small().scale[r.head(c)];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            out.o[v][element(0, c)] *= f;
+            out.o[v][element(1, c)] *= f;
+        }
+    }
+    if (!V32 && r.group == 1) {
+        // Lanes g and g ^ 1 exchange, so that RoPE's columns stand like the others: g even gets 2 (g / 2 ..), see below.
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            float &low = out.o[3][element(0, c)], &high = out.o[3][element(1, c)];
+            // The thread wants columns 2 g and 2 g + 1 of 16: g < 4 both are `low` of lanes 2 g, 2 g + 1; else `high`.
+            const int from = (2 * r.g % 8) * 4 + r.t;
+            const float a0 = __shfl_sync(~0u, low, from), a1 = __shfl_sync(~0u, low, from + 4);
+            const float b0 = __shfl_sync(~0u, high, from), b1 = __shfl_sync(~0u, high, from + 4);
+            low = r.g < 4 ? a0 : b0;
+            high = r.g < 4 ? a1 : b1;
+        }
+    }
+    if (p.num_splits > 1) {
+        if (w.begin == w.end) return;
+        float* part = p.part_out + (int64_t(w.split) * p.num_queries + w.query.index) * p.h_q * D_V;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            const int head = w.first_head + r.head(c);
+            if (head >= p.h_q) continue;
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+                *reinterpret_cast<float2*>(part + int64_t(head) * D_V + first + 64 * v + 2 * r.g) =
+                    make_float2(out.o[v][element(0, c)], out.o[v][element(1, c)]);
+        }
+        return;
+    }
+    bf16* results = p.out + w.query.b * p.out_b + w.query.s * p.out_s;
+    const bool aligned = p.flags & WIDE_OUT;
+    if constexpr (HEADS >= 16) {
+        // Four neighbours in g exchange, so that each writes eight columns of one of four heads.
+        const int q = r.g % 4;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 4) {
+            const int head = w.first_head + (c + q) / 2 * 8 + 2 * r.t + q % 2;
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+                uint32_t packed[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) packed[k] = pack_bf16x2(out.o[v][element(0, c + k)], out.o[v][element(1, c + k)]);
+                transpose_lanes<4>(packed, q);
+                if (head < p.h_q)
+                    store_chunk(results + head * p.out_h + first + 64 * v + r.g / 4 * 8, {packed[0], packed[1], packed[2], packed[3]}, aligned);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            const int head = w.first_head + r.head(c);
+            if (head >= p.h_q) continue;
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+                write_output(p, w.query, head, first + 64 * v + 2 * r.g, out.o[v][element(0, c)], out.o[v][element(1, c)]);
+        }
+    }
+}
+
+// --- a piece of work ------------------------------------------------------------------------------------------
+
+// Tile after tile: this warpgroup's next S before the product with the tile, the softmax of it after.
+template <int W>
+__device__ __forceinline__ void attend(const Params& p, const Work& w, const Role<W>& r) {
+    const float logit_scale = load_q(p, w);
+    if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
+    fence_proxy_async();
+    named_barrier_sync(5, 2 * WARPGROUP);
+
+    Output out;
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+#pragma unroll
+        for (int i = 0; i < HEADS / 2; ++i) out.o[v][i] = 0.0f;
+    }
+    out.sum[0] = out.sum[1] = 0.0f;
+
+    float s[HEADS / 2], sum[2];
+    uint32_t even = w.unit;  // the first unit of a pair's even tile
+    if (W == 0 && w.pairs > 0) {
+        const RowScales scales = multiply_qk(r, even, s);
+        softmax_tile(r, even, logit_scale, scales, s, sum);
+        multiply_pv<0>(r, even, sum, out);
+        even += 8;
+    }
+#pragma unroll 1
+    for (int pair = W == 0; pair < w.pairs; ++pair, even += 8) {
+        if constexpr (W == 0) {
+            const RowScales scales = multiply_qk(r, even, s);
+            multiply_pv<1>(r, even - 4, sum, out);
+            softmax_tile(r, even, logit_scale, scales, s, sum);
+            multiply_pv<0>(r, even, sum, out);
+        } else {
+            const RowScales scales = multiply_qk(r, even + 4, s);
+            multiply_pv<0>(r, even, sum, out);
+            softmax_tile(r, even + 4, logit_scale, scales, s, sum);
+            multiply_pv<1>(r, even + 4, sum, out);
+        }
+    }
+    if (W == 0 && w.pairs > 0) multiply_pv<1>(r, even - 4, sum, out);
+    write_results(p, w, r, out);
+}
+
+// --- the kernel -----------------------------------------------------------------------------------------------
+
+// grid: x persistent blocks over queries x head tiles x splits.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __grid_constant__ Params p) {
+    Small& sm = small();
+    if (threadIdx.x < UNITS) {
+        mbarrier_init(shared_address(&sm.full[threadIdx.x]), 33);
+        mbarrier_init(shared_address(&sm.empty[threadIdx.x]), 8);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x >= 2 * WARPGROUP) {
+        give_registers<40>();
+        for_each_work(p, [&](const Work& w) { copy_rows(p, w, threadIdx.x / 32 % 4, threadIdx.x % 32); });
+    } else {
+        take_registers<232>();
+        if (threadIdx.x < WARPGROUP) {
+            for_each_work(p, [&](const Work& w) { attend(p, w, Role<0>::here()); });
+        } else {
+            for_each_work(p, [&](const Work& w) { attend(p, w, Role<1>::here()); });
+        }
+    }
+}
