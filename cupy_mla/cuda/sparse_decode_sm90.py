@@ -35,13 +35,13 @@ def unit_bytes(layout: Layout) -> int:
 
 def units(layout: Layout, heads: int) -> int:
     """Units of 16 rows that the ring has space for."""
-    return (SHARED_LIMIT - 8 - fixed_bytes(layout, heads)) // unit_bytes(layout)
+    return (SHARED_LIMIT - 16 - fixed_bytes(layout, heads)) // unit_bytes(layout)
 
 
 def shared_bytes(layout: Layout, heads: int) -> int:
     """Shared memory a block."""
     used = fixed_bytes(layout, heads) + units(layout, heads) * unit_bytes(layout)
-    return -(-used // 8) * 8
+    return -(-used // 16) * 16
 
 
 @cache

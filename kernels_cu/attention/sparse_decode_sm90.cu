@@ -55,17 +55,17 @@ static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES, SMALL_AT = RING_AT + UNITS * UNIT_BYTES;
 
-struct Small {
+struct alignas(16) Small {
     uint64_t full[UNITS], empty[UNITS];
-    float ref[HEADS];               // what P^T and O^T are relative to
-    float factor[2][HEADS];         // what P of a tile brings: O^T before it times this, if `raised`
-    uint32_t raised[2];
-    float q_max[8];
-    float across[2][4][HEADS];      // between the warps of a warpgroup
-    float scale[HEADS];             // at the end: of O^T
-    uint32_t valid[UNITS];          // a bit a row
-    float rope_ratio[2][TILE_ROWS];  // V4_FP8: 1 / r
+    float ref[HEADS];                      // what P^T and O^T are relative to
+    float factor[2][HEADS];                // what P of a tile brings: O^T before it times this, if `raised`
+    float across[2][4][HEADS];             // between the warps of a warpgroup
+    float scale[HEADS];                    // at the end: of O^T
+    float rope_ratio[2][TILE_ROWS];        // V4_FP8: 1 / r; rows at ratio_place
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
+    float q_max[8];
+    uint32_t raised[2];
+    uint32_t valid[UNITS];                 // a bit a row
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/sparse_decode_sm90.py computes the same");
@@ -82,17 +82,15 @@ __device__ __forceinline__ uint32_t here_only(uint32_t x) {
     return x;
 }
 
-// A multiplying thread's place: warpgroup W, warp of it, lane 4 g + t.
-template <int W>
+// A multiplying thread's place: warpgroup, warp of it, lane 4 g + t. Shuffles tell the compiler what a warp agrees on.
 struct Role {
-    static constexpr int group = W;
-    int warp, lane, g, t;
+    int group, warp, lane, g, t;
 
     static __device__ __forceinline__ Role here() {
         const int thread = here_only(threadIdx.x);
-        return {thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
+        return {__shfl_sync(~0u, thread / WARPGROUP, 0), __shfl_sync(~0u, thread / 32 % 4, 0), thread % 32, thread % 32 / 4, thread % 4};
     }
-    __device__ __forceinline__ void sync() const { named_barrier_sync(3 + W, WARPGROUP); }
+    __device__ __forceinline__ void sync() const { named_barrier_sync(3 + group, WARPGROUP); }
     __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
 };
 
@@ -199,49 +197,79 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
 
 // --- Q --------------------------------------------------------------------------------------------------------
 
-// Q to shared memory: a line of 64 columns for each head and block, in the order in which multiply_qk takes a row's
-// columns: k = 16 i + 2 t + e is what thread t holds as item 4 i + e (e = 0, 1) or, 8 further, 4 i + 2 + e.
-// Returns what a logit has to be multiplied with.
-__device__ __forceinline__ float load_q(const Params& p, const Work& w) {
-    constexpr int PIECES = HEADS * D_QK / 8, ROUNDS = ceil_div(PIECES, 2 * WARPGROUP);
-    const int thread = here_only(threadIdx.x);
-    Vec16 q[ROUNDS];
+// Where eight columns of Q from `column` on go in a head's lines: block, first of four chunks, and place in them. k = 16 i +
+// 2 t + e is what thread t holds as item 4 i + e (e = 0, 1) or, 8 further, 4 i + 2 + e, of a row's columns in multiply_qk.
+__device__ __forceinline__ uint32_t q_line(int column, int head) {
+    const int last = D_NOPE / 128 * 128;  // columns from here on: blocks of their own
+    const int block = column < last ? column / 128 * 2 + column / 16 % 2 : column / 64;
+    const int t = column < last ? column % 128 / 32 : column % 64 / 16, first_chunk = column / 8 % 2 * 4;
+    return shared_address(shared) + Q_AT + block * LINES_BYTES + head * 128 + ((first_chunk ^ (head & 7)) << 4) + 4 * t;
+}
+
+// Eight columns times `factor` to where `line` says; chunk c of the four is c ^ (head & 7).
+template <bool F16>
+__device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, float factor) {
+    const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const float x = bf16_low(words[k]) * factor, y = bf16_high(words[k]) * factor;
+        store_shared_4(line ^ (k << 4), F16 ? pack_f16x2(x, y) : pack_bf16x2(x, y));
+    }
+}
+
+__device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
+    return max_bf16x2(max_bf16x2(abs_bf16x2(q.x), abs_bf16x2(q.y)), max_bf16x2(abs_bf16x2(q.z), abs_bf16x2(q.w)));
+}
+
+// Q to shared memory. Warp w of eight brings heads w, w + 8, ...; a lane 16 bytes of 256 columns, and V32_FP8's RoPE four
+// heads at a time. Returns what a logit has to be multiplied with.
+__device__ __forceinline__ float load_q(const Params& p, const Work& w, const Role& r) {
+    constexpr int PER_WARP = HEADS / 8, ROPE_ROUNDS = V32 ? ceil_div(PER_WARP, 4) : 0;
+    const int warp = 4 * r.group + r.warp, left = p.h_q - w.first_head;
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
+    // All loads are under way before one is looked at: heads beyond the last load the last.
+    Vec16 rows[PER_WARP][2], rope[ROPE_ROUNDS + 1];
+#pragma unroll
+    for (int i = 0; i < PER_WARP; ++i) {
+        const bf16* row = q + min(warp + 8 * i, left - 1) * p.q_h;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) rows[i][j] = *reinterpret_cast<const Vec16*>(row + 8 * (r.lane + 32 * j));
+    }
+#pragma unroll
+    for (int i = 0; i < ROPE_ROUNDS; ++i)
+        rope[i] = *reinterpret_cast<const Vec16*>(q + min(warp + 8 * (4 * i + r.lane / 8), left - 1) * p.q_h + D_NOPE + r.lane % 8 * 8);
     uint32_t top = 0;
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        const int piece = i * 2 * WARPGROUP + thread, head = piece / (D_QK / 8), column = piece % (D_QK / 8) * 8;
-        q[i] = {0, 0, 0, 0};
-        if (head < HEADS && w.first_head + head < p.h_q)
-            q[i] = *reinterpret_cast<const Vec16*>(p.q + w.query.b * p.q_b + w.query.s * p.q_s + (w.first_head + head) * p.q_h + column);
-        top = max_bf16x2(top, max_bf16x2(max_bf16x2(abs_bf16x2(q[i].x), abs_bf16x2(q[i].y)),
-                                         max_bf16x2(abs_bf16x2(q[i].z), abs_bf16x2(q[i].w))));
+    for (int i = 0; i < PER_WARP; ++i) {
+        if (warp + 8 * i >= left) rows[i][0] = rows[i][1] = {0, 0, 0, 0};
+        top = max_bf16x2(top, max_bf16x2(largest_bits(rows[i][0]), largest_bits(rows[i][1])));
+    }
+#pragma unroll
+    for (int i = 0; i < ROPE_ROUNDS; ++i) {
+        if (warp + 8 * (4 * i + r.lane / 8) >= left) rope[i] = {0, 0, 0, 0};
+        top = max_bf16x2(top, largest_bits(rope[i]));
     }
     // Positive numbers are ordered as their bits are.
     top = __reduce_max_sync(~0u, max(top & 0xffff, top >> 16));
-    if (thread % 32 == 0) small().q_max[thread / 32] = __uint_as_float(top << 16);
+    if (r.lane == 0) small().q_max[warp] = __uint_as_float(top << 16);
     named_barrier_sync(5, 2 * WARPGROUP);
     float max = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
-    const int exponent = (__float_as_uint(max) >> 23) - 127;
+    const int exponent = int(__float_as_uint(max) >> 23) - 127;
     const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
     const float factor = __uint_as_float(uint32_t(shift + 127) << 23);
-    const int again = here_only(threadIdx.x);
+    const uint32_t lines[2] = {q_line(8 * r.lane, warp), q_line(256 + 8 * r.lane, warp)};
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        const int piece = i * 2 * WARPGROUP + again, head = piece / (D_QK / 8), column = piece % (D_QK / 8) * 8;
-        if (head >= HEADS) continue;
-        const int in_pair = column % 128, last = D_NOPE / 128 * 128;  // columns from `last` on: blocks of their own
-        const int block = column < last ? column / 128 * 2 + in_pair / 16 % 2 : column / 64;
-        const int t = column < last ? in_pair / 32 : column % 64 / 16, first_chunk = column / 8 % 2 * 4;
-        const uint32_t line = shared_address(shared) + Q_AT + block * LINES_BYTES + head * 128 + 4 * t;
-        const uint32_t words[4] = {q[i].x, q[i].y, q[i].z, q[i].w};
-        const bool keep_bf16 = V32 && column >= D_NOPE;
+    for (int i = 0; i < PER_WARP; ++i) {
+        store_q<true>(lines[0] + 1024 * i, rows[i][0], factor);
+        store_q<true>(lines[1] + 1024 * i, rows[i][1], factor);
+    }
+    const uint32_t rope_line = q_line(D_NOPE + r.lane % 8 * 8, warp);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const float x = bf16_low(words[k]) * factor, y = bf16_high(words[k]) * factor;
-            store_shared_4(line + (((first_chunk + k) ^ (head & 7)) << 4), keep_bf16 ? pack_bf16x2(x, y) : pack_f16x2(x, y));
-        }
+    for (int i = 0; i < ROPE_ROUNDS; ++i) {
+        const int of_warp = 4 * i + r.lane / 8;
+        if (of_warp < PER_WARP) store_q<false>(rope_line + 1024 * of_warp, rope[i], factor);
     }
     return p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
 }
@@ -268,8 +296,14 @@ __device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4])
 // V4_FP8: exponents of a row's scales as they stand, biased by 127.
 __device__ __forceinline__ int v4_exponent(const Vec8& bytes, int chunk) { return (chunk < 4 ? bytes.x : bytes.y) >> (chunk % 4 * 8) & 0xff; }
 
-// 4 k-steps: the e4m3 of two rows as A operands; V4_FP8: times the f16 pairs `ratio`.
-__device__ __forceinline__ void widen_rows(const Vec16& x, const Vec16& y, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
+// 16 e4m3 of each of a thread's two rows: four k-steps.
+struct Bytes {
+    Vec16 x, y;
+};
+
+// They as A operands; V4_FP8: times the f16 pairs `ratio`.
+__device__ __forceinline__ void widen_rows(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
+    const Vec16 &x = bytes.x, &y = bytes.y;
     const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -300,7 +334,7 @@ __device__ __forceinline__ void scale_rows(float (&s)[HEADS / 2], float x, float
     for (int i = 0; i < HEADS / 2; ++i) s[i] *= i % 4 < 2 ? x : y;
 }
 
-// RoPE of two rows as bfloat16, four k-steps, and its largest magnitude.
+// 16 values of a row's RoPE: words 2 i and 2 i + 1 for k-step i.
 __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)[8]) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -309,36 +343,56 @@ __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)
     }
 }
 
+// RoPE of two rows as A operands.
+__device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint32_t (&a)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) a[i][row] = rope[row][2 * i], a[i][row + 2] = rope[row][2 * i + 1];
+    }
+}
+
+__device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
+    const uint32_t at = row + (block < D_NOPE / 128 * 2 ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
+    return {load_shared_16(at), load_shared_16(at + 8 * STRIDE)};
+}
+
+// In all of these, bytes are loaded and widened for the block after next while wgmma works.
+
 __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float (&s)[HEADS / 2]) {
-    const uint32_t other_row = row + 8 * STRIDE, none[2] = {0, 0};
+    const uint32_t none[2] = {0, 0};
+    uint32_t a[2][4][4];
+    Bytes bytes = load_block(row, t, 0);
     float scale[2][4];
     load_v32_scales(row, scale[0]);
-    load_v32_scales(other_row, scale[1]);
-    uint32_t a[2][4][4];
+    load_v32_scales(row + 8 * STRIDE, scale[1]);
+    widen_rows(bytes, none, a[0]);
+    bytes = load_block(row, t, 1);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            const uint32_t at = 128 * c + 16 * (2 * t + b);
-            widen_rows(load_shared_16(row + at), load_shared_16(other_row + at), none, a[b]);
-            if (c == 0 && b == 0) {
-                start_qk<Step::FIRST, Step::F16>(0, a[b], s);
-            } else {
-                start_qk<Step::F16, Step::F16>(2 * c + b, a[b], s);
-            }
-        }
-        wgmma_wait<0>();
-        if (c < 3) {
-            scale_rows(s, scale[0][c] * reciprocal_approx(scale[0][c + 1]), scale[1][c] * reciprocal_approx(scale[1][c + 1]));
+        if (c == 0) {
+            start_qk<Step::FIRST, Step::F16>(0, a[0], s);
         } else {
-            scale_rows(s, scale[0][3], scale[1][3]);
+            start_qk<Step::F16, Step::F16>(2 * c, a[0], s);
         }
+        widen_rows(bytes, none, a[1]);
+        if (c < 3) bytes = load_block(row, t, 2 * c + 2);
+        start_qk<Step::F16, Step::F16>(2 * c + 1, a[1], s);
+        wgmma_wait<1>();
+        if (c < 3) {
+            widen_rows(bytes, none, a[0]);
+            bytes = load_block(row, t, 2 * c + 3);
+        } else {
+            uint32_t rope[2][8];
+            load_rope(row, t, rope[0]);
+            load_rope(row + 8 * STRIDE, t, rope[1]);
+            arrange_rope(rope, a[0]);
+        }
+        const float x = c < 3 ? scale[0][c] * reciprocal_approx(scale[0][(c + 1) % 4]) : scale[0][3];
+        const float y = c < 3 ? scale[1][c] * reciprocal_approx(scale[1][(c + 1) % 4]) : scale[1][3];
+        wgmma_wait<0>();
+        scale_rows(s, x, y);
     }
-    uint32_t x[8], y[8];
-    load_rope(row, t, x);
-    load_rope(other_row, t, y);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[0][i][0] = x[2 * i], a[0][i][1] = y[2 * i], a[0][i][2] = x[2 * i + 1], a[0][i][3] = y[2 * i + 1];
     start_qk<Step::BF16, Step::BF16>(NOPE_BLOCKS, a[0], s);
     RowScales result;
 #pragma unroll
@@ -349,13 +403,13 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
 }
 
 __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (&s)[HEADS / 2]) {
-    const uint32_t rows[2] = {row, row + 8 * STRIDE};
     uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, as pairs of f16
     RowScales result;
+    Bytes bytes = load_block(row, t, 0);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        load_rope(rows[i], t, rope[i]);
-        const Vec8 bytes = load_shared_8(rows[i] + ROW_STRIDE);
+        load_rope(row + i * 8 * STRIDE, t, rope[i]);
+        const Vec8 scales = load_shared_8(row + i * 8 * STRIDE + ROW_STRIDE);
         uint32_t top = 0;
 #pragma unroll
         for (int k = 0; k < 8; ++k) top = max_bf16x2(top, abs_bf16x2(rope[i][k]));
@@ -364,13 +418,13 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         top = max(top, __shfl_xor_sync(~0u, top, 2));
         int exponent = int(top >> 7) - 14;  // RoPE / r stays below 2^15
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) exponent = max(exponent, v4_exponent(bytes, c));
+        for (int c = 0; c < CHUNKS; ++c) exponent = max(exponent, v4_exponent(scales, c));
         exponent = min(max(exponent, 1), 253);
         result.log2_r[i] = float(exponent - 127);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             const int chunk = c < 3 ? 2 * c + t / 2 : 6;
-            const float f = __uint_as_float(uint32_t(max(v4_exponent(bytes, chunk) - exponent + 127, 0)) << 23);
+            const float f = __uint_as_float(uint32_t(max(v4_exponent(scales, chunk) - exponent + 127, 0)) << 23);
             ratio[c][i] = pack_f16x2(f, f);
         }
         const float inverse = __uint_as_float(uint32_t(254 - exponent) << 23);
@@ -378,14 +432,13 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         for (int k = 0; k < 8; ++k) rope[i][k] = pack_f16x2(bf16_low(rope[i][k]) * inverse, bf16_high(rope[i][k]) * inverse);
     }
     uint32_t a[2][4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[0][i][0] = rope[0][2 * i], a[0][i][1] = rope[1][2 * i], a[0][i][2] = rope[0][2 * i + 1], a[0][i][3] = rope[1][2 * i + 1];
+    arrange_rope(rope, a[0]);
     start_qk<Step::FIRST, Step::F16>(NOPE_BLOCKS, a[0], s);
 #pragma unroll
     for (int block = 0; block < NOPE_BLOCKS; ++block) {
-        const uint32_t at = block < 6 ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 384 + 16 * t;
         uint32_t(&buffer)[4][4] = a[(block + 1) % 2];
-        widen_rows(load_shared_16(rows[0] + at), load_shared_16(rows[1] + at), ratio[block / 2], buffer);
+        widen_rows(bytes, ratio[block / 2], buffer);
+        if (block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
         start_qk<Step::F16, Step::F16>(block, buffer, s);
         wgmma_wait<1>();
     }
@@ -395,8 +448,7 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
 }
 
 // S^T of the tile whose first unit is `unit`, each warp its 16 rows.
-template <int W>
-__device__ __forceinline__ RowScales multiply_qk(const Role<W>& r, uint32_t unit, float (&s)[HEADS / 2]) {
+__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, float (&s)[HEADS / 2]) {
     unit += r.warp;
     Small& sm = small();
     mbarrier_wait(shared_address(&sm.full[slot_of(unit)]), phase_of(unit));
@@ -426,8 +478,7 @@ __device__ __forceinline__ RowScales multiply_qk(const Role<W>& r, uint32_t unit
 constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
 
 // Sums over the eight lanes with the same t. A thread keeps the heads 8 g + 2 t and + 1, modulo HEADS.
-template <int W>
-__device__ __forceinline__ void sum_rows(const Role<W>& r, float (&v)[COLUMNS], float (&kept)[2]) {
+__device__ __forceinline__ void sum_rows(const Role& r, float (&v)[COLUMNS], float (&kept)[2]) {
     int left = HEADS / 8;
 #pragma unroll
     for (int step = 4; step >= 1; step /= 2) {
@@ -459,8 +510,7 @@ __device__ __forceinline__ float rows_max(float x) {
 }
 
 // References rise to the tile's maxima; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
-template <int W>
-__device__ __forceinline__ void raise_references(const Role<W>& r, const float (&s)[HEADS / 2]) {
+__device__ __forceinline__ void raise_references(const Role& r, const float (&s)[HEADS / 2]) {
     Small& sm = small();
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
@@ -479,70 +529,85 @@ __device__ __forceinline__ void raise_references(const Role<W>& r, const float (
     r.sync();
 }
 
+// Rows of a tile in the order in which load_columns wants their ratios: a thread's four of 16 next to one another.
+__device__ __forceinline__ int ratio_place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
+
 // The ratios that value columns are widened with, a row's by its quad.
-template <int W>
-__device__ __forceinline__ void store_ratios(const Role<W>& r, uint32_t unit, const RowScales& scales) {
+__device__ __forceinline__ void store_ratios(const Role& r, uint32_t unit, const RowScales& scales, const float (&inverse)[2]) {
     Small& sm = small();
     const uint32_t rows = unit_address(unit + r.warp) + r.g * STRIDE;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int row = 16 * r.warp + r.g + 8 * i;
-        const float inverse = scales.log2_r[i] == -INF ? 0.0f : power_of_two(-scales.log2_r[i]);
+        const int place = ratio_place(16 * r.warp + r.g + 8 * i);
         if constexpr (V32) {
             const float scale = __uint_as_float(load_shared_4(rows + 8 * i * STRIDE + SCALE_OFFSET + 4 * r.t));
-            sm.ratio[r.group][r.t][row] = uint16_t(pack_f16x2(scale * inverse, 0.0f));
+            sm.ratio[r.group][r.t][place] = uint16_t(pack_f16x2(scale * inverse[i], 0.0f));
         } else {
             const Vec8 bytes = load_shared_8(rows + 8 * i * STRIDE + ROW_STRIDE);
-#pragma unroll
-            for (int c = r.t; c < CHUNKS; c += 4)
-                sm.ratio[r.group][c][row] = uint16_t(pack_f16x2(ue8m0_to_float(v4_exponent(bytes, c)) * inverse, 0.0f));
-            if (r.t == 3) sm.rope_ratio[r.group][row] = inverse;
+            const uint32_t own = (bytes.x >> 8 * r.t & 0xff) | (bytes.y >> 8 * r.t & 0xff) << 16;  // chunks t and t + 4
+            sm.ratio[r.group][r.t][place] = uint16_t(pack_f16x2(ue8m0_to_float(own & 0xff) * inverse[i], 0.0f));
+            if (r.t < 3) {
+                sm.ratio[r.group][r.t + 4][place] = uint16_t(pack_f16x2(ue8m0_to_float(own >> 16) * inverse[i], 0.0f));
+            } else {
+                sm.rope_ratio[r.group][place] = inverse[i];
+            }
         }
     }
 }
 
 // S^T of one of this warpgroup's tiles becomes P^T and is published; `sum` is what the tile adds to the denominators.
-template <int W>
 __device__ __forceinline__ void softmax_tile(
-    const Role<W>& r, uint32_t unit, float logit_scale, const RowScales& scales, float (&s)[HEADS / 2], float (&sum)[2]) {
+    const Role& r, uint32_t unit, float logit_scale, const RowScales& scales, float (&s)[HEADS / 2], float (&sum)[2]) {
     Small& sm = small();
-    float top = -INF;
+    const float inverse[2] = {scales.log2_r[0] == -INF ? 0.0f : power_of_two(-scales.log2_r[0]),
+                              scales.log2_r[1] == -INF ? 0.0f : power_of_two(-scales.log2_r[1])};
+    store_ratios(r, unit, scales, inverse);
+    float ref[COLUMNS], top = -INF;
+    auto load_references = [&] {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 2) {
+            const float2 two = *reinterpret_cast<const float2*>(&sm.ref[r.head(c)]);
+            ref[c] = two.x;
+            ref[c + 1] = two.y;
+        }
+    };
+    load_references();
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const float ref = sm.ref[r.head(c)];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float& x = s[element(i, c)];
             x = x * logit_scale + scales.log2_r[i];
-            top = fmaxf(top, x - ref);
+            top = fmaxf(top, x - ref[c]);
         }
     }
     const bool raised = named_barrier_any(3 + r.group, WARPGROUP, top > REF_SLACK);
-    if (raised) raise_references(r, s);
-    if (threadIdx.x % WARPGROUP == 0) sm.raised[r.group] = raised;
-    const float inverse[2] = {scales.log2_r[0] == -INF ? 0.0f : power_of_two(-scales.log2_r[0]),
-                              scales.log2_r[1] == -INF ? 0.0f : power_of_two(-scales.log2_r[1])};
-    float sums[COLUMNS];
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const float ref = sm.ref[r.head(c)];
-        float &x = s[element(0, c)], &y = s[element(1, c)];
-        x = exp2_approx(x - ref);
-        y = exp2_approx(y - ref);
-        sums[c] = x * inverse[0] + y * inverse[1];
+    if (raised) {
+        raise_references(r, s);
+        load_references();
     }
+    if (threadIdx.x % WARPGROUP == 0) sm.raised[r.group] = raised;
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
     const uint32_t to = shared_address(shared) + P_AT + r.group * LINES_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
-    auto rounded = [&](int j, int i) { return pack_f16x2(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]); };
-    if constexpr (HEADS == 8) {
-        stmatrix_x2_trans(to, rounded(0, 0), rounded(0, 1));
-    } else {
+    float sums[COLUMNS];
+    uint32_t rounded[2][2];
 #pragma unroll
-        for (int j = 0; j < HEADS / 8; j += 2)
-            stmatrix_x4_trans(to + j * 1024, rounded(j, 0), rounded(j, 1), rounded(j + 1, 0), rounded(j + 1, 1));
+    for (int c = 0; c < COLUMNS; c += 2) {
+        const int j = c / 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float x = exp2_approx(s[element(i, c)] - ref[c]), y = exp2_approx(s[element(i, c + 1)] - ref[c + 1]);
+            sums[c] = i == 0 ? x * inverse[0] : sums[c] + x * inverse[1];
+            sums[c + 1] = i == 0 ? y * inverse[0] : sums[c + 1] + y * inverse[1];
+            rounded[j % 2][i] = pack_f16x2(x, y);
+        }
+        if (HEADS == 8) {
+            stmatrix_x2_trans(to, rounded[0][0], rounded[0][1]);
+        } else if (j % 2 == 1) {
+            stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
+        }
     }
-    store_ratios(r, unit, scales);
     fence_proxy_async();
     r.sync();
     named_barrier_arrive(1 + r.group, 2 * WARPGROUP);
@@ -557,15 +622,14 @@ struct Output {
 };
 
 // P of the tile of warpgroup `owner` is there; O^T and sums come to its references.
-template <int OWNER, int W>
-__device__ __forceinline__ void take_p(const Role<W>& r, Output& out) {
+__device__ __forceinline__ void take_p(const Role& r, int owner, Output& out) {
     Small& sm = small();
-    if (OWNER != W) named_barrier_sync(1 + OWNER, 2 * WARPGROUP);
-    if (sm.raised[OWNER]) {
+    if (owner != r.group) named_barrier_sync(1 + owner, 2 * WARPGROUP);
+    if (sm.raised[owner]) {
         wgmma_wait<0>();
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-            const float f = sm.factor[OWNER][r.head(c)];
+            const float f = sm.factor[owner][r.head(c)];
 #pragma unroll
             for (int v = 0; v < 4; ++v) {
                 out.o[v][element(0, c)] *= f;
@@ -573,69 +637,85 @@ __device__ __forceinline__ void take_p(const Role<W>& r, Output& out) {
             }
         }
 #pragma unroll
-        for (int k = 0; k < 2; ++k) out.sum[k] *= sm.factor[OWNER][(8 * r.g + 2 * r.t + k) % HEADS];
+        for (int k = 0; k < 2; ++k) out.sum[k] *= sm.factor[owner][(8 * r.g + 2 * r.t + k) % HEADS];
     }
 }
 
 // What two rows (2 t and 2 t + 1 of eight) hold of the columns 2 g, 2 g + 1, as bytes, becomes a pair for each column.
-__device__ __forceinline__ void widen_columns(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
+__device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
     e4m3x4_to_f16x2(__byte_perm(bytes, 0, 0x3120), even, odd);
     even = multiply_f16x2(even, ratio);
     odd = multiply_f16x2(odd, ratio);
 }
 
-// The A operands of 16 rows and this warp's 16 columns of each of four blocks.
-template <int OWNER, int W>
-__device__ __forceinline__ void load_columns(const Role<W>& r, uint32_t unit, int k, uint32_t (&a)[4][4]) {
-    Small& sm = small();
-    const uint32_t rows = unit_address(unit) + r.lane % 16 * STRIDE;
-    const int first_row = 16 * k + 2 * r.t, second = r.lane / 16;
+// 16 rows and this warp's 16 columns of each of four blocks, as they come from shared memory, and the rows' ratios.
+struct Columns {
+    uint32_t bytes[2][4];
+    Vec8 ratio[V32 ? 2 : 4];  // of the thread's four rows: for two blocks each, or for each block
+    uint32_t rope[4];  // V4_FP8
+    Vec16 rope_ratio;
+};
+
+__device__ __forceinline__ uint32_t ratio_address(int owner, int chunk, int k, int t) {
+    return shared_address(&small().ratio[owner][chunk][16 * k + 4 * t]);
+}
+
+__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t unit, int owner, int k) {
+    const uint32_t rows = unit_address(unit) + r.lane % 16 * STRIDE, second = r.lane / 16;
+    const uint32_t from = rows + 256 * r.group + 64 * second + 16 * r.warp;
+    Columns c;
+    ldmatrix_x4_trans(c.bytes[0], from);
+    if constexpr (V32) {
+        ldmatrix_x4_trans(c.bytes[1], from + 128);
 #pragma unroll
-    for (int v = 0; v < 4; v += 2) {
-        const uint32_t from = rows + 256 * r.group + 64 * (v + second) + 16 * r.warp;
-        uint32_t bytes[4];
-        const bool rope = !V32 && v == 2 && r.group == 1;  // V4_FP8's last block, 16-bit, in two halves
-        ldmatrix_x4_trans(bytes, rope && second ? rows + 256 + 64 * v + 16 * r.warp : from);
+        for (int i = 0; i < 2; ++i) c.ratio[i] = load_shared_8(ratio_address(owner, 2 * r.group + i, k, r.t));
+    } else {
+        ldmatrix_x4_trans(c.bytes[1], r.group == 1 && second ? from : from + 128);  // the last block is RoPE
+        ldmatrix_x4_trans(c.rope, rows + ROPE_OFFSET + 32 * r.warp + 16 * second);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int chunk = V32 ? 2 * r.group + v / 2 : min(4 * r.group + v + i, CHUNKS - 1);
-            const uint16_t* ratio = &sm.ratio[OWNER][chunk][first_row];
-            const uint32_t low = *reinterpret_cast<const uint32_t*>(ratio), high = *reinterpret_cast<const uint32_t*>(ratio + 8);
-            widen_columns(bytes[2 * i], low, a[v + i][0], a[v + i][1]);
-            widen_columns(bytes[2 * i + 1], high, a[v + i][2], a[v + i][3]);
-        }
+        for (int i = 0; i < 4; ++i) c.ratio[i] = load_shared_8(ratio_address(owner, min(4 * r.group + i, CHUNKS - 1), k, r.t));
+        c.rope_ratio = load_shared_16(shared_address(&small().rope_ratio[owner][16 * k + 4 * r.t]));
+    }
+    return c;
+}
+
+// They as A operands.
+__device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, uint32_t (&a)[4][4]) {
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+        const Vec8& ratio = c.ratio[V32 ? v / 2 : v];
+        widen_pair(c.bytes[v / 2][v % 2 * 2], ratio.x, a[v][0], a[v][1]);
+        widen_pair(c.bytes[v / 2][v % 2 * 2 + 1], ratio.y, a[v][2], a[v][3]);
     }
     if constexpr (!V32) {
-        if (r.group == 1) {
-            uint32_t pairs[4];
-            ldmatrix_x4_trans(pairs, rows + ROPE_OFFSET + 32 * r.warp + 16 * second);
-            const float* ratio = &sm.rope_ratio[OWNER][first_row];
+        const float f[4] = {__uint_as_float(c.rope_ratio.x), __uint_as_float(c.rope_ratio.y), __uint_as_float(c.rope_ratio.z), __uint_as_float(c.rope_ratio.w)};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // rows by i % 2, columns by i / 2: a[0], a[2], a[1], a[3]
-                const float* two = ratio + i % 2 * 8;
-                a[3][i % 2 * 2 + i / 2] = pack_f16x2(bf16_low(pairs[i]) * two[0], bf16_high(pairs[i]) * two[1]);
-            }
+        for (int i = 0; i < 4; ++i) {  // rows by i % 2, columns by i / 2: a[0], a[2], a[1], a[3]
+            const uint32_t pair = pack_f16x2(bf16_low(c.rope[i]) * f[i % 2 * 2], bf16_high(c.rope[i]) * f[i % 2 * 2 + 1]);
+            uint32_t& place = a[3][i % 2 * 2 + i / 2];
+            place = r.group == 1 ? pair : place;
         }
     }
 }
 
 // O^T += V^T . P^T of the tile whose first unit is `unit`; its units are let go one by one. `sum` is what a tile of this
 // warpgroup adds to the denominators.
-template <int OWNER, int W>
-__device__ __forceinline__ void multiply_pv(const Role<W>& r, uint32_t unit, const float (&sum)[2], Output& out) {
-    take_p<OWNER>(r, out);
-    if (OWNER == W) {
+__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, const float (&sum)[2], Output& out) {
+    take_p(r, owner, out);
+    if (owner == r.group) {
         out.sum[0] += sum[0];
         out.sum[1] += sum[1];
     }
-    const uint32_t prob = here_only(shared_address(shared) + P_AT) + OWNER * LINES_BYTES;
+    const uint32_t prob = here_only(shared_address(shared) + P_AT) + owner * LINES_BYTES;
     uint32_t a[2][4][4];
+    Columns columns = load_columns(r, unit, owner, 0);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         if (k >= 2) wgmma_wait<1>();
-        load_columns<OWNER>(r, unit + k, k, a[k % 2]);
+        widen_columns(r, columns, a[k % 2]);
         __syncwarp();
         if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[slot_of(unit + k)]));
+        if (k < 3) columns = load_columns(r, unit + k + 1, owner, k + 1);
         wgmma_fence();
 #pragma unroll
         for (int v = 0; v < 4; ++v) wgmma_registers<Step::F16>(out.o[v], a[k % 2][v], wgmma_operand(prob + 32 * k, 1024, 16));
@@ -666,8 +746,7 @@ __device__ __forceinline__ void transpose_lanes(uint32_t (&v)[4], int l) {
 }
 
 // Sums of all warps to statistics, and to the factor that O^T is multiplied with.
-template <int W>
-__device__ __forceinline__ void finish_sums(const Params& p, const Work& w, const Role<W>& r, const Output& out) {
+__device__ __forceinline__ void finish_sums(const Params& p, const Work& w, const Role& r, const Output& out) {
     Small& sm = small();
     if (r.g < HEADS / 8) {
 #pragma unroll
@@ -694,8 +773,7 @@ __device__ __forceinline__ void finish_sums(const Params& p, const Work& w, cons
     named_barrier_sync(5, 2 * WARPGROUP);
 }
 
-template <int W>
-__device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role<W>& r, Output& out) {
+__device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role& r, Output& out) {
     finish_sums(p, w, r, out);
     // Value columns of block v that this thread holds: 2 g and 2 g + 1, or for V4_FP8's RoPE g and g + 8.
     const int first = 256 * r.group + 16 * r.warp;
@@ -768,9 +846,8 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
 // --- a piece of work ------------------------------------------------------------------------------------------
 
 // Tile after tile: this warpgroup's next S before the product with the tile, the softmax of it after.
-template <int W>
-__device__ __forceinline__ void attend(const Params& p, const Work& w, const Role<W>& r) {
-    const float logit_scale = load_q(p, w);
+__device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r) {
+    const float logit_scale = load_q(p, w, r);
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
     fence_proxy_async();
     named_barrier_sync(5, 2 * WARPGROUP);
@@ -783,29 +860,16 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
     }
     out.sum[0] = out.sum[1] = 0.0f;
 
-    float s[HEADS / 2], sum[2];
-    uint32_t even = w.unit;  // the first unit of a pair's even tile
-    if (W == 0 && w.pairs > 0) {
-        const RowScales scales = multiply_qk(r, even, s);
-        softmax_tile(r, even, logit_scale, scales, s, sum);
-        multiply_pv<0>(r, even, sum, out);
-        even += 8;
-    }
+    float s[HEADS / 2], sum[2] = {0.0f, 0.0f};
+    uint32_t unit = w.unit + 4 * r.group;  // of this warpgroup's tile
 #pragma unroll 1
-    for (int pair = W == 0; pair < w.pairs; ++pair, even += 8) {
-        if constexpr (W == 0) {
-            const RowScales scales = multiply_qk(r, even, s);
-            multiply_pv<1>(r, even - 4, sum, out);
-            softmax_tile(r, even, logit_scale, scales, s, sum);
-            multiply_pv<0>(r, even, sum, out);
-        } else {
-            const RowScales scales = multiply_qk(r, even + 4, s);
-            multiply_pv<0>(r, even, sum, out);
-            softmax_tile(r, even + 4, logit_scale, scales, s, sum);
-            multiply_pv<1>(r, even + 4, sum, out);
-        }
+    for (int pair = 0; pair < w.pairs; ++pair, unit += 8) {
+        const RowScales scales = multiply_qk(r, unit, s);
+        if (pair > 0 || r.group == 1) multiply_pv(r, unit - 4, 1 - r.group, sum, out);
+        softmax_tile(r, unit, logit_scale, scales, s, sum);
+        multiply_pv(r, unit, r.group, sum, out);
     }
-    if (W == 0 && w.pairs > 0) multiply_pv<1>(r, even - 4, sum, out);
+    if (r.group == 0 && w.pairs > 0) multiply_pv(r, unit - 4, 1, sum, out);
     write_results(p, w, r, out);
 }
 
@@ -825,10 +889,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
         for_each_work(p, [&](const Work& w) { copy_rows(p, w, threadIdx.x / 32 % 4, threadIdx.x % 32); });
     } else {
         take_registers<232>();
-        if (threadIdx.x < WARPGROUP) {
-            for_each_work(p, [&](const Work& w) { attend(p, w, Role<0>::here()); });
-        } else {
-            for_each_work(p, [&](const Work& w) { attend(p, w, Role<1>::here()); });
-        }
+        for_each_work(p, [&](const Work& w) { attend(p, w, Role::here()); });
     }
 }

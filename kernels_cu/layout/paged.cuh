@@ -27,6 +27,7 @@ struct Slot {
 };
 
 __device__ __forceinline__ Slot find_slot(const Source& s, int32_t slot) {
-    const uint32_t block = uint32_t(slot) / uint32_t(s.block_size);
+    const uint32_t size = s.block_size;  // mostly a power of two, which saves a division
+    const uint32_t block = (size & (size - 1)) == 0 ? uint32_t(slot) >> (31 - __clz(size)) : uint32_t(slot) / size;
     return {s.cache + int64_t(block) * s.block_stride, int(uint32_t(slot) - block * uint32_t(s.block_size))};
 }
