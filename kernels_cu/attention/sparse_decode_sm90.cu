@@ -18,7 +18,7 @@
 //
 // e4m3 is exact in f16. Scales: a row's r is a power of two at or above its largest scale; its value columns are widened to
 // f16 as e4m3 * (scale / r), and r goes into the exponent of P^T = 2^(logit + log2 r - ref), which f16 holds too, since ref
-// is a reference for just that sum, raised when a value passes it by 2^REF_SLACK. The denominator adds P^T / r.
+// is a reference for just that sum, raised when a P^T passes MAX_P. The denominator adds P^T / r.
 //   V32_FP8: S^T is exact: chunks of 128 columns, S^T is multiplied by scale_c / scale_c+1 between them; RoPE in bfloat16.
 //   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, exact; RoPE as f16, divided by r.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
@@ -50,7 +50,8 @@ constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks 
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
 constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
-constexpr float REF_SLACK = 8.0f, REF_NONE = -1e30f;
+constexpr float MAX_P = 0x1p15f, REF_NONE = -1e30f;
+constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES, SMALL_AT = RING_AT + UNITS * UNIT_BYTES;
@@ -94,6 +95,9 @@ struct Role {
     __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
 };
 
+// The element of S^T or O^T of row i of a thread's two and its c-th head.
+constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
+
 // A query, a tile of its heads and a split of its rows: tiles begin .. end - 1 of the main list and then the extra one.
 // `unit` counts the units that the block's earlier pieces of work took.
 struct Work {
@@ -116,9 +120,9 @@ __device__ __forceinline__ void for_each_work(const Params& p, Do act) {
         w.main_length = list_length(p.main, w.query.b);
         w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
         w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
-        const int64_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS);
-        w.begin = int(tiles * w.split / p.num_splits);
-        w.end = int(tiles * (w.split + 1) / p.num_splits);
+        const int tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), least = tiles / p.num_splits, more = tiles % p.num_splits;
+        w.begin = w.split * least + min(w.split, more);  // the first `more` splits have one tile more
+        w.end = w.begin + least + (w.split < more);
         w.pairs = ceil_div(w.end - w.begin, 2);
         w.unit = unit;
         unit += 8 * w.pairs;
@@ -173,6 +177,17 @@ __device__ __forceinline__ void copy_unit(const Rows& row, uint32_t unit, int la
     mbarrier_arrive_after_copies(full);
 }
 
+// Ask L2 for Q, which the multiplying warps load when they come to this piece of work.
+__device__ __forceinline__ void prefetch_q(const Params& p, const Work& w, int thread) {
+    constexpr int LINES = 2 * D_QK / 128;
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s;
+#pragma unroll 1
+    for (int i = thread; i < HEADS * LINES; i += WARPGROUP) {
+        const int head = w.first_head + i / LINES;
+        if (head < p.h_q) prefetch_l2(q + head * p.q_h + i % LINES * 64);
+    }
+}
+
 // Warp `warp` of four brings rows 16 warp .. + 15 of every tile. List entries are loaded AHEAD tiles before their rows:
 // under load they take 2,000 cycles to come.
 __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int warp, int lane) {
@@ -181,6 +196,7 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
     int32_t entries[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) entries[i] = load_entry(p, w, w.begin + i, my_row);
+    prefetch_q(p, w, 32 * warp + lane);
     uint32_t unit = w.unit + warp;
 #pragma unroll 1
     for (int first = w.begin; first < end; first += AHEAD) {
@@ -271,19 +287,22 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
         const int of_warp = 4 * i + r.lane / 8;
         if (of_warp < PER_WARP) store_q<false>(rope_line + 1024 * of_warp, rope[i], factor);
     }
-    return p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
+    const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
+    return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
 }
 
 // --- S^T ------------------------------------------------------------------------------------------------------
 
-// What a thread knows of its two rows, g and g + 8 of its warp's unit: log2 of r, -inf if the row is not valid.
+// What multiply_qk finds out of a thread's two rows, g and g + 8 of its warp's unit: r, and scale / r as f16, of both rows
+// in a word, of chunk t and (V4_FP8) t + 4.
 struct RowScales {
-    float log2_r[2];
+    float r[2];
+    uint32_t ratio[V32 ? 1 : 2];
 };
 
-__device__ __forceinline__ float power_of_two(float exponent) { return __uint_as_float(uint32_t(int(exponent) + 127) << 23); }
-// log2 of the largest power of two not above x, for 2^-126 <= x < inf.
-__device__ __forceinline__ float exponent_of(float x) { return float(int(__float_as_uint(x) >> 23) - 127); }
+// 2^(exponent - 127), and its inverse.
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent) << 23); }
+__device__ __forceinline__ float inverse_power_of_two(int exponent) { return __uint_as_float(uint32_t(254 - exponent) << 23); }
 
 // Float32 scales of a row, none so small that a quotient of two could overflow.
 __device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4]) {
@@ -395,9 +414,15 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
     }
     start_qk<Step::BF16, Step::BF16>(NOPE_BLOCKS, a[0], s);
     RowScales result;
+    float ratio[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-        result.log2_r[i] = exponent_of(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3])));
+    for (int i = 0; i < 2; ++i) {
+        const int exponent = __float_as_uint(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3]))) >> 23;
+        const float own = t < 2 ? (t == 0 ? scale[i][0] : scale[i][1]) : (t == 2 ? scale[i][2] : scale[i][3]);
+        result.r[i] = power_of_two(exponent);
+        ratio[i] = own * inverse_power_of_two(exponent);
+    }
+    result.ratio[0] = pack_f16x2(ratio[0], ratio[1]);
     wgmma_wait<0>();
     return result;
 }
@@ -405,6 +430,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
 __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (&s)[HEADS / 2]) {
     uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, as pairs of f16
     RowScales result;
+    float own[2][2];
     Bytes bytes = load_block(row, t, 0);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -420,14 +446,16 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) exponent = max(exponent, v4_exponent(scales, c));
         exponent = min(max(exponent, 1), 253);
-        result.log2_r[i] = float(exponent - 127);
+        result.r[i] = power_of_two(exponent);
+        auto ratio_of = [&](int biased) { return power_of_two(max(biased - exponent + 127, 0)); };
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            const int chunk = c < 3 ? 2 * c + t / 2 : 6;
-            const float f = __uint_as_float(uint32_t(max(v4_exponent(scales, chunk) - exponent + 127, 0)) << 23);
+            const float f = ratio_of(c < 3 ? (c < 2 ? scales.x : scales.y) >> (16 * (c % 2) + t / 2 * 8) & 0xff : scales.y >> 16 & 0xff);
             ratio[c][i] = pack_f16x2(f, f);
         }
-        const float inverse = __uint_as_float(uint32_t(254 - exponent) << 23);
+        own[0][i] = ratio_of(scales.x >> 8 * t & 0xff);
+        own[1][i] = ratio_of(scales.y >> 8 * t & 0xff);
+        const float inverse = inverse_power_of_two(exponent);
 #pragma unroll
         for (int k = 0; k < 8; ++k) rope[i][k] = pack_f16x2(bf16_low(rope[i][k]) * inverse, bf16_high(rope[i][k]) * inverse);
     }
@@ -443,12 +471,14 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         wgmma_wait<1>();
     }
     wgmma_wait<0>();
-    scale_rows(s, power_of_two(result.log2_r[0]), power_of_two(result.log2_r[1]));
+    scale_rows(s, result.r[0], result.r[1]);
+#pragma unroll
+    for (int k = 0; k < (V32 ? 1 : 2); ++k) result.ratio[k] = pack_f16x2(own[k][0], own[k][1]);
     return result;
 }
 
-// S^T of the tile whose first unit is `unit`, each warp its 16 rows.
-__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, float (&s)[HEADS / 2]) {
+// S^T of the tile whose first unit is `unit`, each warp its 16 rows; what stands for rows that are not valid becomes a P of 0.
+__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, float logit_scale, float (&s)[HEADS / 2]) {
     unit += r.warp;
     Small& sm = small();
     mbarrier_wait(shared_address(&sm.full[slot_of(unit)]), phase_of(unit));
@@ -461,21 +491,18 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
     }
     const uint32_t valid = sm.valid[slot_of(unit)];
     if (valid != 0xffff) {
+        const float mask = logit_scale < 0.0f ? INF : -INF;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (valid >> (r.g + 8 * i) & 1) continue;
-            scales.log2_r[i] = -INF;
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) s[c / 2 * 4 + 2 * i + c % 2] = 0.0f;  // 0 x inf is none of its business
+            for (int c = 0; c < COLUMNS; ++c) s[element(i, c)] = mask;
         }
     }
     return scales;
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------
-
-// The element of S^T or O^T of row i of a thread's two and its c-th head.
-constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
 
 // Sums over the eight lanes with the same t. A thread keeps the heads 8 g + 2 t and + 1, modulo HEADS.
 __device__ __forceinline__ void sum_rows(const Role& r, float (&v)[COLUMNS], float (&kept)[2]) {
@@ -509,12 +536,13 @@ __device__ __forceinline__ float rows_max(float x) {
     return x;
 }
 
-// References rise to the tile's maxima; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
-__device__ __forceinline__ void raise_references(const Role& r, const float (&s)[HEADS / 2]) {
+// References rise to the tile's largest logit + log2 r; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
+__device__ __forceinline__ void raise_references(const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2]) {
     Small& sm = small();
+    const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const float top = rows_max(fmaxf(s[element(0, c)], s[element(1, c)]));
+        const float top = rows_max(fmaxf(s[element(0, c)] * logit_scale + log2_r[0], s[element(1, c)] * logit_scale + log2_r[1]));
         if (r.g == 0) sm.across[r.group][r.warp][r.head(c)] = top;
     }
     r.sync();
@@ -522,85 +550,49 @@ __device__ __forceinline__ void raise_references(const Role& r, const float (&s)
     if (head < HEADS) {
         const float(&tops)[4][HEADS] = sm.across[r.group];
         const float old = sm.ref[head], top = fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
-        const float to = fmaxf(old, top);
+        const float to = fmaxf(old, top - HEADROOM);
         sm.ref[head] = to;
         sm.factor[r.group][head] = exp2_approx(old - to);
     }
     r.sync();
 }
 
-// Rows of a tile in the order in which load_columns wants their ratios: a thread's four of 16 next to one another.
-__device__ __forceinline__ int ratio_place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
-
-// The ratios that value columns are widened with, a row's by its quad.
-__device__ __forceinline__ void store_ratios(const Role& r, uint32_t unit, const RowScales& scales, const float (&inverse)[2]) {
+// A row's ratios, by its quad, where load_columns wants them: a thread's four of 16 rows stand next to one another.
+__device__ __forceinline__ void store_ratios(const Role& r, const RowScales& scales) {
     Small& sm = small();
-    const uint32_t rows = unit_address(unit + r.warp) + r.g * STRIDE;
+    const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; row g + 8 two further
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int place = ratio_place(16 * r.warp + r.g + 8 * i);
-        if constexpr (V32) {
-            const float scale = __uint_as_float(load_shared_4(rows + 8 * i * STRIDE + SCALE_OFFSET + 4 * r.t));
-            sm.ratio[r.group][r.t][place] = uint16_t(pack_f16x2(scale * inverse[i], 0.0f));
-        } else {
-            const Vec8 bytes = load_shared_8(rows + 8 * i * STRIDE + ROW_STRIDE);
-            const uint32_t own = (bytes.x >> 8 * r.t & 0xff) | (bytes.y >> 8 * r.t & 0xff) << 16;  // chunks t and t + 4
-            sm.ratio[r.group][r.t][place] = uint16_t(pack_f16x2(ue8m0_to_float(own & 0xff) * inverse[i], 0.0f));
+        sm.ratio[r.group][r.t][place + 2 * i] = uint16_t(scales.ratio[0] >> 16 * i);
+        if constexpr (!V32) {
             if (r.t < 3) {
-                sm.ratio[r.group][r.t + 4][place] = uint16_t(pack_f16x2(ue8m0_to_float(own >> 16) * inverse[i], 0.0f));
+                sm.ratio[r.group][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
             } else {
-                sm.rope_ratio[r.group][place] = inverse[i];
+                sm.rope_ratio[r.group][place + 2 * i] = 1.0f / scales.r[i];
             }
         }
     }
 }
 
-// S^T of one of this warpgroup's tiles becomes P^T and is published; `sum` is what the tile adds to the denominators.
-__device__ __forceinline__ void softmax_tile(
-    const Role& r, uint32_t unit, float logit_scale, const RowScales& scales, float (&s)[HEADS / 2], float (&sum)[2]) {
-    Small& sm = small();
-    const float inverse[2] = {scales.log2_r[0] == -INF ? 0.0f : power_of_two(-scales.log2_r[0]),
-                              scales.log2_r[1] == -INF ? 0.0f : power_of_two(-scales.log2_r[1])};
-    store_ratios(r, unit, scales, inverse);
-    float ref[COLUMNS], top = -INF;
-    auto load_references = [&] {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c += 2) {
-            const float2 two = *reinterpret_cast<const float2*>(&sm.ref[r.head(c)]);
-            ref[c] = two.x;
-            ref[c + 1] = two.y;
-        }
-    };
-    load_references();
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float& x = s[element(i, c)];
-            x = x * logit_scale + scales.log2_r[i];
-            top = fmaxf(top, x - ref[c]);
-        }
-    }
-    const bool raised = named_barrier_any(3 + r.group, WARPGROUP, top > REF_SLACK);
-    if (raised) {
-        raise_references(r, s);
-        load_references();
-    }
-    if (threadIdx.x % WARPGROUP == 0) sm.raised[r.group] = raised;
+// P^T = r 2^(logit - ref) to shared memory, rounded; `sums` is that of P / r. Returns the largest.
+__device__ __forceinline__ float store_p(
+    const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
     const uint32_t to = shared_address(shared) + P_AT + r.group * LINES_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
-    float sums[COLUMNS];
+    float top = 0.0f;
     uint32_t rounded[2][2];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c += 2) {
-        const int j = c / 2;
+    for (int j = 0; j < HEADS / 8; ++j) {
+        const float2 ref = *reinterpret_cast<const float2*>(&small().ref[r.head(2 * j)]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float x = exp2_approx(s[element(i, c)] - ref[c]), y = exp2_approx(s[element(i, c + 1)] - ref[c + 1]);
-            sums[c] = i == 0 ? x * inverse[0] : sums[c] + x * inverse[1];
-            sums[c + 1] = i == 0 ? y * inverse[0] : sums[c + 1] + y * inverse[1];
-            rounded[j % 2][i] = pack_f16x2(x, y);
+            const float x = exp2_approx(s[4 * j + 2 * i] * logit_scale - ref.x), y = exp2_approx(s[4 * j + 2 * i + 1] * logit_scale - ref.y);
+            sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
+            sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
+            const float px = x * scales.r[i], py = y * scales.r[i];
+            top = fmaxf(top, fmaxf(px, py));
+            rounded[j % 2][i] = pack_f16x2(px, py);
         }
         if (HEADS == 8) {
             stmatrix_x2_trans(to, rounded[0][0], rounded[0][1]);
@@ -608,10 +600,28 @@ __device__ __forceinline__ void softmax_tile(
             stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
         }
     }
+    return top;
+}
+
+// S^T of one of this warpgroup's tiles becomes P^T and is published; `sum` is what the tile adds to the denominators.
+// P^T is made with the references as they are, and again in the rare case that they turn out too low: then true.
+__device__ __forceinline__ bool softmax_tile(
+    const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sum)[2]) {
+    float sums[COLUMNS];
+    store_ratios(r, scales);
+    const float top = store_p(r, logit_scale, scales, s, sums);
     fence_proxy_async();
-    r.sync();
+    const bool raised = named_barrier_any(3 + r.group, WARPGROUP, top > MAX_P);
+    if (raised) {
+        raise_references(r, logit_scale, scales, s);
+        store_p(r, logit_scale, scales, s, sums);
+        fence_proxy_async();
+    }
+    if (threadIdx.x % WARPGROUP == 0) small().raised[r.group] = raised;
+    if (raised) r.sync();
     named_barrier_arrive(1 + r.group, 2 * WARPGROUP);
     sum_rows(r, sums, sum);
+    return raised;
 }
 
 // --- O^T ------------------------------------------------------------------------------------------------------
@@ -621,24 +631,21 @@ struct Output {
     float o[4][HEADS / 2], sum[2];
 };
 
-// P of the tile of warpgroup `owner` is there; O^T and sums come to its references.
-__device__ __forceinline__ void take_p(const Role& r, int owner, Output& out) {
-    Small& sm = small();
-    if (owner != r.group) named_barrier_sync(1 + owner, 2 * WARPGROUP);
-    if (sm.raised[owner]) {
-        wgmma_wait<0>();
+// References were raised for the P of a tile of warpgroup `owner`: O^T and sums come to them.
+__device__ __forceinline__ void follow_references(const Role& r, int owner, Output& out) {
+    const Small& sm = small();
+    wgmma_wait<0>();
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-            const float f = sm.factor[owner][r.head(c)];
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float f = sm.factor[owner][r.head(c)];
 #pragma unroll
-            for (int v = 0; v < 4; ++v) {
-                out.o[v][element(0, c)] *= f;
-                out.o[v][element(1, c)] *= f;
-            }
+        for (int v = 0; v < 4; ++v) {
+            out.o[v][element(0, c)] *= f;
+            out.o[v][element(1, c)] *= f;
         }
-#pragma unroll
-        for (int k = 0; k < 2; ++k) out.sum[k] *= sm.factor[owner][(8 * r.g + 2 * r.t + k) % HEADS];
     }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) out.sum[k] *= sm.factor[owner][(8 * r.g + 2 * r.t + k) % HEADS];
 }
 
 // What two rows (2 t and 2 t + 1 of eight) hold of the columns 2 g, 2 g + 1, as bytes, becomes a pair for each column.
@@ -698,14 +705,9 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, u
     }
 }
 
-// O^T += V^T . P^T of the tile whose first unit is `unit`; its units are let go one by one. `sum` is what a tile of this
-// warpgroup adds to the denominators.
-__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, const float (&sum)[2], Output& out) {
-    take_p(r, owner, out);
-    if (owner == r.group) {
-        out.sum[0] += sum[0];
-        out.sum[1] += sum[1];
-    }
+// O^T += V^T . P^T of the tile of warpgroup `owner` whose first unit is `unit`; its units are let go one by one.
+__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, bool raised, Output& out) {
+    if (raised) follow_references(r, owner, out);
     const uint32_t prob = here_only(shared_address(shared) + P_AT) + owner * LINES_BYTES;
     uint32_t a[2][4][4];
     Columns columns = load_columns(r, unit, owner, 0);
@@ -814,8 +816,7 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
         return;
     }
     bf16* results = p.out + w.query.b * p.out_b + w.query.s * p.out_s;
-    const bool aligned = p.flags & WIDE_OUT;
-    if constexpr (HEADS >= 16) {
+    if (HEADS >= 16 && p.flags & WIDE_OUT) {
         // Four neighbours in g exchange, so that each writes eight columns of one of four heads.
         const int q = r.g % 4;
 #pragma unroll
@@ -828,7 +829,7 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
                 for (int k = 0; k < 4; ++k) packed[k] = pack_bf16x2(out.o[v][element(0, c + k)], out.o[v][element(1, c + k)]);
                 transpose_lanes<4>(packed, q);
                 if (head < p.h_q)
-                    store_chunk(results + head * p.out_h + first + 64 * v + r.g / 4 * 8, {packed[0], packed[1], packed[2], packed[3]}, aligned);
+                    store_chunk(results + head * p.out_h + first + 64 * v + r.g / 4 * 8, {packed[0], packed[1], packed[2], packed[3]}, true);
             }
         }
     } else {
@@ -860,16 +861,23 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
     }
     out.sum[0] = out.sum[1] = 0.0f;
 
-    float s[HEADS / 2], sum[2] = {0.0f, 0.0f};
+    const int other = 1 - r.group;
+    auto multiply_other = [&](uint32_t unit) {
+        named_barrier_sync(1 + other, 2 * WARPGROUP);
+        multiply_pv(r, unit, other, small().raised[other], out);
+    };
     uint32_t unit = w.unit + 4 * r.group;  // of this warpgroup's tile
 #pragma unroll 1
     for (int pair = 0; pair < w.pairs; ++pair, unit += 8) {
-        const RowScales scales = multiply_qk(r, unit, s);
-        if (pair > 0 || r.group == 1) multiply_pv(r, unit - 4, 1 - r.group, sum, out);
-        softmax_tile(r, unit, logit_scale, scales, s, sum);
-        multiply_pv(r, unit, r.group, sum, out);
+        float s[HEADS / 2], sum[2];
+        const RowScales scales = multiply_qk(r, unit, logit_scale, s);
+        if (pair > 0 || r.group == 1) multiply_other(unit - 4);
+        const bool raised = softmax_tile(r, logit_scale, scales, s, sum);
+        multiply_pv(r, unit, r.group, raised, out);
+        out.sum[0] += sum[0];
+        out.sum[1] += sum[1];
     }
-    if (r.group == 0 && w.pairs > 0) multiply_pv(r, unit - 4, 1, sum, out);
+    if (r.group == 0 && w.pairs > 0) multiply_other(unit - 4);
     write_results(p, w, r, out);
 }
 
