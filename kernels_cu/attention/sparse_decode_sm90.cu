@@ -659,7 +659,7 @@ __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint3
 struct Columns {
     uint32_t bytes[2][4];
     Vec8 ratio[V32 ? 2 : 4];  // of the thread's four rows: for two blocks each, or for each block
-    uint32_t rope[4];  // V4_FP8
+    uint32_t rope[4];  // V4_FP8: columns 2 g and 2 g + 1 of the thread's four rows
     Vec16 rope_ratio;
 };
 
@@ -678,7 +678,9 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t unit, in
         for (int i = 0; i < 2; ++i) c.ratio[i] = load_shared_8(ratio_address(owner, 2 * r.group + i, k, r.t));
     } else {
         ldmatrix_x4_trans(c.bytes[1], r.group == 1 && second ? from : from + 128);  // the last block is RoPE
-        ldmatrix_x4_trans(c.rope, rows + ROPE_OFFSET + 32 * r.warp + 16 * second);
+        const uint32_t two = unit_address(unit) + 2 * r.t * STRIDE + ROPE_OFFSET + 32 * r.warp + 4 * r.g;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c.rope[i] = load_shared_4(two + (i / 2 * 8 + i % 2) * STRIDE);
 #pragma unroll
         for (int i = 0; i < 4; ++i) c.ratio[i] = load_shared_8(ratio_address(owner, min(4 * r.group + i, CHUNKS - 1), k, r.t));
         c.rope_ratio = load_shared_16(shared_address(&small().rope_ratio[owner][16 * k + 4 * r.t]));
@@ -697,10 +699,12 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, u
     if constexpr (!V32) {
         const float f[4] = {__uint_as_float(c.rope_ratio.x), __uint_as_float(c.rope_ratio.y), __uint_as_float(c.rope_ratio.z), __uint_as_float(c.rope_ratio.w)};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // rows by i % 2, columns by i / 2: a[0], a[2], a[1], a[3]
-            const uint32_t pair = pack_f16x2(bf16_low(c.rope[i]) * f[i % 2 * 2], bf16_high(c.rope[i]) * f[i % 2 * 2 + 1]);
-            uint32_t& place = a[3][i % 2 * 2 + i / 2];
-            place = r.group == 1 ? pair : place;
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t x = c.rope[2 * i], y = c.rope[2 * i + 1];
+            const uint32_t even = pack_f16x2(bf16_low(x) * f[2 * i], bf16_low(y) * f[2 * i + 1]);
+            const uint32_t odd = pack_f16x2(bf16_high(x) * f[2 * i], bf16_high(y) * f[2 * i + 1]);
+            a[3][2 * i] = r.group == 1 ? even : a[3][2 * i];
+            a[3][2 * i + 1] = r.group == 1 ? odd : a[3][2 * i + 1];
         }
     }
 }
@@ -777,7 +781,7 @@ __device__ __forceinline__ void finish_sums(const Params& p, const Work& w, cons
 
 __device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role& r, Output& out) {
     finish_sums(p, w, r, out);
-    // Value columns of block v that this thread holds: 2 g and 2 g + 1, or for V4_FP8's RoPE g and g + 8.
+    // Of block v this thread holds columns 2 g and 2 g + 1 of 16.
     const int first = 256 * r.group + 16 * r.warp;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
@@ -786,19 +790,6 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
         for (int v = 0; v < 4; ++v) {
             out.o[v][element(0, c)] *= f;
             out.o[v][element(1, c)] *= f;
-        }
-    }
-    if (!V32 && r.group == 1) {
-        // Lanes g and g ^ 1 exchange, so that RoPE's columns stand like the others: g even gets 2 (g / 2 ..), see below.
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-            float &low = out.o[3][element(0, c)], &high = out.o[3][element(1, c)];
-            // The thread wants columns 2 g and 2 g + 1 of 16: g < 4 both are `low` of lanes 2 g, 2 g + 1; else `high`.
-            const int from = (2 * r.g % 8) * 4 + r.t;
-            const float a0 = __shfl_sync(~0u, low, from), a1 = __shfl_sync(~0u, low, from + 4);
-            const float b0 = __shfl_sync(~0u, high, from), b1 = __shfl_sync(~0u, high, from + 4);
-            low = r.g < 4 ? a0 : b0;
-            high = r.g < 4 ? a1 : b1;
         }
     }
     if (p.num_splits > 1) {
