@@ -177,17 +177,6 @@ __device__ __forceinline__ void copy_unit(const Rows& row, uint32_t unit, int la
     mbarrier_arrive_after_copies(full);
 }
 
-// Ask L2 for Q, which the multiplying warps load when they come to this piece of work.
-__device__ __forceinline__ void prefetch_q(const Params& p, const Work& w, int thread) {
-    constexpr int LINES = 2 * D_QK / 128;
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s;
-#pragma unroll 1
-    for (int i = thread; i < HEADS * LINES; i += WARPGROUP) {
-        const int head = w.first_head + i / LINES;
-        if (head < p.h_q) prefetch_l2(q + head * p.q_h + i % LINES * 64);
-    }
-}
-
 // Warp `warp` of four brings rows 16 warp .. + 15 of every tile. List entries are loaded AHEAD tiles before their rows:
 // under load they take 2,000 cycles to come.
 __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int warp, int lane) {
@@ -196,7 +185,6 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
     int32_t entries[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) entries[i] = load_entry(p, w, w.begin + i, my_row);
-    prefetch_q(p, w, 32 * warp + lane);
     uint32_t unit = w.unit + warp;
 #pragma unroll 1
     for (int first = w.begin; first < end; first += AHEAD) {
@@ -223,13 +211,12 @@ __device__ __forceinline__ uint32_t q_line(int column, int head) {
 }
 
 // Eight columns times `factor` to where `line` says; chunk c of the four is c ^ (head & 7).
-template <bool F16>
-__device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, float factor) {
+__device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, float factor, bool f16) {
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         const float x = bf16_low(words[k]) * factor, y = bf16_high(words[k]) * factor;
-        store_shared_4(line ^ (k << 4), F16 ? pack_f16x2(x, y) : pack_bf16x2(x, y));
+        store_shared_4(line ^ (k << 4), f16 ? pack_f16x2(x, y) : pack_bf16x2(x, y));
     }
 }
 
@@ -237,33 +224,27 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_bf16x2(max_bf16x2(abs_bf16x2(q.x), abs_bf16x2(q.y)), max_bf16x2(abs_bf16x2(q.z), abs_bf16x2(q.w)));
 }
 
-// Q to shared memory. Warp w of eight brings heads w, w + 8, ...; a lane 16 bytes of 256 columns, and V32_FP8's RoPE four
-// heads at a time. Returns what a logit has to be multiplied with.
+// Q to shared memory. A warp brings eight heads, or for want of heads a share of their columns; lane 4 g + t of head g those
+// that thread t of multiply_qk holds, so that a warp's stores hit all banks. Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Role& r) {
-    constexpr int PER_WARP = HEADS / 8, ROPE_ROUNDS = V32 ? ceil_div(PER_WARP, 4) : 0;
-    const int warp = 4 * r.group + r.warp, left = p.h_q - w.first_head;
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
-    // All loads are under way before one is looked at: heads beyond the last load the last.
-    Vec16 rows[PER_WARP][2], rope[ROPE_ROUNDS + 1];
+    constexpr int SHARERS = 64 / HEADS, LAST = D_NOPE / 128 * 16, PIECES = LAST / 4 + (D_QK - LAST * 8) / 32;
+    constexpr int ROUNDS = ceil_div(PIECES, SHARERS);
+    const int warp = 4 * r.group + r.warp, head = warp / SHARERS * 8 + r.g, first = warp % SHARERS;
+    const bool here = w.first_head + head < p.h_q;
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + min(w.first_head + head, p.h_q - 1) * p.q_h;
+    // 8 of thread t's columns: of blocks of 128 in pairs, or of one of 64.
+    auto column_of = [&](int piece) {
+        const int beyond = piece - LAST / 4;
+        return beyond < 0 ? piece / 4 * 128 + 32 * r.t + piece % 4 * 8 : LAST * 8 + beyond / 2 * 64 + 16 * r.t + beyond % 2 * 8;
+    };
+    Vec16 pieces[ROUNDS];  // all loads are under way before one is looked at
 #pragma unroll
-    for (int i = 0; i < PER_WARP; ++i) {
-        const bf16* row = q + min(warp + 8 * i, left - 1) * p.q_h;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) rows[i][j] = *reinterpret_cast<const Vec16*>(row + 8 * (r.lane + 32 * j));
-    }
-#pragma unroll
-    for (int i = 0; i < ROPE_ROUNDS; ++i)
-        rope[i] = *reinterpret_cast<const Vec16*>(q + min(warp + 8 * (4 * i + r.lane / 8), left - 1) * p.q_h + D_NOPE + r.lane % 8 * 8);
+    for (int i = 0; i < ROUNDS; ++i) pieces[i] = *reinterpret_cast<const Vec16*>(q + column_of(min(first + i * SHARERS, PIECES - 1)));
     uint32_t top = 0;
 #pragma unroll
-    for (int i = 0; i < PER_WARP; ++i) {
-        if (warp + 8 * i >= left) rows[i][0] = rows[i][1] = {0, 0, 0, 0};
-        top = max_bf16x2(top, max_bf16x2(largest_bits(rows[i][0]), largest_bits(rows[i][1])));
-    }
-#pragma unroll
-    for (int i = 0; i < ROPE_ROUNDS; ++i) {
-        if (warp + 8 * (4 * i + r.lane / 8) >= left) rope[i] = {0, 0, 0, 0};
-        top = max_bf16x2(top, largest_bits(rope[i]));
+    for (int i = 0; i < ROUNDS; ++i) {
+        if (!here) pieces[i] = {0, 0, 0, 0};
+        top = max_bf16x2(top, largest_bits(pieces[i]));
     }
     // Positive numbers are ordered as their bits are.
     top = __reduce_max_sync(~0u, max(top & 0xffff, top >> 16));
@@ -275,17 +256,10 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     const int exponent = int(__float_as_uint(max) >> 23) - 127;
     const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
     const float factor = __uint_as_float(uint32_t(shift + 127) << 23);
-    const uint32_t lines[2] = {q_line(8 * r.lane, warp), q_line(256 + 8 * r.lane, warp)};
 #pragma unroll
-    for (int i = 0; i < PER_WARP; ++i) {
-        store_q<true>(lines[0] + 1024 * i, rows[i][0], factor);
-        store_q<true>(lines[1] + 1024 * i, rows[i][1], factor);
-    }
-    const uint32_t rope_line = q_line(D_NOPE + r.lane % 8 * 8, warp);
-#pragma unroll
-    for (int i = 0; i < ROPE_ROUNDS; ++i) {
-        const int of_warp = 4 * i + r.lane / 8;
-        if (of_warp < PER_WARP) store_q<false>(rope_line + 1024 * of_warp, rope[i], factor);
+    for (int i = 0; i < ROUNDS; ++i) {
+        const int piece = first + i * SHARERS, column = column_of(piece);
+        if (piece < PIECES) store_q(q_line(column, head), pieces[i], factor, !V32 || column < D_NOPE);
     }
     const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
     return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
@@ -504,8 +478,8 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// Sums over the eight lanes with the same t. A thread keeps the heads 8 g + 2 t and + 1, modulo HEADS.
-__device__ __forceinline__ void sum_rows(const Role& r, float (&v)[COLUMNS], float (&kept)[2]) {
+// Adds the sums over the eight lanes with the same t. A thread keeps the heads 8 g + 2 t and + 1, modulo HEADS.
+__device__ __forceinline__ void add_rows(const Role& r, float (&v)[COLUMNS], float (&kept)[2]) {
     int left = HEADS / 8;
 #pragma unroll
     for (int step = 4; step >= 1; step /= 2) {
@@ -526,8 +500,8 @@ __device__ __forceinline__ void sum_rows(const Role& r, float (&v)[COLUMNS], flo
             for (int c = 0; c < 2 * left; ++c) v[c] += __shfl_xor_sync(~0u, v[c], 4 * step);
         }
     }
-    kept[0] = v[0];
-    kept[1] = v[1];
+    kept[0] += v[0];
+    kept[1] += v[1];
 }
 
 __device__ __forceinline__ float rows_max(float x) {
@@ -580,11 +554,14 @@ __device__ __forceinline__ float store_p(
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
     const uint32_t to = shared_address(shared) + P_AT + r.group * LINES_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
+    float2 refs[HEADS / 8];  // all loaded at once, lest each wait behind the stores before it
+#pragma unroll
+    for (int j = 0; j < HEADS / 8; ++j) refs[j] = *reinterpret_cast<const float2*>(&small().ref[r.head(2 * j)]);
     float top = 0.0f;
     uint32_t rounded[2][2];
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
-        const float2 ref = *reinterpret_cast<const float2*>(&small().ref[r.head(2 * j)]);
+        const float2 ref = refs[j];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float x = exp2_approx(s[4 * j + 2 * i] * logit_scale - ref.x), y = exp2_approx(s[4 * j + 2 * i + 1] * logit_scale - ref.y);
@@ -603,11 +580,10 @@ __device__ __forceinline__ float store_p(
     return top;
 }
 
-// S^T of one of this warpgroup's tiles becomes P^T and is published; `sum` is what the tile adds to the denominators.
+// S^T of one of this warpgroup's tiles becomes P^T and is published; `sums` is what a thread's rows add to denominators.
 // P^T is made with the references as they are, and again in the rare case that they turn out too low: then true.
 __device__ __forceinline__ bool softmax_tile(
-    const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sum)[2]) {
-    float sums[COLUMNS];
+    const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     store_ratios(r, scales);
     const float top = store_p(r, logit_scale, scales, s, sums);
     fence_proxy_async();
@@ -620,7 +596,6 @@ __device__ __forceinline__ bool softmax_tile(
     if (threadIdx.x % WARPGROUP == 0) small().raised[r.group] = raised;
     if (raised) r.sync();
     named_barrier_arrive(1 + r.group, 2 * WARPGROUP);
-    sum_rows(r, sums, sum);
     return raised;
 }
 
@@ -710,7 +685,9 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, u
 }
 
 // O^T += V^T . P^T of the tile of warpgroup `owner` whose first unit is `unit`; its units are let go one by one.
-__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, bool raised, Output& out) {
+// `meanwhile` is done while wgmma works.
+template <typename Do>
+__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, bool raised, Output& out, Do meanwhile) {
     if (raised) follow_references(r, owner, out);
     const uint32_t prob = here_only(shared_address(shared) + P_AT) + owner * LINES_BYTES;
     uint32_t a[2][4][4];
@@ -726,6 +703,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
 #pragma unroll
         for (int v = 0; v < 4; ++v) wgmma_registers<Step::F16>(out.o[v], a[k % 2][v], wgmma_operand(prob + 32 * k, 1024, 16));
         wgmma_commit();
+        if (k == 0) meanwhile();
     }
     wgmma_wait<0>();
 }
@@ -855,18 +833,16 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
     const int other = 1 - r.group;
     auto multiply_other = [&](uint32_t unit) {
         named_barrier_sync(1 + other, 2 * WARPGROUP);
-        multiply_pv(r, unit, other, small().raised[other], out);
+        multiply_pv(r, unit, other, small().raised[other], out, [] {});
     };
     uint32_t unit = w.unit + 4 * r.group;  // of this warpgroup's tile
 #pragma unroll 1
     for (int pair = 0; pair < w.pairs; ++pair, unit += 8) {
-        float s[HEADS / 2], sum[2];
+        float s[HEADS / 2], sums[COLUMNS];
         const RowScales scales = multiply_qk(r, unit, logit_scale, s);
         if (pair > 0 || r.group == 1) multiply_other(unit - 4);
-        const bool raised = softmax_tile(r, logit_scale, scales, s, sum);
-        multiply_pv(r, unit, r.group, raised, out);
-        out.sum[0] += sum[0];
-        out.sum[1] += sum[1];
+        const bool raised = softmax_tile(r, logit_scale, scales, s, sums);
+        multiply_pv(r, unit, r.group, raised, out, [&] { add_rows(r, sums, out.sum); });
     }
     if (r.group == 0 && w.pairs > 0) multiply_other(unit - 4);
     write_results(p, w, r, out);
