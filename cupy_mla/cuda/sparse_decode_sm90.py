@@ -10,9 +10,13 @@ from ..layouts import ATTENTION_LAYOUTS, Layout
 from ..recording import Packed
 from .jit import Kernel, num_sms
 
-HEADS = (8, 16, 32, 64)  # heads a block is built for
+HEADS = (32, 64)  # heads a block is built for
+MAX_CLUSTER = 16
 TILE_ROWS, UNIT_ROWS = 64, 16
 SHARED_LIMIT = 232448  # bytes of shared memory a block may have
+
+# A few words of addresses go to local memory, once a piece of work or once a tile.
+SPILL_BYTES = 192
 
 
 def block_heads(h_q: int) -> int:
@@ -45,10 +49,10 @@ def shared_bytes(layout: Layout, heads: int) -> int:
 
 
 @cache
-def kernel(layout: Layout, heads: int) -> Kernel:
-    """The kernel for one cache layout and heads a block."""
+def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
+    """The kernel for one cache layout and heads a block; `merges`: the blocks of a cluster are a query's splits."""
     shared = shared_bytes(layout, heads)
-    defines = {"HEADS": heads, "UNITS": units(layout, heads), "EXPECTED_SHARED_BYTES": shared}
+    defines = {"HEADS": heads, "MERGES": int(merges), "UNITS": units(layout, heads), "EXPECTED_SHARED_BYTES": shared}
     return Kernel(
         "attention/sparse_decode_sm90.cu",
         "sparse_decode",
@@ -57,6 +61,8 @@ def kernel(layout: Layout, heads: int) -> Kernel:
         shared_bytes=shared,
         archs=("90a",),
         target="90a",
+        spill_bytes=SPILL_BYTES,
+        max_cluster=MAX_CLUSTER if merges else 1,
     )
 
 
@@ -65,7 +71,8 @@ def kernels() -> Iterator[Kernel]:
     for layout in ATTENTION_LAYOUTS:
         if layout.quantized:
             for heads in HEADS:
-                yield kernel(layout, heads)
+                for merges in (False, True):
+                    yield kernel(layout, heads, merges)
 
 
 def launch(place: Place, layout: Layout, h_q: int, num_queries: int, num_splits: int, uneven: bool, params: Packed) -> None:

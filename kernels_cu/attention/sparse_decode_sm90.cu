@@ -23,6 +23,9 @@
 //   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, exact; RoPE as f16, divided by r.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
+// MERGES: the splits of a query are the blocks of a cluster. At the end each lays its O^T into shared memory, and every
+// block merges a share of it through distributed shared memory. Without, combine.cu merges splits.
+//
 //   full[unit], empty[unit]   mbarriers: copies done (32 lanes, and one for `valid`); read for the last time (8 warps)
 //   named 1, 2                P of warpgroup 0's, 1's tiles is there: 128 arrive, the other 128 wait
 //   named 3, 4                the 128 threads of a multiplying warpgroup
@@ -34,6 +37,7 @@
 #include "attention/params.cuh"
 #include "layout/reader.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
@@ -50,6 +54,7 @@ constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks 
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
 constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
+constexpr int MAX_CLUSTER = 16, O_LINE = D_V + 4;  // floats a head takes in the merge: 4 more spread heads over the banks
 constexpr float MAX_P = 0x1p15f, REF_NONE = -1e30f;
 constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
@@ -106,21 +111,23 @@ struct Work {
     uint32_t unit;
 };
 
+// With MERGES a cluster has one piece of work, and its blocks are the splits.
 template <typename Do>
 __device__ __forceinline__ void for_each_work(const Params& p, Do act) {
-    const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * p.num_splits;
+    const int splits = MERGES ? cluster_size() : p.num_splits;
+    const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * splits;
     uint32_t unit = 0;
 #pragma unroll 1
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
         Work w;
-        const int rest = index / head_tiles;
-        w.query = query_of(p, rest / p.num_splits);
-        w.first_head = index % head_tiles * HEADS;
-        w.split = rest % p.num_splits;
+        const int item = MERGES ? index / splits : index, rest = item / head_tiles;
+        w.query = query_of(p, MERGES ? rest : rest / splits);
+        w.first_head = item % head_tiles * HEADS;
+        w.split = MERGES ? cluster_rank() : rest % splits;
         w.main_length = list_length(p.main, w.query.b);
         w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
         w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
-        const int tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), least = tiles / p.num_splits, more = tiles % p.num_splits;
+        const int tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), least = tiles / splits, more = tiles % splits;
         w.begin = w.split * least + min(w.split, more);  // the first `more` splits have one tile more
         w.end = w.begin + least + (w.split < more);
         w.pairs = ceil_div(w.end - w.begin, 2);
@@ -729,19 +736,28 @@ __device__ __forceinline__ void transpose_lanes(uint32_t (&v)[4], int l) {
     }
 }
 
-// Sums of all warps to statistics, and to the factor that O^T is multiplied with.
-__device__ __forceinline__ void finish_sums(const Params& p, const Work& w, const Role& r, const Output& out) {
-    Small& sm = small();
+// The sum of all warps for head `local` of the block.
+__device__ __forceinline__ void gather_sums(const Role& r, const Output& out) {
     if (r.g < HEADS / 8) {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) sm.across[r.group][r.warp][8 * r.g + 2 * r.t + k] = out.sum[k];
+        for (int k = 0; k < 2; ++k) small().across[r.group][r.warp][8 * r.g + 2 * r.t + k] = out.sum[k];
     }
     named_barrier_sync(5, 2 * WARPGROUP);
+}
+__device__ __forceinline__ float sum_of(int local) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += small().across[i / 4][i % 4][local];
+    return sum;
+}
+
+// Sums to statistics, and to the factor that O^T is multiplied with.
+__device__ __forceinline__ void finish_sums(const Params& p, const Work& w, const Role& r, const Output& out) {
+    Small& sm = small();
+    gather_sums(r, out);
     const int local = threadIdx.x, head = w.first_head + local;
     if (local < HEADS) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum += sm.across[i / 4][i % 4][local];
+        const float sum = sum_of(local);
         const HeadResult result = {0.0f, sum == 0.0f ? -INF : sm.ref[local] + log2_approx(sum)};
         float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
         if (head < p.h_q) {
@@ -755,6 +771,65 @@ __device__ __forceinline__ void finish_sums(const Params& p, const Work& w, cons
         sm.scale[local] = scale;
     }
     named_barrier_sync(5, 2 * WARPGROUP);
+}
+
+// Merge what the blocks of the cluster found, each a share: O^T is laid over Q, P and the ring, [head][column] float32.
+__device__ __forceinline__ void merge_results(const Params& p, const Work& w, const Role& r, const Output& out) {
+    constexpr int GATHERED_AT = HEADS * O_LINE * 4;
+    static_assert(GATHERED_AT + MAX_CLUSTER * 2 * HEADS * 4 <= SMALL_AT, "");
+    Small& sm = small();
+    gather_sums(r, out);  // nobody reads Q, P or the ring any more
+    if (threadIdx.x < HEADS) sm.scale[threadIdx.x] = sum_of(threadIdx.x);
+    float* o = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+            *reinterpret_cast<float2*>(o + r.head(c) * O_LINE + 256 * r.group + 64 * v + 16 * r.warp + 2 * r.g) =
+                make_float2(out.o[v][element(0, c)], out.o[v][element(1, c)]);
+    }
+    cluster_sync();
+    // References and sums of every block: [block][2][HEADS].
+    const int blocks = cluster_size(), rank = cluster_rank(), thread = threadIdx.x;
+    float* gathered = reinterpret_cast<float*>(shared + GATHERED_AT);
+    for (int i = thread; i < blocks * 2 * HEADS; i += 2 * WARPGROUP) {
+        const float* of = i / HEADS % 2 == 0 ? sm.ref : sm.scale;
+        gathered[i] = load_cluster_float(cluster_address(shared_address(of + i % HEADS), i / (2 * HEADS)));
+    }
+    named_barrier_sync(5, 2 * WARPGROUP);
+    // Four columns of a head are a unit.
+    constexpr int ALL = HEADS * D_V / 4;
+    const int share = ceil_div(ALL, blocks), end = min(ALL, (rank + 1) * share);
+#pragma unroll 1
+    for (int unit = rank * share + thread; unit < end; unit += 2 * WARPGROUP) {
+        const int local = unit / (D_V / 4), column = unit % (D_V / 4) * 4, head = w.first_head + local;
+        if (head >= p.h_q) continue;
+        float ref = REF_NONE, sum = 0.0f, v[4] = {};
+        for (int i = 0; i < blocks; ++i) ref = fmaxf(ref, gathered[2 * i * HEADS + local]);
+#pragma unroll 1
+        for (int first = 0; first < blocks; first += 4) {
+            float4 part[4];  // all loads before one is looked at; beyond the last block the last, with no weight
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                part[k] = load_cluster_float4(cluster_address(shared_address(o + local * O_LINE + column), min(first + k, blocks - 1)));
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float* of = gathered + 2 * min(first + k, blocks - 1) * HEADS + local;
+                const float weight = first + k < blocks ? exp2_approx(of[0] - ref) : 0.0f;
+                sum += weight * of[HEADS];
+                v[0] += weight * part[k].x;
+                v[1] += weight * part[k].y;
+                v[2] += weight * part[k].z;
+                v[3] += weight * part[k].w;
+            }
+        }
+        const HeadResult result = {0.0f, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+        const float scale = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+        write_output(p, w.query, head, column, v[0] * scale, v[1] * scale);
+        write_output(p, w.query, head, column + 2, v[2] * scale, v[3] * scale);
+        if (column == 0) write_statistics(p, w.query, head, result);
+    }
+    cluster_sync();  // shared memory must stay until everybody has read it
 }
 
 __device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role& r, Output& out) {
@@ -845,12 +920,16 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         multiply_pv(r, unit, r.group, raised, out, [&] { add_rows(r, sums, out.sum); });
     }
     if (r.group == 0 && w.pairs > 0) multiply_other(unit - 4);
-    write_results(p, w, r, out);
+    if constexpr (MERGES) {
+        merge_results(p, w, r, out);
+    } else {
+        write_results(p, w, r, out);
+    }
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x persistent blocks over queries x head tiles x splits.
+// grid: x persistent blocks over queries x head tiles x splits, or (MERGES) a cluster a query and head tile.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __grid_constant__ Params p) {
     Small& sm = small();
     if (threadIdx.x < UNITS) {
@@ -862,6 +941,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
     if (threadIdx.x >= 2 * WARPGROUP) {
         give_registers<40>();
         for_each_work(p, [&](const Work& w) { copy_rows(p, w, threadIdx.x / 32 % 4, threadIdx.x % 32); });
+        if constexpr (MERGES) {  // barriers of the cluster count every thread
+            cluster_sync();
+            cluster_sync();
+        }
     } else {
         take_registers<232>();
         for_each_work(p, [&](const Work& w) { attend(p, w, Role::here()); });
