@@ -290,7 +290,10 @@ __device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4])
     const Vec16 v = load_shared_16(row + SCALE_OFFSET);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int c = 0; c < 4; ++c) scale[c] = fmaxf(__uint_as_float(words[c]), 0x1p-60f);
+    for (int c = 0; c < 4; ++c) {
+        const float x = __uint_as_float(words[c]);
+        scale[c] = x < 0x1p-60f ? 0x1p-60f : x;  // a NaN stays one
+    }
 }
 
 // V4_FP8: exponents of a row's scales as they stand, biased by 127.
@@ -426,8 +429,9 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         int exponent = int(top >> 7) - 14;  // RoPE / r stays below 2^15
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) exponent = max(exponent, v4_exponent(scales, c));
+        const bool nan = exponent == 255;
         exponent = min(max(exponent, 1), 253);
-        result.r[i] = power_of_two(exponent);
+        result.r[i] = nan ? __uint_as_float(0x7fffffffu) : power_of_two(exponent);
         auto ratio_of = [&](int biased) { return power_of_two(max(biased - exponent + 127, 0)); };
 #pragma unroll
         for (int c = 0; c < 4; ++c) {

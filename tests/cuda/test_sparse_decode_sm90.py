@@ -1,0 +1,127 @@
+"""The Hopper kernel for FP8 rows against the oracle, and how it splits and what it fits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla.cuda import sparse_decode_sm90
+
+from .. import oracle
+from ..cases import Paged, check_decode, decode_oracle, entries, latent, paged, queries, run_decode, sinks
+from ..kinds import CuPy, gapped
+
+FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    kind = CuPy()
+    if kind.cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "sm90")
+    return kind
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_splits", [1, 3, 17, None])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "block_size"),
+    [
+        (1, 1, 1, 1, 1),
+        (3, 1, 7, 63, 2),
+        (1, 2, 16, 64, 61),
+        (3, 1, 33, 65, 64),
+        (2, 2, 64, 129, 256),
+        (1, 1, 128, 1000, 64),
+        (150, 1, 64, 70, 64),
+    ],
+)
+def test_sizes(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
+    """17 splits are more than a cluster holds; 150 queries are more than a GPU has multiprocessors."""
+    main = paged(rng, fmt, b, s_q, topk, block_size)
+    check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, num_splits=num_splits)
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_two_caches_sinks_lengths_and_strides(hopper, rng, fmt, num_splits):
+    main = paged(rng, fmt, 9, 2, 130, 64, gap=1, lengths=True)
+    extra = paged(rng, fmt, 9, 2, 70, 2, lengths=True)
+    main.length[:2] = extra.length[1:3] = 0
+    q = gapped(queries(rng, 9, 2, 72, fmt.d_qk), 0, 0, 0, 8)
+    check_decode(hopper, fmt, q, main, extra, sink=sinks(rng, 72), num_splits=num_splits, out_gaps=(0, 1, 2, 3))
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("num_splits", [1, 5])
+def test_all_invalid_rows_and_nan_of_a_named_one(hopper, rng, fmt, num_splits):
+    main = paged(rng, fmt, 3, 1, 330, 64, invalid=0)
+    main.indices[1, 0, 250] = main.dead[0]
+    main.indices[2] = -1
+    q = queries(rng, 3, 1, 64, fmt.d_qk)
+    out, lse = run_decode(hopper, q, main, num_splits=num_splits)
+    assert np.isnan(out[1].astype(np.float32)).all()
+    assert np.isnan(lse[1]).all()
+    rest = Paged(main.cache, main.indices[::2])
+    want = decode_oracle(fmt, q[::2], rest)
+    oracle.assert_close(out[::2], want[0], "decode out")
+    oracle.assert_close(lse[::2], want[1], "decode lse")
+
+
+@pytest.mark.gpu
+def test_float32_scales_far_apart(hopper, rng):
+    """Scales with all 24 bits, tiles of a row up to 10^4 apart, zero rows, and RoPE far above and below the rest."""
+    codes = rng.integers(0, 256, (5, 16, 656), np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    tiles = 10 ** (rng.uniform(-6, -4, (5, 16, 1)) + rng.uniform(-2, 2, (5, 16, 4)))
+    codes[..., 512:528] = tiles.astype(np.float32).view(np.uint8)
+    rope = latent(rng, 5, 16, 64) * (10 ** rng.uniform(-4, 1, (5, 16, 1))).astype(np.float32)
+    codes[..., 528:] = rope.astype(latent(rng, 1).dtype).view(np.uint8)
+    codes[0, :3, :512] = 0
+    main = Paged(codes, entries(rng, (2, 1, 90), np.arange(80), 80))
+    check_decode(hopper, oracle.V32, queries(rng, 2, 1, 64, 576), main)
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("sm_scale", [0.0, -0.03, 8.0])
+def test_any_scale(hopper, rng, fmt, sm_scale):
+    main = paged(rng, fmt, 1, 2, 300, 64)
+    check_decode(hopper, fmt, queries(rng, 1, 2, 64, fmt.d_qk), main, sm_scale=sm_scale, num_splits=2)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_logits_that_rise_from_tile_to_tile(hopper, rng, fmt):
+    """References are raised again and again, in both warpgroups and in every split."""
+    main = paged(rng, fmt, 1, 1, 640, 64, invalid=0)
+    q = queries(rng, 1, 1, 64, fmt.d_qk)
+    _, rows = decode_rows(fmt, main)
+    order = np.argsort(rows @ q[0, 0, 0].astype(np.float64))
+    main.indices[0, 0] = main.indices[0, 0][order]
+    check_decode(hopper, fmt, q, main, sm_scale=2.0, num_splits=1)
+    check_decode(hopper, fmt, q, main, sm_scale=2.0, num_splits=3)
+
+
+def decode_rows(fmt, main):
+    slots = main.indices[0, 0]
+    return slots, oracle.named_rows(fmt, main.cache, slots)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_same_bits_every_time(hopper, rng, fmt):
+    main, q = paged(rng, fmt, 3, 1, 1000, 64), queries(rng, 3, 1, 64, fmt.d_qk)
+    for splits in (1, 4):
+        first, second = ([r.tobytes() for r in run_decode(hopper, q, main, num_splits=splits)] for _ in range(2))
+        assert first == second
+
+
+def test_every_layout_and_size_fits():
+    for kernel in sparse_decode_sm90.kernels():
+        assert kernel.shared_bytes <= sparse_decode_sm90.SHARED_LIMIT
+        assert kernel.defines["UNITS"] >= 12  # three tiles
