@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -130,8 +130,8 @@ class Form:
         pointer: tells the address of an array; None when calls of this form have no plans: the arrays are neither all
             torch's nor all CuPy's, or something else is no constant.
         plans: the plans by `key`.
-        recent: the last plans that calls of aligned tensors went by, found faster than by `key`: what says whether
-            tensors are like those of the plan, the call's settings, and the plan.
+        recent: the last plans that calls of aligned arrays went by, found faster than by `key`: what says whether
+            arrays are like those of the plan, the call's settings, and the plan.
     """
 
     def __init__(self, names: list[str], values: tuple[Any, ...]) -> None:
@@ -144,15 +144,16 @@ class Form:
         self.pointer: Callable[[Any], int] | None = None
         self.recent: list[tuple[Callable[..., bool], Any, Plan]] = []
         self._readers: tuple[Callable[[Any], Any], ...] = ()
-        self._guards: Any = None
+        self._compare: Callable[[Sequence[Any]], Callable[..., bool]] | None = None
         types = {type(values[i]) for i in places}
         if torch is not None and types and types <= {torch.Tensor, torch.nn.Parameter}:
             self.pointer = torch.Tensor.data_ptr
             self._readers = attrgetter("dtype", "shape", "device", "requires_grad"), torch.Tensor.stride
-            self._guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # torch.compile's own
+            self._compare = _guards if hasattr(torch._C._dynamo.guards, "TensorGuards") else None
         elif cupy is not None and types == {cupy.ndarray}:
             self.pointer = attrgetter("data.ptr")
             self._readers = (attrgetter("dtype", "shape", "strides", "data.device_id"),)
+            self._compare = partial(_compared, *self._readers)
 
     def key(self, settings: Any, arrays: Sequence[Any], pointers: Sequence[int]) -> tuple[Any, ...]:
         """A call's signature.
@@ -170,12 +171,22 @@ class Form:
 
     def remember(self, arrays: Sequence[Any], settings: Any, plan: Plan) -> None:
         """Make a plan that a call went by the first of the recent ones."""
-        if self._guards is None:
-            return
-        sizes, strides = [list(a.shape) for a in arrays], [list(a.stride()) for a in arrays]
-        guards = self._guards(*arrays, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        others = [entry for entry in self.recent if entry[2] is not plan]
-        self.recent = [(guards.check, settings, plan), *others[: RECENT - 1]]
+        if self._compare is not None:
+            others = [entry for entry in self.recent if entry[2] is not plan]
+            self.recent = [(self._compare(arrays), settings, plan), *others[: RECENT - 1]]
+
+
+def _guards(tensors: Sequence[Any]) -> Callable[..., bool]:
+    """What says whether tensors are like these: the guards of torch.compile, which compare all in one call."""
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    make = sys.modules["torch"]._C._dynamo.guards.TensorGuards
+    return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def _compared(read: Callable[[Any], Any], arrays: Sequence[Any]) -> Callable[..., bool]:
+    """What says whether arrays are like these in what `read` tells of each."""
+    known = [*map(read, arrays)]
+    return lambda *others: [*map(read, others)] == known
 
 
 class Plan:
