@@ -175,7 +175,15 @@ def build_c128a_topk_metadata(
         decode_indices, decode_lens, prefill_indices, max_compressed_tokens,
     )  # fmt: skip
     prefill_tokens = len(positions) - num_decode_tokens
-    return decode_indices[:num_decode_tokens], decode_lens[:num_decode_tokens], prefill_indices[:prefill_tokens]
+    return (
+        _first(decode_indices, num_decode_tokens), _first(decode_lens, num_decode_tokens),
+        _first(prefill_indices, prefill_tokens),
+    )  # fmt: skip
+
+
+def _first(array: Any, rows: int) -> Any:
+    """The first rows of an array; where they are all, the array itself, which costs the host less than a view."""
+    return array if rows == array.shape[0] else array[:rows]
 
 
 @planned
