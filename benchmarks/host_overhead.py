@@ -2,10 +2,10 @@
 
 python benchmarks/host_overhead.py [--quick] [--only REGEX]
 
-Microseconds, median over the calls of a round, and of several rounds, in which all candidates take turns, the least:
-the CPU of a virtual machine is at times slower by a third for a second, whatever it runs. The GPU is waited for between
-batches of calls, untimed, so that its queue never fills. Beside ours stand FlashMLA's Python functions and, alone, the
-C++ operators these call.
+Microseconds, median over the calls of a round, and of the rounds, which go through all cases again and again, the
+least: a virtual machine's CPU is slower by a third for seconds at a time, whatever it runs. The GPU is waited for
+between batches of calls, untimed, so that its queue never fills. Beside ours stand FlashMLA's Python functions and,
+alone, the C++ operators these call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import cupy_mla
 from cupy_mla import flash_mla
 
 BATCH = 32  # calls between waits
-BATCHES = 8  # of a round
+BATCHES = 4  # of a case in a round
+ROUNDS = 60
 TARGETS = {"decode": 15.0, "prefill": 12.0, "dynamic_per_batched_tensor_quant": None}
 TARGET = 10.0  # of the cache and index operations
 TOKENS = 4096
@@ -39,8 +40,8 @@ class Case(NamedTuple):
     operator: Call | None = None
 
 
-def round_us(call: Call) -> float:
-    """Median of a round."""
+def host_us(call: Call) -> float:
+    """Median over the calls of one round."""
     taken = []
     for _ in range(BATCHES):
         torch.cuda.synchronize()
@@ -50,15 +51,6 @@ def round_us(call: Call) -> float:
             taken.append(time.perf_counter_ns() - started)
     torch.cuda.synchronize()
     return statistics.median(taken) / 1e3
-
-
-def host_us(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Microseconds of each call by its name."""
-    for call in calls.values():
-        for _ in range(BATCH):
-            call()
-    rows = [{name: round_us(call) for name, call in calls.items()} for _ in range(rounds)]
-    return {name: round(min(row[name] for row in rows), 2) for name in calls}
 
 
 def decode_cases(peer: Any) -> Iterator[Case]:
@@ -133,21 +125,24 @@ def operation_cases() -> Iterator[Case]:
 def main() -> None:
     options = Options.parse(__doc__)
     record = Record("host_overhead", options, "torch us,CuPy us,peer us,its C++,target")
-    rounds = 3 if options.quick else 25
     peer = flash_mla_peer()
-    for cases in (decode_cases(peer), prefill_cases(peer), operation_cases()):
-        for case in cases:
-            if not record.wants(case.name):
-                continue
-            calls = {
-                "torch_us": case.call(lambda tensor: tensor), "cupy_us": case.call(cupy_mla.to_cupy),
-                "peer_us": case.peer, "peer_operator_us": case.operator,
-            }  # fmt: skip
-            times = host_us({name: call for name, call in calls.items() if call is not None}, rounds)
-            target = next((us for name, us in TARGETS.items() if case.name.startswith(name)), TARGET)
-            shown = " ".join(f"{times[name]:9.2f}" if name in times else f"{'-':>9}" for name in calls)
-            row = {"case": case.name, **times, **({} if target is None else {"target_us": target})}
-            record.add_row(row, f"{shown} {'-' if target is None else target:>9}")
+    cases = [
+        (case, {
+            "torch_us": case.call(lambda tensor: tensor), "cupy_us": case.call(cupy_mla.to_cupy),
+            "peer_us": case.peer, "peer_operator_us": case.operator,
+        })
+        for case in (*decode_cases(peer), *prefill_cases(peer), *operation_cases()) if record.wants(case.name)
+    ]  # fmt: skip
+    rounds = [
+        [{name: host_us(call) for name, call in calls.items() if call is not None} for _, calls in cases]
+        for _ in range(6 if options.quick else ROUNDS)
+    ]
+    for (case, calls), taken in zip(cases, zip(*rounds, strict=True), strict=True):
+        least = {name: round(min(times[name] for times in taken), 2) for name in taken[0]}
+        target = next((us for name, us in TARGETS.items() if case.name.startswith(name)), TARGET)
+        shown = [f"{least[name]:9.2f}" if name in least else f"{'-':>9}" for name in calls]
+        row = {"case": case.name, **least, **({} if target is None else {"target_us": target})}
+        record.add_row(row, " ".join([*shown, f"{'-' if target is None else target:>9}"]))
     print(record.write())
 
 

@@ -153,7 +153,7 @@ def test_the_second_gpu(rng, name, library) -> None:
     if cupy_mla.arrays.require_cupy("this test").cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
     first = OPERATIONS[name](rng)
-    for _ in range(3):
+    for _ in range(4):
         call = OPERATIONS[name](rng)
         call.settings = first.settings
         with kind.on(1):
