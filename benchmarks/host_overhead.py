@@ -25,7 +25,7 @@ from cupy_mla import flash_mla
 
 BATCH = 32  # calls between waits
 BATCHES = 4  # of a case in a round
-ROUNDS = 60
+ROUNDS = 30
 TARGETS = {"decode": 15.0, "prefill": 12.0, "dynamic_per_batched_tensor_quant": None}
 TARGET = 10.0  # of the cache and index operations
 TOKENS = 4096

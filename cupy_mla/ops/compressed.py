@@ -174,7 +174,7 @@ def build_c128a_topk_metadata(
         positions, compress_ratio, num_decode_tokens, token_to_req, block_table, block_size, slot_mapping,
         decode_indices, decode_lens, prefill_indices, max_compressed_tokens,
     )  # fmt: skip
-    prefill_tokens = len(positions) - num_decode_tokens
+    prefill_tokens = positions.shape[0] - num_decode_tokens
     return (
         _first(decode_indices, num_decode_tokens), _first(decode_lens, num_decode_tokens),
         _first(prefill_indices, prefill_tokens),
