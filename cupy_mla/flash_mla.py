@@ -43,6 +43,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
+@planned
 def flash_mla_sparse_fwd(
     q: Any,
     kv: Any,
@@ -54,9 +55,7 @@ def flash_mla_sparse_fwd(
     out: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Sparse prefill: see `cupy_mla.sparse_prefill`, whose arguments, results and errors these are."""
-    return attention.sparse_prefill(
-        q, kv, indices, sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, out=out
-    )
+    return attention.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
 
 def flash_mla_with_kvcache(

@@ -146,7 +146,10 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Picks the items in these places, as fast as Python can."""
     if len(places) > 1:
         return itemgetter(*places)
-    return lambda items: tuple(items[i] for i in places)
+    if not places:
+        return lambda items: ()
+    (place,) = places
+    return lambda items: (items[place],)
 
 
 _THREAD = threading.local()

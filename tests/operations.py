@@ -64,6 +64,11 @@ def sparse_prefill(rng: np.random.Generator) -> Call:
     )  # fmt: skip
 
 
+def flash_mla_sparse_fwd(rng: np.random.Generator) -> Call:
+    call = sparse_prefill(rng)
+    return Call(cupy_mla.flash_mla_sparse_fwd, call.arrays, call.settings, made=call.made)
+
+
 def _decode_arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
     main, extra = paged(rng, oracle.V4, 2, 2, 70, 64, lengths=True), paged(rng, oracle.V4, 2, 2, 33, 2)
     return {
@@ -229,9 +234,9 @@ def build_c128a_topk_metadata(rng: np.random.Generator) -> Call:
 OPERATIONS: dict[str, Callable[[np.random.Generator], Call]] = {
     make.__name__: make
     for make in (
-        sparse_prefill, sparse_decode, flash_mla_with_kvcache, concat_and_cache_mla, quantize_and_insert_k_cache,
-        indexer_k_quant_and_cache, cp_gather_and_upconvert_fp8_kv_cache, dequantize_and_gather_k_cache,
-        cp_gather_indexer_k_quant_cache, concat_mla_q, convert_req_index_to_global_index,
+        sparse_prefill, sparse_decode, flash_mla_sparse_fwd, flash_mla_with_kvcache, concat_and_cache_mla,
+        quantize_and_insert_k_cache, indexer_k_quant_and_cache, cp_gather_and_upconvert_fp8_kv_cache,
+        dequantize_and_gather_k_cache, cp_gather_indexer_k_quant_cache, concat_mla_q, convert_req_index_to_global_index,
         dynamic_per_batched_tensor_quant, compute_swa_indices_and_lens, compute_prefill_gather_lens,
         combine_topk_swa_indices, compute_global_topk_indices_and_lens, get_compressed_slot_mapping,
         build_c128a_topk_metadata,

@@ -234,7 +234,7 @@ class Launches:
 
     def __init__(self, params: Packed) -> None:
         self._params = params
-        parts = params.parts()
+        parts = [part for part in params.parts() if isinstance(part, Pointer) or part]
         # What the struct is packed from: the bytes between pointers, the slots' addresses, pointers into slots.
         self._constants = [part for part in parts if isinstance(part, bytes)]
         self._inner = [(p.slot, p.offset) for p in parts if isinstance(p, Pointer) and p.offset]

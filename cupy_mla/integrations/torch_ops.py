@@ -278,6 +278,7 @@ TRACED: dict[str, Callable[..., Any]] = {
     "convert_req_index_to_global_index": _convert_req_index_to_global_index,
     "write_compressed_slot_mapping": _NAMED["get_compressed_slot_mapping"],
     "write_c128a_topk_metadata": _NAMED["build_c128a_topk_metadata"],
+    "flash_mla_sparse_fwd": _NAMED["sparse_prefill"],
     "_with_kvcache": _with_kvcache,
     "split_kv_b_proj": absorb.split_by_head,
     "absorb_q": lambda q_nope, w_uk: absorb.product_by_head("torch", q_nope, w_uk.permute(1, 2, 0)),

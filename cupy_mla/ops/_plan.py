@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ..recording import ALIGNMENT, Recording, picker
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 MAX_PLANS = 1024  # of an operation, for one way to write its arguments
+RECENT = 4
 SETTINGS = (int, float, str, tuple, np.generic, type(None))
 
 # The variable that names the kernels to take, looked up at a tenth of what os.environ.get takes.
@@ -85,19 +86,24 @@ def planned(operation: Operation) -> Operation:
             form = forms[kinds] = Form([*names[: len(args)], *kwargs], values)
         if form.pointer is None or arrays.CHECK_VALUES:
             return operation(*args, **kwargs)
-        given = form.arrays(values)
+        given, settings = form.arrays(values), (_environment(KERNELS), form.settings(values))
         try:
             pointers = [*map(form.pointer, given)]
-            key: Any = [_environment(KERNELS), form.settings(values)]
-            for read in form.readers:
-                key += map(read, given)
             low = 0
             for pointer in pointers:
                 low |= pointer
-            if low % ALIGNMENT:
-                key += [pointer % ALIGNMENT for pointer in pointers]
-            key = tuple(key)
-            plan = form.plans.get(key)
+            low %= ALIGNMENT
+            plan = None
+            if not low:
+                for alike, of, recent in form.recent:
+                    if alike(*given) and of == settings:
+                        plan = recent
+                        break
+            if plan is None:
+                key = form.key(settings, given, pointers if low else ())
+                plan = form.plans.get(key)
+                if plan is not None and not low:
+                    form.remember(given, settings, plan)
         except (RuntimeError, TypeError):  # a tensor without memory, a setting without hash: the checks say it better
             return operation(*args, **kwargs)
         if plan is not None:
@@ -123,8 +129,9 @@ class Form:
         settings: picks the others, which are constants.
         pointer: tells the address of an array; None when calls of this form have no plans: the arrays are neither all
             torch's nor all CuPy's, or something else is no constant.
-        readers: tell what there is to know of an array beside its address.
-        plans: the plans, by what the above told.
+        plans: the plans by `key`.
+        recent: the last plans that calls of aligned arrays went by, found faster than by `key`: what says whether
+            arrays are like those of the plan, the call's settings, and the plan.
     """
 
     def __init__(self, names: list[str], values: tuple[Any, ...]) -> None:
@@ -135,14 +142,51 @@ class Form:
         self.settings = picker([i for i in range(len(values)) if i not in places])
         self.plans: dict[Any, Plan] = {}
         self.pointer: Callable[[Any], int] | None = None
-        self.readers: tuple[Callable[[Any], Any], ...] = ()
+        self.recent: list[tuple[Callable[..., bool], Any, Plan]] = []
+        self._readers: tuple[Callable[[Any], Any], ...] = ()
+        self._compare: Callable[[Sequence[Any]], Callable[..., bool]] | None = None
         types = {type(values[i]) for i in places}
         if torch is not None and types and types <= {torch.Tensor, torch.nn.Parameter}:
             self.pointer = torch.Tensor.data_ptr
-            self.readers = attrgetter("dtype", "shape", "device", "requires_grad"), torch.Tensor.stride
+            self._readers = attrgetter("dtype", "shape", "device", "requires_grad"), torch.Tensor.stride
+            self._compare = _guards if hasattr(torch._C._dynamo.guards, "TensorGuards") else None
         elif cupy is not None and types == {cupy.ndarray}:
             self.pointer = attrgetter("data.ptr")
-            self.readers = (attrgetter("dtype", "shape", "strides", "data.device_id"),)
+            self._readers = (attrgetter("dtype", "shape", "strides", "data.device_id"),)
+            self._compare = partial(_compared, *self._readers)
+
+    def key(self, settings: Any, arrays: Sequence[Any], pointers: Sequence[int]) -> tuple[Any, ...]:
+        """A call's signature.
+
+        Args:
+            settings: its constants.
+            arrays: its arrays.
+            pointers: their addresses, unless all are aligned.
+        """
+        key = [settings]
+        for read in self._readers:
+            key += map(read, arrays)
+        key += [pointer % ALIGNMENT for pointer in pointers]
+        return tuple(key)
+
+    def remember(self, arrays: Sequence[Any], settings: Any, plan: Plan) -> None:
+        """Make a plan that a call went by the first of the recent ones."""
+        if self._compare is not None:
+            others = [entry for entry in self.recent if entry[2] is not plan]
+            self.recent = [(self._compare(arrays), settings, plan), *others[: RECENT - 1]]
+
+
+def _guards(tensors: Sequence[Any]) -> Callable[..., bool]:
+    """What says whether tensors are like these: the guards of torch.compile, which compare all in one call."""
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    make = sys.modules["torch"]._C._dynamo.guards.TensorGuards
+    return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def _compared(read: Callable[[Any], Any], arrays: Sequence[Any]) -> Callable[..., bool]:
+    """What says whether arrays are like these in what `read` tells of each."""
+    known = [*map(read, arrays)]
+    return lambda *others: [*map(read, others)] == known
 
 
 class Plan:

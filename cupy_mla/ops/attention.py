@@ -60,6 +60,13 @@ def sparse_prefill(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
     """
+    return prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+
+
+def prefill(
+    q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any, out: Any
+) -> tuple[Any, Any, Any]:
+    """What `sparse_prefill` does, for the front doors that plan its calls."""
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     require_d_v("d_v", d_v)

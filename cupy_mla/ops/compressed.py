@@ -174,8 +174,16 @@ def build_c128a_topk_metadata(
         positions, compress_ratio, num_decode_tokens, token_to_req, block_table, block_size, slot_mapping,
         decode_indices, decode_lens, prefill_indices, max_compressed_tokens,
     )  # fmt: skip
-    prefill_tokens = len(positions) - num_decode_tokens
-    return decode_indices[:num_decode_tokens], decode_lens[:num_decode_tokens], prefill_indices[:prefill_tokens]
+    prefill_tokens = positions.shape[0] - num_decode_tokens
+    return (
+        _first(decode_indices, num_decode_tokens), _first(decode_lens, num_decode_tokens),
+        _first(prefill_indices, prefill_tokens),
+    )  # fmt: skip
+
+
+def _first(array: Any, rows: int) -> Any:
+    """The first rows of an array; where they are all, the array itself, which costs the host less than a view."""
+    return array if rows == array.shape[0] else array[:rows]
 
 
 @planned

@@ -51,11 +51,12 @@ def submit(gpu: FakeGPU, call: Call, arrays: dict[str, Any]) -> tuple[list[Submi
 
 @every_operation
 @pytest.mark.parametrize("given", [False, True], ids=["allocates", "writes"])
-def test_a_call_seen_before_does_the_same(gpu, repeats, rng, name, given):
+@pytest.mark.parametrize("calls", [2, 3], ids=["by key", "at a glance"])
+def test_a_call_seen_before_does_the_same(gpu, repeats, rng, name, given, calls):
     first, second = (OPERATIONS[name](rng) for _ in range(2))
     first, second = (call.with_outputs() if given else call for call in (first, second))
     second.settings = first.settings  # one schedule
-    for _ in range(2):  # flash_mla makes its schedule at the first
+    for _ in range(calls):  # flash_mla makes its schedule at the first
         submit(gpu, first, put(first))
     del repeats[:]
     arrays = put(second)
@@ -108,9 +109,11 @@ def seen(gpu, repeats) -> list[_plan.Plan]:
     ids=["shape", "setting", "strides", "alignment", "rows", "sink", "length", "out"],
 )
 def test_another_signature_is_another_plan(seen, change):
-    for _ in range(2):
+    for _ in range(3):
         cupy_mla.sparse_prefill(**prefill(**change()))
-    assert len(seen) == 1, "the first of two went by the other's plan, or the second by none"
+    assert len(seen) == 2, "the first went by the other's plan, or a later one by none"
+    cupy_mla.sparse_prefill(**prefill())
+    assert seen[0] is seen[1] is not seen[2]
 
 
 def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
@@ -201,6 +204,20 @@ def test_plans_do_not_pile_up(gpu, seen, monkeypatch):
         cupy_mla.sparse_prefill(**prefill(s_q))
     kept = [c.cell_contents for c in cupy_mla.sparse_prefill.__closure__ if isinstance(c.cell_contents, dict)]
     assert 0 < sum(len(form.plans) for form in kept[0].values()) <= 2 * 5
+
+
+def test_many_signatures_in_turn(gpu, seen):
+    """More than are found at a glance: each finds its plan, in inference mode too."""
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for s_q in (*range(1, 4 + _plan.RECENT), *range(1, 4 + _plan.RECENT)):
+            gpu.log.clear()
+            with mode():
+                out, _, _ = cupy_mla.sparse_prefill(**prefill(s_q))
+            assert out.shape[0] == s_q
+            assert len(gpu.log) == 1
+    assert len(set(seen)) == 3 + _plan.RECENT
+    kept = [c.cell_contents for c in cupy_mla.sparse_prefill.__closure__ if isinstance(c.cell_contents, dict)]
+    assert [len(form.recent) for form in kept[0].values()] == [_plan.RECENT]
 
 
 def test_cpu_arrays_leave_no_plan(rng, repeats):
