@@ -48,6 +48,43 @@ def shared_bytes(layout: Layout, heads: int, queries: int) -> int:
     return fixed + (units(layout, heads, queries) * unit_bytes(layout) if layout.quantized else 64)
 
 
+FP8_RING_ROWS = 8 * 4  # rows of a unit of each of four copying warps
+
+
+def fp8_fixed_bytes(layout: Layout, heads: int) -> int:
+    """Shared memory of an FP8 block without its rings: Q, P, statistics."""
+    copies = layout.num_scales if layout.scale_kind == "fp32" else 1
+    q, p = heads * layout.d_qk * 2, 2 * copies * heads * 128
+    return q + p + heads * 4 * (1 + 2 * 2 * copies + 2 * (1 + copies) * 4 + 2 * 2)
+
+
+def fp8_unit_bytes(layout: Layout) -> int:
+    """Shared memory of a unit of each ring, and of their barriers."""
+    return FP8_RING_ROWS * (layout.row_stride + (16 if layout.scales_apart else 0)) + 4 * 16
+
+
+def fp8_units(layout: Layout, heads: int) -> int:
+    """Units of eight rows that a copying warp has space for."""
+    return (SHARED_LIMIT - fp8_fixed_bytes(layout, heads)) // fp8_unit_bytes(layout)
+
+
+@cache
+def fp8_kernel(layout: Layout, heads: int) -> Kernel:
+    """The kernel for an FP8 cache and heads a block."""
+    units = fp8_units(layout, heads)
+    shared = fp8_fixed_bytes(layout, heads) + units * fp8_unit_bytes(layout)
+    return Kernel(
+        "attention/sparse_decode_sm90_fp8_few_heads.cu",
+        "sparse_decode_fp8_few_heads",
+        {**layout.defines(), "HEADS": heads, "UNITS": units, "EXPECTED_SHARED_BYTES": shared},
+        threads=384,
+        shared_bytes=shared,
+        archs=("90a",),
+        target="90a",
+        max_cluster=MAX_CLUSTER,
+    )
+
+
 @cache
 def kernel(layout: Layout, heads: int, queries: int) -> Kernel:
     """The kernel for one cache layout, heads a block and queries a block (1 or 2)."""
@@ -103,7 +140,10 @@ def launch(
     heads = block_heads(h_q)
     items = num_queries * -(-h_q // heads)
     sms = num_sms(place.device)
-    if num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
+    if layout.quantized:
+        cluster = cluster_of(num_splits)
+        fp8_kernel(layout, heads).launch(place, (items * cluster, num_splits // cluster, 1), params, cluster)
+    elif num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
         pairs = -(-items // 2)
         blocks = pairs if uneven else min(pairs, sms)
         kernel(layout, heads, 2).launch(place, (blocks, 1, 1), params)
@@ -121,5 +161,8 @@ def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for layout in ATTENTION_LAYOUTS:
         for heads in HEADS:
+            if layout.quantized:
+                yield fp8_kernel(layout, heads)
+                continue
             for queries in queries_per_block(layout, heads):
                 yield kernel(layout, heads, queries)

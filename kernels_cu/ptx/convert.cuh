@@ -9,6 +9,13 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float lo, float hi) {
     return packed;
 }
 
+// cvt.rn.f16x2.f32: the same to float16; what is too large becomes infinite.
+__device__ __forceinline__ uint32_t pack_f16x2(float lo, float hi) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+    return packed;
+}
+
 __device__ __forceinline__ float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 __device__ __forceinline__ float bf16_to_float(bf16 v) { return __uint_as_float(uint32_t(v) << 16); }

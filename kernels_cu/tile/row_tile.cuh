@@ -35,6 +35,12 @@ __device__ __forceinline__ Vec8 load_shared_8(uint32_t address) {
     return v;
 }
 
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
     uint32_t v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");

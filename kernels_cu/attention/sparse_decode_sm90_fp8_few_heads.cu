@@ -1,0 +1,648 @@
+// Sparse attention of few heads over FP8 caches on Hopper: rows go from staging straight into wgmma's registers.
+//
+// Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64; rows or value columns are the M
+// side and come from registers, widened on the way, so that shared memory holds rows as they lie in the cache and nothing else:
+//
+//   S^T = K . Q^T     64 rows x heads       A = the lanes' own rows        36 x m64nHk16
+//   O^T = V^T . P^T   512 columns x heads   A = pairs of rows a column     8 x 4 x m64nHk16
+//
+//   4 copying warps        a quarter of every tile of 64 rows each, by cp.async, as far ahead as its ring of UNITS x 8 rows goes
+//   2 warpgroups multiply  every other tile each, with a softmax of their own:
+//     S^T                  V32_FP8: one scale's 128 columns after the other, times the row's float32 scale, so that no scaled value
+//                          is ever rounded
+//     P^T                  to shared memory; V32_FP8: f16, a copy for each scale, relative to a reference a head and scale
+//     vote                 a value far above its reference? Only then references rise, O^T follows, and P^T is computed again
+//     O^T += V^T . P^T     quarter after quarter, which are let go
+//
+//   full, empty            mbarriers [quarter][unit]: copies to readers and back
+//   named 1, 2             the 128 threads of a multiplying warpgroup; 3: both
+//
+// While one warpgroup waits the other multiplies. At the end both of every block of a cluster lay their O^T into shared
+// memory and every block merges a share of the columns through distributed shared memory. What a cluster does not hold is
+// split over gridDim.y and merged by combine.cu.
+//
+// Shared memory: Q (heads x D_QK x 2) + P (2 x copies x heads x 128) + 4 rings of UNITS x 8 staged rows + statistics and barriers.
+// Registers: 232 a multiplying thread, 40 a copying one, together 384 x 168.
+// What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
+#include "attention/params.cuh"
+#include "layout/reader.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma_swapped.cuh"
+#include "tile/chunk.cuh"
+#include "tile/finish.cuh"
+#include "tile/fragments.cuh"
+
+constexpr int TILE_ROWS = 64, WARPGROUP = 128, MULTIPLYING = 2 * WARPGROUP, THREADS = 3 * WARPGROUP;
+constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;
+constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
+constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128;
+constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
+constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
+constexpr int BUFFERS = HEADS == 32 ? 1 : 2;    // of A in registers
+constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
+constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
+constexpr int MAX_SOURCES = 32;        // warpgroups that share a query: 2 x the largest cluster
+constexpr int O_LINE = D_V + 4;        // floats a head takes in the merge: 4 more spread the heads over the banks
+constexpr int O_BYTES = HEADS * O_LINE * 4;
+
+constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + 2 * P_COPIES * P_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
+
+// A warpgroup's softmax over its rows, a value a head; relative to `ref` like its O^T.
+struct Statistics {
+    float ref[HEADS], sum[HEADS];
+};
+struct Small {
+    uint64_t full[4][UNITS], empty[4][UNITS];
+    float q_scale[HEADS];                     // from S^T to logits in base 2
+    float chunk_ref[2][P_COPIES][HEADS];      // what a scale's columns of O^T are relative to
+    float chunk_factor[2][P_COPIES][HEADS];   // 2^(ref - chunk_ref)
+    float across[2][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
+    Statistics own[2];
+};
+constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
+static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
+static_assert(2 * O_BYTES <= 4 * RING_BYTES, "O^T is laid over the rings");
+static_assert(MAX_SOURCES * int(sizeof(Statistics)) <= Q_BYTES, "gathered statistics are laid over Q");
+static_assert(UNITS >= 4, "a tile for each warpgroup");
+
+extern __shared__ __align__(1024) uint8_t shared[];
+
+// --- who and what ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
+
+// A multiplying thread's place: warpgroup, warp of it, and rows g, g + 8 and columns 2 t, 2 t + 1 of the warp's 16 rows.
+struct Role {
+    int group, warp, lane, g, t;
+
+    static __device__ __forceinline__ Role here() {
+        const int thread = threadIdx.x;
+        return {thread / WARPGROUP, thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
+    }
+    __device__ __forceinline__ uint32_t q() const { return shared_address(shared) + Q_AT; }
+    __device__ __forceinline__ uint32_t p() const { return shared_address(shared) + P_AT + group * P_COPIES * P_BYTES; }
+    __device__ __forceinline__ void sync() const { named_barrier_sync(1 + group, WARPGROUP); }
+    __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
+};
+
+__device__ __forceinline__ void sync_multiplying() { named_barrier_sync(3, MULTIPLYING); }
+
+// A query and 8 to 32 of its heads; tiles of the main list, then of the extra one, of which this block takes `begin` to end - 1.
+struct Work {
+    Query query;
+    int first_head, main_length, extra_length, main_tiles, begin, end;
+};
+
+__device__ __forceinline__ Work find_work(const Params& p, int index, int rank, int ranks) {
+    const int head_tiles = ceil_div(p.h_q, HEADS);
+    Work w;
+    w.query = query_of(p, index / head_tiles);
+    w.first_head = index % head_tiles * HEADS;
+    w.main_length = list_length(p.main, w.query.b);
+    w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
+    w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
+    const int64_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS);
+    w.begin = int(tiles * rank / ranks);
+    w.end = int(tiles * (rank + 1) / ranks);
+    return w;
+}
+
+// The entry of the index list for row `row` of a tile, -1 where there is none. It is not looked at here, so that nobody
+// waits for it before it is used.
+__device__ __forceinline__ int32_t load_entry(const Params& p, const Work& w, int tile, int row) {
+    const bool extra = tile >= w.main_tiles;
+    const Source& source = extra ? p.extra : p.main;
+    const int at = (extra ? tile - w.main_tiles : tile) * TILE_ROWS + row;
+    const bool here = tile < w.end && at < (extra ? w.extra_length : w.main_length);
+    const int32_t* list = source.indices + w.query.b * source.index_stride_b + w.query.s * source.index_stride_s;
+    int32_t entry = -1;
+    if (here) entry = list[at];
+    return entry;
+}
+
+__device__ __forceinline__ bool is_valid(const Params& p, const Work& w, int tile, int32_t entry) {
+    return entry >= 0 && entry < (tile >= w.main_tiles ? p.extra : p.main).num_slots;
+}
+
+__device__ __forceinline__ Rows find_row(const Params& p, const Work& w, int tile, int32_t entry) {
+    return is_valid(p, w, tile, entry) ? Rows::row_of(tile >= w.main_tiles ? p.extra : p.main, entry) : Rows::none();
+}
+
+// --- copying --------------------------------------------------------------------------------------------------
+
+// Start the copies of eight rows that lanes `first` .. + 7 know. Invalid ones become zeros.
+template <typename R>
+__device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, int lane) {
+#pragma unroll
+    for (int i = 0; i < UNIT_ROWS; i += 4) {
+        const int owner = first + i + lane / 8;
+        const uint32_t line = to + (i + lane / 8) * STAGED;
+        copy_row<ROW_STRIDE / 16>(line + lane % 8 * 16, shuffle_pointer(row.data, owner), lane);
+        if constexpr (R::FOLDED_SCALES == 0) {
+            const uint8_t* scales = shuffle_pointer(row.scales, owner);
+            if (lane % 8 == 0) cp_async_8(line + ROW_STRIDE, scales, scales != nullptr);
+        }
+    }
+}
+
+// A copying warp brings the rows 16 `quarter` .. of every tile. Lane l knows row l % 16 of one tile and (l >= 16) of the next.
+__device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int quarter) {
+    const int lane = threadIdx.x % 32, my_row = 16 * quarter + lane % 16, my_tile = lane / 16;
+    const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
+    const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
+    int32_t entry = load_entry(p, w, w.begin + my_tile, my_row), next_entry = load_entry(p, w, w.begin + 2 + my_tile, my_row);
+    int at = 0;
+    uint32_t parity = 1;  // the first wait for an empty unit is no wait
+#pragma unroll 1
+    for (int pair = w.begin; pair < w.end; pair += 2) {
+        const Rows row = find_row(p, w, pair + my_tile, entry);
+        entry = next_entry;
+        next_entry = load_entry(p, w, pair + 4 + my_tile, my_row);
+        const int units = min(w.end - pair, 2) * 2;
+#pragma unroll 1
+        for (int i = 0; i < units; ++i) {
+            mbarrier_wait(empty + 8 * at, parity);
+            copy_unit(ring + at * UNIT_BYTES, row, 8 * i, lane);
+            mbarrier_arrive_after_copies(full + 8 * at);
+            if (++at == UNITS) {
+                at = 0;
+                parity ^= 1;
+            }
+        }
+    }
+}
+
+// The largest |q| of a head to just below 2^14, by a power of two, so that f16 holds all that counts.
+struct QScale {
+    float up, down;
+};
+__device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
+    const int exponent = min(140 - int(largest >> 7), 126);
+    return {__uint_as_float(uint32_t(127 + exponent) << 23), __uint_as_float(uint32_t(127 - exponent) << 23)};
+}
+
+// Q to shared memory, a head a warp at a time, in the order of the fragments: line = head, blocks of 64 columns. Heads
+// beyond the last are zeros.
+__device__ __forceinline__ void load_q(const Params& p, const Work& w, const Role& r) {
+    constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s;
+#pragma unroll 1
+    for (int head = 4 * r.group + r.warp; head < HEADS; head += 8) {
+        Vec8 v[EACH];
+        uint32_t most = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int n = r.lane + 32 * i;
+            v[i] = {0, 0};
+            if (n < FOURS && w.first_head + head < p.h_q) v[i] = *reinterpret_cast<const Vec8*>(q + (w.first_head + head) * p.q_h + 4 * n);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) most = max_bf16x2(most, max_bf16x2(abs_bf16x2(v[i].x), abs_bf16x2(v[i].y)));
+        const QScale scale = FOLDED ? q_scale_of(__reduce_max_sync(~0u, max(most & 0xffff, most >> 16))) : QScale{1.0f, 1.0f};
+        if (r.lane == 0) small().q_scale[head] = scale.down * p.scale_log2;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int n = r.lane + 32 * i;
+            if (n >= FOURS) break;
+            const bool rope = n >= D_NOPE / 4;
+            const int item = rope ? q_item_rope(n - D_NOPE / 4) : q_item_nope(n);
+            const float lo[] = {bf16_low(v[i].x) * scale.up, bf16_high(v[i].x) * scale.up};
+            const float hi[] = {bf16_low(v[i].y) * scale.up, bf16_high(v[i].y) * scale.up};
+            const uint32_t to = r.q() + n / 16 * Q_BLOCK_BYTES + head * 128 + ((item / 8 ^ (head & 7)) << 4) + item % 8 * 2;
+            const bool narrow = FOLDED && !rope;
+            store_shared_4(to, narrow ? pack_f16x2(lo[0], lo[1]) : pack_bf16x2(lo[0], lo[1]));
+            store_shared_4(to ^ 16, narrow ? pack_f16x2(hi[0], hi[1]) : pack_bf16x2(hi[0], hi[1]));
+        }
+    }
+    fence_proxy_async();
+    sync_multiplying();
+}
+
+// --- products -------------------------------------------------------------------------------------------------
+
+// acc = or += A . Q^T over a block of 64 columns.
+template <Type TYPE, bool FIRST>
+__device__ __forceinline__ void start_qk(uint32_t q, const uint32_t (&a)[16], float (&acc)[HEADS / 2]) {
+    wgmma_fence();
+    wgmma_rows<TYPE, FIRST>(acc, a, wgmma_operand(q, 1024, 16));
+#pragma unroll
+    for (int j = 1; j < 4; ++j) wgmma_rows<TYPE, false>(acc, a + 4 * j, wgmma_operand(q + 32 * j, 1024, 16));
+    wgmma_commit();
+}
+
+// Block `BLOCK` of Q . K^T behind the others. V32_FP8: the products of a scale's two blocks go to `part` of it, and are added
+// once they are done, which they are known to be when a buffer of A is used again.
+template <int BLOCK>
+__device__ __forceinline__ void qk_block(
+    const Role& r, uint32_t row, const float (&scales)[2][4], uint32_t (&a)[BUFFERS][16], float (&part)[BUFFERS][HEADS / 2],
+    float (&s)[HEADS / 2]) {
+    constexpr int SCALE = BLOCK / 2, BEFORE = SCALE - BUFFERS;
+    wgmma_wait<BUFFERS - 1>();
+    if constexpr (FOLDED && BLOCK % 2 == 0 && BEFORE >= 0) {
+#pragma unroll
+        for (int i = 0; i < HEADS / 2; ++i) s[i] += part[SCALE % BUFFERS][i] * scales[i % 4 / 2][BEFORE];
+    }
+    qk_fragments<BLOCK>(row, r.t, a[(BLOCK + 1) % BUFFERS]);
+    if constexpr (FOLDED) {
+        start_qk<VALUES, BLOCK % 2 == 0>(r.q() + BLOCK * Q_BLOCK_BYTES, a[(BLOCK + 1) % BUFFERS], part[SCALE % BUFFERS]);
+    } else {
+        start_qk<VALUES, false>(r.q() + BLOCK * Q_BLOCK_BYTES, a[(BLOCK + 1) % BUFFERS], s);
+    }
+}
+
+// S^T of a warp's 16 rows.
+__device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, const float (&scales)[2][4], float (&s)[HEADS / 2]) {
+    uint32_t a[BUFFERS][16];
+    float part[BUFFERS][HEADS / 2];
+    qk_rope_fragments(row, r.t, a[0]);
+    start_qk<Type::BF16, true>(r.q() + NOPE_BLOCKS * Q_BLOCK_BYTES, a[0], s);
+    qk_block<0>(r, row, scales, a, part, s);
+    qk_block<1>(r, row, scales, a, part, s);
+    qk_block<2>(r, row, scales, a, part, s);
+    qk_block<3>(r, row, scales, a, part, s);
+    qk_block<4>(r, row, scales, a, part, s);
+    qk_block<5>(r, row, scales, a, part, s);
+    qk_block<6>(r, row, scales, a, part, s);
+    if constexpr (NOPE_BLOCKS == 8) qk_block<7>(r, row, scales, a, part, s);
+    wgmma_wait<0>();
+    if constexpr (FOLDED) {
+#pragma unroll
+        for (int k = 4 - BUFFERS; k < 4; ++k) {
+#pragma unroll
+            for (int i = 0; i < HEADS / 2; ++i) s[i] += part[k % BUFFERS][i] * scales[i % 4 / 2][k];
+        }
+    }
+}
+
+// A quarter of a tile, times the columns 256 `HALF` .. + 255 of V.
+template <int HALF>
+__device__ __forceinline__ void start_pv(const Role& r, const StagedRows& rows, int quarter, uint32_t (&a)[16]) {
+    wgmma_wait<BUFFERS - 1>();
+    pv_fragments<2 * HALF>(rows, r.warp, r.g, r.t, a);
+    pv_fragments<2 * HALF + 1>(rows, r.warp, r.g, r.t, a + 8);
+}
+template <int HALF>
+__device__ __forceinline__ void finish_pv(const Role& r, int quarter, const uint32_t (&a)[16], float (&o)[V_TILES][HEADS / 2]) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int copy = FOLDED ? 2 * HALF + i / 2 : 0;
+        wgmma_rows<VALUES, false>(o[4 * HALF + i], a + 4 * i, wgmma_operand(r.p() + copy * P_BYTES + 32 * quarter, 1024, 16));
+    }
+    wgmma_commit();
+}
+
+// O^T += V^T . P^T, letting go of the tile. `units`: where its units stand in each ring; `number`: their numbers there.
+__device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot)[2], float (&o)[V_TILES][HEADS / 2]) {
+    uint32_t a[BUFFERS][16];
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
+        const StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
+        start_pv<0>(r, rows, quarter, a[0]);
+        finish_pv<0>(r, quarter, a[0], o);
+        start_pv<1>(r, rows, quarter, a[BUFFERS - 1]);
+        __syncwarp();
+        if (r.lane < 2) mbarrier_arrive(shared_address(&small().empty[quarter][r.lane == 0 ? slot[0] : slot[1]]));
+        finish_pv<1>(r, quarter, a[BUFFERS - 1], o);
+    }
+    wgmma_wait<0>();
+}
+
+// --- softmax --------------------------------------------------------------------------------------------------
+
+// Of a thread's heads; `sum` covers its rows only. O^T is relative to `ref`, V32_FP8: chunk_ref.
+struct Softmax {
+    float ref[COLUMNS], sum[COLUMNS];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            ref[c] = -INF;
+            sum[c] = 0.0f;
+        }
+    }
+};
+
+// 2^(from - to), where -inf stands for "nothing yet".
+__device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
+
+// The element of S^T of row i of a thread's two and its c-th head.
+constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
+
+// Over the lanes with the same t: all eight g.
+__device__ __forceinline__ float rows_max(float x) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+__device__ __forceinline__ float rows_sum(float x) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+// References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
+__device__ __forceinline__ void raise_references(
+    const Role& r, const float (&scales)[2][4], const float (&s)[HEADS / 2], Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
+    Small& sm = small();
+    float(&across)[1 + P_COPIES][4][HEADS] = sm.across[r.group];
+    wgmma_wait<0>();
+#pragma unroll
+    for (int k = 0; k < (FOLDED ? 1 + P_COPIES : 1); ++k) {
+        const float x = k == 0 ? 0.0f : log2_approx(scales[0][(k + 3) % 4]), y = k == 0 ? 0.0f : log2_approx(scales[1][(k + 3) % 4]);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            const float top = rows_max(fmaxf(s[element(0, c)] + x, s[element(1, c)] + y));
+            if (r.g == 0) across[k][r.warp][r.head(c)] = top;
+        }
+    }
+    r.sync();
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const int head = r.head(c);
+        auto top = [&](int k) { return fmaxf(fmaxf(across[k][0][head], across[k][1][head]), fmaxf(across[k][2][head], across[k][3][head])); };
+        const float to = fmaxf(state.ref[c], top(0)), f = factor(state.ref[c], to);
+        state.ref[c] = to;
+        state.sum[c] *= f;
+#pragma unroll
+        for (int v = 0; v < V_TILES; ++v) {
+            float by = f;
+            if constexpr (FOLDED) {
+                const float old = sm.chunk_ref[r.group][v / 2 % P_COPIES][head];
+                by = factor(old, fmaxf(old, top(1 + v / 2)));
+            }
+            o[v][element(0, c)] *= by;
+            o[v][element(1, c)] *= by;
+        }
+    }
+    if constexpr (FOLDED) {
+        r.sync();
+        if (r.warp == 0 && r.g == 0) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) {
+                const int head = r.head(c);
+#pragma unroll
+                for (int k = 0; k < P_COPIES; ++k) {
+                    float& ref = sm.chunk_ref[r.group][k][head];
+                    ref = fmaxf(ref, fmaxf(fmaxf(across[1 + k][0][head], across[1 + k][1][head]), fmaxf(across[1 + k][2][head], across[1 + k][3][head])));
+                    sm.chunk_factor[r.group][k][head] = ref == -INF ? 0.0f : exp2_approx(state.ref[c] - ref);
+                }
+            }
+        }
+        r.sync();
+    }
+}
+
+// P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where a
+// reference is too low for a value.
+__device__ __forceinline__ bool store_p(
+    const Role& r, const float (&scales)[2][4], const float (&s)[HEADS / 2], const Softmax& state, float (&sums)[COLUMNS]) {
+    bool high = false;
+    float e[HEADS / 2];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float x = s[element(0, c)], y = s[element(1, c)], base = state.ref[c] == -INF ? 0.0f : state.ref[c];
+        high |= fmaxf(x, y) > state.ref[c] + REF_SLACK;
+        e[element(0, c)] = exp2_approx(x - base);
+        e[element(1, c)] = exp2_approx(y - base);
+        sums[c] = e[element(0, c)] + e[element(1, c)];
+    }
+    const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
+    const uint32_t to = r.p() + line * 128 + ((chunk ^ (line & 7)) << 4);
+    float top = 0.0f;
+#pragma unroll
+    for (int copy = 0; copy < P_COPIES; ++copy) {
+        uint32_t rounded[HEADS / 4];
+#pragma unroll
+        for (int j = 0; j < HEADS / 8; ++j) {
+            float2 f = {1.0f, 1.0f};
+            if (FOLDED) f = *reinterpret_cast<const float2*>(&small().chunk_factor[r.group][copy][8 * j + 2 * r.t]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float scale = FOLDED ? scales[i][copy] : 1.0f;
+                const float x = e[4 * j + 2 * i] * (scale * f.x), y = e[4 * j + 2 * i + 1] * (scale * f.y);
+                top = fmaxf(top, fmaxf(x, y));
+                rounded[2 * j + i] = FOLDED ? pack_f16x2(x, y) : pack_bf16x2(x, y);
+            }
+        }
+        if constexpr (HEADS == 8) {
+            stmatrix_x2_trans(to + copy * P_BYTES, rounded[0], rounded[1]);
+        } else {
+#pragma unroll
+            for (int j = 0; j < HEADS / 8; j += 2)
+                stmatrix_x4_trans(to + copy * P_BYTES + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2], rounded[2 * j + 3]);
+        }
+    }
+    fence_proxy_async();
+    return high || (FOLDED && top > P_LIMIT);
+}
+
+// S^T to P^T in shared memory, behind a sync of the warpgroup.
+__device__ __forceinline__ void softmax_tile(
+    const Role& r, const bool (&valid)[2], const float (&scales)[2][4], float (&s)[HEADS / 2], Softmax& state,
+    float (&o)[V_TILES][HEADS / 2]) {
+#pragma unroll
+    for (int j = 0; j < HEADS / 8; ++j) {
+        const float2 f = *reinterpret_cast<const float2*>(&small().q_scale[8 * j + 2 * r.t]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            s[4 * j + 2 * i] = valid[i] ? s[4 * j + 2 * i] * f.x : -INF;
+            s[4 * j + 2 * i + 1] = valid[i] ? s[4 * j + 2 * i + 1] * f.y : -INF;
+        }
+    }
+    float sums[COLUMNS];
+    r.sync();  // the last tile's P^T has been read
+    if (named_barrier_any(1 + r.group, WARPGROUP, store_p(r, scales, s, state, sums))) {
+        raise_references(r, scales, s, state, o);
+        store_p(r, scales, s, state, sums);
+        r.sync();
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) state.sum[c] += sums[c];
+}
+
+// --- a query's tiles ------------------------------------------------------------------------------------------
+
+// V32_FP8: the scales of a thread's two rows.
+__device__ __forceinline__ void load_scales(uint32_t row, float (&scales)[2][4]) {
+    if constexpr (FOLDED) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Vec16 four = load_shared_16(row + i * STAGED + SCALE_OFFSET);
+            scales[i][0] = __uint_as_float(four.x);
+            scales[i][1] = __uint_as_float(four.y);
+            scales[i][2] = __uint_as_float(four.z);
+            scales[i][3] = __uint_as_float(four.w);
+        }
+    }
+}
+
+__device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
+    Small& sm = small();
+    const FirstRow first = first_qk_row(r.g);
+    const int my_row = 16 * r.warp + 8 * first.unit + first.row;
+    const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES, full = shared_address(sm.full[r.warp]);
+    int32_t entries[2] = {load_entry(p, w, w.begin + r.group, my_row), load_entry(p, w, w.begin + r.group, my_row + 1)};
+#pragma unroll 1
+    for (int tile = w.begin + r.group; tile < w.end; tile += 2) {
+        const uint32_t number = 2 * (tile - w.begin), slot[2] = {number % UNITS, (number + 1) % UNITS};
+        const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
+        const StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
+        const uint32_t row = rows.qk_row(r.g);
+        float s[HEADS / 2], scales[2][4] = {};
+        mbarrier_wait(full + 8 * slot[0], number / UNITS & 1);
+        mbarrier_wait(full + 8 * slot[1], (number + 1) / UNITS & 1);
+        load_scales(row, scales);
+        multiply_qk(r, row, scales, s);
+        softmax_tile(r, valid, scales, s, state, o);
+        entries[0] = load_entry(p, w, tile + 2, my_row);  // behind the fence, which would wait for them
+        entries[1] = load_entry(p, w, tile + 2, my_row + 1);
+        multiply_pv(r, slot, o);
+    }
+}
+
+// --- results --------------------------------------------------------------------------------------------------
+
+// O^T to shared memory, [head][column] float32 over the rings, and its statistics.
+__device__ __forceinline__ void lay_down(const Role& r, const Softmax& state, const float (&o)[V_TILES][HEADS / 2]) {
+    Small& sm = small();
+    float* to = reinterpret_cast<float*>(shared + RING_AT + r.group * O_BYTES) + 4 * (8 * r.warp + r.g);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const int head = r.head(c);
+        const float sum = rows_sum(state.sum[c]);
+        if (r.g == 0) {
+            sm.across[r.group][0][r.warp][head] = sum;
+            if (r.warp == 0) sm.own[r.group].ref[head] = state.ref[c];
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float f = FOLDED ? factor(sm.chunk_ref[r.group][k % P_COPIES][head], state.ref[c]) : 1.0f;
+            *reinterpret_cast<float4*>(to + head * O_LINE + 128 * k) = make_float4(
+                o[2 * k][element(0, c)] * f, o[2 * k][element(1, c)] * f, o[2 * k + 1][element(0, c)] * f, o[2 * k + 1][element(1, c)] * f);
+        }
+    }
+    r.sync();
+    const int head = threadIdx.x % WARPGROUP;
+    if (head < HEADS) {
+        const float(&sums)[4][HEADS] = sm.across[r.group][0];
+        sm.own[r.group].sum[head] = (sums[0][head] + sums[1][head]) + (sums[2][head] + sums[3][head]);
+    }
+}
+
+// Merge the warpgroups that share the query and write this block's share of the results. Warpgroup i is number i % 2 of
+// block i / 2 of the cluster.
+__device__ __forceinline__ void write_results(const Params& p, const Work& w, int rank, int blocks) {
+    const int sources = 2 * blocks, thread = threadIdx.x;
+    const uint32_t own = shared_address(&small().own), o = shared_address(shared) + RING_AT;
+    auto* gathered = reinterpret_cast<Statistics*>(shared + Q_AT);
+
+    for (int i = thread; i < sources * 2 * HEADS; i += MULTIPLYING) {
+        const int source = i / (2 * HEADS), word = i % (2 * HEADS);
+        const uint32_t from = cluster_address(own + source % 2 * sizeof(Statistics) + 4 * word, source / 2);
+        reinterpret_cast<float*>(gathered + source)[word] = load_cluster_float(from);
+    }
+    sync_multiplying();
+    // Four columns of a head are a unit; where there are more threads than units, several share one's sources.
+    const int units = HEADS * D_V / 4, share = ceil_div(units, blocks);
+    int sharers = 1;
+    while (2 * sharers <= min(sources, 8) && 2 * sharers * share <= MULTIPLYING) sharers *= 2;
+    const int part = thread % sharers, first = rank * share, end = min(units, first + share), step = MULTIPLYING / sharers;
+#pragma unroll 1
+    for (int unit = first + thread / sharers; unit < first + ceil_div(share, step) * step; unit += step) {
+        const int head = unit / (D_V / 4) % HEADS, column = unit % (D_V / 4) * 4, global_head = w.first_head + head;
+        float ref = -INF, sum = 0.0f, v[4] = {};
+        for (int i = 0; i < sources; ++i) ref = fmaxf(ref, gathered[i].ref[head]);
+#pragma unroll 1
+        for (int i = part; i < sources; i += 4 * sharers) {
+            float4 o4[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int source = min(i + k * sharers, sources - 1);
+                o4[k] = load_cluster_float4(cluster_address(o + source % 2 * O_BYTES + (head * O_LINE + column) * 4, source / 2));
+            }
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int source = min(i + k * sharers, sources - 1);
+                const float weight = i + k * sharers < sources ? factor(gathered[source].ref[head], ref) : 0.0f;
+                sum += weight * gathered[source].sum[head];
+                v[0] += weight * o4[k].x;
+                v[1] += weight * o4[k].y;
+                v[2] += weight * o4[k].z;
+                v[3] += weight * o4[k].w;
+            }
+        }
+        for (int lanes = 1; lanes < sharers; lanes *= 2) {
+            sum += __shfl_xor_sync(~0u, sum, lanes);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) v[k] += __shfl_xor_sync(~0u, v[k], lanes);
+        }
+        if (part != 0 || unit >= end || global_head >= p.h_q) continue;
+        const HeadResult result = {ref, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+        float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+        if (p.num_splits == 1) {
+            if (sum != 0.0f) scale *= sink_factor(p, global_head, result.lse);
+            bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
+            const Vec8 packed = {pack_bf16x2(v[0] * scale, v[1] * scale), pack_bf16x2(v[2] * scale, v[3] * scale)};
+            if (p.flags & WIDE_OUT) {
+                *reinterpret_cast<Vec8*>(out) = packed;
+            } else {
+                write_output(p, w.query, global_head, column, v[0] * scale, v[1] * scale);
+                write_output(p, w.query, global_head, column + 2, v[2] * scale, v[3] * scale);
+            }
+            if (column == 0) write_statistics(p, w.query, global_head, result);
+        } else {
+            const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
+            if (column == 0) p.part_lse[at] = result.lse;
+            *reinterpret_cast<float4*>(p.part_out + at * D_V + column) =
+                make_float4(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
+        }
+    }
+}
+
+// --- the kernel -----------------------------------------------------------------------------------------------
+
+// grid: x = piece of work (a query and a head tile) * blocks of the cluster + rank, y = split.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_fp8_few_heads(const __grid_constant__ Params p) {
+    Small& sm = small();
+    if (threadIdx.x < 4 * UNITS) {
+        mbarrier_init(shared_address(&sm.full[0][0] + threadIdx.x), 32);
+        mbarrier_init(shared_address(&sm.empty[0][0] + threadIdx.x), 4);
+        mbarrier_init_fence();
+    }
+    for (int i = threadIdx.x; i < 2 * P_COPIES * HEADS; i += THREADS) {
+        (&sm.chunk_ref[0][0][0])[i] = -INF;
+        (&sm.chunk_factor[0][0][0])[i] = 0.0f;
+    }
+    __syncthreads();
+    const int blocks = cluster_size(), rank = cluster_rank();
+    const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
+    if (threadIdx.x >= MULTIPLYING) {
+        give_registers<40>();
+        copy_tiles(p, w, threadIdx.x / 32 % 4);
+        cluster_sync();  // barriers of the cluster count every thread
+        cluster_sync();
+    } else {
+        take_registers<232>();
+        const Role r = Role::here();
+        Softmax state;
+        state.clear();
+        float o[V_TILES][HEADS / 2];
+#pragma unroll
+        for (int v = 0; v < V_TILES; ++v) {
+#pragma unroll
+            for (int i = 0; i < HEADS / 2; ++i) o[v][i] = 0.0f;
+        }
+        load_q(p, w, r);
+        attend(p, w, r, state, o);
+        sync_multiplying();  // all rows have been read
+        lay_down(r, state, o);
+        cluster_sync();
+        write_results(p, w, rank, blocks);
+        cluster_sync();  // shared memory must stay until everybody has read it
+    }
+}

@@ -1,0 +1,133 @@
+// Fragments of wgmma's A operand straight from staged rows, as they lie in the cache: no tile of 16-bit rows is written.
+//
+// Sixteen rows are staged as two units of eight, in lines of STAGED bytes, an odd multiple of 16. Row and column orders are
+// free in both products as long as both operands agree, and are chosen so that no access meets a bank twice:
+//
+//   row of index k of 16    k even: k % 8 of unit 0; k odd: (k + 3) % 8 of unit 1; for k >= 8 one row further
+//   Q . K^T  a lane reads 16 bytes of its two rows at a time: for e4m3 four steps of k, four values each
+//   P . V    a lane reads 4 values of four rows, 32 lanes 32 values of 16 rows, and pairs up what stands in two rows
+#pragma once
+#include "layout/reader.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/wgmma_rows.cuh"
+#include "tile/row_tile.cuh"
+
+constexpr int STAGED = Rows::STAGED_BYTES;
+static_assert(STAGED % 32 == 16, "");
+constexpr int UNIT_ROWS = 8, UNIT_BYTES = UNIT_ROWS * STAGED;
+
+// V32_FP8 keeps its scales apart and multiplies unscaled e4m3 as f16; V4_FP8 scales while it widens to bf16.
+constexpr bool FOLDED = Rows::FOLDED_SCALES > 0;
+constexpr Type VALUES = FOLDED ? Type::F16 : Type::BF16;
+
+// Where a lane's first row of Q . K^T stands, the second being the next one: unit and row of it.
+struct FirstRow {
+    int unit, row;
+};
+__device__ __forceinline__ FirstRow first_qk_row(int g) { return {g & 1, g & 1 ? (g + 3) & 7 : g}; }
+
+// A lane's view of 16 staged rows: addresses of rows of Q . K^T and of the two first rows of P . V.
+struct StagedRows {
+    uint32_t unit[2];
+
+    __device__ __forceinline__ uint32_t qk_row(int g) const {
+        const FirstRow first = first_qk_row(g);
+        return unit[first.unit] + first.row * STAGED;
+    }
+    // Rows of k = 2 t, 2 t + 1; those of 2 t + 8, 2 t + 9 are one further.
+    __device__ __forceinline__ uint32_t pv_row(int t, int k) const { return unit[k] + ((2 * t + 4 * k) & 7) * STAGED; }
+};
+
+// Two e4m3 pairs to two pairs of f16, exact.
+__device__ __forceinline__ void e4m3x4_to_f16(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    asm("{\n"
+        ".reg .b16 l, h;\n"
+        "mov.b32 {l, h}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, l;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, h;\n"
+        "}\n"
+        : "=r"(low), "=r"(high)
+        : "r"(bytes));
+}
+
+// Four values to 16 bits: V32_FP8 as they are, V4_FP8 times the scales of the first and of the second of each pair.
+__device__ __forceinline__ void widen(uint32_t bytes, float first, float second, uint32_t& low, uint32_t& high) {
+    if constexpr (FOLDED) {
+        e4m3x4_to_f16(bytes, low, high);
+    } else {
+        float v[4];
+        e4m3x4_to_float(bytes, v);
+        low = pack_bf16x2(v[0] * first, v[1] * second);
+        high = pack_bf16x2(v[2] * first, v[3] * second);
+    }
+}
+
+// V4_FP8: scale `i` of a staged row.
+__device__ __forceinline__ float staged_scale(uint32_t row, int i) {
+    return FOLDED ? 1.0f : ue8m0_to_float(load_shared_byte(row + ROW_STRIDE + i));
+}
+
+// A for the four steps of Q . K^T over the e4m3 columns 64 `block` .. + 63. In step j, k = 2 t + e and 2 t + 8 + e are
+// columns 16 t + 4 j + e and + 2 + e.
+template <int BLOCK>
+__device__ __forceinline__ void qk_fragments(uint32_t row, int t, uint32_t (&a)[16]) {
+    const Vec16 x = load_shared_16(row + 64 * BLOCK + 16 * t), y = load_shared_16(row + STAGED + 64 * BLOCK + 16 * t);
+    const float fx = staged_scale(row, BLOCK), fy = staged_scale(row + STAGED, BLOCK);
+    widen(x.x, fx, fx, a[0], a[2]);
+    widen(y.x, fy, fy, a[1], a[3]);
+    widen(x.y, fx, fx, a[4], a[6]);
+    widen(y.y, fy, fy, a[5], a[7]);
+    widen(x.z, fx, fx, a[8], a[10]);
+    widen(y.z, fy, fy, a[9], a[11]);
+    widen(x.w, fx, fx, a[12], a[14]);
+    widen(y.w, fy, fy, a[13], a[15]);
+}
+
+// The same over the RoPE columns, which are bfloat16: in step j columns 32 (j / 2) + 8 t + 4 (j % 2) + e and + 2 + e.
+__device__ __forceinline__ void qk_rope_fragments(uint32_t row, int t, uint32_t (&a)[16]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const Vec16 x = load_shared_16(row + ROPE_OFFSET + 64 * half + 16 * t);
+        const Vec16 y = load_shared_16(row + STAGED + ROPE_OFFSET + 64 * half + 16 * t);
+        const uint32_t of_step[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a[8 * half + i] = of_step[i / 4][i % 4];
+    }
+}
+
+// Where Q's columns 4 `n` .. + 3 go, to agree: the first two to this 16-bit item of a line of 64, the others 8 further.
+__device__ __forceinline__ int q_item_nope(int n) { return n % 4 * 16 + n / 4 % 4 * 2; }
+__device__ __forceinline__ int q_item_rope(int n) { return (n / 8 * 2 + n % 2) * 16 + n % 8 / 2 * 2; }
+
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    return __byte_perm(a, b, selector);
+}
+
+// A for V's columns 128 `chunk` .. + 127, as two tiles of 64: lane (w, g, .) has columns 4 (8 w + g) .. + 3 of them, two in
+// each tile, of four rows.
+template <int CHUNK>
+__device__ __forceinline__ void pv_fragments(const StagedRows& rows, int warp, int g, int t, uint32_t* a) {
+    const uint32_t first = rows.pv_row(t, 0), second = rows.pv_row(t, 1);
+    if constexpr (!FOLDED && CHUNK == 3) {
+        if (warp >= 2) {  // RoPE
+            const int at = ROPE_OFFSET + 8 * (8 * (warp - 2) + g);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const Vec8 x = load_shared_8(first + i * STAGED + at), y = load_shared_8(second + i * STAGED + at);
+                a[2 * i] = permute_bytes(x.x, y.x, 0x5410);
+                a[2 * i + 1] = permute_bytes(x.x, y.x, 0x7632);
+                a[4 + 2 * i] = permute_bytes(x.y, y.y, 0x5410);
+                a[4 + 2 * i + 1] = permute_bytes(x.y, y.y, 0x7632);
+            }
+            return;
+        }
+    }
+    const int at = 128 * CHUNK + 4 * (8 * warp + g);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t x = load_shared_4(first + i * STAGED + at), y = load_shared_4(second + i * STAGED + at);
+        const float fx = staged_scale(first + i * STAGED, 2 * CHUNK + warp / 2), fy = staged_scale(second + i * STAGED, 2 * CHUNK + warp / 2);
+        widen(permute_bytes(x, y, 0x5140), fx, fy, a[2 * i], a[2 * i + 1]);
+        widen(permute_bytes(x, y, 0x7362), fx, fy, a[4 + 2 * i], a[4 + 2 * i + 1]);
+    }
+}
