@@ -55,12 +55,13 @@ def fp8_fixed_bytes(layout: Layout, heads: int) -> int:
     """Shared memory of an FP8 block without its rings: Q, P, statistics."""
     copies = layout.num_scales if layout.scale_kind == "fp32" else 1
     q, p = heads * layout.d_qk * 2, 2 * copies * heads * 128
-    return q + p + heads * 4 * (1 + 2 * 2 * copies + 2 * (1 + copies) * 4 + 2 * 2)
+    return q + p + heads * 4 * (1 + 2 * 2 * copies + 2 * (1 + copies) * 4 + 2 * 3)
 
 
 def fp8_unit_bytes(layout: Layout) -> int:
     """Shared memory of a unit of each ring, and of their barriers."""
-    return FP8_RING_ROWS * (layout.row_stride + (16 if layout.scales_apart else 0)) + 4 * 16
+    staged = layout.row_stride + (16 if layout.scales_apart or not layout.quantized else 0)
+    return FP8_RING_ROWS * staged + 4 * 16
 
 
 def fp8_units(layout: Layout, heads: int) -> int:

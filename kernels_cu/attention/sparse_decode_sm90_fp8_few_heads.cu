@@ -42,6 +42,7 @@ constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128
 constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr int BUFFERS = HEADS == 32 ? 1 : 2;    // of A in registers
+constexpr bool KEEPS_MAX = !Rows::QUANTIZED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
 constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
 constexpr int MAX_SOURCES = 32;        // warpgroups that share a query: 2 x the largest cluster
@@ -52,7 +53,7 @@ constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + 2 * P_COPIES * P_BYTES,
 
 // A warpgroup's softmax over its rows, a value a head; relative to `ref` like its O^T.
 struct Statistics {
-    float ref[HEADS], sum[HEADS];
+    float ref[HEADS], sum[HEADS], max[HEADS];
 };
 struct Small {
     uint64_t full[4][UNITS], empty[4][UNITS];
@@ -140,8 +141,8 @@ __device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, 
     for (int i = 0; i < UNIT_ROWS; i += 4) {
         const int owner = first + i + lane / 8;
         const uint32_t line = to + (i + lane / 8) * STAGED;
-        copy_row<ROW_STRIDE / 16>(line + lane % 8 * 16, shuffle_pointer(row.data, owner), lane);
-        if constexpr (R::FOLDED_SCALES == 0) {
+        copy_row<COPIED_BYTES / 16>(line + lane % 8 * 16, shuffle_pointer(row.data, owner), lane);
+        if constexpr (R::QUANTIZED && R::FOLDED_SCALES == 0) {
             const uint8_t* scales = shuffle_pointer(row.scales, owner);
             if (lane % 8 == 0) cp_async_8(line + ROW_STRIDE, scales, scales != nullptr);
         }
@@ -208,7 +209,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Rol
             const int n = r.lane + 32 * i;
             if (n >= FOURS) break;
             const bool rope = n >= D_NOPE / 4;
-            const int item = rope ? q_item_rope(n - D_NOPE / 4) : q_item_nope(n);
+            const int item = q_item(n % 16, rope || !Rows::QUANTIZED);
             const float lo[] = {bf16_low(v[i].x) * scale.up, bf16_high(v[i].x) * scale.up};
             const float hi[] = {bf16_low(v[i].y) * scale.up, bf16_high(v[i].y) * scale.up};
             const uint32_t to = r.q() + n / 16 * Q_BLOCK_BYTES + head * 128 + ((item / 8 ^ (head & 7)) << 4) + item % 8 * 2;
@@ -223,9 +224,16 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Rol
 
 // --- products -------------------------------------------------------------------------------------------------
 
+// Have A in its registers here and not behind the fence, where the compiler would add fences of its own.
+__device__ __forceinline__ void settle(uint32_t (&a)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i]));
+}
+
 // acc = or += A . Q^T over a block of 64 columns.
 template <Type TYPE, bool FIRST>
-__device__ __forceinline__ void start_qk(uint32_t q, const uint32_t (&a)[16], float (&acc)[HEADS / 2]) {
+__device__ __forceinline__ void start_qk(uint32_t q, uint32_t (&a)[16], float (&acc)[HEADS / 2]) {
+    settle(a);
     wgmma_fence();
     wgmma_rows<TYPE, FIRST>(acc, a, wgmma_operand(q, 1024, 16));
 #pragma unroll
@@ -257,7 +265,7 @@ __device__ __forceinline__ void qk_block(
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, const float (&scales)[2][4], float (&s)[HEADS / 2]) {
     uint32_t a[BUFFERS][16];
     float part[BUFFERS][HEADS / 2];
-    qk_rope_fragments(row, r.t, a[0]);
+    qk_wide_fragments(row, ROPE_OFFSET, r.t, a[0]);
     start_qk<Type::BF16, true>(r.q() + NOPE_BLOCKS * Q_BLOCK_BYTES, a[0], s);
     qk_block<0>(r, row, scales, a, part, s);
     qk_block<1>(r, row, scales, a, part, s);
@@ -283,6 +291,7 @@ __device__ __forceinline__ void start_pv(const Role& r, const StagedRows& rows, 
     wgmma_wait<BUFFERS - 1>();
     pv_fragments<2 * HALF>(rows, r.warp, r.g, r.t, a);
     pv_fragments<2 * HALF + 1>(rows, r.warp, r.g, r.t, a + 8);
+    settle(a);
 }
 template <int HALF>
 __device__ __forceinline__ void finish_pv(const Role& r, int quarter, const uint32_t (&a)[16], float (&o)[V_TILES][HEADS / 2]) {
@@ -316,12 +325,12 @@ __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot
 
 // Of a thread's heads; `sum` covers its rows only. O^T is relative to `ref`, V32_FP8: chunk_ref.
 struct Softmax {
-    float ref[COLUMNS], sum[COLUMNS];
+    float ref[COLUMNS], sum[COLUMNS], max[COLUMNS];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-            ref[c] = -INF;
+            ref[c] = max[c] = -INF;
             sum[c] = 0.0f;
         }
     }
@@ -462,7 +471,10 @@ __device__ __forceinline__ void softmax_tile(
         r.sync();
     }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) state.sum[c] += sums[c];
+    for (int c = 0; c < COLUMNS; ++c) {
+        state.sum[c] += sums[c];
+        if (KEEPS_MAX) state.max[c] = fmaxf(state.max[c], fmaxf(s[element(0, c)], s[element(1, c)]));
+    }
 }
 
 // --- a query's tiles ------------------------------------------------------------------------------------------
@@ -514,9 +526,10 @@ __device__ __forceinline__ void lay_down(const Role& r, const Softmax& state, co
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
         const int head = r.head(c);
-        const float sum = rows_sum(state.sum[c]);
+        const float sum = rows_sum(state.sum[c]), max = KEEPS_MAX ? rows_max(state.max[c]) : state.ref[c];
         if (r.g == 0) {
             sm.across[r.group][0][r.warp][head] = sum;
+            sm.across[r.group][1][r.warp][head] = max;
             if (r.warp == 0) sm.own[r.group].ref[head] = state.ref[c];
         }
 #pragma unroll
@@ -529,8 +542,9 @@ __device__ __forceinline__ void lay_down(const Role& r, const Softmax& state, co
     r.sync();
     const int head = threadIdx.x % WARPGROUP;
     if (head < HEADS) {
-        const float(&sums)[4][HEADS] = sm.across[r.group][0];
+        const float(&sums)[4][HEADS] = sm.across[r.group][0], (&maxima)[4][HEADS] = sm.across[r.group][1];
         sm.own[r.group].sum[head] = (sums[0][head] + sums[1][head]) + (sums[2][head] + sums[3][head]);
+        sm.own[r.group].max[head] = fmaxf(fmaxf(maxima[0][head], maxima[1][head]), fmaxf(maxima[2][head], maxima[3][head]));
     }
 }
 
@@ -541,8 +555,8 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, in
     const uint32_t own = shared_address(&small().own), o = shared_address(shared) + RING_AT;
     auto* gathered = reinterpret_cast<Statistics*>(shared + Q_AT);
 
-    for (int i = thread; i < sources * 2 * HEADS; i += MULTIPLYING) {
-        const int source = i / (2 * HEADS), word = i % (2 * HEADS);
+    for (int i = thread; i < sources * 3 * HEADS; i += MULTIPLYING) {
+        const int source = i / (3 * HEADS), word = i % (3 * HEADS);
         const uint32_t from = cluster_address(own + source % 2 * sizeof(Statistics) + 4 * word, source / 2);
         reinterpret_cast<float*>(gathered + source)[word] = load_cluster_float(from);
     }
@@ -555,8 +569,11 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, in
 #pragma unroll 1
     for (int unit = first + thread / sharers; unit < first + ceil_div(share, step) * step; unit += step) {
         const int head = unit / (D_V / 4) % HEADS, column = unit % (D_V / 4) * 4, global_head = w.first_head + head;
-        float ref = -INF, sum = 0.0f, v[4] = {};
-        for (int i = 0; i < sources; ++i) ref = fmaxf(ref, gathered[i].ref[head]);
+        float ref = -INF, max = -INF, sum = 0.0f, v[4] = {};
+        for (int i = 0; i < sources; ++i) {
+            ref = fmaxf(ref, gathered[i].ref[head]);
+            max = fmaxf(max, gathered[i].max[head]);
+        }
 #pragma unroll 1
         for (int i = part; i < sources; i += 4 * sharers) {
             float4 o4[4];
@@ -582,7 +599,7 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, in
             for (int k = 0; k < 4; ++k) v[k] += __shfl_xor_sync(~0u, v[k], lanes);
         }
         if (part != 0 || unit >= end || global_head >= p.h_q) continue;
-        const HeadResult result = {ref, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+        const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
         float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
         if (p.num_splits == 1) {
             if (sum != 0.0f) scale *= sink_factor(p, global_head, result.lse);
@@ -597,7 +614,10 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, in
             if (column == 0) write_statistics(p, w.query, global_head, result);
         } else {
             const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
-            if (column == 0) p.part_lse[at] = result.lse;
+            if (column == 0) {
+                p.part_lse[at] = result.lse;
+                if (p.part_max != nullptr) p.part_max[at] = result.max;
+            }
             *reinterpret_cast<float4*>(p.part_out + at * D_V + column) =
                 make_float4(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
         }

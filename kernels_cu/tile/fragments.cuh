@@ -4,7 +4,7 @@
 // free in both products as long as both operands agree, and are chosen so that no access meets a bank twice:
 //
 //   row of index k of 16    k even: k % 8 of unit 0; k odd: (k + 3) % 8 of unit 1; for k >= 8 one row further
-//   Q . K^T  a lane reads 16 bytes of its two rows at a time: for e4m3 four steps of k, four values each
+//   Q . K^T  a lane reads 16 bytes of its two rows at a time: e4m3 for four steps of k, four values each, bfloat16 for two
 //   P . V    a lane reads 4 values of four rows, 32 lanes 32 values of 16 rows, and pairs up what stands in two rows
 #pragma once
 #include "layout/reader.cuh"
@@ -12,7 +12,8 @@
 #include "ptx/wgmma_rows.cuh"
 #include "tile/row_tile.cuh"
 
-constexpr int STAGED = Rows::STAGED_BYTES;
+constexpr int STAGED = Rows::QUANTIZED ? Rows::STAGED_BYTES : 2 * D_QK + 16;
+constexpr int COPIED_BYTES = Rows::QUANTIZED ? ROW_STRIDE : 2 * D_QK;
 static_assert(STAGED % 32 == 16, "");
 constexpr int UNIT_ROWS = 8, UNIT_BYTES = UNIT_ROWS * STAGED;
 
@@ -67,40 +68,55 @@ __device__ __forceinline__ float staged_scale(uint32_t row, int i) {
     return FOLDED ? 1.0f : ue8m0_to_float(load_shared_byte(row + ROW_STRIDE + i));
 }
 
-// A for the four steps of Q . K^T over the e4m3 columns 64 `block` .. + 63. In step j, k = 2 t + e and 2 t + 8 + e are
-// columns 16 t + 4 j + e and + 2 + e.
-template <int BLOCK>
-__device__ __forceinline__ void qk_fragments(uint32_t row, int t, uint32_t (&a)[16]) {
-    const Vec16 x = load_shared_16(row + 64 * BLOCK + 16 * t), y = load_shared_16(row + STAGED + 64 * BLOCK + 16 * t);
-    const float fx = staged_scale(row, BLOCK), fy = staged_scale(row + STAGED, BLOCK);
-    widen(x.x, fx, fx, a[0], a[2]);
-    widen(y.x, fy, fy, a[1], a[3]);
-    widen(x.y, fx, fx, a[4], a[6]);
-    widen(y.y, fy, fy, a[5], a[7]);
-    widen(x.z, fx, fx, a[8], a[10]);
-    widen(y.z, fy, fy, a[9], a[11]);
-    widen(x.w, fx, fx, a[12], a[14]);
-    widen(y.w, fy, fy, a[13], a[15]);
-}
-
-// The same over the RoPE columns, which are bfloat16: in step j columns 32 (j / 2) + 8 t + 4 (j % 2) + e and + 2 + e.
-__device__ __forceinline__ void qk_rope_fragments(uint32_t row, int t, uint32_t (&a)[16]) {
+// A for the four steps of Q . K^T over 64 bfloat16 columns from byte `at` of the rows. In step j, k = 2 t + e and 2 t + 8 + e
+// are columns 32 (j / 2) + 8 t + 4 (j % 2) + e and + 2 + e.
+__device__ __forceinline__ void qk_wide_fragments(uint32_t row, int at, int t, uint32_t (&a)[16]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const Vec16 x = load_shared_16(row + ROPE_OFFSET + 64 * half + 16 * t);
-        const Vec16 y = load_shared_16(row + STAGED + ROPE_OFFSET + 64 * half + 16 * t);
+        const Vec16 x = load_shared_16(row + at + 64 * half + 16 * t), y = load_shared_16(row + STAGED + at + 64 * half + 16 * t);
         const uint32_t of_step[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
 #pragma unroll
         for (int i = 0; i < 8; ++i) a[8 * half + i] = of_step[i / 4][i % 4];
     }
 }
 
-// Where Q's columns 4 `n` .. + 3 go, to agree: the first two to this 16-bit item of a line of 64, the others 8 further.
-__device__ __forceinline__ int q_item_nope(int n) { return n % 4 * 16 + n / 4 % 4 * 2; }
-__device__ __forceinline__ int q_item_rope(int n) { return (n / 8 * 2 + n % 2) * 16 + n % 8 / 2 * 2; }
+// A for the four steps over NoPE columns 64 `block` .. + 63; e4m3: k = 2 t + e and 2 t + 8 + e are columns 16 t + 4 j + e and
+// + 2 + e.
+template <int BLOCK>
+__device__ __forceinline__ void qk_fragments(uint32_t row, int t, uint32_t (&a)[16]) {
+    if constexpr (!Rows::QUANTIZED) {
+        qk_wide_fragments(row, 128 * BLOCK, t, a);
+    } else {
+        const Vec16 x = load_shared_16(row + 64 * BLOCK + 16 * t), y = load_shared_16(row + STAGED + 64 * BLOCK + 16 * t);
+        const float fx = staged_scale(row, BLOCK), fy = staged_scale(row + STAGED, BLOCK);
+        widen(x.x, fx, fx, a[0], a[2]);
+        widen(y.x, fy, fy, a[1], a[3]);
+        widen(x.y, fx, fx, a[4], a[6]);
+        widen(y.y, fy, fy, a[5], a[7]);
+        widen(x.z, fx, fx, a[8], a[10]);
+        widen(y.z, fy, fy, a[9], a[11]);
+        widen(x.w, fx, fx, a[12], a[14]);
+        widen(y.w, fy, fy, a[13], a[15]);
+    }
+}
+
+// Where columns 4 `n` .. + 3 of a block of Q go, to agree: the first two to this 16-bit item of a line of 64, the others 8
+// further. `wide`: the block is bfloat16 in the cache.
+__device__ __forceinline__ int q_item(int n, bool wide) {
+    return wide ? (n / 8 * 2 + n % 2) * 16 + n % 8 / 2 * 2 : n % 4 * 16 + n / 4 * 2;
+}
 
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     return __byte_perm(a, b, selector);
+}
+
+// The same four values of two rows, bfloat16, to four pairs.
+__device__ __forceinline__ void pair_wide(uint32_t x_at, uint32_t y_at, uint32_t (&pairs)[4]) {
+    const Vec8 x = load_shared_8(x_at), y = load_shared_8(y_at);
+    pairs[0] = permute_bytes(x.x, y.x, 0x5410);
+    pairs[1] = permute_bytes(x.x, y.x, 0x7632);
+    pairs[2] = permute_bytes(x.y, y.y, 0x5410);
+    pairs[3] = permute_bytes(x.y, y.y, 0x7632);
 }
 
 // A for V's columns 128 `chunk` .. + 127, as two tiles of 64: lane (w, g, .) has columns 4 (8 w + g) .. + 3 of them, two in
@@ -108,26 +124,24 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
 template <int CHUNK>
 __device__ __forceinline__ void pv_fragments(const StagedRows& rows, int warp, int g, int t, uint32_t* a) {
     const uint32_t first = rows.pv_row(t, 0), second = rows.pv_row(t, 1);
-    if constexpr (!FOLDED && CHUNK == 3) {
-        if (warp >= 2) {  // RoPE
-            const int at = ROPE_OFFSET + 8 * (8 * (warp - 2) + g);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Vec8 x = load_shared_8(first + i * STAGED + at), y = load_shared_8(second + i * STAGED + at);
-                a[2 * i] = permute_bytes(x.x, y.x, 0x5410);
-                a[2 * i + 1] = permute_bytes(x.x, y.x, 0x7632);
-                a[4 + 2 * i] = permute_bytes(x.y, y.y, 0x5410);
-                a[4 + 2 * i + 1] = permute_bytes(x.y, y.y, 0x7632);
-            }
-            return;
-        }
-    }
+    const bool wide = !Rows::QUANTIZED || (D_NOPE < D_V && CHUNK == 3 && warp >= 2);  // V4_FP8: RoPE is a part of V
+    const int of_wide = Rows::QUANTIZED ? ROPE_OFFSET + 8 * (8 * (warp - 2) + g) : 256 * CHUNK + 8 * (8 * warp + g);
     const int at = 128 * CHUNK + 4 * (8 * warp + g);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const uint32_t x = load_shared_4(first + i * STAGED + at), y = load_shared_4(second + i * STAGED + at);
-        const float fx = staged_scale(first + i * STAGED, 2 * CHUNK + warp / 2), fy = staged_scale(second + i * STAGED, 2 * CHUNK + warp / 2);
-        widen(permute_bytes(x, y, 0x5140), fx, fy, a[2 * i], a[2 * i + 1]);
-        widen(permute_bytes(x, y, 0x7362), fx, fy, a[4 + 2 * i], a[4 + 2 * i + 1]);
+        const uint32_t x = first + i * STAGED, y = second + i * STAGED;
+        uint32_t pairs[4];
+        if (wide) {
+            pair_wide(x + of_wide, y + of_wide, pairs);
+        } else {
+            const uint32_t bytes_x = load_shared_4(x + at), bytes_y = load_shared_4(y + at);
+            const float fx = staged_scale(x, 2 * CHUNK + warp / 2), fy = staged_scale(y, 2 * CHUNK + warp / 2);
+            widen(permute_bytes(bytes_x, bytes_y, 0x5140), fx, fy, pairs[0], pairs[1]);
+            widen(permute_bytes(bytes_x, bytes_y, 0x7362), fx, fy, pairs[2], pairs[3]);
+        }
+        a[2 * i] = pairs[0];
+        a[2 * i + 1] = pairs[1];
+        a[4 + 2 * i] = pairs[2];
+        a[4 + 2 * i + 1] = pairs[3];
     }
 }
