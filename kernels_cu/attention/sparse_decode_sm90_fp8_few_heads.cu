@@ -22,7 +22,7 @@
 // split over gridDim.y and merged by combine.cu.
 //
 // Shared memory: Q (heads x D_QK x 2) + P (2 x copies x heads x 128) + 4 rings of UNITS x 8 staged rows + statistics and barriers.
-// Registers: 232 a multiplying thread, 40 a copying one, together 384 x 168.
+// Registers: 240 a multiplying thread, 32 a copying one, together 384 x 168.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
 #include "attention/params.cuh"
 #include "layout/reader.cuh"
@@ -241,23 +241,29 @@ __device__ __forceinline__ void start_qk(uint32_t q, uint32_t (&a)[16], float (&
     wgmma_commit();
 }
 
-// Block `BLOCK` of Q . K^T behind the others. V32_FP8: the products of a scale's two blocks go to `part` of it, and are added
-// once they are done, which they are known to be when a buffer of A is used again.
+// Where NoPE block `block` of a row starts, in bytes.
+constexpr __device__ int block_at(int block) { return block * (Rows::QUANTIZED ? 64 : 128); }
+
+// Block `BLOCK` of Q . K^T, of which `raw` has been read, while the one before is multiplied. V32_FP8: the products of a
+// scale's two blocks go to `part` of it, and are added once they are done, which they are known to be when a buffer of A is
+// used again.
 template <int BLOCK>
 __device__ __forceinline__ void qk_block(
-    const Role& r, uint32_t row, const float (&scales)[2][4], uint32_t (&a)[BUFFERS][16], float (&part)[BUFFERS][HEADS / 2],
-    float (&s)[HEADS / 2]) {
-    constexpr int SCALE = BLOCK / 2, BEFORE = SCALE - BUFFERS;
+    const Role& r, uint32_t row, const float (&scales)[2][4], QkRaw& raw, uint32_t (&a)[BUFFERS][16],
+    float (&part)[BUFFERS][HEADS / 2], float (&s)[HEADS / 2]) {
+    constexpr int SCALE = BLOCK / 2, BEFORE = SCALE - BUFFERS, AT = (BLOCK + 1) % BUFFERS;
+    const QkRaw mine = raw;
+    if (BLOCK + 1 < NOPE_BLOCKS) raw = load_qk(row, block_at(BLOCK + 1), !Rows::QUANTIZED, r.t);
     wgmma_wait<BUFFERS - 1>();
     if constexpr (FOLDED && BLOCK % 2 == 0 && BEFORE >= 0) {
 #pragma unroll
         for (int i = 0; i < HEADS / 2; ++i) s[i] += part[SCALE % BUFFERS][i] * scales[i % 4 / 2][BEFORE];
     }
-    qk_fragments<BLOCK>(row, r.t, a[(BLOCK + 1) % BUFFERS]);
+    qk_nope(mine, staged_scale(row, BLOCK), staged_scale(row + STAGED, BLOCK), a[AT]);
     if constexpr (FOLDED) {
-        start_qk<VALUES, BLOCK % 2 == 0>(r.q() + BLOCK * Q_BLOCK_BYTES, a[(BLOCK + 1) % BUFFERS], part[SCALE % BUFFERS]);
+        start_qk<VALUES, BLOCK % 2 == 0>(r.q() + BLOCK * Q_BLOCK_BYTES, a[AT], part[SCALE % BUFFERS]);
     } else {
-        start_qk<VALUES, false>(r.q() + BLOCK * Q_BLOCK_BYTES, a[(BLOCK + 1) % BUFFERS], s);
+        start_qk<VALUES, false>(r.q() + BLOCK * Q_BLOCK_BYTES, a[AT], s);
     }
 }
 
@@ -265,16 +271,18 @@ __device__ __forceinline__ void qk_block(
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, const float (&scales)[2][4], float (&s)[HEADS / 2]) {
     uint32_t a[BUFFERS][16];
     float part[BUFFERS][HEADS / 2];
-    qk_wide_fragments(row, ROPE_OFFSET, r.t, a[0]);
+    const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
+    QkRaw raw = load_qk(row, 0, !Rows::QUANTIZED, r.t);
+    qk_wide(rope, a[0]);
     start_qk<Type::BF16, true>(r.q() + NOPE_BLOCKS * Q_BLOCK_BYTES, a[0], s);
-    qk_block<0>(r, row, scales, a, part, s);
-    qk_block<1>(r, row, scales, a, part, s);
-    qk_block<2>(r, row, scales, a, part, s);
-    qk_block<3>(r, row, scales, a, part, s);
-    qk_block<4>(r, row, scales, a, part, s);
-    qk_block<5>(r, row, scales, a, part, s);
-    qk_block<6>(r, row, scales, a, part, s);
-    if constexpr (NOPE_BLOCKS == 8) qk_block<7>(r, row, scales, a, part, s);
+    qk_block<0>(r, row, scales, raw, a, part, s);
+    qk_block<1>(r, row, scales, raw, a, part, s);
+    qk_block<2>(r, row, scales, raw, a, part, s);
+    qk_block<3>(r, row, scales, raw, a, part, s);
+    qk_block<4>(r, row, scales, raw, a, part, s);
+    qk_block<5>(r, row, scales, raw, a, part, s);
+    qk_block<6>(r, row, scales, raw, a, part, s);
+    if constexpr (NOPE_BLOCKS == 8) qk_block<7>(r, row, scales, raw, a, part, s);
     wgmma_wait<0>();
     if constexpr (FOLDED) {
 #pragma unroll
@@ -285,16 +293,25 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, const f
     }
 }
 
-// A quarter of a tile, times the columns 256 `HALF` .. + 255 of V.
+// A quarter of a tile, times the columns 256 `half` .. + 255 of V: what is read of it,
+struct HalfRaw {
+    PvRaw chunk[2];
+};
 template <int HALF>
-__device__ __forceinline__ void start_pv(const Role& r, const StagedRows& rows, int quarter, uint32_t (&a)[16]) {
+__device__ __forceinline__ HalfRaw load_half(const Role& r, const StagedRows& rows) {
+    return {{load_pv<2 * HALF>(rows, r.warp, r.g, r.t), load_pv<2 * HALF + 1>(rows, r.warp, r.g, r.t)}};
+}
+// A, once its registers are free,
+template <int HALF>
+__device__ __forceinline__ void widen_half(const Role& r, const HalfRaw& raw, uint32_t (&a)[16]) {
     wgmma_wait<BUFFERS - 1>();
-    pv_fragments<2 * HALF>(rows, r.warp, r.g, r.t, a);
-    pv_fragments<2 * HALF + 1>(rows, r.warp, r.g, r.t, a + 8);
+    pv_fragments<2 * HALF>(raw.chunk[0], r.warp, a);
+    pv_fragments<2 * HALF + 1>(raw.chunk[1], r.warp, a + 8);
     settle(a);
 }
+// and the product.
 template <int HALF>
-__device__ __forceinline__ void finish_pv(const Role& r, int quarter, const uint32_t (&a)[16], float (&o)[V_TILES][HEADS / 2]) {
+__device__ __forceinline__ void start_pv(const Role& r, int quarter, const uint32_t (&a)[16], float (&o)[V_TILES][HEADS / 2]) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -304,19 +321,24 @@ __device__ __forceinline__ void finish_pv(const Role& r, int quarter, const uint
     wgmma_commit();
 }
 
-// O^T += V^T . P^T, letting go of the tile. `units`: where its units stand in each ring; `number`: their numbers there.
+// O^T += V^T . P^T, letting go of the tile, whose units stand at `slot` in each ring.
 __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot)[2], float (&o)[V_TILES][HEADS / 2]) {
     uint32_t a[BUFFERS][16];
+    auto quarter_rows = [&](int quarter) {
+        const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
+        return StagedRows{{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
+    };
+    HalfRaw first = load_half<0>(r, quarter_rows(0));
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
-        const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
-        const StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
-        start_pv<0>(r, rows, quarter, a[0]);
-        finish_pv<0>(r, quarter, a[0], o);
-        start_pv<1>(r, rows, quarter, a[BUFFERS - 1]);
+        const HalfRaw second = load_half<1>(r, quarter_rows(quarter));
+        widen_half<0>(r, first, a[0]);
+        start_pv<0>(r, quarter, a[0], o);
+        if (quarter < 3) first = load_half<0>(r, quarter_rows(quarter + 1));
+        widen_half<1>(r, second, a[BUFFERS - 1]);
         __syncwarp();
         if (r.lane < 2) mbarrier_arrive(shared_address(&small().empty[quarter][r.lane == 0 ? slot[0] : slot[1]]));
-        finish_pv<1>(r, quarter, a[BUFFERS - 1], o);
+        start_pv<1>(r, quarter, a[BUFFERS - 1], o);
     }
     wgmma_wait<0>();
 }
@@ -642,12 +664,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_fp8_few_h
     const int blocks = cluster_size(), rank = cluster_rank();
     const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
     if (threadIdx.x >= MULTIPLYING) {
-        give_registers<40>();
+        give_registers<32>();
         copy_tiles(p, w, threadIdx.x / 32 % 4);
         cluster_sync();  // barriers of the cluster count every thread
         cluster_sync();
     } else {
-        take_registers<232>();
+        take_registers<240>();
         const Role r = Role::here();
         Softmax state;
         state.clear();

@@ -68,27 +68,40 @@ __device__ __forceinline__ float staged_scale(uint32_t row, int i) {
     return FOLDED ? 1.0f : ue8m0_to_float(load_shared_byte(row + ROW_STRIDE + i));
 }
 
-// A for the four steps of Q . K^T over 64 bfloat16 columns from byte `at` of the rows. In step j, k = 2 t + e and 2 t + 8 + e
-// are columns 32 (j / 2) + 8 t + 4 (j % 2) + e and + 2 + e.
-__device__ __forceinline__ void qk_wide_fragments(uint32_t row, int at, int t, uint32_t (&a)[16]) {
+// What a lane reads of 64 columns for Q . K^T: 16 bytes of each of its rows, bfloat16 twice that.
+struct QkRaw {
+    Vec16 x[2], y[2];
+};
+__device__ __forceinline__ QkRaw load_qk(uint32_t row, int at, bool wide, int t) {
+    QkRaw raw;
+    raw.x[0] = load_shared_16(row + at + 16 * t);
+    raw.y[0] = load_shared_16(row + STAGED + at + 16 * t);
+    if (wide) {
+        raw.x[1] = load_shared_16(row + at + 64 + 16 * t);
+        raw.y[1] = load_shared_16(row + STAGED + at + 64 + 16 * t);
+    }
+    return raw;
+}
+
+// A for the four steps over 64 bfloat16 columns. In step j, k = 2 t + e and 2 t + 8 + e are columns
+// 32 (j / 2) + 8 t + 4 (j % 2) + e and + 2 + e.
+__device__ __forceinline__ void qk_wide(const QkRaw& raw, uint32_t (&a)[16]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const Vec16 x = load_shared_16(row + at + 64 * half + 16 * t), y = load_shared_16(row + STAGED + at + 64 * half + 16 * t);
+        const Vec16 x = raw.x[half], y = raw.y[half];
         const uint32_t of_step[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
 #pragma unroll
         for (int i = 0; i < 8; ++i) a[8 * half + i] = of_step[i / 4][i % 4];
     }
 }
 
-// A for the four steps over NoPE columns 64 `block` .. + 63; e4m3: k = 2 t + e and 2 t + 8 + e are columns 16 t + 4 j + e and
-// + 2 + e.
-template <int BLOCK>
-__device__ __forceinline__ void qk_fragments(uint32_t row, int t, uint32_t (&a)[16]) {
+// A for the four steps over 64 NoPE columns; e4m3: k = 2 t + e and 2 t + 8 + e are columns 16 t + 4 j + e and + 2 + e. `fx`,
+// `fy`: the scales of the two rows there.
+__device__ __forceinline__ void qk_nope(const QkRaw& raw, float fx, float fy, uint32_t (&a)[16]) {
     if constexpr (!Rows::QUANTIZED) {
-        qk_wide_fragments(row, 128 * BLOCK, t, a);
+        qk_wide(raw, a);
     } else {
-        const Vec16 x = load_shared_16(row + 64 * BLOCK + 16 * t), y = load_shared_16(row + STAGED + 64 * BLOCK + 16 * t);
-        const float fx = staged_scale(row, BLOCK), fy = staged_scale(row + STAGED, BLOCK);
+        const Vec16 x = raw.x[0], y = raw.y[0];
         widen(x.x, fx, fx, a[0], a[2]);
         widen(y.x, fy, fy, a[1], a[3]);
         widen(x.y, fx, fx, a[4], a[6]);
@@ -110,38 +123,54 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
     return __byte_perm(a, b, selector);
 }
 
-// The same four values of two rows, bfloat16, to four pairs.
-__device__ __forceinline__ void pair_wide(uint32_t x_at, uint32_t y_at, uint32_t (&pairs)[4]) {
-    const Vec8 x = load_shared_8(x_at), y = load_shared_8(y_at);
-    pairs[0] = permute_bytes(x.x, y.x, 0x5410);
-    pairs[1] = permute_bytes(x.x, y.x, 0x7632);
-    pairs[2] = permute_bytes(x.y, y.y, 0x5410);
-    pairs[3] = permute_bytes(x.y, y.y, 0x7632);
+// Whether a warp's part of V's columns 128 `chunk` .. + 127 is bfloat16. V4_FP8: RoPE is a part of V.
+__device__ __forceinline__ bool pv_is_wide(int chunk, int warp) { return !Rows::QUANTIZED || (D_NOPE < D_V && chunk == 3 && warp >= 2); }
+
+// What a lane reads of 128 columns for P . V: four values of its four rows; [k][row].
+struct PvRaw {
+    uint32_t first[2][2], second[2][2];  // bfloat16: the first two and the second two values
+    float scale[2][2];                   // V4_FP8
+};
+template <int CHUNK>
+__device__ __forceinline__ PvRaw load_pv(const StagedRows& rows, int warp, int g, int t) {
+    PvRaw raw;
+    const bool wide = pv_is_wide(CHUNK, warp);
+    const int of_wide = Rows::QUANTIZED ? ROPE_OFFSET + 8 * (8 * (warp - 2) + g) : 256 * CHUNK + 8 * (8 * warp + g);
+    const int at = 128 * CHUNK + 4 * (8 * warp + g);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t row = rows.pv_row(t, k) + i * STAGED;
+            if (wide) {
+                const Vec8 v = load_shared_8(row + of_wide);
+                raw.first[k][i] = v.x;
+                raw.second[k][i] = v.y;
+            } else {
+                raw.first[k][i] = load_shared_4(row + at);
+                raw.scale[k][i] = staged_scale(row, 2 * CHUNK + warp / 2);
+            }
+        }
+    }
+    return raw;
 }
 
 // A for V's columns 128 `chunk` .. + 127, as two tiles of 64: lane (w, g, .) has columns 4 (8 w + g) .. + 3 of them, two in
 // each tile, of four rows.
 template <int CHUNK>
-__device__ __forceinline__ void pv_fragments(const StagedRows& rows, int warp, int g, int t, uint32_t* a) {
-    const uint32_t first = rows.pv_row(t, 0), second = rows.pv_row(t, 1);
-    const bool wide = !Rows::QUANTIZED || (D_NOPE < D_V && CHUNK == 3 && warp >= 2);  // V4_FP8: RoPE is a part of V
-    const int of_wide = Rows::QUANTIZED ? ROPE_OFFSET + 8 * (8 * (warp - 2) + g) : 256 * CHUNK + 8 * (8 * warp + g);
-    const int at = 128 * CHUNK + 4 * (8 * warp + g);
+__device__ __forceinline__ void pv_fragments(const PvRaw& raw, int warp, uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const uint32_t x = first + i * STAGED, y = second + i * STAGED;
-        uint32_t pairs[4];
-        if (wide) {
-            pair_wide(x + of_wide, y + of_wide, pairs);
+        const uint32_t x = raw.first[0][i], y = raw.first[1][i];
+        if (pv_is_wide(CHUNK, warp)) {
+            a[2 * i] = __byte_perm(x, y, 0x5410);
+            a[2 * i + 1] = __byte_perm(x, y, 0x7632);
+            a[4 + 2 * i] = __byte_perm(raw.second[0][i], raw.second[1][i], 0x5410);
+            a[4 + 2 * i + 1] = __byte_perm(raw.second[0][i], raw.second[1][i], 0x7632);
         } else {
-            const uint32_t bytes_x = load_shared_4(x + at), bytes_y = load_shared_4(y + at);
-            const float fx = staged_scale(x, 2 * CHUNK + warp / 2), fy = staged_scale(y, 2 * CHUNK + warp / 2);
-            widen(permute_bytes(bytes_x, bytes_y, 0x5140), fx, fy, pairs[0], pairs[1]);
-            widen(permute_bytes(bytes_x, bytes_y, 0x7362), fx, fy, pairs[2], pairs[3]);
+            const float fx = raw.scale[0][i], fy = raw.scale[1][i];
+            widen(__byte_perm(x, y, 0x5140), fx, fy, a[2 * i], a[2 * i + 1]);
+            widen(__byte_perm(x, y, 0x7362), fx, fy, a[4 + 2 * i], a[4 + 2 * i + 1]);
         }
-        a[2 * i] = pairs[0];
-        a[2 * i + 1] = pairs[1];
-        a[4 + 2 * i] = pairs[2];
-        a[4 + 2 * i + 1] = pairs[3];
     }
 }
