@@ -55,7 +55,8 @@ def fp8_fixed_bytes(layout: Layout, heads: int) -> int:
     """Shared memory of an FP8 block without its rings: Q, P, statistics."""
     copies = layout.num_scales if layout.scale_kind == "fp32" else 1
     q, p = heads * layout.d_qk * 2, 2 * copies * heads * 128
-    return q + p + heads * 4 * (1 + 2 * 2 * copies + 2 * (1 + copies) * 4 + 2 * 3)
+    values = 1 + 4 * (1 + copies) + 2 * copies + 8 * (1 + copies) + 8 + 1 + 3  # struct Small of the kernel, a head
+    return q + p + 4 * values * heads
 
 
 def fp8_unit_bytes(layout: Layout) -> int:

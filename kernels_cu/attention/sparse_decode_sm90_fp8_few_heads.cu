@@ -45,29 +45,36 @@ constexpr int BUFFERS = HEADS == 32 ? 1 : 2;    // of A in registers
 constexpr bool KEEPS_MAX = !Rows::QUANTIZED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
 constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
-constexpr int MAX_SOURCES = 32;        // warpgroups that share a query: 2 x the largest cluster
-constexpr int O_LINE = D_V + 4;        // floats a head takes in the merge: 4 more spread the heads over the banks
-constexpr int O_BYTES = HEADS * O_LINE * 4;
+constexpr int MAX_BLOCKS = 16;         // of a cluster
 
 constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + 2 * P_COPIES * P_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
 
-// A warpgroup's softmax over its rows, a value a head; relative to `ref` like its O^T.
+// A softmax over some rows, a value a head; relative to `ref` like its O^T.
 struct Statistics {
     float ref[HEADS], sum[HEADS], max[HEADS];
 };
 struct Small {
     uint64_t full[4][UNITS], empty[4][UNITS];
     float q_scale[HEADS];                     // from S^T to logits in base 2
-    float chunk_ref[2][P_COPIES][HEADS];      // what a scale's columns of O^T are relative to
-    float chunk_factor[2][P_COPIES][HEADS];   // 2^(ref - chunk_ref)
+    float ref[2][1 + P_COPIES][HEADS];        // what a warpgroup's sums, and a scale's columns of its O^T, are relative to
+    float rise[2][1 + P_COPIES][HEADS];       // 2^(last reference - reference)
+    float chunk_factor[2][P_COPIES][HEADS];   // 2^(ref - a scale's reference)
     float across[2][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
-    Statistics own[2];
+    float weight[2][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
+    Statistics block;
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
-static_assert(2 * O_BYTES <= 4 * RING_BYTES, "O^T is laid over the rings");
-static_assert(MAX_SOURCES * int(sizeof(Statistics)) <= Q_BYTES, "gathered statistics are laid over Q");
 static_assert(UNITS >= 4, "a tile for each warpgroup");
+
+// When all rows are read, the rings hold parts of O^T in float32, [head][column]: the halves that warpgroups exchange, and
+// what the blocks of a cluster send this one. Four columns more a line spread the heads over the banks. Over Q: statistics of
+// the blocks and their weights.
+constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
+constexpr int SENT_AT = EXCHANGE_AT + 2 * EXCHANGE_BYTES;
+static_assert(2 * EXCHANGE_BYTES + HEADS * (D_V + 4 * MAX_BLOCKS) * 4 <= 4 * RING_BYTES, "");
+constexpr int BLOCKS_AT = Q_AT, WEIGHTS_AT = BLOCKS_AT + MAX_BLOCKS * int(sizeof(Statistics));
+static_assert(WEIGHTS_AT + MAX_BLOCKS * HEADS * 4 <= P_AT, "");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -97,7 +104,7 @@ struct Work {
     int first_head, main_length, extra_length, main_tiles, begin, end;
 };
 
-__device__ __forceinline__ Work find_work(const Params& p, int index, int rank, int ranks) {
+__device__ __forceinline__ Work find_work(const Params& p, int index, uint32_t rank, uint32_t ranks) {
     const int head_tiles = ceil_div(p.h_q, HEADS);
     Work w;
     w.query = query_of(p, index / head_tiles);
@@ -105,9 +112,9 @@ __device__ __forceinline__ Work find_work(const Params& p, int index, int rank, 
     w.main_length = list_length(p.main, w.query.b);
     w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
     w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
-    const int64_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS);
-    w.begin = int(tiles * rank / ranks);
-    w.end = int(tiles * (rank + 1) / ranks);
+    const uint32_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), each = tiles / ranks, more = tiles % ranks;
+    w.begin = rank * each + min(rank, more);
+    w.end = w.begin + each + (rank < more);
     return w;
 }
 
@@ -189,33 +196,41 @@ __device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
 // beyond the last are zeros.
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Role& r) {
     constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s;
-#pragma unroll 1
-    for (int head = 4 * r.group + r.warp; head < HEADS; head += 8) {
-        Vec8 v[EACH];
-        uint32_t most = 0;
+    const int first = 4 * r.group + r.warp;
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h + 4 * r.lane;
+    Vec8 v[HEADS / 8][EACH];
+#pragma unroll
+    for (int k = 0; k < HEADS / 8; ++k) {
+        const int head = first + 8 * k;
+        const bool here = w.first_head + head < p.h_q;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int n = r.lane + 32 * i;
-            v[i] = {0, 0};
-            if (n < FOURS && w.first_head + head < p.h_q) v[i] = *reinterpret_cast<const Vec8*>(q + (w.first_head + head) * p.q_h + 4 * n);
+            v[k][i] = {0, 0};
+            if (here && r.lane + 32 * i < FOURS) v[k][i] = *reinterpret_cast<const Vec8*>(q + head * p.q_h + 128 * i);
         }
+    }
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) most = max_bf16x2(most, max_bf16x2(abs_bf16x2(v[i].x), abs_bf16x2(v[i].y)));
-        const QScale scale = FOLDED ? q_scale_of(__reduce_max_sync(~0u, max(most & 0xffff, most >> 16))) : QScale{1.0f, 1.0f};
+    for (int k = 0; k < HEADS / 8; ++k) {
+        const int head = first + 8 * k;
+        QScale scale = {1.0f, 1.0f};
+        if (FOLDED) {
+            uint32_t most = 0;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) most = max_bf16x2(most, max_bf16x2(abs_bf16x2(v[k][i].x), abs_bf16x2(v[k][i].y)));
+            scale = q_scale_of(__reduce_max_sync(~0u, max(most & 0xffff, most >> 16)));
+        }
         if (r.lane == 0) small().q_scale[head] = scale.down * p.scale_log2;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int n = r.lane + 32 * i;
             if (n >= FOURS) break;
-            const bool rope = n >= D_NOPE / 4;
+            const bool rope = n >= D_NOPE / 4, narrow = FOLDED && !rope;
             const int item = q_item(n % 16, rope || !Rows::QUANTIZED);
-            const float lo[] = {bf16_low(v[i].x) * scale.up, bf16_high(v[i].x) * scale.up};
-            const float hi[] = {bf16_low(v[i].y) * scale.up, bf16_high(v[i].y) * scale.up};
+            const float x = bf16_low(v[k][i].x) * scale.up, y = bf16_high(v[k][i].x) * scale.up;
+            const float z = bf16_low(v[k][i].y) * scale.up, u = bf16_high(v[k][i].y) * scale.up;
             const uint32_t to = r.q() + n / 16 * Q_BLOCK_BYTES + head * 128 + ((item / 8 ^ (head & 7)) << 4) + item % 8 * 2;
-            const bool narrow = FOLDED && !rope;
-            store_shared_4(to, narrow ? pack_f16x2(lo[0], lo[1]) : pack_bf16x2(lo[0], lo[1]));
-            store_shared_4(to ^ 16, narrow ? pack_f16x2(hi[0], hi[1]) : pack_bf16x2(hi[0], hi[1]));
+            store_shared_4(to, narrow ? pack_f16x2(x, y) : pack_bf16x2(x, y));
+            store_shared_4(to ^ 16, narrow ? pack_f16x2(z, u) : pack_bf16x2(z, u));
         }
     }
     fence_proxy_async();
@@ -379,11 +394,13 @@ __device__ __forceinline__ float rows_sum(float x) {
 // References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
 __device__ __forceinline__ void raise_references(
     const Role& r, const float (&scales)[2][4], const float (&s)[HEADS / 2], Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
+    constexpr int REFS = FOLDED ? 1 + P_COPIES : 1;
     Small& sm = small();
     float(&across)[1 + P_COPIES][4][HEADS] = sm.across[r.group];
+    float(&refs)[1 + P_COPIES][HEADS] = sm.ref[r.group], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.group];
     wgmma_wait<0>();
 #pragma unroll
-    for (int k = 0; k < (FOLDED ? 1 + P_COPIES : 1); ++k) {
+    for (int k = 0; k < REFS; ++k) {
         const float x = k == 0 ? 0.0f : log2_approx(scales[0][(k + 3) % 4]), y = k == 0 ? 0.0f : log2_approx(scales[1][(k + 3) % 4]);
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
@@ -392,40 +409,40 @@ __device__ __forceinline__ void raise_references(
         }
     }
     r.sync();
+#pragma unroll 1
+    for (int i = threadIdx.x % WARPGROUP; i < REFS * HEADS; i += WARPGROUP) {
+        const int k = i / HEADS, head = i % HEADS;
+        const float from = refs[k][head];
+        const float to = fmaxf(fmaxf(from, fmaxf(across[k][0][head], across[k][1][head])), fmaxf(across[k][2][head], across[k][3][head]));
+        refs[k][head] = to;
+        rise[k][head] = factor(from, to);
+    }
+    r.sync();
+    if constexpr (FOLDED) {
+#pragma unroll 1
+        for (int i = threadIdx.x % WARPGROUP; i < P_COPIES * HEADS; i += WARPGROUP) {
+            const int k = i / HEADS, head = i % HEADS;
+            sm.chunk_factor[r.group][k][head] = refs[1 + k][head] == -INF ? 0.0f : exp2_approx(refs[0][head] - refs[1 + k][head]);
+        }
+    }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const int head = r.head(c);
-        auto top = [&](int k) { return fmaxf(fmaxf(across[k][0][head], across[k][1][head]), fmaxf(across[k][2][head], across[k][3][head])); };
-        const float to = fmaxf(state.ref[c], top(0)), f = factor(state.ref[c], to);
-        state.ref[c] = to;
-        state.sum[c] *= f;
+    for (int j = 0; j < HEADS / 8; ++j) {
+        const int head = 8 * j + 2 * r.t;
+        const float2 ref = *reinterpret_cast<const float2*>(&refs[0][head]), f = *reinterpret_cast<const float2*>(&rise[0][head]);
+        state.ref[2 * j] = ref.x;
+        state.ref[2 * j + 1] = ref.y;
+        state.sum[2 * j] *= f.x;
+        state.sum[2 * j + 1] *= f.y;
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v) {
-            float by = f;
-            if constexpr (FOLDED) {
-                const float old = sm.chunk_ref[r.group][v / 2 % P_COPIES][head];
-                by = factor(old, fmaxf(old, top(1 + v / 2)));
-            }
-            o[v][element(0, c)] *= by;
-            o[v][element(1, c)] *= by;
+            const float2 by = FOLDED ? *reinterpret_cast<const float2*>(&rise[1 + v / 2 % P_COPIES][head]) : f;
+            o[v][4 * j] *= by.x;
+            o[v][4 * j + 1] *= by.y;
+            o[v][4 * j + 2] *= by.x;
+            o[v][4 * j + 3] *= by.y;
         }
     }
-    if constexpr (FOLDED) {
-        r.sync();
-        if (r.warp == 0 && r.g == 0) {
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) {
-                const int head = r.head(c);
-#pragma unroll
-                for (int k = 0; k < P_COPIES; ++k) {
-                    float& ref = sm.chunk_ref[r.group][k][head];
-                    ref = fmaxf(ref, fmaxf(fmaxf(across[1 + k][0][head], across[1 + k][1][head]), fmaxf(across[1 + k][2][head], across[1 + k][3][head])));
-                    sm.chunk_factor[r.group][k][head] = ref == -INF ? 0.0f : exp2_approx(state.ref[c] - ref);
-                }
-            }
-        }
-        r.sync();
-    }
+    r.sync();
 }
 
 // P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where a
@@ -474,7 +491,7 @@ __device__ __forceinline__ bool store_p(
 
 // S^T to P^T in shared memory, behind a sync of the warpgroup.
 __device__ __forceinline__ void softmax_tile(
-    const Role& r, const bool (&valid)[2], const float (&scales)[2][4], float (&s)[HEADS / 2], Softmax& state,
+    const Role& r, bool first, const bool (&valid)[2], const float (&scales)[2][4], float (&s)[HEADS / 2], Softmax& state,
     float (&o)[V_TILES][HEADS / 2]) {
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
@@ -486,8 +503,12 @@ __device__ __forceinline__ void softmax_tile(
         }
     }
     float sums[COLUMNS];
-    r.sync();  // the last tile's P^T has been read
-    if (named_barrier_any(1 + r.group, WARPGROUP, store_p(r, scales, s, state, sums))) {
+    bool high = first;
+    if (!first) {
+        r.sync();  // the last tile's P^T has been read
+        high = named_barrier_any(1 + r.group, WARPGROUP, store_p(r, scales, s, state, sums));
+    }
+    if (__builtin_expect(high, 0)) {
         raise_references(r, scales, s, state, o);
         store_p(r, scales, s, state, sums);
         r.sync();
@@ -532,7 +553,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         mbarrier_wait(full + 8 * slot[1], (number + 1) / UNITS & 1);
         load_scales(row, scales);
         multiply_qk(r, row, scales, s);
-        softmax_tile(r, valid, scales, s, state, o);
+        softmax_tile(r, tile == w.begin + r.group, valid, scales, s, state, o);
         entries[0] = load_entry(p, w, tile + 2, my_row);  // behind the fence, which would wait for them
         entries[1] = load_entry(p, w, tile + 2, my_row + 1);
         multiply_pv(r, slot, o);
@@ -541,109 +562,203 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
 
 // --- results --------------------------------------------------------------------------------------------------
 
-// O^T to shared memory, [head][column] float32 over the rings, and its statistics.
-__device__ __forceinline__ void lay_down(const Role& r, const Softmax& state, const float (&o)[V_TILES][HEADS / 2]) {
-    Small& sm = small();
-    float* to = reinterpret_cast<float*>(shared + RING_AT + r.group * O_BYTES) + 4 * (8 * r.warp + r.g);
+// The softmax of a thread's rows to shared memory.
+__device__ __forceinline__ void lay_down_statistics(const Role& r, const Softmax& state) {
+    float(&across)[1 + P_COPIES][4][HEADS] = small().across[r.group];
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const int head = r.head(c);
-        const float sum = rows_sum(state.sum[c]), max = KEEPS_MAX ? rows_max(state.max[c]) : state.ref[c];
+        const float sum = rows_sum(state.sum[c]), max = KEEPS_MAX ? rows_max(state.max[c]) : 0.0f;
         if (r.g == 0) {
-            sm.across[r.group][0][r.warp][head] = sum;
-            sm.across[r.group][1][r.warp][head] = max;
-            if (r.warp == 0) sm.own[r.group].ref[head] = state.ref[c];
+            across[0][r.warp][r.head(c)] = sum;
+            if (KEEPS_MAX) across[1][r.warp][r.head(c)] = max;
         }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const float f = FOLDED ? factor(sm.chunk_ref[r.group][k % P_COPIES][head], state.ref[c]) : 1.0f;
-            *reinterpret_cast<float4*>(to + head * O_LINE + 128 * k) = make_float4(
-                o[2 * k][element(0, c)] * f, o[2 * k][element(1, c)] * f, o[2 * k + 1][element(0, c)] * f, o[2 * k + 1][element(1, c)] * f);
-        }
-    }
-    r.sync();
-    const int head = threadIdx.x % WARPGROUP;
-    if (head < HEADS) {
-        const float(&sums)[4][HEADS] = sm.across[r.group][0], (&maxima)[4][HEADS] = sm.across[r.group][1];
-        sm.own[r.group].sum[head] = (sums[0][head] + sums[1][head]) + (sums[2][head] + sums[3][head]);
-        sm.own[r.group].max[head] = fmaxf(fmaxf(maxima[0][head], maxima[1][head]), fmaxf(maxima[2][head], maxima[3][head]));
     }
 }
 
-// Merge the warpgroups that share the query and write this block's share of the results. Warpgroup i is number i % 2 of
-// block i / 2 of the cluster.
-__device__ __forceinline__ void write_results(const Params& p, const Work& w, int rank, int blocks) {
-    const int sources = 2 * blocks, thread = threadIdx.x;
-    const uint32_t own = shared_address(&small().own), o = shared_address(shared) + RING_AT;
-    auto* gathered = reinterpret_cast<Statistics*>(shared + Q_AT);
+// Both warpgroups' softmax of a head together, and what their columns 128 k .. are multiplied with. By a thread a head and k.
+__device__ __forceinline__ void merge_statistics(int k, int head) {
+    Small& sm = small();
+    const float ref = fmaxf(sm.ref[0][0][head], sm.ref[1][0][head]);
+    float sum = 0.0f, max = -INF;
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+        const float own = sm.ref[group][0][head];
+        sm.weight[group][k][head] = factor(sm.ref[group][FOLDED ? 1 + k % P_COPIES : 0][head], ref);
+        const float(&across)[1 + P_COPIES][4][HEADS] = sm.across[group];
+        sum += factor(own, ref) * ((across[0][0][head] + across[0][1][head]) + (across[0][2][head] + across[0][3][head]));
+        if (KEEPS_MAX) {
+#pragma unroll
+            for (int warp = 0; warp < 4; ++warp) max = fmaxf(max, across[1][warp][head]);
+        }
+    }
+    if (k == 0) {
+        sm.block.ref[head] = ref;
+        sm.block.sum[head] = sum;
+        sm.block.max[head] = max;
+    }
+}
 
-    for (int i = thread; i < sources * 3 * HEADS; i += MULTIPLYING) {
-        const int source = i / (3 * HEADS), word = i % (3 * HEADS);
-        const uint32_t from = cluster_address(own + source % 2 * sizeof(Statistics) + 4 * word, source / 2);
-        reinterpret_cast<float*>(gathered + source)[word] = load_cluster_float(from);
+// By one thread a head: what O^T is multiplied with in the end; `write`: lse and the like too.
+__device__ __forceinline__ void finish_head(const Params& p, const Work& w, int head, bool write, float ref, float sum, float max) {
+    const int global_head = w.first_head + head;
+    const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+    float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+    if (global_head < p.h_q) {
+        if (p.num_splits == 1 && sum != 0.0f) scale *= sink_factor(p, global_head, result.lse);
+        if (p.num_splits == 1 && write) write_statistics(p, w.query, global_head, result);
+        if (p.num_splits > 1 && write) {
+            const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
+            p.part_lse[at] = result.lse;
+            if (p.part_max != nullptr) p.part_max[at] = result.max;
+        }
+    }
+    small().scale[head] = scale;
+}
+
+__device__ __forceinline__ void write_columns(const Params& p, const Work& w, int head, int column, float4 v) {
+    const int global_head = w.first_head + head;
+    if (global_head >= p.h_q) return;
+    const float f = small().scale[head];
+    v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
+    if (p.num_splits > 1) {
+        const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
+        *reinterpret_cast<float4*>(p.part_out + at * D_V + column) = v;
+    } else if (p.flags & WIDE_OUT) {
+        bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
+        *reinterpret_cast<Vec8*>(out) = {pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)};
+    } else {
+        write_output(p, w.query, global_head, column, v.x, v.y);
+        write_output(p, w.query, global_head, column + 2, v.z, v.w);
+    }
+}
+
+// A thread's place in half `half` of the columns as it lies in shared memory, line 0.
+__device__ __forceinline__ float* half_of(const Role& r, int half) {
+    return reinterpret_cast<float*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES) + 4 * (8 * r.warp + r.g);
+}
+
+// The warpgroup gives the other one its half `GIVEN` of the columns.
+template <int GIVEN>
+__device__ __forceinline__ void give_half(const Role& r, const float (&o)[V_TILES][HEADS / 2]) {
+    float* to = half_of(r, GIVEN) + 2 * r.t * HALF_LINE;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const float(&first)[HEADS / 2] = o[4 * GIVEN + 2 * k], (&second)[HEADS / 2] = o[4 * GIVEN + 2 * k + 1];
+            *reinterpret_cast<float4*>(to + (c / 2 * 8 + c % 2) * HALF_LINE + 128 * k) =
+                make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
+        }
+    }
+}
+
+// Half `MINE` of the columns of both warpgroups together, in place of what was given.
+template <int MINE>
+__device__ __forceinline__ void merge_half(const Role& r, const float (&o)[V_TILES][HEADS / 2]) {
+    const Small& sm = small();
+    float* both = half_of(r, MINE) + 2 * r.t * HALF_LINE;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const int head = r.head(c);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const float a = sm.weight[MINE][2 * MINE + k][head], b = sm.weight[1 - MINE][2 * MINE + k][head];
+            const float(&first)[HEADS / 2] = o[4 * MINE + 2 * k], (&second)[HEADS / 2] = o[4 * MINE + 2 * k + 1];
+            auto& four = *reinterpret_cast<float4*>(both + (c / 2 * 8 + c % 2) * HALF_LINE + 128 * k);
+            const float4 v = four;
+            four = make_float4(a * first[element(0, c)] + b * v.x, a * first[element(1, c)] + b * v.y,
+                               a * second[element(0, c)] + b * v.z, a * second[element(1, c)] + b * v.w);
+        }
+    }
+}
+
+// The block's result, written or sent to the blocks of the cluster, each a share of the columns.
+__device__ __forceinline__ void send_block(const Params& p, const Work& w, int rank, int blocks) {
+    const int share = D_V / blocks, line = share + 4;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
+        const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
+        const int at = column / (D_V / 2) * EXCHANGE_BYTES + (head * HALF_LINE + column % (D_V / 2)) * 4;
+        const float4 v = *reinterpret_cast<const float4*>(shared + EXCHANGE_AT + at);
+        if (blocks == 1) {
+            write_columns(p, w, head, column, v);
+        } else {
+            const uint32_t to = shared_address(shared) + SENT_AT + ((rank * HEADS + head) * line + column % share) * 4;
+            store_cluster_float4(cluster_address(to, column / share), v);
+        }
+    }
+    if (blocks == 1) return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < blocks * 3 * HEADS; i += MULTIPLYING) {
+        const int to = i / (3 * HEADS), word = i % (3 * HEADS);
+        const float v = reinterpret_cast<const float*>(&small().block)[word];
+        store_cluster_float(cluster_address(shared_address(shared) + BLOCKS_AT + (rank * 3 * HEADS + word) * 4, to), v);
+    }
+}
+
+// What the blocks of the cluster have sent to this one, together: a share of the columns.
+__device__ __forceinline__ void merge_blocks(const Params& p, const Work& w, int rank, int blocks) {
+    const auto* block = reinterpret_cast<const Statistics*>(shared + BLOCKS_AT);
+    float* weights = reinterpret_cast<float*>(shared + WEIGHTS_AT);  // [block][head]
+    const int share = D_V / blocks, line = share + 4;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < blocks * HEADS; i += MULTIPLYING) {
+        const int head = i % HEADS;
+        float ref = -INF;
+        for (int k = 0; k < blocks; ++k) ref = fmaxf(ref, block[k].ref[head]);
+        weights[i] = factor(block[i / HEADS].ref[head], ref);
+        if (i >= HEADS) continue;
+        float sum = 0.0f, max = -INF;
+        for (int k = 0; k < blocks; ++k) {
+            sum += factor(block[k].ref[head], ref) * block[k].sum[head];
+            max = fmaxf(max, block[k].max[head]);
+        }
+        finish_head(p, w, head, rank == 0, ref, sum, max);
     }
     sync_multiplying();
-    // Four columns of a head are a unit; where there are more threads than units, several share one's sources.
-    const int units = HEADS * D_V / 4, share = ceil_div(units, blocks);
-    int sharers = 1;
-    while (2 * sharers <= min(sources, 8) && 2 * sharers * share <= MULTIPLYING) sharers *= 2;
-    const int part = thread % sharers, first = rank * share, end = min(units, first + share), step = MULTIPLYING / sharers;
 #pragma unroll 1
-    for (int unit = first + thread / sharers; unit < first + ceil_div(share, step) * step; unit += step) {
-        const int head = unit / (D_V / 4) % HEADS, column = unit % (D_V / 4) * 4, global_head = w.first_head + head;
-        float ref = -INF, max = -INF, sum = 0.0f, v[4] = {};
-        for (int i = 0; i < sources; ++i) {
-            ref = fmaxf(ref, gathered[i].ref[head]);
-            max = fmaxf(max, gathered[i].max[head]);
+    for (int i = threadIdx.x; i < HEADS * share / 4; i += MULTIPLYING) {
+        const int head = i / (share / 4), column = i % (share / 4) * 4;
+        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int k = 0; k < blocks; ++k) {
+            const float4 x = *reinterpret_cast<const float4*>(shared + SENT_AT + ((k * HEADS + head) * line + column) * 4);
+            const float weight = weights[k * HEADS + head];
+            v = make_float4(v.x + weight * x.x, v.y + weight * x.y, v.z + weight * x.z, v.w + weight * x.w);
         }
-#pragma unroll 1
-        for (int i = part; i < sources; i += 4 * sharers) {
-            float4 o4[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int source = min(i + k * sharers, sources - 1);
-                o4[k] = load_cluster_float4(cluster_address(o + source % 2 * O_BYTES + (head * O_LINE + column) * 4, source / 2));
-            }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int source = min(i + k * sharers, sources - 1);
-                const float weight = i + k * sharers < sources ? factor(gathered[source].ref[head], ref) : 0.0f;
-                sum += weight * gathered[source].sum[head];
-                v[0] += weight * o4[k].x;
-                v[1] += weight * o4[k].y;
-                v[2] += weight * o4[k].z;
-                v[3] += weight * o4[k].w;
-            }
-        }
-        for (int lanes = 1; lanes < sharers; lanes *= 2) {
-            sum += __shfl_xor_sync(~0u, sum, lanes);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] += __shfl_xor_sync(~0u, v[k], lanes);
-        }
-        if (part != 0 || unit >= end || global_head >= p.h_q) continue;
-        const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
-        float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-        if (p.num_splits == 1) {
-            if (sum != 0.0f) scale *= sink_factor(p, global_head, result.lse);
-            bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
-            const Vec8 packed = {pack_bf16x2(v[0] * scale, v[1] * scale), pack_bf16x2(v[2] * scale, v[3] * scale)};
-            if (p.flags & WIDE_OUT) {
-                *reinterpret_cast<Vec8*>(out) = packed;
-            } else {
-                write_output(p, w.query, global_head, column, v[0] * scale, v[1] * scale);
-                write_output(p, w.query, global_head, column + 2, v[2] * scale, v[3] * scale);
-            }
-            if (column == 0) write_statistics(p, w.query, global_head, result);
-        } else {
-            const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
-            if (column == 0) {
-                p.part_lse[at] = result.lse;
-                if (p.part_max != nullptr) p.part_max[at] = result.max;
-            }
-            *reinterpret_cast<float4*>(p.part_out + at * D_V + column) =
-                make_float4(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
-        }
+        write_columns(p, w, head, rank * share + column, v);
     }
+}
+
+// Merge the warpgroups of a block, then the blocks of a cluster.
+__device__ __forceinline__ void write_results(
+    const Params& p, const Work& w, const Role& r, int rank, int blocks, const Softmax& state, const float (&o)[V_TILES][HEADS / 2]) {
+    Small& sm = small();
+    sync_multiplying();  // all rows have been read
+    lay_down_statistics(r, state);
+    if (r.group == 0) {
+        give_half<1>(r, o);
+    } else {
+        give_half<0>(r, o);
+    }
+    sync_multiplying();
+    if (threadIdx.x < 4 * HEADS) {
+        const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
+        merge_statistics(k, head);
+        if (blocks == 1 && k == 0) finish_head(p, w, head, true, sm.block.ref[head], sm.block.sum[head], sm.block.max[head]);
+    }
+    sync_multiplying();
+    if (r.group == 0) {
+        merge_half<0>(r, o);
+    } else {
+        merge_half<1>(r, o);
+    }
+    sync_multiplying();
+    cluster_wait();  // nobody reads rows any more where results are sent
+    send_block(p, w, rank, blocks);
+    if (blocks == 1) return;
+    cluster_sync();
+    merge_blocks(p, w, rank, blocks);
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
@@ -656,35 +771,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_fp8_few_h
         mbarrier_init(shared_address(&sm.empty[0][0] + threadIdx.x), 4);
         mbarrier_init_fence();
     }
-    for (int i = threadIdx.x; i < 2 * P_COPIES * HEADS; i += THREADS) {
-        (&sm.chunk_ref[0][0][0])[i] = -INF;
-        (&sm.chunk_factor[0][0][0])[i] = 0.0f;
-    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
     __syncthreads();
     const int blocks = cluster_size(), rank = cluster_rank();
     const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
     if (threadIdx.x >= MULTIPLYING) {
         give_registers<32>();
         copy_tiles(p, w, threadIdx.x / 32 % 4);
-        cluster_sync();  // barriers of the cluster count every thread
-        cluster_sync();
+        cluster_arrive();  // barriers of the cluster count every thread
+        cluster_wait();
+        if (blocks > 1) cluster_sync();
     } else {
         take_registers<240>();
         const Role r = Role::here();
         Softmax state;
         state.clear();
+        load_q(p, w, r);
         float o[V_TILES][HEADS / 2];
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v) {
 #pragma unroll
             for (int i = 0; i < HEADS / 2; ++i) o[v][i] = 0.0f;
         }
-        load_q(p, w, r);
         attend(p, w, r, state, o);
-        sync_multiplying();  // all rows have been read
-        lay_down(r, state, o);
-        cluster_sync();
-        write_results(p, w, rank, blocks);
-        cluster_sync();  // shared memory must stay until everybody has read it
+        cluster_arrive();
+        write_results(p, w, r, rank, blocks, state, o);
     }
 }
