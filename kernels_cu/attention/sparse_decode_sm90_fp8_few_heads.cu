@@ -41,6 +41,7 @@ constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
 constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128;
 constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
+constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
 constexpr int BUFFERS = HEADS == 32 ? 1 : 2;    // of A in registers
 constexpr bool KEEPS_MAX = !Rows::QUANTIZED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
@@ -256,56 +257,57 @@ __device__ __forceinline__ void start_qk(uint32_t q, uint32_t (&a)[16], float (&
     wgmma_commit();
 }
 
-// Where NoPE block `block` of a row starts, in bytes.
-constexpr __device__ int block_at(int block) { return block * (Rows::QUANTIZED ? 64 : 128); }
-
-// Block `BLOCK` of Q . K^T, of which `raw` has been read, while the one before is multiplied. V32_FP8: the products of a
-// scale's two blocks go to `part` of it, and are added once they are done, which they are known to be when a buffer of A is
-// used again.
-template <int BLOCK>
-__device__ __forceinline__ void qk_block(
-    const Role& r, uint32_t row, const float (&scales)[2][4], QkRaw& raw, uint32_t (&a)[BUFFERS][16],
-    float (&part)[BUFFERS][HEADS / 2], float (&s)[HEADS / 2]) {
-    constexpr int SCALE = BLOCK / 2, BEFORE = SCALE - BUFFERS, AT = (BLOCK + 1) % BUFFERS;
-    const QkRaw mine = raw;
-    if (BLOCK + 1 < NOPE_BLOCKS) raw = load_qk(row, block_at(BLOCK + 1), !Rows::QUANTIZED, r.t);
-    wgmma_wait<BUFFERS - 1>();
-    if constexpr (FOLDED && BLOCK % 2 == 0 && BEFORE >= 0) {
-#pragma unroll
-        for (int i = 0; i < HEADS / 2; ++i) s[i] += part[SCALE % BUFFERS][i] * scales[i % 4 / 2][BEFORE];
-    }
-    qk_nope(mine, staged_scale(row, BLOCK), staged_scale(row + STAGED, BLOCK), a[AT]);
-    if constexpr (FOLDED) {
-        start_qk<VALUES, BLOCK % 2 == 0>(r.q() + BLOCK * Q_BLOCK_BYTES, a[AT], part[SCALE % BUFFERS]);
-    } else {
-        start_qk<VALUES, false>(r.q() + BLOCK * Q_BLOCK_BYTES, a[AT], s);
-    }
+// V32_FP8: the scales of chunk `k` of a thread's two rows.
+struct TwoScales {
+    float x, y;
+};
+__device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
+    if constexpr (!FOLDED) return {1.0f, 1.0f};
+    row += int(SCALE_OFFSET) + 4 * k;
+    return {__uint_as_float(load_shared_4(row)), __uint_as_float(load_shared_4(row + STAGED))};
 }
 
-// S^T of a warp's 16 rows.
-__device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, const float (&scales)[2][4], float (&s)[HEADS / 2]) {
-    uint32_t a[BUFFERS][16];
-    float part[BUFFERS][HEADS / 2];
+// S^T of a warp's 16 rows. What the next product needs is read and widened while the last one runs. V32_FP8: the products of a
+// scale's two blocks are apart until they are done. Loops stay loops: a batch of one pays for every instruction fetched.
+__device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEADS / 2]) {
+    constexpr int BLOCK_BYTES = Rows::QUANTIZED ? 64 : 128;
+    constexpr bool WIDE = !Rows::QUANTIZED;
+    uint32_t a[2][16];
     const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
-    QkRaw raw = load_qk(row, 0, !Rows::QUANTIZED, r.t);
-    qk_wide(rope, a[0]);
-    start_qk<Type::BF16, true>(r.q() + NOPE_BLOCKS * Q_BLOCK_BYTES, a[0], s);
-    qk_block<0>(r, row, scales, raw, a, part, s);
-    qk_block<1>(r, row, scales, raw, a, part, s);
-    qk_block<2>(r, row, scales, raw, a, part, s);
-    qk_block<3>(r, row, scales, raw, a, part, s);
-    qk_block<4>(r, row, scales, raw, a, part, s);
-    qk_block<5>(r, row, scales, raw, a, part, s);
-    qk_block<6>(r, row, scales, raw, a, part, s);
-    if constexpr (NOPE_BLOCKS == 8) qk_block<7>(r, row, scales, raw, a, part, s);
-    wgmma_wait<0>();
-    if constexpr (FOLDED) {
+    QkRaw even = Rows::QUANTIZED ? load_qk(row, 0, false, r.t) : QkRaw{};  // bfloat16 is read into A itself when that is free
+    qk_wide(rope, a[1]);
+    start_qk<Type::BF16, true>(r.q() + NOPE_BLOCKS * Q_BLOCK_BYTES, a[1], s);
+    float part[HEADS / 2];
+    auto widen_block = [&](QkRaw raw, int block, uint32_t (&to)[16]) {
+        if (WIDE) raw = load_qk(row, block * BLOCK_BYTES, WIDE, r.t);
+        qk_nope(raw, staged_scale(row, block), staged_scale(row + STAGED, block), to);
+    };
+    auto read_block = [&](int block) { return WIDE ? QkRaw{} : load_qk(row, min(block, NOPE_BLOCKS - 1) * BLOCK_BYTES, WIDE, r.t); };
+#pragma unroll 1
+    for (int block = 0; block + 1 < NOPE_BLOCKS; block += 2) {
+        const QkRaw odd = read_block(block + 1);
+        const TwoScales scales = load_scales(row, block / 2);
+        widen_block(even, block, a[0]);
+        if constexpr (FOLDED) {
+            start_qk<VALUES, true>(r.q() + block * Q_BLOCK_BYTES, a[0], part);
+        } else {
+            start_qk<VALUES, false>(r.q() + block * Q_BLOCK_BYTES, a[0], s);
+        }
+        even = read_block(block + 2);
+        wgmma_wait<1>();
+        widen_block(odd, block + 1, a[1]);
+        start_qk<VALUES, false>(r.q() + (block + 1) * Q_BLOCK_BYTES, a[1], FOLDED ? part : s);
+        wgmma_wait<0>();
+        if constexpr (FOLDED) {
 #pragma unroll
-        for (int k = 4 - BUFFERS; k < 4; ++k) {
-#pragma unroll
-            for (int i = 0; i < HEADS / 2; ++i) s[i] += part[k % BUFFERS][i] * scales[i % 4 / 2][k];
+            for (int i = 0; i < HEADS / 2; ++i) s[i] += part[i] * (i % 4 / 2 == 0 ? scales.x : scales.y);
         }
     }
+    if constexpr (NOPE_BLOCKS % 2 == 1) {
+        widen_block(even, NOPE_BLOCKS - 1, a[0]);
+        start_qk<VALUES, false>(r.q() + (NOPE_BLOCKS - 1) * Q_BLOCK_BYTES, a[0], s);
+    }
+    wgmma_wait<0>();
 }
 
 // A quarter of a tile, times the columns 256 `half` .. + 255 of V: what is read of it,
@@ -316,22 +318,21 @@ template <int HALF>
 __device__ __forceinline__ HalfRaw load_half(const Role& r, const StagedRows& rows) {
     return {{load_pv<2 * HALF>(rows, r.warp, r.g, r.t), load_pv<2 * HALF + 1>(rows, r.warp, r.g, r.t)}};
 }
-// A, once its registers are free,
+// A,
 template <int HALF>
 __device__ __forceinline__ void widen_half(const Role& r, const HalfRaw& raw, uint32_t (&a)[16]) {
-    wgmma_wait<BUFFERS - 1>();
     pv_fragments<2 * HALF>(raw.chunk[0], r.warp, a);
     pv_fragments<2 * HALF + 1>(raw.chunk[1], r.warp, a + 8);
     settle(a);
 }
 // and the product.
 template <int HALF>
-__device__ __forceinline__ void start_pv(const Role& r, int quarter, const uint32_t (&a)[16], float (&o)[V_TILES][HEADS / 2]) {
+__device__ __forceinline__ void start_pv(uint32_t p, const uint32_t (&a)[16], float (&o)[V_TILES][HEADS / 2]) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int copy = FOLDED ? 2 * HALF + i / 2 : 0;
-        wgmma_rows<VALUES, false>(o[4 * HALF + i], a + 4 * i, wgmma_operand(r.p() + copy * P_BYTES + 32 * quarter, 1024, 16));
+        wgmma_rows<VALUES, false>(o[4 * HALF + i], a + 4 * i, wgmma_operand(p + copy * P_BYTES, 1024, 16));
     }
     wgmma_commit();
 }
@@ -339,23 +340,27 @@ __device__ __forceinline__ void start_pv(const Role& r, int quarter, const uint3
 // O^T += V^T . P^T, letting go of the tile, whose units stand at `slot` in each ring.
 __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot)[2], float (&o)[V_TILES][HEADS / 2]) {
     uint32_t a[BUFFERS][16];
-    auto quarter_rows = [&](int quarter) {
-        const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
-        return StagedRows{{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
-    };
-    HalfRaw first = load_half<0>(r, quarter_rows(0));
-#pragma unroll
+    StagedRows rows = {{shared_address(shared) + RING_AT + slot[0] * UNIT_BYTES, shared_address(shared) + RING_AT + slot[1] * UNIT_BYTES}};
+    uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? slot[0] : slot[1]);
+    HalfRaw first = load_half<0>(r, rows);
+#pragma unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
-        const HalfRaw second = load_half<1>(r, quarter_rows(quarter));
+        const HalfRaw second = load_half<1>(r, rows);
+        wgmma_wait<BUFFERS - 1>();
         widen_half<0>(r, first, a[0]);
-        start_pv<0>(r, quarter, a[0], o);
-        if (quarter < 3) first = load_half<0>(r, quarter_rows(quarter + 1));
+        start_pv<0>(r.p() + 32 * quarter, a[0], o);
+        if (quarter < 3) {
+            rows = {{rows.unit[0] + RING_BYTES, rows.unit[1] + RING_BYTES}};
+            first = load_half<0>(r, rows);
+        }
+        wgmma_wait<BUFFERS - 1>();
         widen_half<1>(r, second, a[BUFFERS - 1]);
         __syncwarp();
-        if (r.lane < 2) mbarrier_arrive(shared_address(&small().empty[quarter][r.lane == 0 ? slot[0] : slot[1]]));
-        start_pv<1>(r, quarter, a[BUFFERS - 1], o);
+        if (r.lane < 2) mbarrier_arrive(empty);
+        empty += 8 * UNITS;
+        start_pv<1>(r.p() + 32 * quarter, a[BUFFERS - 1], o);
+        wgmma_wait<0>();
     }
-    wgmma_wait<0>();
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------
@@ -393,15 +398,16 @@ __device__ __forceinline__ float rows_sum(float x) {
 
 // References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
 __device__ __forceinline__ void raise_references(
-    const Role& r, const float (&scales)[2][4], const float (&s)[HEADS / 2], Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
+    const Role& r, uint32_t row, const float (&s)[HEADS / 2], Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
     constexpr int REFS = FOLDED ? 1 + P_COPIES : 1;
     Small& sm = small();
     float(&across)[1 + P_COPIES][4][HEADS] = sm.across[r.group];
     float(&refs)[1 + P_COPIES][HEADS] = sm.ref[r.group], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.group];
     wgmma_wait<0>();
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < REFS; ++k) {
-        const float x = k == 0 ? 0.0f : log2_approx(scales[0][(k + 3) % 4]), y = k == 0 ? 0.0f : log2_approx(scales[1][(k + 3) % 4]);
+        const TwoScales scales = k == 0 ? TwoScales{1.0f, 1.0f} : load_scales(row, k - 1);
+        const float x = log2_approx(scales.x), y = log2_approx(scales.y);
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
             const float top = rows_max(fmaxf(s[element(0, c)] + x, s[element(1, c)] + y));
@@ -448,7 +454,7 @@ __device__ __forceinline__ void raise_references(
 // P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where a
 // reference is too low for a value.
 __device__ __forceinline__ bool store_p(
-    const Role& r, const float (&scales)[2][4], const float (&s)[HEADS / 2], const Softmax& state, float (&sums)[COLUMNS]) {
+    const Role& r, uint32_t row, const float (&s)[HEADS / 2], const Softmax& state, float (&sums)[COLUMNS]) {
     bool high = false;
     float e[HEADS / 2];
 #pragma unroll
@@ -460,10 +466,11 @@ __device__ __forceinline__ bool store_p(
         sums[c] = e[element(0, c)] + e[element(1, c)];
     }
     const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
-    const uint32_t to = r.p() + line * 128 + ((chunk ^ (line & 7)) << 4);
+    uint32_t to = r.p() + line * 128 + ((chunk ^ (line & 7)) << 4);
     float top = 0.0f;
-#pragma unroll
-    for (int copy = 0; copy < P_COPIES; ++copy) {
+#pragma unroll UNROLLED_COPIES
+    for (int copy = 0; copy < P_COPIES; ++copy, to += P_BYTES) {
+        const TwoScales scales = load_scales(row, copy);
         uint32_t rounded[HEADS / 4];
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
@@ -471,28 +478,27 @@ __device__ __forceinline__ bool store_p(
             if (FOLDED) f = *reinterpret_cast<const float2*>(&small().chunk_factor[r.group][copy][8 * j + 2 * r.t]);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float scale = FOLDED ? scales[i][copy] : 1.0f;
+                const float scale = i == 0 ? scales.x : scales.y;
                 const float x = e[4 * j + 2 * i] * (scale * f.x), y = e[4 * j + 2 * i + 1] * (scale * f.y);
                 top = fmaxf(top, fmaxf(x, y));
                 rounded[2 * j + i] = FOLDED ? pack_f16x2(x, y) : pack_bf16x2(x, y);
             }
         }
         if constexpr (HEADS == 8) {
-            stmatrix_x2_trans(to + copy * P_BYTES, rounded[0], rounded[1]);
+            stmatrix_x2_trans(to, rounded[0], rounded[1]);
         } else {
 #pragma unroll
             for (int j = 0; j < HEADS / 8; j += 2)
-                stmatrix_x4_trans(to + copy * P_BYTES + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2], rounded[2 * j + 3]);
+                stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2], rounded[2 * j + 3]);
         }
     }
     fence_proxy_async();
     return high || (FOLDED && top > P_LIMIT);
 }
 
-// S^T to P^T in shared memory, behind a sync of the warpgroup.
+// S^T to P^T in shared memory, behind a sync of the warpgroup. `first`: its first tile, without references yet.
 __device__ __forceinline__ void softmax_tile(
-    const Role& r, bool first, const bool (&valid)[2], const float (&scales)[2][4], float (&s)[HEADS / 2], Softmax& state,
-    float (&o)[V_TILES][HEADS / 2]) {
+    const Role& r, bool first, const bool (&valid)[2], uint32_t row, float (&s)[HEADS / 2], Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(&small().q_scale[8 * j + 2 * r.t]);
@@ -503,15 +509,14 @@ __device__ __forceinline__ void softmax_tile(
         }
     }
     float sums[COLUMNS];
-    bool high = first;
-    if (!first) {
-        r.sync();  // the last tile's P^T has been read
-        high = named_barrier_any(1 + r.group, WARPGROUP, store_p(r, scales, s, state, sums));
-    }
-    if (__builtin_expect(high, 0)) {
-        raise_references(r, scales, s, state, o);
-        store_p(r, scales, s, state, sums);
-        r.sync();
+    r.sync();  // the last tile's P^T has been read
+    bool raise = first;
+#pragma unroll 1
+    while (true) {
+        if (__builtin_expect(raise, 0)) raise_references(r, row, s, state, o);
+        const bool high = named_barrier_any(1 + r.group, WARPGROUP, store_p(r, row, s, state, sums));
+        if (raise || !high) break;
+        raise = true;
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
@@ -521,20 +526,6 @@ __device__ __forceinline__ void softmax_tile(
 }
 
 // --- a query's tiles ------------------------------------------------------------------------------------------
-
-// V32_FP8: the scales of a thread's two rows.
-__device__ __forceinline__ void load_scales(uint32_t row, float (&scales)[2][4]) {
-    if constexpr (FOLDED) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const Vec16 four = load_shared_16(row + i * STAGED + SCALE_OFFSET);
-            scales[i][0] = __uint_as_float(four.x);
-            scales[i][1] = __uint_as_float(four.y);
-            scales[i][2] = __uint_as_float(four.z);
-            scales[i][3] = __uint_as_float(four.w);
-        }
-    }
-}
 
 __device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
     Small& sm = small();
@@ -548,12 +539,11 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
         const StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
         const uint32_t row = rows.qk_row(r.g);
-        float s[HEADS / 2], scales[2][4] = {};
+        float s[HEADS / 2];
         mbarrier_wait(full + 8 * slot[0], number / UNITS & 1);
         mbarrier_wait(full + 8 * slot[1], (number + 1) / UNITS & 1);
-        load_scales(row, scales);
-        multiply_qk(r, row, scales, s);
-        softmax_tile(r, tile == w.begin + r.group, valid, scales, s, state, o);
+        multiply_qk(r, row, s);
+        softmax_tile(r, tile == w.begin + r.group, valid, row, s, state, o);
         entries[0] = load_entry(p, w, tile + 2, my_row);  // behind the fence, which would wait for them
         entries[1] = load_entry(p, w, tile + 2, my_row + 1);
         multiply_pv(r, slot, o);
