@@ -22,7 +22,7 @@
 // split over gridDim.y and merged by combine.cu.
 //
 // Shared memory: Q (heads x D_QK x 2) + P (2 x copies x heads x 128) + 4 rings of UNITS x 8 staged rows + statistics and barriers.
-// Registers: 240 a multiplying thread, 32 a copying one, together 384 x 168.
+// Registers: 232 a multiplying thread, 40 a copying one, together 384 x 168, which setmaxnreg cannot exceed.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
 #include "attention/params.cuh"
 #include "layout/reader.cuh"
@@ -272,21 +272,21 @@ __device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEADS / 2]) {
     constexpr int BLOCK_BYTES = Rows::QUANTIZED ? 64 : 128;
     constexpr bool WIDE = !Rows::QUANTIZED;
-    uint32_t a[2][16];
+    uint32_t a[BUFFERS][16];
     const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
     QkRaw even = Rows::QUANTIZED ? load_qk(row, 0, false, r.t) : QkRaw{};  // bfloat16 is read into A itself when that is free
-    qk_wide(rope, a[1]);
-    start_qk<Type::BF16, true>(r.q() + NOPE_BLOCKS * Q_BLOCK_BYTES, a[1], s);
+    qk_wide(rope, a[BUFFERS - 1]);
+    start_qk<Type::BF16, true>(r.q() + NOPE_BLOCKS * Q_BLOCK_BYTES, a[BUFFERS - 1], s);
     float part[HEADS / 2];
     auto widen_block = [&](QkRaw raw, int block, uint32_t (&to)[16]) {
         if (WIDE) raw = load_qk(row, block * BLOCK_BYTES, WIDE, r.t);
         qk_nope(raw, staged_scale(row, block), staged_scale(row + STAGED, block), to);
     };
     auto read_block = [&](int block) { return WIDE ? QkRaw{} : load_qk(row, min(block, NOPE_BLOCKS - 1) * BLOCK_BYTES, WIDE, r.t); };
+    wgmma_wait<BUFFERS - 1>();
 #pragma unroll 1
     for (int block = 0; block + 1 < NOPE_BLOCKS; block += 2) {
         const QkRaw odd = read_block(block + 1);
-        const TwoScales scales = load_scales(row, block / 2);
         widen_block(even, block, a[0]);
         if constexpr (FOLDED) {
             start_qk<VALUES, true>(r.q() + block * Q_BLOCK_BYTES, a[0], part);
@@ -294,9 +294,10 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (
             start_qk<VALUES, false>(r.q() + block * Q_BLOCK_BYTES, a[0], s);
         }
         even = read_block(block + 2);
-        wgmma_wait<1>();
-        widen_block(odd, block + 1, a[1]);
-        start_qk<VALUES, false>(r.q() + (block + 1) * Q_BLOCK_BYTES, a[1], FOLDED ? part : s);
+        wgmma_wait<BUFFERS - 1>();
+        widen_block(odd, block + 1, a[BUFFERS - 1]);
+        start_qk<VALUES, false>(r.q() + (block + 1) * Q_BLOCK_BYTES, a[BUFFERS - 1], FOLDED ? part : s);
+        const TwoScales scales = load_scales(row, block / 2);
         wgmma_wait<0>();
         if constexpr (FOLDED) {
 #pragma unroll
@@ -767,13 +768,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_fp8_few_h
     const int blocks = cluster_size(), rank = cluster_rank();
     const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
     if (threadIdx.x >= MULTIPLYING) {
-        give_registers<32>();
+        give_registers<40>();
         copy_tiles(p, w, threadIdx.x / 32 % 4);
-        cluster_arrive();  // barriers of the cluster count every thread
+        cluster_arrive_relaxed();  // barriers of the cluster count every thread
         cluster_wait();
         if (blocks > 1) cluster_sync();
     } else {
-        take_registers<240>();
+        take_registers<232>();
         const Role r = Role::here();
         Softmax state;
         state.clear();
@@ -785,7 +786,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_fp8_few_h
             for (int i = 0; i < HEADS / 2; ++i) o[v][i] = 0.0f;
         }
         attend(p, w, r, state, o);
-        cluster_arrive();
+        cluster_arrive_relaxed();
         write_results(p, w, r, rank, blocks, state, o);
     }
 }

@@ -14,8 +14,8 @@ __device__ __forceinline__ int cluster_size() {
     return size;
 }
 
-// The two halves of cluster_sync.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The two halves of a sync that orders nothing but what is done after it behind what is finished before it.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Wait for all threads of the cluster; what they wrote to shared memory before is then visible to all of them.

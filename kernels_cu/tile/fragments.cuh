@@ -33,7 +33,7 @@ struct StagedRows {
 
     __device__ __forceinline__ uint32_t qk_row(int g) const {
         const FirstRow first = first_qk_row(g);
-        return unit[first.unit] + first.row * STAGED;
+        return (first.unit == 0 ? unit[0] : unit[1]) + first.row * STAGED;
     }
     // Rows of k = 2 t, 2 t + 1; those of 2 t + 8, 2 t + 9 are one further.
     __device__ __forceinline__ uint32_t pv_row(int t, int k) const { return unit[k] + ((2 * t + 4 * k) & 7) * STAGED; }
