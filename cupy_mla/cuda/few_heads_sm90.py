@@ -155,8 +155,8 @@ def launch(
 
 
 def cluster_of(num_splits: int) -> int:
-    """Blocks of a cluster: the largest power of two that divides the splits, as far as clusters go."""
-    return min(num_splits & -num_splits, MAX_CLUSTER)
+    """Blocks of a cluster: the largest divisor of the splits, as far as clusters go."""
+    return max(n for n in range(1, MAX_CLUSTER + 1) if num_splits % n == 0)
 
 
 def kernels() -> Iterator[Kernel]:

@@ -73,7 +73,7 @@ static_assert(UNITS >= 4, "a tile for each warpgroup");
 // the blocks and their weights.
 constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
 constexpr int SENT_AT = EXCHANGE_AT + 2 * EXCHANGE_BYTES;
-static_assert(2 * EXCHANGE_BYTES + HEADS * (D_V + 4 * MAX_BLOCKS) * 4 <= 4 * RING_BYTES, "");
+static_assert(2 * EXCHANGE_BYTES + HEADS * 616 * 4 <= 4 * RING_BYTES, "616 floats a head are what 14 blocks send");
 constexpr int BLOCKS_AT = Q_AT, WEIGHTS_AT = BLOCKS_AT + MAX_BLOCKS * int(sizeof(Statistics));
 static_assert(WEIGHTS_AT + MAX_BLOCKS * HEADS * 4 <= P_AT, "");
 
@@ -142,17 +142,21 @@ __device__ __forceinline__ Rows find_row(const Params& p, const Work& w, int til
 
 // --- copying --------------------------------------------------------------------------------------------------
 
-// Start the copies of eight rows that lanes `first` .. + 7 know. Invalid ones become zeros.
+// Start the copies of eight rows that lanes `first` .. + 7 know, the whole warp a row at a time. Invalid ones become zeros.
 template <typename R>
 __device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, int lane) {
+    constexpr int PIECES = COPIED_BYTES / 16;
 #pragma unroll
-    for (int i = 0; i < UNIT_ROWS; i += 4) {
-        const int owner = first + i + lane / 8;
-        const uint32_t line = to + (i + lane / 8) * STAGED;
-        copy_row<COPIED_BYTES / 16>(line + lane % 8 * 16, shuffle_pointer(row.data, owner), lane);
+    for (int i = 0; i < UNIT_ROWS; ++i, to += STAGED) {
+        const uint8_t* data = shuffle_pointer(row.data, first + i);
+        const bool valid = data != nullptr;
+#pragma unroll
+        for (int piece = 0; piece + 32 <= PIECES; piece += 32) cp_async_16(to + (piece + lane) * 16, data + (piece + lane) * 16, valid);
+        constexpr int REST = PIECES / 32 * 32;
+        if (lane < PIECES - REST) cp_async_16(to + (REST + lane) * 16, data + (REST + lane) * 16, valid);
         if constexpr (R::QUANTIZED && R::FOLDED_SCALES == 0) {
-            const uint8_t* scales = shuffle_pointer(row.scales, owner);
-            if (lane % 8 == 0) cp_async_8(line + ROW_STRIDE, scales, scales != nullptr);
+            const uint8_t* scales = shuffle_pointer(row.scales, first + i);
+            if (lane == 0) cp_async_8(to + ROW_STRIDE, scales, scales != nullptr);
         }
     }
 }
@@ -663,9 +667,12 @@ __device__ __forceinline__ void merge_half(const Role& r, const float (&o)[V_TIL
     }
 }
 
+// Columns that a block of a cluster merges, of each head; the last block may have fewer.
+__device__ __forceinline__ int share_of(int blocks) { return ceil_div(D_V / 4, blocks) * 4; }
+
 // The block's result, written or sent to the blocks of the cluster, each a share of the columns.
 __device__ __forceinline__ void send_block(const Params& p, const Work& w, int rank, int blocks) {
-    const int share = D_V / blocks, line = share + 4;
+    const int share = share_of(blocks), line = share + 4;
 #pragma unroll 2
     for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
@@ -691,7 +698,7 @@ __device__ __forceinline__ void send_block(const Params& p, const Work& w, int r
 __device__ __forceinline__ void merge_blocks(const Params& p, const Work& w, int rank, int blocks) {
     const auto* block = reinterpret_cast<const Statistics*>(shared + BLOCKS_AT);
     float* weights = reinterpret_cast<float*>(shared + WEIGHTS_AT);  // [block][head]
-    const int share = D_V / blocks, line = share + 4;
+    const int share = share_of(blocks), line = share + 4, mine = max(0, min(share, D_V - rank * share));
 #pragma unroll 1
     for (int i = threadIdx.x; i < blocks * HEADS; i += MULTIPLYING) {
         const int head = i % HEADS;
@@ -708,8 +715,8 @@ __device__ __forceinline__ void merge_blocks(const Params& p, const Work& w, int
     }
     sync_multiplying();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < HEADS * share / 4; i += MULTIPLYING) {
-        const int head = i / (share / 4), column = i % (share / 4) * 4;
+    for (int i = threadIdx.x; i < HEADS * mine / 4; i += MULTIPLYING) {
+        const int head = i / (mine / 4), column = i % (mine / 4) * 4;
         float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (int k = 0; k < blocks; ++k) {
@@ -757,9 +764,12 @@ __device__ __forceinline__ void write_results(
 // grid: x = piece of work (a query and a head tile) * blocks of the cluster + rank, y = split.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_fp8_few_heads(const __grid_constant__ Params p) {
     Small& sm = small();
-    if (threadIdx.x < 4 * UNITS) {
-        mbarrier_init(shared_address(&sm.full[0][0] + threadIdx.x), 32);
-        mbarrier_init(shared_address(&sm.empty[0][0] + threadIdx.x), 4);
+    if (threadIdx.x % 32 == 0) {  // one lane: a barrier a thread would be done one after the other too
+#pragma unroll 1
+        for (int i = threadIdx.x / 32; i < 4 * UNITS; i += THREADS / 32) {
+            mbarrier_init(shared_address(&sm.full[0][0] + i), 32);
+            mbarrier_init(shared_address(&sm.empty[0][0] + i), 4);
+        }
         mbarrier_init_fence();
     }
 #pragma unroll 1
