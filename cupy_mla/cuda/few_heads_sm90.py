@@ -51,11 +51,17 @@ def shared_bytes(layout: Layout, heads: int, queries: int) -> int:
 FP8_RING_ROWS = 8 * 4  # rows of a unit of each of four copying warps
 
 
+def groups(heads: int) -> int:
+    """Warpgroups of a block that multiply."""
+    return 2 if heads == 32 else 3
+
+
 def fp8_fixed_bytes(layout: Layout, heads: int) -> int:
     """Shared memory of an FP8 block without its rings: Q, P, statistics."""
     copies = layout.num_scales if layout.scale_kind == "fp32" else 1
-    q, p = heads * layout.d_qk * 2, 2 * copies * heads * 128
-    values = 1 + 4 * (1 + copies) + 2 * copies + 8 * (1 + copies) + 8 + 1 + 3  # struct Small of the kernel, a head
+    n = groups(heads)
+    q, p = heads * layout.d_qk * 2, n * copies * heads * 128
+    values = 1 + 2 * n * (1 + copies) + n * copies + 4 * n * (1 + copies) + 4 * n + 1 + 3  # struct Small, a head
     return q + p + 4 * values * heads
 
 
@@ -79,7 +85,7 @@ def fp8_kernel(layout: Layout, heads: int) -> Kernel:
         "attention/sparse_decode_sm90_fp8_few_heads.cu",
         "sparse_decode_fp8_few_heads",
         {**layout.defines(), "HEADS": heads, "UNITS": units, "EXPECTED_SHARED_BYTES": shared},
-        threads=384,
+        threads=128 * (groups(heads) + 1),
         shared_bytes=shared,
         archs=("90a",),
         target="90a",

@@ -7,7 +7,7 @@
 //   O^T = V^T . P^T   512 columns x heads   A = pairs of rows a column     8 x 4 x m64nHk16
 //
 //   4 copying warps        a quarter of every tile of 64 rows each, by cp.async, as far ahead as its ring of UNITS x 8 rows goes
-//   2 warpgroups multiply  every other tile each, with a softmax of their own:
+//   3 warpgroups multiply  (2 for 32 heads) a tile each in turn, with a softmax of their own:
 //     S^T                  V32_FP8: one scale's 128 columns after the other, times the row's float32 scale, so that no scaled value
 //                          is ever rounded
 //     P^T                  to shared memory; V32_FP8: f16, a copy for each scale, relative to a reference a head and scale
@@ -15,14 +15,14 @@
 //     O^T += V^T . P^T     quarter after quarter, which are let go
 //
 //   full, empty            mbarriers [quarter][unit]: copies to readers and back
-//   named 1, 2             the 128 threads of a multiplying warpgroup; 3: both
+//   named 1 to 3           the 128 threads of a multiplying warpgroup; 4: all of them
 //
 // While one warpgroup waits the other multiplies. At the end both of every block of a cluster lay their O^T into shared
 // memory and every block merges a share of the columns through distributed shared memory. What a cluster does not hold is
 // split over gridDim.y and merged by combine.cu.
 //
-// Shared memory: Q (heads x D_QK x 2) + P (2 x copies x heads x 128) + 4 rings of UNITS x 8 staged rows + statistics and barriers.
-// Registers: 232 a multiplying thread, 40 a copying one, together 384 x 168, which setmaxnreg cannot exceed.
+// Shared memory: Q (heads x D_QK x 2) + P (warpgroups x copies x heads x 128) + 4 rings of UNITS x 8 staged rows + statistics and barriers.
+// Registers: 160 (232) a multiplying thread, 32 (40) a copying one, together 512 x 128 (384 x 168), which setmaxnreg cannot exceed.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
 #include "attention/params.cuh"
 #include "layout/reader.cuh"
@@ -35,20 +35,22 @@
 #include "tile/finish.cuh"
 #include "tile/fragments.cuh"
 
-constexpr int TILE_ROWS = 64, WARPGROUP = 128, MULTIPLYING = 2 * WARPGROUP, THREADS = 3 * WARPGROUP;
+// Warpgroups that multiply: what one waits for, another hides. 32 heads take the registers of two.
+constexpr int GROUPS = HEADS == 32 ? 2 : 3, REGISTERS = GROUPS == 2 ? 232 : 160, COPY_REGISTERS = GROUPS == 2 ? 40 : 32;
+constexpr int TILE_ROWS = 64, WARPGROUP = 128, MULTIPLYING = GROUPS * WARPGROUP, THREADS = MULTIPLYING + WARPGROUP;
 constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;
 constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
 constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128;
 constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
-constexpr int BUFFERS = HEADS == 32 ? 1 : 2;    // of A in registers
+constexpr int BUFFERS = 1;               // of A in registers
 constexpr bool KEEPS_MAX = !Rows::QUANTIZED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
 constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
 constexpr int MAX_BLOCKS = 16;         // of a cluster
 
-constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + 2 * P_COPIES * P_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
+constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + GROUPS * P_COPIES * P_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
 
 // A softmax over some rows, a value a head; relative to `ref` like its O^T.
 struct Statistics {
@@ -57,23 +59,23 @@ struct Statistics {
 struct Small {
     uint64_t full[4][UNITS], empty[4][UNITS];
     float q_scale[HEADS];                     // from S^T to logits in base 2
-    float ref[2][1 + P_COPIES][HEADS];        // what a warpgroup's sums, and a scale's columns of its O^T, are relative to
-    float rise[2][1 + P_COPIES][HEADS];       // 2^(last reference - reference)
-    float chunk_factor[2][P_COPIES][HEADS];   // 2^(ref - a scale's reference)
-    float across[2][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
-    float weight[2][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
+    float ref[GROUPS][1 + P_COPIES][HEADS];        // what a warpgroup's sums, and a scale's columns of its O^T, are relative to
+    float rise[GROUPS][1 + P_COPIES][HEADS];       // 2^(last reference - reference)
+    float chunk_factor[GROUPS][P_COPIES][HEADS];   // 2^(ref - a scale's reference)
+    float across[GROUPS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
+    float weight[GROUPS][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
     Statistics block;
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
-static_assert(UNITS >= 4, "a tile for each warpgroup");
+static_assert(UNITS >= 4, "two tiles");
 
-// When all rows are read, the rings hold parts of O^T in float32, [head][column]: the halves that warpgroups exchange, and
-// what the blocks of a cluster send this one. Four columns more a line spread the heads over the banks. Over Q: statistics of
+// When all rows are read, the rings hold parts of O^T in float32, [head][column]: halves that warpgroups 0 and 1 exchange, what
+// warpgroup 2 gives them, and what the blocks of a cluster send this one. Four columns more a line spread the heads over the banks. Over Q: statistics of
 // the blocks and their weights.
 constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
-constexpr int SENT_AT = EXCHANGE_AT + 2 * EXCHANGE_BYTES;
-static_assert(2 * EXCHANGE_BYTES + HEADS * 616 * 4 <= 4 * RING_BYTES, "616 floats a head are what 14 blocks send");
+constexpr int SENT_AT = EXCHANGE_AT + 2 * (GROUPS - 1) * EXCHANGE_BYTES;
+static_assert(SENT_AT + HEADS * 616 * 4 <= SMALL_AT, "616 floats a head are what 14 blocks send");
 constexpr int BLOCKS_AT = Q_AT, WEIGHTS_AT = BLOCKS_AT + MAX_BLOCKS * int(sizeof(Statistics));
 static_assert(WEIGHTS_AT + MAX_BLOCKS * HEADS * 4 <= P_AT, "");
 
@@ -97,7 +99,7 @@ struct Role {
     __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
 };
 
-__device__ __forceinline__ void sync_multiplying() { named_barrier_sync(3, MULTIPLYING); }
+__device__ __forceinline__ void sync_multiplying() { named_barrier_sync(4, MULTIPLYING); }
 
 // A query and 8 to 32 of its heads; tiles of the main list, then of the extra one, of which this block takes `begin` to end - 1.
 struct Work {
@@ -201,6 +203,10 @@ __device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
 // beyond the last are zeros.
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Role& r) {
     constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
+    if (r.group >= 2) {
+        sync_multiplying();
+        return;
+    }
     const int first = 4 * r.group + r.warp;
     const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h + 4 * r.lane;
     Vec8 v[HEADS / 8][EACH];
@@ -539,7 +545,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
     const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES, full = shared_address(sm.full[r.warp]);
     int32_t entries[2] = {load_entry(p, w, w.begin + r.group, my_row), load_entry(p, w, w.begin + r.group, my_row + 1)};
 #pragma unroll 1
-    for (int tile = w.begin + r.group; tile < w.end; tile += 2) {
+    for (int tile = w.begin + r.group; tile < w.end; tile += GROUPS) {
         const uint32_t number = 2 * (tile - w.begin), slot[2] = {number % UNITS, (number + 1) % UNITS};
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
         const StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
@@ -549,8 +555,8 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         mbarrier_wait(full + 8 * slot[1], (number + 1) / UNITS & 1);
         multiply_qk(r, row, s);
         softmax_tile(r, tile == w.begin + r.group, valid, row, s, state, o);
-        entries[0] = load_entry(p, w, tile + 2, my_row);  // behind the fence, which would wait for them
-        entries[1] = load_entry(p, w, tile + 2, my_row + 1);
+        entries[0] = load_entry(p, w, tile + GROUPS, my_row);  // behind the fence, which would wait for them
+        entries[1] = load_entry(p, w, tile + GROUPS, my_row + 1);
         multiply_pv(r, slot, o);
     }
 }
@@ -573,10 +579,11 @@ __device__ __forceinline__ void lay_down_statistics(const Role& r, const Softmax
 // Both warpgroups' softmax of a head together, and what their columns 128 k .. are multiplied with. By a thread a head and k.
 __device__ __forceinline__ void merge_statistics(int k, int head) {
     Small& sm = small();
-    const float ref = fmaxf(sm.ref[0][0][head], sm.ref[1][0][head]);
-    float sum = 0.0f, max = -INF;
+    float ref = -INF, sum = 0.0f, max = -INF;
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
+    for (int group = 0; group < GROUPS; ++group) ref = fmaxf(ref, sm.ref[group][0][head]);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
         const float own = sm.ref[group][0][head];
         sm.weight[group][k][head] = factor(sm.ref[group][FOLDED ? 1 + k % P_COPIES : 0][head], ref);
         const float(&across)[1 + P_COPIES][4][HEADS] = sm.across[group];
@@ -627,42 +634,49 @@ __device__ __forceinline__ void write_columns(const Params& p, const Work& w, in
     }
 }
 
-// A thread's place in half `half` of the columns as it lies in shared memory, line 0.
-__device__ __forceinline__ float* half_of(const Role& r, int half) {
-    return reinterpret_cast<float*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES) + 4 * (8 * r.warp + r.g);
+// A thread's place in half `half` of the columns as warpgroup 0 or 1 (`by` 0) or warpgroup 2 gives them.
+__device__ __forceinline__ float* given_half(const Role& r, int by, int half) {
+    return reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES) + 2 * r.t * HALF_LINE + 4 * (8 * r.warp + r.g);
+}
+__device__ __forceinline__ float4& four_columns(float* half, int c, int k) {
+    return *reinterpret_cast<float4*>(half + (c / 2 * 8 + c % 2) * HALF_LINE + 128 * k);
 }
 
-// The warpgroup gives the other one its half `GIVEN` of the columns.
-template <int GIVEN>
-__device__ __forceinline__ void give_half(const Role& r, const float (&o)[V_TILES][HEADS / 2]) {
-    float* to = half_of(r, GIVEN) + 2 * r.t * HALF_LINE;
+// Half `HALF` of a warpgroup's columns to shared memory.
+template <int HALF>
+__device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][HEADS / 2]) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float(&first)[HEADS / 2] = o[4 * GIVEN + 2 * k], (&second)[HEADS / 2] = o[4 * GIVEN + 2 * k + 1];
-            *reinterpret_cast<float4*>(to + (c / 2 * 8 + c % 2) * HALF_LINE + 128 * k) =
-                make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
+            const float(&first)[HEADS / 2] = o[4 * HALF + 2 * k], (&second)[HEADS / 2] = o[4 * HALF + 2 * k + 1];
+            four_columns(to, c, k) = make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
         }
     }
 }
 
-// Half `MINE` of the columns of both warpgroups together, in place of what was given.
-template <int MINE>
+// Half `HALF` of the columns of all warpgroups together, by warpgroup HALF, in place of what the other one gave.
+template <int HALF>
 __device__ __forceinline__ void merge_half(const Role& r, const float (&o)[V_TILES][HEADS / 2]) {
     const Small& sm = small();
-    float* both = half_of(r, MINE) + 2 * r.t * HALF_LINE;
+    float *both = given_half(r, 0, HALF), *third = given_half(r, 1, HALF);
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
         const int head = r.head(c);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float a = sm.weight[MINE][2 * MINE + k][head], b = sm.weight[1 - MINE][2 * MINE + k][head];
-            const float(&first)[HEADS / 2] = o[4 * MINE + 2 * k], (&second)[HEADS / 2] = o[4 * MINE + 2 * k + 1];
-            auto& four = *reinterpret_cast<float4*>(both + (c / 2 * 8 + c % 2) * HALF_LINE + 128 * k);
-            const float4 v = four;
-            four = make_float4(a * first[element(0, c)] + b * v.x, a * first[element(1, c)] + b * v.y,
-                               a * second[element(0, c)] + b * v.z, a * second[element(1, c)] + b * v.w);
+            const float a = sm.weight[HALF][2 * HALF + k][head], b = sm.weight[1 - HALF][2 * HALF + k][head];
+            const float(&first)[HEADS / 2] = o[4 * HALF + 2 * k], (&second)[HEADS / 2] = o[4 * HALF + 2 * k + 1];
+            float4& four = four_columns(both, c, k);
+            float4 v = four;
+            v = make_float4(a * first[element(0, c)] + b * v.x, a * first[element(1, c)] + b * v.y,
+                            a * second[element(0, c)] + b * v.z, a * second[element(1, c)] + b * v.w);
+            if constexpr (GROUPS == 3) {
+                const float w = sm.weight[GROUPS - 1][2 * HALF + k][head];
+                const float4 x = four_columns(third, c, k);
+                v = make_float4(v.x + w * x.x, v.y + w * x.y, v.z + w * x.z, v.w + w * x.w);
+            }
+            four = v;
         }
     }
 }
@@ -734,11 +748,8 @@ __device__ __forceinline__ void write_results(
     Small& sm = small();
     sync_multiplying();  // all rows have been read
     lay_down_statistics(r, state);
-    if (r.group == 0) {
-        give_half<1>(r, o);
-    } else {
-        give_half<0>(r, o);
-    }
+    if (r.group != 1) give_half<1>(given_half(r, r.group / 2, 1), o);
+    if (r.group != 0) give_half<0>(given_half(r, r.group / 2, 0), o);
     sync_multiplying();
     if (threadIdx.x < 4 * HEADS) {
         const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
@@ -748,7 +759,7 @@ __device__ __forceinline__ void write_results(
     sync_multiplying();
     if (r.group == 0) {
         merge_half<0>(r, o);
-    } else {
+    } else if (r.group == 1) {
         merge_half<1>(r, o);
     }
     sync_multiplying();
@@ -773,18 +784,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_fp8_few_h
         mbarrier_init_fence();
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < 2 * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
+    for (int i = threadIdx.x; i < GROUPS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
     __syncthreads();
     const int blocks = cluster_size(), rank = cluster_rank();
     const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
     if (threadIdx.x >= MULTIPLYING) {
-        give_registers<40>();
+        give_registers<COPY_REGISTERS>();
         copy_tiles(p, w, threadIdx.x / 32 % 4);
         cluster_arrive_relaxed();  // barriers of the cluster count every thread
         cluster_wait();
         if (blocks > 1) cluster_sync();
     } else {
-        take_registers<232>();
+        take_registers<REGISTERS>();
         const Role r = Role::here();
         Softmax state;
         state.clear();
