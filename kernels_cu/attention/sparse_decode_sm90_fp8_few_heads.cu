@@ -30,7 +30,8 @@
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/wgmma_swapped.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/stmatrix.cuh"
 #include "tile/chunk.cuh"
 #include "tile/finish.cuh"
 #include "tile/fragments.cuh"
@@ -44,7 +45,6 @@ constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128
 constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
-constexpr int BUFFERS = 1;               // of A in registers
 constexpr bool KEEPS_MAX = !Rows::QUANTIZED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
 constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
@@ -244,27 +244,57 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Rol
             store_shared_4(to ^ 16, narrow ? pack_f16x2(z, u) : pack_bf16x2(z, u));
         }
     }
-    fence_proxy_async();
     sync_multiplying();
 }
 
 // --- products -------------------------------------------------------------------------------------------------
 
-// Have A in its registers here and not behind the fence, where the compiler would add fences of its own.
-__device__ __forceinline__ void settle(uint32_t (&a)[16]) {
+// B of a step of k, from lines of 128 bytes, a head each: two fragments a head tile of 8. `place`: of the first step.
+constexpr int HEAD_TILES = HEADS / 8;
+struct HeadFragments {
+    uint32_t b[HEAD_TILES][2];
+};
+__device__ __forceinline__ uint32_t head_fragments_place(uint32_t lines, int lane) {
+    const int line = lane % 8 + (HEADS > 8 ? lane / 16 * 8 : 0), chunk = lane / 8 % 2;
+    return lines + line * 128 + ((chunk ^ (line & 7)) << 4);
+}
+__device__ __forceinline__ HeadFragments load_head_fragments(uint32_t place, int step) {
+    HeadFragments f;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i]));
+    for (int j = 0; j < HEAD_TILES; j += 2) {
+        uint32_t four[4];
+        ldmatrix_x4(four, (place ^ (step << 5)) + j * 1024);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (j + i / 2 < HEAD_TILES) f.b[j + i / 2][i % 2] = four[i];
+        }
+    }
+    return f;
 }
 
-// acc = or += A . Q^T over a block of 64 columns.
-template <Type TYPE, bool FIRST>
-__device__ __forceinline__ void start_qk(uint32_t q, uint32_t (&a)[16], float (&acc)[HEADS / 2]) {
-    settle(a);
-    wgmma_fence();
-    wgmma_rows<TYPE, FIRST>(acc, a, wgmma_operand(q, 1024, 16));
+// acc += A . B^T over 16 of k, all heads. NARROW: float16.
+template <bool NARROW>
+__device__ __forceinline__ void multiply(float (&acc)[HEAD_TILES][4], const uint32_t (&a)[4], const HeadFragments& f) {
 #pragma unroll
-    for (int j = 1; j < 4; ++j) wgmma_rows<TYPE, false>(acc, a + 4 * j, wgmma_operand(q + 32 * j, 1024, 16));
-    wgmma_commit();
+    for (int j = 0; j < HEAD_TILES; ++j) {
+        if (NARROW) {
+            mma_m16n8k16_f16(acc[j], a, f.b[j][0], f.b[j][1]);
+        } else {
+            mma_m16n8k16(acc[j], a, f.b[j][0], f.b[j][1]);
+        }
+    }
+}
+
+// acc += 16 rows times Q over 64 columns, `block` of Q.
+template <bool NARROW>
+__device__ __forceinline__ void multiply_block(uint32_t q_place, int block, const uint32_t (&a)[4][4], float (&acc)[HEAD_TILES][4]) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) multiply<NARROW>(acc, a[step], load_head_fragments(q_place + block * Q_BLOCK_BYTES, step));
+}
+
+__device__ __forceinline__ void clear(float (&acc)[HEAD_TILES][4]) {
+#pragma unroll
+    for (int i = 0; i < HEADS / 2; ++i) acc[i / 4][i % 4] = 0.0f;
 }
 
 // V32_FP8: the scales of chunk `k` of a thread's two rows.
@@ -277,100 +307,53 @@ __device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
     return {__uint_as_float(load_shared_4(row)), __uint_as_float(load_shared_4(row + STAGED))};
 }
 
-// S^T of a warp's 16 rows. What the next product needs is read and widened while the last one runs. V32_FP8: the products of a
-// scale's two blocks are apart until they are done. Loops stay loops: a batch of one pays for every instruction fetched.
-__device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEADS / 2]) {
+// S^T of a warp's 16 rows. Several sums run beside one another, V32_FP8: those of different scales, which are added times their
+// scales. Loops stay loops: a batch of one pays for every instruction fetched.
+__device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEAD_TILES][4]) {
+    constexpr int PARTS = FOLDED ? (HEADS == 8 ? 4 : HEADS == 16 ? 2 : 1) : 2, EACH = FOLDED ? 2 : 1;
     constexpr int BLOCK_BYTES = Rows::QUANTIZED ? 64 : 128;
-    constexpr bool WIDE = !Rows::QUANTIZED;
-    uint32_t a[BUFFERS][16];
-    const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
-    QkRaw even = Rows::QUANTIZED ? load_qk(row, 0, false, r.t) : QkRaw{};  // bfloat16 is read into A itself when that is free
-    qk_wide(rope, a[BUFFERS - 1]);
-    start_qk<Type::BF16, true>(r.q() + NOPE_BLOCKS * Q_BLOCK_BYTES, a[BUFFERS - 1], s);
-    float part[HEADS / 2];
-    auto widen_block = [&](QkRaw raw, int block, uint32_t (&to)[16]) {
-        if (WIDE) raw = load_qk(row, block * BLOCK_BYTES, WIDE, r.t);
-        qk_nope(raw, staged_scale(row, block), staged_scale(row + STAGED, block), to);
-    };
-    auto read_block = [&](int block) { return WIDE ? QkRaw{} : load_qk(row, min(block, NOPE_BLOCKS - 1) * BLOCK_BYTES, WIDE, r.t); };
-    wgmma_wait<BUFFERS - 1>();
+    const uint32_t q = head_fragments_place(r.q(), r.lane);
+    uint32_t a[4][4];
+    clear(s);
+    qk_wide(load_qk(row, ROPE_OFFSET, true, r.t), a);
+    multiply_block<false>(q, NOPE_BLOCKS, a, s);
 #pragma unroll 1
-    for (int block = 0; block + 1 < NOPE_BLOCKS; block += 2) {
-        const QkRaw odd = read_block(block + 1);
-        widen_block(even, block, a[0]);
-        if constexpr (FOLDED) {
-            start_qk<VALUES, true>(r.q() + block * Q_BLOCK_BYTES, a[0], part);
-        } else {
-            start_qk<VALUES, false>(r.q() + block * Q_BLOCK_BYTES, a[0], s);
-        }
-        even = read_block(block + 2);
-        wgmma_wait<BUFFERS - 1>();
-        widen_block(odd, block + 1, a[BUFFERS - 1]);
-        start_qk<VALUES, false>(r.q() + (block + 1) * Q_BLOCK_BYTES, a[BUFFERS - 1], FOLDED ? part : s);
-        const TwoScales scales = load_scales(row, block / 2);
-        wgmma_wait<0>();
-        if constexpr (FOLDED) {
+    for (int first = 0; first < NOPE_BLOCKS; first += PARTS * EACH) {
+        float part[PARTS][HEAD_TILES][4];
 #pragma unroll
-            for (int i = 0; i < HEADS / 2; ++i) s[i] += part[i] * (i % 4 / 2 == 0 ? scales.x : scales.y);
+        for (int i = 0; i < PARTS; ++i) clear(part[i]);
+#pragma unroll
+        for (int i = 0; i < PARTS * EACH; ++i) {
+            const int block = first + i % PARTS * EACH + i / PARTS;
+            if (NOPE_BLOCKS % (PARTS * EACH) != 0 && block >= NOPE_BLOCKS) break;
+            qk_nope(load_qk(row, block * BLOCK_BYTES, !Rows::QUANTIZED, r.t), staged_scale(row, block), staged_scale(row + STAGED, block), a);
+            multiply_block<FOLDED>(q, block, a, part[i % PARTS]);
+        }
+#pragma unroll
+        for (int k = 0; k < PARTS; ++k) {
+            const TwoScales scales = load_scales(row, first / EACH + k);
+#pragma unroll
+            for (int i = 0; i < HEADS / 2; ++i) s[i / 4][i % 4] += part[k][i / 4][i % 4] * (i % 4 / 2 == 0 ? scales.x : scales.y);
         }
     }
-    if constexpr (NOPE_BLOCKS % 2 == 1) {
-        widen_block(even, NOPE_BLOCKS - 1, a[0]);
-        start_qk<VALUES, false>(r.q() + (NOPE_BLOCKS - 1) * Q_BLOCK_BYTES, a[0], s);
-    }
-    wgmma_wait<0>();
-}
-
-// A quarter of a tile, times the columns 256 `half` .. + 255 of V: what is read of it,
-struct HalfRaw {
-    PvRaw chunk[2];
-};
-template <int HALF>
-__device__ __forceinline__ HalfRaw load_half(const Role& r, const StagedRows& rows) {
-    return {{load_pv<2 * HALF>(rows, r.warp, r.g, r.t), load_pv<2 * HALF + 1>(rows, r.warp, r.g, r.t)}};
-}
-// A,
-template <int HALF>
-__device__ __forceinline__ void widen_half(const Role& r, const HalfRaw& raw, uint32_t (&a)[16]) {
-    pv_fragments<2 * HALF>(raw.chunk[0], r.warp, a);
-    pv_fragments<2 * HALF + 1>(raw.chunk[1], r.warp, a + 8);
-    settle(a);
-}
-// and the product.
-template <int HALF>
-__device__ __forceinline__ void start_pv(uint32_t p, const uint32_t (&a)[16], float (&o)[V_TILES][HEADS / 2]) {
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int copy = FOLDED ? 2 * HALF + i / 2 : 0;
-        wgmma_rows<VALUES, false>(o[4 * HALF + i], a + 4 * i, wgmma_operand(p + copy * P_BYTES, 1024, 16));
-    }
-    wgmma_commit();
 }
 
 // O^T += V^T . P^T, letting go of the tile, whose units stand at `slot` in each ring.
-__device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot)[2], float (&o)[V_TILES][HEADS / 2]) {
-    uint32_t a[BUFFERS][16];
+__device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot)[2], float (&o)[V_TILES][HEAD_TILES][4]) {
+    const uint32_t p = head_fragments_place(r.p() + (FOLDED ? r.warp * P_BYTES : 0), r.lane);
     StagedRows rows = {{shared_address(shared) + RING_AT + slot[0] * UNIT_BYTES, shared_address(shared) + RING_AT + slot[1] * UNIT_BYTES}};
     uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? slot[0] : slot[1]);
-    HalfRaw first = load_half<0>(r, rows);
 #pragma unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
-        const HalfRaw second = load_half<1>(r, rows);
-        wgmma_wait<BUFFERS - 1>();
-        widen_half<0>(r, first, a[0]);
-        start_pv<0>(r.p() + 32 * quarter, a[0], o);
-        if (quarter < 3) {
-            rows = {{rows.unit[0] + RING_BYTES, rows.unit[1] + RING_BYTES}};
-            first = load_half<0>(r, rows);
-        }
-        wgmma_wait<BUFFERS - 1>();
-        widen_half<1>(r, second, a[BUFFERS - 1]);
+        const HeadFragments f = load_head_fragments(p, quarter);
+        for_pv_fragments(rows, r.warp, r.g, r.t, [&](int q, const uint32_t (&a)[2][4]) {
+            multiply<FOLDED>(o[2 * q], a[0], f);
+            multiply<FOLDED>(o[2 * q + 1], a[1], f);
+        });
         __syncwarp();
         if (r.lane < 2) mbarrier_arrive(empty);
         empty += 8 * UNITS;
-        start_pv<1>(r.p() + 32 * quarter, a[BUFFERS - 1], o);
-        wgmma_wait<0>();
+        rows = {{rows.unit[0] + RING_BYTES, rows.unit[1] + RING_BYTES}};
     }
 }
 
@@ -392,8 +375,9 @@ struct Softmax {
 // 2^(from - to), where -inf stands for "nothing yet".
 __device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
 
-// The element of S^T of row i of a thread's two and its c-th head.
-constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
+// The element of row (S^T) or column (O^T) i of a thread's two and its c-th head.
+template <typename T>
+__device__ __forceinline__ T& at(T (&acc)[HEAD_TILES][4], int i, int c) { return acc[c / 2][2 * i + c % 2]; }
 
 // Over the lanes with the same t: all eight g.
 __device__ __forceinline__ float rows_max(float x) {
@@ -409,19 +393,18 @@ __device__ __forceinline__ float rows_sum(float x) {
 
 // References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
 __device__ __forceinline__ void raise_references(
-    const Role& r, uint32_t row, const float (&s)[HEADS / 2], Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
+    const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4], Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
     constexpr int REFS = FOLDED ? 1 + P_COPIES : 1;
     Small& sm = small();
     float(&across)[1 + P_COPIES][4][HEADS] = sm.across[r.group];
     float(&refs)[1 + P_COPIES][HEADS] = sm.ref[r.group], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.group];
-    wgmma_wait<0>();
 #pragma unroll 1
     for (int k = 0; k < REFS; ++k) {
         const TwoScales scales = k == 0 ? TwoScales{1.0f, 1.0f} : load_scales(row, k - 1);
         const float x = log2_approx(scales.x), y = log2_approx(scales.y);
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-            const float top = rows_max(fmaxf(s[element(0, c)] + x, s[element(1, c)] + y));
+            const float top = rows_max(fmaxf(at(s, 0, c) + x, at(s, 1, c) + y));
             if (r.g == 0) across[k][r.warp][r.head(c)] = top;
         }
     }
@@ -450,13 +433,13 @@ __device__ __forceinline__ void raise_references(
         state.ref[2 * j + 1] = ref.y;
         state.sum[2 * j] *= f.x;
         state.sum[2 * j + 1] *= f.y;
+        const float2 by = FOLDED ? *reinterpret_cast<const float2*>(&rise[1 + r.warp % P_COPIES][head]) : f;
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v) {
-            const float2 by = FOLDED ? *reinterpret_cast<const float2*>(&rise[1 + v / 2 % P_COPIES][head]) : f;
-            o[v][4 * j] *= by.x;
-            o[v][4 * j + 1] *= by.y;
-            o[v][4 * j + 2] *= by.x;
-            o[v][4 * j + 3] *= by.y;
+            o[v][j][0] *= by.x;
+            o[v][j][1] *= by.y;
+            o[v][j][2] *= by.x;
+            o[v][j][3] *= by.y;
         }
     }
     r.sync();
@@ -465,16 +448,16 @@ __device__ __forceinline__ void raise_references(
 // P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where a
 // reference is too low for a value.
 __device__ __forceinline__ bool store_p(
-    const Role& r, uint32_t row, const float (&s)[HEADS / 2], const Softmax& state, float (&sums)[COLUMNS]) {
+    const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4], const Softmax& state, float (&sums)[COLUMNS]) {
     bool high = false;
-    float e[HEADS / 2];
+    float e[HEAD_TILES][4];
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const float x = s[element(0, c)], y = s[element(1, c)], base = state.ref[c] == -INF ? 0.0f : state.ref[c];
+        const float x = at(s, 0, c), y = at(s, 1, c), base = state.ref[c] == -INF ? 0.0f : state.ref[c];
         high |= fmaxf(x, y) > state.ref[c] + REF_SLACK;
-        e[element(0, c)] = exp2_approx(x - base);
-        e[element(1, c)] = exp2_approx(y - base);
-        sums[c] = e[element(0, c)] + e[element(1, c)];
+        at(e, 0, c) = exp2_approx(x - base);
+        at(e, 1, c) = exp2_approx(y - base);
+        sums[c] = at(e, 0, c) + at(e, 1, c);
     }
     const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
     uint32_t to = r.p() + line * 128 + ((chunk ^ (line & 7)) << 4);
@@ -490,7 +473,7 @@ __device__ __forceinline__ bool store_p(
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float scale = i == 0 ? scales.x : scales.y;
-                const float x = e[4 * j + 2 * i] * (scale * f.x), y = e[4 * j + 2 * i + 1] * (scale * f.y);
+                const float x = e[j][2 * i] * (scale * f.x), y = e[j][2 * i + 1] * (scale * f.y);
                 top = fmaxf(top, fmaxf(x, y));
                 rounded[2 * j + i] = FOLDED ? pack_f16x2(x, y) : pack_bf16x2(x, y);
             }
@@ -503,20 +486,19 @@ __device__ __forceinline__ bool store_p(
                 stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2], rounded[2 * j + 3]);
         }
     }
-    fence_proxy_async();
     return high || (FOLDED && top > P_LIMIT);
 }
 
 // S^T to P^T in shared memory, behind a sync of the warpgroup. `first`: its first tile, without references yet.
 __device__ __forceinline__ void softmax_tile(
-    const Role& r, bool first, const bool (&valid)[2], uint32_t row, float (&s)[HEADS / 2], Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
+    const Role& r, bool first, const bool (&valid)[2], uint32_t row, float (&s)[HEAD_TILES][4], Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(&small().q_scale[8 * j + 2 * r.t]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            s[4 * j + 2 * i] = valid[i] ? s[4 * j + 2 * i] * f.x : -INF;
-            s[4 * j + 2 * i + 1] = valid[i] ? s[4 * j + 2 * i + 1] * f.y : -INF;
+            s[j][2 * i] = valid[i] ? s[j][2 * i] * f.x : -INF;
+            s[j][2 * i + 1] = valid[i] ? s[j][2 * i + 1] * f.y : -INF;
         }
     }
     float sums[COLUMNS];
@@ -532,13 +514,13 @@ __device__ __forceinline__ void softmax_tile(
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
         state.sum[c] += sums[c];
-        if (KEEPS_MAX) state.max[c] = fmaxf(state.max[c], fmaxf(s[element(0, c)], s[element(1, c)]));
+        if (KEEPS_MAX) state.max[c] = fmaxf(state.max[c], fmaxf(at(s, 0, c), at(s, 1, c)));
     }
 }
 
 // --- a query's tiles ------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEADS / 2]) {
+__device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     const FirstRow first = first_qk_row(r.g);
     const int my_row = 16 * r.warp + 8 * first.unit + first.row;
@@ -550,7 +532,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
         const StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
         const uint32_t row = rows.qk_row(r.g);
-        float s[HEADS / 2];
+        float s[HEAD_TILES][4];
         mbarrier_wait(full + 8 * slot[0], number / UNITS & 1);
         mbarrier_wait(full + 8 * slot[1], (number + 1) / UNITS & 1);
         multiply_qk(r, row, s);
@@ -636,28 +618,29 @@ __device__ __forceinline__ void write_columns(const Params& p, const Work& w, in
 
 // A thread's place in half `half` of the columns as warpgroup 0 or 1 (`by` 0) or warpgroup 2 gives them.
 __device__ __forceinline__ float* given_half(const Role& r, int by, int half) {
-    return reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES) + 2 * r.t * HALF_LINE + 4 * (8 * r.warp + r.g);
+    return reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES) + 2 * r.t * HALF_LINE + pv_column(r.warp, r.g, 0) / (FOLDED ? 2 : 1);
 }
+// Of head c, word 2 half + k of the columns. Words of a half stand beside one another as they do in a row.
 __device__ __forceinline__ float4& four_columns(float* half, int c, int k) {
-    return *reinterpret_cast<float4*>(half + (c / 2 * 8 + c % 2) * HALF_LINE + 128 * k);
+    return *reinterpret_cast<float4*>(half + (c / 2 * 8 + c % 2) * HALF_LINE + (FOLDED ? 4 : 128) * k);
 }
 
 // Half `HALF` of a warpgroup's columns to shared memory.
 template <int HALF>
-__device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][HEADS / 2]) {
+__device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][HEAD_TILES][4]) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float(&first)[HEADS / 2] = o[4 * HALF + 2 * k], (&second)[HEADS / 2] = o[4 * HALF + 2 * k + 1];
-            four_columns(to, c, k) = make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
+            const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k], (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
+            four_columns(to, c, k) = make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
         }
     }
 }
 
 // Half `HALF` of the columns of all warpgroups together, by warpgroup HALF, in place of what the other one gave.
 template <int HALF>
-__device__ __forceinline__ void merge_half(const Role& r, const float (&o)[V_TILES][HEADS / 2]) {
+__device__ __forceinline__ void merge_half(const Role& r, const float (&o)[V_TILES][HEAD_TILES][4]) {
     const Small& sm = small();
     float *both = given_half(r, 0, HALF), *third = given_half(r, 1, HALF);
 #pragma unroll
@@ -665,14 +648,14 @@ __device__ __forceinline__ void merge_half(const Role& r, const float (&o)[V_TIL
         const int head = r.head(c);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float a = sm.weight[HALF][2 * HALF + k][head], b = sm.weight[1 - HALF][2 * HALF + k][head];
-            const float(&first)[HEADS / 2] = o[4 * HALF + 2 * k], (&second)[HEADS / 2] = o[4 * HALF + 2 * k + 1];
+            const float a = sm.weight[HALF][r.warp][head], b = sm.weight[1 - HALF][r.warp][head];
+            const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k], (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
             float4& four = four_columns(both, c, k);
             float4 v = four;
-            v = make_float4(a * first[element(0, c)] + b * v.x, a * first[element(1, c)] + b * v.y,
-                            a * second[element(0, c)] + b * v.z, a * second[element(1, c)] + b * v.w);
+            v = make_float4(a * at(first, 0, c) + b * v.x, a * at(first, 1, c) + b * v.y,
+                            a * at(second, 0, c) + b * v.z, a * at(second, 1, c) + b * v.w);
             if constexpr (GROUPS == 3) {
-                const float w = sm.weight[GROUPS - 1][2 * HALF + k][head];
+                const float w = sm.weight[GROUPS - 1][r.warp][head];
                 const float4 x = four_columns(third, c, k);
                 v = make_float4(v.x + w * x.x, v.y + w * x.y, v.z + w * x.z, v.w + w * x.w);
             }
@@ -690,8 +673,8 @@ __device__ __forceinline__ void send_block(const Params& p, const Work& w, int r
 #pragma unroll 2
     for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
-        const int at = column / (D_V / 2) * EXCHANGE_BYTES + (head * HALF_LINE + column % (D_V / 2)) * 4;
-        const float4 v = *reinterpret_cast<const float4*>(shared + EXCHANGE_AT + at);
+        const int half = FOLDED ? column / 8 % 2 : column / 256, at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
+        const float4 v = *reinterpret_cast<const float4*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES + (head * HALF_LINE + at) * 4);
         if (blocks == 1) {
             write_columns(p, w, head, column, v);
         } else {
@@ -744,7 +727,7 @@ __device__ __forceinline__ void merge_blocks(const Params& p, const Work& w, int
 
 // Merge the warpgroups of a block, then the blocks of a cluster.
 __device__ __forceinline__ void write_results(
-    const Params& p, const Work& w, const Role& r, int rank, int blocks, const Softmax& state, const float (&o)[V_TILES][HEADS / 2]) {
+    const Params& p, const Work& w, const Role& r, int rank, int blocks, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     sync_multiplying();  // all rows have been read
     lay_down_statistics(r, state);
@@ -800,12 +783,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode_fp8_few_h
         Softmax state;
         state.clear();
         load_q(p, w, r);
-        float o[V_TILES][HEADS / 2];
+        float o[V_TILES][HEAD_TILES][4];
 #pragma unroll
-        for (int v = 0; v < V_TILES; ++v) {
-#pragma unroll
-            for (int i = 0; i < HEADS / 2; ++i) o[v][i] = 0.0f;
-        }
+        for (int v = 0; v < V_TILES; ++v) clear(o[v]);
         attend(p, w, r, state, o);
         cluster_arrive_relaxed();
         write_results(p, w, r, rank, blocks, state, o);

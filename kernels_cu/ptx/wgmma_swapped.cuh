@@ -3,6 +3,7 @@
 // A is the wide side: 64 KV rows (K-major) or, with TRANS_A, 64 value columns (MN-major). B is the few heads, K-major.
 // Accumulators: c[4 j + 2 i + k] is row 16 w + g + 8 i, column 8 j + 2 t + k of warp w, lane 4 g + t.
 #pragma once
+#include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 
 // 64 x 8 = or += A . B^T over 16 of k. FIRST: what was in c is not read, so that the compiler sees no dependence on it.
@@ -59,15 +60,4 @@ __device__ __forceinline__ void wgmma_few(float (&c)[16], uint64_t a, uint64_t b
               "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
             : "l"(a), "l"(b), "n"(TRANS_A));
     }
-}
-
-// PTX ISA: stmatrix.trans. Matrices of 8 x 8 16-bit items, as fragments hold them (row g, columns 2 t, 2 t + 1), are
-// written transposed: lanes 8 i .. 8 i + 7 give the addresses of the columns of matrix i.
-__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
-}
-__device__ __forceinline__ void stmatrix_x2_trans(uint32_t address, uint32_t a, uint32_t b) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }

@@ -1,15 +1,14 @@
-// Fragments of wgmma's A operand straight from staged rows, as they lie in the cache: no tile of 16-bit rows is written.
+// Fragments of mma's A operand straight from staged rows, as they lie in the cache: no tile of 16-bit rows is written.
 //
 // Sixteen rows are staged as two units of eight, in lines of STAGED bytes, an odd multiple of 16. Row and column orders are
 // free in both products as long as both operands agree, and are chosen so that no access meets a bank twice:
 //
 //   row of index k of 16    k even: k % 8 of unit 0; k odd: (k + 3) % 8 of unit 1; for k >= 8 one row further
 //   Q . K^T  a lane reads 16 bytes of its two rows at a time: e4m3 for four steps of k, four values each, bfloat16 for two
-//   P . V    a lane reads 4 values of four rows, 32 lanes 32 values of 16 rows, and pairs up what stands in two rows
+//   P . V    a lane reads 16 values of four rows and pairs up what stands in two rows
 #pragma once
 #include "layout/reader.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/wgmma_rows.cuh"
 #include "tile/row_tile.cuh"
 
 constexpr int STAGED = Rows::QUANTIZED ? Rows::STAGED_BYTES : 2 * D_QK + 16;
@@ -19,7 +18,6 @@ constexpr int UNIT_ROWS = 8, UNIT_BYTES = UNIT_ROWS * STAGED;
 
 // V32_FP8 keeps its scales apart and multiplies unscaled e4m3 as f16; V4_FP8 scales while it widens to bf16.
 constexpr bool FOLDED = Rows::FOLDED_SCALES > 0;
-constexpr Type VALUES = FOLDED ? Type::F16 : Type::BF16;
 
 // Where a lane's first row of Q . K^T stands, the second being the next one: unit and row of it.
 struct FirstRow {
@@ -85,31 +83,29 @@ __device__ __forceinline__ QkRaw load_qk(uint32_t row, int at, bool wide, int t)
 
 // A for the four steps over 64 bfloat16 columns. In step j, k = 2 t + e and 2 t + 8 + e are columns
 // 32 (j / 2) + 8 t + 4 (j % 2) + e and + 2 + e.
-__device__ __forceinline__ void qk_wide(const QkRaw& raw, uint32_t (&a)[16]) {
+__device__ __forceinline__ void qk_wide(const QkRaw& raw, uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const Vec16 x = raw.x[half], y = raw.y[half];
         const uint32_t of_step[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) a[8 * half + i] = of_step[i / 4][i % 4];
+        for (int i = 0; i < 8; ++i) a[2 * half + i / 4][i % 4] = of_step[i / 4][i % 4];
     }
 }
 
 // A for the four steps over 64 NoPE columns; e4m3: k = 2 t + e and 2 t + 8 + e are columns 16 t + 4 j + e and + 2 + e. `fx`,
 // `fy`: the scales of the two rows there.
-__device__ __forceinline__ void qk_nope(const QkRaw& raw, float fx, float fy, uint32_t (&a)[16]) {
+__device__ __forceinline__ void qk_nope(const QkRaw& raw, float fx, float fy, uint32_t (&a)[4][4]) {
     if constexpr (!Rows::QUANTIZED) {
         qk_wide(raw, a);
     } else {
         const Vec16 x = raw.x[0], y = raw.y[0];
-        widen(x.x, fx, fx, a[0], a[2]);
-        widen(y.x, fy, fy, a[1], a[3]);
-        widen(x.y, fx, fx, a[4], a[6]);
-        widen(y.y, fy, fy, a[5], a[7]);
-        widen(x.z, fx, fx, a[8], a[10]);
-        widen(y.z, fy, fy, a[9], a[11]);
-        widen(x.w, fx, fx, a[12], a[14]);
-        widen(y.w, fy, fy, a[13], a[15]);
+        const uint32_t xs[] = {x.x, x.y, x.z, x.w}, ys[] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            widen(xs[j], fx, fx, a[j][0], a[j][2]);
+            widen(ys[j], fy, fy, a[j][1], a[j][3]);
+        }
     }
 }
 
@@ -123,54 +119,67 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
     return __byte_perm(a, b, selector);
 }
 
-// Whether a warp's part of V's columns 128 `chunk` .. + 127 is bfloat16. V4_FP8: RoPE is a part of V.
-__device__ __forceinline__ bool pv_is_wide(int chunk, int warp) { return !Rows::QUANTIZED || (D_NOPE < D_V && chunk == 3 && warp >= 2); }
+// Four columns of V of a lane, of its four words: V32_FP8 word `q` of 16 bytes, so that a warp has the columns of one scale; else
+// of another 128 columns each.
+__device__ __forceinline__ int pv_column(int warp, int g, int q) { return FOLDED ? 128 * warp + 16 * g + 4 * q : 128 * q + 32 * warp + 4 * g; }
 
-// What a lane reads of 128 columns for P . V: four values of its four rows; [k][row].
-struct PvRaw {
-    uint32_t first[2][2], second[2][2];  // bfloat16: the first two and the second two values
-    float scale[2][2];                   // V4_FP8
-};
-template <int CHUNK>
-__device__ __forceinline__ PvRaw load_pv(const StagedRows& rows, int warp, int g, int t) {
-    PvRaw raw;
-    const bool wide = pv_is_wide(CHUNK, warp);
-    const int of_wide = Rows::QUANTIZED ? ROPE_OFFSET + 8 * (8 * (warp - 2) + g) : 256 * CHUNK + 8 * (8 * warp + g);
-    const int at = 128 * CHUNK + 4 * (8 * warp + g);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32_t row = rows.pv_row(t, k) + i * STAGED;
-            if (wide) {
-                const Vec8 v = load_shared_8(row + of_wide);
-                raw.first[k][i] = v.x;
-                raw.second[k][i] = v.y;
-            } else {
-                raw.first[k][i] = load_shared_4(row + at);
-                raw.scale[k][i] = staged_scale(row, 2 * CHUNK + warp / 2);
-            }
-        }
-    }
-    return raw;
-}
+// Whether those are bfloat16. V4_FP8: RoPE is a part of V.
+__device__ __forceinline__ bool pv_is_wide(int warp, int q) { return !Rows::QUANTIZED || (D_NOPE < D_V && q == 3 && warp >= 2); }
 
-// A for V's columns 128 `chunk` .. + 127, as two tiles of 64: lane (w, g, .) has columns 4 (8 w + g) .. + 3 of them, two in
-// each tile, of four rows.
-template <int CHUNK>
-__device__ __forceinline__ void pv_fragments(const PvRaw& raw, int warp, uint32_t* a) {
+// A for V's columns, two tiles of 16: row g + 8 i of tile m is column pv_column + 2 m + i. From the same four values of rows
+// k = 2 t (x) and 2 t + 1 (y); one row further (i = 1) of k + 8.
+__device__ __forceinline__ void pv_pairs(const uint32_t (&x)[2], const uint32_t (&y)[2], const float (&fx)[2], const float (&fy)[2], uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const uint32_t x = raw.first[0][i], y = raw.first[1][i];
-        if (pv_is_wide(CHUNK, warp)) {
-            a[2 * i] = __byte_perm(x, y, 0x5410);
-            a[2 * i + 1] = __byte_perm(x, y, 0x7632);
-            a[4 + 2 * i] = __byte_perm(raw.second[0][i], raw.second[1][i], 0x5410);
-            a[4 + 2 * i + 1] = __byte_perm(raw.second[0][i], raw.second[1][i], 0x7632);
-        } else {
-            const float fx = raw.scale[0][i], fy = raw.scale[1][i];
-            widen(__byte_perm(x, y, 0x5140), fx, fy, a[2 * i], a[2 * i + 1]);
-            widen(__byte_perm(x, y, 0x7362), fx, fy, a[4 + 2 * i], a[4 + 2 * i + 1]);
+        widen(__byte_perm(x[i], y[i], 0x5140), fx[i], fy[i], a[0][2 * i], a[0][2 * i + 1]);
+        widen(__byte_perm(x[i], y[i], 0x7362), fx[i], fy[i], a[1][2 * i], a[1][2 * i + 1]);
+    }
+}
+__device__ __forceinline__ void pv_wide_pairs(const Vec8 (&x)[2], const Vec8 (&y)[2], uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        a[0][2 * i] = __byte_perm(x[i].x, y[i].x, 0x5410);
+        a[0][2 * i + 1] = __byte_perm(x[i].x, y[i].x, 0x7632);
+        a[1][2 * i] = __byte_perm(x[i].y, y[i].y, 0x5410);
+        a[1][2 * i + 1] = __byte_perm(x[i].y, y[i].y, 0x7632);
+    }
+}
+
+// For every word `q` of a lane's columns: do(q, A of its two tiles).
+template <typename Do>
+__device__ __forceinline__ void for_pv_fragments(const StagedRows& rows, int warp, int g, int t, Do act) {
+    const uint32_t first = rows.pv_row(t, 0), second = rows.pv_row(t, 1);
+    uint32_t a[2][4];
+    if constexpr (FOLDED) {
+        const int at = pv_column(warp, g, 0);
+        const Vec16 x0 = load_shared_16(first + at), x1 = load_shared_16(first + STAGED + at);
+        const Vec16 y0 = load_shared_16(second + at), y1 = load_shared_16(second + STAGED + at);
+        const uint32_t xs[4][2] = {{x0.x, x1.x}, {x0.y, x1.y}, {x0.z, x1.z}, {x0.w, x1.w}};
+        const uint32_t ys[4][2] = {{y0.x, y1.x}, {y0.y, y1.y}, {y0.z, y1.z}, {y0.w, y1.w}};
+        const float one[2] = {1.0f, 1.0f};
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            pv_pairs(xs[q], ys[q], one, one, a);
+            act(q, a);
+        }
+    } else {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const int column = pv_column(warp, g, q);
+            if (pv_is_wide(warp, q)) {
+                const int at = Rows::QUANTIZED ? ROPE_OFFSET + 2 * (column - D_NOPE) : 2 * column;
+                const Vec8 x[2] = {load_shared_8(first + at), load_shared_8(first + STAGED + at)};
+                const Vec8 y[2] = {load_shared_8(second + at), load_shared_8(second + STAGED + at)};
+                pv_wide_pairs(x, y, a);
+            } else {
+                const int scale = 2 * q + warp / 2;
+                const uint32_t x[2] = {load_shared_4(first + column), load_shared_4(first + STAGED + column)};
+                const uint32_t y[2] = {load_shared_4(second + column), load_shared_4(second + STAGED + column)};
+                const float fx[2] = {staged_scale(first, scale), staged_scale(first + STAGED, scale)};
+                const float fy[2] = {staged_scale(second, scale), staged_scale(second + STAGED, scale)};
+                pv_pairs(x, y, fx, fy, a);
+            }
+            act(q, a);
         }
     }
 }
