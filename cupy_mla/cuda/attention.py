@@ -27,7 +27,7 @@ SPILL_BYTES = 96
 
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT = 1, 2, 4, 8
 
-FEW_ITEMS, MANY_ITEMS = 4, 64  # pieces of work up to and from which the kernel for few heads is the faster one
+FEW_ITEMS = 16  # pieces of work up to which the kernel for few heads is the faster one for many heads, too
 
 TILE_ROWS = SM90_HEADS = 64  # kernels_cu/attention/sparse_prefill_sm90.cu
 
@@ -103,8 +103,8 @@ def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool
     """Which kernel runs: the first row of this table whose claim holds. The numbers are where it was measured faster.
 
     | family    | claim                                                                                      |
-    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes; at most 4 pieces of work, or 64 and more of   |
-    |           | at most 32 heads (prefill: 16). A piece of work is a query and a tile of up to 32 heads    |
+    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes; at most 32 heads (prefill: 16), or at most    |
+    |           | 16 pieces of work, each a query and a tile of up to 32 heads                               |
     | sm90      | a Hopper GPU, prefill, rows and q aligned to 16 bytes, work for half of the SMs unsplit    |
     | portable  | any GPU, anything                                                                          |
 
@@ -116,22 +116,21 @@ def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool
     if asked:
         return asked if asked == "few_heads" or (asked == "sm90" and prefill) else "portable"
     items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q))
-    if items <= FEW_ITEMS or (items >= MANY_ITEMS and h_q <= (16 if prefill else 32)):
+    if items <= FEW_ITEMS or h_q <= (16 if prefill else 32):
         return "few_heads"
     return "sm90" if prefill and num_queries * -(-h_q // SM90_HEADS) >= num_sms(device) // 2 else "portable"
 
 
 def plan_splits(place: Place, num_queries: int, h_q: int, rows: int, prefill: bool = False) -> int:
     """Parts that each query's `rows` are split into, so that `num_queries` of them fill the GPU."""
-    sms = num_sms(place.device)
     chosen = family(place.device, h_q, num_queries, True, prefill)
     if chosen == "few_heads":
-        items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q))
-        return few_heads_sm90.best_splits(items, -(-rows // few_heads_sm90.TILE_ROWS), sms)
+        return few_heads_sm90.plan_splits(place, h_q, num_queries, rows)
     if chosen == "sm90":
         return 1
     heads = block_heads(h_q)
-    return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), sms * SHAPES[heads][2])
+    slots = num_sms(place.device) * SHAPES[heads][2]
+    return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), slots)
 
 
 def sparse_prefill(
@@ -254,7 +253,7 @@ class _Call:
         """
         place = self.place
         if self.family == "few_heads":
-            few_heads_sm90.launch(place, layout, self.h_q, self.queries, self.splits, uneven, self.params)
+            few_heads_sm90.launch(place, layout, self.h_q, self.queries, self.splits, self.params)
         elif self.family == "sm90":
             # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
             work = self.queries * -(-self.h_q // SM90_HEADS)
