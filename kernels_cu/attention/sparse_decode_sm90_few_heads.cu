@@ -285,11 +285,16 @@ __device__ __forceinline__ void multiply(float (&acc)[HEAD_TILES][4], const uint
     }
 }
 
-// acc += 16 rows times Q over 64 columns, `block` of Q.
+// acc += 16 rows times Q over 64 columns, a block of Q. Q's fragments are read a step ahead; `f`: those of the first.
 template <bool NARROW>
-__device__ __forceinline__ void multiply_block(uint32_t q_place, int block, const uint32_t (&a)[4][4], float (&acc)[HEAD_TILES][4]) {
+__device__ __forceinline__ void multiply_block(uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4], float (&acc)[HEAD_TILES][4]) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) multiply<NARROW>(acc, a[step], load_head_fragments(q_place + block * Q_BLOCK_BYTES, step));
+    for (int step = 0; step < 4; ++step) {
+        HeadFragments next;
+        if (step < 3) next = load_head_fragments(q_place, step + 1);
+        multiply<NARROW>(acc, a[step], f);
+        if (step < 3) f = next;
+    }
 }
 
 __device__ __forceinline__ void clear(float (&acc)[HEAD_TILES][4]) {
@@ -310,30 +315,44 @@ __device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
 // S^T of a warp's 16 rows. Several sums run beside one another, V32_FP8: those of different scales, which are added times their
 // scales. Loops stay loops: a batch of one pays for every instruction fetched.
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEAD_TILES][4]) {
-    constexpr int PARTS = FOLDED ? (HEADS == 8 ? 4 : HEADS == 16 ? 2 : 1) : 2, EACH = FOLDED ? 2 : 1;
+    constexpr int PARTS = HEADS == 32 ? 1 : FOLDED && HEADS == 8 ? 4 : 2, EACH = FOLDED ? 2 : 1;
     constexpr int BLOCK_BYTES = Rows::QUANTIZED ? 64 : 128;
     const uint32_t q = head_fragments_place(r.q(), r.lane);
+    const uint32_t q_rope = q + NOPE_BLOCKS * Q_BLOCK_BYTES;
     uint32_t a[4][4];
+    const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
+    HeadFragments f = load_head_fragments(q_rope, 0);
+    QkRaw raw = load_qk(row, 0, !Rows::QUANTIZED, r.t);  // always a block ahead
     clear(s);
-    qk_wide(load_qk(row, ROPE_OFFSET, true, r.t), a);
-    multiply_block<false>(q, NOPE_BLOCKS, a, s);
+    qk_wide(rope, a);
+    multiply_block<false>(q_rope, f, a, s);
 #pragma unroll 1
     for (int first = 0; first < NOPE_BLOCKS; first += PARTS * EACH) {
         float part[PARTS][HEAD_TILES][4];
+        TwoScales scales[PARTS];
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) clear(part[i]);
 #pragma unroll
         for (int i = 0; i < PARTS * EACH; ++i) {
             const int block = first + i % PARTS * EACH + i / PARTS;
             if (NOPE_BLOCKS % (PARTS * EACH) != 0 && block >= NOPE_BLOCKS) break;
-            qk_nope(load_qk(row, block * BLOCK_BYTES, !Rows::QUANTIZED, r.t), staged_scale(row, block), staged_scale(row + STAGED, block), a);
-            multiply_block<FOLDED>(q, block, a, part[i % PARTS]);
+            f = load_head_fragments(q + block * Q_BLOCK_BYTES, 0);
+            qk_nope(raw, staged_scale(row, block), staged_scale(row + STAGED, block), a);
+            const int next = i + 1 < PARTS * EACH ? first + (i + 1) % PARTS * EACH + (i + 1) / PARTS : first + PARTS * EACH;
+            raw = load_qk(row, min(next, NOPE_BLOCKS - 1) * BLOCK_BYTES, !Rows::QUANTIZED, r.t);
+            if (i == PARTS * EACH - 1) {
+#pragma unroll
+                for (int k = 0; k < PARTS; ++k) scales[k] = load_scales(row, first / EACH + k);
+            }
+            multiply_block<FOLDED>(q + block * Q_BLOCK_BYTES, f, a, part[i % PARTS]);
         }
 #pragma unroll
         for (int k = 0; k < PARTS; ++k) {
-            const TwoScales scales = load_scales(row, first / EACH + k);
 #pragma unroll
-            for (int i = 0; i < HEADS / 2; ++i) s[i / 4][i % 4] += part[k][i / 4][i % 4] * (i % 4 / 2 == 0 ? scales.x : scales.y);
+            for (int i = 0; i < HEADS / 2; ++i) {
+                const float scale = FOLDED ? (i % 4 / 2 == 0 ? scales[k].x : scales[k].y) : 1.0f;
+                s[i / 4][i % 4] += part[k][i / 4][i % 4] * scale;
+            }
         }
     }
 }
@@ -343,17 +362,23 @@ __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot
     const uint32_t p = head_fragments_place(r.p() + (FOLDED ? r.warp * P_BYTES : 0), r.lane);
     StagedRows rows = {{shared_address(shared) + RING_AT + slot[0] * UNIT_BYTES, shared_address(shared) + RING_AT + slot[1] * UNIT_BYTES}};
     uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? slot[0] : slot[1]);
+    PvRaw raw = load_pv(rows, r.warp, r.g, r.t);
 #pragma unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
         const HeadFragments f = load_head_fragments(p, quarter);
-        for_pv_fragments(rows, r.warp, r.g, r.t, [&](int q, const uint32_t (&a)[2][4]) {
+        const PvRaw mine = raw;
+        const StagedRows here = rows;
+        if (quarter < 3) {
+            rows = {{rows.unit[0] + RING_BYTES, rows.unit[1] + RING_BYTES}};
+            raw = load_pv(rows, r.warp, r.g, r.t);
+        }
+        for_pv_fragments(mine, here, r.warp, r.g, r.t, [&](int q, const uint32_t (&a)[2][4]) {
             multiply<FOLDED>(o[2 * q], a[0], f);
             multiply<FOLDED>(o[2 * q + 1], a[1], f);
         });
         __syncwarp();
         if (r.lane < 2) mbarrier_arrive(empty);
         empty += 8 * UNITS;
-        rows = {{rows.unit[0] + RING_BYTES, rows.unit[1] + RING_BYTES}};
     }
 }
 
@@ -640,7 +665,7 @@ __device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][H
 
 // Half `HALF` of the columns of all warpgroups together, by warpgroup HALF, in place of what the other one gave.
 template <int HALF>
-__device__ __forceinline__ void merge_half(const Role& r, const float (&o)[V_TILES][HEAD_TILES][4]) {
+__device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, const float (&o)[V_TILES][HEAD_TILES][4]) {
     const Small& sm = small();
     float *both = given_half(r, 0, HALF), *third = given_half(r, 1, HALF);
 #pragma unroll
@@ -654,7 +679,7 @@ __device__ __forceinline__ void merge_half(const Role& r, const float (&o)[V_TIL
             float4 v = four;
             v = make_float4(a * at(first, 0, c) + b * v.x, a * at(first, 1, c) + b * v.y,
                             a * at(second, 0, c) + b * v.z, a * at(second, 1, c) + b * v.w);
-            if constexpr (GROUPS == 3) {
+            if (GROUPS == 3 && third_has_rows) {
                 const float w = sm.weight[GROUPS - 1][r.warp][head];
                 const float4 x = four_columns(third, c, k);
                 v = make_float4(v.x + w * x.x, v.y + w * x.y, v.z + w * x.z, v.w + w * x.w);
@@ -670,7 +695,8 @@ __device__ __forceinline__ int share_of(int blocks) { return ceil_div(D_V / 4, b
 // The block's result, written or sent to the blocks of the cluster, each a share of the columns.
 __device__ __forceinline__ void send_block(const Params& p, const Work& w, int rank, int blocks) {
     const int share = share_of(blocks), line = share + 4;
-#pragma unroll 2
+    const uint32_t by_share = 65535 / share + 1;  // columns / share = columns * by_share >> 16
+#pragma unroll 4
     for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
         const int half = FOLDED ? column / 8 % 2 : column / 256, at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
@@ -678,8 +704,9 @@ __device__ __forceinline__ void send_block(const Params& p, const Work& w, int r
         if (blocks == 1) {
             write_columns(p, w, head, column, v);
         } else {
-            const uint32_t to = shared_address(shared) + SENT_AT + ((rank * HEADS + head) * line + column % share) * 4;
-            store_cluster_float4(cluster_address(to, column / share), v);
+            const int owner = column * by_share >> 16;
+            const uint32_t to = shared_address(shared) + SENT_AT + ((rank * HEADS + head) * line + column - owner * share) * 4;
+            store_cluster_float4(cluster_address(to, owner), v);
         }
     }
     if (blocks == 1) return;
@@ -731,8 +758,11 @@ __device__ __forceinline__ void write_results(
     Small& sm = small();
     sync_multiplying();  // all rows have been read
     lay_down_statistics(r, state);
-    if (r.group != 1) give_half<1>(given_half(r, r.group / 2, 1), o);
-    if (r.group != 0) give_half<0>(given_half(r, r.group / 2, 0), o);
+    const bool third_has_rows = w.end - w.begin > 2;
+    if (r.group < 2 || third_has_rows) {
+        if (r.group != 1) give_half<1>(given_half(r, r.group / 2, 1), o);
+        if (r.group != 0) give_half<0>(given_half(r, r.group / 2, 0), o);
+    }
     sync_multiplying();
     if (threadIdx.x < 4 * HEADS) {
         const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
@@ -741,9 +771,9 @@ __device__ __forceinline__ void write_results(
     }
     sync_multiplying();
     if (r.group == 0) {
-        merge_half<0>(r, o);
+        merge_half<0>(r, third_has_rows, o);
     } else if (r.group == 1) {
-        merge_half<1>(r, o);
+        merge_half<1>(r, third_has_rows, o);
     }
     sync_multiplying();
     cluster_wait();  // nobody reads rows any more where results are sent

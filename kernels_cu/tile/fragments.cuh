@@ -145,15 +145,23 @@ __device__ __forceinline__ void pv_wide_pairs(const Vec8 (&x)[2], const Vec8 (&y
     }
 }
 
-// For every word `q` of a lane's columns: do(q, A of its two tiles).
+// V32_FP8: a lane's 16 values of its four rows, two from `x` and two from `y` on, which can be read ahead.
+struct PvRaw {
+    Vec16 x0, x1, y0, y1;
+};
+__device__ __forceinline__ PvRaw load_pv(const StagedRows& rows, int warp, int g, int t) {
+    if constexpr (!FOLDED) return {};
+    const uint32_t first = rows.pv_row(t, 0) + pv_column(warp, g, 0), second = rows.pv_row(t, 1) + pv_column(warp, g, 0);
+    return {load_shared_16(first), load_shared_16(first + STAGED), load_shared_16(second), load_shared_16(second + STAGED)};
+}
+
+// For every word `q` of a lane's columns: act(q, A of its two tiles).
 template <typename Do>
-__device__ __forceinline__ void for_pv_fragments(const StagedRows& rows, int warp, int g, int t, Do act) {
+__device__ __forceinline__ void for_pv_fragments(const PvRaw& raw, const StagedRows& rows, int warp, int g, int t, Do act) {
     const uint32_t first = rows.pv_row(t, 0), second = rows.pv_row(t, 1);
     uint32_t a[2][4];
     if constexpr (FOLDED) {
-        const int at = pv_column(warp, g, 0);
-        const Vec16 x0 = load_shared_16(first + at), x1 = load_shared_16(first + STAGED + at);
-        const Vec16 y0 = load_shared_16(second + at), y1 = load_shared_16(second + STAGED + at);
+        const Vec16 &x0 = raw.x0, &x1 = raw.x1, &y0 = raw.y0, &y1 = raw.y1;
         const uint32_t xs[4][2] = {{x0.x, x1.x}, {x0.y, x1.y}, {x0.z, x1.z}, {x0.w, x1.w}};
         const uint32_t ys[4][2] = {{y0.x, y1.x}, {y0.y, y1.y}, {y0.z, y1.z}, {y0.w, y1.w}};
         const float one[2] = {1.0f, 1.0f};
