@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
 
@@ -19,9 +20,11 @@ SHARED_LIMIT = 232448  # bytes of shared memory a block may have
 # A few words of addresses go to local memory, once a piece of work.
 SPILL_BYTES = 64
 
-# In rounds, of a tile for each of a block's warpgroups (about 3 us on an H200): what a block costs besides (Q, first rows,
-# results), and what the launch that merges splits costs which no cluster holds. Fitted to 2048 rows, batch 1 to 64.
+# In rounds, of a tile for each of a block's warpgroups (about 3 us on an H200): what a block costs besides (Q, first
+# rows, results), what a tile adds to its round, and what the launch costs that merges the splits which no cluster
+# holds. Fitted to 2048 rows, batch 1 to 64.
 BLOCK_OVERHEAD = 3.0
+TILE_OVERHEAD = 0.1
 COMBINE_OVERHEAD = 1.0
 
 
@@ -91,9 +94,10 @@ def best_splits(items: int, tiles: int, groups: int, at_once: tuple[int, ...]) -
 
     def time(splits: int) -> float:
         cluster = cluster_of(splits)
-        waves = -(-items * (splits // cluster) // at_once[cluster - 1])
-        rounds = -(-(-(-tiles // splits)) // groups)
-        return waves * (BLOCK_OVERHEAD + rounds) + (COMBINE_OVERHEAD if splits > cluster else 0.0)
+        waves = math.ceil(items * (splits // cluster) / at_once[cluster - 1])
+        each = math.ceil(tiles / splits)
+        work = waves * (BLOCK_OVERHEAD + math.ceil(each / groups) + TILE_OVERHEAD * each)
+        return work + (COMBINE_OVERHEAD if splits > cluster else 0.0)
 
     whole = range(2 * MAX_CLUSTER, min(tiles, sum(at_once[:1])) + 1, MAX_CLUSTER)
     return min((*range(1, max(1, min(tiles, MAX_CLUSTER)) + 1), *whole), key=time)
@@ -101,7 +105,7 @@ def best_splits(items: int, tiles: int, groups: int, at_once: tuple[int, ...]) -
 
 @cache
 def clusters_at_once(device: int, heads: int) -> tuple[int, ...]:
-    """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time; a block takes a multiprocessor, whatever the layout."""
+    """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time. A block takes a multiprocessor in every layout."""
     some = kernel(V32_FP8, heads)
     return tuple(some.clusters_at_once(device, n) for n in range(1, MAX_CLUSTER + 1))
 
