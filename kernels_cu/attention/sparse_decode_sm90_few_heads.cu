@@ -1,28 +1,36 @@
-// Sparse attention of few heads over FP8 caches on Hopper: rows go from staging straight into wgmma's registers.
+// Sparse attention of few heads on Hopper, every cache layout, decode and prefill: rows go from staging into registers.
 //
 // Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64; rows or value columns are the M
-// side and come from registers, widened on the way, so that shared memory holds rows as they lie in the cache and nothing else:
+// side and come from registers, widened on the way (tile/fragments.cuh), so that shared memory holds rows as they lie in
+// the cache and nothing else:
 //
-//   S^T = K . Q^T     64 rows x heads       A = the lanes' own rows        36 x m64nHk16
-//   O^T = V^T . P^T   512 columns x heads   A = pairs of rows a column     8 x 4 x m64nHk16
+//   S^T = K . Q^T     a warp: 16 rows x heads        A = its own rows            d / 16 steps of m16n8k16
+//   O^T = V^T . P^T   a warp: 128 columns x heads    A = pairs of rows a column  8 tiles x 4 steps
 //
-//   4 copying warps        a quarter of every tile of 64 rows each, by cp.async, as far ahead as its ring of UNITS x 8 rows goes
+//   4 copying warps        a quarter of every tile of 64 rows each, by cp.async, as far ahead as its ring of UNITS x 8 rows
+//                          goes
 //   3 warpgroups multiply  (2 for 32 heads) a tile each in turn, with a softmax of their own:
-//     S^T                  V32_FP8: one scale's 128 columns after the other, times the row's float32 scale, so that no scaled value
-//                          is ever rounded
+//     S^T                  V32_FP8: one scale's 128 columns after the other, times the row's float32 scale, so that no
+//                          scaled value is ever rounded
 //     P^T                  to shared memory; V32_FP8: f16, a copy for each scale, relative to a reference a head and scale
-//     vote                 a value far above its reference? Only then references rise, O^T follows, and P^T is computed again
+//     vote                 a value far above its reference? Only then references rise, O^T follows, and P^T is computed
+//                          again
 //     O^T += V^T . P^T     quarter after quarter, which are let go
 //
 //   full, empty            mbarriers [quarter][unit]: copies to readers and back
 //   named 1 to 3           the 128 threads of a multiplying warpgroup; 4: all of them
 //
-// While one warpgroup waits the other multiplies. At the end both of every block of a cluster lay their O^T into shared
-// memory and every block merges a share of the columns through distributed shared memory. What a cluster does not hold is
+// While one warpgroup waits the others multiply. At the end they put their O^T together in shared memory, and the blocks
+// of a cluster send one another shares of the columns through distributed shared memory. What a cluster does not hold is
 // split over gridDim.y and merged by combine.cu.
 //
-// Shared memory: Q (heads x D_QK x 2) + P (warpgroups x copies x heads x 128) + 4 rings of UNITS x 8 staged rows + statistics and barriers.
-// Registers: 160 (232) a multiplying thread, 32 (40) a copying one, together 512 x 128 (384 x 168), which setmaxnreg cannot exceed.
+// Products are mma.sync: wgmma with A in registers takes a warpgroup 60 cycles and more whatever N is, and its fences keep
+// the next fragments from being widened meanwhile.
+//
+// Shared memory: Q (heads x D_QK x 2) + P (warpgroups x copies x heads x 128) + 4 rings of UNITS x 8 staged rows +
+// statistics and barriers.
+// Registers: 160 (232) a multiplying thread, 32 (40) a copying one, together 512 x 128 (384 x 168); setmaxnreg hands out no
+// more than the launch had.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
 #include "attention/params.cuh"
 #include "layout/reader.cuh"
@@ -153,7 +161,8 @@ __device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, 
         const uint8_t* data = shuffle_pointer(row.data, first + i);
         const bool valid = data != nullptr;
 #pragma unroll
-        for (int piece = 0; piece + 32 <= PIECES; piece += 32) cp_async_16(to + (piece + lane) * 16, data + (piece + lane) * 16, valid);
+        for (int piece = 0; piece + 32 <= PIECES; piece += 32)
+            cp_async_16(to + (piece + lane) * 16, data + (piece + lane) * 16, valid);
         constexpr int REST = PIECES / 32 * 32;
         if (lane < PIECES - REST) cp_async_16(to + (REST + lane) * 16, data + (REST + lane) * 16, valid);
         if constexpr (R::QUANTIZED && R::FOLDED_SCALES == 0) {
@@ -169,6 +178,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int q
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
     const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
     int32_t entry = load_entry(p, w, w.begin + my_tile, my_row), next_entry = load_entry(p, w, w.begin + 2 + my_tile, my_row);
+    __syncthreads();  // barriers are there
     int at = 0;
     uint32_t parity = 1;  // the first wait for an empty unit is no wait
 #pragma unroll 1
@@ -204,6 +214,7 @@ __device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Role& r) {
     constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
     if (r.group >= 2) {
+        __syncthreads();
         sync_multiplying();
         return;
     }
@@ -220,6 +231,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Rol
             if (here && r.lane + 32 * i < FOURS) v[k][i] = *reinterpret_cast<const Vec8*>(q + head * p.q_h + 128 * i);
         }
     }
+    __syncthreads();  // barriers are there
 #pragma unroll
     for (int k = 0; k < HEADS / 8; ++k) {
         const int head = first + 8 * k;
@@ -287,7 +299,8 @@ __device__ __forceinline__ void multiply(float (&acc)[HEAD_TILES][4], const uint
 
 // acc += 16 rows times Q over 64 columns, a block of Q. Q's fragments are read a step ahead; `f`: those of the first.
 template <bool NARROW>
-__device__ __forceinline__ void multiply_block(uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4], float (&acc)[HEAD_TILES][4]) {
+__device__ __forceinline__ void multiply_block(
+    uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4], float (&acc)[HEAD_TILES][4]) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
         HeadFragments next;
@@ -360,7 +373,8 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (
 // O^T += V^T . P^T, letting go of the tile, whose units stand at `slot` in each ring.
 __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot)[2], float (&o)[V_TILES][HEAD_TILES][4]) {
     const uint32_t p = head_fragments_place(r.p() + (FOLDED ? r.warp * P_BYTES : 0), r.lane);
-    StagedRows rows = {{shared_address(shared) + RING_AT + slot[0] * UNIT_BYTES, shared_address(shared) + RING_AT + slot[1] * UNIT_BYTES}};
+    const uint32_t ring = shared_address(shared) + RING_AT;
+    StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
     uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? slot[0] : slot[1]);
     PvRaw raw = load_pv(rows, r.warp, r.g, r.t);
 #pragma unroll 1
@@ -438,7 +452,8 @@ __device__ __forceinline__ void raise_references(
     for (int i = threadIdx.x % WARPGROUP; i < REFS * HEADS; i += WARPGROUP) {
         const int k = i / HEADS, head = i % HEADS;
         const float from = refs[k][head];
-        const float to = fmaxf(fmaxf(from, fmaxf(across[k][0][head], across[k][1][head])), fmaxf(across[k][2][head], across[k][3][head]));
+        const float low = fmaxf(across[k][0][head], across[k][1][head]);
+        const float to = fmaxf(fmaxf(from, low), fmaxf(across[k][2][head], across[k][3][head]));
         refs[k][head] = to;
         rise[k][head] = factor(from, to);
     }
@@ -516,7 +531,8 @@ __device__ __forceinline__ bool store_p(
 
 // S^T to P^T in shared memory, behind a sync of the warpgroup. `first`: its first tile, without references yet.
 __device__ __forceinline__ void softmax_tile(
-    const Role& r, bool first, const bool (&valid)[2], uint32_t row, float (&s)[HEAD_TILES][4], Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+    const Role& r, bool first, const bool (&valid)[2], uint32_t row, float (&s)[HEAD_TILES][4], Softmax& state,
+    float (&o)[V_TILES][HEAD_TILES][4]) {
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(&small().q_scale[8 * j + 2 * r.t]);
@@ -545,7 +561,8 @@ __device__ __forceinline__ void softmax_tile(
 
 // --- a query's tiles ------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+__device__ __forceinline__ void attend(
+    const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     const FirstRow first = first_qk_row(r.g);
     const int my_row = 16 * r.warp + 8 * first.unit + first.row;
@@ -643,7 +660,8 @@ __device__ __forceinline__ void write_columns(const Params& p, const Work& w, in
 
 // A thread's place in half `half` of the columns as warpgroup 0 or 1 (`by` 0) or warpgroup 2 gives them.
 __device__ __forceinline__ float* given_half(const Role& r, int by, int half) {
-    return reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES) + 2 * r.t * HALF_LINE + pv_column(r.warp, r.g, 0) / (FOLDED ? 2 : 1);
+    auto* columns = reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES);
+    return columns + 2 * r.t * HALF_LINE + pv_column(r.warp, r.g, 0) / (FOLDED ? 2 : 1);
 }
 // Of head c, word 2 half + k of the columns. Words of a half stand beside one another as they do in a row.
 __device__ __forceinline__ float4& four_columns(float* half, int c, int k) {
@@ -658,7 +676,8 @@ __device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][H
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k], (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
-            four_columns(to, c, k) = make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
+            four_columns(to, c, k) =
+                make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
         }
     }
 }
@@ -754,7 +773,8 @@ __device__ __forceinline__ void merge_blocks(const Params& p, const Work& w, int
 
 // Merge the warpgroups of a block, then the blocks of a cluster.
 __device__ __forceinline__ void write_results(
-    const Params& p, const Work& w, const Role& r, int rank, int blocks, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
+    const Params& p, const Work& w, const Role& r, int rank, int blocks, const Softmax& state,
+    const float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     sync_multiplying();  // all rows have been read
     lay_down_statistics(r, state);
@@ -798,7 +818,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUPS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
-    __syncthreads();
     const int blocks = cluster_size(), rank = cluster_rank();
     const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
     if (threadIdx.x >= MULTIPLYING) {

@@ -121,14 +121,19 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
 
 // Four columns of V of a lane, of its four words: V32_FP8 word `q` of 16 bytes, so that a warp has the columns of one scale; else
 // of another 128 columns each.
-__device__ __forceinline__ int pv_column(int warp, int g, int q) { return FOLDED ? 128 * warp + 16 * g + 4 * q : 128 * q + 32 * warp + 4 * g; }
+__device__ __forceinline__ int pv_column(int warp, int g, int q) {
+    return FOLDED ? 128 * warp + 16 * g + 4 * q : 128 * q + 32 * warp + 4 * g;
+}
 
 // Whether those are bfloat16. V4_FP8: RoPE is a part of V.
-__device__ __forceinline__ bool pv_is_wide(int warp, int q) { return !Rows::QUANTIZED || (D_NOPE < D_V && q == 3 && warp >= 2); }
+__device__ __forceinline__ bool pv_is_wide(int warp, int q) {
+    return !Rows::QUANTIZED || (D_NOPE < D_V && q == 3 && warp >= 2);
+}
 
 // A for V's columns, two tiles of 16: row g + 8 i of tile m is column pv_column + 2 m + i. From the same four values of rows
 // k = 2 t (x) and 2 t + 1 (y); one row further (i = 1) of k + 8.
-__device__ __forceinline__ void pv_pairs(const uint32_t (&x)[2], const uint32_t (&y)[2], const float (&fx)[2], const float (&fy)[2], uint32_t (&a)[2][4]) {
+__device__ __forceinline__ void pv_pairs(
+    const uint32_t (&x)[2], const uint32_t (&y)[2], const float (&fx)[2], const float (&fy)[2], uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         widen(__byte_perm(x[i], y[i], 0x5140), fx[i], fy[i], a[0][2 * i], a[0][2 * i + 1]);
@@ -151,7 +156,8 @@ struct PvRaw {
 };
 __device__ __forceinline__ PvRaw load_pv(const StagedRows& rows, int warp, int g, int t) {
     if constexpr (!FOLDED) return {};
-    const uint32_t first = rows.pv_row(t, 0) + pv_column(warp, g, 0), second = rows.pv_row(t, 1) + pv_column(warp, g, 0);
+    const int at = pv_column(warp, g, 0);
+    const uint32_t first = rows.pv_row(t, 0) + at, second = rows.pv_row(t, 1) + at;
     return {load_shared_16(first), load_shared_16(first + STAGED), load_shared_16(second), load_shared_16(second + STAGED)};
 }
 
