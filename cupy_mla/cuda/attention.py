@@ -27,7 +27,7 @@ SPILL_BYTES = 96
 
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT = 1, 2, 4, 8
 
-FEW_ITEMS = 16  # pieces of work up to which the kernel for few heads is the faster one for many heads, too
+FEW_ITEMS = 4  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
 
 TILE_ROWS = SM90_HEADS = 64  # kernels_cu/attention/sparse_prefill_sm90.cu
 
@@ -103,8 +103,8 @@ def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool
     """Which kernel runs: the first row of this table whose claim holds. The numbers are where it was measured faster.
 
     | family    | claim                                                                                      |
-    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes; at most 32 heads (prefill: 16), or at most    |
-    |           | 16 pieces of work, each a query and a tile of up to 32 heads                               |
+    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and decode, or at most 16 heads, or at most  |
+    |           | 4 pieces of work, each a query and a tile of up to 32 heads                                |
     | sm90      | a Hopper GPU, prefill, rows and q aligned to 16 bytes, work for half of the SMs unsplit    |
     | portable  | any GPU, anything                                                                          |
 
@@ -116,7 +116,7 @@ def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool
     if asked:
         return asked if asked == "few_heads" or (asked == "sm90" and prefill) else "portable"
     items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q))
-    if items <= FEW_ITEMS or h_q <= (16 if prefill else 32):
+    if not prefill or h_q <= 16 or items <= FEW_ITEMS:
         return "few_heads"
     return "sm90" if prefill and num_queries * -(-h_q // SM90_HEADS) >= num_sms(device) // 2 else "portable"
 
@@ -253,7 +253,7 @@ class _Call:
         """
         place = self.place
         if self.family == "few_heads":
-            few_heads_sm90.launch(place, layout, self.h_q, self.queries, self.splits, self.params)
+            few_heads_sm90.launch(place, layout, self.h_q, self.queries, self.splits, uneven, self.params)
         elif self.family == "sm90":
             # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
             work = self.queries * -(-self.h_q // SM90_HEADS)

@@ -1,4 +1,8 @@
-"""The Hopper kernel for few heads: `kernels_cu/attention/sparse_decode_sm90_few_heads.cu`."""
+"""The Hopper kernels for few heads.
+
+`kernels_cu/attention/sparse_decode_sm90_few_heads.cu` serves every layout. Of bf16 rows, large batches and prefill are
+faster on `sparse_prefill_sm90_few_heads.cu`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 
 from ..arrays import Place
-from ..layouts import ATTENTION_LAYOUTS, V32_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
-from .jit import Kernel
+from .jit import Kernel, num_sms
 
 HEADS = (8, 16, 32)  # heads a block is built for
 TILE_ROWS = 64
 MAX_CLUSTER = 16
 RING_ROWS = 4 * 8  # rows of a unit of each of four copying warps
 SHARED_LIMIT = 232448  # bytes of shared memory a block may have
+PREFILL_SPLITS = 2  # splits of a query up to which the prefill kernel is the faster one for bf16 rows
 
 # A few words of addresses go to local memory, once a piece of work.
 SPILL_BYTES = 64
@@ -103,6 +108,34 @@ def best_splits(items: int, tiles: int, groups: int, at_once: tuple[int, ...]) -
     return min((*range(1, max(1, min(tiles, MAX_CLUSTER)) + 1), *whole), key=time)
 
 
+def prefill_shared_bytes(layout: Layout, heads: int, queries: int) -> int:
+    """Shared memory a block of the prefill kernel: Q, two tiles with what P takes beyond the RoPE part, statistics."""
+    tile = TILE_ROWS * 2 * D_V + max(heads * 128, TILE_ROWS * 2 * (layout.d_qk - D_V))
+    return queries * heads * layout.d_qk * 2 + 2 * tile + 16 * 8 + (2 * 2 * 4 + 2 * 3) * heads * 4
+
+
+@cache
+def prefill_kernel(layout: Layout, heads: int, queries: int) -> Kernel:
+    """The prefill kernel for bf16 rows of one width, heads a block and queries a block (1 or 2)."""
+    shared = prefill_shared_bytes(layout, heads, queries)
+    return Kernel(
+        "attention/sparse_prefill_sm90_few_heads.cu",
+        "sparse_prefill_few_heads",
+        {**layout.defines(), "HEADS": heads, "QUERIES": queries, "EXPECTED_SHARED_BYTES": shared},
+        threads=512,
+        shared_bytes=shared,
+        archs=("90a",),
+        target="90a",
+        spill_bytes=SPILL_BYTES,
+        max_cluster=MAX_CLUSTER,
+    )
+
+
+def queries_per_block(layout: Layout, heads: int) -> tuple[int, ...]:
+    """Of 1 and 2 what fits the shared memory of a block of the prefill kernel."""
+    return tuple(queries for queries in (1, 2) if prefill_shared_bytes(layout, heads, queries) <= SHARED_LIMIT)
+
+
 @cache
 def clusters_at_once(device: int, heads: int) -> tuple[int, ...]:
     """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time. A block takes a multiprocessor in every layout."""
@@ -117,11 +150,25 @@ def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
     return best_splits(items, -(-rows // TILE_ROWS), groups(heads), clusters_at_once(place.device, heads))
 
 
-def launch(place: Place, layout: Layout, h_q: int, num_queries: int, num_splits: int, params: Packed) -> None:
-    """Launch for a call whose packed Params say `num_splits // cluster`, see `cluster_of`."""
+def launch(
+    place: Place, layout: Layout, h_q: int, num_queries: int, num_splits: int, uneven: bool, params: Packed
+) -> None:
+    """Launch for a call whose packed Params say `num_splits // cluster`, see `cluster_of`.
+
+    Args:
+        uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
+    """
     heads = block_heads(h_q)
     items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
-    kernel(layout, heads).launch(place, (items * cluster, num_splits // cluster, 1), params, cluster)
+    grid = (items * cluster, num_splits // cluster, 1)
+    sms = num_sms(place.device)
+    if layout.quantized or num_splits > PREFILL_SPLITS:
+        kernel(layout, heads).launch(place, grid, params, cluster)
+    elif num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
+        pairs = -(-items // 2)
+        prefill_kernel(layout, heads, 2).launch(place, (pairs if uneven else min(pairs, sms), 1, 1), params)
+    else:
+        prefill_kernel(layout, heads, 1).launch(place, grid, params, cluster)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -129,3 +176,6 @@ def kernels() -> Iterator[Kernel]:
     for layout in ATTENTION_LAYOUTS:
         for heads in HEADS:
             yield kernel(layout, heads)
+            if not layout.quantized:
+                for queries in queries_per_block(layout, heads):
+                    yield prefill_kernel(layout, heads, queries)

@@ -79,8 +79,8 @@ static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm
 static_assert(UNITS >= 4, "two tiles");
 
 // When all rows are read, the rings hold parts of O^T in float32, [head][column]: halves that warpgroups 0 and 1 exchange, what
-// warpgroup 2 gives them, and what the blocks of a cluster send this one. Four columns more a line spread the heads over the banks. Over Q: statistics of
-// the blocks and their weights.
+// warpgroup 2 gives them, and what the blocks of a cluster send this one. Four columns more a line spread the heads over
+// the banks. Over Q: statistics of the blocks and their weights.
 constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
 constexpr int SENT_AT = EXCHANGE_AT + 2 * (GROUPS - 1) * EXCHANGE_BYTES;
 static_assert(SENT_AT + HEADS * 616 * 4 <= SMALL_AT, "616 floats a head are what 14 blocks send");
@@ -178,7 +178,6 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int q
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
     const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
     int32_t entry = load_entry(p, w, w.begin + my_tile, my_row), next_entry = load_entry(p, w, w.begin + 2 + my_tile, my_row);
-    __syncthreads();  // barriers are there
     int at = 0;
     uint32_t parity = 1;  // the first wait for an empty unit is no wait
 #pragma unroll 1
@@ -214,7 +213,6 @@ __device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Role& r) {
     constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
     if (r.group >= 2) {
-        __syncthreads();
         sync_multiplying();
         return;
     }
@@ -231,7 +229,6 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Rol
             if (here && r.lane + 32 * i < FOURS) v[k][i] = *reinterpret_cast<const Vec8*>(q + head * p.q_h + 128 * i);
         }
     }
-    __syncthreads();  // barriers are there
 #pragma unroll
     for (int k = 0; k < HEADS / 8; ++k) {
         const int head = first + 8 * k;
@@ -818,6 +815,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUPS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
+    __syncthreads();
     const int blocks = cluster_size(), rank = cluster_rank();
     const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
     if (threadIdx.x >= MULTIPLYING) {
