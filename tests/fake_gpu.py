@@ -70,6 +70,7 @@ class FakeGPU:
         monkeypatch.setattr(jit, "_properties", lambda device: {"multiProcessorCount": 132, "major": 9, "minor": 0})
         monkeypatch.setattr(jit.Kernel, "_load", lambda kernel, device: id(kernel))
         monkeypatch.setattr(jit.Kernel, "_submitter", submitter)
+        monkeypatch.setattr(jit.Kernel, "clusters_at_once", lambda kernel, device, cluster: 132 // cluster)
         monkeypatch.setattr(Array, "_describe_tensor", describe_as_cuda)
         monkeypatch.setattr(Place, "_maker", maker)
         monkeypatch.setattr(Place, "current", lambda place: nullcontext())

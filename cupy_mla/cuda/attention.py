@@ -27,7 +27,7 @@ SPILL_BYTES = 96
 
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT = 1, 2, 4, 8
 
-FEW_ITEMS, MANY_ITEMS = 4, 64  # pieces of work up to and from which the kernel for few heads is the faster one
+FEW_ITEMS = 4  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
 
 TILE_ROWS = SM90_HEADS = 64  # kernels_cu/attention/sparse_prefill_sm90.cu
 
@@ -100,13 +100,14 @@ def kernels() -> Iterator[Kernel]:
         yield prefill_sm90_kernel(layout)
 
 
-def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool, quantized: bool = False) -> str:
+def family(device: int, h_q: int, num_queries: int, aligned: bool, *, prefill: bool, quantized: bool) -> str:
     """Which kernel runs: the first row of this table whose claim holds. The numbers are where it was measured faster.
 
     | family    | claim                                                                                      |
-    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes; at most 4 pieces of work, or 64 and more of   |
-    |           | at most 32 heads (prefill: 16). A piece of work is a query and a tile of up to 32 heads    |
-    | sm90      | a Hopper GPU, prefill, rows and q aligned to 16 bytes, work for half of the SMs unsplit    |
+    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or decode of a bf16    |
+    |           | cache, or prefill of at most 4 pieces of work, each a query and a tile of up to 32 heads   |
+    | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and decode of an FP8 cache, or prefill with  |
+    |           | work for half of the SMs unsplit                                                           |
     | portable  | any GPU, anything                                                                          |
 
     The environment variable CUPY_MLA_KERNELS names the one to take where it can run, for testing.
@@ -116,25 +117,31 @@ def family(device: int, h_q: int, num_queries: int, aligned: bool, prefill: bool
     asked = os.environ.get("CUPY_MLA_KERNELS", "")
     if asked:
         return asked if asked == "few_heads" or (asked == "sm90" and (prefill or quantized)) else "portable"
-    items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q))
-    if items <= FEW_ITEMS or (items >= MANY_ITEMS and h_q <= (16 if prefill else 32)):
+    if h_q <= 16:
         return "few_heads"
-    if quantized:
-        return "sm90"
-    return "sm90" if prefill and num_queries * -(-h_q // SM90_HEADS) >= num_sms(device) // 2 else "portable"
+    if not prefill:
+        return "sm90" if quantized else "few_heads"
+    if num_queries * -(-h_q // few_heads_sm90.block_heads(h_q)) <= FEW_ITEMS:
+        return "few_heads"
+    return "sm90" if num_queries * -(-h_q // SM90_HEADS) >= num_sms(device) // 2 else "portable"
 
 
-def plan_splits(place: Place, num_queries: int, h_q: int, rows: int, prefill: bool = False) -> int:
-    """Parts that each query's `rows` are split into, so that `num_queries` of them fill the GPU."""
-    sms = num_sms(place.device)
-    chosen = family(place.device, h_q, num_queries, True, prefill)
+def plan_splits(
+    place: Place, num_queries: int, h_q: int, rows: int, *, prefill: bool = False, quantized: bool = True
+) -> int:
+    """Parts that each query's `rows` are split into, so that `num_queries` of them fill the GPU.
+
+    Args:
+        quantized: they are rows of an FP8 cache.
+    """
+    chosen = family(place.device, h_q, num_queries, True, prefill=prefill, quantized=quantized)
     if chosen == "few_heads":
-        items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q))
-        return few_heads_sm90.best_splits(items, -(-rows // few_heads_sm90.TILE_ROWS), sms)
+        return few_heads_sm90.plan_splits(place, h_q, num_queries, rows)
     if chosen == "sm90":
-        return 1
+        return 1 if prefill else sparse_decode_sm90.plan_splits(place, h_q, num_queries, rows)
     heads = block_heads(h_q)
-    return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), sms * SHAPES[heads][2])
+    slots = num_sms(place.device) * SHAPES[heads][2]
+    return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), slots)
 
 
 def sparse_prefill(
@@ -155,12 +162,12 @@ def sparse_prefill(
     rows = (kv.ptr, indices.ptr, length.ptr if length else 0, 0, row_stride, indices.strides[0], 0, kv.shape[0])
     source = (*rows, indices.shape[1], max(kv.shape[0], 1))
     layout = by_name("bf16", d_qk)
-    chosen = family(place.device, h_q, s_q, kv.aligned(16) and q.aligned(16), True)
+    chosen = family(place.device, h_q, s_q, kv.aligned(16) and q.aligned(16), prefill=True, quantized=False)
     call = _Call(
         place, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
         q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
         lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale,
-        plan_splits(place, s_q, h_q, indices.shape[1], True), chosen,
+        plan_splits(place, s_q, h_q, indices.shape[1], prefill=True, quantized=False), chosen,
     )  # fmt: skip
     if s_q > 0:
         call.launch(layout, length is not None)
@@ -191,7 +198,7 @@ def sparse_decode(
         place, (b, s_q, h_q), main, second, aligned,
         q, q.strides[:3], out, out.strides[:3],
         lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits,
-        family(place.device, h_q, b * s_q, aligned and q.aligned(16), False, layout.quantized),
+        family(place.device, h_q, b * s_q, aligned and q.aligned(16), prefill=False, quantized=layout.quantized),
     )  # fmt: skip
     if b * s_q > 0:
         call.launch(layout, length is not None or extra_length is not None)
@@ -239,7 +246,10 @@ class _Call:
         b, s_q, self.h_q = batch
         self.place, self.queries, self.family = place, b * s_q, chosen
         self.splits = num_splits  # of a query's rows; those of a cluster are merged in the kernel
-        num_splits //= few_heads_sm90.cluster_of(num_splits) if chosen == "few_heads" else 1
+        if chosen == "few_heads":
+            num_splits //= few_heads_sm90.cluster_of(num_splits)
+        elif chosen == "sm90" and max_logits is None:  # decode
+            num_splits //= sparse_decode_sm90.cluster_of(num_splits)
         self.num_splits = num_splits
         part_lse = part_max = part_out = 0
         if num_splits > 1:

@@ -1,23 +1,36 @@
-"""The Hopper kernels for few heads: `kernels_cu/attention/sparse_decode_sm90_few_heads.cu`."""
+"""The Hopper kernels for few heads.
+
+`kernels_cu/attention/sparse_decode_sm90_few_heads.cu` serves every layout. Of bf16 rows, large batches and prefill are
+faster on `sparse_prefill_sm90_few_heads.cu`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
 
 from ..arrays import Place
-from ..layouts import ATTENTION_LAYOUTS, D_V, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
 from .jit import Kernel, num_sms
 
 HEADS = (8, 16, 32)  # heads a block is built for
 TILE_ROWS = 64
 MAX_CLUSTER = 16
-LEAST_UNITS = 2
+RING_ROWS = 4 * 8  # rows of a unit of each of four copying warps
 SHARED_LIMIT = 232448  # bytes of shared memory a block may have
+PREFILL_SPLITS = 2  # splits of a query up to which the prefill kernel is the faster one for bf16 rows
 
-# A few words of addresses go to local memory, once a piece of work or once a tile.
+# A few words of addresses go to local memory, once a piece of work.
 SPILL_BYTES = 64
+
+# In rounds, of a tile for each of a block's warpgroups (about 3 us on an H200): what a block costs besides (Q, first
+# rows, results), what a tile adds to its round, and what the launch costs that merges the splits which no cluster
+# holds. Fitted to 2048 rows, batch 1 to 64.
+BLOCK_OVERHEAD = 3.0
+TILE_OVERHEAD = 0.1
+COMBINE_OVERHEAD = 1.0
 
 
 def block_heads(h_q: int) -> int:
@@ -25,40 +38,91 @@ def block_heads(h_q: int) -> int:
     return next((heads for heads in HEADS if h_q <= heads), max(HEADS))
 
 
-def fixed_bytes(layout: Layout, heads: int, queries: int) -> int:
-    """Shared memory a block without staged rows: Q, two tiles with what P takes beyond the RoPE part, statistics."""
-    copies = 1 if layout.scale_kind != "fp32" else layout.num_scales // 2 if heads == 32 else layout.num_scales
-    tile = TILE_ROWS * 2 * D_V + max(heads * 128 * copies, TILE_ROWS * 2 * (layout.d_qk - D_V))
-    return queries * heads * layout.d_qk * 2 + 2 * tile + (2 * 2 * 4 + 2 * 3) * heads * 4
+def groups(heads: int) -> int:
+    """Warpgroups of a block that multiply."""
+    return 2 if heads == 32 else 3
+
+
+def fixed_bytes(layout: Layout, heads: int) -> int:
+    """Shared memory of a block without its rings: Q, P, statistics."""
+    n = groups(heads)
+    copies = layout.num_scales if layout.scale_kind == "fp32" else 1
+    q, p = heads * layout.d_qk * 2, n * copies * heads * 128
+    values = 1 + 2 * n * (1 + copies) + n * copies + 4 * n * (1 + copies) + 4 * n + 1 + 3  # struct Small, a head
+    return q + p + 4 * values * heads
 
 
 def unit_bytes(layout: Layout) -> int:
-    """Shared memory of four staged rows for each of eight warps, and of their barriers."""
-    return 8 * (4 * (layout.row_stride + (16 if layout.scales_apart else 0)) + 8)
+    """Shared memory of a unit of each ring, and of their barriers."""
+    staged = layout.row_stride + (16 if layout.scales_apart or not layout.quantized else 0)
+    return RING_ROWS * staged + 4 * 16
 
 
-def units(layout: Layout, heads: int, queries: int) -> int:
-    """Units of four FP8 rows that a warp has space for, at most a tile's 16 rows."""
-    return min((SHARED_LIMIT - 64 - fixed_bytes(layout, heads, queries)) // unit_bytes(layout), 4)
-
-
-def shared_bytes(layout: Layout, heads: int, queries: int) -> int:
-    """Shared memory a block."""
-    fixed = fixed_bytes(layout, heads, queries) + 64
-    return fixed + (units(layout, heads, queries) * unit_bytes(layout) if layout.quantized else 64)
+def units(layout: Layout, heads: int) -> int:
+    """Units of eight rows that a copying warp has space for."""
+    return (SHARED_LIMIT - fixed_bytes(layout, heads)) // unit_bytes(layout)
 
 
 @cache
-def kernel(layout: Layout, heads: int, queries: int) -> Kernel:
-    """The kernel for one cache layout, heads a block and queries a block (1 or 2)."""
-    shared = shared_bytes(layout, heads, queries)
-    staged = units(layout, heads, queries) if layout.quantized else 1
-    defines = {"HEADS": heads, "QUERIES": queries, "UNITS": staged, "EXPECTED_SHARED_BYTES": shared}
+def kernel(layout: Layout, heads: int) -> Kernel:
+    """The kernel for one cache layout and heads a block."""
+    shared = fixed_bytes(layout, heads) + units(layout, heads) * unit_bytes(layout)
+    defines = {"HEADS": heads, "UNITS": units(layout, heads), "EXPECTED_SHARED_BYTES": shared}
     return Kernel(
         "attention/sparse_decode_sm90_few_heads.cu",
         "sparse_attention_few_heads",
         {**layout.defines(), **defines},
-        threads=256 if layout.quantized else 512,
+        threads=128 * (groups(heads) + 1),
+        shared_bytes=shared,
+        archs=("90a",),
+        target="90a",
+        spill_bytes=SPILL_BYTES,
+        max_cluster=MAX_CLUSTER,
+    )
+
+
+def cluster_of(num_splits: int) -> int:
+    """Blocks of a cluster: the largest divisor of the splits, as far as clusters go."""
+    return max(n for n in range(1, MAX_CLUSTER + 1) if num_splits % n == 0)
+
+
+@lru_cache(maxsize=4096)
+def best_splits(items: int, tiles: int, groups: int, at_once: tuple[int, ...]) -> int:
+    """Parts that each query's tiles are split into: those with the least estimated time.
+
+    Args:
+        items: queries times head tiles.
+        tiles: tiles of the longest query.
+        groups: warpgroups of a block that multiply.
+        at_once: clusters of 1, 2, ... MAX_CLUSTER blocks that the GPU runs at a time.
+    """
+
+    def time(splits: int) -> float:
+        cluster = cluster_of(splits)
+        waves = math.ceil(items * (splits // cluster) / at_once[cluster - 1])
+        each = math.ceil(tiles / splits)
+        work = waves * (BLOCK_OVERHEAD + math.ceil(each / groups) + TILE_OVERHEAD * each)
+        return work + (COMBINE_OVERHEAD if splits > cluster else 0.0)
+
+    whole = range(2 * MAX_CLUSTER, min(tiles, sum(at_once[:1])) + 1, MAX_CLUSTER)
+    return min((*range(1, max(1, min(tiles, MAX_CLUSTER)) + 1), *whole), key=time)
+
+
+def prefill_shared_bytes(layout: Layout, heads: int, queries: int) -> int:
+    """Shared memory a block of the prefill kernel: Q, two tiles with what P takes beyond the RoPE part, statistics."""
+    tile = TILE_ROWS * 2 * D_V + max(heads * 128, TILE_ROWS * 2 * (layout.d_qk - D_V))
+    return queries * heads * layout.d_qk * 2 + 2 * tile + 16 * 8 + (2 * 2 * 4 + 2 * 3) * heads * 4
+
+
+@cache
+def prefill_kernel(layout: Layout, heads: int, queries: int) -> Kernel:
+    """The prefill kernel for bf16 rows of one width, heads a block and queries a block (1 or 2)."""
+    shared = prefill_shared_bytes(layout, heads, queries)
+    return Kernel(
+        "attention/sparse_prefill_sm90_few_heads.cu",
+        "sparse_prefill_few_heads",
+        {**layout.defines(), "HEADS": heads, "QUERIES": queries, "EXPECTED_SHARED_BYTES": shared},
+        threads=512,
         shared_bytes=shared,
         archs=("90a",),
         target="90a",
@@ -68,28 +132,22 @@ def kernel(layout: Layout, heads: int, queries: int) -> Kernel:
 
 
 def queries_per_block(layout: Layout, heads: int) -> tuple[int, ...]:
-    """Of 1 and 2 what fits a block's shared memory."""
-    if layout.quantized:
-        return tuple(queries for queries in (1, 2) if units(layout, heads, queries) >= LEAST_UNITS)
-    return tuple(queries for queries in (1, 2) if shared_bytes(layout, heads, queries) <= SHARED_LIMIT)
+    """Of 1 and 2 what fits the shared memory of a block of the prefill kernel."""
+    return tuple(queries for queries in (1, 2) if prefill_shared_bytes(layout, heads, queries) <= SHARED_LIMIT)
 
 
-@lru_cache(maxsize=4096)
-def best_splits(items: int, tiles: int, sms: int) -> int:
-    """Parts that each query's tiles are split into: a power of two, so that clusters can merge them.
+@cache
+def clusters_at_once(device: int, heads: int) -> tuple[int, ...]:
+    """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time. A block takes a multiprocessor in every layout."""
+    some = kernel(V32_FP8, heads)
+    return tuple(some.clusters_at_once(device, n) for n in range(1, MAX_CLUSTER + 1))
 
-    Args:
-        items: queries times head tiles.
-        tiles: tiles of the longest query.
-        sms: streaming multiprocessors.
 
-    Returns:
-        1 when the items fill the GPU; a part keeps at least a tile for each of a block's two warpgroups.
-    """
-    splits = 1
-    while 2 * splits * items <= sms and 4 * splits <= max(tiles, 1):
-        splits *= 2
-    return splits
+def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
+    """`best_splits` for a call whose queries have up to `rows` rows."""
+    heads = block_heads(h_q)
+    items = num_queries * -(-h_q // heads)
+    return best_splits(items, -(-rows // TILE_ROWS), groups(heads), clusters_at_once(place.device, heads))
 
 
 def launch(
@@ -101,25 +159,23 @@ def launch(
         uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
     """
     heads = block_heads(h_q)
-    items = num_queries * -(-h_q // heads)
+    items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
+    grid = (items * cluster, num_splits // cluster, 1)
     sms = num_sms(place.device)
-    if num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
+    if layout.quantized or num_splits > PREFILL_SPLITS:
+        kernel(layout, heads).launch(place, grid, params, cluster)
+    elif num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
         pairs = -(-items // 2)
-        blocks = pairs if uneven else min(pairs, sms)
-        kernel(layout, heads, 2).launch(place, (blocks, 1, 1), params)
+        prefill_kernel(layout, heads, 2).launch(place, (pairs if uneven else min(pairs, sms), 1, 1), params)
     else:
-        cluster = cluster_of(num_splits)
-        kernel(layout, heads, 1).launch(place, (items * cluster, num_splits // cluster, 1), params, cluster)
-
-
-def cluster_of(num_splits: int) -> int:
-    """Blocks of a cluster: the largest power of two that divides the splits, as far as clusters go."""
-    return min(num_splits & -num_splits, MAX_CLUSTER)
+        prefill_kernel(layout, heads, 1).launch(place, grid, params, cluster)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for layout in ATTENTION_LAYOUTS:
         for heads in HEADS:
-            for queries in queries_per_block(layout, heads):
-                yield kernel(layout, heads, queries)
+            yield kernel(layout, heads)
+            if not layout.quantized:
+                for queries in queries_per_block(layout, heads):
+                    yield prefill_kernel(layout, heads, queries)

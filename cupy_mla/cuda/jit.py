@@ -177,6 +177,13 @@ class Kernel:
         if record is not None:
             Launches.note(record, submit, params)
 
+    def clusters_at_once(self, device: int, cluster: int) -> int:
+        """How many clusters of `cluster` blocks a GPU runs at a time. Clusters do not span the GPU's parts, some of
+        which have fewer multiprocessors than others, so this is less than its multiprocessors by `cluster`."""
+        current_device()
+        function = self._functions.get(device) or self._load(device)
+        return _clusters_at_once(function, self.threads, self.shared_bytes, cluster)
+
     def _submitter(self, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
         """Launches on a stream of the current device. The driver copies the parameters before it returns."""
         if cluster > 1:
@@ -301,10 +308,22 @@ class _LaunchConfig(ctypes.Structure):
 
 
 @lru_cache(maxsize=1)
-def _launch_ex() -> Any:
-    launch = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
-    launch.argtypes = (ctypes.c_void_p,) * 4
-    return launch
+def _libcuda() -> ctypes.CDLL:
+    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
+    library.cuOccupancyMaxActiveClusters.argtypes = (ctypes.c_void_p,) * 3
+    return library
+
+
+@cache
+def _clusters_at_once(function: int, threads: int, shared_bytes: int, cluster: int) -> int:
+    attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
+    config = _LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, 0, ctypes.pointer(attribute), 1)
+    count = ctypes.c_int()
+    status = _libcuda().cuOccupancyMaxActiveClusters(ctypes.addressof(count), function, ctypes.addressof(config))
+    if status != 0:
+        raise RuntimeError(f"cuOccupancyMaxActiveClusters failed: CUDA driver error {status} ({cluster} blocks)")
+    return count.value
 
 
 def _cluster_submitter(
@@ -313,7 +332,7 @@ def _cluster_submitter(
     """cuLaunchKernelEx with a cluster of blocks along x, which CuPy's launches cannot ask for."""
     attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
     whole = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, 0, ctypes.pointer(attribute), 1)
-    launch, address = _launch_ex(), ctypes.addressof
+    launch, address = _libcuda().cuLaunchKernelEx, ctypes.addressof
 
     def submit(stream: int, params: bytes) -> None:
         config = _LaunchConfig.from_buffer_copy(whole)  # other threads may be on their way to other streams

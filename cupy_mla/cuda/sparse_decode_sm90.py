@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 from ..arrays import Place
-from ..layouts import ATTENTION_LAYOUTS, Layout
+from ..layouts import ATTENTION_LAYOUTS, V32_FP8, Layout
 from ..recording import Packed
 from .jit import Kernel, num_sms
 
@@ -14,6 +14,9 @@ HEADS = (32, 64)  # heads a block is built for
 MAX_CLUSTER = 16
 TILE_ROWS, UNIT_ROWS = 64, 16
 SHARED_LIMIT = 232448  # bytes of shared memory a block may have
+
+# What a block costs besides its rows (Q, first rows, results), in pairs of tiles, of about 5 us on an H200.
+BLOCK_OVERHEAD = 3.0
 
 # A few words of addresses go to local memory, once a piece of work or once a tile.
 SPILL_BYTES = 192
@@ -75,13 +78,54 @@ def kernels() -> Iterator[Kernel]:
                     yield kernel(layout, heads, merges)
 
 
-def launch(place: Place, layout: Layout, h_q: int, num_queries: int, num_splits: int, uneven: bool, params: Packed) -> None:
-    """Launch for a call with packed Params.
+def cluster_of(num_splits: int) -> int:
+    """Blocks of a cluster: a query's splits, if a cluster holds them; else they are merged by a launch of its own."""
+    return num_splits if num_splits <= MAX_CLUSTER else 1
+
+
+@lru_cache(maxsize=4096)
+def best_splits(items: int, tiles: int, at_once: tuple[int, ...]) -> int:
+    """Parts that each query's tiles are split into: those with the least estimated time, at most a cluster's blocks.
+
+    Args:
+        items: queries times head tiles.
+        tiles: tiles of the longest query.
+        at_once: clusters of 1, 2, ... MAX_CLUSTER blocks that the GPU runs at a time.
+    """
+
+    def time(splits: int) -> float:
+        pairs = -(-(-(-tiles // splits)) // 2)
+        return -(-items // at_once[splits - 1]) * (BLOCK_OVERHEAD + pairs)
+
+    return min(range(1, max(1, min(tiles, MAX_CLUSTER)) + 1), key=time)
+
+
+@cache
+def clusters_at_once(device: int) -> tuple[int, ...]:
+    """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time; a block takes a multiprocessor, whatever the layout."""
+    some = kernel(V32_FP8, max(HEADS), True)
+    return tuple(some.clusters_at_once(device, n) for n in range(1, MAX_CLUSTER + 1))
+
+
+def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
+    """`best_splits` for a call whose queries have up to `rows` rows."""
+    items = num_queries * -(-h_q // block_heads(h_q))
+    return best_splits(items, -(-rows // TILE_ROWS), clusters_at_once(place.device))
+
+
+def launch(
+    place: Place, layout: Layout, h_q: int, num_queries: int, num_splits: int, uneven: bool, params: Packed
+) -> None:
+    """Launch for a call whose packed Params say `num_splits // cluster_of(num_splits)`.
 
     Args:
         uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
     """
     heads = block_heads(h_q)
-    work = num_queries * -(-h_q // heads) * num_splits
-    blocks = work if uneven else min(work, num_sms(place.device))
-    kernel(layout, heads).launch(place, (blocks, 1, 1), params)
+    items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
+    if cluster > 1:
+        kernel(layout, heads, True).launch(place, (items * cluster, 1, 1), params, cluster)
+    else:
+        work = items * num_splits
+        blocks = work if uneven else min(work, num_sms(place.device))
+        kernel(layout, heads, False).launch(place, (blocks, 1, 1), params)

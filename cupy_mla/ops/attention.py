@@ -132,10 +132,11 @@ def sparse_decode(
     return call.run(sm_scale, num_splits)
 
 
-def plan_splits(q: Any, indices: Any, extra_indices: Any = None) -> int:
+def plan_splits(q: Any, indices: Any, extra_indices: Any = None, *, quantized: bool = True) -> int:
     """Into how many parts `sparse_decode` would split each query's rows: enough to fill the GPU, 1 on the CPU.
 
-    Args: as for `sparse_decode`.
+    Args: as for `sparse_decode`, and
+        quantized: whether the cache is an FP8 one.
     """
     place, (q_, idx) = bind(q=q, indices=indices)
     (extra_idx,) = place.optional(extra_indices=extra_indices)
@@ -143,15 +144,15 @@ def plan_splits(q: Any, indices: Any, extra_indices: Any = None) -> int:
     idx.require(INT32, b, s_q, "topk")
     if extra_idx is not None:
         extra_idx.require(INT32, b, s_q, "extra_topk")
-    return _plan(place, q_, idx, extra_idx)
+    return _plan(place, q_, idx, extra_idx, quantized)
 
 
-def _plan(place: Place, q: Array, indices: Array, extra_indices: Array | None) -> int:
+def _plan(place: Place, q: Array, indices: Array, extra_indices: Array | None, quantized: bool) -> int:
     if not place.on_gpu:
         return 1
     b, s_q, h_q, _ = q.shape
     rows = indices.shape[-1] + (extra_indices.shape[-1] if extra_indices is not None else 0)
-    return cuda.plan_splits(place, b * s_q, h_q, rows)
+    return cuda.plan_splits(place, b * s_q, h_q, rows, quantized=quantized)
 
 
 class Decode(NamedTuple):
@@ -211,7 +212,7 @@ class Decode(NamedTuple):
 
     def plan(self) -> int:
         """As `plan_splits`."""
-        return _plan(self.place, self.q, self.indices, self.extra_indices)
+        return _plan(self.place, self.q, self.indices, self.extra_indices, self.layout.quantized)
 
     def run(self, sm_scale: float | None, num_splits: int) -> tuple[Any, Any]:
         """Results of `sparse_decode`."""

@@ -1,33 +1,36 @@
-// Sparse attention of few heads on Hopper, every cache layout, decode and prefill: wgmma with the operands swapped.
+// Sparse attention of few heads on Hopper, every cache layout, decode and prefill: rows go from staging into registers.
 //
-// Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64:
+// Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64; rows or value columns are the M
+// side and come from registers, widened on the way (tile/fragments.cuh), so that shared memory holds rows as they lie in
+// the cache and nothing else:
 //
-//   S^T = K . Q^T     64 rows x heads       A = the tile, K-major      36 x m64nHk16
-//   O^T = V^T . P^T   512 columns x heads   A = the tile, MN-major     8 x 4 x m64nHk16
+//   S^T = K . Q^T     a warp: 16 rows x heads        A = its own rows            d / 16 steps of m16n8k16
+//   O^T = V^T . P^T   a warp: 128 columns x heads    A = pairs of rows a column  8 tiles x 4 steps
 //
-// Two warpgroups multiply, each with its own tile of 64 rows in shared memory and its own softmax; they take tiles in
-// turn, or (QUERIES 2) each works on a query of its own:
+//   4 copying warps        a quarter of every tile of 64 rows each, by cp.async, as far ahead as its ring of UNITS x 8 rows
+//                          goes
+//   3 warpgroups multiply  (2 for 32 heads) a tile each in turn, with a softmax of their own:
+//     S^T                  V32_FP8: one scale's 128 columns after the other, times the row's float32 scale, so that no
+//                          scaled value is ever rounded
+//     P^T                  to shared memory; V32_FP8: f16, a copy for each scale, relative to a reference a head and scale
+//     vote                 a value far above its reference? Only then references rise, O^T follows, and P^T is computed
+//                          again
+//     O^T += V^T . P^T     quarter after quarter, which are let go
 //
-//   rows to the tile    bf16: two more warpgroups, one for each, by cp.async, piece by piece (PIECES of two column blocks)
-//                       as pieces come free
-//                       FP8: each warp its 16 rows, by cp.async into a ring of its own, UNITS x 4 rows ahead, widened to
-//                       bf16 from there (tile/staged_rows.cuh)
-//   S^T = K . Q^T       V32_FP8: one scale's 128 columns after the other, times the row's float32 scale, so that no scaled
-//                       value is ever rounded
-//   vote                a logit above the reference by 2^REF_SLACK? Only then the reference rises and O^T follows
-//   P^T                 stmatrix.trans, for V32_FP8 a copy for each scale, over the RoPE part of the tile
-//   O^T += V^T . P^T    bf16: pieces are let go one by one
+//   full, empty            mbarriers [quarter][unit]: copies to readers and back
+//   named 1 to 3           the 128 threads of a multiplying warpgroup; 4: all of them
 //
-//   full, empty         mbarriers: bf16 [warpgroup][piece], both ways; FP8 [warp][unit], full only
-//   named 1, 2          the 128 threads of a multiplying warpgroup; 3: both, when they share a query
+// While one warpgroup waits the others multiply. At the end they put their O^T together in shared memory, and the blocks
+// of a cluster send one another shares of the columns through distributed shared memory. What a cluster does not hold is
+// split over gridDim.y and merged by combine.cu.
 //
-// While one warpgroup waits the other multiplies. At the end the warpgroups of a query, 2 a block times the blocks of a
-// cluster, lay their O^T into shared memory and every block merges a share of the columns through distributed shared
-// memory. What a cluster does not hold is split over gridDim.y and merged by combine.cu.
+// Products are mma.sync: wgmma with A in registers takes a warpgroup 60 cycles and more whatever N is, and its fences keep
+// the next fragments from being widened meanwhile.
 //
-// Shared memory: Q (QUERIES x heads x D_QK x 2) + 2 tiles of 64 x D_QK x 2 (and P where it is longer than the RoPE part) +
-// FP8: 8 warps x UNITS x 4 staged rows + statistics and barriers.
-// Registers: FP8 up to 255 of 256 threads; bf16 216 a multiplying thread and 40 a copying one, together 512 x 128.
+// Shared memory: Q (heads x D_QK x 2) + P (warpgroups x copies x heads x 128) + 4 rings of UNITS x 8 staged rows +
+// statistics and barriers.
+// Registers: 160 (232) a multiplying thread, 32 (40) a copying one, together 512 x 128 (384 x 168); setmaxnreg hands out no
+// more than the launch had.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
 #include "attention/params.cuh"
 #include "layout/reader.cuh"
@@ -35,56 +38,62 @@
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/wgmma_swapped.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/stmatrix.cuh"
 #include "tile/chunk.cuh"
 #include "tile/finish.cuh"
-#include "tile/staged_rows.cuh"
+#include "tile/fragments.cuh"
 
-constexpr int TILE_ROWS = 64, WARPGROUP = 128, THREADS = (Rows::QUANTIZED ? 2 : 4) * WARPGROUP;
-constexpr int BLOCKS = D_QK / 64;      // column blocks of 64 values: 64 lines of 128 bytes, swizzled
-constexpr int BLOCK_BYTES = TILE_ROWS * 128;
-constexpr int V_BLOCKS = D_V / 64, PIECES = V_BLOCKS / 2;
-constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = BLOCKS * Q_BLOCK_BYTES;
-constexpr int SCALES = Rows::FOLDED_SCALES;
-constexpr int ROUNDS = SCALES && HEADS == 32 ? 2 : 1;  // P in so many goes, for want of shared memory
-constexpr int P_COPIES = SCALES ? SCALES / ROUNDS : 1, P_BYTES = HEADS * 128;
-constexpr int ROPE_BYTES = (BLOCKS - V_BLOCKS) * BLOCK_BYTES;
-constexpr int TILE_BYTES = V_BLOCKS * BLOCK_BYTES + (P_COPIES * P_BYTES > ROPE_BYTES ? P_COPIES * P_BYTES : ROPE_BYTES);
+// Warpgroups that multiply: what one waits for, another hides. 32 heads take the registers of two.
+constexpr int GROUPS = HEADS == 32 ? 2 : 3, REGISTERS = GROUPS == 2 ? 232 : 160, COPY_REGISTERS = GROUPS == 2 ? 40 : 32;
+constexpr int TILE_ROWS = 64, WARPGROUP = 128, MULTIPLYING = GROUPS * WARPGROUP, THREADS = MULTIPLYING + WARPGROUP;
+constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;
+constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
+constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128;
+constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
-constexpr float REF_SLACK = 8.0f;
-constexpr int MAX_SOURCES = 32;        // warpgroups that share a query: 2 x the largest cluster
-constexpr int O_LINE = D_V + 4;        // floats a head takes in the merge: 4 more spread the heads over the banks
+constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
+constexpr bool KEEPS_MAX = !Rows::QUANTIZED;  // prefill asks for the largest logits
+constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
+constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
+constexpr int MAX_BLOCKS = 16;         // of a cluster
 
-constexpr int Q_AT = 0, TILE_AT = QUERIES * Q_BYTES;
-constexpr int STAGE_AT = TILE_AT + 2 * TILE_BYTES;
-constexpr int SMALL_AT = STAGE_AT + (Rows::QUANTIZED ? 8 * StagedRows::BYTES : 0);
-static_assert(PIECES == 4, "");
+constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + GROUPS * P_COPIES * P_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
 
-// A warpgroup's softmax over its rows, a value a head; relative to `ref` like its O^T.
+// A softmax over some rows, a value a head; relative to `ref` like its O^T.
 struct Statistics {
     float ref[HEADS], sum[HEADS], max[HEADS];
 };
 struct Small {
-    uint64_t full[8 * (Rows::QUANTIZED ? UNITS : 1)], empty[8];  // bf16: [2][PIECES]; FP8: [8][UNITS]
-    float across[2][2][4][HEADS];  // between the warps of a warpgroup
-    Statistics own[2];
+    uint64_t full[4][UNITS], empty[4][UNITS];
+    float q_scale[HEADS];                     // from S^T to logits in base 2
+    float ref[GROUPS][1 + P_COPIES][HEADS];        // what a warpgroup's sums, and a scale's columns of its O^T, are relative to
+    float rise[GROUPS][1 + P_COPIES][HEADS];       // 2^(last reference - reference)
+    float chunk_factor[GROUPS][P_COPIES][HEADS];   // 2^(ref - a scale's reference)
+    float across[GROUPS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
+    float weight[GROUPS][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
+    Statistics block;
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
-static_assert(HEADS * O_LINE * 4 <= TILE_BYTES, "O^T is laid over the tile");
-static_assert(MAX_SOURCES * int(sizeof(Statistics)) <= Q_BYTES, "gathered statistics are laid over Q");
+static_assert(UNITS >= 4, "two tiles");
+
+// When all rows are read, the rings hold parts of O^T in float32, [head][column]: halves that warpgroups 0 and 1 exchange, what
+// warpgroup 2 gives them, and what the blocks of a cluster send this one. Four columns more a line spread the heads over
+// the banks. Over Q: statistics of the blocks and their weights.
+constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
+constexpr int SENT_AT = EXCHANGE_AT + 2 * (GROUPS - 1) * EXCHANGE_BYTES;
+static_assert(SENT_AT + HEADS * 616 * 4 <= SMALL_AT, "616 floats a head are what 14 blocks send");
+constexpr int BLOCKS_AT = Q_AT, WEIGHTS_AT = BLOCKS_AT + MAX_BLOCKS * int(sizeof(Statistics));
+static_assert(WEIGHTS_AT + MAX_BLOCKS * HEADS * 4 <= P_AT, "");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
 // --- who and what ---------------------------------------------------------------------------------------------
 
-// A value the compiler knows nothing of, so that what is derived from it is not kept in registers all through the loop.
-__device__ __forceinline__ uint32_t here_only(uint32_t x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
+__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
 
-// A thread's place: warpgroup, warp of it, and rows g, g + 8 and columns 2 t, 2 t + 1 of the warp's 16 rows.
+// A multiplying thread's place: warpgroup, warp of it, and rows g, g + 8 and columns 2 t, 2 t + 1 of the warp's 16 rows.
 struct Role {
     int group, warp, lane, g, t;
 
@@ -92,39 +101,31 @@ struct Role {
         const int thread = threadIdx.x;
         return {thread / WARPGROUP, thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
     }
-    __device__ __forceinline__ int row(int i) const { return 16 * warp + g + 8 * i; }
-    __device__ __forceinline__ uint32_t q() const { return here_only(shared_address(shared) + Q_AT + (QUERIES == 2 ? group * Q_BYTES : 0)); }
-    __device__ __forceinline__ uint32_t tile() const { return here_only(shared_address(shared) + TILE_AT + group * TILE_BYTES); }
+    __device__ __forceinline__ uint32_t q() const { return shared_address(shared) + Q_AT; }
+    __device__ __forceinline__ uint32_t p() const { return shared_address(shared) + P_AT + group * P_COPIES * P_BYTES; }
     __device__ __forceinline__ void sync() const { named_barrier_sync(1 + group, WARPGROUP); }
     __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
 };
 
-__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
+__device__ __forceinline__ void sync_multiplying() { named_barrier_sync(4, MULTIPLYING); }
 
-// A query and 8 to 32 of its heads; tiles of the main list, then of the extra one, of which this warpgroup takes
-// number begin, begin + step, ... below end.
+// A query and 8 to 32 of its heads; tiles of the main list, then of the extra one, of which this block takes `begin` to end - 1.
 struct Work {
     Query query;
-    int first_head, main_length, extra_length, main_tiles, begin, end, step;
-
-    __device__ __forceinline__ int tiles() const { return begin < end ? (end - begin + step - 1) / step : 0; }
+    int first_head, main_length, extra_length, main_tiles, begin, end;
 };
 
-__device__ __forceinline__ Work find_work(const Params& p, int index, int head_tiles, int group, int rank, int ranks) {
+__device__ __forceinline__ Work find_work(const Params& p, int index, uint32_t rank, uint32_t ranks) {
+    const int head_tiles = ceil_div(p.h_q, HEADS);
     Work w;
     w.query = query_of(p, index / head_tiles);
     w.first_head = index % head_tiles * HEADS;
     w.main_length = list_length(p.main, w.query.b);
     w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
     w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
-    const int64_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS);
-    w.begin = int(tiles * rank / ranks);
-    w.end = int(tiles * (rank + 1) / ranks);
-    w.step = 1;
-    if (QUERIES == 1) {
-        w.begin += group;
-        w.step = 2;
-    }
+    const uint32_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), each = tiles / ranks, more = tiles % ranks;
+    w.begin = rank * each + min(rank, more);
+    w.end = w.begin + each + (rank < more);
     return w;
 }
 
@@ -151,157 +152,250 @@ __device__ __forceinline__ Rows find_row(const Params& p, const Work& w, int til
 
 // --- copying --------------------------------------------------------------------------------------------------
 
-// bf16: a copying warp brings the rows 16 `quarter` .. of its warpgroup's tiles. Lane l knows row l % 16 of them; eight
-// lanes copy 128 bytes of a row.
-__device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int group, int quarter, uint32_t& parity) {
-    const int lane = threadIdx.x % 32, chunk = lane % 8, my_row = 16 * quarter + lane % 16;
-    const uint32_t tile_at = shared_address(shared) + TILE_AT + group * TILE_BYTES;
-    Small& sm = small();
-    int32_t entry = load_entry(p, w, w.begin, my_row);
-#pragma unroll 1
-    for (int tile = w.begin; tile < w.end; tile += w.step) {
-        const uint8_t* row = find_row(p, w, tile, entry).data;
-        entry = load_entry(p, w, tile + w.step, my_row);
+// Start the copies of eight rows that lanes `first` .. + 7 know, the whole warp a row at a time. Invalid ones become zeros.
+template <typename R>
+__device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, int lane) {
+    constexpr int PIECES = COPIED_BYTES / 16;
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            mbarrier_wait(shared_address(&sm.empty[group * PIECES + piece]), parity);
+    for (int i = 0; i < UNIT_ROWS; ++i, to += STAGED) {
+        const uint8_t* data = shuffle_pointer(row.data, first + i);
+        const bool valid = data != nullptr;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int line = 16 * quarter + 4 * i + lane / 8;
-                const uint8_t* from = shuffle_pointer(row, 4 * i + lane / 8);
-                const uint32_t to = tile_at + line * 128 + ((chunk ^ (line & 7)) << 4);
-#pragma unroll
-                for (int b = 2 * piece; b < (piece == PIECES - 1 ? BLOCKS : 2 * piece + 2); ++b)
-                    cp_async_16(to + b * BLOCK_BYTES, from + b * 128 + chunk * 16, from != nullptr);
-            }
-            mbarrier_arrive_after_copies(shared_address(&sm.full[group * PIECES + piece]));
+        for (int piece = 0; piece + 32 <= PIECES; piece += 32)
+            cp_async_16(to + (piece + lane) * 16, data + (piece + lane) * 16, valid);
+        constexpr int REST = PIECES / 32 * 32;
+        if (lane < PIECES - REST) cp_async_16(to + (REST + lane) * 16, data + (REST + lane) * 16, valid);
+        if constexpr (R::QUANTIZED && R::FOLDED_SCALES == 0) {
+            const uint8_t* scales = shuffle_pointer(row.scales, first + i);
+            if (lane == 0) cp_async_8(to + ROW_STRIDE, scales, scales != nullptr);
         }
-        parity ^= 1;
     }
 }
 
-// Start copying Q: line = head, in column blocks like a tile's. Heads beyond the last are zeros.
-__device__ __forceinline__ void copy_q(const Params& p, const Work& w, const Role& r) {
-    constexpr int COPIERS = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s;
-    const uint32_t to = r.q();
-#pragma unroll 4
-    for (int piece = threadIdx.x % COPIERS; piece < HEADS * BLOCKS * 8; piece += COPIERS) {
-        const int chunk = piece % 8, block = piece / 8 % BLOCKS, head = piece / 8 / BLOCKS;
+// A copying warp brings the rows 16 `quarter` .. of every tile. Lane l knows row l % 16 of one tile and (l >= 16) of the next.
+__device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int quarter) {
+    const int lane = threadIdx.x % 32, my_row = 16 * quarter + lane % 16, my_tile = lane / 16;
+    const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
+    const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
+    int32_t entry = load_entry(p, w, w.begin + my_tile, my_row), next_entry = load_entry(p, w, w.begin + 2 + my_tile, my_row);
+    int at = 0;
+    uint32_t parity = 1;  // the first wait for an empty unit is no wait
+#pragma unroll 1
+    for (int pair = w.begin; pair < w.end; pair += 2) {
+        const Rows row = find_row(p, w, pair + my_tile, entry);
+        entry = next_entry;
+        next_entry = load_entry(p, w, pair + 4 + my_tile, my_row);
+        const int units = min(w.end - pair, 2) * 2;
+#pragma unroll 1
+        for (int i = 0; i < units; ++i) {
+            mbarrier_wait(empty + 8 * at, parity);
+            copy_unit(ring + at * UNIT_BYTES, row, 8 * i, lane);
+            mbarrier_arrive_after_copies(full + 8 * at);
+            if (++at == UNITS) {
+                at = 0;
+                parity ^= 1;
+            }
+        }
+    }
+}
+
+// The largest |q| of a head to just below 2^14, by a power of two, so that f16 holds all that counts.
+struct QScale {
+    float up, down;
+};
+__device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
+    const int exponent = min(140 - int(largest >> 7), 126);
+    return {__uint_as_float(uint32_t(127 + exponent) << 23), __uint_as_float(uint32_t(127 - exponent) << 23)};
+}
+
+// Q to shared memory, a head a warp at a time, in the order of the fragments: line = head, blocks of 64 columns. Heads
+// beyond the last are zeros.
+__device__ __forceinline__ void load_q(const Params& p, const Work& w, const Role& r) {
+    constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
+    if (r.group >= 2) {
+        sync_multiplying();
+        return;
+    }
+    const int first = 4 * r.group + r.warp;
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h + 4 * r.lane;
+    Vec8 v[HEADS / 8][EACH];
+#pragma unroll
+    for (int k = 0; k < HEADS / 8; ++k) {
+        const int head = first + 8 * k;
         const bool here = w.first_head + head < p.h_q;
-        cp_async_16(to + block * Q_BLOCK_BYTES + head * 128 + ((chunk ^ (head & 7)) << 4),
-                    here ? q + (w.first_head + head) * p.q_h + 64 * block + 8 * chunk : nullptr, here);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            v[k][i] = {0, 0};
+            if (here && r.lane + 32 * i < FOURS) v[k][i] = *reinterpret_cast<const Vec8*>(q + head * p.q_h + 128 * i);
+        }
     }
-}
-
-// All multiplying threads that share Q wait for it.
-__device__ __forceinline__ void wait_for_q(const Role& r) {
-    cp_async_wait_all();
-    fence_proxy_async();
-    if (QUERIES == 1) {
-        named_barrier_sync(3, 2 * WARPGROUP);
-    } else {
-        r.sync();
+#pragma unroll
+    for (int k = 0; k < HEADS / 8; ++k) {
+        const int head = first + 8 * k;
+        QScale scale = {1.0f, 1.0f};
+        if (FOLDED) {
+            uint32_t most = 0;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) most = max_bf16x2(most, max_bf16x2(abs_bf16x2(v[k][i].x), abs_bf16x2(v[k][i].y)));
+            scale = q_scale_of(__reduce_max_sync(~0u, max(most & 0xffff, most >> 16)));
+        }
+        if (r.lane == 0) small().q_scale[head] = scale.down * p.scale_log2;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int n = r.lane + 32 * i;
+            if (n >= FOURS) break;
+            const bool rope = n >= D_NOPE / 4, narrow = FOLDED && !rope;
+            const int item = q_item(n % 16, rope || !Rows::QUANTIZED);
+            const float x = bf16_low(v[k][i].x) * scale.up, y = bf16_high(v[k][i].x) * scale.up;
+            const float z = bf16_low(v[k][i].y) * scale.up, u = bf16_high(v[k][i].y) * scale.up;
+            const uint32_t to = r.q() + n / 16 * Q_BLOCK_BYTES + head * 128 + ((item / 8 ^ (head & 7)) << 4) + item % 8 * 2;
+            store_shared_4(to, narrow ? pack_f16x2(x, y) : pack_bf16x2(x, y));
+            store_shared_4(to ^ 16, narrow ? pack_f16x2(z, u) : pack_bf16x2(z, u));
+        }
     }
+    sync_multiplying();
 }
 
 // --- products -------------------------------------------------------------------------------------------------
 
-// acc = or += K . Q^T over column blocks BEGIN to END - 1.
-template <int BEGIN, int END, bool FIRST>
-__device__ __forceinline__ void start_qk(const Role& r, float (&acc)[HEADS / 2]) {
-    const uint32_t tile = r.tile(), q = r.q();
-    wgmma_fence();
+// B of a step of k, from lines of 128 bytes, a head each: two fragments a head tile of 8. `place`: of the first step.
+constexpr int HEAD_TILES = HEADS / 8;
+struct HeadFragments {
+    uint32_t b[HEAD_TILES][2];
+};
+__device__ __forceinline__ uint32_t head_fragments_place(uint32_t lines, int lane) {
+    const int line = lane % 8 + (HEADS > 8 ? lane / 16 * 8 : 0), chunk = lane / 8 % 2;
+    return lines + line * 128 + ((chunk ^ (line & 7)) << 4);
+}
+__device__ __forceinline__ HeadFragments load_head_fragments(uint32_t place, int step) {
+    HeadFragments f;
 #pragma unroll
-    for (int block = BEGIN; block < END; ++block) {
+    for (int j = 0; j < HEAD_TILES; j += 2) {
+        uint32_t four[4];
+        ldmatrix_x4(four, (place ^ (step << 5)) + j * 1024);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint64_t a = wgmma_operand(tile + block * BLOCK_BYTES + 32 * i, 1024, 16);
-            const uint64_t b = wgmma_operand(q + block * Q_BLOCK_BYTES + 32 * i, 1024, 16);
-            if (FIRST && block == BEGIN && i == 0) {
-                wgmma_few<false, true>(acc, a, b);
-            } else {
-                wgmma_few<false, false>(acc, a, b);
+            if (j + i / 2 < HEAD_TILES) f.b[j + i / 2][i % 2] = four[i];
+        }
+    }
+    return f;
+}
+
+// acc += A . B^T over 16 of k, all heads. NARROW: float16.
+template <bool NARROW>
+__device__ __forceinline__ void multiply(float (&acc)[HEAD_TILES][4], const uint32_t (&a)[4], const HeadFragments& f) {
+#pragma unroll
+    for (int j = 0; j < HEAD_TILES; ++j) {
+        if (NARROW) {
+            mma_m16n8k16_f16(acc[j], a, f.b[j][0], f.b[j][1]);
+        } else {
+            mma_m16n8k16(acc[j], a, f.b[j][0], f.b[j][1]);
+        }
+    }
+}
+
+// acc += 16 rows times Q over 64 columns, a block of Q. Q's fragments are read a step ahead; `f`: those of the first.
+template <bool NARROW>
+__device__ __forceinline__ void multiply_block(
+    uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4], float (&acc)[HEAD_TILES][4]) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        HeadFragments next;
+        if (step < 3) next = load_head_fragments(q_place, step + 1);
+        multiply<NARROW>(acc, a[step], f);
+        if (step < 3) f = next;
+    }
+}
+
+__device__ __forceinline__ void clear(float (&acc)[HEAD_TILES][4]) {
+#pragma unroll
+    for (int i = 0; i < HEADS / 2; ++i) acc[i / 4][i % 4] = 0.0f;
+}
+
+// V32_FP8: the scales of chunk `k` of a thread's two rows.
+struct TwoScales {
+    float x, y;
+};
+__device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
+    if constexpr (!FOLDED) return {1.0f, 1.0f};
+    row += int(SCALE_OFFSET) + 4 * k;
+    return {__uint_as_float(load_shared_4(row)), __uint_as_float(load_shared_4(row + STAGED))};
+}
+
+// S^T of a warp's 16 rows. Several sums run beside one another, V32_FP8: those of different scales, which are added times their
+// scales. Loops stay loops: a batch of one pays for every instruction fetched.
+__device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEAD_TILES][4]) {
+    constexpr int PARTS = HEADS == 32 ? 1 : FOLDED && HEADS == 8 ? 4 : 2, EACH = FOLDED ? 2 : 1;
+    constexpr int BLOCK_BYTES = Rows::QUANTIZED ? 64 : 128;
+    const uint32_t q = head_fragments_place(r.q(), r.lane);
+    const uint32_t q_rope = q + NOPE_BLOCKS * Q_BLOCK_BYTES;
+    uint32_t a[4][4];
+    const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
+    HeadFragments f = load_head_fragments(q_rope, 0);
+    QkRaw raw = load_qk(row, 0, !Rows::QUANTIZED, r.t);  // always a block ahead
+    clear(s);
+    qk_wide(rope, a);
+    multiply_block<false>(q_rope, f, a, s);
+#pragma unroll 1
+    for (int first = 0; first < NOPE_BLOCKS; first += PARTS * EACH) {
+        float part[PARTS][HEAD_TILES][4];
+        TwoScales scales[PARTS];
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) clear(part[i]);
+#pragma unroll
+        for (int i = 0; i < PARTS * EACH; ++i) {
+            const int block = first + i % PARTS * EACH + i / PARTS;
+            if (NOPE_BLOCKS % (PARTS * EACH) != 0 && block >= NOPE_BLOCKS) break;
+            f = load_head_fragments(q + block * Q_BLOCK_BYTES, 0);
+            qk_nope(raw, staged_scale(row, block), staged_scale(row + STAGED, block), a);
+            const int next = i + 1 < PARTS * EACH ? first + (i + 1) % PARTS * EACH + (i + 1) / PARTS : first + PARTS * EACH;
+            raw = load_qk(row, min(next, NOPE_BLOCKS - 1) * BLOCK_BYTES, !Rows::QUANTIZED, r.t);
+            if (i == PARTS * EACH - 1) {
+#pragma unroll
+                for (int k = 0; k < PARTS; ++k) scales[k] = load_scales(row, first / EACH + k);
+            }
+            multiply_block<FOLDED>(q + block * Q_BLOCK_BYTES, f, a, part[i % PARTS]);
+        }
+#pragma unroll
+        for (int k = 0; k < PARTS; ++k) {
+#pragma unroll
+            for (int i = 0; i < HEADS / 2; ++i) {
+                const float scale = FOLDED ? (i % 4 / 2 == 0 ? scales[k].x : scales[k].y) : 1.0f;
+                s[i / 4][i % 4] += part[k][i / 4][i % 4] * scale;
             }
         }
     }
-    wgmma_commit();
 }
 
-// S^T of a tile that is there. V32_FP8: a product for each scale's columns and one for RoPE, which has none, added with
-// the row's scales; all under way at a time, or with 32 heads, for want of registers, one after the other.
-__device__ __forceinline__ void multiply_qk(const Role& r, const float (&scales)[2][4], float (&s)[HEADS / 2]) {
-    if constexpr (SCALES == 0) {
-        start_qk<0, BLOCKS, true>(r, s);
-        wgmma_wait<0>();
-    } else {
-        float part[HEADS == 32 ? 1 : 4][HEADS / 2];
-        auto add = [&](const float(&product)[HEADS / 2], int scale) {
-#pragma unroll
-            for (int i = 0; i < HEADS / 2; ++i) s[i] += product[i] * scales[i % 4 / 2][scale];
-        };
-        start_qk<8, 9, true>(r, s);
-        start_qk<0, 2, true>(r, part[0]);
-        if constexpr (HEADS == 32) {
-            wgmma_wait<0>();
-            add(part[0], 0);
-            start_qk<2, 4, true>(r, part[0]);
-            wgmma_wait<0>();
-            add(part[0], 1);
-            start_qk<4, 6, true>(r, part[0]);
-            wgmma_wait<0>();
-            add(part[0], 2);
-            start_qk<6, 8, true>(r, part[0]);
-            wgmma_wait<0>();
-            add(part[0], 3);
-        } else {
-            start_qk<2, 4, true>(r, part[1]);
-            start_qk<4, 6, true>(r, part[2]);
-            start_qk<6, 8, true>(r, part[3]);
-            wgmma_wait<0>();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) add(part[i], i);
+// O^T += V^T . P^T, letting go of the tile, whose units stand at `slot` in each ring.
+__device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot)[2], float (&o)[V_TILES][HEAD_TILES][4]) {
+    const uint32_t p = head_fragments_place(r.p() + (FOLDED ? r.warp * P_BYTES : 0), r.lane);
+    const uint32_t ring = shared_address(shared) + RING_AT;
+    StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
+    uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? slot[0] : slot[1]);
+    PvRaw raw = load_pv(rows, r.warp, r.g, r.t);
+#pragma unroll 1
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        const HeadFragments f = load_head_fragments(p, quarter);
+        const PvRaw mine = raw;
+        const StagedRows here = rows;
+        if (quarter < 3) {
+            rows = {{rows.unit[0] + RING_BYTES, rows.unit[1] + RING_BYTES}};
+            raw = load_pv(rows, r.warp, r.g, r.t);
         }
+        for_pv_fragments(mine, here, r.warp, r.g, r.t, [&](int q, const uint32_t (&a)[2][4]) {
+            multiply<FOLDED>(o[2 * q], a[0], f);
+            multiply<FOLDED>(o[2 * q + 1], a[1], f);
+        });
+        __syncwarp();
+        if (r.lane < 2) mbarrier_arrive(empty);
+        empty += 8 * UNITS;
     }
-}
-
-// What piece `N` of a tile adds to S^T, once it has come.
-template <int N>
-__device__ __forceinline__ void start_qk_piece(const Role& r, uint32_t parity, float (&s)[HEADS / 2]) {
-    mbarrier_wait(shared_address(&small().full[r.group * PIECES + N]), parity);
-    fence_proxy_async();
-    start_qk<2 * N, N == PIECES - 1 ? BLOCKS : 2 * N + 2, N == 0>(r, s);
-}
-
-// S^T of a tile whose pieces are still coming.
-__device__ __forceinline__ void multiply_qk_by_pieces(const Role& r, uint32_t parity, float (&s)[HEADS / 2]) {
-    start_qk_piece<0>(r, parity, s);
-    start_qk_piece<1>(r, parity, s);
-    start_qk_piece<2>(r, parity, s);
-    start_qk_piece<3>(r, parity, s);
-    wgmma_wait<0>();
-}
-
-// Start O^T += V^T . P^T for column blocks BEGIN to END - 1.
-template <int BEGIN, int END>
-__device__ __forceinline__ void start_pv(const Role& r, float (&o)[V_BLOCKS][HEADS / 2]) {
-    const uint32_t tile = r.tile();
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int v = BEGIN; v < END; ++v) {
-            const uint32_t p = tile + V_BLOCKS * BLOCK_BYTES + (SCALES ? v / 2 % P_COPIES * P_BYTES : 0);
-            wgmma_few<true, false>(o[v], wgmma_operand(tile + v * BLOCK_BYTES + 2048 * k, 1024, BLOCK_BYTES),
-                            wgmma_operand(p + 32 * k, 1024, 16));
-        }
-    }
-    wgmma_commit();
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// Of a thread's heads; `sum` and `max` cover its rows only. O^T and `sum` are relative to `ref`.
+// Of a thread's heads; `sum` covers its rows only. O^T is relative to `ref`, V32_FP8: chunk_ref.
 struct Softmax {
     float ref[COLUMNS], sum[COLUMNS], max[COLUMNS];
 
@@ -317,8 +411,9 @@ struct Softmax {
 // 2^(from - to), where -inf stands for "nothing yet".
 __device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
 
-// The element of S^T of row i of a thread's two and its c-th head.
-constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
+// The element of row (S^T) or column (O^T) i of a thread's two and its c-th head.
+template <typename T>
+__device__ __forceinline__ T& at(T (&acc)[HEAD_TILES][4], int i, int c) { return acc[c / 2][2 * i + c % 2]; }
 
 // Over the lanes with the same t: all eight g.
 __device__ __forceinline__ float rows_max(float x) {
@@ -334,379 +429,412 @@ __device__ __forceinline__ float rows_sum(float x) {
 
 // References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
 __device__ __forceinline__ void raise_references(
-    const Role& r, const float (&s)[HEADS / 2], Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
-    float(&across)[4][HEADS] = small().across[r.group][0];
-    wgmma_wait<0>();
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const float top = rows_max(fmaxf(s[element(0, c)], s[element(1, c)]));
-        if (r.g == 0) across[r.warp][r.head(c)] = top;
-    }
-    r.sync();
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const int head = r.head(c);
-        const float top = fmaxf(fmaxf(across[0][head], across[1][head]), fmaxf(across[2][head], across[3][head]));
-        const float to = fmaxf(state.ref[c], top), f = factor(state.ref[c], to);
-        state.ref[c] = to;
-        state.sum[c] *= f;
-#pragma unroll
-        for (int v = 0; v < V_BLOCKS; ++v) {
-            o[v][element(0, c)] *= f;
-            o[v][element(1, c)] *= f;
-        }
-    }
-}
-
-// S^T to P^T before rounding.
-__device__ __forceinline__ void softmax_tile(
-    const Params& p, const Role& r, const bool (&valid)[2], float (&s)[HEADS / 2], Softmax& state,
-    float (&o)[V_BLOCKS][HEADS / 2]) {
-    bool high = false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4], Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+    constexpr int REFS = FOLDED ? 1 + P_COPIES : 1;
+    Small& sm = small();
+    float(&across)[1 + P_COPIES][4][HEADS] = sm.across[r.group];
+    float(&refs)[1 + P_COPIES][HEADS] = sm.ref[r.group], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.group];
+#pragma unroll 1
+    for (int k = 0; k < REFS; ++k) {
+        const TwoScales scales = k == 0 ? TwoScales{1.0f, 1.0f} : load_scales(row, k - 1);
+        const float x = log2_approx(scales.x), y = log2_approx(scales.y);
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-            float& x = s[element(i, c)];
-            x = valid[i] ? x * p.scale_log2 : -INF;
-            high |= x > state.ref[c] + REF_SLACK;
-            state.max[c] = fmaxf(state.max[c], x);
+            const float top = rows_max(fmaxf(at(s, 0, c) + x, at(s, 1, c) + y));
+            if (r.g == 0) across[k][r.warp][r.head(c)] = top;
         }
     }
-    // The vote also says that all warps have done with the tile's RoPE part, over which P^T is laid.
-    if (named_barrier_any(1 + r.group, WARPGROUP, high)) raise_references(r, s, state, o);
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const float base = state.ref[c] == -INF ? 0.0f : state.ref[c];
-        float &x = s[element(0, c)], &y = s[element(1, c)];
-        x = exp2_approx(x - base);
-        y = exp2_approx(y - base);
-        state.sum[c] += x + y;
+    r.sync();
+#pragma unroll 1
+    for (int i = threadIdx.x % WARPGROUP; i < REFS * HEADS; i += WARPGROUP) {
+        const int k = i / HEADS, head = i % HEADS;
+        const float from = refs[k][head];
+        const float low = fmaxf(across[k][0][head], across[k][1][head]);
+        const float to = fmaxf(fmaxf(from, low), fmaxf(across[k][2][head], across[k][3][head]));
+        refs[k][head] = to;
+        rise[k][head] = factor(from, to);
     }
+    r.sync();
+    if constexpr (FOLDED) {
+#pragma unroll 1
+        for (int i = threadIdx.x % WARPGROUP; i < P_COPIES * HEADS; i += WARPGROUP) {
+            const int k = i / HEADS, head = i % HEADS;
+            sm.chunk_factor[r.group][k][head] = refs[1 + k][head] == -INF ? 0.0f : exp2_approx(refs[0][head] - refs[1 + k][head]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < HEADS / 8; ++j) {
+        const int head = 8 * j + 2 * r.t;
+        const float2 ref = *reinterpret_cast<const float2*>(&refs[0][head]), f = *reinterpret_cast<const float2*>(&rise[0][head]);
+        state.ref[2 * j] = ref.x;
+        state.ref[2 * j + 1] = ref.y;
+        state.sum[2 * j] *= f.x;
+        state.sum[2 * j + 1] *= f.y;
+        const float2 by = FOLDED ? *reinterpret_cast<const float2*>(&rise[1 + r.warp % P_COPIES][head]) : f;
+#pragma unroll
+        for (int v = 0; v < V_TILES; ++v) {
+            o[v][j][0] *= by.x;
+            o[v][j][1] *= by.y;
+            o[v][j][2] *= by.x;
+            o[v][j][3] *= by.y;
+        }
+    }
+    r.sync();
 }
 
-// P^T to shared memory, rounded; V32_FP8: times the scales of round `ROUND`, a copy for each. Line = head, chunk = eight rows.
-template <int ROUND>
-__device__ __forceinline__ void store_p(const Role& r, const float (&scales)[2][4], const float (&s)[HEADS / 2]) {
-    const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
-    const uint32_t to = r.tile() + V_BLOCKS * BLOCK_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
+// P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where a
+// reference is too low for a value.
+__device__ __forceinline__ bool store_p(
+    const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4], const Softmax& state, float (&sums)[COLUMNS]) {
+    bool high = false;
+    float e[HEAD_TILES][4];
 #pragma unroll
-    for (int copy = 0; copy < P_COPIES; ++copy) {
-        auto rounded = [&](int j, int i) {
-            const float f = SCALES ? scales[i][ROUND * P_COPIES + copy] : 1.0f;
-            return pack_bf16x2(s[4 * j + 2 * i] * f, s[4 * j + 2 * i + 1] * f);
-        };
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float x = at(s, 0, c), y = at(s, 1, c), base = state.ref[c] == -INF ? 0.0f : state.ref[c];
+        high |= fmaxf(x, y) > state.ref[c] + REF_SLACK;
+        at(e, 0, c) = exp2_approx(x - base);
+        at(e, 1, c) = exp2_approx(y - base);
+        sums[c] = at(e, 0, c) + at(e, 1, c);
+    }
+    const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
+    uint32_t to = r.p() + line * 128 + ((chunk ^ (line & 7)) << 4);
+    float top = 0.0f;
+#pragma unroll UNROLLED_COPIES
+    for (int copy = 0; copy < P_COPIES; ++copy, to += P_BYTES) {
+        const TwoScales scales = load_scales(row, copy);
+        uint32_t rounded[HEADS / 4];
+#pragma unroll
+        for (int j = 0; j < HEADS / 8; ++j) {
+            float2 f = {1.0f, 1.0f};
+            if (FOLDED) f = *reinterpret_cast<const float2*>(&small().chunk_factor[r.group][copy][8 * j + 2 * r.t]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float scale = i == 0 ? scales.x : scales.y;
+                const float x = e[j][2 * i] * (scale * f.x), y = e[j][2 * i + 1] * (scale * f.y);
+                top = fmaxf(top, fmaxf(x, y));
+                rounded[2 * j + i] = FOLDED ? pack_f16x2(x, y) : pack_bf16x2(x, y);
+            }
+        }
         if constexpr (HEADS == 8) {
-            stmatrix_x2_trans(to + copy * P_BYTES, rounded(0, 0), rounded(0, 1));
+            stmatrix_x2_trans(to, rounded[0], rounded[1]);
         } else {
 #pragma unroll
             for (int j = 0; j < HEADS / 8; j += 2)
-                stmatrix_x4_trans(to + copy * P_BYTES + j * 1024, rounded(j, 0), rounded(j, 1), rounded(j + 1, 0), rounded(j + 1, 1));
+                stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2], rounded[2 * j + 3]);
         }
     }
-    fence_proxy_async();
-    r.sync();
+    return high || (FOLDED && top > P_LIMIT);
+}
+
+// S^T to P^T in shared memory, behind a sync of the warpgroup. `first`: its first tile, without references yet.
+__device__ __forceinline__ void softmax_tile(
+    const Role& r, bool first, const bool (&valid)[2], uint32_t row, float (&s)[HEAD_TILES][4], Softmax& state,
+    float (&o)[V_TILES][HEAD_TILES][4]) {
+#pragma unroll
+    for (int j = 0; j < HEADS / 8; ++j) {
+        const float2 f = *reinterpret_cast<const float2*>(&small().q_scale[8 * j + 2 * r.t]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            s[j][2 * i] = valid[i] ? s[j][2 * i] * f.x : -INF;
+            s[j][2 * i + 1] = valid[i] ? s[j][2 * i + 1] * f.y : -INF;
+        }
+    }
+    float sums[COLUMNS];
+    r.sync();  // the last tile's P^T has been read
+    bool raise = first;
+#pragma unroll 1
+    while (true) {
+        if (__builtin_expect(raise, 0)) raise_references(r, row, s, state, o);
+        const bool high = named_barrier_any(1 + r.group, WARPGROUP, store_p(r, row, s, state, sums));
+        if (raise || !high) break;
+        raise = true;
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        state.sum[c] += sums[c];
+        if (KEEPS_MAX) state.max[c] = fmaxf(state.max[c], fmaxf(at(s, 0, c), at(s, 1, c)));
+    }
 }
 
 // --- a query's tiles ------------------------------------------------------------------------------------------
 
-// bf16: let go of a piece of the tile.
-__device__ __forceinline__ void release(const Role& r, int piece) {
-    if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[r.group * PIECES + piece]));
-}
-
-// O^T += V^T . P^T, for bf16 with its pieces let go one by one, but not those of a query's last tile.
-__device__ __forceinline__ void multiply_pv(
-    const Role& r, bool last, const float (&scales)[2][4], const float (&s)[HEADS / 2], float (&o)[V_BLOCKS][HEADS / 2]) {
-    if constexpr (ROUNDS == 2) {
-        start_pv<0, V_BLOCKS / 2>(r, o);
-        wgmma_wait<0>();
-        r.sync();
-        store_p<1>(r, scales, s);
-        start_pv<V_BLOCKS / 2, V_BLOCKS>(r, o);
-        wgmma_wait<0>();
-        r.sync();
-    } else if constexpr (Rows::QUANTIZED) {
-        start_pv<0, V_BLOCKS>(r, o);
-        wgmma_wait<0>();
-        r.sync();
-    } else {
-        start_pv<0, 2>(r, o);
-        start_pv<2, 4>(r, o);
-        start_pv<4, 6>(r, o);
-        start_pv<6, 8>(r, o);
-        wgmma_wait<3>();
-        if (!last) release(r, 0);
-        wgmma_wait<2>();
-        if (!last) release(r, 1);
-        wgmma_wait<1>();
-        if (!last) release(r, 2);
-        wgmma_wait<0>();
-        if (!last) release(r, 3);
-    }
-}
-
-// The scales of row `i` of a thread's two.
-__device__ __forceinline__ void take_scales(const Vec16& four, int i, float (&scales)[2][4]) {
-    const uint32_t words[] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        if (i == 0) {
-            scales[0][k] = __uint_as_float(words[k]);
-        } else {
-            scales[1][k] = __uint_as_float(words[k]);
-        }
-    }
-}
-
-// `turns` counts the tiles of this warpgroup over all its pieces of work.
 __device__ __forceinline__ void attend(
-    const Params& p, const Work& w, const Role& r, int& turns, Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
-    if constexpr (Rows::QUANTIZED) {
-        const int warp = 4 * r.group + r.warp;
-        const StagedRows staged = {shared_address(shared) + STAGE_AT + warp * StagedRows::BYTES,
-                                   shared_address(&small().full[warp * UNITS]), r.lane};
-        // Lane l looks after row l % 16 of the warp's.
-        const int my_row = 16 * r.warp + r.lane % 16;
-        const int32_t first = load_entry(p, w, w.begin, my_row), second = load_entry(p, w, w.begin + w.step, my_row);
-        int32_t entry = load_entry(p, w, w.begin + 2 * w.step, my_row);
-        Rows row = find_row(p, w, w.begin, first), next_row = find_row(p, w, w.begin + w.step, second);
-        staged.prefetch(row);
-        if (w.begin < w.end) {
-#pragma unroll
-            for (int i = 0; i < UNITS; ++i) staged.start(4 * turns + i, i, row);
-        }
-        staged.prefetch(next_row);
-        copy_q(p, w, r);
-        wait_for_q(r);
+    const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+    Small& sm = small();
+    const FirstRow first = first_qk_row(r.g);
+    const int my_row = 16 * r.warp + 8 * first.unit + first.row;
+    const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES, full = shared_address(sm.full[r.warp]);
+    int32_t entries[2] = {load_entry(p, w, w.begin + r.group, my_row), load_entry(p, w, w.begin + r.group, my_row + 1)};
 #pragma unroll 1
-        for (int tile = w.begin; tile < w.end; tile += w.step, ++turns) {
-            const Rows far_row = find_row(p, w, tile + 2 * w.step, entry);
-            staged.prefetch(far_row);
-            const uint32_t rows_valid = __ballot_sync(~0u, row.data != nullptr);
-            const bool valid[2] = {bool(rows_valid >> r.g & 1), bool(rows_valid >> (r.g + 8) & 1)};
-            float s[HEADS / 2], scales[2][4];
-#pragma unroll 1
-            for (int i = 0; i < 4; ++i) {
-                const int unit = 4 * turns + i;
-                staged.wait(unit);
-                staged.widen(unit, r.tile(), 16 * r.warp + 4 * i);
-                if (SCALES && r.g / 4 == i % 2) take_scales(staged.scales(unit, r.g % 4), i / 2, scales);
-                __syncwarp();
-                if (i + UNITS < 4) {
-                    staged.start(unit + UNITS, i + UNITS, row);
-                } else if (tile + w.step < w.end) {
-                    staged.start(unit + UNITS, i + UNITS - 4, next_row);
-                }
-            }
-            fence_proxy_async();
-            r.sync();
-            multiply_qk(r, scales, s);
-            softmax_tile(p, r, valid, s, state, o);
-            store_p<0>(r, scales, s);
-            row = next_row;
-            next_row = far_row;
-            entry = load_entry(p, w, tile + 3 * w.step, my_row);  // behind the fence, which would wait for it
-            multiply_pv(r, false, scales, s, o);
-        }
-    } else {
-        const float scales[2][4] = {};
-        int32_t entries[2] = {load_entry(p, w, w.begin, r.row(0)), load_entry(p, w, w.begin, r.row(1))};
-        copy_q(p, w, r);
-        wait_for_q(r);
-#pragma unroll 1
-        for (int tile = w.begin; tile < w.end; tile += w.step, ++turns) {
-            const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
-            float s[HEADS / 2];
-            multiply_qk_by_pieces(r, turns & 1, s);
-            softmax_tile(p, r, valid, s, state, o);
-            store_p<0>(r, scales, s);
-            entries[0] = load_entry(p, w, tile + w.step, r.row(0));  // behind the fence, which would wait for them
-            entries[1] = load_entry(p, w, tile + w.step, r.row(1));
-            multiply_pv(r, tile + w.step >= w.end, scales, s, o);
-        }
-        r.sync();  // O^T goes where the last tile is
+    for (int tile = w.begin + r.group; tile < w.end; tile += GROUPS) {
+        const uint32_t number = 2 * (tile - w.begin), slot[2] = {number % UNITS, (number + 1) % UNITS};
+        const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
+        const StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
+        const uint32_t row = rows.qk_row(r.g);
+        float s[HEAD_TILES][4];
+        mbarrier_wait(full + 8 * slot[0], number / UNITS & 1);
+        mbarrier_wait(full + 8 * slot[1], (number + 1) / UNITS & 1);
+        multiply_qk(r, row, s);
+        softmax_tile(r, tile == w.begin + r.group, valid, row, s, state, o);
+        entries[0] = load_entry(p, w, tile + GROUPS, my_row);  // behind the fence, which would wait for them
+        entries[1] = load_entry(p, w, tile + GROUPS, my_row + 1);
+        multiply_pv(r, slot, o);
     }
 }
 
 // --- results --------------------------------------------------------------------------------------------------
 
-// O^T to shared memory, [head][column] float32 over the warpgroup's tile, and its statistics.
-__device__ __forceinline__ void lay_down(const Role& r, const Softmax& state, const float (&o)[V_BLOCKS][HEADS / 2]) {
+// The softmax of a thread's rows to shared memory.
+__device__ __forceinline__ void lay_down_statistics(const Role& r, const Softmax& state) {
+    float(&across)[1 + P_COPIES][4][HEADS] = small().across[r.group];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float sum = rows_sum(state.sum[c]), max = KEEPS_MAX ? rows_max(state.max[c]) : 0.0f;
+        if (r.g == 0) {
+            across[0][r.warp][r.head(c)] = sum;
+            if (KEEPS_MAX) across[1][r.warp][r.head(c)] = max;
+        }
+    }
+}
+
+// Both warpgroups' softmax of a head together, and what their columns 128 k .. are multiplied with. By a thread a head and k.
+__device__ __forceinline__ void merge_statistics(int k, int head) {
     Small& sm = small();
-    float* to = reinterpret_cast<float*>(shared + TILE_AT + r.group * TILE_BYTES);
+    float ref = -INF, sum = 0.0f, max = -INF;
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) ref = fmaxf(ref, sm.ref[group][0][head]);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const float own = sm.ref[group][0][head];
+        sm.weight[group][k][head] = factor(sm.ref[group][FOLDED ? 1 + k % P_COPIES : 0][head], ref);
+        const float(&across)[1 + P_COPIES][4][HEADS] = sm.across[group];
+        sum += factor(own, ref) * ((across[0][0][head] + across[0][1][head]) + (across[0][2][head] + across[0][3][head]));
+        if (KEEPS_MAX) {
+#pragma unroll
+            for (int warp = 0; warp < 4; ++warp) max = fmaxf(max, across[1][warp][head]);
+        }
+    }
+    if (k == 0) {
+        sm.block.ref[head] = ref;
+        sm.block.sum[head] = sum;
+        sm.block.max[head] = max;
+    }
+}
+
+// By one thread a head: what O^T is multiplied with in the end; `write`: lse and the like too.
+__device__ __forceinline__ void finish_head(const Params& p, const Work& w, int head, bool write, float ref, float sum, float max) {
+    const int global_head = w.first_head + head;
+    const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+    float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+    if (global_head < p.h_q) {
+        if (p.num_splits == 1 && sum != 0.0f) scale *= sink_factor(p, global_head, result.lse);
+        if (p.num_splits == 1 && write) write_statistics(p, w.query, global_head, result);
+        if (p.num_splits > 1 && write) {
+            const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
+            p.part_lse[at] = result.lse;
+            if (p.part_max != nullptr) p.part_max[at] = result.max;
+        }
+    }
+    small().scale[head] = scale;
+}
+
+__device__ __forceinline__ void write_columns(const Params& p, const Work& w, int head, int column, float4 v) {
+    const int global_head = w.first_head + head;
+    if (global_head >= p.h_q) return;
+    const float f = small().scale[head];
+    v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
+    if (p.num_splits > 1) {
+        const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
+        *reinterpret_cast<float4*>(p.part_out + at * D_V + column) = v;
+    } else if (p.flags & WIDE_OUT) {
+        bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
+        *reinterpret_cast<Vec8*>(out) = {pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)};
+    } else {
+        write_output(p, w.query, global_head, column, v.x, v.y);
+        write_output(p, w.query, global_head, column + 2, v.z, v.w);
+    }
+}
+
+// A thread's place in half `half` of the columns as warpgroup 0 or 1 (`by` 0) or warpgroup 2 gives them.
+__device__ __forceinline__ float* given_half(const Role& r, int by, int half) {
+    auto* columns = reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES);
+    return columns + 2 * r.t * HALF_LINE + pv_column(r.warp, r.g, 0) / (FOLDED ? 2 : 1);
+}
+// Of head c, word 2 half + k of the columns. Words of a half stand beside one another as they do in a row.
+__device__ __forceinline__ float4& four_columns(float* half, int c, int k) {
+    return *reinterpret_cast<float4*>(half + (c / 2 * 8 + c % 2) * HALF_LINE + (FOLDED ? 4 : 128) * k);
+}
+
+// Half `HALF` of a warpgroup's columns to shared memory.
+template <int HALF>
+__device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][HEAD_TILES][4]) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k], (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
+            four_columns(to, c, k) =
+                make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
+        }
+    }
+}
+
+// Half `HALF` of the columns of all warpgroups together, by warpgroup HALF, in place of what the other one gave.
+template <int HALF>
+__device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, const float (&o)[V_TILES][HEAD_TILES][4]) {
+    const Small& sm = small();
+    float *both = given_half(r, 0, HALF), *third = given_half(r, 1, HALF);
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
         const int head = r.head(c);
-        const float sum = rows_sum(state.sum[c]), max = rows_max(state.max[c]);
-        if (r.g == 0) {
-            sm.across[r.group][0][r.warp][head] = sum;
-            sm.across[r.group][1][r.warp][head] = max;
-            if (r.warp == 0) sm.own[r.group].ref[head] = state.ref[c];
-        }
 #pragma unroll
-        for (int v = 0; v < V_BLOCKS; ++v) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) to[head * O_LINE + 64 * v + r.row(i)] = o[v][element(i, c)];
+        for (int k = 0; k < 2; ++k) {
+            const float a = sm.weight[HALF][r.warp][head], b = sm.weight[1 - HALF][r.warp][head];
+            const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k], (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
+            float4& four = four_columns(both, c, k);
+            float4 v = four;
+            v = make_float4(a * at(first, 0, c) + b * v.x, a * at(first, 1, c) + b * v.y,
+                            a * at(second, 0, c) + b * v.z, a * at(second, 1, c) + b * v.w);
+            if (GROUPS == 3 && third_has_rows) {
+                const float w = sm.weight[GROUPS - 1][r.warp][head];
+                const float4 x = four_columns(third, c, k);
+                v = make_float4(v.x + w * x.x, v.y + w * x.y, v.z + w * x.z, v.w + w * x.w);
+            }
+            four = v;
         }
-    }
-    r.sync();
-    const int head = threadIdx.x % WARPGROUP;
-    if (head < HEADS) {
-        const float(&sums)[4][HEADS] = sm.across[r.group][0], (&maxima)[4][HEADS] = sm.across[r.group][1];
-        sm.own[r.group].sum[head] = (sums[0][head] + sums[1][head]) + (sums[2][head] + sums[3][head]);
-        sm.own[r.group].max[head] = fmaxf(fmaxf(maxima[0][head], maxima[1][head]), fmaxf(maxima[2][head], maxima[3][head]));
     }
 }
 
-// Sync of the threads that merge together: a warpgroup, or the multiplying ones of a block.
-__device__ __forceinline__ void sync_writers(const Role& r) {
-    if (QUERIES == 2) {
-        r.sync();
-    } else {
-        named_barrier_sync(3, 2 * WARPGROUP);
-    }
-}
+// Columns that a block of a cluster merges, of each head; the last block may have fewer.
+__device__ __forceinline__ int share_of(int blocks) { return ceil_div(D_V / 4, blocks) * 4; }
 
-// Merge the warpgroups that share the query and write this block's share of the results. Warpgroup i is number i % 2 of
-// block i / 2 of the cluster, or (QUERIES 2) this one alone.
-__device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role& r, int rank, int blocks) {
-    constexpr int WRITERS = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
-    const int sources = QUERIES == 2 ? 1 : 2 * blocks, thread = threadIdx.x % WRITERS;
-    const uint32_t own = shared_address(&small().own[QUERIES == 2 ? r.group : 0]);
-    const uint32_t o = shared_address(shared) + TILE_AT + (QUERIES == 2 ? r.group * TILE_BYTES : 0);
-    auto* gathered = reinterpret_cast<Statistics*>(shared + Q_AT + (QUERIES == 2 ? r.group * Q_BYTES : 0));
-
-    for (int i = thread; i < sources * 3 * HEADS; i += WRITERS) {
-        const int source = i / (3 * HEADS), word = i % (3 * HEADS);
-        const uint32_t from = cluster_address(own + source % 2 * sizeof(Statistics) + 4 * word, source / 2);
-        reinterpret_cast<float*>(gathered + source)[word] = load_cluster_float(from);
-    }
-    sync_writers(r);
-    // Four columns of a head are a unit; where there are more threads than units, several share one's sources.
-    const int units = HEADS * D_V / 4, share = ceil_div(units, blocks);
-    int sharers = 1;
-    while (2 * sharers <= min(sources, 8) && 2 * sharers * share <= WRITERS) sharers *= 2;
-    const int part = thread % sharers, first = rank * share, end = min(units, first + share);
-#pragma unroll 1
-    for (int unit = first + thread / sharers; unit < first + ceil_div(share, WRITERS / sharers) * (WRITERS / sharers); unit += WRITERS / sharers) {
-        const int head = unit / (D_V / 4) % HEADS, column = unit % (D_V / 4) * 4, global_head = w.first_head + head;
-        float ref = -INF, max = -INF, sum = 0.0f, v[4] = {};
-        for (int i = 0; i < sources; ++i) {
-            ref = fmaxf(ref, gathered[i].ref[head]);
-            max = fmaxf(max, gathered[i].max[head]);
-        }
-#pragma unroll 1
-        for (int i = part; i < sources; i += 4 * sharers) {
-            float4 o4[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int source = min(i + k * sharers, sources - 1);
-                o4[k] = load_cluster_float4(cluster_address(o + source % 2 * TILE_BYTES + (head * O_LINE + column) * 4, source / 2));
-            }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int source = min(i + k * sharers, sources - 1);
-                const float weight = i + k * sharers < sources ? factor(gathered[source].ref[head], ref) : 0.0f;
-                sum += weight * gathered[source].sum[head];
-                v[0] += weight * o4[k].x;
-                v[1] += weight * o4[k].y;
-                v[2] += weight * o4[k].z;
-                v[3] += weight * o4[k].w;
-            }
-        }
-        for (int step = 1; step < sharers; step *= 2) {
-            sum += __shfl_xor_sync(~0u, sum, step);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] += __shfl_xor_sync(~0u, v[k], step);
-        }
-        if (part != 0 || unit >= end || global_head >= p.h_q) continue;
-        const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
-        float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-        if (p.num_splits == 1) {
-            if (sum != 0.0f) scale *= sink_factor(p, global_head, result.lse);
-            bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
-            const Vec8 packed = {pack_bf16x2(v[0] * scale, v[1] * scale), pack_bf16x2(v[2] * scale, v[3] * scale)};
-            if (p.flags & WIDE_OUT) {
-                *reinterpret_cast<Vec8*>(out) = packed;
-            } else {
-                write_output(p, w.query, global_head, column, v[0] * scale, v[1] * scale);
-                write_output(p, w.query, global_head, column + 2, v[2] * scale, v[3] * scale);
-            }
-            if (column == 0) write_statistics(p, w.query, global_head, result);
+// The block's result, written or sent to the blocks of the cluster, each a share of the columns.
+__device__ __forceinline__ void send_block(const Params& p, const Work& w, int rank, int blocks) {
+    const int share = share_of(blocks), line = share + 4;
+    const uint32_t by_share = 65535 / share + 1;  // columns / share = columns * by_share >> 16
+#pragma unroll 4
+    for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
+        const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
+        const int half = FOLDED ? column / 8 % 2 : column / 256, at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
+        const float4 v = *reinterpret_cast<const float4*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES + (head * HALF_LINE + at) * 4);
+        if (blocks == 1) {
+            write_columns(p, w, head, column, v);
         } else {
-            const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
-            if (column == 0) {
-                p.part_lse[at] = result.lse;
-                if (p.part_max != nullptr) p.part_max[at] = result.max;
-            }
-            *reinterpret_cast<float4*>(p.part_out + at * D_V + column) =
-                make_float4(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
+            const int owner = column * by_share >> 16;
+            const uint32_t to = shared_address(shared) + SENT_AT + ((rank * HEADS + head) * line + column - owner * share) * 4;
+            store_cluster_float4(cluster_address(to, owner), v);
         }
     }
+    if (blocks == 1) return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < blocks * 3 * HEADS; i += MULTIPLYING) {
+        const int to = i / (3 * HEADS), word = i % (3 * HEADS);
+        const float v = reinterpret_cast<const float*>(&small().block)[word];
+        store_cluster_float(cluster_address(shared_address(shared) + BLOCKS_AT + (rank * 3 * HEADS + word) * 4, to), v);
+    }
+}
+
+// What the blocks of the cluster have sent to this one, together: a share of the columns.
+__device__ __forceinline__ void merge_blocks(const Params& p, const Work& w, int rank, int blocks) {
+    const auto* block = reinterpret_cast<const Statistics*>(shared + BLOCKS_AT);
+    float* weights = reinterpret_cast<float*>(shared + WEIGHTS_AT);  // [block][head]
+    const int share = share_of(blocks), line = share + 4, mine = max(0, min(share, D_V - rank * share));
+#pragma unroll 1
+    for (int i = threadIdx.x; i < blocks * HEADS; i += MULTIPLYING) {
+        const int head = i % HEADS;
+        float ref = -INF;
+        for (int k = 0; k < blocks; ++k) ref = fmaxf(ref, block[k].ref[head]);
+        weights[i] = factor(block[i / HEADS].ref[head], ref);
+        if (i >= HEADS) continue;
+        float sum = 0.0f, max = -INF;
+        for (int k = 0; k < blocks; ++k) {
+            sum += factor(block[k].ref[head], ref) * block[k].sum[head];
+            max = fmaxf(max, block[k].max[head]);
+        }
+        finish_head(p, w, head, rank == 0, ref, sum, max);
+    }
+    sync_multiplying();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < HEADS * mine / 4; i += MULTIPLYING) {
+        const int head = i / (mine / 4), column = i % (mine / 4) * 4;
+        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int k = 0; k < blocks; ++k) {
+            const float4 x = *reinterpret_cast<const float4*>(shared + SENT_AT + ((k * HEADS + head) * line + column) * 4);
+            const float weight = weights[k * HEADS + head];
+            v = make_float4(v.x + weight * x.x, v.y + weight * x.y, v.z + weight * x.z, v.w + weight * x.w);
+        }
+        write_columns(p, w, head, rank * share + column, v);
+    }
+}
+
+// Merge the warpgroups of a block, then the blocks of a cluster.
+__device__ __forceinline__ void write_results(
+    const Params& p, const Work& w, const Role& r, int rank, int blocks, const Softmax& state,
+    const float (&o)[V_TILES][HEAD_TILES][4]) {
+    Small& sm = small();
+    sync_multiplying();  // all rows have been read
+    lay_down_statistics(r, state);
+    const bool third_has_rows = w.end - w.begin > 2;
+    if (r.group < 2 || third_has_rows) {
+        if (r.group != 1) give_half<1>(given_half(r, r.group / 2, 1), o);
+        if (r.group != 0) give_half<0>(given_half(r, r.group / 2, 0), o);
+    }
+    sync_multiplying();
+    if (threadIdx.x < 4 * HEADS) {
+        const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
+        merge_statistics(k, head);
+        if (blocks == 1 && k == 0) finish_head(p, w, head, true, sm.block.ref[head], sm.block.sum[head], sm.block.max[head]);
+    }
+    sync_multiplying();
+    if (r.group == 0) {
+        merge_half<0>(r, third_has_rows, o);
+    } else if (r.group == 1) {
+        merge_half<1>(r, third_has_rows, o);
+    }
+    sync_multiplying();
+    cluster_wait();  // nobody reads rows any more where results are sent
+    send_block(p, w, rank, blocks);
+    if (blocks == 1) return;
+    cluster_sync();
+    merge_blocks(p, w, rank, blocks);
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// This block's pieces of work, a query and a head tile each: its one, or (QUERIES 2) each warpgroup's, number after number.
-template <typename Do>
-__device__ __forceinline__ void for_each_work(const Params& p, int group, int rank, int blocks, Do act) {
-    const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles;
-    const int first = QUERIES == 2 ? 2 * blockIdx.x + group : blockIdx.x / blocks;
-#pragma unroll 1
-    for (int index = first; index < total; index += QUERIES == 2 ? 2 * gridDim.x : total)
-        act(find_work(p, index, head_tiles, group, blockIdx.y * blocks + rank, p.num_splits * blocks));
-}
-
-// grid: QUERIES 1: x = piece of work * blocks of the cluster + rank, y = split; QUERIES 2: x persistent blocks.
+// grid: x = piece of work (a query and a head tile) * blocks of the cluster + rank, y = split.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_heads(const __grid_constant__ Params p) {
     Small& sm = small();
-    constexpr int FULL = int(sizeof(sm.full) / sizeof(uint64_t)), FULL_ARRIVALS = Rows::QUANTIZED ? 32 : WARPGROUP;
-    static_assert(FULL <= THREADS && 2 * PIECES <= FULL, "");
-    if (threadIdx.x < FULL) {
-        mbarrier_init(shared_address(&sm.full[threadIdx.x]), FULL_ARRIVALS);
-        if (threadIdx.x < 2 * PIECES) mbarrier_init(shared_address(&sm.empty[threadIdx.x]), 4);
+    if (threadIdx.x % 32 == 0) {  // one lane: a barrier a thread would be done one after the other too
+#pragma unroll 1
+        for (int i = threadIdx.x / 32; i < 4 * UNITS; i += THREADS / 32) {
+            mbarrier_init(shared_address(&sm.full[0][0] + i), 32);
+            mbarrier_init(shared_address(&sm.empty[0][0] + i), 4);
+        }
         mbarrier_init_fence();
     }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < GROUPS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
     __syncthreads();
-    const int blocks = QUERIES == 2 ? 1 : cluster_size(), rank = QUERIES == 2 ? 0 : cluster_rank();
-    if (!Rows::QUANTIZED && threadIdx.x >= 2 * WARPGROUP) {
-        give_registers<40>();
-        const int group = threadIdx.x / WARPGROUP - 2, quarter = threadIdx.x / 32 % 4;
-        uint32_t parity = 1;  // the first wait for an empty piece is no wait
-        for_each_work(p, group, rank, blocks, [&](const Work& w) { copy_tiles(p, w, group, quarter, parity); });
-        if (QUERIES == 1) {  // barriers of the cluster count every thread
-            cluster_sync();
-            cluster_sync();
-        }
+    const int blocks = cluster_size(), rank = cluster_rank();
+    const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
+    if (threadIdx.x >= MULTIPLYING) {
+        give_registers<COPY_REGISTERS>();
+        copy_tiles(p, w, threadIdx.x / 32 % 4);
+        cluster_arrive_relaxed();  // barriers of the cluster count every thread
+        cluster_wait();
+        if (blocks > 1) cluster_sync();
     } else {
-        if (!Rows::QUANTIZED) take_registers<216>();
+        take_registers<REGISTERS>();
         const Role r = Role::here();
-        int turns = 0;
-        for_each_work(p, r.group, rank, blocks, [&](const Work& w) {
-            Softmax state;
-            state.clear();
-            float o[V_BLOCKS][HEADS / 2];
+        Softmax state;
+        state.clear();
+        load_q(p, w, r);
+        float o[V_TILES][HEAD_TILES][4];
 #pragma unroll
-            for (int v = 0; v < V_BLOCKS; ++v) {
-#pragma unroll
-                for (int i = 0; i < HEADS / 2; ++i) o[v][i] = 0.0f;
-            }
-            attend(p, w, r, turns, state, o);
-            lay_down(r, state, o);
-            if (QUERIES == 1) {
-                cluster_sync();
-                write_results(p, w, r, rank, blocks);
-                cluster_sync();  // shared memory must stay until everybody has read it
-            } else {
-                r.sync();
-                write_results(p, w, r, rank, blocks);
-                r.sync();
-                if (!Rows::QUANTIZED && w.begin < w.end) {
-#pragma unroll
-                    for (int piece = 0; piece < PIECES; ++piece) release(r, piece);
-                }
-            }
-        });
+        for (int v = 0; v < V_TILES; ++v) clear(o[v]);
+        attend(p, w, r, state, o);
+        cluster_arrive_relaxed();
+        write_results(p, w, r, rank, blocks, state, o);
     }
 }

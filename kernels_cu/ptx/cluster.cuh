@@ -1,4 +1,4 @@
-// PTX ISA: thread-block clusters: rank and size, barrier.cluster, mapa and ld.shared::cluster. sm_90.
+// PTX ISA: thread-block clusters: rank and size, barrier.cluster, mapa, ld.shared::cluster and st.shared::cluster. sm_90.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -13,6 +13,10 @@ __device__ __forceinline__ int cluster_size() {
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
     return size;
 }
+
+// The two halves of a sync that orders nothing but what is done after it behind what is finished before it.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Wait for all threads of the cluster; what they wrote to shared memory before is then visible to all of them.
 __device__ __forceinline__ void cluster_sync() {
@@ -42,4 +46,13 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
                  : "r"(address)
                  : "memory");
     return v;
+}
+
+__device__ __forceinline__ void store_cluster_float(uint32_t address, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_cluster_float4(uint32_t address, float4 v) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
 }

@@ -9,7 +9,7 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float lo, float hi) {
     return packed;
 }
 
-// cvt.rn.f16x2.f32: the same in f16; beyond 65504 infinity.
+// cvt.rn.f16x2.f32: the same to float16; what is too large becomes infinite.
 __device__ __forceinline__ uint32_t pack_f16x2(float lo, float hi) {
     uint32_t packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));

@@ -1,4 +1,4 @@
-// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16, float32 accumulators, and ldmatrix. sm_80 and later.
+// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16, float32 accumulators, and ldmatrix. sm_80 and later.
 //
 // Fragments of a warp, lane = 4 * g + t:
 //   A (16 x 16): a[0] row g, columns 2t 2t+1; a[1] row g + 8; a[2], a[3] the same 8 columns on
@@ -10,6 +10,13 @@
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -58,18 +58,32 @@ def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13), length, out_gaps=(1, 2, 3))
 
 
-def test_splits():
-    assert few_heads_sm90.best_splits(1, 32, 132) == 16
-    assert few_heads_sm90.best_splits(128, 32, 132) == 1
-    assert few_heads_sm90.best_splits(64, 32, 132) == 2
-    assert few_heads_sm90.best_splits(1, 0, 132) == few_heads_sm90.best_splits(1, 1, 132) == 1
-    assert [few_heads_sm90.cluster_of(n) for n in (1, 2, 3, 12, 16, 64)] == [1, 2, 1, 4, 16, 16]
+# Clusters of 1, 2, ... 16 blocks that one H200 runs at a time.
+H200 = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("items", "splits"), [(1, 16), (2, 16), (7, 16), (8, 8), (16, 6), (32, 3), (64, 2), (128, 1), (1000, 1)]
+)
+def test_splits_fill_the_gpu_with_clusters_that_fit(items, splits):
+    """Measured best at 2048 rows and 16 heads."""
+    assert few_heads_sm90.best_splits(items, 32, 3, H200) == splits
+
+
+@pytest.mark.parametrize("items", [1, 3, 148, 5000])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 5, 33, 256, 4000])
+def test_every_split_has_a_tile(items, tiles):
+    splits = few_heads_sm90.best_splits(items, tiles, 3, H200)
+    assert 1 <= splits <= max(tiles, 1)
+    assert splits % few_heads_sm90.cluster_of(splits) == 0
+
+
+def test_clusters():
+    assert [few_heads_sm90.cluster_of(n) for n in (1, 2, 3, 12, 16, 17, 64)] == [1, 2, 3, 12, 16, 1, 16]
 
 
 def test_every_layout_and_size_fits():
-    for layout in layouts.ATTENTION_LAYOUTS:
-        for heads in few_heads_sm90.HEADS:
-            queries = few_heads_sm90.queries_per_block(layout, heads)
-            assert 1 in queries
-            for n in queries:
-                assert few_heads_sm90.shared_bytes(layout, heads, n) <= few_heads_sm90.SHARED_LIMIT
+    for kernel in few_heads_sm90.kernels():
+        assert kernel.shared_bytes <= few_heads_sm90.SHARED_LIMIT
+        assert kernel.defines.get("UNITS", 4) >= 4
+    assert all(2 in few_heads_sm90.queries_per_block(layouts.BF16_512, heads) for heads in few_heads_sm90.HEADS)
