@@ -102,7 +102,7 @@ def best_splits(items: int, tiles: int, at_once: tuple[int, ...]) -> int:
 
 @cache
 def clusters_at_once(device: int) -> tuple[int, ...]:
-    """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time; a block takes a multiprocessor, whatever the layout."""
+    """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time; a block takes a whole multiprocessor."""
     some = kernel(V32_FP8, max(HEADS), True)
     return tuple(some.clusters_at_once(device, n) for n in range(1, MAX_CLUSTER + 1))
 
