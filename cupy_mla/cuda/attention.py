@@ -245,6 +245,7 @@ class _Call:
     ) -> None:
         b, s_q, self.h_q = batch
         self.place, self.queries, self.family = place, b * s_q, chosen
+        self.rows = main[8] + extra[8]  # of the longest list: `topk` of both sources
         self.splits = num_splits  # of a query's rows; those of a cluster are merged in the kernel
         if chosen == "few_heads":
             num_splits //= few_heads_sm90.cluster_of(num_splits)
@@ -276,7 +277,9 @@ class _Call:
         if self.family == "few_heads":
             few_heads_sm90.launch(place, layout, self.h_q, self.queries, self.splits, uneven, self.params)
         elif self.family == "sm90" and layout.quantized:
-            sparse_decode_sm90.launch(place, layout, self.h_q, self.queries, self.splits, uneven, self.params)
+            sparse_decode_sm90.launch(
+                place, layout, self.h_q, self.queries, self.rows, self.splits, uneven, self.params
+            )
         elif self.family == "sm90":
             # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
             work = self.queries * -(-self.h_q // SM90_HEADS)
