@@ -10,9 +10,9 @@ from functools import cache, lru_cache
 import numpy as np
 
 from ..arrays import Array, Place
-from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, Layout, by_name
+from ..layouts import ATTENTION_LAYOUTS, D_V, Layout, by_name
 from ..recording import Params
-from . import few_heads_sm90, sparse_decode_sm90
+from . import few_heads_sm90, prefill_sm90, sparse_decode_sm90
 from .jit import Kernel, compute_capability, num_sms
 from .schedule import best_splits
 
@@ -25,11 +25,9 @@ SHAPES = {16: (1, 2, 2), 32: (2, 2, 1), 64: (4, 1, 1)}
 # Q and O fill the registers; some compilers put a few words of softmax state into local memory, once a step.
 SPILL_BYTES = 96
 
-ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT = 1, 2, 4, 8
+ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE = 1, 2, 4, 8, 16
 
 FEW_ITEMS = 4  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
-
-TILE_ROWS = SM90_HEADS = 64  # kernels_cu/attention/sparse_prefill_sm90.cu
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
 _SOURCE = "3Q5q2i"
@@ -64,24 +62,6 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
     )
 
 
-@cache
-def prefill_sm90_kernel(layout: Layout) -> Kernel:
-    """The Hopper prefill kernel for rows of one width."""
-    tile = TILE_ROWS * 2 * layout.d_qk
-    p_tiles = 0 if layout.d_qk > D_V else 2 * TILE_ROWS * 128
-    small = 10 * 8 + 2 * TILE_ROWS + (2 + 8) * SM90_HEADS * 4  # struct Small of the kernel
-    shared = 3 * tile + p_tiles + small
-    return Kernel(
-        "attention/sparse_prefill_sm90.cu",
-        "sparse_prefill",
-        {**layout.defines(), "EXPECTED_SHARED_BYTES": shared},
-        threads=384,
-        shared_bytes=shared,
-        archs=("90a",),
-        target="90a",
-    )
-
-
 @lru_cache(maxsize=1)
 def combine_kernel() -> Kernel:
     """The kernel that merges split results; it does not depend on the layout."""
@@ -96,14 +76,15 @@ def kernels() -> Iterator[Kernel]:
     yield combine_kernel()
     yield from few_heads_sm90.kernels()
     yield from sparse_decode_sm90.kernels()
-    for layout in (BF16_576, BF16_512):
-        yield prefill_sm90_kernel(layout)
+    yield from prefill_sm90.kernels()
 
 
 def family(device: int, h_q: int, num_queries: int, aligned: bool, *, prefill: bool, quantized: bool) -> str:
     """Which kernel runs: the first row of this table whose claim holds. The numbers are where it was measured faster.
 
     | family    | claim                                                                                      |
+    | grouped   | a Hopper GPU, prefill, rows and q aligned to 16 bytes, at most 32 heads, queries enough    |
+    |           | for groups that make a tile of 64 heads to fill half of the GPU                            |
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or decode of a bf16    |
     |           | cache, or prefill of at most 4 pieces of work, each a query and a tile of up to 32 heads   |
     | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and decode of an FP8 cache, or prefill with  |
@@ -115,15 +96,20 @@ def family(device: int, h_q: int, num_queries: int, aligned: bool, *, prefill: b
     if compute_capability(device) != 90 or not aligned:
         return "portable"
     asked = os.environ.get("CUPY_MLA_KERNELS", "")
+    groupable = prefill and num_queries > 0 and h_q <= prefill_sm90.MOST_GROUPED_HEADS
     if asked:
-        return asked if asked == "few_heads" or (asked == "sm90" and (prefill or quantized)) else "portable"
+        can = {"few_heads": True, "sm90": prefill or quantized, "grouped": groupable}
+        return asked if can.get(asked, False) else "portable"
+    sms = num_sms(device)
+    if groupable and prefill_sm90.full(h_q, num_queries, sms) >= 0.5:
+        return "grouped"
     if h_q <= 16:
         return "few_heads"
     if not prefill:
         return "sm90" if quantized else "few_heads"
     if num_queries * -(-h_q // few_heads_sm90.block_heads(h_q)) <= FEW_ITEMS:
         return "few_heads"
-    return "sm90" if num_queries * -(-h_q // SM90_HEADS) >= num_sms(device) // 2 else "portable"
+    return "sm90" if num_queries * -(-h_q // prefill_sm90.HEADS) >= sms // 2 else "portable"
 
 
 def plan_splits(
@@ -137,6 +123,8 @@ def plan_splits(
     chosen = family(place.device, h_q, num_queries, True, prefill=prefill, quantized=quantized)
     if chosen == "few_heads":
         return few_heads_sm90.plan_splits(place, h_q, num_queries, rows)
+    if chosen == "grouped":
+        return 1
     if chosen == "sm90":
         return 1 if prefill else sparse_decode_sm90.plan_splits(place, h_q, num_queries, rows)
     heads = block_heads(h_q)
@@ -158,18 +146,25 @@ def sparse_prefill(
 ) -> None:
     """Twin of `reference.attention.sparse_prefill`: flat rows are a cache of one block, queries a batch of s_q = 1."""
     s_q, h_q, d_qk = q.shape
-    row_stride = 2 * kv.strides[0]
-    rows = (kv.ptr, indices.ptr, length.ptr if length else 0, 0, row_stride, indices.strides[0], 0, kv.shape[0])
-    source = (*rows, indices.shape[1], max(kv.shape[0], 1))
     layout = by_name("bf16", d_qk)
     chosen = family(place.device, h_q, s_q, kv.aligned(16) and q.aligned(16), prefill=True, quantized=False)
+    if chosen == "grouped" and sm_scale < prefill_sm90.LEAST_SCALE:
+        chosen = "few_heads"
+    s_kv, topk, row_stride = kv.shape[0], indices.shape[1], 2 * kv.strides[0]
+    left = Array("left", place.empty((s_q,), np.dtype(np.int32))) if chosen == "grouped" else None
+    lengths = left or length
+    rows = (kv.ptr, indices.ptr, lengths.ptr if lengths else 0, 0, row_stride, indices.strides[0], 0, s_kv)
+    source = (*rows, topk, max(s_kv, 1))
     call = _Call(
         place, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
         q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
         lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale,
-        plan_splits(place, s_q, h_q, indices.shape[1], prefill=True, quantized=False), chosen,
+        plan_splits(place, s_q, h_q, topk, prefill=True, quantized=False), chosen,
     )  # fmt: skip
-    if s_q > 0:
+    if left is not None:
+        forced = "CUPY_MLA_KERNELS" in os.environ
+        prefill_sm90.launch_grouped(place, layout, h_q, s_q, topk, length, left, forced, call.params)
+    elif s_q > 0:
         call.launch(layout, length is not None)
 
 
@@ -259,7 +254,7 @@ class _Call:
             part_out = self._parts.ptr
             part_lse, part_max = part_out + 4 * rows * D_V, part_out + 4 * rows * (D_V + 1)
         flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
-        flags |= WIDE_OUT * out.aligned(16)
+        flags |= WIDE_OUT * out.aligned(16) | SOME_DONE * (chosen == "grouped")
         self.params = _PARAMS.pack(
             *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
             lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,
@@ -281,10 +276,7 @@ class _Call:
                 place, layout, self.h_q, self.queries, self.rows, self.splits, uneven, self.params
             )
         elif self.family == "sm90":
-            # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
-            work = self.queries * -(-self.h_q // SM90_HEADS)
-            blocks = work if uneven else min(work, num_sms(place.device))
-            prefill_sm90_kernel(layout).launch(place, (blocks, 1, 1), self.params)
+            prefill_sm90.launch(place, layout, self.h_q, self.queries, uneven, self.params)
         else:
             heads = block_heads(self.h_q)
             blocks = self.queries * -(-self.h_q // heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
 
@@ -92,8 +93,8 @@ def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], spl
     def time(shape: tuple[int, int]) -> float:
         heads, splits = shape
         cluster = cluster_of(splits)
-        pairs = -(-(-(-tiles // splits)) // 2)
-        waves = -(-queries * -(-h_q // heads) * (splits // cluster) // at_once[cluster - 1])
+        pairs = math.ceil(math.ceil(tiles / splits) / 2)
+        waves = math.ceil(queries * math.ceil(h_q / heads) * (splits // cluster) / at_once[cluster - 1])
         block, pair = TIMES[heads]
         return waves * (block + pair * pairs)
 

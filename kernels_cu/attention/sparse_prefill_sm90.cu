@@ -15,6 +15,7 @@
 //   holds the RoPE part as well, over which P_w is laid. D_QK 512 has no columns beyond V: P has its own space there.
 //
 //   full[tile][region]    copies done              128 arrivals by cp.async; region w of tile w 16 more, for validity
+//                                                  (GROUPED 64)
 //   empty[tile][region]   last product done        warpgroup `region`: its 128 threads for region w of tile w, else 4
 //   q_full, q_empty       the same for Q           128 arrivals; 8 arrivals
 //   named 1, 2            P_0, P_1 are readable    written by one multiplying warpgroup, read by the other
@@ -24,11 +25,23 @@
 // a logit passes it by 2^REF_SLACK, and is published with P_w. Who multiplies P_w brings its accumulators, or P_w, to
 // the higher of the two references. That happens in the first tiles and then hardly ever, and needs no waiting.
 //
-// Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 2 KB.
+// GROUPED: the 64 heads are those of several neighbouring queries, the rows the union of their lists (group_lists.cu). One
+// more step of Q . K adds -2^120 where a line's query does not list a row, so softmax is as above but for rows that count
+// twice. Rows that one query lists meet the P of others, which is 0 there; a row that is not finite would reach them all
+// the same, so a group with such a result is left to the kernel that runs after this one.
+//
+// LEFT: works on the queries that groups have left, those whose main.lengths is not negative.
+//
+// Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB; GROUPED 4 KB
+// more.
 // Registers: 232 a multiplying thread, 40 a copying one, together the 384 x 168 of the launch; no spills and no wgmma
 // serialised by the compiler (both asserted by the compile test).
 // What was tried, what bounds it: docs/kernels/sparse_prefill_sm90.md.
+#if GROUPED
+#include "attention/groups.cuh"
+#else
 #include "attention/params.cuh"
+#endif
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
@@ -45,13 +58,27 @@ constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
 constexpr bool P_OVER_ROPE = D_QK > D_V;
 constexpr int THREADS = 384;
 constexpr float REF_SLACK = 8.0f;
+constexpr int AHEAD = GROUPED ? 1 : 2;         // tiles whose list entries are loaded ahead; groups are short of registers
 
 constexpr int Q_AT = 0, TILE_AT = TILE_BYTES, P_AT = 3 * TILE_BYTES;
-constexpr int SMALL_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
+constexpr int MORE_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
+
+// Groups: one more step of Q . K takes out the rows that a query does not list. To Q it adds 16 columns that name a line's
+// query, to K what is to be added for each query, 0 or EXCLUDED; the second 8 of the 16 columns are zeros.
+constexpr int MORE_BYTES = TILE_ROWS * 16;     // 64 lines of 8 columns, without swizzle
+constexpr int MORE_Q = MORE_AT, MORE_K = MORE_Q + MORE_BYTES, MORE_ZEROS = MORE_K + 2 * MORE_BYTES;
+constexpr uint32_t ONE = 0x3f80, EXCLUDED = 0xfb80;  // bfloat16: 1, -2^120
+constexpr float LEAST_LISTED = -0x1p100f;
+
+constexpr int SMALL_AT = MORE_AT + (GROUPED ? 4 * MORE_BYTES : 0);
 
 struct Small {
     uint64_t full[2][2], empty[2][2], q_full, q_empty;
+#if GROUPED
+    uint64_t twice[2][MOST_QUERIES];
+#else
     uint8_t valid[2][TILE_ROWS];
+#endif
     float ref[2][HEADS];     // what P_w is relative to
     float sum[2][2][HEADS];  // at the end, by turn: sums and maxima of each warpgroup's tiles
     float max[2][2][HEADS];
@@ -67,20 +94,77 @@ __device__ __forceinline__ uint32_t p_address(int tile) {
     return P_OVER_ROPE ? tile_address(tile) + 8 * BLOCK_BYTES : shared_address(shared) + P_AT + tile * BLOCK_BYTES;
 }
 
-// The pieces of work of a block: (query, head tile) number blockIdx.x, + gridDim.x, ...
+// The pieces of work of a block: (query, head tile), or groups, number blockIdx.x, + gridDim.x, ...
 struct Work {
     Query query;
     int head_tile, length, pairs;
+    int number;  // of a group, which has no query of its own
 };
 
-__device__ __forceinline__ Work work_at(const Params& p, int index, int head_tiles) {
+// What one of the 64 rows of Q, S and O is for.
+struct Line {
+    Query query;
+    int head;  // h_q or more: for nothing
+};
+
+#if GROUPED
+using Arguments = GroupedParams;
+
+// gridDim.x, read where it is wanted: the compiler would keep it in a register all through the loop.
+__device__ __forceinline__ int num_blocks() {
+    int blocks;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+    return blocks;
+}
+
+__device__ __forceinline__ int num_works(const Arguments& p, int) { return p.num_groups; }
+
+__device__ __forceinline__ Work work_at(const Arguments& p, int index, int) {
     Work w;
-    w.query = query_of(p, index / head_tiles);
-    w.head_tile = index % head_tiles;
-    w.length = list_length(p.main, w.query.b);
+    w.head_tile = 0;
+    w.number = index;
+    w.length = p.group_lengths[index];
     w.pairs = (w.length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
     return w;
 }
+
+__device__ __forceinline__ const int32_t* list_of(const Arguments& p, const Work& w) {
+    return p.rows + int64_t(w.number) * p.capacity;
+}
+
+__device__ __forceinline__ int first_query(const Arguments& p, const Work& w) { return (p.first_group + w.number) * p.queries; }
+
+__device__ __forceinline__ Line line_at(const Arguments& p, const Work& w, int row) {
+    const int query = row / p.h_q, index = first_query(p, w) + query;
+    return {query_of(p, index), query < p.queries && index < p.num_queries ? row % p.h_q : p.h_q};
+}
+
+// Lines beyond the last may belong to any query.
+__device__ __forceinline__ int query_of_line(const Arguments& p, int row) { return min(row / p.h_q, p.queries - 1); }
+#else
+using Arguments = Params;
+
+__device__ __forceinline__ int num_blocks() { return gridDim.x; }
+
+__device__ __forceinline__ int num_works(const Arguments& p, int head_tiles) { return p.num_queries * head_tiles; }
+
+__device__ __forceinline__ Work work_at(const Arguments& p, int index, int head_tiles) {
+    Work w;
+    w.query = query_of(p, index / head_tiles);
+    w.head_tile = index % head_tiles;
+    w.length = LEFT ? p.main.lengths[w.query.b] : list_length(p.main, w.query.b);
+    w.pairs = (w.length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
+    return w;
+}
+
+__device__ __forceinline__ const int32_t* list_of(const Arguments& p, const Work& w) {
+    return p.main.indices + w.query.b * p.main.index_stride_b + w.query.s * p.main.index_stride_s;
+}
+
+__device__ __forceinline__ Line line_at(const Arguments& p, const Work& w, int head) {
+    return {w.query, head};
+}
+#endif
 
 // The region that warpgroup 1 - tile empties holds the RoPE part too, if P of the tile is laid over it.
 constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE && region != tile; }
@@ -116,8 +200,8 @@ __device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, cons
 }
 
 // The list entries of this thread's rows of one tile; -1 where there is none.
-__device__ __forceinline__ void load_slots(const Params& p, const Work& w, const Copier& c, int tile, int32_t (&slots)[4]) {
-    const int32_t* list = p.main.indices + w.query.b * p.main.index_stride_b + w.query.s * p.main.index_stride_s;
+__device__ __forceinline__ void load_slots(const Arguments& p, const Work& w, const Copier& c, int tile, int32_t (&slots)[4]) {
+    const int32_t* list = list_of(p, w);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int entry = tile * TILE_ROWS + 16 * i + c.row;
@@ -125,24 +209,61 @@ __device__ __forceinline__ void load_slots(const Params& p, const Work& w, const
     }
 }
 
+// What is known of a tile's rows besides their values, where softmax or Q . K finds it.
+#if GROUPED
+constexpr int VALIDITY_LANES = 4;  // of each eight copying threads, those that bring it
+using Validity = uint32_t;         // `excluded` of row 16 (lane % 8) + c.row
+
+__device__ __forceinline__ Validity load_validity(const Arguments& p, const Work& w, const Copier& c, int tile) {
+    const int entry = tile * TILE_ROWS + 16 * (c.lane % 4) + c.row;
+    return entry < w.length ? p.excluded[int64_t(w.number) * p.capacity + entry] : 0xff;
+}
+
+__device__ __forceinline__ void bring_validity(
+    const Arguments& p, const Work& w, const Copier& c, int number, int tile, const uint8_t* const (&)[4], Validity excluded) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t two = excluded >> 2 * i & 3;
+        words[i] = ((two | two << 15) & 0x10001) * EXCLUDED;
+    }
+    *reinterpret_cast<Vec16*>(shared + MORE_K + tile * MORE_BYTES + (16 * (c.lane % 8) + c.row) * 16) = {
+        words[0], words[1], words[2], words[3]};
+    if (c.lane % 8 == 0 && c.row < p.queries)
+        cp_async_8(shared_address(&small().twice[tile][c.row]),
+                   p.twice + int64_t(w.number) * p.twice_capacity + number * p.queries + c.row, number * TILE_ROWS < w.length);
+}
+#else
+constexpr int VALIDITY_LANES = 1;
+struct Validity {};
+
+__device__ __forceinline__ Validity load_validity(const Arguments&, const Work&, const Copier&, int) { return {}; }
+
+__device__ __forceinline__ void bring_validity(
+    const Arguments&, const Work&, const Copier& c, int, int tile, const uint8_t* const (&rows)[4], Validity) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) small().valid[tile][16 * i + c.row] = rows[i] != nullptr;
+}
+#endif
+
 // Region `REGION` of tile `TILE` once it is empty: half of V's columns, and RoPE where P of the tile is laid over it.
 template <int TILE, int REGION>
-__device__ __forceinline__ void copy_region(const Copier& c, const uint8_t* const (&rows)[4], uint32_t parity) {
+__device__ __forceinline__ void copy_region(
+    const Arguments& p, const Work& w, const Copier& c, int pair, const uint8_t* const (&rows)[4], Validity validity, uint32_t parity) {
     Small& sm = small();
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION]), parity);
     copy_blocks<4 * REGION, 4 * REGION + 4>(c, tile_address(TILE), rows);
     if constexpr (has_rope(TILE, REGION)) copy_blocks<8, 9>(c, tile_address(TILE), rows);
     if constexpr (has_validity(TILE, REGION)) {
-        if (c.lane % 8 == 0) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sm.valid[TILE][16 * i + c.row] = rows[i] != nullptr;
+        if (c.lane % 8 < VALIDITY_LANES) {
+            bring_validity(p, w, c, 2 * pair + TILE, TILE, rows, validity);
             mbarrier_arrive(shared_address(&sm.full[TILE][REGION]));
         }
     }
     mbarrier_arrive_after_copies(shared_address(&sm.full[TILE][REGION]));
 }
 
-__device__ __forceinline__ void find_rows(const Params& p, const int32_t (&slots)[4], const uint8_t* (&rows)[4]) {
+__device__ __forceinline__ void find_rows(const Arguments& p, const int32_t (&slots)[4], const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const bool valid = slots[i] >= 0 && slots[i] < p.main.num_slots;
@@ -151,26 +272,26 @@ __device__ __forceinline__ void find_rows(const Params& p, const int32_t (&slots
 }
 
 // The rows of Q that this thread copies: those of its heads, null beyond the last.
-__device__ __forceinline__ void find_q(const Params& p, const Work& w, const Copier& c, const uint8_t* (&rows)[4]) {
+__device__ __forceinline__ void find_q(const Arguments& p, const Work& w, const Copier& c, const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int head = w.head_tile * HEADS + 16 * i + c.row;
-        const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + head * p.q_h;
-        rows[i] = head < p.h_q ? reinterpret_cast<const uint8_t*>(q) : nullptr;
+        const Line line = line_at(p, w, w.head_tile * HEADS + 16 * i + c.row);
+        const bf16* q = p.q + line.query.b * p.q_b + line.query.s * p.q_s + line.head * p.q_h;
+        rows[i] = line.head < p.h_q ? reinterpret_cast<const uint8_t*>(q) : nullptr;
     }
 }
 
-__device__ __forceinline__ void copy_all(const Params& p, int total, int head_tiles) {
+__device__ __forceinline__ void copy_all(const Arguments& p, int total, int head_tiles) {
     const Copier c = Copier::here();
     Small& sm = small();
     uint32_t parity = 1, q_parity = 1;  // the first wait for an empty space is no wait
-    for (int index = blockIdx.x; index < total; index += gridDim.x) {
+    for (int index = blockIdx.x; index < total; index += num_blocks()) {
         const Work w = work_at(p, index, head_tiles);
         if (w.pairs == 0) continue;
-        int32_t even[4], odd[4];  // list entries of the next even and odd tile, loaded a pair ahead
+        int32_t even[4], odd[4];  // list entries of the next even and odd tile
         const uint8_t* rows[4];
         load_slots(p, w, c, 0, even);
-        load_slots(p, w, c, 1, odd);
+        if (AHEAD == 2) load_slots(p, w, c, 1, odd);
 
         // Q is a tile whose rows are heads.
         find_q(p, w, c, rows);
@@ -181,13 +302,15 @@ __device__ __forceinline__ void copy_all(const Params& p, int total, int head_ti
 
         for (int pair = 0; pair < w.pairs; ++pair) {
             find_rows(p, even, rows);
-            load_slots(p, w, c, 2 * pair + 2, even);
-            copy_region<0, 0>(c, rows, parity);
-            copy_region<0, 1>(c, rows, parity);
+            const Validity even_validity = load_validity(p, w, c, 2 * pair);
+            load_slots(p, w, c, 2 * pair + AHEAD, AHEAD == 2 ? even : odd);
+            copy_region<0, 0>(p, w, c, pair, rows, even_validity, parity);
+            copy_region<0, 1>(p, w, c, pair, rows, even_validity, parity);
             find_rows(p, odd, rows);
-            load_slots(p, w, c, 2 * pair + 3, odd);
-            copy_region<1, 0>(c, rows, parity);
-            copy_region<1, 1>(c, rows, parity);
+            const Validity odd_validity = load_validity(p, w, c, 2 * pair + 1);
+            load_slots(p, w, c, 2 * pair + 1 + AHEAD, AHEAD == 2 ? odd : even);
+            copy_region<1, 0>(p, w, c, pair, rows, odd_validity, parity);
+            copy_region<1, 1>(p, w, c, pair, rows, odd_validity, parity);
             parity ^= 1;
         }
     }
@@ -227,42 +350,116 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, float (&s)[3
 #pragma unroll
         for (int block = 0; block < 4; ++block) multiply(4 * region + block, region + block == 0);
         if (has_rope(tile, region)) multiply(8, false);
+        if (GROUPED && has_validity(tile, region)) {
+            const int more_k = MORE_K + tile * MORE_BYTES;
+            wgmma_m64n64k16(s, wgmma_plain_operand(shared_address(shared) + MORE_Q, 128, MORE_ZEROS - MORE_Q),
+                            wgmma_plain_operand(shared_address(shared) + more_k, 128, MORE_ZEROS - more_k));
+        }
     }
     wgmma_commit();
 }
 
-// S becomes P relative to `ref`, rounded, as the A fragments of four steps of k; `sum` is that of P before rounding.
-__device__ __forceinline__ void softmax_tile(
-    const Params& p, int tile, int t, float (&s)[32], Softmax& state, float (&ref)[2], float (&sum)[2],
-    uint32_t (&prob)[4][4]) {
-    const uint8_t* valid = small().valid[tile] + 2 * t;
+#if GROUPED
+// The queries that a thread's two rows belong to.
+struct Reader {
+    uint32_t queries;  // 16 bits each
+
+    static __device__ __forceinline__ Reader here(const Arguments& p, int warp, int lane) {
+        const int row = 16 * warp + lane / 4;
+        return {uint32_t(query_of_line(p, row) | query_of_line(p, row + 8) << 16)};
+    }
+};
+
+// Which of a thread's columns count twice: bit 8 (n % 4) + k of word n / 4 for the two columns of its n-th eight.
+struct Columns {
+    uint32_t twice[2][2];
+    bool once;  // for all of the warp: none does
+
+    __device__ __forceinline__ Columns(const Reader& reader, int tile, int t) {
+        uint32_t any = 0;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const Vec8 words = *reinterpret_cast<const Vec8*>(&small().twice[tile][reader.queries >> 16 * row & 0xffff]);
+            twice[row][0] = words.x >> 2 * t;
+            twice[row][1] = words.y >> 2 * t;
+            any |= twice[row][0] | twice[row][1];
+        }
+        once = __all_sync(~0u, (any & 0x03030303) == 0);
+    }
+};
+
+// The rows that are not listed are as good as taken out already.
+__device__ __forceinline__ float mask_tile(const Arguments& p, const Columns&, float (&)[32]) { return p.scale_log2; }
+
+__device__ __forceinline__ float top_of(float top, float scale) { return top < LEAST_LISTED ? -INF : top * scale; }
+
+__device__ __forceinline__ void count_twice(const Columns& columns, int row, float (&s)[32]) {
+    if (columns.once) return;
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+        if (i / 2 % 2 == row && columns.twice[row][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1) s[i] += s[i];
+}
+#else
+struct Reader {
+    static __device__ __forceinline__ Reader here(const Arguments&, int, int) { return {}; }
+};
+
+// The validity bytes of a thread's columns.
+struct Columns {
+    const uint8_t* valid;
+
+    __device__ __forceinline__ Columns(const Reader&, int tile, int t) : valid(small().valid[tile] + 2 * t) {}
+};
+
+// Takes out what is not valid. Returns the scale that is still to be multiplied by.
+__device__ __forceinline__ float mask_tile(const Arguments& p, const Columns& columns, float (&s)[32]) {
     uint32_t all = 0x0101;
     float scale = 1.0f;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(valid + 8 * n);
+    for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(columns.valid + 8 * n);
     if (!__all_sync(~0u, all == 0x0101) || p.scale_log2 < 0.0f) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const uint32_t two = *reinterpret_cast<const uint16_t*>(valid + 8 * n);
+            const uint32_t two = *reinterpret_cast<const uint16_t*>(columns.valid + 8 * n);
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[4 * n + i] = two >> (i % 2 * 8) & 1 ? s[4 * n + i] * p.scale_log2 : -INF;
         }
     } else {
         scale = p.scale_log2;
     }
+    return scale;
+}
+
+__device__ __forceinline__ float top_of(float top, float scale) { return top * scale; }
+
+__device__ __forceinline__ void count_twice(const Columns&, int, float (&)[32]) {}
+#endif
+
+// S becomes P relative to `ref`, rounded, as the A fragments of four steps of k; `sum` is that of P before rounding.
+__device__ __forceinline__ void softmax_tile(
+    const Arguments& p, const Columns& columns, float (&s)[32], Softmax& state, float (&ref)[2], float (&sum)[2],
+    uint32_t (&prob)[4][4]) {
+    const float scale = mask_tile(p, columns, s);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         float top = -INF;
 #pragma unroll
         for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
-        top = quad_max(top) * scale;
+        top = top_of(quad_max(top), scale);
         state.max[row] = fmaxf(state.max[row], top);
         ref[row] = top > state.ref[row] + REF_SLACK ? top : state.ref[row];
         const float base = ref[row] == -INF ? 0.0f : ref[row];
         sum[row] = 0.0f;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const float x = exp2_approx(s[4 * n + 2 * row] * scale - base), y = exp2_approx(s[4 * n + 2 * row + 1] * scale - base);
+            float &x = s[4 * n + 2 * row], &y = s[4 * n + 2 * row + 1];
+            x = exp2_approx(x * scale - base);
+            y = exp2_approx(y * scale - base);
+        }
+        count_twice(columns, row, s);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const float x = s[4 * n + 2 * row], y = s[4 * n + 2 * row + 1];
             sum[row] += x + y;
             prob[n / 2][n % 2 * 2 + row] = pack_bf16x2(x, y);
         }
@@ -341,8 +538,9 @@ __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
 // The results of one piece of work: this warpgroup's half of the columns.
 template <int W>
 __device__ __forceinline__ void finish(
-    const Params& p, const Work& w, int warp, int lane, int turn, const Softmax& state, const float (&o)[128]) {
+    const Arguments& p, const Work& w, int warp, int lane, int turn, const Softmax& state, const float (&o)[128]) {
     Small& sm = small();
+    if (GROUPED) asm volatile("" : "+r"(lane));  // so that nothing derived from it is kept in registers all through the loop
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -355,13 +553,14 @@ __device__ __forceinline__ void finish(
     named_barrier_sync(3, 256);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int row = 16 * warp + g + 8 * i, head = w.head_tile * HEADS + row;
+        const int row = 16 * warp + g + 8 * i;
+        const Line line = line_at(p, w, w.head_tile * HEADS + row);
         const float sum = sm.sum[turn][0][row] + sm.sum[turn][1][row];
         const HeadResult result = {fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]),
                                    sum == 0.0f ? -INF : state.ref[i] + log2_approx(sum)};
-        const bool here = head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
-        const float scale = !here || sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
-        bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + head * p.out_h + 256 * W;
+        const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
+        const float scale = !here || sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / sum;
+        bf16* out = p.out + line.query.b * p.out_b + line.query.s * p.out_s + line.head * p.out_h + 256 * W;
         const bool aligned = p.flags & WIDE_OUT;
 #pragma unroll
         for (int j = 0; j < 32; j += 4) {
@@ -374,23 +573,37 @@ __device__ __forceinline__ void finish(
             transpose_quad(packed, t);
             if (here) store_chunk(out + CHUNK * (j + t), {packed[0], packed[1], packed[2], packed[3]}, aligned);
         }
-        if (W == 0 && t == 0 && here) write_statistics(p, w.query, head, result);
+        if (W == 0 && t == 0 && here) write_statistics(p, line.query, line.head, result);
     }
+#if GROUPED
+    // A row that is not finite reached all queries of the group, named by them or not: they are left after all.
+    float probe = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) probe += o[i] * 0.0f;
+    const int query = first_query(p, w) + lane;
+    if (__any_sync(~0u, probe != 0.0f) && lane < p.queries && query < p.num_queries) p.left[query] = call_length(p, query);
+#endif
 }
 
 template <int W>
-__device__ __forceinline__ void multiply_all(const Params& p, int total, int head_tiles) {
+__device__ __forceinline__ void multiply_all(const Arguments& p, int total, int head_tiles) {
     Small& sm = small();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const Reader reader = Reader::here(p, warp, lane);
     uint32_t parity = 0, q_parity = 0;
     int turn = 0;
-    for (int index = blockIdx.x; index < total; index += gridDim.x, turn ^= 1) {
+    for (int index = blockIdx.x; index < total; index += num_blocks(), turn ^= 1) {
         const Work w = work_at(p, index, head_tiles);
         Softmax state;
         float o[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i] = 0.0f;
         if (w.pairs == 0) {
+            if (GROUPED) continue;
+            if (LEFT && w.length < 0) {
+                turn ^= 1;  // so that it tells finished pieces of work
+                continue;
+            }
             finish<W>(p, w, warp, lane, turn, state, o);
             continue;
         }
@@ -412,7 +625,7 @@ __device__ __forceinline__ void multiply_all(const Params& p, int total, int hea
                 wgmma_wait<1>();
             }
             if (pair + 1 == w.pairs) release(sm.q_empty, lane);
-            softmax_tile(p, W, lane % 4, s, state, my_ref, my_sum, mine);
+            softmax_tile(p, Columns(reader, W, lane % 4), s, state, my_ref, my_sum, mine);
             publish_p(W, warp, lane, mine, my_ref);
             if constexpr (W == 1) {
                 wgmma_wait<0>();
@@ -432,20 +645,20 @@ __device__ __forceinline__ void multiply_all(const Params& p, int total, int hea
                 release(sm.empty[1][0], lane);
             }
         }
-        finish<W>(p, w, warp, lane, turn, state, o);
+        finish<W>(p, w, warp, lane, GROUPED ? q_parity : turn, state, o);
     }
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __grid_constant__ Arguments p) {
     Small& sm = small();
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
             for (int region = 0; region < 2; ++region) {
-                mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (has_validity(tile, region) ? 16 : 0));
+                mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (has_validity(tile, region) ? 16 * VALIDITY_LANES : 0));
                 mbarrier_init(shared_address(&sm.empty[tile][region]), has_validity(tile, region) ? 128 : 4);
             }
         }
@@ -453,8 +666,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
         mbarrier_init(shared_address(&sm.q_empty), 8);
         mbarrier_init_fence();
     }
+#if GROUPED
+    for (int i = threadIdx.x; i < TILE_ROWS * 8; i += THREADS) {
+        reinterpret_cast<bf16*>(shared + MORE_Q)[i] = i % 8 == query_of_line(p, i / 8) ? ONE : 0;
+        reinterpret_cast<bf16*>(shared + MORE_ZEROS)[i] = 0;
+    }
+    fence_proxy_async();
+#endif
     __syncthreads();
-    const int head_tiles = (p.h_q + HEADS - 1) / HEADS, total = p.num_queries * head_tiles;
+    const int head_tiles = (p.h_q + HEADS - 1) / HEADS, total = num_works(p, head_tiles);
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         give_registers<40>();

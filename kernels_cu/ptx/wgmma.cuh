@@ -14,6 +14,11 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t lin
     return uint64_t(1) << 62 | uint64_t(line_groups >> 4) << 32 | uint64_t(columns >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
+// The same of a K-major operand without swizzle: 8 lines of 16 bytes make 128 bytes; `columns` = bytes to the next 8 of k.
+__device__ __forceinline__ uint64_t wgmma_plain_operand(uint32_t address, uint32_t line_groups, uint32_t columns) {
+    return uint64_t(line_groups >> 4) << 32 | uint64_t(columns >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
 // wgmma.fence: orders this thread's register writes before the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

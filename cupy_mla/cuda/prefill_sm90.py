@@ -1,0 +1,154 @@
+"""The Hopper prefill kernel, `kernels_cu/attention/sparse_prefill_sm90.cu`, of single queries and of groups of them.
+
+Groups take three launches: `group_lists.cu` unites the index lists of neighbouring queries, the prefill kernel works on
+the groups whose lists share enough, as many queries as fill its tile of 64 heads, and then it or the kernel for few
+heads works on what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from ..arrays import Array, Place
+from ..layouts import BF16_512, BF16_576, D_V, Layout
+from ..recording import Packed, Params
+from . import few_heads_sm90
+from .jit import Kernel, num_sms
+
+HEADS = TILE_ROWS = 64
+
+MOST_QUERIES = 8  # kernels_cu/attention/groups.cuh
+MOST_GROUPED_HEADS = 32
+MOST_FEW_HEADS = 16  # up to which what groups leave is for the kernel for few heads, above for this one
+
+# The most rows of a union, as a share of its lists' entries, with which a group is the faster way: the time that an
+# entry takes otherwise over that of a row of a union. Clear of what random lists come to, 0.79 and 0.89 (16 rows of the
+# cache for an entry, groups of 8 and of 4), so that all groups of such a call go one way.
+MOST_ROWS = 0.84
+
+LEAST_SCALE = 2.0**-60  # sm_scale from which groups are: times -2^120, it takes rows out of a softmax
+
+SCRATCH_BYTES = 1 << 28  # what the unions of one launch may take, about
+
+_GROUPS = "6Q5if"  # what struct GroupedParams has after Params
+
+
+@cache
+def kernel(layout: Layout, kind: str = "") -> Kernel:
+    """The kernel for rows of one width: of single queries, of "GROUPED" ones, or of those that groups have "LEFT"."""
+    tile = TILE_ROWS * 2 * layout.d_qk
+    p_tiles = 0 if layout.d_qk > D_V else 2 * TILE_ROWS * 128
+    more = 4 * TILE_ROWS * 16 if kind == "GROUPED" else 0
+    small = 10 * 8 + 2 * TILE_ROWS + (2 + 8) * HEADS * 4  # struct Small of the kernel
+    shared = 3 * tile + p_tiles + more + small
+    return Kernel(
+        "attention/sparse_prefill_sm90.cu",
+        "sparse_prefill",
+        {**layout.defines(), "GROUPED": 0, "LEFT": 0, "EXPECTED_SHARED_BYTES": shared} | ({kind: 1} if kind else {}),
+        threads=384,
+        shared_bytes=shared,
+        archs=("90a",),
+        target="90a",
+    )
+
+
+@cache
+def group_lists_kernel(queries: int) -> Kernel:
+    """The kernel that unites the index lists of so many queries; it does not depend on the layout."""
+    shared = queries * (8192 + 2048 + 2048 + 2 * 512 + 4) + 4096 + (3 * 32 + 4) * 4  # struct Shared of the kernel
+    return Kernel(
+        "attention/group_lists.cu",
+        "group_lists",
+        {"QUERIES": queries, "EXPECTED_SHARED_BYTES": shared},
+        threads=128 * queries,
+        shared_bytes=shared,
+        archs=("90a",),
+        target="90a",
+    )
+
+
+def launch(
+    place: Place, layout: Layout, h_q: int, num_queries: int, uneven: bool, params: Packed, kind: str = ""
+) -> None:
+    """Launch for single queries.
+
+    Args:
+        uneven: queries have lengths of their own.
+        params: struct Params.
+        kind: "LEFT" after groups.
+    """
+    # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
+    work = num_queries * -(-h_q // HEADS)
+    blocks = work if uneven else min(work, num_sms(place.device))
+    kernel(layout, kind).launch(place, (blocks, 1, 1), params)
+
+
+@cache
+def _grouped(params: Params) -> Params:
+    """struct GroupedParams."""
+    return Params(params.struct.format + _GROUPS)
+
+
+def group_queries(h_q: int) -> int:
+    """Queries of a group."""
+    return min(HEADS // h_q, MOST_QUERIES)
+
+
+def full(h_q: int, num_queries: int, sms: int) -> float:
+    """Share of the GPU's blocks that have a group to work on, over all rounds."""
+    groups = -(-num_queries // group_queries(h_q))
+    return groups / (-(-groups // sms) * sms)
+
+
+def launch_grouped(
+    place: Place,
+    layout: Layout,
+    h_q: int,
+    num_queries: int,
+    topk: int,
+    length: Array | None,
+    left: Array,
+    forced: bool,
+    params: Packed,
+) -> None:
+    """Launch for groups, and for the queries that are left.
+
+    Args:
+        length: the call's topk_length.
+        left: int32 [num_queries], scratch that Params names as main.lengths, with the flag SOME_DONE.
+        forced: group whatever lists share, for testing.
+        params: struct Params.
+    """
+    sms = num_sms(place.device)
+    queries = group_queries(h_q)
+    capacity = queries * topk
+    total = -(-num_queries // queries)
+    sizes = (-(-capacity // TILE_ROWS) * queries * 8, 4 * capacity, 4, capacity)  # of twice, rows, length, excluded
+    groups = min(total, max(SCRATCH_BYTES // sum(sizes), 1))  # of a launch
+    scratch = Array("unions", place.empty((groups * sum(sizes),), np.dtype(np.uint8)))
+    twice, rows, group_lengths, excluded = (scratch.ptr + groups * sum(sizes[:i]) for i in range(4))
+    most = 1.0 if forced else min(MOST_ROWS, full(h_q, num_queries, sms))
+    for first in range(0, total, groups):
+        here = min(groups, total - first)
+        lists = (length.ptr if length else 0, rows, excluded, twice, group_lengths, left.ptr)
+        grouped = _grouped(params.layout).pack(
+            *params.values, *lists, queries, first, here, capacity, sizes[0] // 8, most
+        )
+        group_lists_kernel(queries).launch(place, (here, 1, 1), grouped)
+        kernel(layout, "GROUPED").launch(place, (here if length else min(here, sms), 1, 1), grouped)
+    if h_q <= MOST_FEW_HEADS:
+        few_heads_sm90.launch(place, layout, h_q, num_queries, 1, length is not None, params)
+    else:
+        launch(place, layout, h_q, num_queries, length is not None, params, "LEFT")
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for queries in sorted({group_queries(h_q) for h_q in range(1, MOST_GROUPED_HEADS + 1)}):
+        yield group_lists_kernel(queries)
+    for layout in (BF16_576, BF16_512):
+        for kind in ("", "GROUPED", "LEFT"):
+            yield kernel(layout, kind)

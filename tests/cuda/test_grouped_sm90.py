@@ -1,0 +1,176 @@
+"""Groups of queries as one tile of 64 heads, on Hopper, against the oracle and against the kernel for few heads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla.cuda import few_heads_sm90, prefill_sm90
+from cupy_mla.ops._plan import forget_plans
+
+from .. import oracle
+from ..cases import check_prefill, entries, flat_rows, latent, queries, sinks, some
+from ..kinds import CuPy, gapped
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    kind = CuPy()
+    if kind.cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "grouped")
+    return kind
+
+
+@pytest.fixture
+def all_grouped(hopper, monkeypatch):
+    """Fails where a query is left to another kernel, which does not run: outputs stay poisoned."""
+    forget_plans()
+    for module in (few_heads_sm90, prefill_sm90):
+        monkeypatch.setattr(module, "launch", lambda *arguments: None)
+    yield hopper
+    forget_plans()
+
+
+def inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=0, kv_gap=0, share=0.7):
+    live = some(rng, s_kv, share)
+    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
+    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
+
+
+def local_lists(rng, s_q, topk, s_kv, repeats=0):
+    """Neighbouring queries list mostly the same rows, each once but for the first `repeats` entries."""
+    lists = np.stack([rng.permutation(s_kv)[:topk] for _ in range(-(-s_q // 8))]).repeat(8, 0)[:s_q]
+    if repeats:
+        lists[:, :repeats] = lists[:, repeats : 2 * repeats]
+    own = rng.permutation(topk)[: topk // 8]
+    lists[:, own] = np.where(rng.random((s_q, len(own))) < 0.5, lists[:, own], -1)
+    return lists.astype(np.int32)[:, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "topk"),
+    [(1, 1, 1), (3, 7, 63), (17, 8, 64), (5, 16, 65), (2, 32, 127), (5, 24, 130), (301, 16, 300), (150, 5, 700)],
+)
+def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
+    """Lists with many duplicates; some groups are left."""
+    check_prefill(hopper, *inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeats", [0, 30])
+@pytest.mark.parametrize("h_q", [3, 8, 13, 16, 32])
+def test_groups_need_no_other_kernel(all_grouped, rng, h_q, repeats):
+    q, kv, _ = inputs(rng, 43, h_q, 576, 400, 1, share=1)
+    check_prefill(all_grouped, q, kv, local_lists(rng, 43, 250, 400, repeats), 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1e-12, 0.05, 6.0])
+def test_a_row_counts_as_often_as_it_is_listed(all_grouped, rng, scale):
+    """Rows listed up to five times, by some queries of a group and not by others."""
+    q, kv, indices = inputs(rng, 21, 8, 512, 200, 180, share=1)
+    indices[:, 0, 20:40] = indices[:, 0, :20]
+    indices[::2, 0, 40:43] = indices[::2, :1, 20]
+    check_prefill(all_grouped, q, kv, indices, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize("s_q", [40, 1501])
+def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
+    q, kv, indices = inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
+    length = rng.integers(-1, 203, s_q, dtype=np.int32)
+    length[:2] = 0, 200
+    length[8:16] = 0  # a group of nothing
+    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13), length, out_gaps=(1, 2, 3))
+
+
+@pytest.mark.gpu
+def test_unaligned_outputs_and_queries_without_rows(all_grouped, rng):
+    q, kv, indices = inputs(rng, 70, 8, 576, 300, 100)
+    indices[rng.random(70) < 0.5] = -1
+    indices[::8, 0, 0] = np.flatnonzero(~np.isnan(kv[:, 0, 0].astype(np.float32)))[0]  # each group has a row
+    check_prefill(all_grouped, q, kv, indices, 0.05, out_gaps=(0, 0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h_q", [7, 8])
+def test_row_numbers_in_several_windows(all_grouped, rng, h_q):
+    s_kv = 150_000
+    live = some(rng, s_kv, 0.01)
+    kv = flat_rows(rng, s_kv, 512, live)
+    check_prefill(all_grouped, queries(rng, 19, h_q, 512), kv, entries(rng, (19, 1, 777), live, s_kv), 0.05)
+
+
+@pytest.mark.gpu
+def test_several_launches(hopper, rng, monkeypatch):
+    forget_plans()
+    monkeypatch.setattr(prefill_sm90, "SCRATCH_BYTES", 20_000)
+    check_prefill(hopper, *inputs(rng, 150, 16, 512, 500, 300), 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_stays_with_the_queries_that_name_it(hopper, rng, bad):
+    """Their neighbours' tiles hold it, too."""
+    q, kv, indices = inputs(rng, 48, 16, 576, 300, 200, share=1)
+    indices[:, 0, 0] = 8
+    indices[indices == 7] = 9
+    indices[5, 0, 100] = 7
+    kv[7, 0, [3, 300, 520]] = bad
+    results = [hopper.take(r) for r in cupy_mla.sparse_prefill(*map(hopper.put, (q, kv, indices)), 0.05)]
+    others = np.arange(48) != 5
+    want = oracle.prefill(q[others], kv, indices[others], 0.05)
+    for name, g, w in zip(("out", "max_logits", "lse"), results, want, strict=True):
+        oracle.assert_close(g[others], w, f"prefill {name}")
+    assert not np.isfinite(results[0][5].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+def test_references_rise_late_and_far(all_grouped, rng):
+    """Logits that grow, or fall, by hundreds from tile to tile, which neighbouring queries see in part."""
+    s_kv, d = 640, 576
+    direction = rng.standard_normal(d, np.float32)
+    steps = np.repeat(np.sort(rng.uniform(-1, 1, 10)), 64)[:, None]
+    kv = (0.02 * rng.standard_normal((s_kv, d), np.float32) + 0.1 * steps * direction).astype(latent(rng, 1).dtype)
+    q = (direction + 0.1 * rng.standard_normal((11, 16, d), np.float32)).astype(kv.dtype)
+    indices = np.tile(np.arange(s_kv, dtype=np.int32), (11, 1, 1))
+    indices[rng.random(indices.shape) < 0.2] = -1
+    indices[3, 0, :320] = -1
+    for scale in (0.3, 6.0):
+        check_prefill(all_grouped, q, kv[:, None], indices, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, -0.05])
+def test_other_scales_are_for_the_kernel_for_few_heads(hopper, rng, scale):
+    check_prefill(hopper, *inputs(rng, 30, 16, 576, 200, 180), scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["grouped", ""])
+@pytest.mark.parametrize("h_q", [8, 32])
+def test_same_bits_every_time(hopper, rng, monkeypatch, h_q, kernels):
+    """Forced, and as the call chooses: about half of the groups share enough."""
+    if not kernels:
+        monkeypatch.delenv("CUPY_MLA_KERNELS")
+    q, kv, indices = inputs(rng, 1100, h_q, 576, 3000, 300)
+    indices[:500] = local_lists(rng, 500, 300, 3000, 20)
+    kv[np.isnan(kv.astype(np.float32))] = 0
+    arrays = [hopper.put(a) for a in (q, kv, indices)]
+    first, second = ([hopper.take(r) for r in cupy_mla.sparse_prefill(*arrays, 0.05)] for _ in range(2))
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "few_heads")
+    other = [hopper.take(r) for r in cupy_mla.sparse_prefill(*arrays, 0.05)]
+    for a, b, c in zip(first, second, other, strict=True):
+        assert a.tobytes() == b.tobytes()
+        np.testing.assert_allclose(a.astype(np.float32), c.astype(np.float32), rtol=0.02, atol=1e-3)
+
+
+def test_how_many_queries_make_a_group():
+    assert [prefill_sm90.group_queries(h) for h in (1, 7, 8, 9, 16, 24, 32)] == [8, 8, 8, 7, 4, 2, 2]
+    assert prefill_sm90.full(8, 8 * 132, 132) == prefill_sm90.full(8, 16 * 132, 132) == 1
+    assert prefill_sm90.full(8, 8 * 133, 132) < 0.51
