@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 
 from ..arrays import Place
-from ..layouts import ATTENTION_LAYOUTS, V32_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
 from .jit import Kernel, num_sms
 
@@ -16,9 +16,9 @@ MAX_CLUSTER = 16
 TILE_ROWS, UNIT_ROWS = 64, 16
 SHARED_LIMIT = 232448  # bytes of shared memory a block may have
 
-# By heads a block: microseconds that a block takes besides its rows (Q, first rows, results), and a pair of tiles. Fitted to
-# an H200, 2048 rows, batch 1 to 128.
-TIMES = {32: (10.0, 3.9), 64: (13.0, 4.6)}
+# Microseconds on an H200, fitted to 2048 rows and batch 1 to 128: what a block takes besides its rows (Q, first rows,
+# results), a pair of tiles by the heads a block, and a round of a cluster's merge, see merge_rounds.
+BLOCK_TIME, PAIR_TIME, ROUND_TIME = 9.2, {32: 3.9, 64: 4.6}, 0.6
 
 # A few words of addresses go to local memory, once a piece of work or once a tile.
 SPILL_BYTES = 192
@@ -80,6 +80,12 @@ def cluster_of(num_splits: int) -> int:
     return num_splits if num_splits <= MAX_CLUSTER else 1
 
 
+def merge_rounds(heads: int, cluster: int) -> int:
+    """Loads of other blocks' memory that a thread waits for, one after the other, when a cluster merges its results."""
+    units = -(-heads * D_V // 4 // cluster)
+    return 0 if cluster == 1 else -(-units // 1024) * -(-cluster // 4)
+
+
 @lru_cache(maxsize=4096)
 def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> tuple[int, int]:
     """The heads a block and the splits with the least estimated time.
@@ -95,8 +101,7 @@ def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], spl
         cluster = cluster_of(splits)
         pairs = math.ceil(math.ceil(tiles / splits) / 2)
         waves = math.ceil(queries * math.ceil(h_q / heads) * (splits // cluster) / at_once[cluster - 1])
-        block, pair = TIMES[heads]
-        return waves * (block + pair * pairs)
+        return waves * (BLOCK_TIME + PAIR_TIME[heads] * pairs) + ROUND_TIME * merge_rounds(heads, cluster)
 
     choice = range(1, max(1, min(tiles, MAX_CLUSTER)) + 1) if splits is None else (splits,)
     return min(((heads, n) for heads in HEADS for n in choice), key=time)

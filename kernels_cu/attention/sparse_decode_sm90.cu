@@ -23,8 +23,8 @@
 //   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, exact; RoPE as f16, divided by r.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
-// MERGES: the splits of a query are the blocks of a cluster. At the end they send one another columns of O^T through
-// distributed shared memory, and each merges its share. Without, combine.cu merges splits.
+// MERGES: the splits of a query are the blocks of a cluster. At the end each lays its O^T into shared memory, and every
+// block merges a share of it through distributed shared memory. Without, combine.cu merges splits.
 //
 //   full[unit], empty[unit]   mbarriers: copies done (32 lanes, and one for `valid`); read for the last time (8 warps)
 //   named 1, 2                P of warpgroup 0's, 1's tiles is there: 128 arrive, the other 128 wait
@@ -54,7 +54,7 @@ constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks 
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
 constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
-constexpr int MAX_CLUSTER = 16, STRIPS = D_V / 16, PITCH = 18;  // floats that a head's 16 columns take in the merge
+constexpr int MAX_CLUSTER = 16, O_LINE = D_V + 4;  // floats a head takes in the merge: 4 more spread heads over the banks
 constexpr float MAX_P = 0x1p15f, REF_NONE = -1e30f;
 constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
@@ -777,85 +777,81 @@ __device__ __forceinline__ void finish_sums(const Params& p, const Work& w, cons
     named_barrier_sync(5, 2 * WARPGROUP);
 }
 
-__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
-    const Vec8 v = load_shared_8(address);
-    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-}
-
-// What merge_results lays over Q, P and the ring: for every block of the cluster its O^T of this block's strips of 16
-// columns, [block][strip][head][PITCH], and references and sums, [block][head], which become weights.
-struct Merge {
-    int blocks, rank;
-
-    __device__ __forceinline__ int strips() const { return ceil_div(STRIPS, blocks); }
-    // Block b has strips first(b) .. first(b + 1) - 1.
-    __device__ __forceinline__ int owner(int strip) const { return strip * blocks / STRIPS; }
-    __device__ __forceinline__ int first(int block) const { return ceil_div(STRIPS * block, blocks); }
-    __device__ __forceinline__ uint32_t part(int block, int strip, int head) const {
-        return shared_address(shared) + ((block * strips() + strip) * HEADS + head) * PITCH * 4;
-    }
-    __device__ __forceinline__ uint32_t statistics(int block, int head) const {
-        return shared_address(shared) + SMALL_AT - (MAX_CLUSTER - block) * HEADS * 8 + head * 8;
-    }
-};
-// 15 blocks have up to three strips each, which is the most that all together take.
-static_assert(15 * 3 * HEADS * PITCH * 4 + MAX_CLUSTER * HEADS * 8 <= SMALL_AT && SMALL_AT % 16 == 0, "");
-
-// Blocks of the cluster send one another their strips, and each merges its own.
+// Merge what the blocks of the cluster found, each a share: O^T is laid over Q, P and the ring, [head][column] float32.
 __device__ __forceinline__ void merge_results(const Params& p, const Work& w, const Role& r, const Output& out) {
-    const Merge m = {cluster_size(), cluster_rank()};
-    const int thread = threadIdx.x;
-    gather_sums(r, out);
-    cluster_sync();  // nobody reads Q, P or the ring any more
+    constexpr int GATHERED_AT = HEADS * O_LINE * 4;
+    static_assert(GATHERED_AT + MAX_CLUSTER * 2 * HEADS * 4 <= SMALL_AT, "");
+    Small& sm = small();
+    gather_sums(r, out);  // nobody reads Q, P or the ring any more
+    if (threadIdx.x < HEADS) sm.scale[threadIdx.x] = sum_of(threadIdx.x);
+    float* o = reinterpret_cast<float*>(shared);
 #pragma unroll
-    for (int v = 0; v < 4; ++v) {
-        const int strip = 16 * r.group + 4 * v + r.warp, owner = m.owner(strip);
-        const uint32_t to = cluster_address(m.part(m.rank, strip - m.first(owner), 0) + 8 * r.g, owner);
+    for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c)
-            store_cluster_float2(to + r.head(c) * PITCH * 4, out.o[v][element(0, c)], out.o[v][element(1, c)]);
-    }
-    if (thread < HEADS) {
-        const float ref = small().ref[thread], sum = sum_of(thread);
-        for (int block = 0; block < m.blocks; ++block)
-            store_cluster_float2(cluster_address(m.statistics(m.rank, thread), block), ref, sum);
+        for (int v = 0; v < 4; ++v)
+            *reinterpret_cast<float2*>(o + r.head(c) * O_LINE + 256 * r.group + 64 * v + 16 * r.warp + 2 * r.g) =
+                make_float2(out.o[v][element(0, c)], out.o[v][element(1, c)]);
     }
     cluster_sync();
-    // A head's references become weights, which carry what the sum is divided by.
-    if (thread < HEADS) {
-        const int head = w.first_head + thread;
-        float top = REF_NONE, sum = 0.0f;
-        for (int block = 0; block < m.blocks; ++block) top = fmaxf(top, load_shared_float2(m.statistics(block, thread)).x);
-        for (int block = 0; block < m.blocks; ++block) {
-            const float2 of = load_shared_float2(m.statistics(block, thread));
-            sum += exp2_approx(of.x - top) * of.y;
-        }
-        const HeadResult result = {0.0f, sum == 0.0f ? -INF : top + log2_approx(sum)};
-        float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-        if (head < p.h_q) {
-            if (sum != 0.0f) scale *= sink_factor(p, head, result.lse);
-            if (m.rank == 0) write_statistics(p, w.query, head, result);
-        }
-        for (int block = 0; block < m.blocks; ++block) {
-            const uint32_t at = m.statistics(block, thread);
-            store_shared_4(at, __float_as_uint(exp2_approx(load_shared_float2(at).x - top) * scale));
-        }
+    // References and sums of every block: [block][2][HEADS].
+    const int blocks = cluster_size(), rank = cluster_rank(), thread = threadIdx.x;
+    float* gathered = reinterpret_cast<float*>(shared + GATHERED_AT);
+    for (int i = thread; i < blocks * 2 * HEADS; i += 2 * WARPGROUP) {
+        const float* of = i / HEADS % 2 == 0 ? sm.ref : sm.scale;
+        gathered[i] = load_cluster_float(cluster_address(shared_address(of + i % HEADS), i / (2 * HEADS)));
     }
     named_barrier_sync(5, 2 * WARPGROUP);
-    const int first = m.first(m.rank), items = (m.first(m.rank + 1) - first) * HEADS * 8;
+    // Four columns of a head are a unit. A thread does four units at a time, so that 16 loads are under way.
+    constexpr int ALL = HEADS * D_V / 4, AT_ONCE = 4, STEP = 2 * WARPGROUP;
+    const int share = ceil_div(ALL, blocks), end = min(ALL, (rank + 1) * share);
 #pragma unroll 1
-    for (int item = thread; item < items; item += 2 * WARPGROUP) {  // two columns of a head
-        const int two = item % 8, local = item / 8 % HEADS, strip = item / (8 * HEADS), head = w.first_head + local;
-        float x = 0.0f, y = 0.0f;
-#pragma unroll 4
-        for (int block = 0; block < m.blocks; ++block) {
-            const float weight = load_shared_float2(m.statistics(block, local)).x;
-            const float2 part = load_shared_float2(m.part(block, strip, local) + 8 * two);
-            x += weight * part.x;
-            y += weight * part.y;
+    for (int base = rank * share + thread; base < end; base += AT_ONCE * STEP) {
+        float sum[AT_ONCE] = {}, v[AT_ONCE][4] = {}, ref[AT_ONCE];
+        int local[AT_ONCE], column[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const int unit = min(base + u * STEP, end - 1);  // beyond the last unit the last, which is not written
+            local[u] = unit / (D_V / 4);
+            column[u] = unit % (D_V / 4) * 4;
+            ref[u] = REF_NONE;
+            for (int i = 0; i < blocks; ++i) ref[u] = fmaxf(ref[u], gathered[2 * i * HEADS + local[u]]);
         }
-        if (head < p.h_q) write_output(p, w.query, head, 16 * (first + strip) + 2 * two, x, y);
+#pragma unroll 1
+        for (int first = 0; first < blocks; first += 4) {
+            float4 part[AT_ONCE][4];  // beyond the last block the last, with no weight
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    part[u][k] = load_cluster_float4(
+                        cluster_address(shared_address(o + local[u] * O_LINE + column[u]), min(first + k, blocks - 1)));
+            }
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const float* of = gathered + 2 * min(first + k, blocks - 1) * HEADS + local[u];
+                    const float weight = first + k < blocks ? exp2_approx(of[0] - ref[u]) : 0.0f;
+                    sum[u] += weight * of[HEADS];
+                    v[u][0] += weight * part[u][k].x;
+                    v[u][1] += weight * part[u][k].y;
+                    v[u][2] += weight * part[u][k].z;
+                    v[u][3] += weight * part[u][k].w;
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const int head = w.first_head + local[u];
+            if (base + u * STEP >= end || head >= p.h_q) continue;
+            const HeadResult result = {0.0f, sum[u] == 0.0f ? -INF : ref[u] + log2_approx(sum[u])};
+            const float scale = sum[u] == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum[u];
+            write_output(p, w.query, head, column[u], v[u][0] * scale, v[u][1] * scale);
+            write_output(p, w.query, head, column[u] + 2, v[u][2] * scale, v[u][3] * scale);
+            if (column[u] == 0) write_statistics(p, w.query, head, result);
+        }
     }
+    cluster_sync();  // shared memory must stay until everybody has read it
 }
 
 __device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role& r, Output& out) {

@@ -56,7 +56,3 @@ __device__ __forceinline__ void store_cluster_float4(uint32_t address, float4 v)
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
 }
-
-__device__ __forceinline__ void store_cluster_float2(uint32_t address, float x, float y) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
