@@ -79,37 +79,43 @@ def kernels() -> Iterator[Kernel]:
     yield from prefill_sm90.kernels()
 
 
-def family(device: int, h_q: int, num_queries: int, aligned: bool, *, prefill: bool, quantized: bool) -> str:
+def family(
+    device: int, h_q: int, num_queries: int, aligned: bool, *, prefill: bool, quantized: bool, flat: bool = True
+) -> str:
     """Which kernel runs: the first row of this table whose claim holds. The numbers are where it was measured faster.
 
     | family    | claim                                                                                      |
     | grouped   | a Hopper GPU, prefill, rows and q aligned to 16 bytes, at most 32 heads, queries enough    |
     |           | for groups that make a tile of 64 heads to fill half of the GPU                            |
-    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or decode of a bf16    |
-    |           | cache, or prefill of at most 4 pieces of work, each a query and a tile of up to 32 heads   |
-    | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and decode of an FP8 cache, or prefill with  |
+    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or prefill of at most  |
+    |           | 4 pieces of work, each a query and a tile of up to 32 heads                                |
+    | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and an FP8 cache, or flat bf16 rows with     |
     |           | work for half of the SMs unsplit                                                           |
+    | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, decode                                       |
     | portable  | any GPU, anything                                                                          |
 
     The environment variable CUPY_MLA_KERNELS names the one to take where it can run, for testing.
+
+    Args:
+        aligned: rows and q are, to 16 bytes.
+        flat: one stride leads from every bf16 row to the next, also from block to block, and there is one cache.
     """
     if compute_capability(device) != 90 or not aligned:
         return "portable"
     asked = os.environ.get("CUPY_MLA_KERNELS", "")
     groupable = prefill and num_queries > 0 and h_q <= prefill_sm90.MOST_GROUPED_HEADS
     if asked:
-        can = {"few_heads": True, "sm90": prefill or quantized, "grouped": groupable}
+        can = {"few_heads": True, "sm90": prefill or quantized or flat, "grouped": groupable}
         return asked if can.get(asked, False) else "portable"
     sms = num_sms(device)
     if groupable and prefill_sm90.full(h_q, num_queries, sms) >= 0.5:
         return "grouped"
-    if h_q <= 16:
+    few_items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q)) <= FEW_ITEMS
+    if h_q <= 16 or (prefill and few_items):
         return "few_heads"
-    if not prefill:
-        return "sm90" if quantized else "few_heads"
-    if num_queries * -(-h_q // few_heads_sm90.block_heads(h_q)) <= FEW_ITEMS:
-        return "few_heads"
-    return "sm90" if num_queries * -(-h_q // prefill_sm90.HEADS) >= sms // 2 else "portable"
+    if quantized or (flat and num_queries * -(-h_q // prefill_sm90.HEADS) >= sms // 2):
+        return "sm90"
+    return "portable" if prefill else "few_heads"
 
 
 def plan_splits(
@@ -126,7 +132,7 @@ def plan_splits(
     if chosen == "grouped":
         return 1
     if chosen == "sm90":
-        return 1 if prefill else sparse_decode_sm90.plan_splits(place, h_q, num_queries, rows)
+        return sparse_decode_sm90.plan_splits(place, h_q, num_queries, rows) if quantized else 1
     heads = block_heads(h_q)
     slots = num_sms(place.device) * SHAPES[heads][2]
     return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), slots)
@@ -189,11 +195,16 @@ def sparse_decode(
     main = _paged(cache, indices, length)
     second = _NO_SOURCE if extra is None or extra_indices is None else _paged(extra, extra_indices, extra_length)
     aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
+    chosen = family(
+        place.device, h_q, b * s_q, aligned and q.aligned(16), prefill=False, quantized=layout.quantized,
+        flat=extra is None and _flat_rows(cache),
+    )  # fmt: skip
+    if chosen == "sm90" and not layout.quantized:
+        num_splits = 1  # the prefill kernel, which does not split
     call = _Call(
         place, (b, s_q, h_q), main, second, aligned,
         q, q.strides[:3], out, out.strides[:3],
-        lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits,
-        family(place.device, h_q, b * s_q, aligned and q.aligned(16), prefill=False, quantized=layout.quantized),
+        lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits, chosen,
     )  # fmt: skip
     if b * s_q > 0:
         call.launch(layout, length is not None or extra_length is not None)
@@ -214,6 +225,12 @@ def _aligned_rows(layout: Layout, cache: Array) -> bool:
     if not layout.quantized:
         return cache.aligned(16)
     return cache.ptr % 16 == 0 and layout.row_stride % 16 == 0 and (cache.shape[0] <= 1 or cache.strides[0] % 16 == 0)
+
+
+def _flat_rows(cache: Array) -> bool:
+    """True when one stride leads from every row of a paged cache to the next, also from block to block."""
+    num_blocks, block_size, _ = cache.shape
+    return num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1]
 
 
 class _Call:

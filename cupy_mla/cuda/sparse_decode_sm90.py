@@ -83,7 +83,7 @@ def cluster_of(num_splits: int) -> int:
 def merge_rounds(heads: int, cluster: int) -> int:
     """Loads of other blocks' memory that a thread waits for, one after the other, when a cluster merges its results."""
     units = -(-heads * D_V // 4 // cluster)
-    return 0 if cluster == 1 else -(-units // 1024) * -(-cluster // 4)
+    return 0 if cluster == 1 else -(-units // 256) * -(-cluster // 4)
 
 
 @lru_cache(maxsize=4096)

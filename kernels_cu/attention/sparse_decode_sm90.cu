@@ -801,55 +801,37 @@ __device__ __forceinline__ void merge_results(const Params& p, const Work& w, co
         gathered[i] = load_cluster_float(cluster_address(shared_address(of + i % HEADS), i / (2 * HEADS)));
     }
     named_barrier_sync(5, 2 * WARPGROUP);
-    // Four columns of a head are a unit. A thread does four units at a time, so that 16 loads are under way.
-    constexpr int ALL = HEADS * D_V / 4, AT_ONCE = 4, STEP = 2 * WARPGROUP;
+    // Four columns of a head are a unit.
+    constexpr int ALL = HEADS * D_V / 4;
     const int share = ceil_div(ALL, blocks), end = min(ALL, (rank + 1) * share);
 #pragma unroll 1
-    for (int base = rank * share + thread; base < end; base += AT_ONCE * STEP) {
-        float sum[AT_ONCE] = {}, v[AT_ONCE][4] = {}, ref[AT_ONCE];
-        int local[AT_ONCE], column[AT_ONCE];
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u) {
-            const int unit = min(base + u * STEP, end - 1);  // beyond the last unit the last, which is not written
-            local[u] = unit / (D_V / 4);
-            column[u] = unit % (D_V / 4) * 4;
-            ref[u] = REF_NONE;
-            for (int i = 0; i < blocks; ++i) ref[u] = fmaxf(ref[u], gathered[2 * i * HEADS + local[u]]);
-        }
+    for (int unit = rank * share + thread; unit < end; unit += 2 * WARPGROUP) {
+        const int local = unit / (D_V / 4), column = unit % (D_V / 4) * 4, head = w.first_head + local;
+        if (head >= p.h_q) continue;
+        float ref = REF_NONE, sum = 0.0f, v[4] = {};
+        for (int i = 0; i < blocks; ++i) ref = fmaxf(ref, gathered[2 * i * HEADS + local]);
 #pragma unroll 1
         for (int first = 0; first < blocks; first += 4) {
-            float4 part[AT_ONCE][4];  // beyond the last block the last, with no weight
+            float4 part[4];  // all loads before one is looked at; beyond the last block the last, with no weight
 #pragma unroll
-            for (int u = 0; u < AT_ONCE; ++u) {
+            for (int k = 0; k < 4; ++k)
+                part[k] = load_cluster_float4(cluster_address(shared_address(o + local * O_LINE + column), min(first + k, blocks - 1)));
 #pragma unroll
-                for (int k = 0; k < 4; ++k)
-                    part[u][k] = load_cluster_float4(
-                        cluster_address(shared_address(o + local[u] * O_LINE + column[u]), min(first + k, blocks - 1)));
-            }
-#pragma unroll
-            for (int u = 0; u < AT_ONCE; ++u) {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const float* of = gathered + 2 * min(first + k, blocks - 1) * HEADS + local[u];
-                    const float weight = first + k < blocks ? exp2_approx(of[0] - ref[u]) : 0.0f;
-                    sum[u] += weight * of[HEADS];
-                    v[u][0] += weight * part[u][k].x;
-                    v[u][1] += weight * part[u][k].y;
-                    v[u][2] += weight * part[u][k].z;
-                    v[u][3] += weight * part[u][k].w;
-                }
+            for (int k = 0; k < 4; ++k) {
+                const float* of = gathered + 2 * min(first + k, blocks - 1) * HEADS + local;
+                const float weight = first + k < blocks ? exp2_approx(of[0] - ref) : 0.0f;
+                sum += weight * of[HEADS];
+                v[0] += weight * part[k].x;
+                v[1] += weight * part[k].y;
+                v[2] += weight * part[k].z;
+                v[3] += weight * part[k].w;
             }
         }
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u) {
-            const int head = w.first_head + local[u];
-            if (base + u * STEP >= end || head >= p.h_q) continue;
-            const HeadResult result = {0.0f, sum[u] == 0.0f ? -INF : ref[u] + log2_approx(sum[u])};
-            const float scale = sum[u] == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum[u];
-            write_output(p, w.query, head, column[u], v[u][0] * scale, v[u][1] * scale);
-            write_output(p, w.query, head, column[u] + 2, v[u][2] * scale, v[u][3] * scale);
-            if (column[u] == 0) write_statistics(p, w.query, head, result);
-        }
+        const HeadResult result = {0.0f, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+        const float scale = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+        write_output(p, w.query, head, column, v[0] * scale, v[1] * scale);
+        write_output(p, w.query, head, column + 2, v[2] * scale, v[3] * scale);
+        if (column == 0) write_statistics(p, w.query, head, result);
     }
     cluster_sync();  // shared memory must stay until everybody has read it
 }

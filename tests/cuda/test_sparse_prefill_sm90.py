@@ -7,7 +7,8 @@ import pytest
 
 import cupy_mla
 
-from ..cases import check_prefill, entries, flat_rows, latent, queries, sinks, some
+from .. import oracle
+from ..cases import check_decode, check_prefill, entries, flat_rows, latent, paged, queries, sinks, some
 from ..kinds import CuPy, gapped
 
 pytestmark = pytest.mark.gpu
@@ -95,3 +96,12 @@ def test_agrees_with_the_portable_kernel_and_with_itself(hopper, rng, monkeypatc
         a, b, c = (hopper.take(x) for x in (a, b, c))
         assert a.tobytes() == b.tobytes()
         np.testing.assert_allclose(a.astype(np.float32), c.astype(np.float32), rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(("b", "s_q", "h_q", "block_size"), [(3, 2, 64, 64), (100, 1, 33, 2), (2, 1, 128, 61)])
+def test_decode_of_flat_caches(hopper, rng, fmt, b, s_q, h_q, block_size):
+    """Blocks without a gap between them: the cache is one array of rows. Splits asked for are not made."""
+    main = paged(rng, fmt, b, s_q, 150, block_size, lengths=True)
+    q = queries(rng, b, s_q, h_q, fmt.d_qk)
+    check_decode(hopper, fmt, q, main, sink=sinks(rng, h_q), num_splits=3, out_gaps=(0, 1, 2, 3))
