@@ -29,18 +29,25 @@ class FlashMLASchedMeta:
     Attributes:
         shapes: what the schedule was planned for, in pairs of a name and a value; None before the first call.
         num_splits: parts that each query's rows are split into.
+        batch_invariant: as for `cupy_mla.sparse_decode`.
     """
 
     shapes: Shapes | None = None
     num_splits: int | None = None
+    batch_invariant: bool = False
 
 
-def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """An empty schedule for `flash_mla_with_kvcache`, which fills it at its first call.
 
-    Arguments are accepted and ignored, as in FlashMLA; so is the pair that is returned.
+    Arguments are accepted and ignored, as in FlashMLA, but for one that FlashMLA has not; so is the pair that is
+    returned.
+
+    Args:
+        batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch, see
+            `cupy_mla.sparse_decode`.
     """
-    return FlashMLASchedMeta(), None
+    return FlashMLASchedMeta(batch_invariant=batch_invariant), None
 
 
 @planned
@@ -108,7 +115,7 @@ def flash_mla_with_kvcache(
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
     out, lse, meta.shapes, meta.num_splits = _with_kvcache(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
-        softmax_scale, is_fp8_kvcache, meta.shapes, meta.num_splits,
+        softmax_scale, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits,
     )  # fmt: skip
     return out, lse
 
@@ -126,6 +133,7 @@ def _with_kvcache(
     out: Any,
     softmax_scale: float | None,
     is_fp8_kvcache: bool,
+    batch_invariant: bool,
     shapes: Shapes | None,
     num_splits: int | None,
 ) -> tuple[Any, Any, Shapes, int]:
@@ -139,6 +147,7 @@ def _with_kvcache(
         ("q", call.q.shape),
         ("block_size", call.cache.shape[1]),
         ("is_fp8_kvcache", is_fp8_kvcache),
+        ("batch_invariant", batch_invariant),
         ("topk", call.indices.shape[-1]),
         ("extra_block_size", None if call.extra is None else call.extra.shape[1]),
         ("extra_topk", None if call.extra_indices is None else call.extra_indices.shape[-1]),
@@ -149,5 +158,5 @@ def _with_kvcache(
                 f"tile_scheduler_metadata was planned for {name} = {planned_for}, this call has {value}; "
                 "take a fresh one from get_mla_metadata"
             )
-    num_splits = call.plan() if num_splits is None else num_splits
-    return *call.run(softmax_scale, num_splits), mine, num_splits
+    num_splits = call.plan(batch_invariant) if num_splits is None else num_splits
+    return *call.run(softmax_scale, num_splits, batch_invariant), mine, num_splits

@@ -56,7 +56,7 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
             _nothing(cupy, b, s_q, config.window if config.is_v4 else config.topk),
         )
         length = cupy.zeros(b, np.int32) if config.is_v4 else None
-        more = {"attn_sink": sink, "topk_length": length}
+        more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
         sparse_decode(q, cache, indices, **more)
         if config.compress_ratio > 1:
             width = config.topk if config.compress_ratio == 4 else config.max_compressed_rows

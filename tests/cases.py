@@ -210,6 +210,7 @@ def run_decode(
     sm_scale: float | None = None,
     sink: np.ndarray | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     out: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run `sparse_decode` over one kind of array; returns the results as NumPy."""
@@ -223,7 +224,8 @@ def run_decode(
     with poisoned_outputs():
         results = cupy_mla.sparse_decode(
             kind.put(q), kind.put(main.cache), kind.put(main.indices), sm_scale, attn_sink=kind.put(sink),
-            topk_length=kind.put(main.length), out=out, num_splits=num_splits, **more,
+            topk_length=kind.put(main.length), out=out, num_splits=num_splits,
+            batch_invariant=batch_invariant, **more,
         )  # fmt: skip
     if out is not None:
         assert results[0] is out

@@ -17,7 +17,7 @@ import pytest
 from cupy_mla.arrays import HOST, Array, Place, aligned_up
 from cupy_mla.cuda import jit
 
-ARENA_BYTES = 1 << 24
+ARENA_BYTES = 1 << 27
 
 
 class Submitted(NamedTuple):

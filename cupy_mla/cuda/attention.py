@@ -27,6 +27,8 @@ SPILL_BYTES = 96
 
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE = 1, 2, 4, 8, 16
 
+INVARIANT_ROWS = 512  # rows of a split, in calls whose bits must not depend on the batch
+
 FEW_ITEMS = 4  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
@@ -119,13 +121,23 @@ def family(
 
 
 def plan_splits(
-    place: Place, num_queries: int, h_q: int, rows: int, *, prefill: bool = False, quantized: bool = True
+    place: Place,
+    num_queries: int,
+    h_q: int,
+    rows: int,
+    *,
+    prefill: bool = False,
+    quantized: bool = True,
+    batch_invariant: bool = False,
 ) -> int:
     """Parts that each query's `rows` are split into, so that `num_queries` of them fill the GPU.
 
     Args:
         quantized: they are rows of an FP8 cache.
+        batch_invariant: go by `rows` alone.
     """
+    if batch_invariant:
+        return max(1, min(-(-rows // INVARIANT_ROWS), few_heads_sm90.MAX_CLUSTER))
     chosen = family(place.device, h_q, num_queries, True, prefill=prefill, quantized=quantized)
     if chosen == "few_heads":
         return few_heads_sm90.plan_splits(place, h_q, num_queries, rows)
@@ -186,6 +198,7 @@ def sparse_decode(
     extra: Array | None,
     extra_indices: Array | None,
     extra_length: Array | None,
+    batch_invariant: bool,
     num_splits: int,
     out: Array,
     lse: Array,
@@ -197,7 +210,7 @@ def sparse_decode(
     aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     chosen = family(
         place.device, h_q, b * s_q, aligned and q.aligned(16), prefill=False, quantized=layout.quantized,
-        flat=extra is None and _flat_rows(cache),
+        flat=extra is None and _flat_rows(cache) and not batch_invariant,
     )  # fmt: skip
     if chosen == "sm90" and not layout.quantized:
         num_splits = 1  # the prefill kernel, which does not split
@@ -207,7 +220,7 @@ def sparse_decode(
         lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits, chosen,
     )  # fmt: skip
     if b * s_q > 0:
-        call.launch(layout, length is not None or extra_length is not None)
+        call.launch(layout, length is not None or extra_length is not None, batch_invariant)
 
 
 def _paged(cache: Array, indices: Array, length: Array | None) -> tuple[int, ...]:
@@ -279,18 +292,21 @@ class _Call:
             sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags,
         )  # fmt: skip
 
-    def launch(self, layout: Layout, uneven: bool) -> None:
+    def launch(self, layout: Layout, uneven: bool, batch_invariant: bool = False) -> None:
         """Launch the kernel of the call's family, and the one that merges splits where there are any left.
 
         Args:
             uneven: queries have lengths of their own.
+            batch_invariant: a decode's kernel goes by heads and layout alone.
         """
         place = self.place
         if self.family == "few_heads":
-            few_heads_sm90.launch(place, layout, self.h_q, self.queries, self.splits, uneven, self.params)
+            few_heads_sm90.launch(
+                place, layout, self.h_q, self.queries, self.splits, uneven, self.params, batch_invariant
+            )
         elif self.family == "sm90" and layout.quantized:
             sparse_decode_sm90.launch(
-                place, layout, self.h_q, self.queries, self.rows, self.splits, uneven, self.params
+                place, layout, self.h_q, self.queries, self.rows, self.splits, uneven, self.params, batch_invariant
             )
         elif self.family == "sm90":
             prefill_sm90.launch(place, layout, self.h_q, self.queries, uneven, self.params)

@@ -151,18 +151,26 @@ def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
 
 
 def launch(
-    place: Place, layout: Layout, h_q: int, num_queries: int, num_splits: int, uneven: bool, params: Packed
+    place: Place,
+    layout: Layout,
+    h_q: int,
+    num_queries: int,
+    num_splits: int,
+    uneven: bool,
+    params: Packed,
+    batch_invariant: bool = False,
 ) -> None:
     """Launch for a call whose packed Params say `num_splits // cluster`, see `cluster_of`.
 
     Args:
         uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
+        batch_invariant: the kernel must not depend on `num_queries`.
     """
     heads = block_heads(h_q)
     items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
     grid = (items * cluster, num_splits // cluster, 1)
     sms = num_sms(place.device)
-    if layout.quantized or num_splits > PREFILL_SPLITS:
+    if layout.quantized or num_splits > PREFILL_SPLITS or batch_invariant:
         kernel(layout, heads).launch(place, grid, params, cluster)
     elif num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
         pairs = -(-items // 2)

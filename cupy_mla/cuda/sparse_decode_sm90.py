@@ -120,16 +120,25 @@ def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
 
 
 def launch(
-    place: Place, layout: Layout, h_q: int, num_queries: int, rows: int, num_splits: int, uneven: bool, params: Packed
+    place: Place,
+    layout: Layout,
+    h_q: int,
+    num_queries: int,
+    rows: int,
+    num_splits: int,
+    uneven: bool,
+    params: Packed,
+    batch_invariant: bool,
 ) -> None:
     """Launch for a call whose packed Params say `num_splits // cluster_of(num_splits)`.
 
     Args:
         rows: of the longest query.
         uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
+        batch_invariant: the kernel must not depend on `num_queries`.
     """
-    tiles = -(-rows // TILE_ROWS)
-    heads, _ = best_shape(h_q, num_queries, tiles, clusters_at_once(place.device), num_splits)
+    tiles, queries = -(-rows // TILE_ROWS), 1 if batch_invariant else num_queries
+    heads, _ = best_shape(h_q, queries, tiles, clusters_at_once(place.device), num_splits)
     items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
     if cluster > 1:
         kernel(layout, heads, True).launch(place, (items * cluster, 1, 1), params, cluster)

@@ -130,7 +130,7 @@ OPERATIONS = [
         attention.sparse_decode,
         "Tensor q, Tensor k_cache, Tensor indices, float? sm_scale=None, Tensor? attn_sink=None, "
         "Tensor? topk_length=None, Tensor? extra_k_cache=None, Tensor? extra_indices=None, "
-        "Tensor? extra_topk_length=None, int? num_splits=None",
+        "Tensor? extra_topk_length=None, int? num_splits=None, bool batch_invariant=False",
         {
             "out": _new("q", lambda q, **_: (*q.shape[:3], D_V)),
             "lse": _new("q", lambda q, **_: (q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
@@ -259,6 +259,7 @@ def _with_kvcache(
     out: Any,
     softmax_scale: float | None,
     is_fp8_kvcache: bool,
+    batch_invariant: bool,
     shapes: Any,
     num_splits: int | None,
 ) -> Any:
@@ -267,7 +268,7 @@ def _with_kvcache(
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
     results = _NAMED["sparse_decode"](
         q, k_cache, indices, softmax_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length,
-        num_splits, out=out,
+        num_splits, batch_invariant, out=out,
     )  # fmt: skip
     return *results, shapes, num_splits
 

@@ -99,6 +99,7 @@ def sparse_decode(
     extra_topk_length: Any = None,
     out: Any = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Any, Any]:
     """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8 or bf16), split-KV.
 
@@ -114,6 +115,9 @@ def sparse_decode(
             and topk; one softmax runs over both row lists.
         out: [b, s_q, h_q, 512] bfloat16, written in place when given.
         num_splits: parts that each query's rows are split into, merged by lse; default: planned from the shapes.
+        batch_invariant: choose kernel and splits by heads, layout and topk alone, so that the bits of a request do not
+            depend on what else is in the batch. Large batches are then split though they need not be, small ones less
+            than they could be.
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
@@ -126,13 +130,15 @@ def sparse_decode(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out
     )
     if num_splits is None:
-        num_splits = call.plan()
+        num_splits = call.plan(batch_invariant)
     elif num_splits < 1:
         raise ValueError(f"num_splits must be >= 1, got {num_splits}")
-    return call.run(sm_scale, num_splits)
+    return call.run(sm_scale, num_splits, batch_invariant)
 
 
-def plan_splits(q: Any, indices: Any, extra_indices: Any = None, *, quantized: bool = True) -> int:
+def plan_splits(
+    q: Any, indices: Any, extra_indices: Any = None, *, quantized: bool = True, batch_invariant: bool = False
+) -> int:
     """Into how many parts `sparse_decode` would split each query's rows: enough to fill the GPU, 1 on the CPU.
 
     Args: as for `sparse_decode`, and
@@ -144,15 +150,17 @@ def plan_splits(q: Any, indices: Any, extra_indices: Any = None, *, quantized: b
     idx.require(INT32, b, s_q, "topk")
     if extra_idx is not None:
         extra_idx.require(INT32, b, s_q, "extra_topk")
-    return _plan(place, q_, idx, extra_idx, quantized)
+    return _plan(place, q_, idx, extra_idx, quantized, batch_invariant)
 
 
-def _plan(place: Place, q: Array, indices: Array, extra_indices: Array | None, quantized: bool) -> int:
+def _plan(
+    place: Place, q: Array, indices: Array, extra_indices: Array | None, quantized: bool, batch_invariant: bool
+) -> int:
     if not place.on_gpu:
         return 1
     b, s_q, h_q, _ = q.shape
     rows = indices.shape[-1] + (extra_indices.shape[-1] if extra_indices is not None else 0)
-    return cuda.plan_splits(place, b * s_q, h_q, rows, quantized=quantized)
+    return cuda.plan_splits(place, b * s_q, h_q, rows, quantized=quantized, batch_invariant=batch_invariant)
 
 
 class Decode(NamedTuple):
@@ -210,11 +218,11 @@ class Decode(NamedTuple):
             out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
         return cls(place, layout, q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_)
 
-    def plan(self) -> int:
+    def plan(self, batch_invariant: bool) -> int:
         """As `plan_splits`."""
-        return _plan(self.place, self.q, self.indices, self.extra_indices, self.layout.quantized)
+        return _plan(self.place, self.q, self.indices, self.extra_indices, self.layout.quantized, batch_invariant)
 
-    def run(self, sm_scale: float | None, num_splits: int) -> tuple[Any, Any]:
+    def run(self, sm_scale: float | None, num_splits: int, batch_invariant: bool) -> tuple[Any, Any]:
         """Results of `sparse_decode`."""
         place, layout, q, cache, indices, sink, length, extra, extra_indices, extra_length, out = self
         b, s_q, h_q, d_qk = q.shape
@@ -223,7 +231,8 @@ class Decode(NamedTuple):
         lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
         place.call(
             cuda.sparse_decode, reference.sparse_decode,
-            layout, q, cache, indices, scale, sink, length, extra, extra_indices, extra_length, num_splits, out, lse,
+            layout, q, cache, indices, scale, sink, length, extra, extra_indices, extra_length, batch_invariant,
+            num_splits, out, lse,
         )  # fmt: skip
         return out.obj, lse.obj
 

@@ -40,11 +40,15 @@ def sparse_decode(
     extra: np.ndarray | None,
     extra_idx: np.ndarray | None,
     extra_length: np.ndarray | None,
+    batch_invariant: bool,
     num_splits: int,
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`."""
+    """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`.
+
+    Each query is worked on by itself, so `batch_invariant` makes no difference.
+    """
     caches = [(cache, idx, length)]
     if extra is not None and extra_idx is not None:
         caches.append((extra, extra_idx, extra_length))

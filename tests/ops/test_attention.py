@@ -324,6 +324,29 @@ def test_decode_same_bits_every_time(kind, rng, fmt):
     assert first == second
 
 
+@every_format
+@pytest.mark.parametrize("h_q", [16, 64])
+@pytest.mark.parametrize("topk", [300, 1100])
+def test_decode_bits_do_not_depend_on_the_batch(kind, rng, fmt, h_q, topk):
+    """Each of 140 requests, more than a GPU has multiprocessors, alone, in threes, and with all others."""
+    b = 140 if kind.on_gpu else 5
+    main = paged(rng, fmt, b, 1, topk, 64, lengths=True)
+    q = queries(rng, b, 1, h_q, fmt.d_qk)
+
+    def run(first, last):
+        part = Paged(main.cache, main.indices[first:last], main.length[first:last])
+        return run_decode(kind, q[first:last], part, batch_invariant=True)
+
+    out, lse = run(0, b)
+    for first, last in ((0, 1), (1, 4), (b - 1, b)):
+        got = run(first, last)
+        assert got[0].tobytes() == out[first:last].tobytes()
+        assert got[1].tobytes() == lse[first:last].tobytes()
+    want = decode_oracle(fmt, q[:2], Paged(main.cache, main.indices[:2], main.length[:2]))
+    oracle.assert_close(out[:2], want[0], "decode out")
+    oracle.assert_close(lse[:2], want[1], "decode lse")
+
+
 def test_decode_leaves_its_inputs_alone(kind, rng):
     main = paged(rng, oracle.V4, 2, 1, 65, 61, gap=1)
     host = [queries(rng, 2, 1, 8, 512), main.cache, main.indices]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
+from cupy_mla import layouts
 from cupy_mla.ops import _plan
 from tests.fake_gpu import FakeGPU, Submitted
 from tests.kinds import NumPy, Torch
@@ -225,3 +226,34 @@ def test_cpu_arrays_leave_no_plan(rng, repeats):
         cupy_mla.sparse_prefill(**prefill())
         OPERATIONS["sparse_prefill"](rng).run(NumPy())
     assert not repeats
+
+
+# --- calls whose bits do not depend on the batch ---------------------------------------------------------------
+
+
+def launches(
+    gpu: FakeGPU, layout: layouts.Layout, h_q: int, topk: int, b: int, batch_invariant: bool
+) -> list[tuple[Any, ...]]:
+    """What the arithmetic of one request depends on in the launches of a decode: kernels, splits, clusters."""
+    shape, dtype = (1, 64, layout.last_axis), torch.uint8 if layout.quantized else torch.bfloat16
+    arrays = tensors(
+        q=((b, 1, h_q, layout.d_qk), torch.bfloat16), k_cache=(shape, dtype), indices=((b, 1, topk), torch.int32)
+    )
+    gpu.log.clear()
+    gpu.used = 0
+    cupy_mla.sparse_decode(**arrays, batch_invariant=batch_invariant)
+    return [(launch.kernel, launch.grid[1:]) for launch in gpu.log]
+
+
+@pytest.mark.parametrize("layout", layouts.ATTENTION_LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("h_q", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("topk", [64, 1000, 2048])
+def test_batch_invariant_decode_takes_the_same_kernels(gpu, layout, h_q, topk):
+    seen = [launches(gpu, layout, h_q, topk, b, True) for b in (1, 3, 40, 300)]
+    assert seen[0]
+    assert all(launched == seen[0] for launched in seen)
+
+
+def test_other_decode_takes_what_suits_the_batch(gpu):
+    few, many = (launches(gpu, layouts.V32_FP8, 64, 2048, b, False) for b in (1, 300))
+    assert few != many
