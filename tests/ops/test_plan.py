@@ -10,6 +10,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla import layouts
+from cupy_mla.cuda import attention
 from cupy_mla.ops import _plan
 from tests.fake_gpu import FakeGPU, Submitted
 from tests.kinds import NumPy, Torch
@@ -257,3 +258,30 @@ def test_batch_invariant_decode_takes_the_same_kernels(gpu, layout, h_q, topk):
 def test_other_decode_takes_what_suits_the_batch(gpu):
     few, many = (launches(gpu, layouts.V32_FP8, 64, 2048, b, False) for b in (1, 300))
     assert few != many
+
+
+# --- decode of a cache that is one array of rows ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_decode_of_flat_bf16_rows_is_prefill_of_them(gpu, d_qk):
+    """The same kernel gets the same parameters, but for pages, max_logits, and where lse lies."""
+    arrays = tensors(
+        q=((80, 1, 64, d_qk), torch.bfloat16), k_cache=((3, 16, d_qk), torch.bfloat16),
+        indices=((80, 1, 90), torch.int32), topk_length=((80,), torch.int32), attn_sink=((64,), torch.float32),
+        out=((80, 1, 64, 512), torch.bfloat16),
+    )  # fmt: skip
+    gpu.log.clear()
+    cupy_mla.sparse_decode(**arrays, sm_scale=0.1, num_splits=3)
+    flat = {name: arrays[name] for name in ("indices", "topk_length", "attn_sink")}
+    kv = arrays["k_cache"].view(48, 1, d_qk)
+    cupy_mla.sparse_prefill(arrays["q"][:, 0], kv, sm_scale=0.1, out=arrays["out"][:, 0], **flat)
+    decode, prefill = gpu.log
+    assert decode.kernel is prefill.kernel
+    assert decode.kernel.file == "attention/sparse_prefill_sm90.cu"
+    assert decode.grid == prefill.grid
+    a, b = (attention._PARAMS.struct.unpack(launch.params) for launch in gpu.log)
+    block_stride, index_stride_s, block_size = 3, 6, 9  # of struct Source
+    q_s, out_s, lse, max_logits, lse_s = 22, 26, 28, 29, 31
+    differ = {i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y}
+    assert differ <= {block_stride, index_stride_s, block_size, q_s, out_s, lse, max_logits, lse_s}
