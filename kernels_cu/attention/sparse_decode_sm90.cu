@@ -1,4 +1,4 @@
-// Sparse attention of FP8 rows on Hopper, 8 to 64 heads of a query at a time: wgmma with KV rows from registers.
+// Sparse attention of FP8 rows on Hopper, 32 or 64 heads of a query at a time: wgmma with KV rows from registers.
 //
 // Rows stay in shared memory as they lie in the cache. No tile of 16-bit rows is ever written: the multiplying warps widen
 // a row's bytes on their way into the A operand, for both products with KV rows or value columns as the M side,
@@ -34,8 +34,7 @@
 // Shared memory: Q, two P (heads x 64 f16), the ring, statistics.
 // Registers: 232 a multiplying thread, 40 a copying one, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
-#include "attention/params.cuh"
-#include "layout/reader.cuh"
+#include "attention/lists.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -45,10 +44,12 @@
 #include "ptx/wgmma_registers.cuh"
 #include "tile/chunk.cuh"
 #include "tile/finish.cuh"
+#include "tile/heads.cuh"
+#include "tile/quad.cuh"
 #include "tile/row_tile.cuh"
 
 constexpr bool V32 = Rows::FOLDED_SCALES != 0;  // else V4_FP8
-constexpr int TILE_ROWS = 64, WARPGROUP = 128, THREADS = 3 * WARPGROUP;
+constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP;
 constexpr int UNIT_ROWS = 16, STRIDE = Rows::STAGED_BYTES, UNIT_BYTES = UNIT_ROWS * STRIDE;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks of 64 columns; the last is RoPE
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
@@ -67,7 +68,7 @@ struct alignas(16) Small {
     float factor[2][HEADS];                // what P of a tile brings: O^T before it times this, if `raised`
     float across[2][4][HEADS];             // between the warps of a warpgroup
     float scale[HEADS];                    // at the end: of O^T
-    float rope_ratio[2][TILE_ROWS];        // V4_FP8: 1 / r; rows at ratio_place
+    float rope_ratio[2][TILE_ROWS];        // V4_FP8: 1 / r; rows as store_ratios places them
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
     float q_max[8];
     uint32_t raised[2];
@@ -82,12 +83,6 @@ __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(sha
 
 // --- who and what ---------------------------------------------------------------------------------------------
 
-// A value the compiler knows nothing of, so that what is derived from it is not kept in registers all through a loop.
-__device__ __forceinline__ uint32_t here_only(uint32_t x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
 // A multiplying thread's place: warpgroup, warp of it, lane 4 g + t. Shuffles tell the compiler what a warp agrees on.
 struct Role {
     int group, warp, lane, g, t;
@@ -99,9 +94,6 @@ struct Role {
     __device__ __forceinline__ void sync() const { named_barrier_sync(3 + group, WARPGROUP); }
     __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
 };
-
-// The element of S^T or O^T of row i of a thread's two and its c-th head.
-constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
 
 // A query, a tile of its heads and a split of its rows: tiles begin .. end - 1 of the main list and then the extra one.
 // `unit` counts the units that the block's earlier pieces of work took.
@@ -143,19 +135,8 @@ __device__ __forceinline__ uint32_t unit_address(uint32_t unit) { return shared_
 
 // --- copying --------------------------------------------------------------------------------------------------
 
-// The list entry of row `row` of a tile, -1 where there is none. It is not looked at here, so that nobody waits for it.
-__device__ __forceinline__ int32_t load_entry(const Params& p, const Work& w, int tile, int row) {
-    const bool extra = tile >= w.main_tiles;
-    const Source& source = extra ? p.extra : p.main;
-    const int at = (extra ? tile - w.main_tiles : tile) * TILE_ROWS + row;
-    const bool here = tile < w.end && at < (extra ? w.extra_length : w.main_length);
-    const int32_t* list = source.indices + w.query.b * source.index_stride_b + w.query.s * source.index_stride_s;
-    int32_t entry = -1;
-    if (here) entry = list[at];
-    return entry;
-}
-
-__device__ __forceinline__ Rows find_row(const Params& p, const Work& w, int tile, int32_t entry) {
+// As find_row of lists.cuh, with the source chosen once, which spills less here and more in the kernels for few heads.
+__device__ __forceinline__ Rows row_of_entry(const Params& p, const Work& w, int tile, int32_t entry) {
     const Source& source = tile >= w.main_tiles ? p.extra : p.main;
     return entry >= 0 && entry < source.num_slots ? Rows::row_of(source, entry) : Rows::none();
 }
@@ -199,7 +180,7 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
         for (int i = 0; i < AHEAD; ++i, unit += 4) {
             const int tile = first + i;
             if (tile >= end) return;
-            const Rows row = find_row(p, w, tile, entries[i]);
+            const Rows row = row_of_entry(p, w, tile, entries[i]);
             entries[i] = load_entry(p, w, tile + AHEAD, my_row);
             copy_unit(row, unit, lane);
         }
@@ -515,12 +496,6 @@ __device__ __forceinline__ void add_rows(const Role& r, float (&v)[COLUMNS], flo
     kept[1] += v[1];
 }
 
-__device__ __forceinline__ float rows_max(float x) {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-
 // References rise to the tile's largest logit + log2 r; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
 __device__ __forceinline__ void raise_references(const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2]) {
     Small& sm = small();
@@ -563,7 +538,7 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
 __device__ __forceinline__ float store_p(
     const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     // Line = head, chunk = eight rows.
-    const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
+    const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
     const uint32_t to = shared_address(shared) + P_AT + r.group * LINES_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
     float2 refs[HEADS / 8];  // all loaded at once, lest each wait behind the stores before it
 #pragma unroll
@@ -582,11 +557,7 @@ __device__ __forceinline__ float store_p(
             top = fmaxf(top, fmaxf(px, py));
             rounded[j % 2][i] = pack_f16x2(px, py);
         }
-        if (HEADS == 8) {
-            stmatrix_x2_trans(to, rounded[0][0], rounded[0][1]);
-        } else if (j % 2 == 1) {
-            stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
-        }
+        if (j % 2 == 1) stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
     }
     return top;
 }
@@ -721,25 +692,6 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
 
 // --- results --------------------------------------------------------------------------------------------------
 
-// Word k of lane l of four lanes (`STEP` apart) goes to word l of lane k.
-template <int STEP>
-__device__ __forceinline__ void transpose_lanes(uint32_t (&v)[4], int l) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-#pragma unroll
-        for (int low = 0; low < 4; ++low) {
-            if (low & step) continue;
-            const int high = low | step;
-            const uint32_t received = __shfl_xor_sync(~0u, l & step ? v[low] : v[high], STEP * step);
-            if (l & step) {
-                v[low] = received;
-            } else {
-                v[high] = received;
-            }
-        }
-    }
-}
-
 // The sum of all warps for head `local` of the block.
 __device__ __forceinline__ void gather_sums(const Role& r, const Output& out) {
     if (r.g < HEADS / 8) {
@@ -864,7 +816,7 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
         return;
     }
     bf16* results = p.out + w.query.b * p.out_b + w.query.s * p.out_s;
-    if (HEADS >= 16 && p.flags & WIDE_OUT) {
+    if (p.flags & WIDE_OUT) {
         // Four neighbours in g exchange, so that each writes eight columns of one of four heads.
         const int q = r.g % 4;
 #pragma unroll
@@ -875,7 +827,7 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
                 uint32_t packed[4];
 #pragma unroll
                 for (int k = 0; k < 4; ++k) packed[k] = pack_bf16x2(out.o[v][element(0, c + k)], out.o[v][element(1, c + k)]);
-                transpose_lanes<4>(packed, q);
+                transpose_quad<4>(packed, q);
                 if (head < p.h_q)
                     store_chunk(results + head * p.out_h + first + 64 * v + r.g / 4 * 8, {packed[0], packed[1], packed[2], packed[3]}, true);
             }

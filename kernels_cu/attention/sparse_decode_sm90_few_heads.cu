@@ -32,8 +32,7 @@
 // Registers: 160 (232) a multiplying thread, 32 (40) a copying one, together 512 x 128 (384 x 168); setmaxnreg hands out no
 // more than the launch had.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
-#include "attention/params.cuh"
-#include "layout/reader.cuh"
+#include "attention/lists.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -43,10 +42,11 @@
 #include "tile/chunk.cuh"
 #include "tile/finish.cuh"
 #include "tile/fragments.cuh"
+#include "tile/heads.cuh"
 
 // Warpgroups that multiply: what one waits for, another hides. 32 heads take the registers of two.
 constexpr int GROUPS = HEADS == 32 ? 2 : 3, REGISTERS = GROUPS == 2 ? 232 : 160, COPY_REGISTERS = GROUPS == 2 ? 40 : 32;
-constexpr int TILE_ROWS = 64, WARPGROUP = 128, MULTIPLYING = GROUPS * WARPGROUP, THREADS = MULTIPLYING + WARPGROUP;
+constexpr int WARPGROUP = 128, MULTIPLYING = GROUPS * WARPGROUP, THREADS = MULTIPLYING + WARPGROUP;
 constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;
 constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
 constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128;
@@ -127,27 +127,6 @@ __device__ __forceinline__ Work find_work(const Params& p, int index, uint32_t r
     w.begin = rank * each + min(rank, more);
     w.end = w.begin + each + (rank < more);
     return w;
-}
-
-// The entry of the index list for row `row` of a tile, -1 where there is none. It is not looked at here, so that nobody
-// waits for it before it is used.
-__device__ __forceinline__ int32_t load_entry(const Params& p, const Work& w, int tile, int row) {
-    const bool extra = tile >= w.main_tiles;
-    const Source& source = extra ? p.extra : p.main;
-    const int at = (extra ? tile - w.main_tiles : tile) * TILE_ROWS + row;
-    const bool here = tile < w.end && at < (extra ? w.extra_length : w.main_length);
-    const int32_t* list = source.indices + w.query.b * source.index_stride_b + w.query.s * source.index_stride_s;
-    int32_t entry = -1;
-    if (here) entry = list[at];
-    return entry;
-}
-
-__device__ __forceinline__ bool is_valid(const Params& p, const Work& w, int tile, int32_t entry) {
-    return entry >= 0 && entry < (tile >= w.main_tiles ? p.extra : p.main).num_slots;
-}
-
-__device__ __forceinline__ Rows find_row(const Params& p, const Work& w, int tile, int32_t entry) {
-    return is_valid(p, w, tile, entry) ? Rows::row_of(tile >= w.main_tiles ? p.extra : p.main, entry) : Rows::none();
 }
 
 // --- copying --------------------------------------------------------------------------------------------------
@@ -414,18 +393,6 @@ __device__ __forceinline__ float factor(float from, float to) { return exp2_appr
 // The element of row (S^T) or column (O^T) i of a thread's two and its c-th head.
 template <typename T>
 __device__ __forceinline__ T& at(T (&acc)[HEAD_TILES][4], int i, int c) { return acc[c / 2][2 * i + c % 2]; }
-
-// Over the lanes with the same t: all eight g.
-__device__ __forceinline__ float rows_max(float x) {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-__device__ __forceinline__ float rows_sum(float x) {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
-    return x;
-}
 
 // References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
 __device__ __forceinline__ void raise_references(

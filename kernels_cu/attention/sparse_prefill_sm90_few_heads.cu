@@ -25,8 +25,7 @@
 // statistics and barriers.
 // Registers: 216 a multiplying thread and 40 a copying one, together 512 x 128.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
-#include "attention/params.cuh"
-#include "layout/reader.cuh"
+#include "attention/lists.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -35,8 +34,9 @@
 #include "ptx/wgmma_swapped.cuh"
 #include "tile/chunk.cuh"
 #include "tile/finish.cuh"
+#include "tile/heads.cuh"
 
-constexpr int TILE_ROWS = 64, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
+constexpr int WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 constexpr int BLOCKS = D_QK / 64;      // column blocks of 64 values: 64 lines of 128 bytes, swizzled
 constexpr int BLOCK_BYTES = TILE_ROWS * 128;
 constexpr int V_BLOCKS = D_V / 64, PIECES = V_BLOCKS / 2;
@@ -70,12 +70,6 @@ static_assert(MAX_SOURCES * int(sizeof(Statistics)) <= Q_BYTES, "gathered statis
 extern __shared__ __align__(1024) uint8_t shared[];
 
 // --- who and what ---------------------------------------------------------------------------------------------
-
-// A value the compiler knows nothing of, so that what is derived from it is not kept in registers all through the loop.
-__device__ __forceinline__ uint32_t here_only(uint32_t x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
 
 // A thread's place: warpgroup, warp of it, and rows g, g + 8 and columns 2 t, 2 t + 1 of the warp's 16 rows.
 struct Role {
@@ -119,27 +113,6 @@ __device__ __forceinline__ Work find_work(const Params& p, int index, int head_t
         w.step = 2;
     }
     return w;
-}
-
-// The entry of the index list for row `row` of a tile, -1 where there is none. It is not looked at here, so that nobody
-// waits for it before it is used.
-__device__ __forceinline__ int32_t load_entry(const Params& p, const Work& w, int tile, int row) {
-    const bool extra = tile >= w.main_tiles;
-    const Source& source = extra ? p.extra : p.main;
-    const int at = (extra ? tile - w.main_tiles : tile) * TILE_ROWS + row;
-    const bool here = tile < w.end && at < (extra ? w.extra_length : w.main_length);
-    const int32_t* list = source.indices + w.query.b * source.index_stride_b + w.query.s * source.index_stride_s;
-    int32_t entry = -1;
-    if (here) entry = list[at];
-    return entry;
-}
-
-__device__ __forceinline__ bool is_valid(const Params& p, const Work& w, int tile, int32_t entry) {
-    return entry >= 0 && entry < (tile >= w.main_tiles ? p.extra : p.main).num_slots;
-}
-
-__device__ __forceinline__ Rows find_row(const Params& p, const Work& w, int tile, int32_t entry) {
-    return is_valid(p, w, tile, entry) ? Rows::row_of(tile >= w.main_tiles ? p.extra : p.main, entry) : Rows::none();
 }
 
 // --- copying --------------------------------------------------------------------------------------------------
@@ -272,21 +245,6 @@ struct Softmax {
 
 // 2^(from - to), where -inf stands for "nothing yet".
 __device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
-
-// The element of S^T of row i of a thread's two and its c-th head.
-constexpr __device__ int element(int i, int c) { return c / 2 * 4 + 2 * i + c % 2; }
-
-// Over the lanes with the same t: all eight g.
-__device__ __forceinline__ float rows_max(float x) {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-__device__ __forceinline__ float rows_sum(float x) {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
-    return x;
-}
 
 // References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
 __device__ __forceinline__ void raise_references(

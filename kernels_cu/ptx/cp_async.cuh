@@ -1,5 +1,4 @@
-// PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group, cp.async.wait_all; prefetch.
-// sm_80 and later.
+// PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group, cp.async.wait_all. sm_80 and later.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -24,6 +23,3 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // cp.async.wait_all: until all that this thread has started is done, committed or not.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// prefetch.global.L2: bring the line of an address into L2.
-__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }

@@ -20,6 +20,12 @@ constexpr float LOG2E = 1.4426950408889634074f;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// A value the compiler knows nothing of, so that what is derived from it is not kept in registers all through a loop.
+__device__ __forceinline__ uint32_t here_only(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Address of shared memory as the PTX instructions want it.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));

@@ -1,4 +1,4 @@
-// PTX ISA: wgmma.mma_async m64nNk16 for N = 8, 16, 32, 64, A in registers, B K-major in shared memory. sm_90a.
+// PTX ISA: wgmma.mma_async m64nNk16 for N = 32 and 64, A in registers, B K-major in shared memory. sm_90a.
 //
 // A is the wide side (64 KV rows or 64 value columns), each warp its 16 rows, as the fragments of mma.m16n8k16: a[0] row
 // g, a[1] row g + 8, both k = 2 t and 2 t + 1; a[2], a[3] the same rows, k = 2 t + 8 and + 9. B is the heads.
@@ -11,60 +11,6 @@ enum class Step {
     F16,        // 64 x N += A . B^T in f16
     BF16,       // the same in bfloat16
 };
-
-// 64 x 8
-template <Step STEP>
-__device__ __forceinline__ void wgmma_registers(float (&c)[4], const uint32_t (&a)[4], uint64_t b) {
-    if constexpr (STEP == Step::FIRST) {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {"
-            "%0, %1, %2, %3}, "
-            "{%4, %5, %6, %7}, %8, 0, 1, 1, 0;"
-            : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    } else if constexpr (STEP == Step::F16) {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {"
-            "%0, %1, %2, %3}, "
-            "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    } else {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3}, "
-            "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    }
-}
-
-// 64 x 16
-template <Step STEP>
-__device__ __forceinline__ void wgmma_registers(float (&c)[8], const uint32_t (&a)[4], uint64_t b) {
-    if constexpr (STEP == Step::FIRST) {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7}, "
-            "{%8, %9, %10, %11}, %12, 0, 1, 1, 0;"
-            : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]), "=f"(c[6]), "=f"(c[7])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    } else if constexpr (STEP == Step::F16) {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7}, "
-            "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    } else {
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7}, "
-            "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    }
-}
 
 // 64 x 32
 template <Step STEP>

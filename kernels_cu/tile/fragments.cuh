@@ -103,10 +103,6 @@ __device__ __forceinline__ int q_item(int n, bool wide) {
     return wide ? (n / 8 * 2 + n % 2) * 16 + n % 8 / 2 * 2 : n % 4 * 16 + n / 4 * 2;
 }
 
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-    return __byte_perm(a, b, selector);
-}
-
 // Four columns of V of a lane, of its four words: V32_FP8 word `q` of 16 bytes, so that a warp has the columns of one scale; else
 // of another 128 columns each.
 __device__ __forceinline__ int pv_column(int warp, int g, int q) {

@@ -1,0 +1,33 @@
+// Rows by their place in a query's index lists, in tiles of TILE_ROWS entries: those of the main list, then of the extra one.
+//
+// `W` is what a kernel knows of a piece of work: its query, the lengths of both lists (main_length, extra_length), the main
+// list's tiles (main_tiles), and the tile at which it ends (end).
+#pragma once
+#include "attention/params.cuh"
+#include "layout/reader.cuh"
+
+constexpr int TILE_ROWS = 64;
+
+// The entry of the index list for row `row` of a tile, -1 where there is none. It is not looked at here, so that nobody
+// waits for it before it is used.
+template <typename W>
+__device__ __forceinline__ int32_t load_entry(const Params& p, const W& w, int tile, int row) {
+    const bool extra = tile >= w.main_tiles;
+    const Source& source = extra ? p.extra : p.main;
+    const int at = (extra ? tile - w.main_tiles : tile) * TILE_ROWS + row;
+    const bool here = tile < w.end && at < (extra ? w.extra_length : w.main_length);
+    const int32_t* list = source.indices + w.query.b * source.index_stride_b + w.query.s * source.index_stride_s;
+    int32_t entry = -1;
+    if (here) entry = list[at];
+    return entry;
+}
+
+template <typename W>
+__device__ __forceinline__ bool is_valid(const Params& p, const W& w, int tile, int32_t entry) {
+    return entry >= 0 && entry < (tile >= w.main_tiles ? p.extra : p.main).num_slots;
+}
+
+template <typename W>
+__device__ __forceinline__ Rows find_row(const Params& p, const W& w, int tile, int32_t entry) {
+    return is_valid(p, w, tile, entry) ? Rows::row_of(tile >= w.main_tiles ? p.extra : p.main, entry) : Rows::none();
+}
