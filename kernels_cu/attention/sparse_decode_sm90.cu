@@ -56,6 +56,9 @@ constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
 constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr int MAX_CLUSTER = 16, O_LINE = D_V + 4;  // floats a head takes in the merge: 4 more spread heads over the banks
+// Smaller scales count as this one, so that no quotient of two overflows, nor P^T / r of a row of zeros.
+constexpr float LEAST_SCALE = 0x1p-60f;
+constexpr int LEAST_EXPONENT = 127 - 60;
 constexpr float MAX_P = 0x1p15f, REF_NONE = -1e30f;
 constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
@@ -266,14 +269,14 @@ struct RowScales {
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent) << 23); }
 __device__ __forceinline__ float inverse_power_of_two(int exponent) { return __uint_as_float(uint32_t(254 - exponent) << 23); }
 
-// Float32 scales of a row, none so small that a quotient of two could overflow.
+// Float32 scales of a row, none below LEAST_SCALE.
 __device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4]) {
     const Vec16 v = load_shared_16(row + SCALE_OFFSET);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         const float x = __uint_as_float(words[c]);
-        scale[c] = x < 0x1p-60f ? 0x1p-60f : x;  // a NaN stays one
+        scale[c] = x < LEAST_SCALE ? LEAST_SCALE : x;  // a NaN stays one
     }
 }
 
@@ -411,7 +414,7 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) exponent = max(exponent, v4_exponent(scales, c));
         const bool nan = exponent == 255;
-        exponent = min(max(exponent, 1), 253);
+        exponent = min(max(exponent, LEAST_EXPONENT), 253);
         result.r[i] = nan ? __uint_as_float(0x7fffffffu) : power_of_two(exponent);
         auto ratio_of = [&](int biased) { return power_of_two(max(biased - exponent + 127, 0)); };
 #pragma unroll

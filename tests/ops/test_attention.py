@@ -282,6 +282,15 @@ def test_decode_reads_any_positive_float32_scale(kind, rng):
     check_decode(kind, oracle.V32, queries(rng, 2, 1, 16, 576), main)
 
 
+@every_format
+@pytest.mark.parametrize("h_q", [16, 64])
+def test_decode_of_a_cache_of_zeros(kind, rng, fmt, h_q):
+    """Memory that nobody has written to, scales included: every logit and every value is zero."""
+    main = paged(rng, fmt, 2, 1, 70, 64)
+    main.cache = np.zeros_like(main.cache)
+    check_decode(kind, fmt, queries(rng, 2, 1, h_q, fmt.d_qk), main)
+
+
 def test_decode_hands_on_nan_of_a_named_row(kind, rng):
     fmt = oracle.V32
     main = paged(rng, fmt, 3, 1, 70, 64, invalid=0)
