@@ -18,7 +18,7 @@ import numpy as np
 from ._version import __version__
 from .arrays import require_cupy
 from .checks import cases, float64_error
-from .cuda import all_kernels, load, suits
+from .cuda import all_kernels
 from .cuda.jit import LEAST_ARCH, Kernel, compute_capability, num_sms
 
 ALL_WELL, WRONG, NO_GPU = 0, 1, 2  # exit status
@@ -127,10 +127,10 @@ def _check_gpu(cupy: Any, device: int, verbose: bool) -> bool:
 
 
 def _compile(device: int, capability: int, verbose: bool) -> bool:
-    kernels = [kernel for kernel in all_kernels() if suits(kernel, capability)]
+    kernels = [kernel for kernel in all_kernels() if kernel.suits(capability)]
     started = time.perf_counter()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        done = list(pool.map(lambda kernel: _timed(lambda: load(kernel, device)), kernels))
+        done = list(pool.map(lambda kernel: _timed(lambda: kernel.load(device)), kernels))
     print(f"{len(kernels)} kernels compiled, or loaded from the cache, in {time.perf_counter() - started:.1f} s")
     by_file: dict[str, list[tuple[Kernel, float, Exception | None]]] = {}
     for kernel, (seconds, failure) in zip(kernels, done, strict=True):

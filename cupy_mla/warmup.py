@@ -10,7 +10,7 @@ import numpy as np
 from .arrays import require_cupy
 from .checks import cases
 from .config import SparseMLAConfig
-from .cuda import all_kernels, loaded
+from .cuda import all_kernels
 from .cuda.jit import Kernel
 from .layouts import BFLOAT16, Layout
 from .ops.attention import sparse_decode, sparse_prefill
@@ -42,7 +42,7 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
                 case.run(cupy.asarray)
         _attention(cupy, config)
         cupy.cuda.Device(device).synchronize()
-    return [kernel for kernel in all_kernels() if loaded(kernel, device)]
+    return [kernel for kernel in all_kernels() if kernel.loaded(device)]
 
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:

@@ -63,6 +63,23 @@ def flat_rows(rng: np.random.Generator, s_kv: int, d_qk: int, live: np.ndarray, 
     return kv
 
 
+def prefill_inputs(
+    rng: np.random.Generator,
+    s_q: int,
+    h_q: int,
+    d_qk: int,
+    s_kv: int,
+    topk: int,
+    q_gap: int = 0,
+    kv_gap: int = 0,
+    share: float = 0.7,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, kv and index lists over a part (`share`) of the rows."""
+    live = some(rng, s_kv, share)
+    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
+    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
+
+
 def empty_cache(fmt: oracle.Format, num_blocks: int, block_size: int, gap: int = 0) -> np.ndarray:
     """A poisoned cache [num_blocks, block_size, last axis]; `gap` widens the block stride, in units of the format."""
     nbytes = fmt.token_bytes * block_size

@@ -68,9 +68,11 @@ class FakeGPU:
         monkeypatch.setattr(jit, "_runtime", lambda: runtime)
         monkeypatch.setattr(jit, "_THREAD", SimpleNamespace())
         monkeypatch.setattr(jit, "_properties", lambda device: {"multiProcessorCount": 132, "major": 9, "minor": 0})
-        monkeypatch.setattr(jit.Kernel, "_load", lambda kernel, device: id(kernel))
+        monkeypatch.setattr(jit.Kernel, "load", lambda kernel, device: id(kernel))
         monkeypatch.setattr(jit.Kernel, "_submitter", submitter)
-        monkeypatch.setattr(jit.Kernel, "clusters_at_once", lambda kernel, device, cluster: 132 // cluster)
+        monkeypatch.setattr(
+            jit.Kernel, "clusters_at_once", lambda kernel, device: tuple(132 // n for n in range(1, 17))
+        )
         monkeypatch.setattr(Array, "_describe_tensor", describe_as_cuda)
         monkeypatch.setattr(Place, "_maker", maker)
         monkeypatch.setattr(Place, "current", lambda place: nullcontext())

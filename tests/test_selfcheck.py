@@ -15,7 +15,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla import SparseMLAConfig, __main__, checks, selfcheck
-from cupy_mla.cuda import all_kernels, jit, suits
+from cupy_mla.cuda import all_kernels, jit
 from cupy_mla.warmup import warmup
 
 ROOT = Path(cupy_mla.__file__).parents[1]
@@ -92,7 +92,7 @@ def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None) -> 
     monkeypatch.setattr(selfcheck, "nvrtc_version", lambda: "13.0")
     monkeypatch.setattr(selfcheck, "compute_capability", lambda device: 90)
     monkeypatch.setattr(selfcheck, "num_sms", lambda device: 4)
-    monkeypatch.setattr(jit.Kernel, "_load", load)
+    monkeypatch.setattr(jit.Kernel, "load", load)
     return selfcheck.run()
 
 
@@ -155,8 +155,8 @@ def test_warmup_makes_calls_that_are_right(monkeypatch, layout, d_qk, more):
 
 def test_kernels_suit_generations():
     kernels = {kernel.target: kernel for kernel in all_kernels()}
-    assert [c for c in (75, 80, 90, 100, 120) if suits(kernels[None], c)] == [80, 90, 100, 120]
-    assert [c for c in (80, 89, 90, 100) if suits(kernels["90a"], c)] == [90]
+    assert [c for c in (75, 80, 90, 100, 120) if kernels[None].suits(c)] == [80, 90, 100, 120]
+    assert [c for c in (80, 89, 90, 100) if kernels["90a"].suits(c)] == [90]
 
 
 @pytest.mark.gpu
@@ -170,14 +170,14 @@ def test_nothing_is_compiled_after_warmup(rng):
     code = """
 import cupy, numpy as np, cupy_mla
 from cupy_mla.warmup import warmup
-from cupy_mla.cuda import all_kernels, loaded
+from cupy_mla.cuda import all_kernels
 ready = {repr(k) for k in warmup(cupy_mla.SparseMLAConfig(16, cache_layout="v32_fp8", max_num_seqs=64))}
 assert len(ready) < len(all_kernels())
 cache = cupy.zeros((4, 64, 656), np.uint8)
 for b in (1, 3, 7, 33, 60):
     q = cupy.zeros((b, 1, 16, 576), cupy_mla.layouts.BFLOAT16)
     cupy_mla.sparse_decode(q, cache, cupy.zeros((b, 1, 2048), np.int32))
-assert {repr(k) for k in all_kernels() if loaded(k, 0)} == ready
+assert {repr(k) for k in all_kernels() if k.loaded(0)} == ready
 """
     result = python(code)
     assert result.returncode == 0, result.stderr

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from ..arrays import Array, Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, Layout, by_name
 from ..recording import Params
 from . import few_heads_sm90, prefill_sm90, sparse_decode_sm90
-from .jit import Kernel, compute_capability, num_sms
+from .jit import MAX_CLUSTER, Kernel, compute_capability, num_sms
 from .schedule import best_splits
 
 STEP_ROWS = 32  # rows of one main-loop step; kernels_cu/attention/sparse_portable.cu
@@ -34,7 +35,24 @@ FEW_ITEMS = 4  # pieces of work up to which the kernel for few heads is the fast
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
 _SOURCE = "3Q5q2i"
 _PARAMS = Params("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q3QQf5i")
-_NO_SOURCE = (0,) * 9 + (1,)
+
+
+class _Source(NamedTuple):
+    """struct Source: see its fields there."""
+
+    cache: int
+    indices: int
+    lengths: int
+    block_stride: int
+    row_stride: int
+    index_stride_b: int
+    index_stride_s: int
+    num_slots: int
+    topk: int
+    block_size: int
+
+
+_NO_SOURCE = _Source(*(0,) * 9, 1)
 
 
 def block_heads(h_q: int) -> int:
@@ -126,25 +144,29 @@ def plan_splits(
     h_q: int,
     rows: int,
     *,
-    prefill: bool = False,
     quantized: bool = True,
     batch_invariant: bool = False,
 ) -> int:
-    """Parts that each query's `rows` are split into, so that `num_queries` of them fill the GPU.
+    """Parts that each query's `rows` of a decode are split into, so that `num_queries` of them fill the GPU.
 
     Args:
         quantized: they are rows of an FP8 cache.
         batch_invariant: go by `rows` alone.
     """
     if batch_invariant:
-        return max(1, min(-(-rows // INVARIANT_ROWS), few_heads_sm90.MAX_CLUSTER))
-    chosen = family(place.device, h_q, num_queries, True, prefill=prefill, quantized=quantized)
+        return max(1, min(-(-rows // INVARIANT_ROWS), MAX_CLUSTER))
+    chosen = family(place.device, h_q, num_queries, True, prefill=False, quantized=quantized)
+    return _splits(chosen, place, num_queries, h_q, rows, quantized)
+
+
+def _splits(chosen: str, place: Place, num_queries: int, h_q: int, rows: int, quantized: bool) -> int:
+    """`plan_splits` for kernels of a family."""
     if chosen == "few_heads":
         return few_heads_sm90.plan_splits(place, h_q, num_queries, rows)
-    if chosen == "grouped":
+    if chosen == "sm90" and quantized:
+        return sparse_decode_sm90.plan_splits(place, h_q, num_queries, rows)
+    if chosen in ("sm90", "grouped"):
         return 1
-    if chosen == "sm90":
-        return sparse_decode_sm90.plan_splits(place, h_q, num_queries, rows) if quantized else 1
     heads = block_heads(h_q)
     slots = num_sms(place.device) * SHAPES[heads][2]
     return best_splits(num_queries * -(-h_q // heads), -(-rows // STEP_ROWS), slots)
@@ -171,13 +193,23 @@ def sparse_prefill(
     s_kv, topk, row_stride = kv.shape[0], indices.shape[1], 2 * kv.strides[0]
     left = Array("left", place.empty((s_q,), np.dtype(np.int32))) if chosen == "grouped" else None
     lengths = left or length
-    rows = (kv.ptr, indices.ptr, lengths.ptr if lengths else 0, 0, row_stride, indices.strides[0], 0, s_kv)
-    source = (*rows, topk, max(s_kv, 1))
+    source = _Source(
+        kv.ptr,
+        indices.ptr,
+        lengths.ptr if lengths else 0,
+        0,
+        row_stride,
+        indices.strides[0],
+        0,
+        s_kv,
+        topk,
+        max(s_kv, 1),
+    )
     call = _Call(
         place, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
         q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
         lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale,
-        plan_splits(place, s_q, h_q, topk, prefill=True, quantized=False), chosen,
+        _splits(chosen, place, s_q, h_q, topk, False), chosen,
     )  # fmt: skip
     if left is not None:
         forced = "CUPY_MLA_KERNELS" in os.environ
@@ -223,11 +255,11 @@ def sparse_decode(
         call.launch(layout, length is not None or extra_length is not None, batch_invariant)
 
 
-def _paged(cache: Array, indices: Array, length: Array | None) -> tuple[int, ...]:
-    """A paged cache and its index lists as `struct Source`."""
+def _paged(cache: Array, indices: Array, length: Array | None) -> _Source:
+    """A paged cache and its index lists."""
     size = cache.dtype.itemsize
     num_blocks, block_size, _ = cache.shape
-    return (
+    return _Source(
         cache.ptr, indices.ptr, length.ptr if length else 0, cache.strides[0] * size, cache.strides[1] * size,
         indices.strides[0], indices.strides[1], num_blocks * block_size, indices.shape[2], block_size,
     )  # fmt: skip
@@ -253,8 +285,8 @@ class _Call:
         self,
         place: Place,
         batch: tuple[int, int, int],
-        main: tuple[int, ...],
-        extra: tuple[int, ...],
+        main: _Source,
+        extra: _Source,
         aligned_rows: bool,
         q: Array,
         q_strides: tuple[int, ...],
@@ -270,11 +302,11 @@ class _Call:
     ) -> None:
         b, s_q, self.h_q = batch
         self.place, self.queries, self.family = place, b * s_q, chosen
-        self.rows = main[8] + extra[8]  # of the longest list: `topk` of both sources
+        self.rows = main.topk + extra.topk  # of the longest lists
         self.splits = num_splits  # of a query's rows; those of a cluster are merged in the kernel
         if chosen == "few_heads":
             num_splits //= few_heads_sm90.cluster_of(num_splits)
-        elif chosen == "sm90" and max_logits is None:  # decode
+        elif chosen == "sm90":
             num_splits //= sparse_decode_sm90.cluster_of(num_splits)
         self.num_splits = num_splits
         part_lse = part_max = part_out = 0

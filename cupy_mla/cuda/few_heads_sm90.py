@@ -13,13 +13,11 @@ from functools import cache, lru_cache
 from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
-from .jit import Kernel, num_sms
+from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
 
 HEADS = (8, 16, 32)  # heads a block is built for
 TILE_ROWS = 64
-MAX_CLUSTER = 16
 RING_ROWS = 4 * 8  # rows of a unit of each of four copying warps
-SHARED_LIMIT = 232448  # bytes of shared memory a block may have
 PREFILL_SPLITS = 2  # splits of a query up to which the prefill kernel is the faster one for bf16 rows
 
 # A few words of addresses go to local memory, once a piece of work.
@@ -60,7 +58,7 @@ def unit_bytes(layout: Layout) -> int:
 
 def units(layout: Layout, heads: int) -> int:
     """Units of eight rows that a copying warp has space for."""
-    return (SHARED_LIMIT - fixed_bytes(layout, heads)) // unit_bytes(layout)
+    return (SM90_SHARED_BYTES - fixed_bytes(layout, heads)) // unit_bytes(layout)
 
 
 @cache
@@ -133,21 +131,15 @@ def prefill_kernel(layout: Layout, heads: int, queries: int) -> Kernel:
 
 def queries_per_block(layout: Layout, heads: int) -> tuple[int, ...]:
     """Of 1 and 2 what fits the shared memory of a block of the prefill kernel."""
-    return tuple(queries for queries in (1, 2) if prefill_shared_bytes(layout, heads, queries) <= SHARED_LIMIT)
-
-
-@cache
-def clusters_at_once(device: int, heads: int) -> tuple[int, ...]:
-    """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time. A block takes a multiprocessor in every layout."""
-    some = kernel(V32_FP8, heads)
-    return tuple(some.clusters_at_once(device, n) for n in range(1, MAX_CLUSTER + 1))
+    return tuple(queries for queries in (1, 2) if prefill_shared_bytes(layout, heads, queries) <= SM90_SHARED_BYTES)
 
 
 def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
     """`best_splits` for a call whose queries have up to `rows` rows."""
     heads = block_heads(h_q)
     items = num_queries * -(-h_q // heads)
-    return best_splits(items, -(-rows // TILE_ROWS), groups(heads), clusters_at_once(place.device, heads))
+    at_once = kernel(V32_FP8, heads).clusters_at_once(place.device)  # a block takes a multiprocessor in every layout
+    return best_splits(items, -(-rows // TILE_ROWS), groups(heads), at_once)
 
 
 def launch(

@@ -30,8 +30,9 @@ log = logging.getLogger("cupy_mla")
 PORTABLE = ("80", "86", "89", "90", "100", "120")
 LEAST_ARCH = 80
 
-# Blocks that a cluster may have on every GPU with clusters; more need leave, by function attribute.
-PORTABLE_CLUSTER = 8
+# Blocks that a cluster may have on every GPU with clusters, and on Hopper, with leave by function attribute.
+PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
+SM90_SHARED_BYTES = 232448  # of shared memory a block may have on Hopper
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 
@@ -136,6 +137,12 @@ class Kernel:
         """NVRTC options without the architecture."""
         return ("-std=c++17", *(f"-D{k}={v}" for k, v in sorted(self.defines.items())))
 
+    def suits(self, capability: int) -> bool:
+        """Whether it runs on a GPU of this compute capability (times 10)."""
+        if self.target is None:
+            return capability >= LEAST_ARCH
+        return capability == int(self.target.rstrip("a"))  # "a": that generation alone
+
     def compile(self, arch: str) -> tuple[bytes, str]:
         """Compile for one architecture with NVRTC, without a GPU.
 
@@ -169,7 +176,7 @@ class Kernel:
         current_device()
         function = self._functions.get(place.device)
         if function is None:
-            function = self._load(place.device)
+            function = self.load(place.device)
         submit = self._submitter(function, grid, cluster)
         with place.current():
             submit(place.stream(), bytes(params))
@@ -177,12 +184,17 @@ class Kernel:
         if record is not None:
             Launches.note(record, submit, params)
 
-    def clusters_at_once(self, device: int, cluster: int) -> int:
-        """How many clusters of `cluster` blocks a GPU runs at a time. Clusters do not span the GPU's parts, some of
-        which have fewer multiprocessors than others, so this is less than its multiprocessors by `cluster`."""
+    @cache  # noqa: B019 kernels are as many as their variants, and kept
+    def clusters_at_once(self, device: int) -> tuple[int, ...]:
+        """How many clusters of 1, 2, ... `max_cluster` blocks a GPU runs at a time.
+
+        Clusters do not span the GPU's parts, some of which have fewer multiprocessors than others, so these are less
+        than its multiprocessors by the blocks.
+        """
         current_device()
-        function = self._functions.get(device) or self._load(device)
-        return _clusters_at_once(function, self.threads, self.shared_bytes, cluster)
+        function = self._functions.get(device) or self.load(device)
+        sizes = range(1, self.max_cluster + 1)
+        return tuple(_clusters_at_once(function, self.threads, self.shared_bytes, n) for n in sizes)
 
     def _submitter(self, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
         """Launches on a stream of the current device. The driver copies the parameters before it returns."""
@@ -199,8 +211,22 @@ class Kernel:
 
         return submit
 
-    def _load(self, device: int) -> int:
-        """Compile (or take from CuPy's disk cache) and load for a device."""
+    def loaded(self, device: int) -> bool:
+        """Whether it is ready to be launched on a device."""
+        return device in self._functions
+
+    def load(self, device: int) -> int:
+        """Compile (or take from CuPy's disk cache) and load for a device; `launch` does so when it is first needed.
+
+        Safe from several threads, and from several processes: CuPy's disk cache writes a file of its own and renames
+        it, and checks a hash when it reads.
+
+        Returns:
+            the CUfunction handle.
+
+        Raises:
+            RuntimeError: the GPU is too old, or NVRTC is missing.
+        """
         cupy = require_cupy("a CUDA array")
         with self._lock, cupy.cuda.Device(device) as gpu:
             if device in self._functions:
@@ -315,7 +341,6 @@ def _libcuda() -> ctypes.CDLL:
     return library
 
 
-@cache
 def _clusters_at_once(function: int, threads: int, shared_bytes: int, cluster: int) -> int:
     attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
     config = _LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, 0, ctypes.pointer(attribute), 1)

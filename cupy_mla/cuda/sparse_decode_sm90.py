@@ -9,12 +9,10 @@ from functools import cache, lru_cache
 from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
-from .jit import Kernel, num_sms
+from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
 
 HEADS = (32, 64)  # heads a block is built for
-MAX_CLUSTER = 16
 TILE_ROWS, UNIT_ROWS = 64, 16
-SHARED_LIMIT = 232448  # bytes of shared memory a block may have
 
 # Microseconds on an H200, fitted to 2048 rows and batch 1 to 128: what a block takes besides its rows (Q, first rows,
 # results), a pair of tiles by the heads a block, and a round of a cluster's merge, see merge_rounds.
@@ -39,7 +37,7 @@ def unit_bytes(layout: Layout) -> int:
 
 def units(layout: Layout, heads: int) -> int:
     """Units of 16 rows that the ring has space for."""
-    return (SHARED_LIMIT - 16 - fixed_bytes(layout, heads)) // unit_bytes(layout)
+    return (SM90_SHARED_BYTES - 16 - fixed_bytes(layout, heads)) // unit_bytes(layout)
 
 
 def shared_bytes(layout: Layout, heads: int) -> int:
@@ -107,16 +105,15 @@ def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], spl
     return min(((heads, n) for heads in HEADS for n in choice), key=time)
 
 
-@cache
-def clusters_at_once(device: int) -> tuple[int, ...]:
-    """Clusters of 1 to MAX_CLUSTER blocks that a GPU runs at a time; a block takes a whole multiprocessor."""
-    some = kernel(V32_FP8, max(HEADS), True)
-    return tuple(some.clusters_at_once(device, n) for n in range(1, MAX_CLUSTER + 1))
+def shape_of(place: Place, h_q: int, num_queries: int, rows: int, num_splits: int | None) -> tuple[int, int]:
+    """`best_shape` for a call whose queries have up to `rows` rows."""
+    at_once = kernel(V32_FP8, max(HEADS), True).clusters_at_once(place.device)  # a block takes a whole multiprocessor
+    return best_shape(h_q, num_queries, -(-rows // TILE_ROWS), at_once, num_splits)
 
 
 def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
-    """Splits of a call whose queries have up to `rows` rows, as `best_shape` chooses them."""
-    return best_shape(h_q, num_queries, -(-rows // TILE_ROWS), clusters_at_once(place.device), None)[1]
+    """Splits of a call whose queries have up to `rows` rows."""
+    return shape_of(place, h_q, num_queries, rows, None)[1]
 
 
 def launch(
@@ -137,8 +134,7 @@ def launch(
         uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
         batch_invariant: the kernel must not depend on `num_queries`.
     """
-    tiles, queries = -(-rows // TILE_ROWS), 1 if batch_invariant else num_queries
-    heads, _ = best_shape(h_q, queries, tiles, clusters_at_once(place.device), num_splits)
+    heads, _ = shape_of(place, h_q, 1 if batch_invariant else num_queries, rows, num_splits)
     items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
     if cluster > 1:
         kernel(layout, heads, True).launch(place, (items * cluster, 1, 1), params, cluster)

@@ -7,24 +7,11 @@ import pytest
 
 from cupy_mla import layouts
 from cupy_mla.cuda import few_heads_sm90
+from cupy_mla.cuda.jit import SM90_SHARED_BYTES
 
-from ..cases import check_prefill, entries, flat_rows, queries, sinks, some
-from ..kinds import CuPy, gapped
+from ..cases import check_prefill, prefill_inputs, sinks
 
-
-@pytest.fixture
-def hopper(monkeypatch):
-    kind = CuPy()
-    if kind.cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs a Hopper GPU")
-    monkeypatch.setenv("CUPY_MLA_KERNELS", "few_heads")
-    return kind
-
-
-def inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=0, kv_gap=0):
-    live = some(rng, s_kv)
-    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
-    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
+KERNELS = "few_heads"
 
 
 @pytest.mark.gpu
@@ -44,7 +31,7 @@ def inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=0, kv_gap=0):
     ],
 )
 def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
-    check_prefill(hopper, *inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
+    check_prefill(hopper, *prefill_inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
 
 
 @pytest.mark.gpu
@@ -52,7 +39,7 @@ def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
 @pytest.mark.parametrize("s_q", [40, 700])
 def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     """700 queries: warpgroups take several each, some of them without a row."""
-    q, kv, indices = inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
+    q, kv, indices = prefill_inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
     length = rng.integers(-1, 203, s_q, dtype=np.int32)
     length[:2] = 0, 200
     check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13), length, out_gaps=(1, 2, 3))
@@ -84,6 +71,6 @@ def test_clusters():
 
 def test_every_layout_and_size_fits():
     for kernel in few_heads_sm90.kernels():
-        assert kernel.shared_bytes <= few_heads_sm90.SHARED_LIMIT
+        assert kernel.shared_bytes <= SM90_SHARED_BYTES
         assert kernel.defines.get("UNITS", 4) >= 4
     assert all(2 in few_heads_sm90.queries_per_block(layouts.BF16_512, heads) for heads in few_heads_sm90.HEADS)

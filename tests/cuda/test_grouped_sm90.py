@@ -10,17 +10,9 @@ from cupy_mla.cuda import few_heads_sm90, prefill_sm90
 from cupy_mla.ops._plan import forget_plans
 
 from .. import oracle
-from ..cases import check_prefill, entries, flat_rows, latent, queries, sinks, some
-from ..kinds import CuPy, gapped
+from ..cases import check_prefill, entries, flat_rows, latent, prefill_inputs, queries, sinks, some
 
-
-@pytest.fixture
-def hopper(monkeypatch):
-    kind = CuPy()
-    if kind.cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs a Hopper GPU")
-    monkeypatch.setenv("CUPY_MLA_KERNELS", "grouped")
-    return kind
+KERNELS = "grouped"
 
 
 @pytest.fixture
@@ -31,12 +23,6 @@ def all_grouped(hopper, monkeypatch):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)
     yield hopper
     forget_plans()
-
-
-def inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=0, kv_gap=0, share=0.7):
-    live = some(rng, s_kv, share)
-    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
-    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
 
 
 def local_lists(rng, s_q, topk, s_kv, repeats=0):
@@ -57,14 +43,14 @@ def local_lists(rng, s_q, topk, s_kv, repeats=0):
 )
 def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
     """Lists with many duplicates; some groups are left."""
-    check_prefill(hopper, *inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
+    check_prefill(hopper, *prefill_inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("repeats", [0, 30])
 @pytest.mark.parametrize("h_q", [3, 8, 13, 16, 32])
 def test_groups_need_no_other_kernel(all_grouped, rng, h_q, repeats):
-    q, kv, _ = inputs(rng, 43, h_q, 576, 400, 1, share=1)
+    q, kv, _ = prefill_inputs(rng, 43, h_q, 576, 400, 1, share=1)
     check_prefill(all_grouped, q, kv, local_lists(rng, 43, 250, 400, repeats), 0.05)
 
 
@@ -72,7 +58,7 @@ def test_groups_need_no_other_kernel(all_grouped, rng, h_q, repeats):
 @pytest.mark.parametrize("scale", [1e-12, 0.05, 6.0])
 def test_a_row_counts_as_often_as_it_is_listed(all_grouped, rng, scale):
     """Rows listed up to five times, by some queries of a group and not by others."""
-    q, kv, indices = inputs(rng, 21, 8, 512, 200, 180, share=1)
+    q, kv, indices = prefill_inputs(rng, 21, 8, 512, 200, 180, share=1)
     indices[:, 0, 20:40] = indices[:, 0, :20]
     indices[::2, 0, 40:43] = indices[::2, :1, 20]
     check_prefill(all_grouped, q, kv, indices, scale)
@@ -82,7 +68,7 @@ def test_a_row_counts_as_often_as_it_is_listed(all_grouped, rng, scale):
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("s_q", [40, 1501])
 def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
-    q, kv, indices = inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
+    q, kv, indices = prefill_inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
     length = rng.integers(-1, 203, s_q, dtype=np.int32)
     length[:2] = 0, 200
     length[8:16] = 0  # a group of nothing
@@ -91,7 +77,7 @@ def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
 
 @pytest.mark.gpu
 def test_unaligned_outputs_and_queries_without_rows(all_grouped, rng):
-    q, kv, indices = inputs(rng, 70, 8, 576, 300, 100)
+    q, kv, indices = prefill_inputs(rng, 70, 8, 576, 300, 100)
     indices[rng.random(70) < 0.5] = -1
     indices[::8, 0, 0] = np.flatnonzero(~np.isnan(kv[:, 0, 0].astype(np.float32)))[0]  # each group has a row
     check_prefill(all_grouped, q, kv, indices, 0.05, out_gaps=(0, 0, 1))
@@ -110,14 +96,14 @@ def test_row_numbers_in_several_windows(all_grouped, rng, h_q):
 def test_several_launches(hopper, rng, monkeypatch):
     forget_plans()
     monkeypatch.setattr(prefill_sm90, "SCRATCH_BYTES", 20_000)
-    check_prefill(hopper, *inputs(rng, 150, 16, 512, 500, 300), 0.05)
+    check_prefill(hopper, *prefill_inputs(rng, 150, 16, 512, 500, 300), 0.05)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_stays_with_the_queries_that_name_it(hopper, rng, bad):
     """Their neighbours' tiles hold it, too."""
-    q, kv, indices = inputs(rng, 48, 16, 576, 300, 200, share=1)
+    q, kv, indices = prefill_inputs(rng, 48, 16, 576, 300, 200, share=1)
     indices[:, 0, 0] = 8
     indices[indices == 7] = 9
     indices[5, 0, 100] = 7
@@ -148,7 +134,7 @@ def test_references_rise_late_and_far(all_grouped, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.0, -0.05])
 def test_other_scales_are_for_the_kernel_for_few_heads(hopper, rng, scale):
-    check_prefill(hopper, *inputs(rng, 30, 16, 576, 200, 180), scale)
+    check_prefill(hopper, *prefill_inputs(rng, 30, 16, 576, 200, 180), scale)
 
 
 @pytest.mark.gpu
@@ -158,7 +144,7 @@ def test_same_bits_every_time(hopper, rng, monkeypatch, h_q, kernels):
     """Forced, and as the call chooses: about half of the groups share enough."""
     if not kernels:
         monkeypatch.delenv("CUPY_MLA_KERNELS")
-    q, kv, indices = inputs(rng, 1100, h_q, 576, 3000, 300)
+    q, kv, indices = prefill_inputs(rng, 1100, h_q, 576, 3000, 300)
     indices[:500] = local_lists(rng, 500, 300, 3000, 20)
     kv[np.isnan(kv.astype(np.float32))] = 0
     arrays = [hopper.put(a) for a in (q, kv, indices)]

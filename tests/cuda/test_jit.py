@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from cupy_mla import cuda
 from cupy_mla.cuda import jit
 from cupy_mla.cuda.attention import combine_kernel
 
@@ -31,19 +30,19 @@ def stand_in(capability: str, failure: Exception | None) -> SimpleNamespace:
 def load(monkeypatch, capability: str, failure: Exception | None = None) -> jit.Kernel:
     monkeypatch.setattr(jit, "require_cupy", lambda why: stand_in(capability, failure))
     kernel = combine_kernel.__wrapped__()
-    cuda.load(kernel, 0)
+    kernel.load(0)
     return kernel
 
 
 def test_the_first_load_is_logged_in_one_line(monkeypatch, caplog):
     with caplog.at_level("INFO", "cupy_mla"):
         kernel = load(monkeypatch, "90")
-        cuda.load(kernel, 0)
+        kernel.load(0)
     (record,) = caplog.records
     assert record.name == "cupy_mla"
     assert "combine.cu:combine_splits ready for sm_90 in " in record.message
-    assert cuda.loaded(kernel, 0)
-    assert not cuda.loaded(kernel, 1)
+    assert kernel.loaded(0)
+    assert not kernel.loaded(1)
 
 
 def test_nvrtc_is_missing(monkeypatch):

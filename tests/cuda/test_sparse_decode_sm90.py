@@ -6,21 +6,15 @@ import numpy as np
 import pytest
 
 from cupy_mla.cuda import sparse_decode_sm90
+from cupy_mla.cuda.jit import SM90_SHARED_BYTES
 
 from .. import oracle
 from ..cases import Paged, check_decode, decode_oracle, entries, latent, paged, queries, run_decode, sinks
-from ..kinds import CuPy, gapped
+from ..kinds import gapped
 
 FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
 
-
-@pytest.fixture
-def hopper(monkeypatch):
-    kind = CuPy()
-    if kind.cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs a Hopper GPU")
-    monkeypatch.setenv("CUPY_MLA_KERNELS", "sm90")
-    return kind
+KERNELS = "sm90"
 
 
 @pytest.mark.gpu
@@ -100,16 +94,11 @@ def test_logits_that_rise_from_tile_to_tile(hopper, rng, fmt):
     """References are raised again and again, in both warpgroups and in every split."""
     main = paged(rng, fmt, 1, 1, 640, 64, invalid=0)
     q = queries(rng, 1, 1, 64, fmt.d_qk)
-    _, rows = decode_rows(fmt, main)
+    rows = oracle.named_rows(fmt, main.cache, main.indices[0, 0])
     order = np.argsort(rows @ q[0, 0, 0].astype(np.float64))
     main.indices[0, 0] = main.indices[0, 0][order]
     check_decode(hopper, fmt, q, main, sm_scale=2.0, num_splits=1)
     check_decode(hopper, fmt, q, main, sm_scale=2.0, num_splits=3)
-
-
-def decode_rows(fmt, main):
-    slots = main.indices[0, 0]
-    return slots, oracle.named_rows(fmt, main.cache, slots)
 
 
 @pytest.mark.gpu
@@ -123,5 +112,5 @@ def test_same_bits_every_time(hopper, rng, fmt):
 
 def test_every_layout_and_size_fits():
     for kernel in sparse_decode_sm90.kernels():
-        assert kernel.shared_bytes <= sparse_decode_sm90.SHARED_LIMIT
+        assert kernel.shared_bytes <= SM90_SHARED_BYTES
         assert kernel.defines["UNITS"] >= 12  # three tiles

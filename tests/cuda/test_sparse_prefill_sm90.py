@@ -8,25 +8,11 @@ import pytest
 import cupy_mla
 
 from .. import oracle
-from ..cases import check_decode, check_prefill, entries, flat_rows, latent, paged, queries, sinks, some
-from ..kinds import CuPy, gapped
+from ..cases import check_decode, check_prefill, latent, paged, prefill_inputs, queries, sinks
 
 pytestmark = pytest.mark.gpu
 
-
-@pytest.fixture
-def hopper(monkeypatch):
-    kind = CuPy()
-    if kind.cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs a Hopper GPU")
-    monkeypatch.setenv("CUPY_MLA_KERNELS", "sm90")
-    return kind
-
-
-def inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=0, kv_gap=0):
-    live = some(rng, s_kv)
-    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
-    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
+KERNELS = "sm90"
 
 
 @pytest.mark.parametrize("d_qk", [576, 512])
@@ -45,12 +31,12 @@ def inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=0, kv_gap=0):
     ],
 )
 def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
-    check_prefill(hopper, *inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
+    check_prefill(hopper, *prefill_inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
 
 
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_sinks_lengths_and_strides(hopper, rng, d_qk):
-    q, kv, indices = inputs(rng, 40, 72, d_qk, 300, 200, q_gap=8, kv_gap=8)
+    q, kv, indices = prefill_inputs(rng, 40, 72, d_qk, 300, 200, q_gap=8, kv_gap=8)
     length = rng.integers(-1, 203, 40, dtype=np.int32)
     length[:2] = 0, 200
     check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 72), length, out_gaps=(1, 2, 3))
@@ -58,7 +44,7 @@ def test_sinks_lengths_and_strides(hopper, rng, d_qk):
 
 def test_queries_without_rows_between_others(hopper, rng):
     """Empty pieces of work in a block's turn: more queries than SMs, most of them without a row."""
-    q, kv, indices = inputs(rng, 700, 3, 576, 50, 5)
+    q, kv, indices = prefill_inputs(rng, 700, 3, 576, 50, 5)
     indices[rng.random(700) < 0.7] = -1
     length = np.where(rng.random(700) < 0.5, 0, 5).astype(np.int32)
     check_prefill(hopper, q, kv, indices, 0.05, None, length)
@@ -78,7 +64,7 @@ def test_references_rise_late_and_far(hopper, rng, order):
 
 
 def test_one_row_far_above_all_others(hopper, rng):
-    q, kv, indices = inputs(rng, 4, 64, 512, 400, 512)
+    q, kv, indices = prefill_inputs(rng, 4, 64, 512, 400, 512)
     q[...] = np.abs(q.astype(np.float32)).astype(q.dtype)
     valid = [int(i) for i in indices[0, 0] if 0 <= i < 400]
     kv[valid[0]] = 40.0  # logits of thousands
@@ -88,7 +74,7 @@ def test_one_row_far_above_all_others(hopper, rng):
 
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_agrees_with_the_portable_kernel_and_with_itself(hopper, rng, monkeypatch, d_qk):
-    arrays = [hopper.put(a) for a in inputs(rng, 260, 128, d_qk, 1000, 300)]
+    arrays = [hopper.put(a) for a in prefill_inputs(rng, 260, 128, d_qk, 1000, 300)]
     first, second = (cupy_mla.sparse_prefill(*arrays, 0.05) for _ in range(2))
     monkeypatch.setenv("CUPY_MLA_KERNELS", "portable")
     portable = cupy_mla.sparse_prefill(*arrays, 0.05)
