@@ -305,14 +305,15 @@ __device__ __forceinline__ void widen_rows(const Bytes& bytes, const uint32_t (&
     }
 }
 
+__device__ __forceinline__ uint64_t q_operand() { return wgmma_operand(here_only(shared_address(shared) + Q_AT), 1024, 16); }
+
 // s = or += four k-steps against block `block` of Q.
 template <Step FIRST, Step NEXT>
-__device__ __forceinline__ void start_qk(int block, const uint32_t (&a)[4][4], float (&s)[HEADS / 2]) {
-    const uint32_t q = here_only(shared_address(shared) + Q_AT) + block * LINES_BYTES;
+__device__ __forceinline__ void start_qk(uint64_t q, int block, const uint32_t (&a)[4][4], float (&s)[HEADS / 2]) {
     wgmma_fence();
-    wgmma_registers<FIRST>(s, a[0], wgmma_operand(q, 1024, 16));
+    wgmma_registers<FIRST>(s, a[0], wgmma_further(q, block * LINES_BYTES));
 #pragma unroll
-    for (int i = 1; i < 4; ++i) wgmma_registers<NEXT>(s, a[i], wgmma_operand(q + 32 * i, 1024, 16));
+    for (int i = 1; i < 4; ++i) wgmma_registers<NEXT>(s, a[i], wgmma_further(q, block * LINES_BYTES + 32 * i));
     wgmma_commit();
 }
 
@@ -348,6 +349,7 @@ __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
 
 __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float (&s)[HEADS / 2]) {
     const uint32_t none[2] = {0, 0};
+    const uint64_t q = q_operand();
     uint32_t a[2][4][4];
     Bytes bytes = load_block(row, t, 0);
     float scale[2][4];
@@ -358,13 +360,13 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         if (c == 0) {
-            start_qk<Step::FIRST, Step::F16>(0, a[0], s);
+            start_qk<Step::FIRST, Step::F16>(q, 0, a[0], s);
         } else {
-            start_qk<Step::F16, Step::F16>(2 * c, a[0], s);
+            start_qk<Step::F16, Step::F16>(q, 2 * c, a[0], s);
         }
         widen_rows(bytes, none, a[1]);
         if (c < 3) bytes = load_block(row, t, 2 * c + 2);
-        start_qk<Step::F16, Step::F16>(2 * c + 1, a[1], s);
+        start_qk<Step::F16, Step::F16>(q, 2 * c + 1, a[1], s);
         wgmma_wait<1>();
         if (c < 3) {
             widen_rows(bytes, none, a[0]);
@@ -380,7 +382,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
         wgmma_wait<0>();
         scale_rows(s, x, y);
     }
-    start_qk<Step::BF16, Step::BF16>(NOPE_BLOCKS, a[0], s);
+    start_qk<Step::BF16, Step::BF16>(q, NOPE_BLOCKS, a[0], s);
     RowScales result;
     float ratio[2];
 #pragma unroll
@@ -396,6 +398,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
 }
 
 __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (&s)[HEADS / 2]) {
+    const uint64_t q = q_operand();
     uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, as pairs of f16
     RowScales result;
     float own[2][2];
@@ -430,13 +433,13 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
     }
     uint32_t a[2][4][4];
     arrange_rope(rope, a[0]);
-    start_qk<Step::FIRST, Step::F16>(NOPE_BLOCKS, a[0], s);
+    start_qk<Step::FIRST, Step::F16>(q, NOPE_BLOCKS, a[0], s);
 #pragma unroll
     for (int block = 0; block < NOPE_BLOCKS; ++block) {
         uint32_t(&buffer)[4][4] = a[(block + 1) % 2];
         widen_rows(bytes, ratio[block / 2], buffer);
         if (block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
-        start_qk<Step::F16, Step::F16>(block, buffer, s);
+        start_qk<Step::F16, Step::F16>(q, block, buffer, s);
         wgmma_wait<1>();
     }
     wgmma_wait<0>();
@@ -674,7 +677,7 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, u
 template <typename Do>
 __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, bool raised, Output& out, Do meanwhile) {
     if (raised) follow_references(r, owner, out);
-    const uint32_t prob = here_only(shared_address(shared) + P_AT) + owner * LINES_BYTES;
+    const uint64_t prob = wgmma_operand(here_only(shared_address(shared) + P_AT) + owner * LINES_BYTES, 1024, 16);
     uint32_t a[2][4][4];
     Columns columns = load_columns(r, unit, owner, 0);
 #pragma unroll
@@ -686,7 +689,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
         if (k < 3) columns = load_columns(r, unit + k + 1, owner, k + 1);
         wgmma_fence();
 #pragma unroll
-        for (int v = 0; v < 4; ++v) wgmma_registers<Step::F16>(out.o[v], a[k % 2][v], wgmma_operand(prob + 32 * k, 1024, 16));
+        for (int v = 0; v < 4; ++v) wgmma_registers<Step::F16>(out.o[v], a[k % 2][v], wgmma_further(prob, 32 * k));
         wgmma_commit();
         if (k == 0) meanwhile();
     }
@@ -891,9 +894,11 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
 // grid: x persistent blocks over queries x head tiles x splits, or (MERGES) a cluster a query and head tile.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __grid_constant__ Params p) {
     Small& sm = small();
-    if (threadIdx.x < UNITS) {
-        mbarrier_init(shared_address(&sm.full[threadIdx.x]), 33);
-        mbarrier_init(shared_address(&sm.empty[threadIdx.x]), 8);
+    if (threadIdx.x % 32 == 0) {  // a lane a warp: the lanes of one would take turns, 40 cycles each
+        for (int unit = threadIdx.x / 32; unit < UNITS; unit += THREADS / 32) {
+            mbarrier_init(shared_address(&sm.full[unit]), 33);
+            mbarrier_init(shared_address(&sm.empty[unit]), 8);
+        }
         mbarrier_init_fence();
     }
     __syncthreads();

@@ -19,6 +19,15 @@ __device__ __forceinline__ uint64_t wgmma_plain_operand(uint32_t address, uint32
     return uint64_t(line_groups >> 4) << 32 | uint64_t(columns >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
+// The description of what lies `bytes` further, a multiple of 16. Cheaper than a new one: those take four uniform
+// instructions that wait for one another, in front of every wgmma.
+__device__ __forceinline__ uint64_t wgmma_further(uint64_t operand, uint32_t bytes) {
+    const uint32_t high = uint32_t(operand >> 32);
+    uint32_t low = uint32_t(operand);
+    asm("" : "+r"(low));  // an addition is all that is to be made of it
+    return uint64_t(high) << 32 | (low + (bytes >> 4));
+}
+
 // wgmma.fence: orders this thread's register writes before the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
