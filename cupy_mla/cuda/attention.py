@@ -34,7 +34,7 @@ FEW_ITEMS = 4  # pieces of work up to which the kernel for few heads is the fast
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
 _SOURCE = "3Q5q2i"
-_PARAMS = Params("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q3QQf5i")
+_PARAMS = Params("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q4QQf5i")
 
 
 class _Source(NamedTuple):
@@ -304,23 +304,25 @@ class _Call:
         self.place, self.queries, self.family = place, b * s_q, chosen
         self.rows = main.topk + extra.topk  # of the longest lists
         self.splits = num_splits  # of a query's rows; those of a cluster are merged in the kernel
-        if chosen == "few_heads":
-            num_splits //= few_heads_sm90.cluster_of(num_splits)
-        elif chosen == "sm90":
-            num_splits //= sparse_decode_sm90.cluster_of(num_splits)
+        merged = 0  # bytes in which clusters merge
+        if chosen in ("few_heads", "sm90"):
+            kernels = few_heads_sm90 if chosen == "few_heads" else sparse_decode_sm90
+            merged = kernels.merge_bytes(self.h_q, self.queries, num_splits)
+            num_splits //= kernels.cluster_of(num_splits)
         self.num_splits = num_splits
-        part_lse = part_max = part_out = 0
-        if num_splits > 1:
-            rows = num_splits * self.queries * self.h_q
-            self._parts = Array("parts", place.empty((rows * (D_V + 2),), np.dtype(np.float32)))
-            part_out = self._parts.ptr
+        cluster_parts = part_lse = part_max = part_out = 0
+        rows = num_splits * self.queries * self.h_q if num_splits > 1 else 0
+        if merged or rows:
+            self._parts = Array("parts", place.empty((merged // 4 + rows * (D_V + 2),), np.dtype(np.float32)))
+            cluster_parts = self._parts.ptr
+            part_out = cluster_parts + merged
             part_lse, part_max = part_out + 4 * rows * D_V, part_out + 4 * rows * (D_V + 1)
         flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
         flags |= WIDE_OUT * out.aligned(16) | SOME_DONE * (chosen == "grouped")
         self.params = _PARAMS.pack(
             *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
             lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,
-            part_out, part_lse, part_max if max_logits else 0,
+            part_out, part_lse, part_max if max_logits else 0, cluster_parts,
             sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
+from .sparse_decode_sm90 import PART_BYTES
 
 HEADS = (8, 16, 32)  # heads a block is built for
 TILE_ROWS = 64
@@ -46,7 +47,7 @@ def fixed_bytes(layout: Layout, heads: int) -> int:
     n = groups(heads)
     copies = layout.num_scales if layout.scale_kind == "fp32" else 1
     q, p = heads * layout.d_qk * 2, n * copies * heads * 128
-    values = 1 + 2 * n * (1 + copies) + n * copies + 4 * n * (1 + copies) + 4 * n + 1 + 3  # struct Small, a head
+    values = 1 + 2 * n * (1 + copies) + n * copies + 4 * n * (1 + copies) + 4 * n + 1  # struct Small, a head
     return q + p + 4 * values * heads
 
 
@@ -76,12 +77,20 @@ def kernel(layout: Layout, heads: int) -> Kernel:
         target="90a",
         spill_bytes=SPILL_BYTES,
         max_cluster=MAX_CLUSTER,
+        overlaps=True,
     )
 
 
 def cluster_of(num_splits: int) -> int:
     """Blocks of a cluster: the largest divisor of the splits, as far as clusters go."""
     return max(n for n in range(1, MAX_CLUSTER + 1) if num_splits % n == 0)
+
+
+def merge_bytes(h_q: int, num_queries: int, num_splits: int) -> int:
+    """Global memory in which clusters merge, see cluster_merge.cuh."""
+    heads = block_heads(h_q)
+    merged = num_queries * num_splits * -(-h_q // heads) * heads if cluster_of(num_splits) > 1 else 0
+    return merged * PART_BYTES
 
 
 @lru_cache(maxsize=4096)
@@ -160,14 +169,15 @@ def launch(
     """
     heads = block_heads(h_q)
     items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
-    grid = (items * cluster, num_splits // cluster, 1)
     sms = num_sms(place.device)
     if layout.quantized or num_splits > PREFILL_SPLITS or batch_invariant:
+        grid = (num_queries * cluster, num_splits // cluster, items // num_queries)
         kernel(layout, heads).launch(place, grid, params, cluster)
     elif num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
         pairs = -(-items // 2)
         prefill_kernel(layout, heads, 2).launch(place, (pairs if uneven else min(pairs, sms), 1, 1), params)
     else:
+        grid = (items * cluster, num_splits // cluster, 1)
         prefill_kernel(layout, heads, 1).launch(place, grid, params, cluster)
 
 

@@ -34,7 +34,8 @@ LEAST_ARCH = 80
 PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
 SM90_SHARED_BYTES = 232448  # of shared memory a block may have on Hopper
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
-_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+_OVERLAP_DRIVER = 12030  # the first whose graphs take launches that overlap
 
 Submit = Callable[[int, bytes], None]  # a launch that lacks its stream and its parameters
 
@@ -99,6 +100,8 @@ class Kernel:
         cooperative: all blocks of a launch run at the same time, so that they may wait for each other; the grid must
             then fit the GPU.
         max_cluster: most blocks of a thread-block cluster it is launched with.
+        overlaps: the kernel waits for the launches before it by itself (ptx/grid.cuh), so that its blocks may come to
+            their multiprocessors while those still run ("programmatic dependent launch").
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Kernel:
         spill_bytes: int = 0,
         cooperative: bool = False,
         max_cluster: int = 1,
+        overlaps: bool = False,
     ) -> None:
         self.file = file
         self.entry = entry
@@ -125,6 +129,7 @@ class Kernel:
         self.spill_bytes = spill_bytes
         self.cooperative = cooperative
         self.max_cluster = max_cluster
+        self.overlaps = overlaps
         self._functions: dict[int, int] = {}  # CUfunction by device
         self._lock = threading.Lock()
 
@@ -198,8 +203,11 @@ class Kernel:
 
     def _submitter(self, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
         """Launches on a stream of the current device. The driver copies the parameters before it returns."""
-        if cluster > 1:
-            return _cluster_submitter(function, grid, self.threads, self.shared_bytes, cluster)
+        attributes = [_Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))] if cluster > 1 else []
+        if self.overlaps and driver_version() >= _OVERLAP_DRIVER:
+            attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
+        if attributes:
+            return _attribute_submitter(function, grid, self.threads, self.shared_bytes, attributes)
         fixed = (function, *grid, self.threads, 1, 1, self.shared_bytes)
         driver = _driver()
         last = () if self.cooperative else (0,)
@@ -315,9 +323,9 @@ def clear(place: Place, array: Array) -> None:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute with a cluster's dimensions."""
+    """CUlaunchAttribute: of its value three words, a cluster's dimensions, or the first a switch."""
 
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("dims", ctypes.c_uint * 3), ("rest", ctypes.c_uint * 13)]
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 3), ("rest", ctypes.c_uint * 13)]
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -351,12 +359,12 @@ def _clusters_at_once(function: int, threads: int, shared_bytes: int, cluster: i
     return count.value
 
 
-def _cluster_submitter(
-    function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, cluster: int
+def _attribute_submitter(
+    function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, attributes: list[_Attribute]
 ) -> Submit:
-    """cuLaunchKernelEx with a cluster of blocks along x, which CuPy's launches cannot ask for."""
-    attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
-    whole = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, 0, ctypes.pointer(attribute), 1)
+    """cuLaunchKernelEx, for attributes that CuPy's launches cannot ask for."""
+    first = (_Attribute * len(attributes))(*attributes)
+    whole = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, 0, first, len(attributes))
     launch, address = _libcuda().cuLaunchKernelEx, ctypes.addressof
 
     def submit(stream: int, params: bytes) -> None:
@@ -365,7 +373,7 @@ def _cluster_submitter(
         pointer = ctypes.c_char_p(params)
         status = launch(address(config), function, address(pointer), None)
         if status != 0:
-            raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (clusters of {cluster} blocks)")
+            raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (grid {grid})")
 
     return submit
 
@@ -395,6 +403,12 @@ def current_device() -> int:
         runtime.setDevice(runtime.getDevice())
         _THREAD.get_device = runtime.getDevice
         return runtime.getDevice()
+
+
+@lru_cache(maxsize=1)
+def driver_version() -> int:
+    """The CUDA version that the driver supports, e.g. 12030 for 12.3."""
+    return _runtime().driverGetVersion()
 
 
 def num_sms(device: int) -> int:

@@ -13,6 +13,7 @@ from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
 
 HEADS = (32, 64)  # heads a block is built for
 TILE_ROWS, UNIT_ROWS = 64, 16
+PART_BYTES = 4 * D_V + 16  # of a head, in what blocks merge; kernels_cu/attention/cluster_merge.cuh
 
 # Microseconds on an H200, fitted to 2048 rows and batch 1 to 128: what a block takes besides its rows (Q, first rows,
 # results), a pair of tiles by the heads a block, and a round of a cluster's merge, see merge_rounds.
@@ -61,6 +62,7 @@ def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
         target="90a",
         spill_bytes=SPILL_BYTES,
         max_cluster=MAX_CLUSTER if merges else 1,
+        overlaps=True,
     )
 
 
@@ -76,6 +78,12 @@ def kernels() -> Iterator[Kernel]:
 def cluster_of(num_splits: int) -> int:
     """Blocks of a cluster: a query's splits, if a cluster holds them; else they are merged by a launch of its own."""
     return num_splits if num_splits <= MAX_CLUSTER else 1
+
+
+def merge_bytes(h_q: int, num_queries: int, num_splits: int) -> int:
+    """Global memory in which clusters merge, see cluster_merge.cuh, with tiles of any of HEADS."""
+    merged = num_queries * num_splits * max(-(-h_q // n) * n for n in HEADS) if cluster_of(num_splits) > 1 else 0
+    return merged * PART_BYTES
 
 
 def merge_rounds(heads: int, cluster: int) -> int:
@@ -135,10 +143,10 @@ def launch(
         batch_invariant: the kernel must not depend on `num_queries`.
     """
     heads, _ = shape_of(place, h_q, 1 if batch_invariant else num_queries, rows, num_splits)
-    items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
+    head_tiles, cluster = -(-h_q // heads), cluster_of(num_splits)
     if cluster > 1:
-        kernel(layout, heads, True).launch(place, (items * cluster, 1, 1), params, cluster)
+        kernel(layout, heads, True).launch(place, (num_queries * cluster, head_tiles, 1), params, cluster)
     else:
-        work = items * num_splits
+        work = num_queries * head_tiles * num_splits
         blocks = work if uneven else min(work, num_sms(place.device))
         kernel(layout, heads, False).launch(place, (blocks, 1, 1), params)

@@ -14,6 +14,7 @@ struct Params {
     float* part_out;       // [num_splits, num_queries, h_q, 512], when num_splits > 1
     float* part_lse;       // [num_splits, num_queries, h_q], base 2
     float* part_max;       // the same, or null
+    float4* cluster_parts;  // where the blocks of clusters merge, see cluster_merge.cuh
     const float* sink;     // [h_q], or null
     float scale_log2;      // sm_scale * log2(e): logits are kept in base 2
     int32_t s_q, h_q;
@@ -31,4 +32,7 @@ struct Query {
     int index, b, s;
 };
 
-__device__ __forceinline__ Query query_of(const Params& p, int index) { return {index, index / p.s_q, index % p.s_q}; }
+__device__ __forceinline__ Query query_of(const Params& p, int index) {
+    if (p.s_q == 1) return {index, index, 0};  // divisions take long where a kernel has little to do
+    return {index, index / p.s_q, index % p.s_q};
+}

@@ -23,8 +23,8 @@
 //   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, exact; RoPE as f16, divided by r.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
-// MERGES: the splits of a query are the blocks of a cluster. At the end each lays its O^T into shared memory, and every
-// block merges a share of it through distributed shared memory. Without, combine.cu merges splits.
+// MERGES: the splits of a query are the blocks of a cluster, which merge what they found (cluster_merge.cuh). Without,
+// combine.cu merges splits.
 //
 //   full[unit], empty[unit]   mbarriers: copies done (32 lanes, and one for `valid`); read for the last time (8 warps)
 //   named 1, 2                P of warpgroup 0's, 1's tiles is there: 128 arrive, the other 128 wait
@@ -34,10 +34,11 @@
 // Shared memory: Q, two P (heads x 64 f16), the ring, statistics.
 // Registers: 232 a multiplying thread, 40 a copying one, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
+#include "attention/cluster_merge.cuh"
 #include "attention/lists.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/stmatrix.cuh"
@@ -55,7 +56,6 @@ constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks 
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
 constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
-constexpr int MAX_CLUSTER = 16, O_LINE = D_V + 4;  // floats a head takes in the merge: 4 more spread heads over the banks
 // Smaller scales count as this one, so that no quotient of two overflows, nor P^T / r of a row of zeros.
 constexpr float LEAST_SCALE = 0x1p-60f;
 constexpr int LEAST_EXPONENT = 127 - 60;
@@ -106,29 +106,38 @@ struct Work {
     uint32_t unit;
 };
 
+__device__ __forceinline__ Work find_work(const Params& p, int query, int head_tile, uint32_t split, uint32_t splits) {
+    Work w;
+    w.query = query_of(p, query);
+    w.first_head = head_tile * HEADS;
+    w.split = split;
+    w.main_length = list_length(p.main, w.query.b);
+    w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
+    w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
+    const uint32_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), least = tiles / splits, more = tiles % splits;
+    w.begin = split * least + min(split, more);  // the first `more` splits have one tile more
+    w.end = w.begin + least + (split < more);
+    w.pairs = ceil_div(w.end - w.begin, 2);
+    w.unit = 0;
+    return w;
+}
+
 // With MERGES a cluster has one piece of work, and its blocks are the splits.
 template <typename Do>
 __device__ __forceinline__ void for_each_work(const Params& p, Do act) {
-    const int splits = MERGES ? cluster_size() : p.num_splits;
-    const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * splits;
-    uint32_t unit = 0;
+    if constexpr (MERGES) {
+        act(find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size()));
+    } else {
+        const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * p.num_splits;
+        uint32_t unit = 0;
 #pragma unroll 1
-    for (int index = blockIdx.x; index < total; index += gridDim.x) {
-        Work w;
-        const int item = MERGES ? index / splits : index, rest = item / head_tiles;
-        w.query = query_of(p, MERGES ? rest : rest / splits);
-        w.first_head = item % head_tiles * HEADS;
-        w.split = MERGES ? cluster_rank() : rest % splits;
-        w.main_length = list_length(p.main, w.query.b);
-        w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
-        w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
-        const int tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), least = tiles / splits, more = tiles % splits;
-        w.begin = w.split * least + min(w.split, more);  // the first `more` splits have one tile more
-        w.end = w.begin + least + (w.split < more);
-        w.pairs = ceil_div(w.end - w.begin, 2);
-        w.unit = unit;
-        unit += 8 * w.pairs;
-        act(w);
+        for (int index = blockIdx.x; index < total; index += gridDim.x) {
+            const int rest = index / head_tiles;
+            Work w = find_work(p, rest / p.num_splits, index % head_tiles, rest % p.num_splits, p.num_splits);
+            w.unit = unit;
+            unit += 8 * w.pairs;
+            act(w);
+        }
     }
 }
 
@@ -192,12 +201,11 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
 
 // --- Q --------------------------------------------------------------------------------------------------------
 
-// Where eight columns of Q from `column` on go in a head's lines: block, first of four chunks, and place in them. k = 16 i +
-// 2 t + e is what thread t holds as item 4 i + e (e = 0, 1) or, 8 further, 4 i + 2 + e, of a row's columns in multiply_qk.
-__device__ __forceinline__ uint32_t q_line(int column, int head) {
-    const int last = D_NOPE / 128 * 128;  // columns from here on: blocks of their own
-    const int block = column < last ? column / 128 * 2 + column / 16 % 2 : column / 64;
-    const int t = column < last ? column % 128 / 32 : column % 64 / 16, first_chunk = column / 8 % 2 * 4;
+// Where columns 64 p + 8 j .. + 7 of Q go in a head's lines: block, first of four chunks, and place in them. k = 16 i + 2 t + e
+// is what thread t holds as item 4 i + e (e = 0, 1) or, 8 further, 4 i + 2 + e, of a row's columns in multiply_qk.
+__device__ __forceinline__ uint32_t q_line(int p, int j, int head) {
+    const bool alone = 64 * p >= D_NOPE / 128 * 128;  // columns from here on: blocks of their own
+    const int block = alone ? p : p / 2 * 2 + j / 2 % 2, t = alone ? j / 2 : p % 2 * 2 + j / 4, first_chunk = j % 2 * 4;
     return shared_address(shared) + Q_AT + block * LINES_BYTES + head * 128 + ((first_chunk ^ (head & 7)) << 4) + 4 * t;
 }
 
@@ -215,26 +223,20 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_bf16x2(max_bf16x2(abs_bf16x2(q.x), abs_bf16x2(q.y)), max_bf16x2(abs_bf16x2(q.z), abs_bf16x2(q.w)));
 }
 
-// Q to shared memory. A warp brings eight heads, or for want of heads a share of their columns; lane 4 g + t of head g those
-// that thread t of multiply_qk holds, so that a warp's stores hit all banks. Returns what a logit is to be multiplied with.
+// Q to shared memory. A warp brings four heads at a time, 64 columns of each. Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Role& r) {
-    constexpr int SHARERS = 64 / HEADS, LAST = D_NOPE / 128 * 16, PIECES = LAST / 4 + (D_QK - LAST * 8) / 32;
-    constexpr int ROUNDS = ceil_div(PIECES, SHARERS);
-    const int warp = 4 * r.group + r.warp, head = warp / SHARERS * 8 + r.g, first = warp % SHARERS;
-    const bool here = w.first_head + head < p.h_q;
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + min(w.first_head + head, p.h_q - 1) * p.q_h;
-    // 8 of thread t's columns: of blocks of 128 in pairs, or of one of 64.
-    auto column_of = [&](int piece) {
-        const int beyond = piece - LAST / 4;
-        return beyond < 0 ? piece / 4 * 128 + 32 * r.t + piece % 4 * 8 : LAST * 8 + beyond / 2 * 64 + 16 * r.t + beyond % 2 * 8;
-    };
+    constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
+    const int warp = 4 * r.group + r.warp, j = r.lane % 8;
+    auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + 8 * j;
     Vec16 pieces[ROUNDS];  // all loads are under way before one is looked at
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) pieces[i] = *reinterpret_cast<const Vec16*>(q + column_of(min(first + i * SHARERS, PIECES - 1)));
+    for (int i = 0; i < ROUNDS; ++i)
+        pieces[i] = *reinterpret_cast<const Vec16*>(q + min(w.first_head + head_of(i), p.h_q - 1) * p.q_h + i % PIECES * 64);
     uint32_t top = 0;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        if (!here) pieces[i] = {0, 0, 0, 0};
+        if (w.first_head + head_of(i) >= p.h_q) pieces[i] = {0, 0, 0, 0};
         top = max_bf16x2(top, largest_bits(pieces[i]));
     }
     // Positive numbers are ordered as their bits are.
@@ -248,10 +250,7 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
     const float factor = __uint_as_float(uint32_t(shift + 127) << 23);
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        const int piece = first + i * SHARERS, column = column_of(piece);
-        if (piece < PIECES) store_q(q_line(column, head), pieces[i], factor, !V32 || column < D_NOPE);
-    }
+    for (int i = 0; i < ROUNDS; ++i) store_q(q_line(i % PIECES, j, head_of(i)), pieces[i], factor, !V32 || i % PIECES < NOPE_BLOCKS);
     const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
     return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
 }
@@ -735,63 +734,31 @@ __device__ __forceinline__ void finish_sums(const Params& p, const Work& w, cons
     named_barrier_sync(5, 2 * WARPGROUP);
 }
 
-// Merge what the blocks of the cluster found, each a share: O^T is laid over Q, P and the ring, [head][column] float32.
+// What this block found goes to the cluster's parts, and a share of what all found to the results.
 __device__ __forceinline__ void merge_results(const Params& p, const Work& w, const Role& r, const Output& out) {
-    constexpr int GATHERED_AT = HEADS * O_LINE * 4;
-    static_assert(GATHERED_AT + MAX_CLUSTER * 2 * HEADS * 4 <= SMALL_AT, "");
-    Small& sm = small();
-    gather_sums(r, out);  // nobody reads Q, P or the ring any more
-    if (threadIdx.x < HEADS) sm.scale[threadIdx.x] = sum_of(threadIdx.x);
-    float* o = reinterpret_cast<float*>(shared);
+    const Parts parts(p, w.query.index, blockIdx.y, gridDim.y);
+    // Unit 512 c + 256 i + thread: of head c the columns 2 g and 2 g + 1 of 16, of blocks 2 i and 2 i + 1.
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
-        for (int v = 0; v < 4; ++v)
-            *reinterpret_cast<float2*>(o + r.head(c) * O_LINE + 256 * r.group + 64 * v + 16 * r.warp + 2 * r.g) =
-                make_float2(out.o[v][element(0, c)], out.o[v][element(1, c)]);
-    }
-    cluster_sync();
-    // References and sums of every block: [block][2][HEADS].
-    const int blocks = cluster_size(), rank = cluster_rank(), thread = threadIdx.x;
-    float* gathered = reinterpret_cast<float*>(shared + GATHERED_AT);
-    for (int i = thread; i < blocks * 2 * HEADS; i += 2 * WARPGROUP) {
-        const float* of = i / HEADS % 2 == 0 ? sm.ref : sm.scale;
-        gathered[i] = load_cluster_float(cluster_address(shared_address(of + i % HEADS), i / (2 * HEADS)));
-    }
-    named_barrier_sync(5, 2 * WARPGROUP);
-    // Four columns of a head are a unit.
-    constexpr int ALL = HEADS * D_V / 4;
-    const int share = ceil_div(ALL, blocks), end = min(ALL, (rank + 1) * share);
-#pragma unroll 1
-    for (int unit = rank * share + thread; unit < end; unit += 2 * WARPGROUP) {
-        const int local = unit / (D_V / 4), column = unit % (D_V / 4) * 4, head = w.first_head + local;
-        if (head >= p.h_q) continue;
-        float ref = REF_NONE, sum = 0.0f, v[4] = {};
-        for (int i = 0; i < blocks; ++i) ref = fmaxf(ref, gathered[2 * i * HEADS + local]);
-#pragma unroll 1
-        for (int first = 0; first < blocks; first += 4) {
-            float4 part[4];  // all loads before one is looked at; beyond the last block the last, with no weight
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                part[k] = load_cluster_float4(cluster_address(shared_address(o + local * O_LINE + column), min(first + k, blocks - 1)));
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float* of = gathered + 2 * min(first + k, blocks - 1) * HEADS + local;
-                const float weight = first + k < blocks ? exp2_approx(of[0] - ref) : 0.0f;
-                sum += weight * of[HEADS];
-                v[0] += weight * part[k].x;
-                v[1] += weight * part[k].y;
-                v[2] += weight * part[k].z;
-                v[3] += weight * part[k].w;
-            }
+        for (int i = 0; i < 2; ++i) {
+            const float(&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
+            parts.write(512 * c + 256 * i + threadIdx.x, make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]));
         }
+    }
+    gather_sums(r, out);
+    if (threadIdx.x < HEADS) parts.write_statistics(threadIdx.x, small().ref[threadIdx.x], sum_of(threadIdx.x), 0.0f);
+    cluster_sync();
+    auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
+    parts.merge(threadIdx.x, 2 * WARPGROUP, head_of, [&](int unit, int local, float ref, float sum, float, float4 v) {
+        const int head = w.first_head + local, thread = unit % 256, column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2 + unit / 256 % 2 * 128;
+        if (head >= p.h_q) return;
         const HeadResult result = {0.0f, sum == 0.0f ? -INF : ref + log2_approx(sum)};
         const float scale = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
-        write_output(p, w.query, head, column, v[0] * scale, v[1] * scale);
-        write_output(p, w.query, head, column + 2, v[2] * scale, v[3] * scale);
+        write_output(p, w.query, head, column, v.x * scale, v.y * scale);
+        write_output(p, w.query, head, column + 64, v.z * scale, v.w * scale);
         if (column == 0) write_statistics(p, w.query, head, result);
-    }
-    cluster_sync();  // shared memory must stay until everybody has read it
+    });
 }
 
 __device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role& r, Output& out) {
@@ -891,7 +858,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x persistent blocks over queries x head tiles x splits, or (MERGES) a cluster a query and head tile.
+// grid: x persistent blocks over queries x head tiles x splits, or (MERGES) x a cluster a query, y head tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __grid_constant__ Params p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // a lane a warp: the lanes of one would take turns, 40 cycles each
@@ -902,13 +869,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
         mbarrier_init_fence();
     }
     __syncthreads();
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
     if (threadIdx.x >= 2 * WARPGROUP) {
         give_registers<40>();
         for_each_work(p, [&](const Work& w) { copy_rows(p, w, threadIdx.x / 32 % 4, threadIdx.x % 32); });
-        if constexpr (MERGES) {  // barriers of the cluster count every thread
-            cluster_sync();
-            cluster_sync();
-        }
+        if constexpr (MERGES) cluster_sync();  // barriers of the cluster count every thread
     } else {
         take_registers<232>();
         for_each_work(p, [&](const Work& w) { attend(p, w, Role::here()); });

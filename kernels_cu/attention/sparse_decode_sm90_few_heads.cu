@@ -21,8 +21,7 @@
 //   named 1 to 3           the 128 threads of a multiplying warpgroup; 4: all of them
 //
 // While one warpgroup waits the others multiply. At the end they put their O^T together in shared memory, and the blocks
-// of a cluster send one another shares of the columns through distributed shared memory. What a cluster does not hold is
-// split over gridDim.y and merged by combine.cu.
+// of a cluster merge theirs (cluster_merge.cuh). What a cluster does not hold is split over gridDim.y and merged by combine.cu.
 //
 // Products are mma.sync: wgmma with A in registers takes a warpgroup 60 cycles and more whatever N is, and its fences keep
 // the next fragments from being widened meanwhile.
@@ -32,10 +31,11 @@
 // Registers: 160 (232) a multiplying thread, 32 (40) a copying one, together 512 x 128 (384 x 168); setmaxnreg hands out no
 // more than the launch had.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
+#include "attention/cluster_merge.cuh"
 #include "attention/lists.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/stmatrix.cuh"
@@ -56,13 +56,12 @@ constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
 constexpr bool KEEPS_MAX = !Rows::QUANTIZED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
 constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
-constexpr int MAX_BLOCKS = 16;         // of a cluster
 
 constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + GROUPS * P_COPIES * P_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
 
-// A softmax over some rows, a value a head; relative to `ref` like its O^T.
+// A head's softmax over some rows, relative to `ref` like its O^T.
 struct Statistics {
-    float ref[HEADS], sum[HEADS], max[HEADS];
+    float ref, sum, max;
 };
 struct Small {
     uint64_t full[4][UNITS], empty[4][UNITS];
@@ -72,20 +71,15 @@ struct Small {
     float chunk_factor[GROUPS][P_COPIES][HEADS];   // 2^(ref - a scale's reference)
     float across[GROUPS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
     float weight[GROUPS][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
-    Statistics block;
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
 static_assert(UNITS >= 4, "two tiles");
 
-// When all rows are read, the rings hold parts of O^T in float32, [head][column]: halves that warpgroups 0 and 1 exchange, what
-// warpgroup 2 gives them, and what the blocks of a cluster send this one. Four columns more a line spread the heads over
-// the banks. Over Q: statistics of the blocks and their weights.
+// When all rows are read, the rings hold parts of O^T in float32, [head][column]: halves that warpgroups 0 and 1 exchange, and
+// what warpgroup 2 gives them. Four columns more a line spread the heads over the banks.
 constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
-constexpr int SENT_AT = EXCHANGE_AT + 2 * (GROUPS - 1) * EXCHANGE_BYTES;
-static_assert(SENT_AT + HEADS * 616 * 4 <= SMALL_AT, "616 floats a head are what 14 blocks send");
-constexpr int BLOCKS_AT = Q_AT, WEIGHTS_AT = BLOCKS_AT + MAX_BLOCKS * int(sizeof(Statistics));
-static_assert(WEIGHTS_AT + MAX_BLOCKS * HEADS * 4 <= P_AT, "");
+static_assert(EXCHANGE_AT + 2 * (GROUPS - 1) * EXCHANGE_BYTES <= SMALL_AT, "");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -115,11 +109,10 @@ struct Work {
     int first_head, main_length, extra_length, main_tiles, begin, end;
 };
 
-__device__ __forceinline__ Work find_work(const Params& p, int index, uint32_t rank, uint32_t ranks) {
-    const int head_tiles = ceil_div(p.h_q, HEADS);
+__device__ __forceinline__ Work find_work(const Params& p, int query, int head_tile, uint32_t rank, uint32_t ranks) {
     Work w;
-    w.query = query_of(p, index / head_tiles);
-    w.first_head = index % head_tiles * HEADS;
+    w.query = query_of(p, query);
+    w.first_head = head_tile * HEADS;
     w.main_length = list_length(p.main, w.query.b);
     w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
     w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
@@ -565,7 +558,7 @@ __device__ __forceinline__ void lay_down_statistics(const Role& r, const Softmax
 }
 
 // Both warpgroups' softmax of a head together, and what their columns 128 k .. are multiplied with. By a thread a head and k.
-__device__ __forceinline__ void merge_statistics(int k, int head) {
+__device__ __forceinline__ Statistics merge_statistics(int k, int head) {
     Small& sm = small();
     float ref = -INF, sum = 0.0f, max = -INF;
 #pragma unroll
@@ -581,34 +574,28 @@ __device__ __forceinline__ void merge_statistics(int k, int head) {
             for (int warp = 0; warp < 4; ++warp) max = fmaxf(max, across[1][warp][head]);
         }
     }
-    if (k == 0) {
-        sm.block.ref[head] = ref;
-        sm.block.sum[head] = sum;
-        sm.block.max[head] = max;
-    }
+    return {ref, sum, max};
 }
 
-// By one thread a head: what O^T is multiplied with in the end; `write`: lse and the like too.
-__device__ __forceinline__ void finish_head(const Params& p, const Work& w, int head, bool write, float ref, float sum, float max) {
+// What a head's O^T is multiplied with in the end; `write`: lse and the like are written, too.
+__device__ __forceinline__ float finish_head(const Params& p, const Work& w, int head, bool write, float ref, float sum, float max) {
     const int global_head = w.first_head + head;
+    if (global_head >= p.h_q || sum == 0.0f && !write) return 0.0f;
     const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
-    float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-    if (global_head < p.h_q) {
-        if (p.num_splits == 1 && sum != 0.0f) scale *= sink_factor(p, global_head, result.lse);
-        if (p.num_splits == 1 && write) write_statistics(p, w.query, global_head, result);
-        if (p.num_splits > 1 && write) {
-            const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
-            p.part_lse[at] = result.lse;
-            if (p.part_max != nullptr) p.part_max[at] = result.max;
-        }
+    if (write && p.num_splits == 1) write_statistics(p, w.query, global_head, result);
+    if (write && p.num_splits > 1) {
+        const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
+        p.part_lse[at] = result.lse;
+        if (p.part_max != nullptr) p.part_max[at] = result.max;
     }
-    small().scale[head] = scale;
+    if (sum == 0.0f) return 0.0f;
+    return (p.num_splits == 1 ? sink_factor(p, global_head, result.lse) : 1.0f) / sum;
 }
 
-__device__ __forceinline__ void write_columns(const Params& p, const Work& w, int head, int column, float4 v) {
+// Four columns of a head, times `f`.
+__device__ __forceinline__ void write_columns(const Params& p, const Work& w, int head, int column, float4 v, float f) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q) return;
-    const float f = small().scale[head];
     v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
     if (p.num_splits > 1) {
         const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
@@ -646,9 +633,9 @@ __device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][H
     }
 }
 
-// Half `HALF` of the columns of all warpgroups together, by warpgroup HALF, in place of what the other one gave.
-template <int HALF>
-__device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, const float (&o)[V_TILES][HEAD_TILES][4]) {
+// Half `HALF` of the columns of all warpgroups together, by warpgroup HALF: act(c, k, where it may be kept, value).
+template <int HALF, typename Act>
+__device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, const float (&o)[V_TILES][HEAD_TILES][4], Act act) {
     const Small& sm = small();
     float *both = given_half(r, 0, HALF), *third = given_half(r, 1, HALF);
 #pragma unroll
@@ -667,78 +654,25 @@ __device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, c
                 const float4 x = four_columns(third, c, k);
                 v = make_float4(v.x + w * x.x, v.y + w * x.y, v.z + w * x.z, v.w + w * x.w);
             }
-            four = v;
+            act(c, k, four, v);
         }
     }
 }
 
-// Columns that a block of a cluster merges, of each head; the last block may have fewer.
-__device__ __forceinline__ int share_of(int blocks) { return ceil_div(D_V / 4, blocks) * 4; }
-
-// The block's result, written or sent to the blocks of the cluster, each a share of the columns.
-__device__ __forceinline__ void send_block(const Params& p, const Work& w, int rank, int blocks) {
-    const int share = share_of(blocks), line = share + 4;
-    const uint32_t by_share = 65535 / share + 1;  // columns / share = columns * by_share >> 16
+// The block's result, [half][head][column] in shared memory, written.
+__device__ __forceinline__ void write_block(const Params& p, const Work& w) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
         const int half = FOLDED ? column / 8 % 2 : column / 256, at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
-        const float4 v = *reinterpret_cast<const float4*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES + (head * HALF_LINE + at) * 4);
-        if (blocks == 1) {
-            write_columns(p, w, head, column, v);
-        } else {
-            const int owner = column * by_share >> 16;
-            const uint32_t to = shared_address(shared) + SENT_AT + ((rank * HEADS + head) * line + column - owner * share) * 4;
-            store_cluster_float4(cluster_address(to, owner), v);
-        }
-    }
-    if (blocks == 1) return;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < blocks * 3 * HEADS; i += MULTIPLYING) {
-        const int to = i / (3 * HEADS), word = i % (3 * HEADS);
-        const float v = reinterpret_cast<const float*>(&small().block)[word];
-        store_cluster_float(cluster_address(shared_address(shared) + BLOCKS_AT + (rank * 3 * HEADS + word) * 4, to), v);
-    }
-}
-
-// What the blocks of the cluster have sent to this one, together: a share of the columns.
-__device__ __forceinline__ void merge_blocks(const Params& p, const Work& w, int rank, int blocks) {
-    const auto* block = reinterpret_cast<const Statistics*>(shared + BLOCKS_AT);
-    float* weights = reinterpret_cast<float*>(shared + WEIGHTS_AT);  // [block][head]
-    const int share = share_of(blocks), line = share + 4, mine = max(0, min(share, D_V - rank * share));
-#pragma unroll 1
-    for (int i = threadIdx.x; i < blocks * HEADS; i += MULTIPLYING) {
-        const int head = i % HEADS;
-        float ref = -INF;
-        for (int k = 0; k < blocks; ++k) ref = fmaxf(ref, block[k].ref[head]);
-        weights[i] = factor(block[i / HEADS].ref[head], ref);
-        if (i >= HEADS) continue;
-        float sum = 0.0f, max = -INF;
-        for (int k = 0; k < blocks; ++k) {
-            sum += factor(block[k].ref[head], ref) * block[k].sum[head];
-            max = fmaxf(max, block[k].max[head]);
-        }
-        finish_head(p, w, head, rank == 0, ref, sum, max);
-    }
-    sync_multiplying();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < HEADS * mine / 4; i += MULTIPLYING) {
-        const int head = i / (mine / 4), column = i % (mine / 4) * 4;
-        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-        for (int k = 0; k < blocks; ++k) {
-            const float4 x = *reinterpret_cast<const float4*>(shared + SENT_AT + ((k * HEADS + head) * line + column) * 4);
-            const float weight = weights[k * HEADS + head];
-            v = make_float4(v.x + weight * x.x, v.y + weight * x.y, v.z + weight * x.z, v.w + weight * x.w);
-        }
-        write_columns(p, w, head, rank * share + column, v);
+        const auto* v = reinterpret_cast<const float4*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES + (head * HALF_LINE + at) * 4);
+        write_columns(p, w, head, column, *v, small().scale[head]);
     }
 }
 
 // Merge the warpgroups of a block, then the blocks of a cluster.
 __device__ __forceinline__ void write_results(
-    const Params& p, const Work& w, const Role& r, int rank, int blocks, const Softmax& state,
-    const float (&o)[V_TILES][HEAD_TILES][4]) {
+    const Params& p, const Work& w, const Role& r, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     sync_multiplying();  // all rows have been read
     lay_down_statistics(r, state);
@@ -748,28 +682,43 @@ __device__ __forceinline__ void write_results(
         if (r.group != 0) give_half<0>(given_half(r, r.group / 2, 0), o);
     }
     sync_multiplying();
+    const Parts parts(p, blockIdx.y * p.num_queries + w.query.index, blockIdx.z, gridDim.z);
     if (threadIdx.x < 4 * HEADS) {
         const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
-        merge_statistics(k, head);
-        if (blocks == 1 && k == 0) finish_head(p, w, head, true, sm.block.ref[head], sm.block.sum[head], sm.block.max[head]);
+        const Statistics block = merge_statistics(k, head);
+        if (k == 0 && parts.blocks > 1) parts.write_statistics(head, block.ref, block.sum, block.max);
+        if (k == 0 && parts.blocks == 1) sm.scale[head] = finish_head(p, w, head, true, block.ref, block.sum, block.max);
     }
     sync_multiplying();
+    // Unit 128 (4 c + q) + thread: of head c word q of the columns of the first or second warpgroup's thread.
+    auto keep = [&](int c, int k, float4& place, float4 v) {
+        if (parts.blocks > 1) {
+            parts.write(128 * (4 * c + 2 * r.group + k) + threadIdx.x % WARPGROUP, v);
+        } else {
+            place = v;
+        }
+    };
     if (r.group == 0) {
-        merge_half<0>(r, third_has_rows, o);
+        merge_half<0>(r, third_has_rows, o, keep);
     } else if (r.group == 1) {
-        merge_half<1>(r, third_has_rows, o);
+        merge_half<1>(r, third_has_rows, o, keep);
     }
-    sync_multiplying();
-    cluster_wait();  // nobody reads rows any more where results are sent
-    send_block(p, w, rank, blocks);
-    if (blocks == 1) return;
+    if (parts.blocks == 1) {
+        sync_multiplying();
+        write_block(p, w);
+        return;
+    }
     cluster_sync();
-    merge_blocks(p, w, rank, blocks);
+    auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
+    parts.merge(threadIdx.x, MULTIPLYING, head_of, [&](int unit, int head, float ref, float sum, float max, float4 v) {
+        const int column = pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4);
+        write_columns(p, w, head, column, v, finish_head(p, w, head, column == 0, ref, sum, max));
+    });
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x = piece of work (a query and a head tile) * blocks of the cluster + rank, y = split.
+// grid: x a cluster a query, y splits that clusters do not hold, z head tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_heads(const __grid_constant__ Params p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane: a barrier a thread would be done one after the other too
@@ -783,14 +732,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUPS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
     __syncthreads();
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
     const int blocks = cluster_size(), rank = cluster_rank();
-    const Work w = find_work(p, blockIdx.x / blocks, blockIdx.y * blocks + rank, p.num_splits * blocks);
+    const Work w = find_work(p, cluster_index(), blockIdx.z, blockIdx.y * blocks + rank, p.num_splits * blocks);
     if (threadIdx.x >= MULTIPLYING) {
         give_registers<COPY_REGISTERS>();
         copy_tiles(p, w, threadIdx.x / 32 % 4);
-        cluster_arrive_relaxed();  // barriers of the cluster count every thread
-        cluster_wait();
-        if (blocks > 1) cluster_sync();
+        if (blocks > 1) cluster_sync();  // barriers of the cluster count every thread
     } else {
         take_registers<REGISTERS>();
         const Role r = Role::here();
@@ -801,7 +750,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v) clear(o[v]);
         attend(p, w, r, state, o);
-        cluster_arrive_relaxed();
-        write_results(p, w, r, rank, blocks, state, o);
+        write_results(p, w, r, state, o);
     }
 }

@@ -1,4 +1,4 @@
-// PTX ISA: thread-block clusters: rank and size, barrier.cluster, mapa, ld.shared::cluster and st.shared::cluster. sm_90.
+// PTX ISA: thread-block clusters: rank and size, barrier.cluster, mapa, ld.shared::cluster. sm_90.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -14,16 +14,20 @@ __device__ __forceinline__ int cluster_size() {
     return size;
 }
 
-// The two halves of a sync that orders nothing but what is done after it behind what is finished before it.
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The number of the block's cluster along x.
+__device__ __forceinline__ int cluster_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+    return index;
+}
 
-// Wait for all threads of the cluster; what they wrote to shared memory before is then visible to all of them.
+// The two halves of waiting for all threads of the cluster; what they wrote to shared or global memory before the first is
+// visible to all of them after the second.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;" ::
-            : "memory");
+    cluster_arrive();
+    cluster_wait();
 }
 
 // The same place in the shared memory of block `rank` of the cluster.
@@ -46,13 +50,4 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
                  : "r"(address)
                  : "memory");
     return v;
-}
-
-__device__ __forceinline__ void store_cluster_float(uint32_t address, float v) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-
-__device__ __forceinline__ void store_cluster_float4(uint32_t address, float4 v) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-                 : "memory");
 }
