@@ -15,7 +15,7 @@ from ..layouts import ATTENTION_LAYOUTS, D_V, Layout, by_name
 from ..recording import Params
 from . import few_heads_sm90, prefill_sm90, sparse_decode_sm90
 from .jit import MAX_CLUSTER, Kernel, compute_capability, num_sms
-from .schedule import best_splits
+from .schedule import Shape, best_splits
 
 STEP_ROWS = 32  # rows of one main-loop step; kernels_cu/attention/sparse_portable.cu
 VALID_RING = 4
@@ -26,7 +26,7 @@ SHAPES = {16: (1, 2, 2), 32: (2, 2, 1), 64: (4, 1, 1)}
 # Q and O fill the registers; some compilers put a few words of softmax state into local memory, once a step.
 SPILL_BYTES = 96
 
-ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE = 1, 2, 4, 8, 16
+ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, PAIRED_PARTS = 1, 2, 4, 8, 16, 32
 
 INVARIANT_ROWS = 512  # rows of a split, in calls whose bits must not depend on the batch
 
@@ -85,7 +85,7 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
 @lru_cache(maxsize=1)
 def combine_kernel() -> Kernel:
     """The kernel that merges split results; it does not depend on the layout."""
-    return Kernel("attention/combine.cu", "combine_splits", {}, threads=128)
+    return Kernel("attention/combine.cu", "combine_splits", {}, threads=128, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -162,9 +162,9 @@ def plan_splits(
 def _splits(chosen: str, place: Place, num_queries: int, h_q: int, rows: int, quantized: bool) -> int:
     """`plan_splits` for kernels of a family."""
     if chosen == "few_heads":
-        return few_heads_sm90.plan_splits(place, h_q, num_queries, rows)
+        return few_heads_sm90.shape_of(place, h_q, num_queries, rows, None).splits
     if chosen == "sm90" and quantized:
-        return sparse_decode_sm90.plan_splits(place, h_q, num_queries, rows)
+        return sparse_decode_sm90.shape_of(place, h_q, num_queries, rows, None).splits
     if chosen in ("sm90", "grouped"):
         return 1
     heads = block_heads(h_q)
@@ -206,7 +206,7 @@ def sparse_prefill(
         max(s_kv, 1),
     )
     call = _Call(
-        place, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
+        place, layout, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
         q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
         lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale,
         _splits(chosen, place, s_q, h_q, topk, False), chosen,
@@ -215,7 +215,7 @@ def sparse_prefill(
         forced = "CUPY_MLA_KERNELS" in os.environ
         prefill_sm90.launch_grouped(place, layout, h_q, s_q, topk, length, left, forced, call.params)
     elif s_q > 0:
-        call.launch(layout, length is not None)
+        call.launch(length is not None)
 
 
 def sparse_decode(
@@ -247,12 +247,13 @@ def sparse_decode(
     if chosen == "sm90" and not layout.quantized:
         num_splits = 1  # the prefill kernel, which does not split
     call = _Call(
-        place, (b, s_q, h_q), main, second, aligned,
+        place, layout, (b, s_q, h_q), main, second, aligned,
         q, q.strides[:3], out, out.strides[:3],
         lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, num_splits, chosen,
+        batch_invariant,
     )  # fmt: skip
     if b * s_q > 0:
-        call.launch(layout, length is not None or extra_length is not None, batch_invariant)
+        call.launch(length is not None or extra_length is not None)
 
 
 def _paged(cache: Array, indices: Array, length: Array | None) -> _Source:
@@ -284,6 +285,7 @@ class _Call:
     def __init__(
         self,
         place: Place,
+        layout: Layout,
         batch: tuple[int, int, int],
         main: _Source,
         extra: _Source,
@@ -299,17 +301,18 @@ class _Call:
         sm_scale: float,
         num_splits: int,
         chosen: str,
+        batch_invariant: bool = False,
     ) -> None:
         b, s_q, self.h_q = batch
-        self.place, self.queries, self.family = place, b * s_q, chosen
-        self.rows = main.topk + extra.topk  # of the longest lists
-        self.splits = num_splits  # of a query's rows; those of a cluster are merged in the kernel
-        merged = 0  # bytes in which clusters merge
-        if chosen in ("few_heads", "sm90"):
+        self.place, self.layout, self.queries, self.family = place, layout, b * s_q, chosen
+        self.batch_invariant = batch_invariant  # a decode's kernel goes by heads and layout alone
+        self.shape, merged = Shape(0, num_splits, 1), 0  # merged: bytes in which clusters merge
+        if chosen == "few_heads" or (chosen == "sm90" and layout.quantized):
             kernels = few_heads_sm90 if chosen == "few_heads" else sparse_decode_sm90
-            merged = kernels.merge_bytes(self.h_q, self.queries, num_splits)
-            num_splits //= kernels.cluster_of(num_splits)
-        self.num_splits = num_splits
+            queries = 1 if batch_invariant else max(1, self.queries)
+            self.shape = kernels.shape_of(place, self.h_q, queries, main.topk + extra.topk, num_splits)
+            merged = kernels.merge_bytes(self.shape, self.h_q, self.queries)
+        num_splits = self.shape.parts
         cluster_parts = part_lse = part_max = part_out = 0
         rows = num_splits * self.queries * self.h_q if num_splits > 1 else 0
         if merged or rows:
@@ -318,7 +321,7 @@ class _Call:
             part_out = cluster_parts + merged
             part_lse, part_max = part_out + 4 * rows * D_V, part_out + 4 * rows * (D_V + 1)
         flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
-        flags |= WIDE_OUT * out.aligned(16) | SOME_DONE * (chosen == "grouped")
+        flags |= WIDE_OUT * out.aligned(16) | SOME_DONE * (chosen == "grouped") | PAIRED_PARTS * (chosen == "sm90")
         self.params = _PARAMS.pack(
             *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
             lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,
@@ -326,27 +329,24 @@ class _Call:
             sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags,
         )  # fmt: skip
 
-    def launch(self, layout: Layout, uneven: bool, batch_invariant: bool = False) -> None:
+    def launch(self, uneven: bool) -> None:
         """Launch the kernel of the call's family, and the one that merges splits where there are any left.
 
         Args:
             uneven: queries have lengths of their own.
-            batch_invariant: a decode's kernel goes by heads and layout alone.
         """
-        place = self.place
+        place, layout, shape = self.place, self.layout, self.shape
         if self.family == "few_heads":
             few_heads_sm90.launch(
-                place, layout, self.h_q, self.queries, self.splits, uneven, self.params, batch_invariant
+                place, layout, shape, self.h_q, self.queries, uneven, self.params, self.batch_invariant
             )
         elif self.family == "sm90" and layout.quantized:
-            sparse_decode_sm90.launch(
-                place, layout, self.h_q, self.queries, self.rows, self.splits, uneven, self.params, batch_invariant
-            )
+            sparse_decode_sm90.launch(place, layout, shape, self.h_q, self.queries, uneven, self.params)
         elif self.family == "sm90":
             prefill_sm90.launch(place, layout, self.h_q, self.queries, uneven, self.params)
         else:
             heads = block_heads(self.h_q)
             blocks = self.queries * -(-self.h_q // heads)
-            attention_kernel(layout, heads).launch(place, (blocks, self.num_splits, 1), self.params)
-        if self.num_splits > 1:
-            combine_kernel().launch(place, (self.queries * self.h_q, 1, 1), self.params)
+            attention_kernel(layout, heads).launch(place, (blocks, shape.parts, 1), self.params)
+        if shape.parts > 1:
+            combine_kernel().launch(place, (self.queries, self.h_q, 1), self.params)

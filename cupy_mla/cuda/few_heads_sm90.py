@@ -14,6 +14,7 @@ from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
+from .schedule import Shape, shapes
 from .sparse_decode_sm90 import PART_BYTES
 
 HEADS = (8, 16, 32)  # heads a block is built for
@@ -24,12 +25,11 @@ PREFILL_SPLITS = 2  # splits of a query up to which the prefill kernel is the fa
 # A few words of addresses go to local memory, once a piece of work.
 SPILL_BYTES = 64
 
-# In rounds, of a tile for each of a block's warpgroups (about 3 us on an H200): what a block costs besides (Q, first
-# rows, results), what a tile adds to its round, and what the launch costs that merges the splits which no cluster
-# holds. Fitted to 2048 rows, batch 1 to 64.
-BLOCK_OVERHEAD = 3.0
-TILE_OVERHEAD = 0.1
-COMBINE_OVERHEAD = 1.0
+# Microseconds on an H200, fitted to 2048 rows, batch 1 to 64: what a block takes besides its rows (Q, first rows,
+# results), and what is added in proportion as blocks fill the GPU; a tile, and a round of a tile for each of a block's
+# warpgroups; a cluster's merge; combine.cu's launch, and 1000 heads' parts in it.
+BLOCK_TIME, FULL_TIME, TILE_TIME, ROUND_TIME, MERGE_TIME = 2.9, 4.8, 1.2, 0.75, 5.0
+COMBINE_TIME, PART_TIME = 4.2, 1.0
 
 
 def block_heads(h_q: int) -> int:
@@ -81,38 +81,45 @@ def kernel(layout: Layout, heads: int) -> Kernel:
     )
 
 
-def cluster_of(num_splits: int) -> int:
-    """Blocks of a cluster: the largest divisor of the splits, as far as clusters go."""
-    return max(n for n in range(1, MAX_CLUSTER + 1) if num_splits % n == 0)
-
-
-def merge_bytes(h_q: int, num_queries: int, num_splits: int) -> int:
+def merge_bytes(shape: Shape, h_q: int, num_queries: int) -> int:
     """Global memory in which clusters merge, see cluster_merge.cuh."""
-    heads = block_heads(h_q)
-    merged = num_queries * num_splits * -(-h_q // heads) * heads if cluster_of(num_splits) > 1 else 0
-    return merged * PART_BYTES
+    padded = -(-h_q // shape.heads) * shape.heads
+    return num_queries * shape.splits * padded * PART_BYTES if shape.cluster > 1 else 0
 
 
 @lru_cache(maxsize=4096)
-def best_splits(items: int, tiles: int, groups: int, at_once: tuple[int, ...]) -> int:
-    """Parts that each query's tiles are split into: those with the least estimated time.
+def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> Shape:
+    """The shape with the least estimated time.
 
     Args:
-        items: queries times head tiles.
         tiles: tiles of the longest query.
-        groups: warpgroups of a block that multiply.
         at_once: clusters of 1, 2, ... MAX_CLUSTER blocks that the GPU runs at a time.
+        splits: parts that each query's tiles are split into; None: to be chosen.
     """
+    heads = block_heads(h_q)
+    items = queries * -(-h_q // heads)
 
-    def time(splits: int) -> float:
-        cluster = cluster_of(splits)
-        waves = math.ceil(items * (splits // cluster) / at_once[cluster - 1])
-        each = math.ceil(tiles / splits)
-        work = waves * (BLOCK_OVERHEAD + math.ceil(each / groups) + TILE_OVERHEAD * each)
-        return work + (COMBINE_OVERHEAD if splits > cluster else 0.0)
+    sms = at_once[0]
 
-    whole = range(2 * MAX_CLUSTER, min(tiles, sum(at_once[:1])) + 1, MAX_CLUSTER)
-    return min((*range(1, max(1, min(tiles, MAX_CLUSTER)) + 1), *whole), key=time)
+    def time(shape: Shape) -> float:
+        each = math.ceil(tiles / shape.splits)
+        clusters = items * shape.parts
+        work = BLOCK_TIME + FULL_TIME * min(1.0, clusters * shape.cluster / sms)
+        work += TILE_TIME * each + ROUND_TIME * math.ceil(each / groups(heads))
+        if shape.cluster > 1:
+            work += MERGE_TIME
+        work *= math.ceil(clusters / at_once[shape.cluster - 1])
+        if shape.parts > 1:
+            work += COMBINE_TIME + PART_TIME * queries * h_q * shape.parts / 1000
+        return work
+
+    return min(shapes((heads,), tiles, sms, splits), key=time)
+
+
+def shape_of(place: Place, h_q: int, num_queries: int, rows: int, num_splits: int | None) -> Shape:
+    """`best_shape` for a call whose queries have up to `rows` rows."""
+    at_once = kernel(V32_FP8, block_heads(h_q)).clusters_at_once(place.device)  # a block takes a whole multiprocessor
+    return best_shape(h_q, num_queries, -(-rows // TILE_ROWS), at_once, num_splits)
 
 
 def prefill_shared_bytes(layout: Layout, heads: int, queries: int) -> int:
@@ -143,42 +150,32 @@ def queries_per_block(layout: Layout, heads: int) -> tuple[int, ...]:
     return tuple(queries for queries in (1, 2) if prefill_shared_bytes(layout, heads, queries) <= SM90_SHARED_BYTES)
 
 
-def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
-    """`best_splits` for a call whose queries have up to `rows` rows."""
-    heads = block_heads(h_q)
-    items = num_queries * -(-h_q // heads)
-    at_once = kernel(V32_FP8, heads).clusters_at_once(place.device)  # a block takes a multiprocessor in every layout
-    return best_splits(items, -(-rows // TILE_ROWS), groups(heads), at_once)
-
-
 def launch(
     place: Place,
     layout: Layout,
+    shape: Shape,
     h_q: int,
     num_queries: int,
-    num_splits: int,
     uneven: bool,
     params: Packed,
     batch_invariant: bool = False,
 ) -> None:
-    """Launch for a call whose packed Params say `num_splits // cluster`, see `cluster_of`.
+    """Launch for a call whose packed Params say `shape.parts`.
 
     Args:
         uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
         batch_invariant: the kernel must not depend on `num_queries`.
     """
-    heads = block_heads(h_q)
-    items, cluster = num_queries * -(-h_q // heads), cluster_of(num_splits)
-    sms = num_sms(place.device)
-    if layout.quantized or num_splits > PREFILL_SPLITS or batch_invariant:
-        grid = (num_queries * cluster, num_splits // cluster, items // num_queries)
-        kernel(layout, heads).launch(place, grid, params, cluster)
-    elif num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
+    heads, splits, cluster = shape
+    head_tiles = -(-h_q // heads)
+    items, sms = num_queries * head_tiles, num_sms(place.device)
+    if layout.quantized or splits > PREFILL_SPLITS or batch_invariant:
+        kernel(layout, heads).launch(place, (num_queries * cluster, shape.parts, head_tiles), params, cluster)
+    elif splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
         pairs = -(-items // 2)
         prefill_kernel(layout, heads, 2).launch(place, (pairs if uneven else min(pairs, sms), 1, 1), params)
     else:
-        grid = (items * cluster, num_splits // cluster, 1)
-        prefill_kernel(layout, heads, 1).launch(place, grid, params, cluster)
+        prefill_kernel(layout, heads, 1).launch(place, (items * cluster, shape.parts, 1), params, cluster)
 
 
 def kernels() -> Iterator[Kernel]:

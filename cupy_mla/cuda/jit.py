@@ -101,7 +101,7 @@ class Kernel:
             then fit the GPU.
         max_cluster: most blocks of a thread-block cluster it is launched with.
         overlaps: the kernel waits for the launches before it by itself (ptx/grid.cuh), so that its blocks may come to
-            their multiprocessors while those still run ("programmatic dependent launch").
+            their multiprocessors while those still run ("programmatic dependent launch", from Hopper on).
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Kernel:
     def _submitter(self, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
         """Launches on a stream of the current device. The driver copies the parameters before it returns."""
         attributes = [_Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))] if cluster > 1 else []
-        if self.overlaps and driver_version() >= _OVERLAP_DRIVER:
+        if self.overlaps and driver_version() >= _OVERLAP_DRIVER and compute_capability(current_device()) >= 90:
             attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
         if attributes:
             return _attribute_submitter(function, grid, self.threads, self.shared_bytes, attributes)

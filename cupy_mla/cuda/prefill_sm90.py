@@ -17,6 +17,7 @@ from ..layouts import BF16_512, BF16_576, D_V, Layout
 from ..recording import Packed, Params
 from . import few_heads_sm90
 from .jit import Kernel, num_sms
+from .schedule import Shape
 
 HEADS = TILE_ROWS = 64
 
@@ -140,7 +141,8 @@ def launch_grouped(
         group_lists_kernel(queries).launch(place, (here, 1, 1), grouped)
         kernel(layout, "GROUPED").launch(place, (here if length else min(here, sms), 1, 1), grouped)
     if h_q <= MOST_FEW_HEADS:
-        few_heads_sm90.launch(place, layout, h_q, num_queries, 1, length is not None, params)
+        whole = Shape(few_heads_sm90.block_heads(h_q), 1, 1)
+        few_heads_sm90.launch(place, layout, whole, h_q, num_queries, length is not None, params)
     else:
         launch(place, layout, h_q, num_queries, length is not None, params, "LEFT")
 

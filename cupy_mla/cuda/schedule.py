@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
+
+from .jit import MAX_CLUSTER
+
+
+class Shape(NamedTuple):
+    """How a launch of a Hopper decode kernel is cut up."""
+
+    heads: int  # of a block
+    splits: int  # of a query's rows
+    cluster: int  # splits that the blocks of a cluster merge; what is left is merged by combine.cu
+
+    @property
+    def parts(self) -> int:
+        """Splits that are left to combine.cu; 1: none."""
+        return self.splits // self.cluster
+
+
+def shapes(heads: tuple[int, ...], tiles: int, most: int, splits: int | None = None) -> Iterator[Shape]:
+    """Every shape for queries of up to `tiles` tiles, with up to `most` splits, or with `splits`."""
+    for n in heads:
+        for parts in range(1, max(1, min(tiles, most)) + 1) if splits is None else (splits,):
+            yield Shape(n, parts, 1)
+            cluster = max(c for c in range(1, MAX_CLUSTER + 1) if parts % c == 0)
+            if cluster > 1:
+                yield Shape(n, parts, cluster)
+
 
 # In steps of the attention kernel's main loop (about 4 us on an H200): what a block costs besides its steps (Q, first
 # rows, results), what the launch that merges splits costs, and what each split adds to it, once and a block. Fitted to

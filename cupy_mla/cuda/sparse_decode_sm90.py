@@ -10,14 +10,18 @@ from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
+from .schedule import Shape, shapes
 
 HEADS = (32, 64)  # heads a block is built for
 TILE_ROWS, UNIT_ROWS = 64, 16
 PART_BYTES = 4 * D_V + 16  # of a head, in what blocks merge; kernels_cu/attention/cluster_merge.cuh
 
-# Microseconds on an H200, fitted to 2048 rows and batch 1 to 128: what a block takes besides its rows (Q, first rows,
-# results), a pair of tiles by the heads a block, and a round of a cluster's merge, see merge_rounds.
-BLOCK_TIME, PAIR_TIME, ROUND_TIME = 9.2, {32: 3.9, 64: 4.6}, 0.6
+# Microseconds on an H200, by the heads a block, fitted to 2048 rows and batch 1 to 64; of two numbers the second is added
+# in proportion as blocks fill the GPU. A block besides its rows (Q, first rows, results), a pair of tiles, a cluster's
+# merge; combine.cu's launch, and 1000 heads' parts in it.
+BLOCK_TIME, PAIR_TIME = {32: (4.0, 6.0), 64: (7.0, 0.0)}, {32: 3.45, 64: 4.2}
+MERGE_TIME = {32: (3.4, -3.0), 64: (3.5, 5.0)}
+COMBINE_TIME, PART_TIME = 4.0, {32: 0.3, 64: 1.0}
 
 # A few words of addresses go to local memory, once a piece of work or once a tile.
 SPILL_BYTES = 192
@@ -27,7 +31,7 @@ def fixed_bytes(layout: Layout, heads: int) -> int:
     """Shared memory a block without the ring: Q, two P, statistics and what a row's scales become."""
     chunks = layout.num_scales
     lines = heads * 128
-    small = heads * 4 * (1 + 2 + 8 + 1) + 2 * 4 + 8 * 4 + 2 * TILE_ROWS * 4 + 2 * chunks * TILE_ROWS * 2
+    small = heads * 4 * (1 + 2 + 8 + 1) + 2 * 4 + 8 + 8 * 4 + 2 * TILE_ROWS * 4 + 2 * chunks * TILE_ROWS * 2
     return (layout.d_nope // 64 + 1 + 2) * lines + small
 
 
@@ -75,78 +79,61 @@ def kernels() -> Iterator[Kernel]:
                     yield kernel(layout, heads, merges)
 
 
-def cluster_of(num_splits: int) -> int:
-    """Blocks of a cluster: a query's splits, if a cluster holds them; else they are merged by a launch of its own."""
-    return num_splits if num_splits <= MAX_CLUSTER else 1
-
-
-def merge_bytes(h_q: int, num_queries: int, num_splits: int) -> int:
-    """Global memory in which clusters merge, see cluster_merge.cuh, with tiles of any of HEADS."""
-    merged = num_queries * num_splits * max(-(-h_q // n) * n for n in HEADS) if cluster_of(num_splits) > 1 else 0
-    return merged * PART_BYTES
-
-
-def merge_rounds(heads: int, cluster: int) -> int:
-    """Loads of other blocks' memory that a thread waits for, one after the other, when a cluster merges its results."""
-    units = -(-heads * D_V // 4 // cluster)
-    return 0 if cluster == 1 else -(-units // 256) * -(-cluster // 4)
+def merge_bytes(shape: Shape, h_q: int, num_queries: int) -> int:
+    """Global memory in which clusters merge, see cluster_merge.cuh."""
+    padded = -(-h_q // shape.heads) * shape.heads
+    return num_queries * shape.splits * padded * PART_BYTES if shape.cluster > 1 else 0
 
 
 @lru_cache(maxsize=4096)
-def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> tuple[int, int]:
-    """The heads a block and the splits with the least estimated time.
+def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> Shape:
+    """The shape with the least estimated time.
 
     Args:
         tiles: tiles of the longest query.
         at_once: clusters of 1, 2, ... MAX_CLUSTER blocks that the GPU runs at a time.
-        splits: parts that each query's tiles are split into; None: up to a cluster's blocks, to be chosen.
+        splits: parts that each query's tiles are split into; None: to be chosen.
     """
 
-    def time(shape: tuple[int, int]) -> float:
-        heads, splits = shape
-        cluster = cluster_of(splits)
+    sms = at_once[0]
+
+    def time(shape: Shape) -> float:
+        heads, splits, cluster = shape
         pairs = math.ceil(math.ceil(tiles / splits) / 2)
-        waves = math.ceil(queries * math.ceil(h_q / heads) * (splits // cluster) / at_once[cluster - 1])
-        return waves * (BLOCK_TIME + PAIR_TIME[heads] * pairs) + ROUND_TIME * merge_rounds(heads, cluster)
+        clusters = queries * math.ceil(h_q / heads) * shape.parts
+        full = min(1.0, clusters * cluster / sms)
+        alone, more = BLOCK_TIME[heads]
+        work = alone + more * full + PAIR_TIME[heads] * pairs
+        if cluster > 1:
+            alone, more = MERGE_TIME[heads]
+            work += alone + more * full
+        work *= math.ceil(clusters / at_once[cluster - 1])
+        if shape.parts > 1:
+            work += COMBINE_TIME + PART_TIME[heads] * queries * h_q * shape.parts / 1000
+        return work
 
-    choice = range(1, max(1, min(tiles, MAX_CLUSTER)) + 1) if splits is None else (splits,)
-    return min(((heads, n) for heads in HEADS for n in choice), key=time)
+    return min(shapes(HEADS, tiles, sms, splits), key=time)
 
 
-def shape_of(place: Place, h_q: int, num_queries: int, rows: int, num_splits: int | None) -> tuple[int, int]:
+def shape_of(place: Place, h_q: int, num_queries: int, rows: int, num_splits: int | None) -> Shape:
     """`best_shape` for a call whose queries have up to `rows` rows."""
     at_once = kernel(V32_FP8, max(HEADS), True).clusters_at_once(place.device)  # a block takes a whole multiprocessor
     return best_shape(h_q, num_queries, -(-rows // TILE_ROWS), at_once, num_splits)
 
 
-def plan_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
-    """Splits of a call whose queries have up to `rows` rows."""
-    return shape_of(place, h_q, num_queries, rows, None)[1]
-
-
 def launch(
-    place: Place,
-    layout: Layout,
-    h_q: int,
-    num_queries: int,
-    rows: int,
-    num_splits: int,
-    uneven: bool,
-    params: Packed,
-    batch_invariant: bool,
+    place: Place, layout: Layout, shape: Shape, h_q: int, num_queries: int, uneven: bool, params: Packed
 ) -> None:
-    """Launch for a call whose packed Params say `num_splits // cluster_of(num_splits)`.
+    """Launch for a call whose packed Params say `shape.parts`.
 
     Args:
-        rows: of the longest query.
         uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
-        batch_invariant: the kernel must not depend on `num_queries`.
     """
-    heads, _ = shape_of(place, h_q, 1 if batch_invariant else num_queries, rows, num_splits)
-    head_tiles, cluster = -(-h_q // heads), cluster_of(num_splits)
-    if cluster > 1:
-        kernel(layout, heads, True).launch(place, (num_queries * cluster, head_tiles, 1), params, cluster)
+    head_tiles = -(-h_q // shape.heads)
+    if shape.cluster > 1:
+        grid = (num_queries * shape.cluster, head_tiles, 1)
+        kernel(layout, shape.heads, True).launch(place, grid, params, shape.cluster)
     else:
-        work = num_queries * head_tiles * num_splits
+        work = num_queries * head_tiles * shape.splits
         blocks = work if uneven else min(work, num_sms(place.device))
-        kernel(layout, heads, False).launch(place, (blocks, 1, 1), params)
+        kernel(layout, shape.heads, False).launch(place, (blocks, 1, 1), params)

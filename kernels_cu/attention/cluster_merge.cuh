@@ -11,6 +11,7 @@
 
 // Parts of a cluster that works on HEADS heads (a constant of the kernel) of a query.
 struct Parts {
+    static constexpr int MAX_BLOCKS = 16;
     static constexpr int SIZE = HEADS * D_V / 4, STEP = SIZE + HEADS;  // units, and with the statistics, of a part
     float4* first;
     int blocks, rank;
@@ -24,55 +25,84 @@ struct Parts {
         first[int64_t(rank) * STEP + SIZE + head] = make_float4(ref, sum, max, 0.0f);
     }
 
-    // Merge this block's share of the units by `threads` threads, 16 loads of each kind under way at a time. `head_of(unit)` is
-    // a unit's head in the block; act(unit, head, ref, sum, max, o) gets what all parts make of it.
-    template <typename HeadOf, typename Act>
-    __device__ __forceinline__ void merge(int thread, int threads, HeadOf head_of, Act act) const {
+    // Merge this block's share of the units, by its first THREADS threads, for which `sync` waits.
+    //   weights                                 MAX_BLOCKS x HEADS floats of shared memory that nobody uses
+    //   head_of(unit)                           a unit's head in the block
+    //   finish(head, write, ref, sum, max)      what O is multiplied with in the end; `write`: lse and the like are written, too
+    //   act(unit, head, o)                      takes the result
+    template <int THREADS, typename HeadOf, typename Finish, typename Sync, typename Act>
+    __device__ __forceinline__ void merge(float* weights, HeadOf head_of, Finish finish, Sync sync, Act act) const {
         if (blocks <= 4) {
-            merge_by<4>(thread, threads, head_of, act);
+            merge_by<4, THREADS>(weights, head_of, finish, sync, act);
         } else if (blocks <= 8) {
-            merge_by<8>(thread, threads, head_of, act);
+            merge_by<8, THREADS>(weights, head_of, finish, sync, act);
         } else {
-            merge_by<16>(thread, threads, head_of, act);
+            merge_by<MAX_BLOCKS, THREADS>(weights, head_of, finish, sync, act);
         }
     }
 
-    template <int SLOTS, typename HeadOf, typename Act>
-    __device__ __forceinline__ void merge_by(int thread, int threads, HeadOf head_of, Act act) const {
-        constexpr int AT_ONCE = 16 / SLOTS;
+    template <int SLOTS, int THREADS, typename HeadOf, typename Finish, typename Sync, typename Act>
+    __device__ __forceinline__ void merge_by(float* weights, HeadOf head_of, Finish finish, Sync sync, Act act) const {
+        constexpr int AT_ONCE = MAX_BLOCKS / SLOTS;  // units of a thread whose loads are under way at a time
         const int share = ceil_div(SIZE, blocks), end = min(SIZE, (rank + 1) * share);
-#pragma unroll 1
-        for (int base = rank * share + thread; base < end; base += AT_ONCE * threads) {
-            float4 o[AT_ONCE][SLOTS], statistics[AT_ONCE][SLOTS];
+        int unit = rank * share + threadIdx.x;
+        float4 o[AT_ONCE][SLOTS];
+        auto load = [&] {
 #pragma unroll
             for (int u = 0; u < AT_ONCE; ++u) {
-                const int unit = min(base + u * threads, end - 1), head = head_of(unit);
 #pragma unroll
-                for (int i = 0; i < SLOTS; ++i) {  // beyond the last part the last
-                    const float4* part = first + min(i, blocks - 1) * STEP;
-                    statistics[u][i] = __ldcg(part + SIZE + head);
-                    o[u][i] = __ldcg(part + unit);
+                for (int i = 0; i < SLOTS; ++i) {
+                    o[u][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (i < blocks && unit + u * THREADS < end) o[u][i] = __ldcg(first + i * STEP + unit + u * THREADS);
                 }
             }
+        };
+        load();
+        find_weights<SLOTS, THREADS>(weights, finish);
+        sync();
+#pragma unroll 1
+        for (; unit < end; unit += AT_ONCE * THREADS, load()) {
 #pragma unroll
             for (int u = 0; u < AT_ONCE; ++u) {
-                if (base + u * threads >= end) break;
-                float ref = statistics[u][0].x, sum = 0.0f, max = statistics[u][0].z;
-#pragma unroll
-                for (int i = 1; i < SLOTS; ++i) {
-                    ref = fmaxf(ref, statistics[u][i].x);
-                    max = fmaxf(max, statistics[u][i].z);
-                }
+                if (unit + u * THREADS >= end) continue;
+                const int head = head_of(unit + u * THREADS);
                 float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
                 for (int i = 0; i < SLOTS; ++i) {
-                    const float own = statistics[u][i].x;
-                    const float weight = i < blocks && own != -INF ? exp2_approx(own - ref) : 0.0f;
-                    sum += weight * statistics[u][i].y;
+                    const float weight = weights[i * HEADS + head];
                     v = make_float4(v.x + weight * o[u][i].x, v.y + weight * o[u][i].y, v.z + weight * o[u][i].z, v.w + weight * o[u][i].w);
                 }
-                act(base + u * threads, head_of(base + u * threads), ref, sum, max, v);
+                act(unit + u * THREADS, head, v);
             }
+        }
+    }
+
+    // What each part's O of a head is multiplied with in the result: [part][head]. Several threads look at a head.
+    template <int SLOTS, int THREADS, typename Finish>
+    __device__ __forceinline__ void find_weights(float* weights, Finish finish) const {
+        constexpr int LOOKERS = THREADS / HEADS;
+        const int head = threadIdx.x % HEADS, looker = threadIdx.x / HEADS;
+        float4 of[SLOTS];
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) {
+            of[i] = make_float4(-INF, 0.0f, -INF, 0.0f);
+            if (i < blocks) of[i] = __ldcg(first + i * STEP + SIZE + head);
+        }
+        float ref = -INF, sum = 0.0f, max = -INF, weight[SLOTS];
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) {
+            ref = fmaxf(ref, of[i].x);
+            max = fmaxf(max, of[i].z);
+        }
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) {
+            weight[i] = of[i].x == -INF ? 0.0f : exp2_approx(of[i].x - ref);
+            sum += weight[i] * of[i].y;
+        }
+        const float scale = finish(head, rank == 0 && looker == 0, ref, sum, max);
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) {
+            if (i % LOOKERS == looker) weights[i * HEADS + head] = weight[i] * scale;
         }
     }
 };

@@ -1,38 +1,77 @@
 // Merges the partial results of split rows:  out = sum_i 2^(lse_i - lse) out_i,  lse = log2 sum_i 2^lse_i.
 //
-//   grid    one block a query and head
-//   block   128 threads, 4 output columns each; every thread reads all part_lse of its head (L1 serves it)
+//   grid    x query, y head
+//   block   128 threads, 4 output columns each; AT_ONCE splits' loads are under way at a time
 //
 // Splits are added in their order, so the bits do not depend on who finished first.
 #include "attention/params.cuh"
+#include "ptx/grid.cuh"
 #include "tile/finish.cuh"
 
-extern "C" __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ Params p) {
-    const Query q = query_of(p, blockIdx.x / p.h_q);
-    const int head = blockIdx.x % p.h_q;
-    const int64_t first = int64_t(q.index) * p.h_q + head, step = int64_t(p.num_queries) * p.h_q;
+constexpr int AT_ONCE = 8;
 
-    float top = -INF, max = -INF;
-    for (int i = 0; i < p.num_splits; ++i) {
-        top = fmaxf(top, p.part_lse[first + i * step]);
-        if (p.part_max != nullptr) max = fmaxf(max, p.part_max[first + i * step]);
+// Loads in the order in which they are written here: ptxas puts others off until there are registers to spare.
+__device__ __forceinline__ Vec16 load_in_order_16(const float* from) {
+    Vec16 v;
+    asm volatile("ld.volatile.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ float load_in_order(const float* from) {
+    float v;
+    asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
+    return v;
+}
+
+extern "C" __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ Params p) {
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
+    const Query q = query_of(p, blockIdx.x);
+    const int head = blockIdx.y;
+    const int64_t first = int64_t(q.index) * p.h_q + head, step = int64_t(p.num_queries) * p.h_q;
+    const float* lses = p.part_lse + first;
+    const float* parts = p.part_out + first * D_V + 4 * threadIdx.x;
+
+    float top = -INF, sum = 0.0f, o[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int base = 0; base < p.num_splits; base += AT_ONCE) {
+        float lse[AT_ONCE];
+        Vec16 v[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int64_t at = min(base + i, p.num_splits - 1) * step;
+            v[i] = load_in_order_16(parts + at * D_V);
+            lse[i] = load_in_order(lses + at);
+        }
+        float new_top = top;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) new_top = fmaxf(new_top, lse[i]);
+        // Without branches, so that nothing waits for lse before it is loaded.
+        const float old = top == -INF ? 0.0f : exp2_approx(top - new_top);
+        top = new_top;
+        sum *= old;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) o[k] *= old;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const bool there = base + i < p.num_splits && lse[i] != -INF;  // not an empty split, whose part_out was never written
+            const float weight = there ? exp2_approx(lse[i] - top) : 0.0f;
+            sum += weight;
+            o[0] += there ? weight * __uint_as_float(v[i].x) : 0.0f;
+            o[1] += there ? weight * __uint_as_float(v[i].y) : 0.0f;
+            o[2] += there ? weight * __uint_as_float(v[i].z) : 0.0f;
+            o[3] += there ? weight * __uint_as_float(v[i].w) : 0.0f;
+        }
     }
-    float sum = 0.0f, o[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int i = 0; i < p.num_splits; ++i) {
-        const int64_t at = first + i * step;
-        const float lse = p.part_lse[at];
-        if (lse == -INF) continue;  // an empty split, whose part_out was never written
-        const float weight = exp2_approx(lse - top);
-        const Vec16 v = *reinterpret_cast<const Vec16*>(p.part_out + at * D_V + 4 * threadIdx.x);
-        sum += weight;
-        o[0] += weight * __uint_as_float(v.x);
-        o[1] += weight * __uint_as_float(v.y);
-        o[2] += weight * __uint_as_float(v.z);
-        o[3] += weight * __uint_as_float(v.w);
+    float max = -INF;
+    if (p.part_max != nullptr && threadIdx.x == 0) {
+        for (int i = 0; i < p.num_splits; ++i) max = fmaxf(max, p.part_max[first + i * step]);
     }
     const HeadResult r = {max, sum == 0.0f ? -INF : top + log2_approx(sum)};
     const float factor = sum == 0.0f ? 0.0f : sink_factor(p, head, r.lse) / sum;
-    write_output(p, q, head, 4 * threadIdx.x, o[0] * factor, o[1] * factor);
-    write_output(p, q, head, 4 * threadIdx.x + 2, o[2] * factor, o[3] * factor);
+    // Parts of the kernel for FP8 rows: two pairs of columns, 64 apart.
+    const bool paired = p.flags & PAIRED_PARTS;
+    const int column = paired ? threadIdx.x / 32 * 128 + threadIdx.x % 32 * 2 : 4 * threadIdx.x;
+    write_output(p, q, head, column, o[0] * factor, o[1] * factor);
+    write_output(p, q, head, column + (paired ? 64 : 2), o[2] * factor, o[3] * factor);
     if (threadIdx.x == 0) write_statistics(p, q, head, r);
 }

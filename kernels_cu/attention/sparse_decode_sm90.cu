@@ -46,7 +46,6 @@
 #include "tile/chunk.cuh"
 #include "tile/finish.cuh"
 #include "tile/heads.cuh"
-#include "tile/quad.cuh"
 #include "tile/row_tile.cuh"
 
 constexpr bool V32 = Rows::FOLDED_SCALES != 0;  // else V4_FP8
@@ -73,6 +72,7 @@ struct alignas(16) Small {
     float scale[HEADS];                    // at the end: of O^T
     float rope_ratio[2][TILE_ROWS];        // V4_FP8: 1 / r; rows as store_ratios places them
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
+    uint64_t q_full;                       // mbarrier: Q's bulk copies
     float q_max[8];
     uint32_t raised[2];
     uint32_t valid[UNITS];                 // a bit a row
@@ -99,10 +99,10 @@ struct Role {
 };
 
 // A query, a tile of its heads and a split of its rows: tiles begin .. end - 1 of the main list and then the extra one.
-// `unit` counts the units that the block's earlier pieces of work took.
+// `turn` counts the block's earlier pieces of work, `unit` the units that they took.
 struct Work {
     Query query;
-    int first_head, split, main_length, extra_length, main_tiles, begin, end, pairs;
+    int first_head, split, main_length, extra_length, main_tiles, begin, end, pairs, turn;
     uint32_t unit;
 };
 
@@ -118,6 +118,7 @@ __device__ __forceinline__ Work find_work(const Params& p, int query, int head_t
     w.begin = split * least + min(split, more);  // the first `more` splits have one tile more
     w.end = w.begin + least + (split < more);
     w.pairs = ceil_div(w.end - w.begin, 2);
+    w.turn = 0;
     w.unit = 0;
     return w;
 }
@@ -129,11 +130,13 @@ __device__ __forceinline__ void for_each_work(const Params& p, Do act) {
         act(find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size()));
     } else {
         const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * p.num_splits;
+        int turn = 0;
         uint32_t unit = 0;
 #pragma unroll 1
         for (int index = blockIdx.x; index < total; index += gridDim.x) {
             const int rest = index / head_tiles;
             Work w = find_work(p, rest / p.num_splits, index % head_tiles, rest % p.num_splits, p.num_splits);
+            w.turn = turn++;
             w.unit = unit;
             unit += 8 * w.pairs;
             act(w);
@@ -223,16 +226,28 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_bf16x2(max_bf16x2(abs_bf16x2(q.x), abs_bf16x2(q.y)), max_bf16x2(abs_bf16x2(q.z), abs_bf16x2(q.w)));
 }
 
-// Q to shared memory. A warp brings four heads at a time, 64 columns of each. Returns what a logit is to be multiplied with.
+// Q as it is comes by bulk copies, [head][D_QK], to where it will be in the order of multiply_qk.
+__device__ __forceinline__ void fetch_q(const Params& p, const Work& w) {
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
+    const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
+    const int heads = min(HEADS, p.h_q - w.first_head), each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of a copy
+    if (threadIdx.x == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
+    __syncwarp();
+    for (int head = threadIdx.x * each; head < heads; head += 32 * each)
+        copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
+}
+
+// Q to shared memory. A warp does four heads at a time, 64 columns of each. Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Role& r) {
     constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
     const int warp = 4 * r.group + r.warp, j = r.lane % 8;
     auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + 8 * j;
-    Vec16 pieces[ROUNDS];  // all loads are under way before one is looked at
+    if (warp == 0) fetch_q(p, w);
+    mbarrier_wait(shared_address(&small().q_full), w.turn & 1);
+    const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
+    Vec16 pieces[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i)
-        pieces[i] = *reinterpret_cast<const Vec16*>(q + min(w.first_head + head_of(i), p.h_q - 1) * p.q_h + i % PIECES * 64);
+    for (int i = 0; i < ROUNDS; ++i) pieces[i] = load_shared_16(raw + (head_of(i) * PIECES + i % PIECES) * 128);
     uint32_t top = 0;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -750,14 +765,20 @@ __device__ __forceinline__ void merge_results(const Params& p, const Work& w, co
     if (threadIdx.x < HEADS) parts.write_statistics(threadIdx.x, small().ref[threadIdx.x], sum_of(threadIdx.x), 0.0f);
     cluster_sync();
     auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
-    parts.merge(threadIdx.x, 2 * WARPGROUP, head_of, [&](int unit, int local, float ref, float sum, float, float4 v) {
-        const int head = w.first_head + local, thread = unit % 256, column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2 + unit / 256 % 2 * 128;
-        if (head >= p.h_q) return;
+    auto finish = [&](int local, bool write, float ref, float sum, float) {
+        const int head = w.first_head + local;
+        if (head >= p.h_q) return 0.0f;
         const HeadResult result = {0.0f, sum == 0.0f ? -INF : ref + log2_approx(sum)};
-        const float scale = sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
-        write_output(p, w.query, head, column, v.x * scale, v.y * scale);
-        write_output(p, w.query, head, column + 64, v.z * scale, v.w * scale);
-        if (column == 0) write_statistics(p, w.query, head, result);
+        if (write) write_statistics(p, w.query, head, result);
+        return sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+    };
+    auto sync = [] { named_barrier_sync(5, 2 * WARPGROUP); };
+    parts.merge<2 * WARPGROUP>(reinterpret_cast<float*>(shared), head_of, finish, sync, [&](int unit, int local, float4 v) {
+        const int head = w.first_head + local, thread = unit % 256;
+        const int column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2 + unit / 256 % 2 * 128;
+        if (head >= p.h_q) return;
+        write_output(p, w.query, head, column, v.x, v.y);
+        write_output(p, w.query, head, column + 64, v.z, v.w);
     });
 }
 
@@ -776,35 +797,40 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
     }
     if (p.num_splits > 1) {
         if (w.begin == w.end) return;
-        float* part = p.part_out + (int64_t(w.split) * p.num_queries + w.query.index) * p.h_q * D_V;
+        // PAIRED_PARTS: what this thread holds of two blocks stands together.
+        float* part = p.part_out + (int64_t(w.split) * p.num_queries + w.query.index) * p.h_q * D_V + 256 * r.group + 32 * r.warp + 4 * r.g;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
             const int head = w.first_head + r.head(c);
             if (head >= p.h_q) continue;
 #pragma unroll
-            for (int v = 0; v < 4; ++v)
-                *reinterpret_cast<float2*>(part + int64_t(head) * D_V + first + 64 * v + 2 * r.g) =
-                    make_float2(out.o[v][element(0, c)], out.o[v][element(1, c)]);
+            for (int i = 0; i < 2; ++i) {
+                const float(&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
+                *reinterpret_cast<float4*>(part + head * D_V + 128 * i) =
+                    make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
+            }
         }
         return;
     }
-    bf16* results = p.out + w.query.b * p.out_b + w.query.s * p.out_s;
+    bf16* results = p.out + w.query.b * p.out_b + w.query.s * p.out_s + w.first_head * p.out_h;
     if (p.flags & WIDE_OUT) {
-        // Four neighbours in g exchange, so that each writes eight columns of one of four heads.
-        const int q = r.g % 4;
+        // Over Q and P, [head][column], and from there whole lines. LINE spreads the heads of a warp over all banks.
+        constexpr int LINE = 2 * D_V + 16;
+        static_assert(HEADS * LINE <= RING_AT, "");
+        const uint32_t lines = shared_address(shared);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c += 4) {
-            const int head = w.first_head + (c + q) / 2 * 8 + 2 * r.t + q % 2;
+        for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
-            for (int v = 0; v < 4; ++v) {
-                uint32_t packed[4];
-#pragma unroll
-                for (int k = 0; k < 4; ++k) packed[k] = pack_bf16x2(out.o[v][element(0, c + k)], out.o[v][element(1, c + k)]);
-                transpose_quad<4>(packed, q);
-                if (head < p.h_q)
-                    store_chunk(results + head * p.out_h + first + 64 * v + r.g / 4 * 8, {packed[0], packed[1], packed[2], packed[3]}, true);
-            }
+            for (int v = 0; v < 4; ++v)
+                store_shared_4(lines + r.head(c) * LINE + 2 * (first + 64 * v + 2 * r.g), pack_bf16x2(out.o[v][element(0, c)], out.o[v][element(1, c)]));
         }
+        named_barrier_sync(5, 2 * WARPGROUP);
+        const int heads = min(HEADS, p.h_q - w.first_head), column = threadIdx.x % 64 * 8;
+#pragma unroll 4
+        for (int head = threadIdx.x / 64; head < heads; head += 2 * WARPGROUP / 64)
+            store_chunk(results + head * p.out_h + column, load_shared_16(lines + head * LINE + 2 * column), true);
+        fence_proxy_async();  // the next Q comes to the same place by bulk copies
+        named_barrier_sync(5, 2 * WARPGROUP);
     } else {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
@@ -866,6 +892,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
             mbarrier_init(shared_address(&sm.full[unit]), 33);
             mbarrier_init(shared_address(&sm.empty[unit]), 8);
         }
+        if (threadIdx.x == 0) mbarrier_init(shared_address(&sm.q_full), 1);
         mbarrier_init_fence();
     }
     __syncthreads();

@@ -710,9 +710,11 @@ __device__ __forceinline__ void write_results(
     }
     cluster_sync();
     auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
-    parts.merge(threadIdx.x, MULTIPLYING, head_of, [&](int unit, int head, float ref, float sum, float max, float4 v) {
-        const int column = pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4);
-        write_columns(p, w, head, column, v, finish_head(p, w, head, column == 0, ref, sum, max));
+    auto finish = [&](int head, bool write, float ref, float sum, float max) { return finish_head(p, w, head, write, ref, sum, max); };
+    auto weights = reinterpret_cast<float*>(shared);  // over Q
+    static_assert(Parts::MAX_BLOCKS * HEADS * 4 <= Q_BYTES, "");
+    parts.merge<MULTIPLYING>(weights, head_of, finish, sync_multiplying, [&](int unit, int head, float4 v) {
+        write_columns(p, w, head, pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4), v, 1.0f);
     });
 }
 

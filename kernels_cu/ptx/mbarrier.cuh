@@ -1,4 +1,5 @@
-// PTX ISA: mbarrier.init, .arrive, .try_wait.parity, cp.async.mbarrier.arrive.noinc, fence.proxy.async. sm_90.
+// PTX ISA: mbarrier.init, .arrive, .arrive.expect_tx, .try_wait.parity, cp.async.mbarrier.arrive.noinc, cp.async.bulk,
+// fence.proxy.async. sm_90.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -11,9 +12,21 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// One arrival, which tells the phase to wait for `bytes` of bulk copies, too.
+__device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // One arrival, once all cp.async that this thread has started so far are done.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Start to copy `bytes` from global to shared memory, all multiples of 16, which will count at a barrier.
+__device__ __forceinline__ void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
 }
 
 // Wait for the end of the phase of the given parity.

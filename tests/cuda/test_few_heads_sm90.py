@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from cupy_mla import layouts
-from cupy_mla.cuda import few_heads_sm90
+from cupy_mla.cuda import few_heads_sm90, sparse_decode_sm90
 from cupy_mla.cuda.jit import SM90_SHARED_BYTES
+from cupy_mla.cuda.schedule import shapes
 
 from ..cases import check_prefill, prefill_inputs, sinks
 
@@ -49,24 +50,20 @@ def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
 H200 = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
 
 
-@pytest.mark.parametrize(
-    ("items", "splits"), [(1, 16), (2, 16), (7, 16), (8, 8), (16, 6), (32, 3), (64, 2), (128, 1), (1000, 1)]
-)
-def test_splits_fill_the_gpu_with_clusters_that_fit(items, splits):
-    """Measured best at 2048 rows and 16 heads."""
-    assert few_heads_sm90.best_splits(items, 32, 3, H200) == splits
-
-
-@pytest.mark.parametrize("items", [1, 3, 148, 5000])
+@pytest.mark.parametrize("kernels", [few_heads_sm90, sparse_decode_sm90])
+@pytest.mark.parametrize("queries", [1, 3, 148, 5000])
 @pytest.mark.parametrize("tiles", [0, 1, 2, 5, 33, 256, 4000])
-def test_every_split_has_a_tile(items, tiles):
-    splits = few_heads_sm90.best_splits(items, tiles, 3, H200)
-    assert 1 <= splits <= max(tiles, 1)
-    assert splits % few_heads_sm90.cluster_of(splits) == 0
+def test_every_split_has_a_tile(kernels, queries, tiles):
+    shape = kernels.best_shape(16, queries, tiles, H200, None)
+    assert 1 <= shape.splits <= max(tiles, 1)
+    assert shape.splits == shape.cluster * shape.parts
+    assert kernels.best_shape(16, queries, tiles, H200, 7).splits == 7
 
 
-def test_clusters():
-    assert [few_heads_sm90.cluster_of(n) for n in (1, 2, 3, 12, 16, 17, 64)] == [1, 2, 3, 12, 16, 1, 16]
+def test_shapes():
+    found = {(s.splits, s.cluster) for s in shapes((16,), 64, 64)}
+    assert {(1, 1), (2, 1), (2, 2), (12, 12), (16, 16), (17, 1), (64, 16), (64, 1)} <= found
+    assert not {(17, 17), (32, 32), (12, 6)} & found
 
 
 def test_every_layout_and_size_fits():
