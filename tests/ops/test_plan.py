@@ -32,8 +32,20 @@ def gpu(monkeypatch) -> Iterator[FakeGPU]:
 def repeats(monkeypatch) -> list[_plan.Plan]:
     """The plans that calls went by."""
     seen: list[_plan.Plan] = []
-    run = _plan.Plan.run
-    monkeypatch.setattr(_plan.Plan, "run", lambda plan, *arguments: seen.append(plan) or run(plan, *arguments))
+    make = _plan.plan_of
+
+    def noted(*call: Any) -> _plan.Plan | None:
+        plan = make(*call)
+
+        def run(*arrays: Any) -> Any:
+            result = plan(*arrays)
+            if result is not NotImplemented:
+                seen.append(plan)
+            return result
+
+        return plan and run
+
+    monkeypatch.setattr(_plan, "plan_of", noted)
     return seen
 
 
