@@ -300,9 +300,7 @@ class Place(NamedTuple):
         if self.kind == "numpy":
             return partial(np.empty, shape, dtype)
         if self.kind == "cupy":
-            # CuPy knows NumPy's own dtypes fastest by their characters.
-            name = "B" if dtype == E4M3 else dtype.char if dtype.isbuiltin == 1 else dtype
-            return partial(sys.modules["cupy"].ndarray, shape, name)
+            return _cupy_maker(shape, np.dtype(np.uint8) if dtype == E4M3 else dtype)
         torch = sys.modules["torch"]
         torch_dtype = _torch_dtypes()[1][np.dtype(dtype)]
         if self.device == HOST:
@@ -365,6 +363,20 @@ class Place(NamedTuple):
             return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, self.device)
         current = sys.modules["cupy"].cuda.get_current_stream
         return lambda: current(self.device).ptr
+
+
+def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
+    """Makes such CuPy arrays as cupy.ndarray(shape, dtype) does, without the detours that take it a third longer."""
+    ndarray = sys.modules["cupy"].ndarray
+    (base,) = ndarray.__bases__
+    name = dtype.char if dtype.isbuiltin == 1 else dtype  # the character is found faster
+
+    def make() -> Any:
+        array = base.__new__(ndarray)
+        array._init(shape, name)
+        return array
+
+    return make
 
 
 class _Field(NamedTuple):

@@ -66,7 +66,7 @@ class FakeGPU:
 
         runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None, memsetAsync=memset)
         monkeypatch.setattr(jit, "_runtime", lambda: runtime)
-        monkeypatch.setattr(jit, "_THREAD", SimpleNamespace())
+        monkeypatch.setattr(jit, "THREAD", jit._Threads())
         monkeypatch.setattr(jit, "_properties", lambda device: {"multiProcessorCount": 132, "major": 9, "minor": 0})
         monkeypatch.setattr(jit.Kernel, "load", lambda kernel, device: id(kernel))
         monkeypatch.setattr(jit.Kernel, "_submitter", submitter)

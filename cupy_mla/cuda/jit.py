@@ -177,7 +177,7 @@ class Kernel:
             params: the kernel's one parameter.
             cluster: neighbouring blocks along x that form a thread-block cluster.
         """
-        current_device()
+        THREAD.current_device()
         function = self._functions.get(place.device)
         if function is None:
             function = self.load(place.device)
@@ -195,7 +195,7 @@ class Kernel:
         Clusters do not span the GPU's parts, some of which have fewer multiprocessors than others, so these are less
         than its multiprocessors by the blocks.
         """
-        current_device()
+        THREAD.current_device()
         function = self._functions.get(device) or self.load(device)
         sizes = range(1, self.max_cluster + 1)
         return tuple(_clusters_at_once(function, self.threads, self.shared_bytes, n) for n in sizes)
@@ -324,14 +324,15 @@ def _attribute_submitter(
 ) -> Submit:
     """cuLaunchKernelEx, for attributes that CuPy's launches cannot ask for."""
     first = (_Attribute * len(attributes))(*attributes)
-    whole = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, 0, first, len(attributes))
-    launch, address = _libcuda().cuLaunchKernelEx, ctypes.addressof
+    launch, as_pointer, address = _libcuda().cuLaunchKernelEx, ctypes.c_char_p, ctypes.addressof
+
+    @lru_cache(maxsize=16)  # a thread does not write what another one is launching with
+    def config(stream: int) -> _LaunchConfig:
+        return _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, first, len(attributes))
 
     def submit(stream: int, params: bytes) -> None:
-        config = _LaunchConfig.from_buffer_copy(whole)  # other threads may be on their way to other streams
-        config.stream = stream
-        pointer = ctypes.c_char_p(params)
-        status = launch(address(config), function, address(pointer), None)
+        pointer = as_pointer(params)
+        status = launch(address(config(stream)), function, address(pointer), None)
         if status != 0:
             raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (grid {grid})")
 
@@ -339,7 +340,6 @@ def _attribute_submitter(
 
 
 _KEEP: list[Any] = []  # modules unload with their last reference
-_THREAD = threading.local()
 
 
 @lru_cache(maxsize=1)
@@ -354,15 +354,18 @@ def _runtime() -> Any:
     return require_cupy("a CUDA array").cuda.runtime
 
 
-def current_device() -> int:
-    """The number of this thread's current GPU. Gives the thread a CUDA context once: a driver's launch does not."""
-    try:
-        return _THREAD.get_device()
-    except AttributeError:
+class _Threads(threading.local):
+    """What differs from thread to thread."""
+
+    def current_device(self) -> int:
+        """Makes a CUDA context, which a driver's launch does not, and is the runtime's function from then on."""
         runtime = _runtime()
         runtime.setDevice(runtime.getDevice())
-        _THREAD.get_device = runtime.getDevice
+        self.current_device = runtime.getDevice  # type: ignore[method-assign]
         return runtime.getDevice()
+
+
+THREAD = _Threads()  # its current_device() is the number of this thread's current GPU
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import arrays
-from ..cuda.jit import current_device
+from ..cuda import jit
 from ..recording import ALIGNMENT, Code, Recording
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -207,7 +207,7 @@ def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan 
     else:
         code.line(f"if ({' | '.join(addresses)}) % {ALIGNMENT}:")
     code.line("    return NotImplemented")
-    code.line(f"if {code.name(current_device)}() != {code.name(place.device)}:")
+    code.line(f"if {code.name(jit.THREAD)}.current_device() != {code.name(place.device)}:")
     code.line(f"    with {code.name(place.current)}():")
     code.line(f"        return run({', '.join(parameters)})")
     for slot, make in enumerate(record.makers, len(parameters)):
