@@ -4,8 +4,8 @@ python benchmarks/host_overhead.py [--quick] [--only REGEX]
 
 Microseconds, median over the calls of a round, and of the rounds, which go through all cases again and again, the
 least: a virtual machine's CPU is slower by a third for seconds at a time, whatever it runs. The GPU is waited for
-between batches of calls, untimed, so that its queue never fills. Beside ours stand FlashMLA's Python functions and,
-alone, the C++ operators these call.
+between batches of calls, untimed, so that its queue never fills, and results are freed untimed, too: their owner does
+that, not the call. Beside ours stand FlashMLA's Python functions and, alone, the C++ operators these call.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def host_us(call: Call) -> float:
         torch.cuda.synchronize()
         for _ in range(BATCH):
             started = time.perf_counter_ns()
-            call()
+            result = call()
             taken.append(time.perf_counter_ns() - started)
+            del result
     torch.cuda.synchronize()
     return statistics.median(taken) / 1e3
 
 
 def decode_cases(peer: Any) -> Iterator[Case]:
-    """Split over many blocks, with a second launch to merge, and unsplit."""
+    """Split over the blocks of clusters, and unsplit."""
     cache = v32_cache(1 << 15)
     for b, h in ((1, 128), (128, 128)):
         q, indices = normal(b, 1, h, 576), random_slots(b, 1, 2048, slots=1 << 15)
