@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -148,7 +148,7 @@ class Form:
         elif cupy is not None and types == {cupy.ndarray}:
             self.pointer = attrgetter("data.ptr")
             self._readers = (attrgetter("dtype", "shape", "strides", "data.device_id"),)
-            self._compare = partial(_compared, *self._readers)
+            self._compare = _compared
 
     def key(self, settings: Any, arrays: Sequence[Any], alignment: tuple[int, ...]) -> tuple[Any, ...]:
         """A call's signature."""
@@ -181,10 +181,16 @@ def _guards(tensors: Sequence[Any]) -> Callable[..., bool]:
     return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def _compared(read: Callable[[Any], Any], arrays: Sequence[Any]) -> Callable[..., bool]:
-    """What says whether arrays are like these in what `read` tells of each."""
-    known = [*map(read, arrays)]
-    return lambda *others: [*map(read, others)] == known
+def _compared(arrays: Sequence[Any]) -> Callable[..., bool]:
+    """What says whether CuPy arrays are like these; it soon knows when they are not, mostly by a shape."""
+    code, names = Code(), [f"a{i}" for i in range(len(arrays))]
+    alike = [
+        f"{name}.shape == {code.name(array.shape)} and ({name}.dtype, {name}.strides, {name}.data.device_id)"
+        f" == {code.name((array.dtype, array.strides, array.data.device_id))}"
+        for name, array in zip(names, arrays, strict=True)
+    ]
+    code.line(f"return {' and '.join(alike)}")
+    return code.function(names)
 
 
 def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan | None:

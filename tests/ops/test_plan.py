@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,30 @@ def test_the_stream_is_that_of_the_moment(gpu, seen):
         cupy_mla.sparse_prefill(**prefill())
     assert [s.stream for s in gpu.log] == [0, 77, 5]
     assert len(seen) == 3
+
+
+def test_a_thread_has_a_context_before_it_launches(gpu, seen):
+    """A driver's launch does not make one, and a thread's first call may go by a plan of another's."""
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: cupy_mla.sparse_prefill(**prefill()))
+        thread.start()
+        thread.join()
+        assert gpu.threads.count(thread) == 1
+    assert gpu.threads.count(threading.current_thread()) == 1
+    assert len(seen) == 2
+
+
+def test_cupy_arrays_are_told_apart():
+    def array(**change: Any) -> SimpleNamespace:
+        device = change.pop("device", 0)
+        traits = {"dtype": np.dtype(np.int32), "shape": (3, 4), "strides": (16, 4), **change}
+        return SimpleNamespace(**traits, data=SimpleNamespace(device_id=device))
+
+    alike = _plan._compared([array(), array(shape=(3, 5), strides=(20, 4))])
+    assert alike(array(), array(shape=(3, 5), strides=(20, 4)))
+    for change in ({"dtype": np.dtype(np.float32)}, {"shape": (4, 4)}, {"strides": (32, 4)}, {"device": 1}):
+        assert not alike(array(**change), array(shape=(3, 5), strides=(20, 4)))
+        assert not alike(array(), array(**{"shape": (3, 5), "strides": (20, 4), **change}))
 
 
 def test_parameters_are_tensors(gpu, repeats):
