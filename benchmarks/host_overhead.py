@@ -19,6 +19,7 @@ import cache_ops
 import torch
 from harness import Call, Options, Record, flash_mla_peer
 from inputs import normal, random_slots, v32_cache
+from rows import padded
 
 import cupy_mla
 from cupy_mla import flash_mla
@@ -85,7 +86,8 @@ def decode_cases(peer: Any) -> Iterator[Case]:
 
 
 def prefill_cases(peer: Any) -> Iterator[Case]:
-    for s_q, h in ((4, 64), (256, 128)):
+    """Split over the blocks of clusters, unsplit, and in groups of queries, which are three launches."""
+    for s_q, h in ((4, 64), (256, 128), (512, 16)):
         q, kv, indices = normal(s_q, h, 576), normal(8192, 1, 576), random_slots(s_q, 1, 1024, slots=8192)
         arguments = (q, kv, indices, 576**-0.5)
 
@@ -93,10 +95,11 @@ def prefill_cases(peer: Any) -> Iterator[Case]:
             arrays = [of(a) for a in arguments[:3]]
             return lambda: flash_mla.flash_mla_sparse_fwd(*arrays, arguments[3])
 
+        theirs = (padded(q), *arguments[1:])
         yield Case(
             f"prefill h {h} s_q {s_q} topk 1024", call,
-            lambda arguments=arguments: peer.flash_mla_sparse_fwd(*arguments),
-            lambda arguments=arguments: torch.ops._flashmla_C.sparse_prefill_fwd(*arguments, 512, None, None, None),
+            lambda theirs=theirs: peer.flash_mla_sparse_fwd(*theirs),
+            lambda theirs=theirs: torch.ops._flashmla_C.sparse_prefill_fwd(*theirs, 512, None, None, None),
         )  # fmt: skip
 
 
