@@ -83,8 +83,8 @@ def readme() -> str:
         parts.append(accuracy_table())
     if load("host_overhead")["rows"]:
         parts.append(
-            "Microseconds of host time of a call, shapes seen before, median of the quietest of many rounds, freeing the "
-            "results not counted:"
+            "Microseconds of host time of a call, shapes seen before, freeing the results not counted; median of the "
+            "quietest of many rounds:"
         )
         parts.append(host_table())
     return "\n\n".join(parts)
