@@ -219,16 +219,28 @@ def test_a_thread_has_a_context_before_it_launches(gpu, seen):
 
 
 def test_cupy_arrays_are_told_apart():
-    def array(**change: Any) -> SimpleNamespace:
-        device = change.pop("device", 0)
-        traits = {"dtype": np.dtype(np.int32), "shape": (3, 4), "strides": (16, 4), **change}
-        return SimpleNamespace(**traits, data=SimpleNamespace(device_id=device))
+    """With and without gaps, and with an axis whose stride says nothing."""
 
-    alike = _plan._compared([array(), array(shape=(3, 5), strides=(20, 4))])
-    assert alike(array(), array(shape=(3, 5), strides=(20, 4)))
-    for change in ({"dtype": np.dtype(np.float32)}, {"shape": (4, 4)}, {"strides": (32, 4)}, {"device": 1}):
-        assert not alike(array(**change), array(shape=(3, 5), strides=(20, 4)))
-        assert not alike(array(), array(**{"shape": (3, 5), "strides": (20, 4), **change}))
+    def array(shape: tuple[int, ...], step: int = 1, **change: Any) -> SimpleNamespace:
+        of = np.zeros((*shape[:-1], shape[-1] * step), change.get("dtype", np.int32))[..., ::step]
+        contiguous, data = of.flags.c_contiguous, SimpleNamespace(device_id=change.get("device", 0))
+        strides = change.get("strides", of.strides)
+        return SimpleNamespace(dtype=of.dtype, shape=shape, strides=strides, _c_contiguous=contiguous, data=data)
+
+    def arrays(**change: Any) -> list[SimpleNamespace]:
+        return [array((3, 4), **change), array((3, 4), 2, **change), array((3, 1, 4), **change)]
+
+    alike = _plan._compared(arrays())
+    assert alike(*arrays())
+    for change in ({"dtype": np.int64}, {"dtype": np.float32}, {"device": 1}):
+        for i, other in enumerate(arrays(**change)):
+            assert not alike(*arrays()[:i], other, *arrays()[i + 1 :])
+    plain, strided, flat = arrays()
+    assert not alike(array((4, 4)), strided, flat)
+    assert not alike(array((3, 4), 2), strided, flat)
+    assert not alike(plain, array((3, 4)), flat)
+    assert not alike(plain, array((3, 4), 3), flat)
+    assert not alike(plain, strided, array((3, 1, 4), strides=(16, 99, 4)))
 
 
 def test_parameters_are_tensors(gpu, repeats):
