@@ -18,7 +18,7 @@ import pytest
 from cupy_mla.arrays import HOST, Array, Place, aligned_up
 from cupy_mla.cuda import jit
 
-ARENA_BYTES = 1 << 27
+ARENA_BYTES = 1 << 29
 
 
 class Submitted(NamedTuple):
