@@ -314,6 +314,12 @@ class Place(NamedTuple):
         """What to write behind an array on this GPU to read where it starts."""
         return ".data_ptr()" if self.kind == "torch" else ".data.ptr"
 
+    def memory(self, nbytes: int) -> tuple[Callable[[], Any], str]:
+        """Makes memory on this GPU for a while, and what to write behind it to read where it starts."""
+        if self.kind == "torch":
+            return self._maker((nbytes,), np.dtype(np.uint8)), self.address
+        return partial(sys.modules["cupy"].cuda.alloc, nbytes), ".ptr"
+
     def carve(self, whole: Any, start: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A view of the bytes from `start` on of a uint8 array of this place, as an array of its own."""
         part = whole[start : start + math.prod(shape) * np.dtype(dtype).itemsize]

@@ -185,6 +185,10 @@ class Recording:
         """The slot of an array, None for one that has none."""
         return next((slot for slot, known in enumerate(self._slots) if known is array), None)
 
+    def nbytes(self, slot: int) -> int:
+        """The size of the array in a slot."""
+        return self._slots[slot].nbytes
+
     def allocated(self, array: Any, make: Callable[[], Any]) -> None:
         """Note an allocation, and how to make it again."""
         self._slots.append(array)

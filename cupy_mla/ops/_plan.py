@@ -206,6 +206,10 @@ def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan 
     if not record.repeatable:
         return None
     place, code = record.place, Code()
+    leaves = result if type(result) is tuple else (result,)
+    results = [record.slot(leaf) for leaf in leaves]
+    if any(slot is None and not isinstance(leaf, SETTINGS) for slot, leaf in zip(results, leaves, strict=True)):
+        return None  # a view of something
     parameters = [f"a{slot}" for slot in range(len(alignment))]
     addresses = [f"p{slot}" for slot in range(len(alignment))]
     for array, address in zip(parameters, addresses, strict=True):
@@ -219,16 +223,14 @@ def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan 
     code.line(f"    with {code.name(place.current)}():")
     code.line(f"        return run({', '.join(parameters)})")
     for slot, make in enumerate(record.makers, len(parameters)):
+        address = place.address
+        if slot not in results:
+            make, address = place.memory(record.nbytes(slot))
         code.line(f"a{slot} = {code.name(make)}()")
-        code.line(f"p{slot} = a{slot}{place.address}")
+        code.line(f"p{slot} = a{slot}{address}")
     code.line(f"stream = {code.name(place.streams)}()")
     for write in record.steps:
         write(code)
-    returned = []
-    for leaf in result if type(result) is tuple else (result,):
-        known = record.slot(leaf)
-        if known is None and not isinstance(leaf, SETTINGS):
-            return None  # a view of something
-        returned.append(code.name(leaf) if known is None else f"a{known}")
+    returned = [code.name(leaf) if slot is None else f"a{slot}" for slot, leaf in zip(results, leaves, strict=True)]
     code.line(f"return {', '.join(returned)}" + ("," if type(result) is tuple else ""))
     return code.function(parameters)
