@@ -4,8 +4,8 @@ python benchmarks/host_overhead.py [--quick] [--only REGEX]
 
 Microseconds, median over the calls of a round, and of the rounds, which go through all cases again and again, the
 least: a virtual machine's CPU is slower by a third for seconds at a time, whatever it runs. The GPU is waited for
-between batches of calls, untimed, so that its queue never fills. Beside ours stand FlashMLA's Python functions and,
-alone, the C++ operators these call.
+between batches of calls, untimed, so that its queue never fills, and results are freed untimed, too: their owner does
+that, not the call. Beside ours stand FlashMLA's Python functions and, alone, the C++ operators these call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import cache_ops
 import torch
 from harness import Call, Options, Record, flash_mla_peer
 from inputs import normal, random_slots, v32_cache
+from rows import padded
 
 import cupy_mla
 from cupy_mla import flash_mla
@@ -47,14 +48,15 @@ def host_us(call: Call) -> float:
         torch.cuda.synchronize()
         for _ in range(BATCH):
             started = time.perf_counter_ns()
-            call()
+            result = call()
             taken.append(time.perf_counter_ns() - started)
+            del result
     torch.cuda.synchronize()
     return statistics.median(taken) / 1e3
 
 
 def decode_cases(peer: Any) -> Iterator[Case]:
-    """Split over many blocks, with a second launch to merge, and unsplit."""
+    """Split over the blocks of clusters, and unsplit."""
     cache = v32_cache(1 << 15)
     for b, h in ((1, 128), (128, 128)):
         q, indices = normal(b, 1, h, 576), random_slots(b, 1, 2048, slots=1 << 15)
@@ -84,7 +86,8 @@ def decode_cases(peer: Any) -> Iterator[Case]:
 
 
 def prefill_cases(peer: Any) -> Iterator[Case]:
-    for s_q, h in ((4, 64), (256, 128)):
+    """Split over the blocks of clusters, unsplit, and in groups of queries, which are three launches."""
+    for s_q, h in ((4, 64), (256, 128), (512, 16)):
         q, kv, indices = normal(s_q, h, 576), normal(8192, 1, 576), random_slots(s_q, 1, 1024, slots=8192)
         arguments = (q, kv, indices, 576**-0.5)
 
@@ -92,10 +95,11 @@ def prefill_cases(peer: Any) -> Iterator[Case]:
             arrays = [of(a) for a in arguments[:3]]
             return lambda: flash_mla.flash_mla_sparse_fwd(*arrays, arguments[3])
 
+        theirs = (padded(q), *arguments[1:])
         yield Case(
             f"prefill h {h} s_q {s_q} topk 1024", call,
-            lambda arguments=arguments: peer.flash_mla_sparse_fwd(*arguments),
-            lambda arguments=arguments: torch.ops._flashmla_C.sparse_prefill_fwd(*arguments, 512, None, None, None),
+            lambda theirs=theirs: peer.flash_mla_sparse_fwd(*theirs),
+            lambda theirs=theirs: torch.ops._flashmla_C.sparse_prefill_fwd(*theirs, 512, None, None, None),
         )  # fmt: skip
 
 

@@ -82,7 +82,10 @@ def readme() -> str:
         )
         parts.append(accuracy_table())
     if load("host_overhead")["rows"]:
-        parts.append("Microseconds of host time of a call, shapes seen before, median of the quietest of many rounds:")
+        parts.append(
+            "Microseconds of host time of a call, shapes seen before, freeing the results not counted; median of the "
+            "quietest of many rounds:"
+        )
         parts.append(host_table())
     return "\n\n".join(parts)
 

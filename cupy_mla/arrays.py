@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from operator import attrgetter, methodcaller
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -301,7 +300,7 @@ class Place(NamedTuple):
         if self.kind == "numpy":
             return partial(np.empty, shape, dtype)
         if self.kind == "cupy":
-            return partial(sys.modules["cupy"].ndarray, shape, np.dtype(np.uint8) if dtype == E4M3 else dtype)
+            return _cupy_maker(shape, np.dtype(np.uint8) if dtype == E4M3 else dtype)
         torch = sys.modules["torch"]
         torch_dtype = _torch_dtypes()[1][np.dtype(dtype)]
         if self.device == HOST:
@@ -311,9 +310,15 @@ class Place(NamedTuple):
         return partial(torch._C._dynamo.guards._empty_strided_cuda, shape, strides, torch_dtype)
 
     @property
-    def address(self) -> Callable[[Any], int]:
-        """Tells where an array on this GPU starts."""
-        return methodcaller("data_ptr") if self.kind == "torch" else attrgetter("data.ptr")
+    def address(self) -> str:
+        """What to write behind an array on this GPU to read where it starts."""
+        return ".data_ptr()" if self.kind == "torch" else ".data.ptr"
+
+    def memory(self, nbytes: int) -> tuple[Callable[[], Any], str]:
+        """Makes memory on this GPU for a while, and what to write behind it to read where it starts."""
+        if self.kind == "torch":
+            return self._maker((nbytes,), np.dtype(np.uint8)), self.address
+        return partial(sys.modules["cupy"].cuda.alloc, nbytes), ".ptr"
 
     def carve(self, whole: Any, start: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A view of the bytes from `start` on of a uint8 array of this place, as an array of its own."""
@@ -364,6 +369,20 @@ class Place(NamedTuple):
             return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, self.device)
         current = sys.modules["cupy"].cuda.get_current_stream
         return lambda: current(self.device).ptr
+
+
+def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
+    """Makes such CuPy arrays as cupy.ndarray(shape, dtype) does, without the detours that take it a third longer."""
+    ndarray = sys.modules["cupy"].ndarray
+    (base,) = ndarray.__bases__
+    name = dtype.char if dtype.isbuiltin == 1 else dtype  # the character is found faster
+
+    def make() -> Any:
+        array = base.__new__(ndarray)
+        array._init(shape, name)
+        return array
+
+    return make
 
 
 class _Field(NamedTuple):

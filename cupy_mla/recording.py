@@ -2,8 +2,8 @@
 
 While an operation runs under a `Recording`, the addresses of its arguments and of the memory it allocates are
 `Pointer`s: integers that know what they point to, and how far behind its start. `Params` keeps them apart from the
-other values of a kernel's parameter struct until the launch. What is left at the end is a list of allocations, a list
-of steps and the shape of the result, see `cupy_mla.ops._plan`, which makes plans of recordings and says when.
+other values of a kernel's parameter struct until the launch. What is left at the end is a list of allocations and a
+list of steps, of which `Code` makes a function; see `cupy_mla.ops._plan`, which says when.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 # Launches choose kernels by alignment up to this many bytes, so calls that are alike agree on addresses modulo it.
 ALIGNMENT = 16
-
-Step = Callable[[list[int], int], None]  # takes the address of every slot, and the stream
 
 
 class Pointer(int):
@@ -73,6 +72,60 @@ class Params:
         return Packed(self, values)
 
 
+class Code:
+    """A Python function under construction: straight lines, with a name for every object they use.
+
+    Array i is called `a{i}`, its address `p{i}`, and the caller's current stream `stream`. Everything else goes by a
+    name that `name` gives it, numbers included, so that calls that differ in nothing but those share the text.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._names: dict[str, Any] = {}
+        self._packed: tuple[Packed | None, str] = (None, "")
+
+    def name(self, value: Any) -> str:
+        """A name for an object."""
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def line(self, text: str) -> None:
+        """Add a line."""
+        self._lines.append(text)
+
+    def address(self, pointer: Pointer) -> str:
+        """What an address is in a call with other arrays."""
+        return f"p{pointer.slot}" + (f" + {self.name(pointer.offset)}" if pointer.offset else "")
+
+    def params(self, params: Packed) -> str:
+        """A kernel's parameters in a call with other arrays; launches in a row may share them."""
+        known, name = self._packed
+        if known is not params:
+            parts = [part for part in params.parts() if isinstance(part, Pointer) or part]
+            layout = struct.Struct("=" + "".join("Q" if isinstance(p, Pointer) else f"{len(p)}s" for p in parts))
+            fields = (self.address(p) if isinstance(p, Pointer) else self.name(p) for p in parts)
+            name = f"params{len(self._lines)}"
+            self.line(f"{name} = {self.name(layout.pack)}({', '.join(fields)})")
+            self._packed = params, name
+        return name
+
+    def function(self, parameters: list[str]) -> Callable[..., Any]:
+        """The function."""
+        names = dict(self._names)
+        text = "\n    ".join([f"def run({', '.join(parameters)}):", *self._lines])
+        exec(_compiled(text), names)
+        return names["run"]
+
+
+@lru_cache(maxsize=1024)
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<plan>", "exec")
+
+
+Step = Callable[[Code], None]  # writes what it does
+
+
 class Recording:
     """The allocations and steps of one call. Slots are numbered: array arguments first, then what it allocates.
 
@@ -81,7 +134,7 @@ class Recording:
 
     Attributes:
         makers: allocates each of the slots after the arguments.
-        steps: what went to the stream, in order.
+        steps: writes what went to the stream, in order.
         place: where the call's kernels run; None for a call that launches none.
         complete: False once the call did what a recording cannot repeat.
     """
@@ -113,10 +166,6 @@ class Recording:
         different = len({id(array) for array in self._slots}) == len(self._slots)
         return self.place is not None and self.complete and different and len(self._described) == len(self._names)
 
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
-
     def pointer(self, name: str, array: Any, address: int) -> int:
         """The address of an array that the call describes under a name."""
         if getattr(array, "requires_grad", False):
@@ -136,20 +185,14 @@ class Recording:
         """The slot of an array, None for one that has none."""
         return next((slot for slot, known in enumerate(self._slots) if known is array), None)
 
+    def nbytes(self, slot: int) -> int:
+        """The size of the array in a slot."""
+        return self._slots[slot].nbytes
+
     def allocated(self, array: Any, make: Callable[[], Any]) -> None:
         """Note an allocation, and how to make it again."""
         self._slots.append(array)
         self.makers.append(make)
-
-
-def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Picks the items in these places, as fast as Python can."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    if not places:
-        return lambda items: ()
-    (place,) = places
-    return lambda items: (items[place],)
 
 
 _THREAD = threading.local()

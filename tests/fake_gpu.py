@@ -6,6 +6,7 @@ What operations hand to the driver can so be compared, and what a call costs the
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 from cupy_mla.arrays import HOST, Array, Place, aligned_up
 from cupy_mla.cuda import jit
 
-ARENA_BYTES = 1 << 27
+ARENA_BYTES = 1 << 29
 
 
 class Submitted(NamedTuple):
@@ -36,12 +37,14 @@ class FakeGPU:
         log: what went to the driver, in order.
         stream: the caller's current stream.
         used: bytes of memory in use; set to 0, the next allocations are those of before.
+        threads: those that made themselves a CUDA context.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Submitted] = []
         self.stream = 0
         self.used = 0
+        self.threads: list[threading.Thread] = []
         whole = Place("torch", HOST).empty((ARENA_BYTES,), np.dtype(np.uint8))
         describe = Array._describe_tensor
 
@@ -64,9 +67,12 @@ class FakeGPU:
         def memset(address: int, value: int, nbytes: int, stream: int) -> None:
             self.log.append(Submitted(None, (), stream, (address, value, nbytes)))
 
-        runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None, memsetAsync=memset)
+        def set_device(device: int) -> None:
+            self.threads.append(threading.current_thread())
+
+        runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=set_device, memsetAsync=memset)
         monkeypatch.setattr(jit, "_runtime", lambda: runtime)
-        monkeypatch.setattr(jit, "_THREAD", SimpleNamespace())
+        monkeypatch.setattr(jit, "THREAD", jit._Threads())
         monkeypatch.setattr(jit, "_properties", lambda device: {"multiProcessorCount": 132, "major": 9, "minor": 0})
         monkeypatch.setattr(jit.Kernel, "load", lambda kernel, device: id(kernel))
         monkeypatch.setattr(jit.Kernel, "_submitter", submitter)

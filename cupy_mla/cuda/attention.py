@@ -30,7 +30,7 @@ ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, PAIRED_PARTS = 1, 2, 
 
 INVARIANT_ROWS = 512  # rows of a split, in calls whose bits must not depend on the batch
 
-FEW_ITEMS = 4  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
+FEW_ITEMS = 28  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
 _SOURCE = "3Q5q2i"
@@ -108,7 +108,7 @@ def family(
     | grouped   | a Hopper GPU, prefill, rows and q aligned to 16 bytes, at most 32 heads, queries enough    |
     |           | for groups that make a tile of 64 heads to fill half of the GPU                            |
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or prefill of at most  |
-    |           | 4 pieces of work, each a query and a tile of up to 32 heads                                |
+    |           | 28 pieces of work, each a query and a tile of up to 32 heads                               |
     | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and an FP8 cache, or flat bf16 rows with     |
     |           | work for 3/8 of the SMs unsplit                                                            |
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, decode                                       |

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import re
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arrays import Array, Place, require_cupy
-from ..recording import Packed, Pointer, Recording, picker, recording
+from ..recording import Packed, Pointer, recording
 
 log = logging.getLogger("cupy_mla")
 
@@ -178,7 +177,7 @@ class Kernel:
             params: the kernel's one parameter.
             cluster: neighbouring blocks along x that form a thread-block cluster.
         """
-        current_device()
+        THREAD.current_device()
         function = self._functions.get(place.device)
         if function is None:
             function = self.load(place.device)
@@ -187,7 +186,7 @@ class Kernel:
             submit(place.stream(), bytes(params))
         record = recording()
         if record is not None:
-            Launches.note(record, submit, params)
+            record.steps.append(lambda code: code.line(f"{code.name(submit)}(stream, {code.params(params)})"))
 
     @cache  # noqa: B019 kernels are as many as their variants, and kept
     def clusters_at_once(self, device: int) -> tuple[int, ...]:
@@ -196,7 +195,7 @@ class Kernel:
         Clusters do not span the GPU's parts, some of which have fewer multiprocessors than others, so these are less
         than its multiprocessors by the blocks.
         """
-        current_device()
+        THREAD.current_device()
         function = self._functions.get(device) or self.load(device)
         sizes = range(1, self.max_cluster + 1)
         return tuple(_clusters_at_once(function, self.threads, self.shared_bytes, n) for n in sizes)
@@ -208,16 +207,19 @@ class Kernel:
             attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
         if attributes:
             return _attribute_submitter(function, grid, self.threads, self.shared_bytes, attributes)
-        fixed = (function, *grid, self.threads, 1, 1, self.shared_bytes)
-        driver = _driver()
-        last = () if self.cooperative else (0,)
-        launch = driver.launchCooperativeKernel if self.cooperative else driver.launchKernel
+        x, y, z, threads, shared_bytes = *grid, self.threads, self.shared_bytes
+        launch, launch_cooperative = _driver().launchKernel, _driver().launchCooperativeKernel
+        as_pointer, address = ctypes.c_char_p, ctypes.addressof
 
         def submit(stream: int, params: bytes) -> None:
-            pointer = ctypes.c_char_p(params)
-            launch(*fixed, stream, ctypes.addressof(pointer), *last)
+            pointer = as_pointer(params)
+            launch(function, x, y, z, threads, 1, 1, shared_bytes, stream, address(pointer), 0)
 
-        return submit
+        def submit_cooperative(stream: int, params: bytes) -> None:
+            pointer = as_pointer(params)
+            launch_cooperative(function, x, y, z, threads, 1, 1, shared_bytes, stream, address(pointer))
+
+        return submit_cooperative if self.cooperative else submit
 
     def loaded(self, device: int) -> bool:
         """Whether it is ready to be launched on a device."""
@@ -268,49 +270,6 @@ class Kernel:
             return handle
 
 
-class Launches:
-    """Launches, one after the other, of kernels that take the same parameters; a `cupy_mla.recording.Step`."""
-
-    __slots__ = ("_constants", "_inner", "_pack", "_params", "_pick", "_submits")
-
-    def __init__(self, params: Packed) -> None:
-        self._params = params
-        parts = [part for part in params.parts() if isinstance(part, Pointer) or part]
-        # What the struct is packed from: the bytes between pointers, the slots' addresses, pointers into slots.
-        self._constants = [part for part in parts if isinstance(part, bytes)]
-        self._inner = [(p.slot, p.offset) for p in parts if isinstance(p, Pointer) and p.offset]
-        places, constants, inner = [], 0, -len(self._inner)
-        for part in parts:
-            if isinstance(part, bytes):
-                places.append(constants)
-                constants += 1
-            elif part.offset:
-                places.append(inner)
-                inner += 1
-            else:
-                places.append(len(self._constants) + part.slot)
-        self._pick = picker(places)
-        self._pack = struct.Struct("=" + "".join(f"{len(p)}s" if isinstance(p, bytes) else "Q" for p in parts)).pack
-        self._submits: list[Submit] = []
-
-    @classmethod
-    def note(cls, record: Recording, submit: Submit, params: Packed) -> None:
-        """Add a launch to a recording."""
-        last = record.steps[-1] if record.steps else None
-        if not isinstance(last, Launches) or last._params is not params:
-            last = cls(params)
-            record.steps.append(last)
-        last._submits.append(submit)
-
-    def __call__(self, pointers: list[int], stream: int) -> None:
-        fields = self._constants + pointers
-        for slot, offset in self._inner:
-            fields.append(pointers[slot] + offset)
-        params = self._pack(*self._pick(fields))
-        for submit in self._submits:
-            submit(stream, params)
-
-
 def clear(place: Place, array: Array) -> None:
     """Set an array without gaps to zero bytes, in order on the caller's current stream."""
     start, nbytes, memset = array.ptr, math.prod(array.shape) * array.dtype.itemsize, _runtime().memsetAsync
@@ -318,8 +277,9 @@ def clear(place: Place, array: Array) -> None:
         memset(start, 0, nbytes, place.stream())
     record = recording()
     if record is not None and isinstance(start, Pointer):
-        slot, offset = start.slot, start.offset
-        record.steps.append(lambda pointers, stream: memset(pointers[slot] + offset, 0, nbytes, stream))
+        record.steps.append(
+            lambda code: code.line(f"{code.name(memset)}({code.address(start)}, 0, {code.name(nbytes)}, stream)")
+        )
 
 
 class _Attribute(ctypes.Structure):
@@ -364,14 +324,15 @@ def _attribute_submitter(
 ) -> Submit:
     """cuLaunchKernelEx, for attributes that CuPy's launches cannot ask for."""
     first = (_Attribute * len(attributes))(*attributes)
-    whole = _LaunchConfig(grid, (threads, 1, 1), shared_bytes, 0, first, len(attributes))
-    launch, address = _libcuda().cuLaunchKernelEx, ctypes.addressof
+    launch, as_pointer, address = _libcuda().cuLaunchKernelEx, ctypes.c_char_p, ctypes.addressof
+
+    @lru_cache(maxsize=16)  # a thread does not write what another one is launching with
+    def config(stream: int) -> _LaunchConfig:
+        return _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, first, len(attributes))
 
     def submit(stream: int, params: bytes) -> None:
-        config = _LaunchConfig.from_buffer_copy(whole)  # other threads may be on their way to other streams
-        config.stream = stream
-        pointer = ctypes.c_char_p(params)
-        status = launch(address(config), function, address(pointer), None)
+        pointer = as_pointer(params)
+        status = launch(address(config(stream)), function, address(pointer), None)
         if status != 0:
             raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (grid {grid})")
 
@@ -379,7 +340,6 @@ def _attribute_submitter(
 
 
 _KEEP: list[Any] = []  # modules unload with their last reference
-_THREAD = threading.local()
 
 
 @lru_cache(maxsize=1)
@@ -394,15 +354,18 @@ def _runtime() -> Any:
     return require_cupy("a CUDA array").cuda.runtime
 
 
-def current_device() -> int:
-    """The number of this thread's current GPU. Gives the thread a CUDA context once: a driver's launch does not."""
-    try:
-        return _THREAD.get_device()
-    except AttributeError:
+class _Threads(threading.local):
+    """What differs from thread to thread."""
+
+    def current_device(self) -> int:
+        """Makes a CUDA context, which a driver's launch does not, and is the runtime's function from then on."""
         runtime = _runtime()
         runtime.setDevice(runtime.getDevice())
-        _THREAD.get_device = runtime.getDevice
+        self.current_device = runtime.getDevice  # type: ignore[method-assign]
         return runtime.getDevice()
+
+
+THREAD = _Threads()  # its current_device() is the number of this thread's current GPU
 
 
 @lru_cache(maxsize=1)

@@ -2,8 +2,9 @@
 
 Checks, shapes of outputs, choice of kernels and their parameters depend on everything of a call except its pointers:
 the shapes, strides, dtypes, devices and alignment of its arrays, and its settings. That is the call's signature. The
-first call of a signature runs in full, under a `Recording`; a later one allocates, exchanges the pointers and launches.
-A call that fails leaves no plan, so whatever a plan repeats has been checked.
+first call of a signature runs in full, under a `Recording`, which becomes a function of straight lines that allocates,
+puts the pointers in their places and launches: the signature's plan, which serves later calls. A call that fails leaves
+no plan, so whatever a plan repeats has been checked.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -19,13 +20,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import arrays
-from ..cuda.jit import current_device
-from ..recording import ALIGNMENT, Recording, picker
+from ..cuda import jit
+from ..recording import ALIGNMENT, Code, Recording
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 MAX_PLANS = 1024  # of an operation, for one way to write its arguments
 RECENT = 4
+Plan = Callable[..., Any]  # takes a call's arrays; NotImplemented when one starts at another address modulo ALIGNMENT
 SETTINGS = (int, float, str, tuple, np.generic, type(None))
 
 # The variable that names the kernels to take, looked up at a tenth of what os.environ.get takes.
@@ -87,34 +89,27 @@ def planned(operation: Operation) -> Operation:
         if form.pointer is None or arrays.CHECK_VALUES:
             return operation(*args, **kwargs)
         given, settings = form.arrays(values), (_environment(KERNELS), form.settings(values))
+        for alike, of, plan in form.recent:
+            if of == settings and alike(*given):
+                result = plan(*given)
+                if result is not NotImplemented:
+                    return result
         try:
-            pointers = [*map(form.pointer, given)]
-            low = 0
-            for pointer in pointers:
-                low |= pointer
-            low %= ALIGNMENT
-            plan = None
-            if not low:
-                for alike, of, recent in form.recent:
-                    if alike(*given) and of == settings:
-                        plan = recent
-                        break
-            if plan is None:
-                key = form.key(settings, given, pointers if low else ())
-                plan = form.plans.get(key)
-                if plan is not None and not low:
-                    form.remember(given, settings, plan)
+            alignment = tuple(pointer % ALIGNMENT for pointer in map(form.pointer, given))
+            key = form.key(settings, given, alignment)
+            known = form.plans.get(key)
         except (RuntimeError, TypeError):  # a tensor without memory, a setting without hash: the checks say it better
             return operation(*args, **kwargs)
-        if plan is not None:
-            return plan.run(given, pointers)
+        if known is not None:
+            form.remember(given, settings, known)
+            return known(*given)
         with Recording(dict(zip(form.names, given, strict=True))) as record:
             result = operation(*args, **kwargs)
-        plan = Plan.of(record, result)
-        if plan is not None:
+        made = plan_of(record, alignment, result)
+        if made is not None:
             if len(form.plans) >= MAX_PLANS:
                 form.plans.clear()
-            form.plans[key] = plan
+            form.plans[key] = made
         return result
 
     return call  # type: ignore[return-value]
@@ -130,16 +125,16 @@ class Form:
         pointer: tells the address of an array; None when calls of this form have no plans: the arrays are neither all
             torch's nor all CuPy's, or something else is no constant.
         plans: the plans by `key`.
-        recent: the last plans that calls of aligned arrays went by, found faster than by `key`: what says whether
-            arrays are like those of the plan, the call's settings, and the plan.
+        recent: the last plans that calls went by, found faster than by `key`: what says whether arrays are like those
+            of the plan, up to their alignment, the call's settings, and the plan.
     """
 
     def __init__(self, names: list[str], values: tuple[Any, ...]) -> None:
         torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
         places = [i for i, value in enumerate(values) if not isinstance(value, SETTINGS)]
         self.names = [names[i] for i in places]
-        self.arrays = picker(places)
-        self.settings = picker([i for i in range(len(values)) if i not in places])
+        self.arrays = _picker(places)
+        self.settings = _picker([i for i in range(len(values)) if i not in places])
         self.plans: dict[Any, Plan] = {}
         self.pointer: Callable[[Any], int] | None = None
         self.recent: list[tuple[Callable[..., bool], Any, Plan]] = []
@@ -153,20 +148,13 @@ class Form:
         elif cupy is not None and types == {cupy.ndarray}:
             self.pointer = attrgetter("data.ptr")
             self._readers = (attrgetter("dtype", "shape", "strides", "data.device_id"),)
-            self._compare = partial(_compared, *self._readers)
+            self._compare = _compared
 
-    def key(self, settings: Any, arrays: Sequence[Any], pointers: Sequence[int]) -> tuple[Any, ...]:
-        """A call's signature.
-
-        Args:
-            settings: its constants.
-            arrays: its arrays.
-            pointers: their addresses, unless all are aligned.
-        """
-        key = [settings]
+    def key(self, settings: Any, arrays: Sequence[Any], alignment: tuple[int, ...]) -> tuple[Any, ...]:
+        """A call's signature."""
+        key = [settings, alignment]
         for read in self._readers:
             key += map(read, arrays)
-        key += [pointer % ALIGNMENT for pointer in pointers]
         return tuple(key)
 
     def remember(self, arrays: Sequence[Any], settings: Any, plan: Plan) -> None:
@@ -176,6 +164,16 @@ class Form:
             self.recent = [(self._compare(arrays), settings, plan), *others[: RECENT - 1]]
 
 
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Picks the items in these places, as fast as Python can."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if not places:
+        return lambda items: ()
+    (place,) = places
+    return lambda items: (items[place],)
+
+
 def _guards(tensors: Sequence[Any]) -> Callable[..., bool]:
     """What says whether tensors are like these: the guards of torch.compile, which compare all in one call."""
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -183,57 +181,56 @@ def _guards(tensors: Sequence[Any]) -> Callable[..., bool]:
     return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def _compared(read: Callable[[Any], Any], arrays: Sequence[Any]) -> Callable[..., bool]:
-    """What says whether arrays are like these in what `read` tells of each."""
-    known = [*map(read, arrays)]
-    return lambda *others: [*map(read, others)] == known
+def _compared(arrays: Sequence[Any]) -> Callable[..., bool]:
+    """What says whether CuPy arrays are like these; it soon knows when they are not, mostly by a shape."""
+    code, names, alike = Code(), [f"a{i}" for i in range(len(arrays))], []
+    for name, array in zip(names, arrays, strict=True):
+        # Where no axis is of length 0 or 1, a shape has but one set of strides without gaps, and this is read faster.
+        strides = "_c_contiguous" if array._c_contiguous and min(array.shape, default=0) > 1 else "strides"
+        traits = ("dtype", strides, "data.device_id")
+        known = tuple(attrgetter(trait)(array) for trait in traits)
+        read = ", ".join(f"{name}.{trait}" for trait in traits)
+        alike.append(f"{name}.shape == {code.name(array.shape)} and ({read}) == {code.name(known)}")
+    code.line(f"return {' and '.join(alike)}")
+    return code.function(names)
 
 
-class Plan:
-    """A call on a GPU, to be repeated with other arrays."""
+def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan | None:
+    """The plan of a recorded call; None for one that ran on the CPU, or that a recording cannot repeat.
 
-    __slots__ = ("_address", "_constants", "_makers", "_pick", "_place", "_steps", "_stream")
-
-    def __init__(self, record: Recording, constants: list[Any], pick: Callable[[list[Any]], Any]) -> None:
-        """`pick` takes the result out of the arrays in the recording's slots and the constants behind them."""
-        self._place = place = record.place
-        self._stream, self._address = place.streams, place.address
-        self._makers, self._steps = record.makers, record.steps
-        self._constants, self._pick = constants, pick
-
-    @classmethod
-    def of(cls, record: Recording, result: Any) -> Plan | None:
-        """The plan of a recorded call; None for one that ran on the CPU, or that a recording cannot repeat."""
-        if not record.repeatable:
-            return None
-        constants: list[Any] = []
-        places = []
-        for leaf in result if type(result) is tuple else (result,):
-            slot = record.slot(leaf)
-            if slot is None:
-                if not isinstance(leaf, SETTINGS):
-                    return None  # a view of something
-                slot = record.num_slots + len(constants)
-                constants.append(leaf)
-            places.append(slot)
-        return cls(record, constants, itemgetter(*places))
-
-    def run(self, arrays: Sequence[Any], pointers: list[int]) -> Any:
-        """Make the call with other arguments.
-
-        Args:
-            arrays: its arrays, in order.
-            pointers: their addresses.
-        """
-        if current_device() != self._place.device:
-            with self._place.current():
-                return self.run(arrays, pointers)
-        slots = [*arrays]
-        for make in self._makers:
-            array = make()
-            slots.append(array)
-            pointers.append(self._address(array))
-        stream = self._stream()
-        for step in self._steps:
-            step(pointers, stream)
-        return self._pick(slots + self._constants)
+    Args:
+        record: of the call.
+        alignment: the addresses of its arguments modulo `ALIGNMENT`.
+        result: what it returned.
+    """
+    if not record.repeatable:
+        return None
+    place, code = record.place, Code()
+    leaves = result if type(result) is tuple else (result,)
+    results = [record.slot(leaf) for leaf in leaves]
+    if any(slot is None and not isinstance(leaf, SETTINGS) for slot, leaf in zip(results, leaves, strict=True)):
+        return None  # a view of something
+    parameters = [f"a{slot}" for slot in range(len(alignment))]
+    addresses = [f"p{slot}" for slot in range(len(alignment))]
+    for array, address in zip(parameters, addresses, strict=True):
+        code.line(f"{address} = {array}{place.address}")
+    if any(alignment):
+        code.line(f"if ({''.join(f'{p} % {ALIGNMENT}, ' for p in addresses)}) != {code.name(alignment)}:")
+    else:
+        code.line(f"if ({' | '.join(addresses)}) % {ALIGNMENT}:")
+    code.line("    return NotImplemented")
+    code.line(f"if {code.name(jit.THREAD)}.current_device() != {code.name(place.device)}:")
+    code.line(f"    with {code.name(place.current)}():")
+    code.line(f"        return run({', '.join(parameters)})")
+    for slot, make in enumerate(record.makers, len(parameters)):
+        address = place.address
+        if slot not in results:
+            make, address = place.memory(record.nbytes(slot))
+        code.line(f"a{slot} = {code.name(make)}()")
+        code.line(f"p{slot} = a{slot}{address}")
+    code.line(f"stream = {code.name(place.streams)}()")
+    for write in record.steps:
+        write(code)
+    returned = [code.name(leaf) if slot is None else f"a{slot}" for slot, leaf in zip(results, leaves, strict=True)]
+    code.line(f"return {', '.join(returned)}" + ("," if type(result) is tuple else ""))
+    return code.function(parameters)

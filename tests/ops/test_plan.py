@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,20 @@ def gpu(monkeypatch) -> Iterator[FakeGPU]:
 def repeats(monkeypatch) -> list[_plan.Plan]:
     """The plans that calls went by."""
     seen: list[_plan.Plan] = []
-    run = _plan.Plan.run
-    monkeypatch.setattr(_plan.Plan, "run", lambda plan, *arguments: seen.append(plan) or run(plan, *arguments))
+    make = _plan.plan_of
+
+    def noted(*call: Any) -> _plan.Plan | None:
+        plan = make(*call)
+
+        def run(*arrays: Any) -> Any:
+            result = plan(*arrays)
+            if result is not NotImplemented:
+                seen.append(plan)
+            return result
+
+        return plan and run
+
+    monkeypatch.setattr(_plan, "plan_of", noted)
     return seen
 
 
@@ -191,6 +205,42 @@ def test_the_stream_is_that_of_the_moment(gpu, seen):
         cupy_mla.sparse_prefill(**prefill())
     assert [s.stream for s in gpu.log] == [0, 77, 5]
     assert len(seen) == 3
+
+
+def test_a_thread_has_a_context_before_it_launches(gpu, seen):
+    """A driver's launch does not make one, and a thread's first call may go by a plan of another's."""
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: cupy_mla.sparse_prefill(**prefill()))
+        thread.start()
+        thread.join()
+        assert gpu.threads.count(thread) == 1
+    assert gpu.threads.count(threading.current_thread()) == 1
+    assert len(seen) == 2
+
+
+def test_cupy_arrays_are_told_apart():
+    """With and without gaps, and with an axis whose stride says nothing."""
+
+    def array(shape: tuple[int, ...], step: int = 1, **change: Any) -> SimpleNamespace:
+        of = np.zeros((*shape[:-1], shape[-1] * step), change.get("dtype", np.int32))[..., ::step]
+        contiguous, data = of.flags.c_contiguous, SimpleNamespace(device_id=change.get("device", 0))
+        strides = change.get("strides", of.strides)
+        return SimpleNamespace(dtype=of.dtype, shape=shape, strides=strides, _c_contiguous=contiguous, data=data)
+
+    def arrays(**change: Any) -> list[SimpleNamespace]:
+        return [array((3, 4), **change), array((3, 4), 2, **change), array((3, 1, 4), **change)]
+
+    alike = _plan._compared(arrays())
+    assert alike(*arrays())
+    for change in ({"dtype": np.int64}, {"dtype": np.float32}, {"device": 1}):
+        for i, other in enumerate(arrays(**change)):
+            assert not alike(*arrays()[:i], other, *arrays()[i + 1 :])
+    plain, strided, flat = arrays()
+    assert not alike(array((4, 4)), strided, flat)
+    assert not alike(array((3, 4), 2), strided, flat)
+    assert not alike(plain, array((3, 4)), flat)
+    assert not alike(plain, array((3, 4), 3), flat)
+    assert not alike(plain, strided, array((3, 1, 4), strides=(16, 99, 4)))
 
 
 def test_parameters_are_tensors(gpu, repeats):
