@@ -181,7 +181,7 @@ class Kernel:
         function = self._functions.get(place.device)
         if function is None:
             function = self.load(place.device)
-        submit = self._submitter(function, grid, cluster)
+        submit = self._submitter(place.device, function, grid, cluster)
         with place.current():
             submit(place.stream(), bytes(params))
         record = recording()
@@ -200,10 +200,10 @@ class Kernel:
         sizes = range(1, self.max_cluster + 1)
         return tuple(_clusters_at_once(function, self.threads, self.shared_bytes, n) for n in sizes)
 
-    def _submitter(self, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
+    def _submitter(self, device: int, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
         """Launches on a stream of the current device. The driver copies the parameters before it returns."""
         attributes = [_Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))] if cluster > 1 else []
-        if self.overlaps and driver_version() >= _OVERLAP_DRIVER and compute_capability(current_device()) >= 90:
+        if self.overlaps and driver_version() >= _OVERLAP_DRIVER and compute_capability(device) >= 90:
             attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
         if attributes:
             return _attribute_submitter(function, grid, self.threads, self.shared_bytes, attributes)

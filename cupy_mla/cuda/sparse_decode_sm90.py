@@ -16,7 +16,7 @@ HEADS = (32, 64)  # heads a block is built for
 TILE_ROWS, UNIT_ROWS = 64, 16
 PART_BYTES = 4 * D_V + 16  # of a head, in what blocks merge; kernels_cu/attention/cluster_merge.cuh
 
-# Microseconds on an H200, by the heads a block, fitted to 2048 rows and batch 1 to 64; of two numbers the second is added
+# Microseconds on an H200, by the heads a block, fitted to 2048 rows, batch 1 to 64; of two numbers the second is added
 # in proportion as blocks fill the GPU. A block besides its rows (Q, first rows, results), a pair of tiles, a cluster's
 # merge; combine.cu's launch, and 1000 heads' parts in it.
 BLOCK_TIME, PAIR_TIME = {32: (4.0, 6.0), 64: (7.0, 0.0)}, {32: 3.45, 64: 4.2}
