@@ -367,8 +367,8 @@ class Place(NamedTuple):
         """Tells, at any time, the handle of the caller's current CUDA stream."""
         if self.kind == "torch":
             return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, self.device)
-        current = sys.modules["cupy"].cuda.get_current_stream
-        return lambda: current(self.device).ptr
+        current, device = sys.modules["cupy"].cuda.get_current_stream, self.device
+        return lambda: current(device).ptr
 
 
 def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
