@@ -60,7 +60,9 @@ class FakeGPU:
 
             return make
 
-        def submitter(kernel: jit.Kernel, function: int, grid: tuple[int, int, int], *more: int) -> jit.Submit:
+        def submitter(
+            kernel: jit.Kernel, device: int, function: int, grid: tuple[int, int, int], *more: int
+        ) -> jit.Submit:
             assert function == id(kernel)
             return lambda stream, params: self.log.append(Submitted(kernel, (*grid, *more), stream, params))
 
