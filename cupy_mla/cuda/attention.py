@@ -34,7 +34,7 @@ FEW_ITEMS = 4  # pieces of work up to which the kernel for few heads is the fast
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
 _SOURCE = "3Q5q2i"
-_PARAMS = Params("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q3QQf5i")
+_PARAMS = Params("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q3QQf5iQ")
 
 
 class _Source(NamedTuple):
@@ -321,7 +321,7 @@ class _Call:
             *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
             lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,
             part_out, part_lse, part_max if max_logits else 0,
-            sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags,
+            sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags, 0,
         )  # fmt: skip
 
     def launch(self, layout: Layout, uneven: bool, batch_invariant: bool = False) -> None:

@@ -14,6 +14,7 @@ from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
+from .order import longest_first
 
 HEADS = (8, 16, 32)  # heads a block is built for
 TILE_ROWS = 64
@@ -155,7 +156,7 @@ def launch(
     """Launch for a call whose packed Params say `num_splits // cluster`, see `cluster_of`.
 
     Args:
-        uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
+        uneven: queries have lengths of their own.
         batch_invariant: the kernel must not depend on `num_queries`.
     """
     heads = block_heads(h_q)
@@ -165,8 +166,9 @@ def launch(
     if layout.quantized or num_splits > PREFILL_SPLITS or batch_invariant:
         kernel(layout, heads).launch(place, grid, params, cluster)
     elif num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
-        pairs = -(-items // 2)
-        prefill_kernel(layout, heads, 2).launch(place, (pairs if uneven else min(pairs, sms), 1, 1), params)
+        if uneven:
+            params = longest_first(place, num_queries, params)
+        prefill_kernel(layout, heads, 2).launch(place, (min(-(-items // 2), sms), 1, 1), params)
     else:
         prefill_kernel(layout, heads, 1).launch(place, grid, params, cluster)
 

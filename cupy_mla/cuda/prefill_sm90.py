@@ -17,6 +17,7 @@ from ..layouts import BF16_512, BF16_576, D_V, Layout
 from ..recording import Packed, Params
 from . import few_heads_sm90
 from .jit import Kernel, num_sms
+from .order import longest_first, order_kernel
 
 HEADS = TILE_ROWS = 64
 
@@ -38,16 +39,16 @@ _GROUPS = "6Q5if"  # what struct GroupedParams has after Params
 
 @cache
 def kernel(layout: Layout, kind: str = "") -> Kernel:
-    """The kernel for rows of one width: of single queries, of "GROUPED" ones, or of those that groups have "LEFT"."""
+    """The kernel for rows of one width: of single queries, or of "GROUPED" ones."""
     tile = TILE_ROWS * 2 * layout.d_qk
     p_tiles = 0 if layout.d_qk > D_V else 2 * TILE_ROWS * 128
     more = 4 * TILE_ROWS * 16 if kind == "GROUPED" else 0
-    small = 10 * 8 + 2 * TILE_ROWS + (2 + 8) * HEADS * 4  # struct Small of the kernel
+    small = 10 * 8 + 2 * 4 + 2 * TILE_ROWS + (2 + 8) * HEADS * 4  # struct Small of the kernel
     shared = 3 * tile + p_tiles + more + small
     return Kernel(
         "attention/sparse_prefill_sm90.cu",
         "sparse_prefill",
-        {**layout.defines(), "GROUPED": 0, "LEFT": 0, "EXPECTED_SHARED_BYTES": shared} | ({kind: 1} if kind else {}),
+        {**layout.defines(), "GROUPED": 0, "EXPECTED_SHARED_BYTES": shared} | ({kind: 1} if kind else {}),
         threads=384,
         shared_bytes=shared,
         archs=("90a",),
@@ -70,20 +71,17 @@ def group_lists_kernel(queries: int) -> Kernel:
     )
 
 
-def launch(
-    place: Place, layout: Layout, h_q: int, num_queries: int, uneven: bool, params: Packed, kind: str = ""
-) -> None:
+def launch(place: Place, layout: Layout, h_q: int, num_queries: int, uneven: bool, params: Packed) -> None:
     """Launch for single queries.
 
     Args:
         uneven: queries have lengths of their own.
         params: struct Params.
-        kind: "LEFT" after groups.
     """
-    # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
-    work = num_queries * -(-h_q // HEADS)
-    blocks = work if uneven else min(work, num_sms(place.device))
-    kernel(layout, kind).launch(place, (blocks, 1, 1), params)
+    work, sms = num_queries * -(-h_q // HEADS), num_sms(place.device)
+    if uneven and work > sms:
+        params = longest_first(place, num_queries, params)
+    kernel(layout).launch(place, (min(work, sms), 1, 1), params)
 
 
 @cache
@@ -142,13 +140,14 @@ def launch_grouped(
     if h_q <= MOST_FEW_HEADS:
         few_heads_sm90.launch(place, layout, h_q, num_queries, 1, length is not None, params)
     else:
-        launch(place, layout, h_q, num_queries, length is not None, params, "LEFT")
+        launch(place, layout, h_q, num_queries, length is not None, params)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
+    yield order_kernel()
     for queries in sorted({group_queries(h_q) for h_q in range(1, MOST_GROUPED_HEADS + 1)}):
         yield group_lists_kernel(queries)
     for layout in (BF16_576, BF16_512):
-        for kind in ("", "GROUPED", "LEFT"):
+        for kind in ("", "GROUPED"):
             yield kernel(layout, kind)

@@ -17,7 +17,7 @@
 //   full[tile][region]    copies done              128 arrivals by cp.async; region w of tile w 16 more, for validity
 //                                                  (GROUPED 64)
 //   empty[tile][region]   last product done        warpgroup `region`: its 128 threads for region w of tile w, else 4
-//   q_full, q_empty       the same for Q           128 arrivals; 8 arrivals
+//   q_full, q_empty       the same for Q           128 arrivals, 1 for what work it is; 8 arrivals
 //   named 1, 2            P_0, P_1 are readable    written by one multiplying warpgroup, read by the other
 //   named 3               both multiplying warpgroups, at the end of a piece of work
 //
@@ -30,8 +30,6 @@
 // twice. Rows that one query lists meet the P of others, which is 0 there; a row that is not finite would reach them all
 // the same, so a group with such a result is left to the kernel that runs after this one.
 //
-// LEFT: works on the queries that groups have left, those whose main.lengths is not negative.
-//
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB; GROUPED 4 KB
 // more.
 // Registers: 232 a multiplying thread, 40 a copying one, together the 384 x 168 of the launch; no spills and no wgmma
@@ -39,9 +37,8 @@
 // What was tried, what bounds it: docs/kernels/sparse_prefill_sm90.md.
 #if GROUPED
 #include "attention/groups.cuh"
-#else
-#include "attention/params.cuh"
 #endif
+#include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
@@ -74,6 +71,7 @@ constexpr int SMALL_AT = MORE_AT + (GROUPED ? 4 * MORE_BYTES : 0);
 
 struct Small {
     uint64_t full[2][2], empty[2][2], q_full, q_empty;
+    int work, length;        // what Q is of: the number of a piece of work, -1 behind the last, and its list's length
 #if GROUPED
     uint64_t twice[2][MOST_QUERIES];
 #else
@@ -94,12 +92,14 @@ __device__ __forceinline__ uint32_t p_address(int tile) {
     return P_OVER_ROPE ? tile_address(tile) + 8 * BLOCK_BYTES : shared_address(shared) + P_AT + tile * BLOCK_BYTES;
 }
 
-// The pieces of work of a block: (query, head tile), or groups, number blockIdx.x, + gridDim.x, ...
+// A piece of work: a query and a head tile, or a group.
 struct Work {
     Query query;
-    int head_tile, length, pairs;
-    int number;  // of a group, which has no query of its own
+    int head_tile, length, pairs;  // entries of the list, pairs of tiles
+    int number;                    // of a group, which has no query of its own
 };
+
+__device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS); }
 
 // What one of the 64 rows of Q, S and O is for.
 struct Line {
@@ -110,22 +110,14 @@ struct Line {
 #if GROUPED
 using Arguments = GroupedParams;
 
-// gridDim.x, read where it is wanted: the compiler would keep it in a register all through the loop.
-__device__ __forceinline__ int num_blocks() {
-    int blocks;
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-    return blocks;
-}
+__device__ __forceinline__ int num_pieces(const Arguments& p, int) { return p.num_groups; }
 
-__device__ __forceinline__ int num_works(const Arguments& p, int) { return p.num_groups; }
+__device__ __forceinline__ int find_piece(const Arguments& p, int piece, int) { return p.group_lengths[piece] > 0 ? piece : -1; }
 
-__device__ __forceinline__ Work work_at(const Arguments& p, int index, int) {
-    Work w;
-    w.head_tile = 0;
-    w.number = index;
-    w.length = p.group_lengths[index];
-    w.pairs = (w.length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
-    return w;
+__device__ __forceinline__ int length_of(const Arguments& p, int index, int) { return p.group_lengths[index]; }
+
+__device__ __forceinline__ Work work_of(const Arguments& p, int index, int, int length) {
+    return {{}, 0, length, num_pairs(length), index};
 }
 
 __device__ __forceinline__ const int32_t* list_of(const Arguments& p, const Work& w) {
@@ -144,17 +136,16 @@ __device__ __forceinline__ int query_of_line(const Arguments& p, int row) { retu
 #else
 using Arguments = Params;
 
-__device__ __forceinline__ int num_blocks() { return gridDim.x; }
+__device__ __forceinline__ int num_pieces(const Arguments& p, int head_tiles) { return p.num_queries * head_tiles; }
 
-__device__ __forceinline__ int num_works(const Arguments& p, int head_tiles) { return p.num_queries * head_tiles; }
+__device__ __forceinline__ int find_piece(const Arguments& p, int piece, int head_tiles) { return find_tile(p, piece, head_tiles); }
 
-__device__ __forceinline__ Work work_at(const Arguments& p, int index, int head_tiles) {
-    Work w;
-    w.query = query_of(p, index / head_tiles);
-    w.head_tile = index % head_tiles;
-    w.length = LEFT ? p.main.lengths[w.query.b] : list_length(p.main, w.query.b);
-    w.pairs = (w.length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
-    return w;
+__device__ __forceinline__ int length_of(const Arguments& p, int index, int head_tiles) {
+    return list_length(p.main, query_of(p, index / head_tiles).b);
+}
+
+__device__ __forceinline__ Work work_of(const Arguments& p, int index, int head_tiles, int length) {
+    return {query_of(p, index / head_tiles), index % head_tiles, length, num_pairs(length), index};
 }
 
 __device__ __forceinline__ const int32_t* list_of(const Arguments& p, const Work& w) {
@@ -170,6 +161,15 @@ __device__ __forceinline__ Line line_at(const Arguments& p, const Work& w, int h
 constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE && region != tile; }
 // The region that warpgroup `tile` empties speaks for the validity bytes too, which that warpgroup reads.
 constexpr __device__ bool has_validity(int tile, int region) { return region == tile; }
+
+// gridDim.x, read where it is wanted: the compiler would keep it in a register all through the loop.
+__device__ __forceinline__ int num_blocks() {
+    int blocks;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+    return blocks;
+}
+
+__device__ __forceinline__ int num_head_tiles(const Arguments& p) { return (p.h_q + HEADS - 1) / HEADS; }
 
 // --- copying --------------------------------------------------------------------------------------------------
 
@@ -202,9 +202,10 @@ __device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, cons
 // The list entries of this thread's rows of one tile; -1 where there is none.
 __device__ __forceinline__ void load_slots(const Arguments& p, const Work& w, const Copier& c, int tile, int32_t (&slots)[4]) {
     const int32_t* list = list_of(p, w);
+    const int first = here_only(tile * TILE_ROWS + c.row);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int entry = tile * TILE_ROWS + 16 * i + c.row;
+        const int entry = first + 16 * i;
         slots[i] = entry < w.length ? list[entry] : -1;
     }
 }
@@ -281,13 +282,22 @@ __device__ __forceinline__ void find_q(const Arguments& p, const Work& w, const 
     }
 }
 
-__device__ __forceinline__ void copy_all(const Arguments& p, int total, int head_tiles) {
+// What the multiplying warpgroups work on next.
+__device__ __forceinline__ void announce(int work, int length) {
+    if (threadIdx.x % 128 != 0) return;
+    small().work = work;
+    small().length = length;
+    mbarrier_arrive(shared_address(&small().q_full));
+}
+
+__device__ __forceinline__ void copy_all(const Arguments& p) {
     const Copier c = Copier::here();
     Small& sm = small();
     uint32_t parity = 1, q_parity = 1;  // the first wait for an empty space is no wait
-    for (int index = blockIdx.x; index < total; index += num_blocks()) {
-        const Work w = work_at(p, index, head_tiles);
-        if (w.pairs == 0) continue;
+    const int head_tiles = num_head_tiles(p);
+    auto find = [&](int piece) { return find_piece(p, piece, head_tiles); };
+    for_each_piece(num_pieces(p, head_tiles), blockIdx.x, num_blocks, find, [&](int index) {
+        const Work w = work_of(p, index, head_tiles, length_of(p, index, head_tiles));
         int32_t even[4], odd[4];  // list entries of the next even and odd tile
         const uint8_t* rows[4];
         load_slots(p, w, c, 0, even);
@@ -297,6 +307,7 @@ __device__ __forceinline__ void copy_all(const Arguments& p, int total, int head
         find_q(p, w, c, rows);
         mbarrier_wait(shared_address(&sm.q_empty), q_parity);
         q_parity ^= 1;
+        announce(index, w.length);
         copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
@@ -313,7 +324,10 @@ __device__ __forceinline__ void copy_all(const Arguments& p, int total, int head
             copy_region<1, 1>(p, w, c, pair, rows, odd_validity, parity);
             parity ^= 1;
         }
-    }
+    });
+    mbarrier_wait(shared_address(&sm.q_empty), q_parity);
+    announce(-1, 0);
+    mbarrier_arrive(shared_address(&sm.q_full));
 }
 
 // --- multiplying ----------------------------------------------------------------------------------------------
@@ -540,7 +554,7 @@ template <int W>
 __device__ __forceinline__ void finish(
     const Arguments& p, const Work& w, int warp, int lane, int turn, const Softmax& state, const float (&o)[128]) {
     Small& sm = small();
-    if (GROUPED) asm volatile("" : "+r"(lane));  // so that nothing derived from it is kept in registers all through the loop
+    asm volatile("" : "+r"(lane));  // so that nothing derived from it is kept in registers all through the loop
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -586,29 +600,21 @@ __device__ __forceinline__ void finish(
 }
 
 template <int W>
-__device__ __forceinline__ void multiply_all(const Arguments& p, int total, int head_tiles) {
+__device__ __forceinline__ void multiply_all(const Arguments& p) {
     Small& sm = small();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const Reader reader = Reader::here(p, warp, lane);
-    uint32_t parity = 0, q_parity = 0;
-    int turn = 0;
-    for (int index = blockIdx.x; index < total; index += num_blocks(), turn ^= 1) {
-        const Work w = work_at(p, index, head_tiles);
+    uint32_t parity = 0, turn = 0;
+#pragma unroll 1
+    for (;; turn ^= 1) {
         Softmax state;
         float o[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i] = 0.0f;
-        if (w.pairs == 0) {
-            if (GROUPED) continue;
-            if (LEFT && w.length < 0) {
-                turn ^= 1;  // so that it tells finished pieces of work
-                continue;
-            }
-            finish<W>(p, w, warp, lane, turn, state, o);
-            continue;
-        }
-        mbarrier_wait(shared_address(&sm.q_full), q_parity);
-        q_parity ^= 1;
+        mbarrier_wait(shared_address(&sm.q_full), turn);
+        if (sm.work < 0) break;
+        const Work w = work_of(p, sm.work, num_head_tiles(p), sm.length);
+        if (w.pairs == 0) release(sm.q_empty, lane);
         for (int pair = 0; pair < w.pairs; ++pair) {
             float s[32];
             start_qk(W, parity, s);
@@ -645,7 +651,7 @@ __device__ __forceinline__ void multiply_all(const Arguments& p, int total, int 
                 release(sm.empty[1][0], lane);
             }
         }
-        finish<W>(p, w, warp, lane, GROUPED ? q_parity : turn, state, o);
+        finish<W>(p, w, warp, lane, turn, state, o);
     }
 }
 
@@ -662,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
                 mbarrier_init(shared_address(&sm.empty[tile][region]), has_validity(tile, region) ? 128 : 4);
             }
         }
-        mbarrier_init(shared_address(&sm.q_full), 128);
+        mbarrier_init(shared_address(&sm.q_full), 128 + 1);
         mbarrier_init(shared_address(&sm.q_empty), 8);
         mbarrier_init_fence();
     }
@@ -674,17 +680,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
     fence_proxy_async();
 #endif
     __syncthreads();
-    const int head_tiles = (p.h_q + HEADS - 1) / HEADS, total = num_works(p, head_tiles);
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         give_registers<40>();
-        copy_all(p, total, head_tiles);
+        copy_all(p);
     } else {
         take_registers<232>();
         if (warpgroup == 0) {
-            multiply_all<0>(p, total, head_tiles);
+            multiply_all<0>(p);
         } else {
-            multiply_all<1>(p, total, head_tiles);
+            multiply_all<1>(p);
         }
     }
 }

@@ -26,6 +26,7 @@
 // Registers: 216 a multiplying thread and 40 a copying one, together 512 x 128.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
 #include "attention/lists.cuh"
+#include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -477,24 +478,25 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ bool is_done(const Params& p, int query) {
-    return p.flags & SOME_DONE && p.main.lengths[query / p.s_q] < 0;
-}
-
-// This block's pieces of work, a query and a head tile each: its one, or (QUERIES 2) each warpgroup's, number after number.
+// This block's pieces of work, a query and a head tile each: its one, or (QUERIES 2) each warpgroup's, one after the other.
 template <typename Do>
 __device__ __forceinline__ void for_each_work(const Params& p, int group, int rank, int blocks, Do act) {
-    const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles;
-    const int first = QUERIES == 2 ? 2 * blockIdx.x + group : blockIdx.x / blocks;
-#pragma unroll 1
-    for (int index = first; index < total; index += QUERIES == 2 ? 2 * gridDim.x : total)
-        if (!is_done(p, index / head_tiles))
-            act(find_work(p, index, head_tiles, group, blockIdx.y * blocks + rank, p.num_splits * blocks));
+    const int head_tiles = ceil_div(p.h_q, HEADS);
+    auto find = [&](int piece) { return find_tile(p, piece, head_tiles); };
+    auto attend = [&](int index) {
+        act(find_work(p, index, head_tiles, group, blockIdx.y * blocks + rank, p.num_splits * blocks));
+    };
+    if constexpr (QUERIES == 1) {
+        const int index = find(blockIdx.x / blocks);
+        if (index >= 0) attend(index);
+    } else {
+        for_each_piece(p.num_queries * head_tiles, 2 * blockIdx.x + group, [] { return int(2 * gridDim.x); }, find, attend);
+    }
 }
 
 // grid: QUERIES 1: x = piece of work * blocks of the cluster + rank, y = split; QUERIES 2: x persistent blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill_few_heads(const __grid_constant__ Params p) {
-    if (QUERIES == 1 && is_done(p, blockIdx.x / cluster_size() / ceil_div(p.h_q, HEADS))) return;  // all of the cluster
+    if (QUERIES == 1 && find_tile(p, blockIdx.x / cluster_size(), ceil_div(p.h_q, HEADS)) < 0) return;  // all of the cluster
     Small& sm = small();
     if (threadIdx.x < 2 * PIECES) {
         mbarrier_init(shared_address(&sm.full[threadIdx.x]), WARPGROUP);
