@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Array, Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, Layout, by_name
 from ..recording import Params
-from . import few_heads_sm90, prefill_sm90, sparse_decode_sm90
+from . import few_heads_sm90, lists, prefill_sm90, sparse_decode_sm90
 from .jit import MAX_CLUSTER, Kernel, compute_capability, num_sms
 from .schedule import best_splits
 
@@ -97,6 +97,7 @@ def kernels() -> Iterator[Kernel]:
     yield from few_heads_sm90.kernels()
     yield from sparse_decode_sm90.kernels()
     yield from prefill_sm90.kernels()
+    yield from lists.kernels()
 
 
 def family(
@@ -213,7 +214,7 @@ def sparse_prefill(
     )  # fmt: skip
     if left is not None:
         forced = "CUPY_MLA_KERNELS" in os.environ
-        prefill_sm90.launch_grouped(place, layout, h_q, s_q, topk, length, left, forced, call.params)
+        prefill_sm90.launch_grouped(place, layout, h_q, s_q, topk, s_kv, length, left, forced, call.params)
     elif s_q > 0:
         call.launch(layout, length is not None)
 

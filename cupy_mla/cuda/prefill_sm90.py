@@ -17,7 +17,7 @@ from ..layouts import BF16_512, BF16_576, D_V, Layout
 from ..recording import Packed, Params
 from . import few_heads_sm90
 from .jit import Kernel, num_sms
-from .order import longest_first, order_kernel
+from .lists import longest_first, sorted_by_place
 
 HEADS = TILE_ROWS = 64
 
@@ -31,6 +31,8 @@ MOST_FEW_HEADS = 16  # up to which what groups leave is for the kernel for few h
 MOST_ROWS = 0.84
 
 LEAST_SCALE = 2.0**-60  # sm_scale from which groups are: times -2^120, it takes rows out of a softmax
+
+SORTED_CACHE_BYTES = 1 << 26  # rows from which the lists of what groups leave are sorted: more than L2 holds
 
 SCRATCH_BYTES = 1 << 28  # what the unions of one launch may take, about
 
@@ -107,6 +109,7 @@ def launch_grouped(
     h_q: int,
     num_queries: int,
     topk: int,
+    s_kv: int,
     length: Array | None,
     left: Array,
     forced: bool,
@@ -137,6 +140,8 @@ def launch_grouped(
         )
         group_lists_kernel(queries).launch(place, (here, 1, 1), grouped)
         kernel(layout, "GROUPED").launch(place, (here if length else min(here, sms), 1, 1), grouped)
+    if 2 * layout.d_qk * s_kv > SORTED_CACHE_BYTES:
+        params = sorted_by_place(place, num_queries, topk, s_kv, params)
     if h_q <= MOST_FEW_HEADS:
         few_heads_sm90.launch(place, layout, h_q, num_queries, 1, length is not None, params)
     else:
@@ -145,7 +150,6 @@ def launch_grouped(
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield order_kernel()
     for queries in sorted({group_queries(h_q) for h_q in range(1, MOST_GROUPED_HEADS + 1)}):
         yield group_lists_kernel(queries)
     for layout in (BF16_576, BF16_512):

@@ -18,6 +18,7 @@
 constexpr int THREADS = 128 * QUERIES, WARPS = THREADS / 32;
 constexpr int WORDS = 2048;  // of a bitmap
 constexpr int MOST_DUPLICATES = 512 * QUERIES, MOST_APPENDED = 128 * QUERIES;  // of a window
+constexpr int LOADS = 8;     // list entries that a thread asks for at once; more do not fit the registers
 constexpr int ENOUGH = 256;  // entries seen before a window that is not the last is judged
 constexpr int MANY = 8;      // rows of the cache for an entry of a list, from which the first window is a small one
 
@@ -57,6 +58,10 @@ struct Group {
     uint32_t* twice;
 };
 
+__device__ __forceinline__ const int32_t* list_of(const Group& g, int query) {
+    return g.p.main.indices + (g.first_query + query) * g.p.main.index_stride_b;
+}
+
 __device__ __forceinline__ uint32_t any_query(int word) {
     uint32_t bits = 0;
 #pragma unroll
@@ -71,21 +76,22 @@ __device__ __forceinline__ void insert(const Group& g, int32_t begin, uint32_t s
     }
     if (threadIdx.x == 0) sm().num_duplicates = sm().num_found = 0;
     __syncthreads();
-    for (int at = threadIdx.x; at < g.p.main.topk; at += THREADS) {
-        const int32_t* list = g.p.main.indices + g.first_query * g.p.main.index_stride_b + at;
-        uint32_t row[QUERIES];  // in the window
+    for (int at = threadIdx.x; at < g.p.main.topk; at += LOADS / QUERIES * THREADS) {
+        int32_t entries[LOADS];
 #pragma unroll
-        for (int q = 0; q < QUERIES; ++q) {
-            row[q] = span;
-            if (at < sm().length[q]) row[q] = uint32_t(list[q * g.p.main.index_stride_b]) - begin;
+        for (int i = 0; i < LOADS; ++i) {
+            const int q = i % QUERIES, entry = at + i / QUERIES * THREADS;
+            entries[i] = begin - 1;
+            if (entry < sm().length[q]) entries[i] = list_of(g, q)[entry];
         }
 #pragma unroll
-        for (int q = 0; q < QUERIES; ++q) {
-            if (row[q] >= span) continue;
-            const uint32_t bit = 1u << (row[q] % 32);
-            if ((atomicOr(&sm().bits[q][row[q] / 32], bit) & bit) == 0) continue;
+        for (int i = 0; i < LOADS; ++i) {
+            const uint32_t row = uint32_t(entries[i]) - begin;  // in the window
+            if (row >= span) continue;
+            const uint32_t bit = 1u << (row % 32);
+            if ((atomicOr(&sm().bits[i % QUERIES][row / 32], bit) & bit) == 0) continue;
             const int n = atomicAdd(&sm().num_duplicates, 1);
-            if (n < MOST_DUPLICATES) sm().duplicates[n] = row[q] * MOST_QUERIES + q;
+            if (n < MOST_DUPLICATES) sm().duplicates[n] = row * MOST_QUERIES + i % QUERIES;
         }
     }
     __syncthreads();

@@ -1,0 +1,82 @@
+// Index lists by the part of the cache that their rows lie in, for caches that L2 does not hold: blocks that work on
+// different queries then read the same part at about the same time.
+//
+// A block sorts SEGMENT entries of a list by the upper bits of the row number, PARTS of them or less. Within a part
+// entries stay in order, so the result is the same every time. Each warp counts the parts of its share of the segment,
+// which gives its entries their places, and then lays them there.
+#include "attention/params.cuh"
+
+constexpr int SEGMENT = 2048, PARTS = 32, WARPS = 4, THREADS = 32 * WARPS;
+constexpr int SHARE = SEGMENT / WARPS, BATCH = 8;  // entries of a warp, and those that a lane asks for at once
+
+struct SortParams : Params {
+    int32_t* sorted;   // [num_queries, topk]
+    int32_t segments;  // of a list
+    int32_t shift;     // from a row number to its part
+};
+
+__shared__ int32_t staged[SEGMENT];
+__shared__ int places[WARPS][PARTS];
+
+// Calls `act` with the entry of this lane (where `here`), its part, and the lanes with entries of the same part.
+template <typename Do>
+__device__ __forceinline__ void for_each_entry(const int32_t* list, int count, int shift, Do act) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = warp * SHARE; first < min(count, (warp + 1) * SHARE); first += 32 * BATCH) {
+        int32_t entries[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int at = first + 32 * i + lane;
+            if (at < count) entries[i] = list[at];
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const bool here = first + 32 * i + lane < count;
+            const int part = here ? min(uint32_t(entries[i]) >> shift, uint32_t(PARTS - 1)) : PARTS;
+            const uint32_t alike = __match_any_sync(~0u, part);
+            act(here, entries[i], part, alike);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(const __grid_constant__ SortParams p) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Query query = query_of(p, blockIdx.x / p.segments);
+    const int begin = blockIdx.x % p.segments * SEGMENT, count = min(list_length(p.main, query.b) - begin, SEGMENT);
+    const int32_t* list = p.main.indices + query.b * p.main.index_stride_b + query.s * p.main.index_stride_s + begin;
+    const uint32_t below = (1u << lane) - 1;
+
+    places[warp][lane] = 0;
+    __syncwarp();
+    for_each_entry(list, count, p.shift, [&](bool here, int32_t, int part, uint32_t alike) {
+        if (here && (alike & below) == 0) places[warp][part] += __popc(alike);
+        __syncwarp();
+    });
+    __syncthreads();
+    int before = 0, all = 0;  // of part `lane`: entries of the warps before this one, of all warps
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        before += w < warp ? places[w][lane] : 0;
+        all += places[w][lane];
+    }
+    int place = all;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, place, step);
+        if (lane >= step) place += other;
+    }
+    __syncthreads();
+    places[warp][lane] = place - all + before;
+    __syncwarp();
+    for_each_entry(list, count, p.shift, [&](bool here, int32_t entry, int part, uint32_t alike) {
+        const int to = here ? places[warp][part] + __popc(alike & below) : 0;
+        __syncwarp();
+        if (here && (alike & below) == 0) places[warp][part] += __popc(alike);
+        __syncwarp();
+        if (here) staged[to] = entry;
+    });
+    __syncthreads();
+    int32_t* sorted = p.sorted + int64_t(query.index) * p.main.topk + begin;
+    for (int i = threadIdx.x; i < count; i += THREADS) sorted[i] = staged[i];
+}
