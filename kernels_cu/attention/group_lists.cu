@@ -19,7 +19,7 @@ constexpr int THREADS = 128 * QUERIES, WARPS = THREADS / 32;
 constexpr int WORDS = 2048;  // of a bitmap
 constexpr int MOST_DUPLICATES = 512 * QUERIES, MOST_APPENDED = 128 * QUERIES;  // of a window
 constexpr int LOADS = 8;     // list entries that a thread asks for at once; more do not fit the registers
-constexpr int ENOUGH = 256;  // entries seen before a window that is not the last is judged
+constexpr int ENOUGH = 128;  // entries seen before a window that is not the last is judged
 constexpr int MANY = 8;      // rows of the cache for an entry of a list, from which the first window is a small one
 
 struct Shared {

@@ -78,11 +78,11 @@ struct Role {
 
     static __device__ __forceinline__ Role here() {
         const int thread = threadIdx.x;
-        return {thread / WARPGROUP, thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
+        return {__shfl_sync(~0u, thread / WARPGROUP, 0), thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
     }
     __device__ __forceinline__ int row(int i) const { return 16 * warp + g + 8 * i; }
-    __device__ __forceinline__ uint32_t q() const { return here_only(shared_address(shared) + Q_AT + (QUERIES == 2 ? group * Q_BYTES : 0)); }
-    __device__ __forceinline__ uint32_t tile() const { return here_only(shared_address(shared) + TILE_AT + group * TILE_BYTES); }
+    __device__ __forceinline__ uint32_t q() const { return shared_address(shared) + Q_AT + (QUERIES == 2 ? group * Q_BYTES : 0); }
+    __device__ __forceinline__ uint32_t tile() const { return shared_address(shared) + TILE_AT + group * TILE_BYTES; }
     __device__ __forceinline__ void sync() const { named_barrier_sync(1 + group, WARPGROUP); }
     __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
 };
@@ -177,14 +177,14 @@ __device__ __forceinline__ void wait_for_q(const Role& r) {
 // acc = or += K . Q^T over column blocks BEGIN to END - 1.
 template <int BEGIN, int END, bool FIRST>
 __device__ __forceinline__ void start_qk(const Role& r, float (&acc)[HEADS / 2]) {
-    const uint32_t tile = r.tile(), q = r.q();
+    const uint64_t tile = wgmma_operand(r.tile(), 1024, 16), q = wgmma_operand(r.q(), 1024, 16);
     wgmma_fence();
 #pragma unroll
     for (int block = BEGIN; block < END; ++block) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint64_t a = wgmma_operand(tile + block * BLOCK_BYTES + 32 * i, 1024, 16);
-            const uint64_t b = wgmma_operand(q + block * Q_BLOCK_BYTES + 32 * i, 1024, 16);
+            const uint64_t a = wgmma_further(tile, block * BLOCK_BYTES + 32 * i);
+            const uint64_t b = wgmma_further(q, block * Q_BLOCK_BYTES + 32 * i);
             if (FIRST && block == BEGIN && i == 0) {
                 wgmma_few<false, true>(acc, a, b);
             } else {
@@ -215,16 +215,13 @@ __device__ __forceinline__ void multiply_qk_by_pieces(const Role& r, uint32_t pa
 // Start O^T += V^T . P^T for column blocks BEGIN to END - 1.
 template <int BEGIN, int END>
 __device__ __forceinline__ void start_pv(const Role& r, float (&o)[V_BLOCKS][HEADS / 2]) {
-    const uint32_t tile = r.tile();
+    const uint64_t tile = wgmma_operand(r.tile(), 1024, BLOCK_BYTES), p = wgmma_operand(r.tile() + V_BLOCKS * BLOCK_BYTES, 1024, 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
-        for (int v = BEGIN; v < END; ++v) {
-            const uint32_t p = tile + V_BLOCKS * BLOCK_BYTES;
-            wgmma_few<true, false>(o[v], wgmma_operand(tile + v * BLOCK_BYTES + 2048 * k, 1024, BLOCK_BYTES),
-                            wgmma_operand(p + 32 * k, 1024, 16));
-        }
+        for (int v = BEGIN; v < END; ++v)
+            wgmma_few<true, false>(o[v], wgmma_further(tile, v * BLOCK_BYTES + 2048 * k), wgmma_further(p, 32 * k));
     }
     wgmma_commit();
 }
