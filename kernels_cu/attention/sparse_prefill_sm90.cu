@@ -341,16 +341,33 @@ struct Softmax {
 // 2^(from - to), where -inf stands for "nothing yet".
 __device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
 
+// The steps of k whose part of Q a multiplying warpgroup keeps in registers, so that Q . K reads only K there: number
+// KEPT_EVERY - 1, and so on.
+constexpr int KEPT = GROUPED ? 4 : 6, KEPT_EVERY = 4;
+
+template <int N>
+__device__ __forceinline__ void keep_q(int warp, int lane, uint32_t (&kept)[N][4]) {
+    const int line = 16 * warp + lane % 16;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const int step = KEPT_EVERY * n + KEPT_EVERY - 1, chunk = step % 4 * 2 + lane / 16;
+        ldmatrix_x4(kept[n], shared_address(shared) + Q_AT + step / 4 * BLOCK_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4));
+    }
+}
+
 // Start S = Q . K^T of a whole tile, the regions in the order in which they are copied.
-__device__ __forceinline__ void start_qk(int tile, uint32_t parity, float (&s)[32]) {
-    const uint32_t q = shared_address(shared) + Q_AT, k = tile_address(tile);
+template <int N>
+__device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32_t (&kept)[N][4], float (&s)[32]) {
+    const uint64_t q = wgmma_operand(shared_address(shared) + Q_AT, 1024, 16), k = wgmma_operand(tile_address(tile), 1024, 16);
     auto multiply = [&](int block, bool first) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint64_t a = wgmma_operand(q + block * BLOCK_BYTES + 32 * i, 1024, 16);
-            const uint64_t b = wgmma_operand(k + block * BLOCK_BYTES + 32 * i, 1024, 16);
+            const uint64_t a = wgmma_further(q, block * BLOCK_BYTES + 32 * i), b = wgmma_further(k, block * BLOCK_BYTES + 32 * i);
+            const int step = 4 * block + i;
             if (first && i == 0) {
                 wgmma_m64n64k16_first(s, a, b);
+            } else if (step % KEPT_EVERY == KEPT_EVERY - 1 && step / KEPT_EVERY < N) {
+                wgmma_m64n64k16(s, kept[step / KEPT_EVERY], b);
             } else {
                 wgmma_m64n64k16(s, a, b);
             }
@@ -480,6 +497,12 @@ __device__ __forceinline__ void softmax_tile(
     }
 }
 
+// Word `t` of the 16 bytes `chunk` of a line of P.
+__device__ __forceinline__ uint32_t& p_word(int tile, int line, int chunk, int t) {
+    return *reinterpret_cast<uint32_t*>(
+        shared + (p_address(tile) - shared_address(shared)) + line * 128 + ((chunk ^ (line & 7)) << 4) + 4 * t);
+}
+
 // Publish P and its reference for the other warpgroup.
 __device__ __forceinline__ void publish_p(int tile, int warp, int lane, const uint32_t (&prob)[4][4], const float (&ref)[2]) {
     const int g = lane / 4, t = lane % 4, row = 16 * warp + g;
@@ -487,60 +510,79 @@ __device__ __forceinline__ void publish_p(int tile, int warp, int lane, const ui
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int line = row + i % 2 * 8, chunk = 2 * k + i / 2;
-            *reinterpret_cast<uint32_t*>(shared + (p_address(tile) - shared_address(shared)) + line * 128 +
-                                         ((chunk ^ (line & 7)) << 4) + 4 * t) = prob[k][i];
+            p_word(tile, row + i % 2 * 8, 2 * k + i / 2, t) = prob[k][i];
         }
     }
     if (t == 0) {
         small().ref[tile][row] = ref[0];
         small().ref[tile][row + 8] = ref[1];
     }
+    fence_proxy_async();
     named_barrier_arrive(1 + tile, 256);
 }
 
-__device__ __forceinline__ void take_p(int tile, int warp, int lane, uint32_t (&prob)[4][4], float (&ref)[2]) {
+// Wait for the other warpgroup's P and its reference.
+__device__ __forceinline__ void take_p(int tile, int warp, int lane, float (&ref)[2]) {
     named_barrier_sync(1 + tile, 256);
-    const int line = 16 * warp + lane % 16;
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-        ldmatrix_x4(prob[k], p_address(tile) + line * 128 + (((2 * k + lane / 16) ^ (line & 7)) << 4));
     const int row = 16 * warp + lane / 4;
     ref[0] = small().ref[tile][row];
     ref[1] = small().ref[tile][row + 8];
 }
 
-// Before the product with P relative to `ref`: accumulators and P come to the higher of their references. Rarely
-// anything to do; then no product may be under way.
-__device__ __forceinline__ void raise_and_move(Softmax& state, const float (&ref)[2], float (&o)[128], uint32_t (&prob)[4][4]) {
-    if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) return;
+// Before the product with P relative to `ref`: accumulators come to the higher of their references. Rarely anything to
+// do; then no product may be under way. False: there was nothing.
+__device__ __forceinline__ bool raise(Softmax& state, const float (&ref)[2], float (&o)[128]) {
+    if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) return false;
     wgmma_wait<0>();
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const float to = fmaxf(state.ref[row], ref[row]);
-        const float o_factor = factor(state.ref[row], to), p_factor = factor(ref[row], to);
-        state.sum[row] *= o_factor;
+        const float to = fmaxf(state.ref[row], ref[row]), by = factor(state.ref[row], to);
+        state.sum[row] *= by;
         state.ref[row] = to;
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
-            o[4 * j + 2 * row] *= o_factor;
-            o[4 * j + 2 * row + 1] *= o_factor;
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-#pragma unroll
-            for (int i = row; i < 4; i += 2)
-                prob[k][i] = pack_bf16x2(bf16_low(prob[k][i]) * p_factor, bf16_high(prob[k][i]) * p_factor);
+            o[4 * j + 2 * row] *= by;
+            o[4 * j + 2 * row + 1] *= by;
         }
     }
+    return true;
 }
 
-// Start O += P . V for this warpgroup's half of V's columns.
+// The same, and so does P, the other warpgroup's, in shared memory. A warp's products read its own rows only.
+__device__ __forceinline__ void raise_and_move(int tile, int warp, int lane, Softmax& state, const float (&ref)[2], float (&o)[128]) {
+    if (!raise(state, ref, o)) return;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const float by = factor(ref[row], state.ref[row]);
+#pragma unroll 1
+        for (int chunk = 0; chunk < 8; ++chunk) {
+            uint32_t& two = p_word(tile, 16 * warp + lane / 4 + 8 * row, chunk, lane % 4);
+            two = pack_bf16x2(bf16_low(two) * by, bf16_high(two) * by);
+        }
+    }
+    fence_proxy_async();
+    __syncwarp();
+}
+
+__device__ __forceinline__ uint64_t v_operand(int tile, int half) {
+    return wgmma_operand(tile_address(tile) + 4 * half * BLOCK_BYTES, 1024, BLOCK_BYTES);
+}
+
+// Start O += P . V for this warpgroup's half of V's columns, with its own P, ...
 __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&prob)[4][4], float (&o)[128]) {
-    const uint32_t v = tile_address(tile) + 4 * half * BLOCK_BYTES;
+    const uint64_t v = v_operand(tile, half);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_m64n256k16(o, prob[k], wgmma_operand(v + 2048 * k, 1024, BLOCK_BYTES));
+    for (int k = 0; k < 4; ++k) wgmma_m64n256k16(o, prob[k], wgmma_further(v, 2048 * k));
+    wgmma_commit();
+}
+
+// ... with the other warpgroup's.
+__device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128]) {
+    const uint64_t p = wgmma_operand(p_address(tile), 1024, 16), v = v_operand(tile, half);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_m64n256k16(o, wgmma_further(p, 32 * k), wgmma_further(v, 2048 * k));
     wgmma_commit();
 }
 
@@ -614,20 +656,22 @@ __device__ __forceinline__ void multiply_all(const Arguments& p) {
         mbarrier_wait(shared_address(&sm.q_full), turn);
         if (sm.work < 0) break;
         const Work w = work_of(p, sm.work, num_head_tiles(p), sm.length);
+        uint32_t kept[KEPT][4];
+        keep_q(warp, lane, kept);
         if (w.pairs == 0) release(sm.q_empty, lane);
         for (int pair = 0; pair < w.pairs; ++pair) {
             float s[32];
-            start_qk(W, parity, s);
+            start_qk(W, parity, kept, s);
             parity ^= 1;
-            uint32_t mine[4][4], other[4][4];
+            uint32_t mine[4][4];
             float my_ref[2], my_sum[2], other_ref[2];
             if constexpr (W == 0) {
                 wgmma_wait<0>();
             } else {
                 // P_0 is there by now: its product runs while this warpgroup computes P_1.
-                take_p(0, warp, lane, other, other_ref);
-                raise_and_move(state, other_ref, o, other);
-                start_pv(0, W, other, o);
+                take_p(0, warp, lane, other_ref);
+                raise_and_move(0, warp, lane, state, other_ref, o);
+                start_pv(0, W, o);
                 wgmma_wait<1>();
             }
             if (pair + 1 == w.pairs) release(sm.q_empty, lane);
@@ -637,16 +681,16 @@ __device__ __forceinline__ void multiply_all(const Arguments& p) {
                 wgmma_wait<0>();
                 release(sm.empty[0][1], lane);
             }
-            raise_and_move(state, my_ref, o, mine);  // my_ref is not below state.ref: P stays as it was published
+            raise(state, my_ref, o);  // my_ref is not below state.ref: P stays as it was published
             state.sum[0] += my_sum[0];
             state.sum[1] += my_sum[1];
             start_pv(W, W, mine, o);
             wgmma_wait<0>();
             mbarrier_arrive(shared_address(&sm.empty[W][W]));  // every thread: each has read validity bytes
             if constexpr (W == 0) {
-                take_p(1, warp, lane, other, other_ref);
-                raise_and_move(state, other_ref, o, other);
-                start_pv(1, W, other, o);
+                take_p(1, warp, lane, other_ref);
+                raise_and_move(1, warp, lane, state, other_ref, o);
+                start_pv(1, W, o);
                 wgmma_wait<0>();
                 release(sm.empty[1][0], lane);
             }
