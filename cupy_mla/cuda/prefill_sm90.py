@@ -61,7 +61,7 @@ def kernel(layout: Layout, kind: str = "") -> Kernel:
 @cache
 def group_lists_kernel(queries: int) -> Kernel:
     """The kernel that unites the index lists of so many queries; it does not depend on the layout."""
-    shared = queries * (8192 + 2048 + 2048 + 2 * 512 + 4) + 4096 + (3 * 32 + 4) * 4  # struct Shared of the kernel
+    shared = queries * (8192 + 2048 + 1536 + 4) + 4096 + (3 * 32 + 4) * 4  # struct Shared of the kernel
     return Kernel(
         "attention/group_lists.cu",
         "group_lists",
