@@ -21,10 +21,6 @@ TILE_ROWS = 64
 RING_ROWS = 4 * 8  # rows of a unit of each of four copying warps
 PREFILL_SPLITS = 2  # splits of a query up to which the prefill kernel is the faster one for bf16 rows
 
-# Rows of 576: 8 heads take 820 or 980 us for what padded to 16 takes 780 to 850, whether the lists of neighbouring
-# queries are sorted or not, depending on how the warpgroups of a block fall into step.
-LEAST_HEADS_576 = 16
-
 # A few words of addresses go to local memory, once a piece of work.
 SPILL_BYTES = 64
 
@@ -172,8 +168,6 @@ def launch(
     elif num_splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
         if uneven:
             params = longest_first(place, num_queries, params)
-        if layout.d_qk > D_V:
-            heads = max(heads, LEAST_HEADS_576)
         prefill_kernel(layout, heads, 2).launch(place, (min(-(-items // 2), sms), 1, 1), params)
     else:
         prefill_kernel(layout, heads, 1).launch(place, grid, params, cluster)

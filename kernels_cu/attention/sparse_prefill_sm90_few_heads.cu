@@ -15,9 +15,10 @@
 //   O^T += V^T . P^T    pieces are let go one by one
 //
 //   full, empty         mbarriers [warpgroup][piece], both ways
+//   multiplying         a lock: from Q . K to the end of P . V one warpgroup multiplies, while the other's rows come
 //   named 1, 2          the 128 threads of a multiplying warpgroup; 3: both, when they share a query
 //
-// While one warpgroup waits the other multiplies. At the end the warpgroups of a query, 2 a block times the blocks of a
+At the end the warpgroups of a query, 2 a block times the blocks of a
 // cluster, lay their O^T into shared memory and every block merges a share of the columns through distributed shared
 // memory. What a cluster does not hold is split over gridDim.y and merged by combine.cu.
 //
@@ -61,6 +62,7 @@ struct Statistics {
 struct Small {
     uint64_t full[2 * PIECES], empty[2 * PIECES];  // [warpgroup][piece]
     float across[2][2][4][HEADS];  // between the warps of a warpgroup
+    int multiplying;               // warps that have not done with their turn
     Statistics own[2];
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
@@ -195,10 +197,14 @@ __device__ __forceinline__ void start_qk(const Role& r, float (&acc)[HEADS / 2])
     wgmma_commit();
 }
 
+__device__ __forceinline__ void wait_for_piece(const Role& r, int piece, uint32_t parity) {
+    mbarrier_wait(shared_address(&small().full[r.group * PIECES + piece]), parity);
+}
+
 // What piece `N` of a tile adds to S^T, once it has come.
 template <int N>
 __device__ __forceinline__ void start_qk_piece(const Role& r, uint32_t parity, float (&s)[HEADS / 2]) {
-    mbarrier_wait(shared_address(&small().full[r.group * PIECES + N]), parity);
+    wait_for_piece(r, N, parity);
     fence_proxy_async();
     start_qk<2 * N, N == PIECES - 1 ? BLOCKS : 2 * N + 2, N == 0>(r, s);
 }
@@ -320,6 +326,18 @@ __device__ __forceinline__ void release(const Role& r, int piece) {
     if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[r.group * PIECES + piece]));
 }
 
+// One warpgroup's turn at the tensor cores, from a tile's Q . K to P . V. Without turns both come to wait for rows at the
+// same time, and multiply at the same time.
+__device__ __forceinline__ void begin_turn(const Role& r) {
+    if (threadIdx.x % WARPGROUP == 0)
+        while (atomicCAS(&small().multiplying, 0, WARPGROUP / 32) != 0) __nanosleep(20);
+    r.sync();
+}
+
+__device__ __forceinline__ void end_turn(const Role& r) {
+    if (r.lane == 0) atomicSub(&small().multiplying, 1);
+}
+
 // O^T += V^T . P^T, with the tile's pieces let go one by one, but not those of a query's last tile.
 __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)[V_BLOCKS][HEADS / 2]) {
     start_pv<0, 2>(r, o);
@@ -331,6 +349,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)
     wgmma_wait<2>();
     if (!last) release(r, 1);
     wgmma_wait<1>();
+    end_turn(r);
     if (!last) release(r, 2);
     wgmma_wait<0>();
     if (!last) release(r, 3);
@@ -346,6 +365,8 @@ __device__ __forceinline__ void attend(
     for (int tile = w.begin; tile < w.end; tile += w.step, ++turns) {
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
         float s[HEADS / 2];
+        wait_for_piece(r, 1, turns & 1);
+        begin_turn(r);
         multiply_qk_by_pieces(r, turns & 1, s);
         softmax_tile(p, r, valid, s, state, o);
         store_p(r, s);
@@ -495,6 +516,7 @@ __device__ __forceinline__ void for_each_work(const Params& p, int group, int ra
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill_few_heads(const __grid_constant__ Params p) {
     if (QUERIES == 1 && find_tile(p, blockIdx.x / cluster_size(), ceil_div(p.h_q, HEADS)) < 0) return;  // all of the cluster
     Small& sm = small();
+    if (threadIdx.x == 0) sm.multiplying = 0;
     if (threadIdx.x < 2 * PIECES) {
         mbarrier_init(shared_address(&sm.full[threadIdx.x]), WARPGROUP);
         mbarrier_init(shared_address(&sm.empty[threadIdx.x]), 4);
