@@ -110,7 +110,7 @@ def best_splits(items: int, tiles: int, groups: int, at_once: tuple[int, ...]) -
 def prefill_shared_bytes(layout: Layout, heads: int, queries: int) -> int:
     """Shared memory a block of the prefill kernel: Q, two tiles with what P takes beyond the RoPE part, statistics."""
     tile = TILE_ROWS * 2 * D_V + max(heads * 128, TILE_ROWS * 2 * (layout.d_qk - D_V))
-    return queries * heads * layout.d_qk * 2 + 2 * tile + 16 * 8 + (2 * 2 * 4 + 2 * 3) * heads * 4
+    return queries * heads * layout.d_qk * 2 + 2 * tile + 16 * 8 + (2 * 2 * 4 + 2 * 3) * heads * 4 + 8
 
 
 @cache

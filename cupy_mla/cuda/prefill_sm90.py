@@ -26,9 +26,10 @@ MOST_GROUPED_HEADS = 32
 MOST_FEW_HEADS = 16  # up to which what groups leave is for the kernel for few heads, above for this one
 
 # The most rows of a union, as a share of its lists' entries, with which a group is the faster way: the time that an
-# entry takes otherwise over that of a row of a union. Clear of what random lists come to, 0.79 and 0.89 (16 rows of the
-# cache for an entry, groups of 8 and of 4), so that all groups of such a call go one way.
-MOST_ROWS = 0.84
+# entry takes otherwise over that of a row of a union, about 0.74 on the kernel for few heads and 0.95 on this one. Clear
+# of what random lists come to, so that all groups of such a call go one way: with 4 and 16 rows of the cache for an entry
+# 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
+MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
 
 LEAST_SCALE = 2.0**-60  # sm_scale from which groups are: times -2^120, it takes rows out of a softmax
 
@@ -131,7 +132,8 @@ def launch_grouped(
     groups = min(total, max(SCRATCH_BYTES // sum(sizes), 1))  # of a launch
     scratch = Array("unions", place.empty((groups * sum(sizes),), np.dtype(np.uint8)))
     twice, rows, group_lengths, excluded = (scratch.ptr + groups * sum(sizes[:i]) for i in range(4))
-    most = 1.0 if forced else min(MOST_ROWS, full(h_q, num_queries, sms))
+    few = h_q <= MOST_FEW_HEADS
+    most = 1.0 if forced else min(MOST_ROWS_FEW_HEADS if few else MOST_ROWS, full(h_q, num_queries, sms))
     for first in range(0, total, groups):
         here = min(groups, total - first)
         lists = (length.ptr if length else 0, rows, excluded, twice, group_lengths, left.ptr)
@@ -142,7 +144,7 @@ def launch_grouped(
         kernel(layout, "GROUPED").launch(place, (here if length else min(here, sms), 1, 1), grouped)
     if 2 * layout.d_qk * s_kv > SORTED_CACHE_BYTES:
         params = sorted_by_place(place, num_queries, topk, s_kv, params)
-    if h_q <= MOST_FEW_HEADS:
+    if few:
         few_heads_sm90.launch(place, layout, h_q, num_queries, 1, length is not None, params)
     else:
         launch(place, layout, h_q, num_queries, length is not None, params)

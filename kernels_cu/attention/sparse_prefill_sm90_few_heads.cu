@@ -18,9 +18,9 @@
 //   multiplying         a lock: from Q . K to the end of P . V one warpgroup multiplies, while the other's rows come
 //   named 1, 2          the 128 threads of a multiplying warpgroup; 3: both, when they share a query
 //
-At the end the warpgroups of a query, 2 a block times the blocks of a
-// cluster, lay their O^T into shared memory and every block merges a share of the columns through distributed shared
-// memory. What a cluster does not hold is split over gridDim.y and merged by combine.cu.
+// At the end the warpgroups of a query, 2 a block times the blocks of a cluster, lay their O^T into shared memory and every
+// block merges a share of the columns through distributed shared memory. What a cluster does not hold is split over
+// gridDim.y and merged by combine.cu.
 //
 // Shared memory: Q (QUERIES x heads x D_QK x 2) + 2 tiles of 64 x D_QK x 2 (and P where there is no RoPE part behind V) +
 // statistics and barriers.
@@ -62,8 +62,8 @@ struct Statistics {
 struct Small {
     uint64_t full[2 * PIECES], empty[2 * PIECES];  // [warpgroup][piece]
     float across[2][2][4][HEADS];  // between the warps of a warpgroup
-    int multiplying;               // warps that have not done with their turn
     Statistics own[2];
+    int multiplying;               // warps that have not done with their turn
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
