@@ -26,9 +26,9 @@ MOST_GROUPED_HEADS = 32
 MOST_FEW_HEADS = 16  # up to which what groups leave is for the kernel for few heads, above for this one
 
 # The most rows of a union, as a share of its lists' entries, with which a group is the faster way: the time that an
-# entry takes otherwise over that of a row of a union, about 0.74 on the kernel for few heads and 0.95 on this one. Clear
-# of what random lists come to, so that all groups of such a call go one way: with 4 and 16 rows of the cache for an entry
-# 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
+# entry takes otherwise over that of a row of a union: 0.74 on the kernel for few heads, 0.95 on this one. Clear
+# of what random lists come to, so that all groups of such a call go one way: with 4 and 16 rows of the cache for an
+# entry 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
 MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
 
 LEAST_SCALE = 2.0**-60  # sm_scale from which groups are: times -2^120, it takes rows out of a softmax

@@ -10,6 +10,7 @@
 //     O += P_1 . V_1
 //
 //   P_w is in registers where it is made, and in shared memory, over the RoPE part of K_w, for the other warpgroup.
+//   Of Q, KEPT steps of k are in registers as well: what Q . K need not read from shared memory, whose rate is its limit.
 //
 //   A tile has two regions: region w is what warpgroup w reads last, columns 256 w .. + 255, and region 1 - w of tile w
 //   holds the RoPE part as well, over which P_w is laid. D_QK 512 has no columns beyond V: P has its own space there.
@@ -17,7 +18,7 @@
 //   full[tile][region]    copies done              128 arrivals by cp.async; region w of tile w 16 more, for validity
 //                                                  (GROUPED 64)
 //   empty[tile][region]   last product done        warpgroup `region`: its 128 threads for region w of tile w, else 4
-//   q_full, q_empty       the same for Q           128 arrivals, 1 for what work it is; 8 arrivals
+//   q_full, q_empty       the same for Q           128 arrivals and 1 for the number of the piece of work; 8 arrivals
 //   named 1, 2            P_0, P_1 are readable    written by one multiplying warpgroup, read by the other
 //   named 3               both multiplying warpgroups, at the end of a piece of work
 //
