@@ -25,7 +25,7 @@
 // Shared memory: Q (QUERIES x heads x D_QK x 2) + 2 tiles of 64 x D_QK x 2 (and P where there is no RoPE part behind V) +
 // statistics and barriers.
 // Registers: 216 a multiplying thread and 40 a copying one, together 512 x 128.
-// What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
+// What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md; turns: docs/kernels/sparse_prefill_sm90.md.
 #include "attention/lists.cuh"
 #include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
