@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Array, Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, Layout, by_name
 from ..recording import Params
-from . import few_heads_sm90, prefill_sm90, sparse_decode_sm90
+from . import few_heads_sm90, lists, prefill_sm90, sparse_decode_sm90
 from .jit import MAX_CLUSTER, Kernel, compute_capability, num_sms
 from .schedule import Shape, best_splits
 
@@ -34,7 +34,7 @@ FEW_ITEMS = 28  # pieces of work up to which the kernel for few heads is the fas
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
 _SOURCE = "3Q5q2i"
-_PARAMS = Params("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q4QQf5i")
+_PARAMS = Params("=" + _SOURCE + _SOURCE + "Q3qQ3q2Q3q4QQf5iQ")
 
 
 class _Source(NamedTuple):
@@ -97,6 +97,7 @@ def kernels() -> Iterator[Kernel]:
     yield from few_heads_sm90.kernels()
     yield from sparse_decode_sm90.kernels()
     yield from prefill_sm90.kernels()
+    yield from lists.kernels()
 
 
 def family(
@@ -213,7 +214,7 @@ def sparse_prefill(
     )  # fmt: skip
     if left is not None:
         forced = "CUPY_MLA_KERNELS" in os.environ
-        prefill_sm90.launch_grouped(place, layout, h_q, s_q, topk, length, left, forced, call.params)
+        prefill_sm90.launch_grouped(place, layout, h_q, s_q, topk, s_kv, length, left, forced, call.params)
     elif s_q > 0:
         call.launch(length is not None)
 
@@ -326,7 +327,7 @@ class _Call:
             *main, *extra, q.ptr, *q_strides, out.ptr, *out_strides,
             lse.ptr, max_logits.ptr if max_logits else 0, *lse_strides,
             part_out, part_lse, part_max if max_logits else 0, cluster_parts,
-            sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags,
+            sink.ptr if sink else 0, sm_scale * math.log2(math.e), s_q, self.h_q, self.queries, num_splits, flags, 0,
         )  # fmt: skip
 
     def launch(self, uneven: bool) -> None:

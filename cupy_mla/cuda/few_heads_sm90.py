@@ -14,6 +14,7 @@ from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
+from .lists import longest_first
 from .schedule import Shape, shapes
 from .sparse_decode_sm90 import PART_BYTES
 
@@ -125,7 +126,7 @@ def shape_of(place: Place, h_q: int, num_queries: int, rows: int, num_splits: in
 def prefill_shared_bytes(layout: Layout, heads: int, queries: int) -> int:
     """Shared memory a block of the prefill kernel: Q, two tiles with what P takes beyond the RoPE part, statistics."""
     tile = TILE_ROWS * 2 * D_V + max(heads * 128, TILE_ROWS * 2 * (layout.d_qk - D_V))
-    return queries * heads * layout.d_qk * 2 + 2 * tile + 16 * 8 + (2 * 2 * 4 + 2 * 3) * heads * 4
+    return queries * heads * layout.d_qk * 2 + 2 * tile + 16 * 8 + (2 * 2 * 4 + 2 * 3) * heads * 4 + 8
 
 
 @cache
@@ -163,7 +164,7 @@ def launch(
     """Launch for a call whose packed Params say `shape.parts`.
 
     Args:
-        uneven: queries have lengths of their own, so that blocks should not take several in a fixed order.
+        uneven: queries have lengths of their own.
         batch_invariant: the kernel must not depend on `num_queries`.
     """
     heads, splits, cluster = shape
@@ -172,8 +173,9 @@ def launch(
     if layout.quantized or splits > PREFILL_SPLITS or batch_invariant:
         kernel(layout, heads).launch(place, (num_queries * cluster, shape.parts, head_tiles), params, cluster)
     elif splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
-        pairs = -(-items // 2)
-        prefill_kernel(layout, heads, 2).launch(place, (pairs if uneven else min(pairs, sms), 1, 1), params)
+        if uneven:
+            params = longest_first(place, num_queries, params)
+        prefill_kernel(layout, heads, 2).launch(place, (min(-(-items // 2), sms), 1, 1), params)
     else:
         prefill_kernel(layout, heads, 1).launch(place, (items * cluster, shape.parts, 1), params, cluster)
 

@@ -17,6 +17,7 @@ from ..layouts import BF16_512, BF16_576, D_V, Layout
 from ..recording import Packed, Params
 from . import few_heads_sm90
 from .jit import Kernel, num_sms
+from .lists import longest_first, sorted_by_place
 from .schedule import Shape
 
 HEADS = TILE_ROWS = 64
@@ -26,11 +27,14 @@ MOST_GROUPED_HEADS = 32
 MOST_FEW_HEADS = 16  # up to which what groups leave is for the kernel for few heads, above for this one
 
 # The most rows of a union, as a share of its lists' entries, with which a group is the faster way: the time that an
-# entry takes otherwise over that of a row of a union. Clear of what random lists come to, 0.79 and 0.89 (16 rows of the
-# cache for an entry, groups of 8 and of 4), so that all groups of such a call go one way.
-MOST_ROWS = 0.84
+# entry takes otherwise over that of a row of a union: 0.74 on the kernel for few heads, 0.95 on this one. Clear
+# of what random lists come to, so that all groups of such a call go one way: with 4 and 16 rows of the cache for an
+# entry 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
+MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
 
 LEAST_SCALE = 2.0**-60  # sm_scale from which groups are: times -2^120, it takes rows out of a softmax
+
+SORTED_CACHE_BYTES = 1 << 26  # rows from which the lists of what groups leave are sorted: more than L2 holds
 
 SCRATCH_BYTES = 1 << 28  # what the unions of one launch may take, about
 
@@ -39,16 +43,16 @@ _GROUPS = "6Q5if"  # what struct GroupedParams has after Params
 
 @cache
 def kernel(layout: Layout, kind: str = "") -> Kernel:
-    """The kernel for rows of one width: of single queries, of "GROUPED" ones, or of those that groups have "LEFT"."""
+    """The kernel for rows of one width: of single queries, or of "GROUPED" ones."""
     tile = TILE_ROWS * 2 * layout.d_qk
     p_tiles = 0 if layout.d_qk > D_V else 2 * TILE_ROWS * 128
     more = 4 * TILE_ROWS * 16 if kind == "GROUPED" else 0
-    small = 10 * 8 + 2 * TILE_ROWS + (2 + 8) * HEADS * 4  # struct Small of the kernel
+    small = 10 * 8 + 2 * 4 + 2 * TILE_ROWS + (2 + 8) * HEADS * 4  # struct Small of the kernel
     shared = 3 * tile + p_tiles + more + small
     return Kernel(
         "attention/sparse_prefill_sm90.cu",
         "sparse_prefill",
-        {**layout.defines(), "GROUPED": 0, "LEFT": 0, "EXPECTED_SHARED_BYTES": shared} | ({kind: 1} if kind else {}),
+        {**layout.defines(), "GROUPED": 0, "EXPECTED_SHARED_BYTES": shared} | ({kind: 1} if kind else {}),
         threads=384,
         shared_bytes=shared,
         archs=("90a",),
@@ -59,7 +63,7 @@ def kernel(layout: Layout, kind: str = "") -> Kernel:
 @cache
 def group_lists_kernel(queries: int) -> Kernel:
     """The kernel that unites the index lists of so many queries; it does not depend on the layout."""
-    shared = queries * (8192 + 2048 + 2048 + 2 * 512 + 4) + 4096 + (3 * 32 + 4) * 4  # struct Shared of the kernel
+    shared = queries * (8192 + 2048 + 1536 + 4) + 4096 + (3 * 32 + 4) * 4  # struct Shared of the kernel
     return Kernel(
         "attention/group_lists.cu",
         "group_lists",
@@ -71,20 +75,17 @@ def group_lists_kernel(queries: int) -> Kernel:
     )
 
 
-def launch(
-    place: Place, layout: Layout, h_q: int, num_queries: int, uneven: bool, params: Packed, kind: str = ""
-) -> None:
+def launch(place: Place, layout: Layout, h_q: int, num_queries: int, uneven: bool, params: Packed) -> None:
     """Launch for single queries.
 
     Args:
         uneven: queries have lengths of their own.
         params: struct Params.
-        kind: "LEFT" after groups.
     """
-    # Persistent blocks keep copying across pieces of work; uneven pieces are better handed out by the GPU.
-    work = num_queries * -(-h_q // HEADS)
-    blocks = work if uneven else min(work, num_sms(place.device))
-    kernel(layout, kind).launch(place, (blocks, 1, 1), params)
+    work, sms = num_queries * -(-h_q // HEADS), num_sms(place.device)
+    if uneven and work > sms:
+        params = longest_first(place, num_queries, params)
+    kernel(layout).launch(place, (min(work, sms), 1, 1), params)
 
 
 @cache
@@ -110,6 +111,7 @@ def launch_grouped(
     h_q: int,
     num_queries: int,
     topk: int,
+    s_kv: int,
     length: Array | None,
     left: Array,
     forced: bool,
@@ -131,7 +133,8 @@ def launch_grouped(
     groups = min(total, max(SCRATCH_BYTES // sum(sizes), 1))  # of a launch
     scratch = Array("unions", place.empty((groups * sum(sizes),), np.dtype(np.uint8)))
     twice, rows, group_lengths, excluded = (scratch.ptr + groups * sum(sizes[:i]) for i in range(4))
-    most = 1.0 if forced else min(MOST_ROWS, full(h_q, num_queries, sms))
+    few = h_q <= MOST_FEW_HEADS
+    most = 1.0 if forced else min(MOST_ROWS_FEW_HEADS if few else MOST_ROWS, full(h_q, num_queries, sms))
     for first in range(0, total, groups):
         here = min(groups, total - first)
         lists = (length.ptr if length else 0, rows, excluded, twice, group_lengths, left.ptr)
@@ -140,11 +143,13 @@ def launch_grouped(
         )
         group_lists_kernel(queries).launch(place, (here, 1, 1), grouped)
         kernel(layout, "GROUPED").launch(place, (here if length else min(here, sms), 1, 1), grouped)
-    if h_q <= MOST_FEW_HEADS:
+    if 2 * layout.d_qk * s_kv > SORTED_CACHE_BYTES:
+        params = sorted_by_place(place, num_queries, topk, s_kv, params)
+    if few:
         whole = Shape(few_heads_sm90.block_heads(h_q), 1, 1)
         few_heads_sm90.launch(place, layout, whole, h_q, num_queries, length is not None, params)
     else:
-        launch(place, layout, h_q, num_queries, length is not None, params, "LEFT")
+        launch(place, layout, h_q, num_queries, length is not None, params)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -152,5 +157,5 @@ def kernels() -> Iterator[Kernel]:
     for queries in sorted({group_queries(h_q) for h_q in range(1, MOST_GROUPED_HEADS + 1)}):
         yield group_lists_kernel(queries)
     for layout in (BF16_576, BF16_512):
-        for kind in ("", "GROUPED", "LEFT"):
+        for kind in ("", "GROUPED"):
             yield kernel(layout, kind)

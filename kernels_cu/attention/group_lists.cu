@@ -11,22 +11,30 @@
 //
 // In which order threads find duplicates does not reach the results: they set bits, or are sorted.
 //
-// Threads and shared memory are as many as there are queries, so that an SM always has about 16 of them at work. Bytes for
-// each query: bitmap 8,192, rows on their way 2,048, duplicates 2,048, rows to append 2 x 512; and 4,096 for counts.
+// Threads and shared memory are as many as there are queries, so that an SM always has 16 of them at work: 228 KB hold no
+// more. Bytes for each query: bitmap 8,192, rows on their way or to be appended 2,048, duplicates 1,536; and 4,096 for counts.
 #include "attention/groups.cuh"
 
 constexpr int THREADS = 128 * QUERIES, WARPS = THREADS / 32;
 constexpr int WORDS = 2048;  // of a bitmap
-constexpr int MOST_DUPLICATES = 512 * QUERIES, MOST_APPENDED = 128 * QUERIES;  // of a window
-constexpr int ENOUGH = 256;  // entries seen before a window that is not the last is judged
+constexpr int MOST_DUPLICATES = 384 * QUERIES, MOST_APPENDED = 128 * QUERIES;  // of a window
+constexpr int LOADS = 8;     // list entries that a thread asks for at once; more do not fit the registers
+constexpr int ENOUGH = 128;  // entries seen before a window that is not the last is judged
 constexpr int MANY = 8;      // rows of the cache for an entry of a list, from which the first window is a small one
+
+// Duplicates that are appended, unsorted and sorted: (row in the window) * MOST_QUERIES + query.
+struct Again {
+    uint32_t found[MOST_APPENDED], sorted[MOST_APPENDED];
+};
 
 struct Shared {
     uint32_t bits[QUERIES][WORDS];
     uint16_t before[WORDS];  // rows of the union before a word, in the warp's share
-    uint16_t staged[WARPS][256];  // a warp's rows on their way: `excluded` and the row's place among 256
-    uint32_t duplicates[MOST_DUPLICATES];  // (row in the window) * MOST_QUERIES + query
-    uint32_t found[MOST_APPENDED], appended[MOST_APPENDED];  // the same, unsorted and sorted
+    union {
+        uint16_t staged[WARPS][256];  // a warp's rows on their way: `excluded` and the row's place among 256
+        Again again;
+    };
+    uint32_t duplicates[MOST_DUPLICATES];
     int rows[32], entries[32], first[32];  // of a warp's share: rows, bits in all bitmaps, rows before it
     int length[QUERIES];  // of the lists
     int num_duplicates, num_found;
@@ -57,6 +65,10 @@ struct Group {
     uint32_t* twice;
 };
 
+__device__ __forceinline__ const int32_t* list_of(const Group& g, int query) {
+    return g.p.main.indices + (g.first_query + query) * g.p.main.index_stride_b;
+}
+
 __device__ __forceinline__ uint32_t any_query(int word) {
     uint32_t bits = 0;
 #pragma unroll
@@ -71,21 +83,22 @@ __device__ __forceinline__ void insert(const Group& g, int32_t begin, uint32_t s
     }
     if (threadIdx.x == 0) sm().num_duplicates = sm().num_found = 0;
     __syncthreads();
-    for (int at = threadIdx.x; at < g.p.main.topk; at += THREADS) {
-        const int32_t* list = g.p.main.indices + g.first_query * g.p.main.index_stride_b + at;
-        uint32_t row[QUERIES];  // in the window
+    for (int at = threadIdx.x; at < g.p.main.topk; at += LOADS / QUERIES * THREADS) {
+        int32_t entries[LOADS];
 #pragma unroll
-        for (int q = 0; q < QUERIES; ++q) {
-            row[q] = span;
-            if (at < sm().length[q]) row[q] = uint32_t(list[q * g.p.main.index_stride_b]) - begin;
+        for (int i = 0; i < LOADS; ++i) {
+            const int q = i % QUERIES, entry = at + i / QUERIES * THREADS;
+            entries[i] = begin - 1;
+            if (entry < sm().length[q]) entries[i] = list_of(g, q)[entry];
         }
 #pragma unroll
-        for (int q = 0; q < QUERIES; ++q) {
-            if (row[q] >= span) continue;
-            const uint32_t bit = 1u << (row[q] % 32);
-            if ((atomicOr(&sm().bits[q][row[q] / 32], bit) & bit) == 0) continue;
+        for (int i = 0; i < LOADS; ++i) {
+            const uint32_t row = uint32_t(entries[i]) - begin;  // in the window
+            if (row >= span) continue;
+            const uint32_t bit = 1u << (row % 32);
+            if ((atomicOr(&sm().bits[i % QUERIES][row / 32], bit) & bit) == 0) continue;
             const int n = atomicAdd(&sm().num_duplicates, 1);
-            if (n < MOST_DUPLICATES) sm().duplicates[n] = row[q] * MOST_QUERIES + q;
+            if (n < MOST_DUPLICATES) sm().duplicates[n] = row * MOST_QUERIES + i % QUERIES;
         }
     }
     __syncthreads();
@@ -172,25 +185,35 @@ __device__ __forceinline__ void clear_twice(const Group& g, int begin, int end) 
 
 // Duplicates mark their row as `twice`; what finds that done goes to `found`.
 __device__ __forceinline__ void mark_duplicates(const Group& g, int end) {
-    for (int n = threadIdx.x; n < sm().num_duplicates; n += THREADS) {
-        const uint32_t key = sm().duplicates[n], row = key / MOST_QUERIES;
+    uint32_t bit[MOST_DUPLICATES / THREADS], was[MOST_DUPLICATES / THREADS];
+#pragma unroll
+    for (int n = 0; n < MOST_DUPLICATES / THREADS; ++n) {  // so that a thread waits for all its atomics together
+        was[n] = bit[n] = 0;
+        if (n * THREADS + threadIdx.x >= sm().num_duplicates) continue;
+        const uint32_t key = sm().duplicates[n * THREADS + threadIdx.x], row = key / MOST_QUERIES;
         const int word = row / 32;
         const int i = end + sm().first[word / g.share] + sm().before[word] + __popc(any_query(word) & ((1u << (row % 32)) - 1));
-        const uint32_t bit = 1u << (i % 32);
-        if ((atomicOr(g.twice + (i / 64 * QUERIES + key % MOST_QUERIES) * 2 + i / 32 % 2, bit) & bit) == 0) continue;
+        bit[n] = 1u << (i % 32);
+        was[n] = atomicOr(g.twice + (i / 64 * QUERIES + key % MOST_QUERIES) * 2 + i / 32 % 2, bit[n]);
+    }
+#pragma unroll
+    for (int n = 0; n < MOST_DUPLICATES / THREADS; ++n) {
+        if ((was[n] & bit[n]) == 0) continue;
         const int to = atomicAdd(&sm().num_found, 1);
-        if (to < MOST_APPENDED) sm().found[to] = key;
+        if (to < MOST_APPENDED) sm().again.found[to] = sm().duplicates[n * THREADS + threadIdx.x];
     }
     __syncthreads();
 }
 
-__device__ __forceinline__ void sort_found() {
+// A warp finds the place of one at a time.
+__device__ __forceinline__ void sort_found(int warp, int lane) {
     const int n = sm().num_found;
-    for (int i = threadIdx.x; i < n; i += THREADS) {
-        const uint32_t key = sm().found[i];
+    for (int i = warp; i < n; i += WARPS) {
+        const uint32_t key = sm().again.found[i];
         int place = 0;
-        for (int j = 0; j < n; ++j) place += sm().found[j] < key || (sm().found[j] == key && j < i);
-        sm().appended[place] = key;
+        for (int j = lane; j < n; j += 32) place += sm().again.found[j] < key || (sm().again.found[j] == key && j < i);
+        place = __reduce_add_sync(~0u, place);
+        if (lane == 0) sm().again.sorted[place] = key;
     }
     __syncthreads();
 }
@@ -219,11 +242,11 @@ __device__ __forceinline__ int unite(Group& g) {
         mark_duplicates(g, first);
         const int again = sm().num_found;
         if (again > MOST_APPENDED) return 0;
-        sort_found();
+        sort_found(warp, lane);
         clear_twice(g, end, end + again);
         for (int i = threadIdx.x; i < again; i += THREADS) {
-            g.rows[end + i] = begin + sm().appended[i] / MOST_QUERIES;
-            g.excluded[end + i] = ~(1u << sm().appended[i] % MOST_QUERIES);
+            g.rows[end + i] = begin + sm().again.sorted[i] / MOST_QUERIES;
+            g.excluded[end + i] = ~(1u << sm().again.sorted[i] % MOST_QUERIES);
         }
         rows = end + again;
         __syncthreads();

@@ -21,6 +21,7 @@ struct Params {
     int32_t num_queries;   // b * s_q
     int32_t num_splits;
     int32_t flags;         // which of the arrays allow wide accesses
+    int32_t* order;        // [num_queries] the queries, longest lists first (order_queries.cu), or null: as they come
 };
 
 constexpr int D_V = 512;

@@ -10,6 +10,7 @@
 //     O += P_1 . V_1
 //
 //   P_w is in registers where it is made, and in shared memory, over the RoPE part of K_w, for the other warpgroup.
+//   Of Q, KEPT steps of k are in registers as well: what Q . K need not read from shared memory, whose rate is its limit.
 //
 //   A tile has two regions: region w is what warpgroup w reads last, columns 256 w .. + 255, and region 1 - w of tile w
 //   holds the RoPE part as well, over which P_w is laid. D_QK 512 has no columns beyond V: P has its own space there.
@@ -17,7 +18,7 @@
 //   full[tile][region]    copies done              128 arrivals by cp.async; region w of tile w 16 more, for validity
 //                                                  (GROUPED 64)
 //   empty[tile][region]   last product done        warpgroup `region`: its 128 threads for region w of tile w, else 4
-//   q_full, q_empty       the same for Q           128 arrivals; 8 arrivals
+//   q_full, q_empty       the same for Q           128 arrivals and 1 for the number of the piece of work; 8 arrivals
 //   named 1, 2            P_0, P_1 are readable    written by one multiplying warpgroup, read by the other
 //   named 3               both multiplying warpgroups, at the end of a piece of work
 //
@@ -30,8 +31,6 @@
 // twice. Rows that one query lists meet the P of others, which is 0 there; a row that is not finite would reach them all
 // the same, so a group with such a result is left to the kernel that runs after this one.
 //
-// LEFT: works on the queries that groups have left, those whose main.lengths is not negative.
-//
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB; GROUPED 4 KB
 // more.
 // Registers: 232 a multiplying thread, 40 a copying one, together the 384 x 168 of the launch; no spills and no wgmma
@@ -39,9 +38,8 @@
 // What was tried, what bounds it: docs/kernels/sparse_prefill_sm90.md.
 #if GROUPED
 #include "attention/groups.cuh"
-#else
-#include "attention/params.cuh"
 #endif
+#include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
@@ -74,6 +72,7 @@ constexpr int SMALL_AT = MORE_AT + (GROUPED ? 4 * MORE_BYTES : 0);
 
 struct Small {
     uint64_t full[2][2], empty[2][2], q_full, q_empty;
+    int work, length;        // what Q is of: the number of a piece of work, -1 behind the last, and its list's length
 #if GROUPED
     uint64_t twice[2][MOST_QUERIES];
 #else
@@ -94,12 +93,14 @@ __device__ __forceinline__ uint32_t p_address(int tile) {
     return P_OVER_ROPE ? tile_address(tile) + 8 * BLOCK_BYTES : shared_address(shared) + P_AT + tile * BLOCK_BYTES;
 }
 
-// The pieces of work of a block: (query, head tile), or groups, number blockIdx.x, + gridDim.x, ...
+// A piece of work: a query and a head tile, or a group.
 struct Work {
     Query query;
-    int head_tile, length, pairs;
-    int number;  // of a group, which has no query of its own
+    int head_tile, length, pairs;  // entries of the list, pairs of tiles
+    int number;                    // of a group, which has no query of its own
 };
+
+__device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS); }
 
 // What one of the 64 rows of Q, S and O is for.
 struct Line {
@@ -110,22 +111,14 @@ struct Line {
 #if GROUPED
 using Arguments = GroupedParams;
 
-// gridDim.x, read where it is wanted: the compiler would keep it in a register all through the loop.
-__device__ __forceinline__ int num_blocks() {
-    int blocks;
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-    return blocks;
-}
+__device__ __forceinline__ int num_pieces(const Arguments& p, int) { return p.num_groups; }
 
-__device__ __forceinline__ int num_works(const Arguments& p, int) { return p.num_groups; }
+__device__ __forceinline__ int find_piece(const Arguments& p, int piece, int) { return p.group_lengths[piece] > 0 ? piece : -1; }
 
-__device__ __forceinline__ Work work_at(const Arguments& p, int index, int) {
-    Work w;
-    w.head_tile = 0;
-    w.number = index;
-    w.length = p.group_lengths[index];
-    w.pairs = (w.length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
-    return w;
+__device__ __forceinline__ int length_of(const Arguments& p, int index, int) { return p.group_lengths[index]; }
+
+__device__ __forceinline__ Work work_of(const Arguments& p, int index, int, int length) {
+    return {{}, 0, length, num_pairs(length), index};
 }
 
 __device__ __forceinline__ const int32_t* list_of(const Arguments& p, const Work& w) {
@@ -144,17 +137,16 @@ __device__ __forceinline__ int query_of_line(const Arguments& p, int row) { retu
 #else
 using Arguments = Params;
 
-__device__ __forceinline__ int num_blocks() { return gridDim.x; }
+__device__ __forceinline__ int num_pieces(const Arguments& p, int head_tiles) { return p.num_queries * head_tiles; }
 
-__device__ __forceinline__ int num_works(const Arguments& p, int head_tiles) { return p.num_queries * head_tiles; }
+__device__ __forceinline__ int find_piece(const Arguments& p, int piece, int head_tiles) { return find_tile(p, piece, head_tiles); }
 
-__device__ __forceinline__ Work work_at(const Arguments& p, int index, int head_tiles) {
-    Work w;
-    w.query = query_of(p, index / head_tiles);
-    w.head_tile = index % head_tiles;
-    w.length = LEFT ? p.main.lengths[w.query.b] : list_length(p.main, w.query.b);
-    w.pairs = (w.length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
-    return w;
+__device__ __forceinline__ int length_of(const Arguments& p, int index, int head_tiles) {
+    return list_length(p.main, query_of(p, index / head_tiles).b);
+}
+
+__device__ __forceinline__ Work work_of(const Arguments& p, int index, int head_tiles, int length) {
+    return {query_of(p, index / head_tiles), index % head_tiles, length, num_pairs(length), index};
 }
 
 __device__ __forceinline__ const int32_t* list_of(const Arguments& p, const Work& w) {
@@ -170,6 +162,15 @@ __device__ __forceinline__ Line line_at(const Arguments& p, const Work& w, int h
 constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE && region != tile; }
 // The region that warpgroup `tile` empties speaks for the validity bytes too, which that warpgroup reads.
 constexpr __device__ bool has_validity(int tile, int region) { return region == tile; }
+
+// gridDim.x, read where it is wanted: the compiler would keep it in a register all through the loop.
+__device__ __forceinline__ int num_blocks() {
+    int blocks;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+    return blocks;
+}
+
+__device__ __forceinline__ int num_head_tiles(const Arguments& p) { return (p.h_q + HEADS - 1) / HEADS; }
 
 // --- copying --------------------------------------------------------------------------------------------------
 
@@ -202,9 +203,10 @@ __device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, cons
 // The list entries of this thread's rows of one tile; -1 where there is none.
 __device__ __forceinline__ void load_slots(const Arguments& p, const Work& w, const Copier& c, int tile, int32_t (&slots)[4]) {
     const int32_t* list = list_of(p, w);
+    const int first = here_only(tile * TILE_ROWS + c.row);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int entry = tile * TILE_ROWS + 16 * i + c.row;
+        const int entry = first + 16 * i;
         slots[i] = entry < w.length ? list[entry] : -1;
     }
 }
@@ -281,13 +283,22 @@ __device__ __forceinline__ void find_q(const Arguments& p, const Work& w, const 
     }
 }
 
-__device__ __forceinline__ void copy_all(const Arguments& p, int total, int head_tiles) {
+// What the multiplying warpgroups work on next.
+__device__ __forceinline__ void announce(int work, int length) {
+    if (threadIdx.x % 128 != 0) return;
+    small().work = work;
+    small().length = length;
+    mbarrier_arrive(shared_address(&small().q_full));
+}
+
+__device__ __forceinline__ void copy_all(const Arguments& p) {
     const Copier c = Copier::here();
     Small& sm = small();
     uint32_t parity = 1, q_parity = 1;  // the first wait for an empty space is no wait
-    for (int index = blockIdx.x; index < total; index += num_blocks()) {
-        const Work w = work_at(p, index, head_tiles);
-        if (w.pairs == 0) continue;
+    const int head_tiles = num_head_tiles(p);
+    auto find = [&](int piece) { return find_piece(p, piece, head_tiles); };
+    for_each_piece(num_pieces(p, head_tiles), blockIdx.x, num_blocks, find, [&](int index) {
+        const Work w = work_of(p, index, head_tiles, length_of(p, index, head_tiles));
         int32_t even[4], odd[4];  // list entries of the next even and odd tile
         const uint8_t* rows[4];
         load_slots(p, w, c, 0, even);
@@ -297,6 +308,7 @@ __device__ __forceinline__ void copy_all(const Arguments& p, int total, int head
         find_q(p, w, c, rows);
         mbarrier_wait(shared_address(&sm.q_empty), q_parity);
         q_parity ^= 1;
+        announce(index, w.length);
         copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
@@ -313,7 +325,10 @@ __device__ __forceinline__ void copy_all(const Arguments& p, int total, int head
             copy_region<1, 1>(p, w, c, pair, rows, odd_validity, parity);
             parity ^= 1;
         }
-    }
+    });
+    mbarrier_wait(shared_address(&sm.q_empty), q_parity);
+    announce(-1, 0);
+    mbarrier_arrive(shared_address(&sm.q_full));
 }
 
 // --- multiplying ----------------------------------------------------------------------------------------------
@@ -327,16 +342,33 @@ struct Softmax {
 // 2^(from - to), where -inf stands for "nothing yet".
 __device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
 
+// The steps of k whose part of Q a multiplying warpgroup keeps in registers, so that Q . K reads only K there: number
+// KEPT_EVERY - 1, and so on.
+constexpr int KEPT = GROUPED ? 4 : 6, KEPT_EVERY = 4;
+
+template <int N>
+__device__ __forceinline__ void keep_q(int warp, int lane, uint32_t (&kept)[N][4]) {
+    const int line = 16 * warp + lane % 16;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const int step = KEPT_EVERY * n + KEPT_EVERY - 1, chunk = step % 4 * 2 + lane / 16;
+        ldmatrix_x4(kept[n], shared_address(shared) + Q_AT + step / 4 * BLOCK_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4));
+    }
+}
+
 // Start S = Q . K^T of a whole tile, the regions in the order in which they are copied.
-__device__ __forceinline__ void start_qk(int tile, uint32_t parity, float (&s)[32]) {
-    const uint32_t q = shared_address(shared) + Q_AT, k = tile_address(tile);
+template <int N>
+__device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32_t (&kept)[N][4], float (&s)[32]) {
+    const uint64_t q = wgmma_operand(shared_address(shared) + Q_AT, 1024, 16), k = wgmma_operand(tile_address(tile), 1024, 16);
     auto multiply = [&](int block, bool first) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint64_t a = wgmma_operand(q + block * BLOCK_BYTES + 32 * i, 1024, 16);
-            const uint64_t b = wgmma_operand(k + block * BLOCK_BYTES + 32 * i, 1024, 16);
+            const uint64_t a = wgmma_further(q, block * BLOCK_BYTES + 32 * i), b = wgmma_further(k, block * BLOCK_BYTES + 32 * i);
+            const int step = 4 * block + i;
             if (first && i == 0) {
                 wgmma_m64n64k16_first(s, a, b);
+            } else if (step % KEPT_EVERY == KEPT_EVERY - 1 && step / KEPT_EVERY < N) {
+                wgmma_m64n64k16(s, kept[step / KEPT_EVERY], b);
             } else {
                 wgmma_m64n64k16(s, a, b);
             }
@@ -466,6 +498,12 @@ __device__ __forceinline__ void softmax_tile(
     }
 }
 
+// Word `t` of the 16 bytes `chunk` of a line of P.
+__device__ __forceinline__ uint32_t& p_word(int tile, int line, int chunk, int t) {
+    return *reinterpret_cast<uint32_t*>(
+        shared + (p_address(tile) - shared_address(shared)) + line * 128 + ((chunk ^ (line & 7)) << 4) + 4 * t);
+}
+
 // Publish P and its reference for the other warpgroup.
 __device__ __forceinline__ void publish_p(int tile, int warp, int lane, const uint32_t (&prob)[4][4], const float (&ref)[2]) {
     const int g = lane / 4, t = lane % 4, row = 16 * warp + g;
@@ -473,60 +511,79 @@ __device__ __forceinline__ void publish_p(int tile, int warp, int lane, const ui
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int line = row + i % 2 * 8, chunk = 2 * k + i / 2;
-            *reinterpret_cast<uint32_t*>(shared + (p_address(tile) - shared_address(shared)) + line * 128 +
-                                         ((chunk ^ (line & 7)) << 4) + 4 * t) = prob[k][i];
+            p_word(tile, row + i % 2 * 8, 2 * k + i / 2, t) = prob[k][i];
         }
     }
     if (t == 0) {
         small().ref[tile][row] = ref[0];
         small().ref[tile][row + 8] = ref[1];
     }
+    fence_proxy_async();
     named_barrier_arrive(1 + tile, 256);
 }
 
-__device__ __forceinline__ void take_p(int tile, int warp, int lane, uint32_t (&prob)[4][4], float (&ref)[2]) {
+// Wait for the other warpgroup's P and its reference.
+__device__ __forceinline__ void take_p(int tile, int warp, int lane, float (&ref)[2]) {
     named_barrier_sync(1 + tile, 256);
-    const int line = 16 * warp + lane % 16;
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-        ldmatrix_x4(prob[k], p_address(tile) + line * 128 + (((2 * k + lane / 16) ^ (line & 7)) << 4));
     const int row = 16 * warp + lane / 4;
     ref[0] = small().ref[tile][row];
     ref[1] = small().ref[tile][row + 8];
 }
 
-// Before the product with P relative to `ref`: accumulators and P come to the higher of their references. Rarely
-// anything to do; then no product may be under way.
-__device__ __forceinline__ void raise_and_move(Softmax& state, const float (&ref)[2], float (&o)[128], uint32_t (&prob)[4][4]) {
-    if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) return;
+// Before the product with P relative to `ref`: accumulators come to the higher of their references. Rarely anything to
+// do; then no product may be under way. False: there was nothing.
+__device__ __forceinline__ bool raise(Softmax& state, const float (&ref)[2], float (&o)[128]) {
+    if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) return false;
     wgmma_wait<0>();
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const float to = fmaxf(state.ref[row], ref[row]);
-        const float o_factor = factor(state.ref[row], to), p_factor = factor(ref[row], to);
-        state.sum[row] *= o_factor;
+        const float to = fmaxf(state.ref[row], ref[row]), by = factor(state.ref[row], to);
+        state.sum[row] *= by;
         state.ref[row] = to;
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
-            o[4 * j + 2 * row] *= o_factor;
-            o[4 * j + 2 * row + 1] *= o_factor;
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-#pragma unroll
-            for (int i = row; i < 4; i += 2)
-                prob[k][i] = pack_bf16x2(bf16_low(prob[k][i]) * p_factor, bf16_high(prob[k][i]) * p_factor);
+            o[4 * j + 2 * row] *= by;
+            o[4 * j + 2 * row + 1] *= by;
         }
     }
+    return true;
 }
 
-// Start O += P . V for this warpgroup's half of V's columns.
+// The same, and so does P, the other warpgroup's, in shared memory. A warp's products read its own rows only.
+__device__ __forceinline__ void raise_and_move(int tile, int warp, int lane, Softmax& state, const float (&ref)[2], float (&o)[128]) {
+    if (!raise(state, ref, o)) return;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const float by = factor(ref[row], state.ref[row]);
+#pragma unroll 1
+        for (int chunk = 0; chunk < 8; ++chunk) {
+            uint32_t& two = p_word(tile, 16 * warp + lane / 4 + 8 * row, chunk, lane % 4);
+            two = pack_bf16x2(bf16_low(two) * by, bf16_high(two) * by);
+        }
+    }
+    fence_proxy_async();
+    __syncwarp();
+}
+
+__device__ __forceinline__ uint64_t v_operand(int tile, int half) {
+    return wgmma_operand(tile_address(tile) + 4 * half * BLOCK_BYTES, 1024, BLOCK_BYTES);
+}
+
+// Start O += P . V for this warpgroup's half of V's columns, with its own P, ...
 __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&prob)[4][4], float (&o)[128]) {
-    const uint32_t v = tile_address(tile) + 4 * half * BLOCK_BYTES;
+    const uint64_t v = v_operand(tile, half);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_m64n256k16(o, prob[k], wgmma_operand(v + 2048 * k, 1024, BLOCK_BYTES));
+    for (int k = 0; k < 4; ++k) wgmma_m64n256k16(o, prob[k], wgmma_further(v, 2048 * k));
+    wgmma_commit();
+}
+
+// ... with the other warpgroup's.
+__device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128]) {
+    const uint64_t p = wgmma_operand(p_address(tile), 1024, 16), v = v_operand(tile, half);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_m64n256k16(o, wgmma_further(p, 32 * k), wgmma_further(v, 2048 * k));
     wgmma_commit();
 }
 
@@ -540,7 +597,7 @@ template <int W>
 __device__ __forceinline__ void finish(
     const Arguments& p, const Work& w, int warp, int lane, int turn, const Softmax& state, const float (&o)[128]) {
     Small& sm = small();
-    if (GROUPED) asm volatile("" : "+r"(lane));  // so that nothing derived from it is kept in registers all through the loop
+    asm volatile("" : "+r"(lane));  // so that nothing derived from it is kept in registers all through the loop
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -586,42 +643,36 @@ __device__ __forceinline__ void finish(
 }
 
 template <int W>
-__device__ __forceinline__ void multiply_all(const Arguments& p, int total, int head_tiles) {
+__device__ __forceinline__ void multiply_all(const Arguments& p) {
     Small& sm = small();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const Reader reader = Reader::here(p, warp, lane);
-    uint32_t parity = 0, q_parity = 0;
-    int turn = 0;
-    for (int index = blockIdx.x; index < total; index += num_blocks(), turn ^= 1) {
-        const Work w = work_at(p, index, head_tiles);
+    uint32_t parity = 0, turn = 0;
+#pragma unroll 1
+    for (;; turn ^= 1) {
         Softmax state;
         float o[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i] = 0.0f;
-        if (w.pairs == 0) {
-            if (GROUPED) continue;
-            if (LEFT && w.length < 0) {
-                turn ^= 1;  // so that it tells finished pieces of work
-                continue;
-            }
-            finish<W>(p, w, warp, lane, turn, state, o);
-            continue;
-        }
-        mbarrier_wait(shared_address(&sm.q_full), q_parity);
-        q_parity ^= 1;
+        mbarrier_wait(shared_address(&sm.q_full), turn);
+        if (sm.work < 0) break;
+        const Work w = work_of(p, sm.work, num_head_tiles(p), sm.length);
+        uint32_t kept[KEPT][4];
+        keep_q(warp, lane, kept);
+        if (w.pairs == 0) release(sm.q_empty, lane);
         for (int pair = 0; pair < w.pairs; ++pair) {
             float s[32];
-            start_qk(W, parity, s);
+            start_qk(W, parity, kept, s);
             parity ^= 1;
-            uint32_t mine[4][4], other[4][4];
+            uint32_t mine[4][4];
             float my_ref[2], my_sum[2], other_ref[2];
             if constexpr (W == 0) {
                 wgmma_wait<0>();
             } else {
                 // P_0 is there by now: its product runs while this warpgroup computes P_1.
-                take_p(0, warp, lane, other, other_ref);
-                raise_and_move(state, other_ref, o, other);
-                start_pv(0, W, other, o);
+                take_p(0, warp, lane, other_ref);
+                raise_and_move(0, warp, lane, state, other_ref, o);
+                start_pv(0, W, o);
                 wgmma_wait<1>();
             }
             if (pair + 1 == w.pairs) release(sm.q_empty, lane);
@@ -631,21 +682,21 @@ __device__ __forceinline__ void multiply_all(const Arguments& p, int total, int 
                 wgmma_wait<0>();
                 release(sm.empty[0][1], lane);
             }
-            raise_and_move(state, my_ref, o, mine);  // my_ref is not below state.ref: P stays as it was published
+            raise(state, my_ref, o);  // my_ref is not below state.ref: P stays as it was published
             state.sum[0] += my_sum[0];
             state.sum[1] += my_sum[1];
             start_pv(W, W, mine, o);
             wgmma_wait<0>();
             mbarrier_arrive(shared_address(&sm.empty[W][W]));  // every thread: each has read validity bytes
             if constexpr (W == 0) {
-                take_p(1, warp, lane, other, other_ref);
-                raise_and_move(state, other_ref, o, other);
-                start_pv(1, W, other, o);
+                take_p(1, warp, lane, other_ref);
+                raise_and_move(1, warp, lane, state, other_ref, o);
+                start_pv(1, W, o);
                 wgmma_wait<0>();
                 release(sm.empty[1][0], lane);
             }
         }
-        finish<W>(p, w, warp, lane, GROUPED ? q_parity : turn, state, o);
+        finish<W>(p, w, warp, lane, turn, state, o);
     }
 }
 
@@ -662,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
                 mbarrier_init(shared_address(&sm.empty[tile][region]), has_validity(tile, region) ? 128 : 4);
             }
         }
-        mbarrier_init(shared_address(&sm.q_full), 128);
+        mbarrier_init(shared_address(&sm.q_full), 128 + 1);
         mbarrier_init(shared_address(&sm.q_empty), 8);
         mbarrier_init_fence();
     }
@@ -674,17 +725,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
     fence_proxy_async();
 #endif
     __syncthreads();
-    const int head_tiles = (p.h_q + HEADS - 1) / HEADS, total = num_works(p, head_tiles);
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         give_registers<40>();
-        copy_all(p, total, head_tiles);
+        copy_all(p);
     } else {
         take_registers<232>();
         if (warpgroup == 0) {
-            multiply_all<0>(p, total, head_tiles);
+            multiply_all<0>(p);
         } else {
-            multiply_all<1>(p, total, head_tiles);
+            multiply_all<1>(p);
         }
     }
 }

@@ -15,17 +15,19 @@
 //   O^T += V^T . P^T    pieces are let go one by one
 //
 //   full, empty         mbarriers [warpgroup][piece], both ways
+//   multiplying         a lock: from Q . K to the end of P . V one warpgroup multiplies, while the other's rows come
 //   named 1, 2          the 128 threads of a multiplying warpgroup; 3: both, when they share a query
 //
-// While one warpgroup waits the other multiplies. At the end the warpgroups of a query, 2 a block times the blocks of a
-// cluster, lay their O^T into shared memory and every block merges a share of the columns through distributed shared
-// memory. What a cluster does not hold is split over gridDim.y and merged by combine.cu.
+// At the end the warpgroups of a query, 2 a block times the blocks of a cluster, lay their O^T into shared memory and every
+// block merges a share of the columns through distributed shared memory. What a cluster does not hold is split over
+// gridDim.y and merged by combine.cu.
 //
 // Shared memory: Q (QUERIES x heads x D_QK x 2) + 2 tiles of 64 x D_QK x 2 (and P where there is no RoPE part behind V) +
 // statistics and barriers.
 // Registers: 216 a multiplying thread and 40 a copying one, together 512 x 128.
-// What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
+// What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md; turns: docs/kernels/sparse_prefill_sm90.md.
 #include "attention/lists.cuh"
+#include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -61,6 +63,7 @@ struct Small {
     uint64_t full[2 * PIECES], empty[2 * PIECES];  // [warpgroup][piece]
     float across[2][2][4][HEADS];  // between the warps of a warpgroup
     Statistics own[2];
+    int multiplying;               // warps that have not done with their turn
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
@@ -77,11 +80,11 @@ struct Role {
 
     static __device__ __forceinline__ Role here() {
         const int thread = threadIdx.x;
-        return {thread / WARPGROUP, thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
+        return {__shfl_sync(~0u, thread / WARPGROUP, 0), thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
     }
     __device__ __forceinline__ int row(int i) const { return 16 * warp + g + 8 * i; }
-    __device__ __forceinline__ uint32_t q() const { return here_only(shared_address(shared) + Q_AT + (QUERIES == 2 ? group * Q_BYTES : 0)); }
-    __device__ __forceinline__ uint32_t tile() const { return here_only(shared_address(shared) + TILE_AT + group * TILE_BYTES); }
+    __device__ __forceinline__ uint32_t q() const { return shared_address(shared) + Q_AT + (QUERIES == 2 ? group * Q_BYTES : 0); }
+    __device__ __forceinline__ uint32_t tile() const { return shared_address(shared) + TILE_AT + group * TILE_BYTES; }
     __device__ __forceinline__ void sync() const { named_barrier_sync(1 + group, WARPGROUP); }
     __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
 };
@@ -176,14 +179,14 @@ __device__ __forceinline__ void wait_for_q(const Role& r) {
 // acc = or += K . Q^T over column blocks BEGIN to END - 1.
 template <int BEGIN, int END, bool FIRST>
 __device__ __forceinline__ void start_qk(const Role& r, float (&acc)[HEADS / 2]) {
-    const uint32_t tile = r.tile(), q = r.q();
+    const uint64_t tile = wgmma_operand(r.tile(), 1024, 16), q = wgmma_operand(r.q(), 1024, 16);
     wgmma_fence();
 #pragma unroll
     for (int block = BEGIN; block < END; ++block) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint64_t a = wgmma_operand(tile + block * BLOCK_BYTES + 32 * i, 1024, 16);
-            const uint64_t b = wgmma_operand(q + block * Q_BLOCK_BYTES + 32 * i, 1024, 16);
+            const uint64_t a = wgmma_further(tile, block * BLOCK_BYTES + 32 * i);
+            const uint64_t b = wgmma_further(q, block * Q_BLOCK_BYTES + 32 * i);
             if (FIRST && block == BEGIN && i == 0) {
                 wgmma_few<false, true>(acc, a, b);
             } else {
@@ -194,10 +197,14 @@ __device__ __forceinline__ void start_qk(const Role& r, float (&acc)[HEADS / 2])
     wgmma_commit();
 }
 
+__device__ __forceinline__ void wait_for_piece(const Role& r, int piece, uint32_t parity) {
+    mbarrier_wait(shared_address(&small().full[r.group * PIECES + piece]), parity);
+}
+
 // What piece `N` of a tile adds to S^T, once it has come.
 template <int N>
 __device__ __forceinline__ void start_qk_piece(const Role& r, uint32_t parity, float (&s)[HEADS / 2]) {
-    mbarrier_wait(shared_address(&small().full[r.group * PIECES + N]), parity);
+    wait_for_piece(r, N, parity);
     fence_proxy_async();
     start_qk<2 * N, N == PIECES - 1 ? BLOCKS : 2 * N + 2, N == 0>(r, s);
 }
@@ -214,16 +221,13 @@ __device__ __forceinline__ void multiply_qk_by_pieces(const Role& r, uint32_t pa
 // Start O^T += V^T . P^T for column blocks BEGIN to END - 1.
 template <int BEGIN, int END>
 __device__ __forceinline__ void start_pv(const Role& r, float (&o)[V_BLOCKS][HEADS / 2]) {
-    const uint32_t tile = r.tile();
+    const uint64_t tile = wgmma_operand(r.tile(), 1024, BLOCK_BYTES), p = wgmma_operand(r.tile() + V_BLOCKS * BLOCK_BYTES, 1024, 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
-        for (int v = BEGIN; v < END; ++v) {
-            const uint32_t p = tile + V_BLOCKS * BLOCK_BYTES;
-            wgmma_few<true, false>(o[v], wgmma_operand(tile + v * BLOCK_BYTES + 2048 * k, 1024, BLOCK_BYTES),
-                            wgmma_operand(p + 32 * k, 1024, 16));
-        }
+        for (int v = BEGIN; v < END; ++v)
+            wgmma_few<true, false>(o[v], wgmma_further(tile, v * BLOCK_BYTES + 2048 * k), wgmma_further(p, 32 * k));
     }
     wgmma_commit();
 }
@@ -322,6 +326,18 @@ __device__ __forceinline__ void release(const Role& r, int piece) {
     if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[r.group * PIECES + piece]));
 }
 
+// One warpgroup's turn at the tensor cores, from a tile's Q . K to P . V. Without turns both come to wait for rows at the
+// same time, and multiply at the same time.
+__device__ __forceinline__ void begin_turn(const Role& r) {
+    if (threadIdx.x % WARPGROUP == 0)
+        while (atomicCAS(&small().multiplying, 0, WARPGROUP / 32) != 0) __nanosleep(20);
+    r.sync();
+}
+
+__device__ __forceinline__ void end_turn(const Role& r) {
+    if (r.lane == 0) atomicSub(&small().multiplying, 1);
+}
+
 // O^T += V^T . P^T, with the tile's pieces let go one by one, but not those of a query's last tile.
 __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)[V_BLOCKS][HEADS / 2]) {
     start_pv<0, 2>(r, o);
@@ -333,6 +349,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)
     wgmma_wait<2>();
     if (!last) release(r, 1);
     wgmma_wait<1>();
+    end_turn(r);
     if (!last) release(r, 2);
     wgmma_wait<0>();
     if (!last) release(r, 3);
@@ -348,6 +365,8 @@ __device__ __forceinline__ void attend(
     for (int tile = w.begin; tile < w.end; tile += w.step, ++turns) {
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
         float s[HEADS / 2];
+        wait_for_piece(r, 1, turns & 1);
+        begin_turn(r);
         multiply_qk_by_pieces(r, turns & 1, s);
         softmax_tile(p, r, valid, s, state, o);
         store_p(r, s);
@@ -477,25 +496,27 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ bool is_done(const Params& p, int query) {
-    return p.flags & SOME_DONE && p.main.lengths[query / p.s_q] < 0;
-}
-
-// This block's pieces of work, a query and a head tile each: its one, or (QUERIES 2) each warpgroup's, number after number.
+// This block's pieces of work, a query and a head tile each: its one, or (QUERIES 2) each warpgroup's, one after the other.
 template <typename Do>
 __device__ __forceinline__ void for_each_work(const Params& p, int group, int rank, int blocks, Do act) {
-    const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles;
-    const int first = QUERIES == 2 ? 2 * blockIdx.x + group : blockIdx.x / blocks;
-#pragma unroll 1
-    for (int index = first; index < total; index += QUERIES == 2 ? 2 * gridDim.x : total)
-        if (!is_done(p, index / head_tiles))
-            act(find_work(p, index, head_tiles, group, blockIdx.y * blocks + rank, p.num_splits * blocks));
+    const int head_tiles = ceil_div(p.h_q, HEADS);
+    auto find = [&](int piece) { return find_tile(p, piece, head_tiles); };
+    auto attend = [&](int index) {
+        act(find_work(p, index, head_tiles, group, blockIdx.y * blocks + rank, p.num_splits * blocks));
+    };
+    if constexpr (QUERIES == 1) {
+        const int index = find(blockIdx.x / blocks);
+        if (index >= 0) attend(index);
+    } else {
+        for_each_piece(p.num_queries * head_tiles, 2 * blockIdx.x + group, [] { return int(2 * gridDim.x); }, find, attend);
+    }
 }
 
 // grid: QUERIES 1: x = piece of work * blocks of the cluster + rank, y = split; QUERIES 2: x persistent blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill_few_heads(const __grid_constant__ Params p) {
-    if (QUERIES == 1 && is_done(p, blockIdx.x / cluster_size() / ceil_div(p.h_q, HEADS))) return;  // all of the cluster
+    if (QUERIES == 1 && find_tile(p, blockIdx.x / cluster_size(), ceil_div(p.h_q, HEADS)) < 0) return;  // all of the cluster
     Small& sm = small();
+    if (threadIdx.x == 0) sm.multiplying = 0;
     if (threadIdx.x < 2 * PIECES) {
         mbarrier_init(shared_address(&sm.full[threadIdx.x]), WARPGROUP);
         mbarrier_init(shared_address(&sm.empty[threadIdx.x]), 4);

@@ -93,6 +93,19 @@ def test_row_numbers_in_several_windows(all_grouped, rng, h_q):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("s_q", "h_q"), [(9, 16), (300, 16), (150, 32), (9, 5)])
+def test_lists_that_are_left_of_a_large_cache_are_sorted(hopper, rng, s_q, h_q):
+    """Left because they repeat rows too often; longer than what is sorted together, and of unequal lengths."""
+    s_kv = 150_000
+    assert s_kv * 2 * 512 > prefill_sm90.SORTED_CACHE_BYTES
+    live = some(rng, s_kv, 0.002)
+    length = rng.integers(-1, 2103, s_q, dtype=np.int32)
+    length[:3] = 0, 2048, 2100
+    lists = entries(rng, (s_q, 1, 2100), live, s_kv)
+    check_prefill(hopper, queries(rng, s_q, h_q, 512), flat_rows(rng, s_kv, 512, live), lists, 0.05, None, length)
+
+
+@pytest.mark.gpu
 def test_several_launches(hopper, rng, monkeypatch):
     forget_plans()
     monkeypatch.setattr(prefill_sm90, "SCRATCH_BYTES", 20_000)
