@@ -99,6 +99,15 @@ def thresholds() -> str:
     return table("batch | mixed, µs | separate, µs | separate / mixed", rows)
 
 
+def batch_invariant() -> str:
+    """What `batch_invariant=True` costs."""
+    rows = [
+        [row["case"], f"{row['invariant_us']:.1f}", f"{row['default_us']:.1f}", f"{row['ratio']:.2f}"]
+        for row in load("batch_invariant")["rows"]
+    ]
+    return table("decode | batch_invariant, µs | by default, µs | default / batch_invariant", rows)
+
+
 def all_rows() -> str:
     """Every row of every record."""
     parts = []
@@ -122,6 +131,8 @@ def texts() -> dict[Path, str]:
     wanted = {ROOT / "README.md": readme(), RESULTS / "README.md": all_rows()}
     if load("thresholds")["rows"]:
         wanted[ROOT / "docs" / "mixed_batches.md"] = thresholds()
+    if load("batch_invariant")["rows"]:
+        wanted[ROOT / "docs" / "batch_invariance.md"] = batch_invariant()
     return wanted
 
 

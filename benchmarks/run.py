@@ -25,7 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 FOLDER = Path(__file__).resolve().parent
-PROGRAMS = ("sparse_prefill", "sparse_decode", "accuracy", "cache_ops", "portable", "thresholds", "host_overhead")
+PROGRAMS = (
+    "sparse_prefill", "sparse_decode", "accuracy", "batch_invariant", "cache_ops", "portable", "thresholds",
+    "host_overhead",
+)  # fmt: skip
 DONE, FAILED, LEFT_OUT = "done", "[red]failed", "[yellow]left out: FlashMLA was not found"
 
 

@@ -1,0 +1,52 @@
+"""What it costs that a request's bits do not depend on the rest of the batch: FP8 decode with `batch_invariant=True`.
+
+python benchmarks/batch_invariant.py [--quick] [--only REGEX]
+
+Both ways are timed under CUDA-graph replay, and their outputs compared. Writes batch_invariant.json with ratio = time
+by default / time with `batch_invariant=True`, so what is below 1 is the cost.
+"""
+
+from __future__ import annotations
+
+import torch
+from harness import Options, Record, time_side_by_side
+from inputs import v32_cache
+from rows import Set, decode_sets
+
+from cupy_mla import sparse_decode
+
+HEADS, BATCHES = (16, 64, 128), (1, 2, 8, 32, 64, 128)
+TOPK, TOKENS = 2048, 32768  # rows of a query, and slots a request
+
+
+def calls(sets: list[Set], batch_invariant: bool) -> list:
+    return [
+        lambda s=s: sparse_decode(s["q"], s["k_cache"], s["indices"], batch_invariant=batch_invariant) for s in sets
+    ]
+
+
+def main() -> None:
+    options = Options.parse(__doc__)
+    torch.manual_seed(0)
+    record = Record("batch_invariant", options, "invar. us,default,ratio,max diff")
+    cache = v32_cache(max(BATCHES) * TOKENS)
+    for h in HEADS[1:2] if options.quick else HEADS:
+        for b in BATCHES:
+            case = f"V32 h {h} b {b} s_q 1 topk {TOPK}"
+            if not record.wants(case):
+                continue
+            sets = decode_sets(h, b, 1, cache, TOPK, slots=b * TOKENS)
+            both = calls(sets, True), calls(sets, False)
+            error = record.compare(case, both[0][0]()[0], both[1][0]()[0])
+            invariant, default = time_side_by_side(*both)
+            ratio = default / invariant
+            record.add_row(
+                {"case": case, "invariant_us": round(invariant, 1), "default_us": round(default, 1),
+                 "ratio": round(ratio, 3), "max_abs_err": error},
+                f"{invariant:9.1f} {default:9.1f} {ratio:9.2f} {error:9.1e}",
+            )  # fmt: skip
+    print(record.write())
+
+
+if __name__ == "__main__":
+    main()
