@@ -174,7 +174,7 @@ def launch(
         kernel(layout, heads).launch(place, (num_queries * cluster, shape.parts, head_tiles), params, cluster)
     elif splits == 1 and items > sms and 2 in queries_per_block(layout, heads):
         if uneven:
-            params = longest_first(place, num_queries, params)
+            params, _order = longest_first(place, num_queries, params)
         prefill_kernel(layout, heads, 2).launch(place, (min(-(-items // 2), sms), 1, 1), params)
     else:
         prefill_kernel(layout, heads, 1).launch(place, (items * cluster, shape.parts, 1), params, cluster)

@@ -84,7 +84,7 @@ def launch(place: Place, layout: Layout, h_q: int, num_queries: int, uneven: boo
     """
     work, sms = num_queries * -(-h_q // HEADS), num_sms(place.device)
     if uneven and work > sms:
-        params = longest_first(place, num_queries, params)
+        params, _order = longest_first(place, num_queries, params)
     kernel(layout).launch(place, (min(work, sms), 1, 1), params)
 
 
@@ -144,7 +144,7 @@ def launch_grouped(
         group_lists_kernel(queries).launch(place, (here, 1, 1), grouped)
         kernel(layout, "GROUPED").launch(place, (here if length else min(here, sms), 1, 1), grouped)
     if 2 * layout.d_qk * s_kv > SORTED_CACHE_BYTES:
-        params = sorted_by_place(place, num_queries, topk, s_kv, params)
+        params, _lists = sorted_by_place(place, num_queries, topk, s_kv, params)
     if few:
         whole = Shape(few_heads_sm90.block_heads(h_q), 1, 1)
         few_heads_sm90.launch(place, layout, whole, h_q, num_queries, length is not None, params)

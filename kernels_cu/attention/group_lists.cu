@@ -18,7 +18,7 @@
 constexpr int THREADS = 128 * QUERIES, WARPS = THREADS / 32;
 constexpr int WORDS = 2048;  // of a bitmap
 constexpr int MOST_DUPLICATES = 384 * QUERIES, MOST_APPENDED = 128 * QUERIES;  // of a window
-constexpr int LOADS = 8;     // list entries that a thread asks for at once; more do not fit the registers
+constexpr int ROUNDS = QUERIES < 8 ? 8 / QUERIES : 1;  // of list entries, one a query, that a thread asks for at once
 constexpr int ENOUGH = 128;  // entries seen before a window that is not the last is judged
 constexpr int MANY = 8;      // rows of the cache for an entry of a list, from which the first window is a small one
 
@@ -83,16 +83,16 @@ __device__ __forceinline__ void insert(const Group& g, int32_t begin, uint32_t s
     }
     if (threadIdx.x == 0) sm().num_duplicates = sm().num_found = 0;
     __syncthreads();
-    for (int at = threadIdx.x; at < g.p.main.topk; at += LOADS / QUERIES * THREADS) {
-        int32_t entries[LOADS];
+    for (int at = threadIdx.x; at < g.p.main.topk; at += ROUNDS * THREADS) {
+        int32_t entries[ROUNDS * QUERIES];
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
+        for (int i = 0; i < ROUNDS * QUERIES; ++i) {
             const int q = i % QUERIES, entry = at + i / QUERIES * THREADS;
             entries[i] = begin - 1;
             if (entry < sm().length[q]) entries[i] = list_of(g, q)[entry];
         }
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
+        for (int i = 0; i < ROUNDS * QUERIES; ++i) {
             const uint32_t row = uint32_t(entries[i]) - begin;  // in the window
             if (row >= span) continue;
             const uint32_t bit = 1u << (row % 32);

@@ -55,6 +55,14 @@ def test_groups_need_no_other_kernel(all_grouped, rng, h_q, repeats):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("h_q", [9, 10, 12, 20, 32])
+def test_lists_longer_than_a_block_has_threads(all_grouped, rng, h_q):
+    """Groups of 7, 6, 5, 3 and 2 queries."""
+    q, kv, _ = prefill_inputs(rng, 15, h_q, 512, 1700, 1, share=1)
+    check_prefill(all_grouped, q, kv, local_lists(rng, 15, 1000, 1700), 0.05)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1e-12, 0.05, 6.0])
 def test_a_row_counts_as_often_as_it_is_listed(all_grouped, rng, scale):
     """Rows listed up to five times, by some queries of a group and not by others."""
