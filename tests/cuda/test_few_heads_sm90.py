@@ -10,7 +10,7 @@ from cupy_mla.cuda import few_heads_sm90, sparse_decode_sm90
 from cupy_mla.cuda.jit import SM90_SHARED_BYTES
 from cupy_mla.cuda.schedule import shapes
 
-from ..cases import check_prefill, prefill_inputs, sinks
+from ..cases import LIFT, check_prefill, lift_logits, prefill_inputs, sinks
 
 KERNELS = "few_heads"
 
@@ -43,7 +43,8 @@ def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     q, kv, indices = prefill_inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
     length = rng.integers(-1, 203, s_q, dtype=np.int32)
     length[:2] = 0, 200
-    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13), length, out_gaps=(1, 2, 3))
+    lift_logits(q, kv, 0.05)
+    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13) + LIFT, length, out_gaps=(1, 2, 3))
 
 
 # Clusters of 1, 2, ... 16 blocks that one H200 runs at a time.

@@ -10,7 +10,7 @@ from cupy_mla.cuda import few_heads_sm90, prefill_sm90
 from cupy_mla.ops._plan import forget_plans
 
 from .. import oracle
-from ..cases import check_prefill, entries, flat_rows, latent, prefill_inputs, queries, sinks, some
+from ..cases import LIFT, check_prefill, entries, flat_rows, latent, lift_logits, prefill_inputs, queries, sinks, some
 
 KERNELS = "grouped"
 
@@ -80,7 +80,8 @@ def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     length = rng.integers(-1, 203, s_q, dtype=np.int32)
     length[:2] = 0, 200
     length[8:16] = 0  # a group of nothing
-    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13), length, out_gaps=(1, 2, 3))
+    lift_logits(q, kv, 0.05)
+    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13) + LIFT, length, out_gaps=(1, 2, 3))
 
 
 @pytest.mark.gpu
@@ -110,7 +111,9 @@ def test_lists_that_are_left_of_a_large_cache_are_sorted(hopper, rng, s_q, h_q):
     length = rng.integers(-1, 2103, s_q, dtype=np.int32)
     length[:3] = 0, 2048, 2100
     lists = entries(rng, (s_q, 1, 2100), live, s_kv)
-    check_prefill(hopper, queries(rng, s_q, h_q, 512), flat_rows(rng, s_kv, 512, live), lists, 0.05, None, length)
+    q, kv = queries(rng, s_q, h_q, 512), flat_rows(rng, s_kv, 512, live)
+    lift_logits(q, kv, 0.05)
+    check_prefill(hopper, q, kv, lists, 0.05, None, length)
 
 
 @pytest.mark.gpu
