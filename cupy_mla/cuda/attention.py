@@ -166,7 +166,9 @@ def _splits(chosen: str, place: Place, num_queries: int, h_q: int, rows: int, qu
         return few_heads_sm90.shape_of(place, h_q, num_queries, rows, None).splits
     if chosen == "sm90" and quantized:
         return sparse_decode_sm90.shape_of(place, h_q, num_queries, rows, None).splits
-    if chosen in ("sm90", "grouped"):
+    if chosen == "sm90":
+        return prefill_sm90.best_splits(place, h_q, num_queries, rows)
+    if chosen == "grouped":
         return 1
     heads = block_heads(h_q)
     slots = num_sms(place.device) * SHAPES[heads][2]
@@ -245,8 +247,6 @@ def sparse_decode(
         place.device, h_q, b * s_q, aligned and q.aligned(16), prefill=False, quantized=layout.quantized,
         flat=extra is None and _flat_rows(cache) and not batch_invariant,
     )  # fmt: skip
-    if chosen == "sm90" and not layout.quantized:
-        num_splits = 1  # the prefill kernel, which does not split
     call = _Call(
         place, layout, (b, s_q, h_q), main, second, aligned,
         q, q.strides[:3], out, out.strides[:3],
@@ -307,12 +307,15 @@ class _Call:
         b, s_q, self.h_q = batch
         self.place, self.layout, self.queries, self.family = place, layout, b * s_q, chosen
         self.batch_invariant = batch_invariant  # a decode's kernel goes by heads and layout alone
-        self.shape, merged = Shape(0, num_splits, 1), 0  # merged: bytes in which clusters merge
+        self.shape = Shape(1, num_splits, 1)
         if chosen == "few_heads" or (chosen == "sm90" and layout.quantized):
             kernels = few_heads_sm90 if chosen == "few_heads" else sparse_decode_sm90
             queries = 1 if batch_invariant else max(1, self.queries)
             self.shape = kernels.shape_of(place, self.h_q, queries, main.topk + extra.topk, num_splits)
-            merged = kernels.merge_bytes(self.shape, self.h_q, self.queries)
+        elif chosen == "sm90":
+            splits = min(num_splits, MAX_CLUSTER)
+            self.shape = Shape(prefill_sm90.HEADS, splits, splits)
+        merged = self.shape.merge_bytes(self.h_q, self.queries)  # bytes in which clusters merge
         num_splits = self.shape.parts
         cluster_parts = part_lse = part_max = part_out = 0
         rows = num_splits * self.queries * self.h_q if num_splits > 1 else 0
@@ -344,7 +347,7 @@ class _Call:
         elif self.family == "sm90" and layout.quantized:
             sparse_decode_sm90.launch(place, layout, shape, self.h_q, self.queries, uneven, self.params)
         elif self.family == "sm90":
-            prefill_sm90.launch(place, layout, self.h_q, self.queries, uneven, self.params)
+            prefill_sm90.launch(place, layout, shape, self.h_q, self.queries, uneven, self.params)
         else:
             heads = block_heads(self.h_q)
             blocks = self.queries * -(-self.h_q // heads)

@@ -16,7 +16,6 @@ from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
 from .lists import longest_first
 from .schedule import Shape, shapes
-from .sparse_decode_sm90 import PART_BYTES
 
 HEADS = (8, 16, 32)  # heads a block is built for
 TILE_ROWS = 64
@@ -80,12 +79,6 @@ def kernel(layout: Layout, heads: int) -> Kernel:
         max_cluster=MAX_CLUSTER,
         overlaps=True,
     )
-
-
-def merge_bytes(shape: Shape, h_q: int, num_queries: int) -> int:
-    """Global memory in which clusters merge, see cluster_merge.cuh."""
-    padded = -(-h_q // shape.heads) * shape.heads
-    return num_queries * shape.splits * padded * PART_BYTES if shape.cluster > 1 else 0
 
 
 @lru_cache(maxsize=4096)

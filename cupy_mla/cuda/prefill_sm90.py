@@ -16,7 +16,7 @@ from ..arrays import Array, Place
 from ..layouts import BF16_512, BF16_576, D_V, Layout
 from ..recording import Packed, Params
 from . import few_heads_sm90
-from .jit import Kernel, num_sms
+from .jit import MAX_CLUSTER, Kernel, num_sms
 from .lists import longest_first, sorted_by_place
 from .schedule import Shape
 
@@ -43,7 +43,7 @@ _GROUPS = "6Q5if"  # what struct GroupedParams has after Params
 
 @cache
 def kernel(layout: Layout, kind: str = "") -> Kernel:
-    """The kernel for rows of one width: of single queries, or of "GROUPED" ones."""
+    """The kernel for rows of one width: of single queries, "SPLIT" over clusters or not, or of "GROUPED" ones."""
     tile = TILE_ROWS * 2 * layout.d_qk
     p_tiles = 0 if layout.d_qk > D_V else 2 * TILE_ROWS * 128
     more = 4 * TILE_ROWS * 16 if kind == "GROUPED" else 0
@@ -52,11 +52,13 @@ def kernel(layout: Layout, kind: str = "") -> Kernel:
     return Kernel(
         "attention/sparse_prefill_sm90.cu",
         "sparse_prefill",
-        {**layout.defines(), "GROUPED": 0, "EXPECTED_SHARED_BYTES": shared} | ({kind: 1} if kind else {}),
+        {**layout.defines(), "GROUPED": 0, "SPLIT": 0, "EXPECTED_SHARED_BYTES": shared} | ({kind: 1} if kind else {}),
         threads=384,
         shared_bytes=shared,
         archs=("90a",),
         target="90a",
+        max_cluster=MAX_CLUSTER if kind == "SPLIT" else 1,
+        overlaps=kind == "SPLIT",
     )
 
 
@@ -75,7 +77,17 @@ def group_lists_kernel(queries: int) -> Kernel:
     )
 
 
-def launch(place: Place, layout: Layout, h_q: int, num_queries: int, uneven: bool, params: Packed) -> None:
+def best_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
+    """Splits of queries of up to `rows` rows that do not fill the GPU: as many as their clusters let run at a time."""
+    items, pairs = num_queries * -(-h_q // HEADS), -(-rows // (2 * TILE_ROWS))
+    at_once = kernel(BF16_576, "SPLIT").clusters_at_once(place.device)
+    fit = [n for n, clusters in enumerate(at_once, start=1) if items <= clusters and 2 * n <= pairs]
+    return max(fit, default=1)
+
+
+def launch(
+    place: Place, layout: Layout, shape: Shape, h_q: int, num_queries: int, uneven: bool, params: Packed
+) -> None:
     """Launch for single queries.
 
     Args:
@@ -83,6 +95,9 @@ def launch(place: Place, layout: Layout, h_q: int, num_queries: int, uneven: boo
         params: struct Params.
     """
     work, sms = num_queries * -(-h_q // HEADS), num_sms(place.device)
+    if shape.cluster > 1:
+        kernel(layout, "SPLIT").launch(place, (work * shape.cluster, 1, 1), params, shape.cluster)
+        return
     if uneven and work > sms:
         params, _order = longest_first(place, num_queries, params)
     kernel(layout).launch(place, (min(work, sms), 1, 1), params)
@@ -149,7 +164,7 @@ def launch_grouped(
         whole = Shape(few_heads_sm90.block_heads(h_q), 1, 1)
         few_heads_sm90.launch(place, layout, whole, h_q, num_queries, length is not None, params)
     else:
-        launch(place, layout, h_q, num_queries, length is not None, params)
+        launch(place, layout, Shape(HEADS, 1, 1), h_q, num_queries, length is not None, params)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -157,5 +172,5 @@ def kernels() -> Iterator[Kernel]:
     for queries in sorted({group_queries(h_q) for h_q in range(1, MOST_GROUPED_HEADS + 1)}):
         yield group_lists_kernel(queries)
     for layout in (BF16_576, BF16_512):
-        for kind in ("", "GROUPED"):
+        for kind in ("", "SPLIT", "GROUPED"):
             yield kernel(layout, kind)

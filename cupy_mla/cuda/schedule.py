@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..layouts import D_V
 from .jit import MAX_CLUSTER
+
+PART_BYTES = 4 * D_V + 16  # of a head, in what clusters merge; kernels_cu/attention/cluster_merge.cuh
 
 
 class Shape(NamedTuple):
@@ -20,6 +23,11 @@ class Shape(NamedTuple):
     def parts(self) -> int:
         """Splits that are left to combine.cu; 1: none."""
         return self.splits // self.cluster
+
+    def merge_bytes(self, h_q: int, num_queries: int) -> int:
+        """Global memory in which the clusters of a launch merge."""
+        padded = -(-h_q // self.heads) * self.heads
+        return num_queries * self.splits * padded * PART_BYTES if self.cluster > 1 else 0
 
 
 def shapes(heads: tuple[int, ...], tiles: int, most: int, splits: int | None = None) -> Iterator[Shape]:

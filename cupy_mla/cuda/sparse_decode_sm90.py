@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 
 from ..arrays import Place
-from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, V32_FP8, Layout
 from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
 from .schedule import Shape, shapes
 
 HEADS = (32, 64)  # heads a block is built for
 TILE_ROWS, UNIT_ROWS = 64, 16
-PART_BYTES = 4 * D_V + 16  # of a head, in what blocks merge; kernels_cu/attention/cluster_merge.cuh
 
 # Microseconds on an H200, by the heads a block, fitted to 2048 rows, batch 1 to 64; of two numbers the second is added
 # in proportion as blocks fill the GPU. A block besides its rows (Q, first rows, results), a pair of tiles, a cluster's
@@ -77,12 +76,6 @@ def kernels() -> Iterator[Kernel]:
             for heads in HEADS:
                 for merges in (False, True):
                     yield kernel(layout, heads, merges)
-
-
-def merge_bytes(shape: Shape, h_q: int, num_queries: int) -> int:
-    """Global memory in which clusters merge, see cluster_merge.cuh."""
-    padded = -(-h_q // shape.heads) * shape.heads
-    return num_queries * shape.splits * padded * PART_BYTES if shape.cluster > 1 else 0
 
 
 @lru_cache(maxsize=4096)

@@ -25,7 +25,7 @@ __device__ __forceinline__ float load_in_order(const float* from) {
 extern "C" __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ Params p) {
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    const Query q = query_of(p, blockIdx.x);
+    const Query q = query_at_once(p, blockIdx.x);
     const int head = blockIdx.y;
     const int64_t first = int64_t(q.index) * p.h_q + head, step = int64_t(p.num_queries) * p.h_q;
     const float* lses = p.part_lse + first;

@@ -34,7 +34,9 @@ struct Query {
     int index, b, s;
 };
 
-__device__ __forceinline__ Query query_of(const Params& p, int index) {
-    if (p.s_q == 1) return {index, index, 0};  // divisions take long where a kernel has little to do
-    return {index, index / p.s_q, index % p.s_q};
+__device__ __forceinline__ Query query_of(const Params& p, int index) { return {index, index / p.s_q, index % p.s_q}; }
+
+// The same for kernels with so little to do that a division counts, and registers for a branch.
+__device__ __forceinline__ Query query_at_once(const Params& p, int index) {
+    return p.s_q == 1 ? Query{index, index, 0} : query_of(p, index);
 }

@@ -108,7 +108,7 @@ struct Work {
 
 __device__ __forceinline__ Work find_work(const Params& p, int query, int head_tile, uint32_t split, uint32_t splits) {
     Work w;
-    w.query = query_of(p, query);
+    w.query = query_at_once(p, query);
     w.first_head = head_tile * HEADS;
     w.split = split;
     w.main_length = list_length(p.main, w.query.b);

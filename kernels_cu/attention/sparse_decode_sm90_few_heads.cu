@@ -111,7 +111,7 @@ struct Work {
 
 __device__ __forceinline__ Work find_work(const Params& p, int query, int head_tile, uint32_t rank, uint32_t ranks) {
     Work w;
-    w.query = query_of(p, query);
+    w.query = query_at_once(p, query);
     w.first_head = head_tile * HEADS;
     w.main_length = list_length(p.main, w.query.b);
     w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);

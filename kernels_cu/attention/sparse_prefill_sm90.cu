@@ -26,6 +26,8 @@
 // a logit passes it by 2^REF_SLACK, and is published with P_w. Who multiplies P_w brings its accumulators, or P_w, to
 // the higher of the two references. That happens in the first tiles and then hardly ever, and needs no waiting.
 //
+// SPLIT: the blocks of a cluster share the rows of a query and head tile, and merge what they found (cluster_merge.cuh).
+//
 // GROUPED: the 64 heads are those of several neighbouring queries, the rows the union of their lists (group_lists.cu). One
 // more step of Q . K adds -2^120 where a line's query does not list a row, so softmax is as above but for rows that count
 // twice. Rows that one query lists meet the P of others, which is 0 there; a row that is not finite would reach them all
@@ -42,6 +44,7 @@
 #include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/wgmma.cuh"
@@ -50,6 +53,7 @@
 #include "tile/quad.cuh"
 
 constexpr int HEADS = 64, TILE_ROWS = 64;
+#include "attention/cluster_merge.cuh"
 constexpr int BLOCKS = D_QK / 64;              // column blocks of 64 values: 64 lines of 128 bytes, swizzled
 constexpr int BLOCK_BYTES = TILE_ROWS * 128;
 constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
@@ -93,14 +97,22 @@ __device__ __forceinline__ uint32_t p_address(int tile) {
     return P_OVER_ROPE ? tile_address(tile) + 8 * BLOCK_BYTES : shared_address(shared) + P_AT + tile * BLOCK_BYTES;
 }
 
-// A piece of work: a query and a head tile, or a group.
+// A piece of work: a query and a head tile, or (SPLIT) a part of its list, or a group.
 struct Work {
     Query query;
     int head_tile, length, pairs;  // entries of the list, pairs of tiles
     int number;                    // of a group, which has no query of its own
+    int first;                     // SPLIT: of the entries
 };
 
 __device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS); }
+
+// gridDim.x, read where it is wanted: the compiler would keep it in a register all through the loop.
+__device__ __forceinline__ int num_blocks() {
+    int blocks;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+    return blocks;
+}
 
 // What one of the 64 rows of Q, S and O is for.
 struct Line {
@@ -118,7 +130,7 @@ __device__ __forceinline__ int find_piece(const Arguments& p, int piece, int) { 
 __device__ __forceinline__ int length_of(const Arguments& p, int index, int) { return p.group_lengths[index]; }
 
 __device__ __forceinline__ Work work_of(const Arguments& p, int index, int, int length) {
-    return {{}, 0, length, num_pairs(length), index};
+    return {{}, 0, length, num_pairs(length), index, 0};
 }
 
 __device__ __forceinline__ const int32_t* list_of(const Arguments& p, const Work& w) {
@@ -137,6 +149,27 @@ __device__ __forceinline__ int query_of_line(const Arguments& p, int row) { retu
 #else
 using Arguments = Params;
 
+#if SPLIT
+// A cluster has one piece of a query's head tiles, and its blocks have neighbouring pairs of tiles each.
+__device__ __forceinline__ int num_pieces(const Arguments&, int) { return num_blocks(); }
+
+__device__ __forceinline__ int find_piece(const Arguments&, int piece, int) { return piece; }
+
+__device__ __forceinline__ int first_entry(const Arguments& p, int index, int head_tiles, int rank) {
+    const int blocks = cluster_size(), length = list_length(p.main, query_of(p, index / blocks / head_tiles).b);
+    return min(num_pairs(length) * rank / blocks * 2 * TILE_ROWS, length);
+}
+
+__device__ __forceinline__ int length_of(const Arguments& p, int index, int head_tiles) {
+    const int rank = cluster_rank();
+    return first_entry(p, index, head_tiles, rank + 1) - first_entry(p, index, head_tiles, rank);
+}
+
+__device__ __forceinline__ Work work_of(const Arguments& p, int index, int head_tiles, int length) {
+    const int item = index / cluster_size(), first = first_entry(p, index, head_tiles, cluster_rank());
+    return {query_of(p, item / head_tiles), item % head_tiles, length, num_pairs(length), index, first};
+}
+#else
 __device__ __forceinline__ int num_pieces(const Arguments& p, int head_tiles) { return p.num_queries * head_tiles; }
 
 __device__ __forceinline__ int find_piece(const Arguments& p, int piece, int head_tiles) { return find_tile(p, piece, head_tiles); }
@@ -146,11 +179,12 @@ __device__ __forceinline__ int length_of(const Arguments& p, int index, int head
 }
 
 __device__ __forceinline__ Work work_of(const Arguments& p, int index, int head_tiles, int length) {
-    return {query_of(p, index / head_tiles), index % head_tiles, length, num_pairs(length), index};
+    return {query_of(p, index / head_tiles), index % head_tiles, length, num_pairs(length), index, 0};
 }
+#endif
 
 __device__ __forceinline__ const int32_t* list_of(const Arguments& p, const Work& w) {
-    return p.main.indices + w.query.b * p.main.index_stride_b + w.query.s * p.main.index_stride_s;
+    return p.main.indices + w.query.b * p.main.index_stride_b + w.query.s * p.main.index_stride_s + w.first;
 }
 
 __device__ __forceinline__ Line line_at(const Arguments& p, const Work& w, int head) {
@@ -162,13 +196,6 @@ __device__ __forceinline__ Line line_at(const Arguments& p, const Work& w, int h
 constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE && region != tile; }
 // The region that warpgroup `tile` empties speaks for the validity bytes too, which that warpgroup reads.
 constexpr __device__ bool has_validity(int tile, int region) { return region == tile; }
-
-// gridDim.x, read where it is wanted: the compiler would keep it in a register all through the loop.
-__device__ __forceinline__ int num_blocks() {
-    int blocks;
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-    return blocks;
-}
 
 __device__ __forceinline__ int num_head_tiles(const Arguments& p) { return (p.h_q + HEADS - 1) / HEADS; }
 
@@ -592,6 +619,45 @@ __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     if (lane == 0) mbarrier_arrive(shared_address(&barrier));
 }
 
+#if SPLIT
+// What this block found goes to the cluster's parts, and a share of what all found to the results.
+template <int W>
+__device__ __forceinline__ void merge(
+    const Arguments& p, const Work& w, int warp, int lane, const float (&sum)[2], const float (&max)[2], const Softmax& state, const float (&o)[128]) {
+    const Parts parts(p, w.query.index, w.head_tile, num_head_tiles(p));
+    const int thread = 128 * W + 32 * warp + lane;
+    // Unit 512 j + 256 i + thread: of head i columns 2 t and 2 t + 1 of the eights 2 j and 2 j + 1.
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float *first = &o[8 * j + 2 * i], *second = first + 4;
+            parts.write(512 * j + 256 * i + thread, make_float4(first[0], first[1], second[0], second[1]));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (W == 0 && lane % 4 == 0) parts.write_statistics(16 * warp + lane / 4 + 8 * i, state.ref[i], sum[i], max[i]);
+    }
+    cluster_sync();
+    auto head_of = [](int unit) { return unit % 128 / 32 * 16 + unit % 32 / 4 + unit / 256 % 2 * 8; };
+    auto finish_head = [&](int local, bool write, float ref, float total, float largest) {
+        const int head = w.head_tile * HEADS + local;
+        if (head >= p.h_q) return 0.0f;
+        const HeadResult result = {largest, total == 0.0f ? -INF : ref + log2_approx(total)};
+        if (write) write_statistics(p, w.query, head, result);
+        return total == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / total;
+    };
+    auto sync = [] { named_barrier_sync(3, 256); };
+    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, finish_head, sync, [&](int unit, int local, float4 v) {  // over Q
+        const int head = w.head_tile * HEADS + local, column = unit % 256 / 128 * 256 + unit / 512 * 16 + unit % 4 * 2;
+        if (head >= p.h_q) return;
+        write_output(p, w.query, head, column, v.x, v.y);
+        write_output(p, w.query, head, column + 8, v.z, v.w);
+    });
+}
+#endif
+
 // The results of one piece of work: this warpgroup's half of the columns.
 template <int W>
 __device__ __forceinline__ void finish(
@@ -608,6 +674,17 @@ __device__ __forceinline__ void finish(
         }
     }
     named_barrier_sync(3, 256);
+#if SPLIT
+    float sums[2], maxima[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = 16 * warp + g + 8 * i;
+        sums[i] = sm.sum[turn][0][row] + sm.sum[turn][1][row];
+        maxima[i] = fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]);
+    }
+    merge<W>(p, w, warp, lane, sums, maxima, state, o);
+    return;
+#endif
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = 16 * warp + g + 8 * i;
@@ -725,10 +802,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
     fence_proxy_async();
 #endif
     __syncthreads();
+#if SPLIT
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
+#endif
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         give_registers<40>();
         copy_all(p);
+#if SPLIT
+        cluster_sync();  // barriers of the cluster count every thread
+#endif
     } else {
         take_registers<232>();
         if (warpgroup == 0) {

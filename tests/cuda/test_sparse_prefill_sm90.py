@@ -87,8 +87,19 @@ def test_agrees_with_the_portable_kernel_and_with_itself(hopper, rng, monkeypatc
 
 @pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize(("b", "s_q", "h_q", "block_size"), [(3, 2, 64, 64), (100, 1, 33, 2), (2, 1, 128, 61)])
-def test_decode_of_flat_caches(hopper, rng, fmt, b, s_q, h_q, block_size):
-    """Blocks without a gap between them: the cache is one array of rows. Splits asked for are not made."""
-    main = paged(rng, fmt, b, s_q, 150, block_size, lengths=True)
+@pytest.mark.parametrize("num_splits", [None, 1, 2, 3, 7, 17])
+def test_decode_of_flat_caches(hopper, rng, fmt, b, s_q, h_q, block_size, num_splits):
+    """Blocks without a gap between them: the cache is one array of rows. Some splits have none."""
+    main = paged(rng, fmt, b, s_q, 500, block_size, lengths=True)
     q = queries(rng, b, s_q, h_q, fmt.d_qk)
-    check_decode(hopper, fmt, q, main, sink=sinks(rng, h_q), num_splits=3, out_gaps=(0, 1, 2, 3))
+    check_decode(hopper, fmt, q, main, sink=sinks(rng, h_q), num_splits=num_splits, out_gaps=(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize(("s_q", "h_q"), [(1, 64), (30, 100)])
+def test_prefill_of_few_queries_is_split(hopper, rng, d_qk, s_q, h_q):
+    """Clusters share a query's rows, and merge the largest logits, too."""
+    q, kv, indices = prefill_inputs(rng, s_q, h_q, d_qk, 700, 600)
+    results = [check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, h_q)) for _ in range(2)]
+    for a, b in zip(*results, strict=True):
+        assert a.tobytes() == b.tobytes()
