@@ -5,7 +5,8 @@ compute-sanitizer --tool memcheck python benchmarks/small_cases.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 import cupy
 import ml_dtypes
@@ -193,6 +194,14 @@ def v4_cases(rng: np.random.Generator) -> None:
         compare(f"gather V4 {block_size}", gpu_out.view(cupy.uint8), out.view(np.uint8))
 
 
+def families(*names: str) -> Iterator[str]:
+    """Each of the kernels in turn that can serve a call, chosen by CUPY_MLA_KERNELS; but for Hopper that is one."""
+    for name in names if cupy.cuda.Device().compute_capability == "90" else ("portable",):
+        os.environ["CUPY_MLA_KERNELS"] = name
+        yield name
+    del os.environ["CUPY_MLA_KERNELS"]
+
+
 def attention_cases(rng: np.random.Generator) -> None:
     for h in (7, 32, 70):
         q = (10 * rng.standard_normal((3, h, 576))).astype(BF16)
@@ -201,9 +210,10 @@ def attention_cases(rng: np.random.Generator) -> None:
         sink, length = rng.standard_normal(h).astype(np.float32), np.array([0, 33, 65], np.int32)
         expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04, attn_sink=sink, topk_length=length)
         gpu = on_gpu(q, kv, indices, sink, length)
-        result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
-        for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
-            compare(f"prefill h {h} {name}", ours, reference)
+        for family in families("few_heads", "sm90", *["grouped"] * (h <= 32), "portable"):
+            result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
+            for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
+                compare(f"prefill h {h} {family} {name}", ours, reference)
     for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576):
         cache, gpu_cache = packed(rng, layout, 3, 61)
         extra, gpu_extra = packed(rng, layout, 20, 2)
@@ -213,12 +223,19 @@ def attention_cases(rng: np.random.Generator) -> None:
             extra_indices = rng.integers(-5, 45, (2, 2, 33), dtype=np.int32)
             gpu_q, gpu_i, gpu_e = on_gpu(q, indices, extra_indices)
             expected = cupy_mla.sparse_decode(q, cache, indices, extra_k_cache=extra, extra_indices=extra_indices)
-            for splits in (1, 3):
-                result = cupy_mla.sparse_decode(
-                    gpu_q, gpu_cache, gpu_i, extra_k_cache=gpu_extra, extra_indices=gpu_e, num_splits=splits
-                )
-                for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-                    compare(f"decode {layout.name} h {h} splits {splits} {name}", ours, reference)
+            for family in families("few_heads", *["sm90"] * layout.quantized, "portable"):
+                for splits in (1, 3):
+                    result = cupy_mla.sparse_decode(
+                        gpu_q, gpu_cache, gpu_i, extra_k_cache=gpu_extra, extra_indices=gpu_e, num_splits=splits
+                    )
+                    for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
+                        compare(f"decode {layout.name} h {h} {family} splits {splits} {name}", ours, reference)
+            if not layout.quantized:  # without a second cache: the prefill kernel
+                expected = cupy_mla.sparse_decode(q, cache, indices)
+                for _ in families("sm90"):
+                    result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, num_splits=2)
+                    for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
+                        compare(f"decode {layout.name} h {h} flat {name}", ours, reference)
 
 
 def main() -> None:
