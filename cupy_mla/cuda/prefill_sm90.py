@@ -80,6 +80,8 @@ def group_lists_kernel(queries: int) -> Kernel:
 def best_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
     """Splits of queries of up to `rows` rows that do not fill the GPU: as many as their clusters let run at a time."""
     items, pairs = num_queries * -(-h_q // HEADS), -(-rows // (2 * TILE_ROWS))
+    if 2 * items > num_sms(place.device):
+        return 1
     at_once = kernel(BF16_576, "SPLIT").clusters_at_once(place.device)
     fit = [n for n, clusters in enumerate(at_once, start=1) if items <= clusters and 2 * n <= pairs]
     return max(fit, default=1)

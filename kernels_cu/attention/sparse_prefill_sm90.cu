@@ -683,8 +683,7 @@ __device__ __forceinline__ void finish(
         maxima[i] = fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]);
     }
     merge<W>(p, w, warp, lane, sums, maxima, state, o);
-    return;
-#endif
+#else
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = 16 * warp + g + 8 * i;
@@ -709,6 +708,7 @@ __device__ __forceinline__ void finish(
         }
         if (W == 0 && t == 0 && here) write_statistics(p, line.query, line.head, result);
     }
+#endif
 #if GROUPED
     // A row that is not finite reached all queries of the group, named by them or not: they are left after all.
     float probe = 0.0f;
