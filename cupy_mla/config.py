@@ -43,7 +43,7 @@ class SparseMLAConfig:
     num_speculative_tokens: int = 0
     compress_ratio: int = 1
     window: int = 128
-    mixed_below_heads: int = 32
+    mixed_below_heads: int = 64
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_heads <= 128:
