@@ -54,7 +54,11 @@ def measure(record: Record, case: str, sets: list[Set], tiles: int) -> None:
                 continue
             take(shape)
             (time,) = time_side_by_side(calls(sets, splits))
-            row = {"case": f"{case} {'/'.join(map(str, shape))}", "us": round(time, 1), "chosen": tuple(shape) == chosen}
+            row = {
+                "case": f"{case} {'/'.join(map(str, shape))}",
+                "us": round(time, 1),
+                "chosen": tuple(shape) == chosen,
+            }
             record.add_row(row, f"{time:9.1f} {'chosen' if tuple(shape) == chosen else ''}")
     take(None)
 
