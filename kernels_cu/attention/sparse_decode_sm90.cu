@@ -72,7 +72,7 @@ struct alignas(16) Small {
     float scale[HEADS];                    // at the end: of O^T
     float rope_ratio[2][TILE_ROWS];        // V4_FP8: 1 / r; rows as store_ratios places them
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
-    uint64_t q_full;                       // mbarrier: Q's bulk copies
+    uint64_t q_full, q_free;               // mbarriers: Q's bulk copies; its last product is done (8 warps)
     float q_max[8];
     uint32_t raised[2];
     uint32_t valid[UNITS];                 // a bit a row
@@ -226,14 +226,16 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_bf16x2(max_bf16x2(abs_bf16x2(q.x), abs_bf16x2(q.y)), max_bf16x2(abs_bf16x2(q.z), abs_bf16x2(q.w)));
 }
 
-// Q as it is comes by bulk copies, [head][D_QK], to where it will be in the order of multiply_qk.
-__device__ __forceinline__ void fetch_q(const Params& p, const Work& w) {
+// Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
+// the block's piece of work before this one has done with its own.
+__device__ __forceinline__ void fetch_q(const Params& p, const Work& w, int lane) {
+    if (w.turn > 0) mbarrier_wait(shared_address(&small().q_free), (w.turn - 1) & 1);
     const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
     const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
     const int heads = min(HEADS, p.h_q - w.first_head), each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of a copy
-    if (threadIdx.x == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
+    if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
     __syncwarp();
-    for (int head = threadIdx.x * each; head < heads; head += 32 * each)
+    for (int head = lane * each; head < heads; head += 32 * each)
         copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
@@ -242,7 +244,6 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
     const int warp = 4 * r.group + r.warp, j = r.lane % 8;
     auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
-    if (warp == 0) fetch_q(p, w);
     mbarrier_wait(shared_address(&small().q_full), w.turn & 1);
     const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
     Vec16 pieces[ROUNDS];
@@ -814,23 +815,29 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
     }
     bf16* results = p.out + w.query.b * p.out_b + w.query.s * p.out_s + w.first_head * p.out_h;
     if (p.flags & WIDE_OUT) {
-        // Over Q and P, [head][column], and from there whole lines. LINE spreads the heads of a warp over all banks.
-        constexpr int LINE = 2 * D_V + 16;
-        static_assert(HEADS * LINE <= RING_AT, "");
-        const uint32_t lines = shared_address(shared);
+        // Eight heads at a time over P, [head][column], and from there whole lines. Pieces of 32 bytes change places from one
+        // pair of heads to the next, so that a warp's stores hit all banks.
+        constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
+        static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
+        for (int j = 0; j < HEADS / 8; ++j) {
+            const uint32_t lines = shared_address(shared) + P_AT + j % BUFFERS * 8 * LINE;
 #pragma unroll
-            for (int v = 0; v < 4; ++v)
-                store_shared_4(lines + r.head(c) * LINE + 2 * (first + 64 * v + 2 * r.g), pack_bf16x2(out.o[v][element(0, c)], out.o[v][element(1, c)]));
+            for (int k = 0; k < 2; ++k) {
+#pragma unroll
+                for (int v = 0; v < 4; ++v)
+                    store_shared_4(lines + (2 * r.t + k) * LINE + (2 * (first + 64 * v + 2 * r.g) ^ r.t << 5),
+                                   pack_bf16x2(out.o[v][element(0, 2 * j + k)], out.o[v][element(1, 2 * j + k)]));
+            }
+            named_barrier_sync(5, 2 * WARPGROUP);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int head = threadIdx.x / 64 + 4 * i, column = threadIdx.x % 64 * 8;
+                const Vec16 chunk = load_shared_16(lines + head * LINE + (2 * column ^ head / 2 << 5));
+                if (w.first_head + 8 * j + head < p.h_q) store_chunk(results + (8 * j + head) * p.out_h + column, chunk, true);
+            }
+            if (BUFFERS == 1) named_barrier_sync(5, 2 * WARPGROUP);
         }
-        named_barrier_sync(5, 2 * WARPGROUP);
-        const int heads = min(HEADS, p.h_q - w.first_head), column = threadIdx.x % 64 * 8;
-#pragma unroll 4
-        for (int head = threadIdx.x / 64; head < heads; head += 2 * WARPGROUP / 64)
-            store_chunk(results + head * p.out_h + column, load_shared_16(lines + head * LINE + 2 * column), true);
-        fence_proxy_async();  // the next Q comes to the same place by bulk copies
-        named_barrier_sync(5, 2 * WARPGROUP);
     } else {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
@@ -844,6 +851,11 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
 }
 
 // --- a piece of work ------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void let_go_of_q(const Role& r) {
+    __syncwarp();
+    if (r.lane == 0) mbarrier_arrive(shared_address(&small().q_free));
+}
 
 // Tile after tile: this warpgroup's next S before the product with the tile, the softmax of it after.
 __device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r) {
@@ -860,6 +872,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
     }
     out.sum[0] = out.sum[1] = 0.0f;
 
+    if (w.pairs == 0) let_go_of_q(r);
     const int other = 1 - r.group;
     auto multiply_other = [&](uint32_t unit) {
         named_barrier_sync(1 + other, 2 * WARPGROUP);
@@ -870,6 +883,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
     for (int pair = 0; pair < w.pairs; ++pair, unit += 8) {
         float s[HEADS / 2], sums[COLUMNS];
         const RowScales scales = multiply_qk(r, unit, logit_scale, s);
+        if (pair + 1 == w.pairs) let_go_of_q(r);
         if (pair > 0 || r.group == 1) multiply_other(unit - 4);
         const bool raised = softmax_tile(r, logit_scale, scales, s, sums);
         multiply_pv(r, unit, r.group, raised, out, [&] { add_rows(r, sums, out.sum); });
@@ -892,7 +906,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
             mbarrier_init(shared_address(&sm.full[unit]), 33);
             mbarrier_init(shared_address(&sm.empty[unit]), 8);
         }
-        if (threadIdx.x == 0) mbarrier_init(shared_address(&sm.q_full), 1);
+        if (threadIdx.x == 0) {
+            mbarrier_init(shared_address(&sm.q_full), 1);
+            mbarrier_init(shared_address(&sm.q_free), 8);
+        }
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -900,7 +917,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
     let_next_kernel_start();
     if (threadIdx.x >= 2 * WARPGROUP) {
         give_registers<40>();
-        for_each_work(p, [&](const Work& w) { copy_rows(p, w, threadIdx.x / 32 % 4, threadIdx.x % 32); });
+        for_each_work(p, [&](const Work& w) {
+            const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+            if (warp == 0) fetch_q(p, w, lane);
+            copy_rows(p, w, warp, lane);
+        });
         if constexpr (MERGES) cluster_sync();  // barriers of the cluster count every thread
     } else {
         take_registers<232>();
