@@ -53,6 +53,7 @@
 #include "tile/quad.cuh"
 
 constexpr int HEADS = 64, TILE_ROWS = 64;
+// Asks for HEADS.
 #include "attention/cluster_merge.cuh"
 constexpr int BLOCKS = D_QK / 64;              // column blocks of 64 values: 64 lines of 128 bytes, swizzled
 constexpr int BLOCK_BYTES = TILE_ROWS * 128;
