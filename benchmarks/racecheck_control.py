@@ -3,8 +3,8 @@
 compute-sanitizer --tool racecheck python benchmarks/racecheck_control.py
 
 `named`: 256 of 384 threads write, meet at a named barrier, and read. `ring`: a warpgroup copies into a ring of two
-slots by cp.async, two others read; full and empty mbarriers stand between, as in the Hopper kernels. Both check what was
-read. If racecheck reports the second, what it reports of such rings says nothing.
+slots by cp.async, two others read; full and empty mbarriers stand between, as in the Hopper kernels. Both check what
+was read. If racecheck reports the second, what it reports of such rings says nothing.
 """
 
 from __future__ import annotations
