@@ -750,22 +750,50 @@ __device__ __forceinline__ void finish_sums(const Params& p, const Work& w, cons
     named_barrier_sync(5, 2 * WARPGROUP);
 }
 
-// What this block found goes to the cluster's parts, and a share of what all found to the results.
+// 2^(14 - exponent of `largest`): brings it to just below what f16 holds.
+__device__ __forceinline__ float to_f16_range(float largest) {
+    const int exponent = 268 - int(__float_as_uint(largest) >> 23);
+    return __uint_as_float(uint32_t(max(1, min(exponent, 253))) << 23);
+}
+
+// What this block found goes to the cluster's parts, as f16 times a power of two a head, and a share of what all found to the
+// results.
 __device__ __forceinline__ void merge_results(const Params& p, const Work& w, const Role& r, const Output& out) {
-    const Parts parts(p, w.query.index, blockIdx.y, gridDim.y);
-    // Unit 512 c + 256 i + thread: of head c the columns 2 g and 2 g + 1 of 16, of blocks 2 i and 2 i + 1.
+    Small& sm = small();
+    const Parts<8> parts(p, w.query.index, blockIdx.y, gridDim.y);
+    // Over Q, which nobody reads any more: weights, and behind them the largest |O| of a warp's columns, [warp][head].
+    float *weights = reinterpret_cast<float*>(shared), *largest = weights + Parts<8>::MAX_BLOCKS * HEADS;
+    static_assert((Parts<8>::MAX_BLOCKS + 8) * HEADS * 4 <= P_AT, "");
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
+        float top = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float(&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
-            parts.write(512 * c + 256 * i + threadIdx.x, make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]));
-        }
+        for (int v = 0; v < 4; ++v) top = fmaxf(top, fmaxf(fabsf(out.o[v][element(0, c)]), fabsf(out.o[v][element(1, c)])));
+        top = rows_max(top);
+        if (r.g == 0) largest[(4 * r.group + r.warp) * HEADS + r.head(c)] = top;
     }
     gather_sums(r, out);
-    if (threadIdx.x < HEADS) parts.write_statistics(threadIdx.x, small().ref[threadIdx.x], sum_of(threadIdx.x), 0.0f);
+    if (threadIdx.x < HEADS) {
+        float top = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) top = fmaxf(top, largest[i * HEADS + threadIdx.x]);
+        const float up = to_f16_range(top);
+        sm.scale[threadIdx.x] = up;
+        parts.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
+    }
+    named_barrier_sync(5, 2 * WARPGROUP);
+    // Unit 256 c + thread: of head c the columns 2 g and 2 g + 1 of 16, of four blocks.
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float up = sm.scale[r.head(c)];
+        float words[4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+            words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, c)] * up, out.o[v][element(1, c)] * up));
+        parts.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
+    }
     cluster_sync();
-    auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
+    auto head_of = [](int unit) { return unit / 256 / 2 * 8 + unit % 4 * 2 + unit / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
         const int head = w.first_head + local;
         if (head >= p.h_q) return 0.0f;
@@ -774,12 +802,12 @@ __device__ __forceinline__ void merge_results(const Params& p, const Work& w, co
         return sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
     };
     auto sync = [] { named_barrier_sync(5, 2 * WARPGROUP); };
-    parts.merge<2 * WARPGROUP>(reinterpret_cast<float*>(shared), head_of, finish, sync, [&](int unit, int local, float4 v) {
+    parts.merge<2 * WARPGROUP>(weights, head_of, finish, sync, [&](int unit, int local, const float (&v)[8]) {
         const int head = w.first_head + local, thread = unit % 256;
-        const int column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2 + unit / 256 % 2 * 128;
+        const int column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
         if (head >= p.h_q) return;
-        write_output(p, w.query, head, column, v.x, v.y);
-        write_output(p, w.query, head, column + 64, v.z, v.w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) write_output(p, w.query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
     });
 }
 
