@@ -9,6 +9,14 @@
 #include "ptx/cluster.cuh"
 #include "tile/finish.cuh"
 
+// A head's lse and the like where it has results, if `write`. Returns what its O is multiplied with in the end.
+__device__ __forceinline__ float finish_merged_head(const Params& p, Query query, int head, bool write, float ref, float sum, float max) {
+    if (head >= p.h_q) return 0.0f;
+    const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+    if (write) write_statistics(p, query, head, result);
+    return sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+}
+
 // Parts of a cluster that works on HEADS heads (a constant of the kernel) of a query.
 struct Parts {
     static constexpr int MAX_BLOCKS = 16;
