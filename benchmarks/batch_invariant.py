@@ -38,13 +38,7 @@ def main() -> None:
             sets = decode_sets(h, b, 1, cache, TOPK, slots=b * TOKENS)
             both = calls(sets, True), calls(sets, False)
             error = record.compare(case, both[0][0]()[0], both[1][0]()[0])
-            invariant, default = time_side_by_side(*both)
-            ratio = default / invariant
-            record.add_row(
-                {"case": case, "invariant_us": round(invariant, 1), "default_us": round(default, 1),
-                 "ratio": round(ratio, 3), "max_abs_err": error},
-                f"{invariant:9.1f} {default:9.1f} {ratio:9.2f} {error:9.1e}",
-            )  # fmt: skip
+            record.add_ways(case, dict(zip(("invariant", "default"), time_side_by_side(*both), strict=True)), error)
     print(record.write())
 
 

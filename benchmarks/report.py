@@ -90,22 +90,25 @@ def readme() -> str:
     return "\n\n".join(parts)
 
 
+def ways(record: str, heading: str, first: str, second: str, digits: int) -> str:
+    """The rows of a record of two ways: their times, and the second's over the first's."""
+    rows = [
+        [row["case"], f"{row[first]:.{digits}f}", f"{row[second]:.{digits}f}", f"{row['ratio']:.2f}"]
+        for row in load(record)["rows"]
+    ]
+    return table(heading, rows)
+
+
 def thresholds() -> str:
     """Each kind of batch under both modes of the FP8 backend."""
-    rows = [
-        [row["case"], f"{row['mixed_us']:.0f}", f"{row['separate_us']:.0f}", f"{row['ratio']:.2f}"]
-        for row in load("thresholds")["rows"]
-    ]
-    return table("batch | mixed, µs | separate, µs | separate / mixed", rows)
+    heading = "batch | mixed, µs | separate, µs | separate / mixed"
+    return ways("thresholds", heading, "mixed_us", "separate_us", 0)
 
 
 def batch_invariant() -> str:
     """What `batch_invariant=True` costs."""
-    rows = [
-        [row["case"], f"{row['invariant_us']:.1f}", f"{row['default_us']:.1f}", f"{row['ratio']:.2f}"]
-        for row in load("batch_invariant")["rows"]
-    ]
-    return table("decode | batch_invariant, µs | by default, µs | default / batch_invariant", rows)
+    heading = "decode | batch_invariant, µs | by default, µs | default / batch_invariant"
+    return ways("batch_invariant", heading, "invariant_us", "default_us", 1)
 
 
 def all_rows() -> str:

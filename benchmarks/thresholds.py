@@ -70,13 +70,7 @@ def measure(record: Record, heads: int, kind: str, cache: torch.Tensor, workspac
         calls.append([lambda q=q, topk=t, i=impl, m=metadata: i.forward_mqa(q, cache, m, topk) for q, t in sets])
         outputs.append(calls[-1][0]())
     error = record.compare(case, *outputs)
-    mixed, separate = time_side_by_side(*calls)
-    ratio = separate / mixed
-    record.add_row(
-        {"case": case, "mixed_us": round(mixed, 1), "separate_us": round(separate, 1), "ratio": round(ratio, 3),
-         "max_abs_err": error},
-        f"{mixed:9.1f} {separate:9.1f} {ratio:9.2f} {error:9.1e}",
-    )  # fmt: skip
+    record.add_ways(case, dict(zip(MODES, time_side_by_side(*calls), strict=True)), error)
 
 
 def main() -> None:

@@ -227,6 +227,18 @@ def check_prefill(
     return tuple(got)
 
 
+def check_unequal_prefill(
+    kind: NumPy, rng: np.random.Generator, s_q: int, h_q: int, d_qk: int, nothing: slice = slice(0)
+) -> None:
+    """Lists of all lengths (none for the queries `nothing`), sinks, and strides of q, kv and out."""
+    q, kv, indices = prefill_inputs(rng, s_q, h_q, d_qk, 300, 200, q_gap=8, kv_gap=8)
+    length = rng.integers(-1, 203, s_q, dtype=np.int32)
+    length[:2] = 0, 200
+    length[nothing] = 0
+    lift_logits(q, kv, 0.05)
+    check_prefill(kind, q, kv, indices, 0.05, sinks(rng, h_q) + LIFT, length, out_gaps=(1, 2, 3))
+
+
 def run_decode(
     kind: NumPy,
     q: np.ndarray,
@@ -302,3 +314,14 @@ def check_decode(
     oracle.assert_close(got[0], want[0], "decode out")
     oracle.assert_close(got[1], want[1], "decode lse")
     return got
+
+
+def check_nan_of_a_named_row(kind: NumPy, fmt: oracle.Format, q: np.ndarray, main: Paged, num_splits: int) -> None:
+    """Request 1 of three names a row of NaN: its results are NaN, and the others' what they would be."""
+    out, lse = run_decode(kind, q, main, num_splits=num_splits)
+    assert np.isnan(out[1].astype(np.float32)).all()
+    assert np.isnan(lse[1]).all()
+    rest = Paged(main.cache, main.indices[::2])
+    want = decode_oracle(fmt, q[::2], rest)
+    oracle.assert_close(out[::2], want[0], "decode out")
+    oracle.assert_close(lse[::2], want[1], "decode lse")

@@ -15,7 +15,7 @@ from ..layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
 from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
 from .lists import longest_first
-from .schedule import Shape, shapes
+from .schedule import Shape, cheapest
 
 HEADS = (8, 16, 32)  # heads a block is built for
 TILE_ROWS = 64
@@ -83,31 +83,18 @@ def kernel(layout: Layout, heads: int) -> Kernel:
 
 @lru_cache(maxsize=4096)
 def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> Shape:
-    """The shape with the least estimated time.
+    """`schedule.cheapest` by this kernel's times."""
 
-    Args:
-        tiles: tiles of the longest query.
-        at_once: clusters of 1, 2, ... MAX_CLUSTER blocks that the GPU runs at a time.
-        splits: parts that each query's tiles are split into; None: to be chosen.
-    """
-    heads = block_heads(h_q)
-    items = queries * -(-h_q // heads)
-
-    sms = at_once[0]
-
-    def time(shape: Shape) -> float:
+    def block_time(shape: Shape, full: float) -> float:
         each = math.ceil(tiles / shape.splits)
-        clusters = items * shape.parts
-        work = BLOCK_TIME + FULL_TIME * min(1.0, clusters * shape.cluster / sms)
-        work += TILE_TIME * each + ROUND_TIME * math.ceil(each / groups(heads))
-        if shape.cluster > 1:
-            work += MERGE_TIME
-        work *= math.ceil(clusters / at_once[shape.cluster - 1])
-        if shape.parts > 1:
-            work += COMBINE_TIME + PART_TIME * queries * h_q * shape.parts / 1000
-        return work
+        work = BLOCK_TIME + FULL_TIME * full
+        work += TILE_TIME * each + ROUND_TIME * math.ceil(each / groups(shape.heads))
+        return work + (MERGE_TIME if shape.cluster > 1 else 0.0)
 
-    return min(shapes((heads,), tiles, sms, splits), key=time)
+    def combine_time(_: Shape, parts: float) -> float:
+        return COMBINE_TIME + PART_TIME * parts
+
+    return cheapest((block_heads(h_q),), tiles, splits, h_q, queries, at_once, block_time, combine_time)
 
 
 def shape_of(place: Place, h_q: int, num_queries: int, rows: int, num_splits: int | None) -> Shape:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,6 +39,37 @@ def shapes(heads: tuple[int, ...], tiles: int, most: int, splits: int | None = N
             cluster = max(c for c in range(1, MAX_CLUSTER + 1) if parts % c == 0)
             if cluster > 1:
                 yield Shape(n, parts, cluster)
+
+
+def cheapest(
+    heads: tuple[int, ...],
+    tiles: int,
+    splits: int | None,
+    h_q: int,
+    queries: int,
+    at_once: tuple[int, ...],
+    block_time: Callable[[Shape, float], float],
+    combine_time: Callable[[Shape, float], float],
+) -> Shape:
+    """The shape with the least estimated time.
+
+    Args:
+        heads: that blocks are built for.
+        tiles: tiles of the longest query.
+        splits: parts that each query's tiles are split into; None: to be chosen.
+        at_once: clusters of 1, 2, ... MAX_CLUSTER blocks that the GPU runs at a time.
+        block_time: microseconds of a block, a cluster's merge included, when blocks fill so much of the GPU (0 to 1).
+        combine_time: of combine.cu, with so many thousand heads' parts.
+    """
+    sms = at_once[0]
+
+    def time(shape: Shape) -> float:
+        clusters = queries * math.ceil(h_q / shape.heads) * shape.parts
+        waves = math.ceil(clusters / at_once[shape.cluster - 1])
+        work = block_time(shape, min(1.0, clusters * shape.cluster / sms)) * waves
+        return work + (combine_time(shape, queries * h_q * shape.parts / 1000) if shape.parts > 1 else 0.0)
+
+    return min(shapes(heads, tiles, sms, splits), key=time)
 
 
 # In steps of the attention kernel's main loop (about 4 us on an H200): what a block costs besides its steps (Q, first

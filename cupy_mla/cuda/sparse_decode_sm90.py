@@ -10,7 +10,7 @@ from ..arrays import Place
 from ..layouts import ATTENTION_LAYOUTS, V32_FP8, Layout
 from ..recording import Packed
 from .jit import MAX_CLUSTER, SM90_SHARED_BYTES, Kernel, num_sms
-from .schedule import Shape, shapes
+from .schedule import Shape, cheapest
 
 HEADS = (32, 64)  # heads a block is built for
 TILE_ROWS, UNIT_ROWS = 64, 16
@@ -80,32 +80,21 @@ def kernels() -> Iterator[Kernel]:
 
 @lru_cache(maxsize=4096)
 def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> Shape:
-    """The shape with the least estimated time.
+    """`schedule.cheapest` by this kernel's times."""
 
-    Args:
-        tiles: tiles of the longest query.
-        at_once: clusters of 1, 2, ... MAX_CLUSTER blocks that the GPU runs at a time.
-        splits: parts that each query's tiles are split into; None: to be chosen.
-    """
-
-    sms = at_once[0]
-
-    def time(shape: Shape) -> float:
-        heads, splits, cluster = shape
-        pairs = math.ceil(math.ceil(tiles / splits) / 2)
-        clusters = queries * math.ceil(h_q / heads) * shape.parts
-        full = min(1.0, clusters * cluster / sms)
-        alone, more = BLOCK_TIME[heads]
-        work = alone + more * full + PAIR_TIME[heads] * pairs
-        if cluster > 1:
-            alone, more = MERGE_TIME[heads]
+    def block_time(shape: Shape, full: float) -> float:
+        pairs = math.ceil(math.ceil(tiles / shape.splits) / 2)
+        alone, more = BLOCK_TIME[shape.heads]
+        work = alone + more * full + PAIR_TIME[shape.heads] * pairs
+        if shape.cluster > 1:
+            alone, more = MERGE_TIME[shape.heads]
             work += alone + more * full
-        work *= math.ceil(clusters / at_once[cluster - 1])
-        if shape.parts > 1:
-            work += COMBINE_TIME + PART_TIME[heads] * queries * h_q * shape.parts / 1000
         return work
 
-    return min(shapes(HEADS, tiles, sms, splits), key=time)
+    def combine_time(shape: Shape, parts: float) -> float:
+        return COMBINE_TIME + PART_TIME[shape.heads] * parts
+
+    return cheapest(HEADS, tiles, splits, h_q, queries, at_once, block_time, combine_time)
 
 
 def shape_of(place: Place, h_q: int, num_queries: int, rows: int, num_splits: int | None) -> Shape:

@@ -11,6 +11,14 @@
 #include "ptx/convert.cuh"
 #include "tile/finish.cuh"
 
+// A head's lse and the like where it has results, if `write`. Returns what its O is multiplied with in the end.
+__device__ __forceinline__ float finish_merged_head(const Params& p, Query query, int head, bool write, float ref, float sum, float max) {
+    if (head >= p.h_q) return 0.0f;
+    const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+    if (write) write_statistics(p, query, head, result);
+    return sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+}
+
 // v += weight * the values of a unit.
 __device__ __forceinline__ void add_unit(float (&v)[4], float weight, const float4& unit) {
     v[0] += weight * unit.x;

@@ -8,6 +8,23 @@
 
 constexpr int TILE_ROWS = 64;
 
+// The lists' lengths, of the query that `w` has by now. Returns the tiles of both.
+template <typename W>
+__device__ __forceinline__ int find_lists(const Params& p, W& w) {
+    w.main_length = list_length(p.main, w.query.b);
+    w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
+    w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
+    return w.main_tiles + ceil_div(w.extra_length, TILE_ROWS);
+}
+
+// The tiles begin .. end - 1 that split `split` of them has: the first few have one more than others.
+template <typename W>
+__device__ __forceinline__ void find_tiles(const Params& p, W& w, uint32_t split, uint32_t splits) {
+    const uint32_t tiles = find_lists(p, w), each = tiles / splits, more = tiles % splits;
+    w.begin = split * each + min(split, more);
+    w.end = w.begin + each + (split < more);
+}
+
 // The entry of the index list for row `row` of a tile, -1 where there is none. It is not looked at here, so that nobody
 // waits for it before it is used.
 template <typename W>

@@ -111,12 +111,7 @@ __device__ __forceinline__ Work find_work(const Params& p, int query, int head_t
     w.query = query_at_once(p, query);
     w.first_head = head_tile * HEADS;
     w.split = split;
-    w.main_length = list_length(p.main, w.query.b);
-    w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
-    w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
-    const uint32_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), least = tiles / splits, more = tiles % splits;
-    w.begin = split * least + min(split, more);  // the first `more` splits have one tile more
-    w.end = w.begin + least + (split < more);
+    find_tiles(p, w, split, splits);
     w.pairs = ceil_div(w.end - w.begin, 2);
     w.turn = 0;
     w.unit = 0;
@@ -795,11 +790,7 @@ __device__ __forceinline__ void merge_results(const Params& p, const Work& w, co
     cluster_sync();
     auto head_of = [](int unit) { return unit / 256 / 2 * 8 + unit % 4 * 2 + unit / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
-        const int head = w.first_head + local;
-        if (head >= p.h_q) return 0.0f;
-        const HeadResult result = {0.0f, sum == 0.0f ? -INF : ref + log2_approx(sum)};
-        if (write) write_statistics(p, w.query, head, result);
-        return sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+        return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
     };
     auto sync = [] { named_barrier_sync(5, 2 * WARPGROUP); };
     parts.merge<2 * WARPGROUP>(weights, head_of, finish, sync, [&](int unit, int local, const float (&v)[8]) {

@@ -113,12 +113,7 @@ __device__ __forceinline__ Work find_work(const Params& p, int query, int head_t
     Work w;
     w.query = query_at_once(p, query);
     w.first_head = head_tile * HEADS;
-    w.main_length = list_length(p.main, w.query.b);
-    w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
-    w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
-    const uint32_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS), each = tiles / ranks, more = tiles % ranks;
-    w.begin = rank * each + min(rank, more);
-    w.end = w.begin + each + (rank < more);
+    find_tiles(p, w, rank, ranks);
     return w;
 }
 
@@ -368,20 +363,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot
 // --- softmax --------------------------------------------------------------------------------------------------
 
 // Of a thread's heads; `sum` covers its rows only. O^T is relative to `ref`, V32_FP8: chunk_ref.
-struct Softmax {
-    float ref[COLUMNS], sum[COLUMNS], max[COLUMNS];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-            ref[c] = max[c] = -INF;
-            sum[c] = 0.0f;
-        }
-    }
-};
-
-// 2^(from - to), where -inf stands for "nothing yet".
-__device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
+using Softmax = HeadsSoftmax<COLUMNS>;
 
 // The element of row (S^T) or column (O^T) i of a thread's two and its c-th head.
 template <typename T>

@@ -47,7 +47,7 @@
 #include "ptx/grid.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
-#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_registers.cuh"
 #include "tile/chunk.cuh"
 #include "tile/finish.cuh"
 #include "tile/quad.cuh"
@@ -367,9 +367,6 @@ struct Softmax {
     float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF};
 };
 
-// 2^(from - to), where -inf stands for "nothing yet".
-__device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
-
 // The steps of k whose part of Q a multiplying warpgroup keeps in registers, so that Q . K reads only K there: number
 // KEPT_EVERY - 1, and so on.
 constexpr int KEPT = GROUPED ? 4 : 6, KEPT_EVERY = 4;
@@ -396,7 +393,7 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
             if (first && i == 0) {
                 wgmma_m64n64k16_first(s, a, b);
             } else if (step % KEPT_EVERY == KEPT_EVERY - 1 && step / KEPT_EVERY < N) {
-                wgmma_m64n64k16(s, kept[step / KEPT_EVERY], b);
+                wgmma_registers<Step::BF16>(s, kept[step / KEPT_EVERY], b);
             } else {
                 wgmma_m64n64k16(s, a, b);
             }
@@ -642,15 +639,11 @@ __device__ __forceinline__ void merge(
     }
     cluster_sync();
     auto head_of = [](int unit) { return unit % 128 / 32 * 16 + unit % 32 / 4 + unit / 256 % 2 * 8; };
-    auto finish_head = [&](int local, bool write, float ref, float total, float largest) {
-        const int head = w.head_tile * HEADS + local;
-        if (head >= p.h_q) return 0.0f;
-        const HeadResult result = {largest, total == 0.0f ? -INF : ref + log2_approx(total)};
-        if (write) write_statistics(p, w.query, head, result);
-        return total == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / total;
+    auto finish = [&](int local, bool write, float ref, float total, float largest) {
+        return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, total, largest);
     };
     auto sync = [] { named_barrier_sync(3, 256); };
-    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, finish_head, sync, [&](int unit, int local, const float (&v)[4]) {  // over Q
+    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, finish, sync, [&](int unit, int local, const float (&v)[4]) {  // over Q
         const int head = w.head_tile * HEADS + local, column = unit % 256 / 128 * 256 + unit / 512 * 16 + unit % 4 * 2;
         if (head >= p.h_q) return;
         write_output(p, w.query, head, column, v[0], v[1]);

@@ -104,10 +104,7 @@ __device__ __forceinline__ Work find_work(const Params& p, int index, int head_t
     Work w;
     w.query = query_of(p, index / head_tiles);
     w.first_head = index % head_tiles * HEADS;
-    w.main_length = list_length(p.main, w.query.b);
-    w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
-    w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
-    const int64_t tiles = w.main_tiles + ceil_div(w.extra_length, TILE_ROWS);
+    const int64_t tiles = find_lists(p, w);
     w.begin = int(tiles * rank / ranks);
     w.end = int(tiles * (rank + 1) / ranks);
     w.step = 1;
@@ -235,20 +232,7 @@ __device__ __forceinline__ void start_pv(const Role& r, float (&o)[V_BLOCKS][HEA
 // --- softmax --------------------------------------------------------------------------------------------------
 
 // Of a thread's heads; `sum` and `max` cover its rows only. O^T and `sum` are relative to `ref`.
-struct Softmax {
-    float ref[COLUMNS], sum[COLUMNS], max[COLUMNS];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-            ref[c] = max[c] = -INF;
-            sum[c] = 0.0f;
-        }
-    }
-};
-
-// 2^(from - to), where -inf stands for "nothing yet".
-__device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
+using Softmax = HeadsSoftmax<COLUMNS>;
 
 // References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
 __device__ __forceinline__ void raise_references(

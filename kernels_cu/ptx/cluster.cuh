@@ -21,13 +21,12 @@ __device__ __forceinline__ int cluster_index() {
     return index;
 }
 
-// The two halves of waiting for all threads of the cluster; what they wrote to shared or global memory before the first is
-// visible to all of them after the second.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Wait for all threads of the cluster; what they wrote to shared or global memory before is then visible to all of them.
 __device__ __forceinline__ void cluster_sync() {
-    cluster_arrive();
-    cluster_wait();
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
 }
 
 // The same place in the shared memory of block `rank` of the cluster.

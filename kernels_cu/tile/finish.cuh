@@ -3,6 +3,9 @@
 #include "attention/params.cuh"
 #include "ptx/convert.cuh"
 
+// 2^(from - to), where -inf stands for "nothing yet": what a new reference makes of what is relative to an old one.
+__device__ __forceinline__ float factor(float from, float to) { return exp2_approx(from - (to == -INF ? 0.0f : to)); }
+
 // One head's softmax over some rows, in base 2. No valid row: max and lse are -inf.
 struct HeadResult {
     float max, lse;

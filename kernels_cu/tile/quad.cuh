@@ -12,8 +12,7 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Word k of lane t of four lanes (`APART` from one to the next) goes to word t of lane k.
-template <int APART = 1>
+// Word k of lane t of four neighbouring lanes goes to word t of lane k.
 __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int t) {
 #pragma unroll
     for (int step = 1; step <= 2; step *= 2) {
@@ -22,7 +21,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int t) {
             if (low & step) continue;
             const int high = low | step;
             const uint32_t sent = t & step ? v[low] : v[high];
-            const uint32_t received = __shfl_xor_sync(~0u, sent, APART * step);
+            const uint32_t received = __shfl_xor_sync(~0u, sent, step);
             if (t & step) {
                 v[low] = received;
             } else {

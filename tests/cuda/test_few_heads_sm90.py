@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from cupy_mla import layouts
@@ -10,7 +9,7 @@ from cupy_mla.cuda import few_heads_sm90, sparse_decode_sm90
 from cupy_mla.cuda.jit import SM90_SHARED_BYTES
 from cupy_mla.cuda.schedule import shapes
 
-from ..cases import LIFT, check_prefill, lift_logits, prefill_inputs, sinks
+from ..cases import check_prefill, check_unequal_prefill, prefill_inputs
 
 KERNELS = "few_heads"
 
@@ -40,11 +39,7 @@ def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
 @pytest.mark.parametrize("s_q", [40, 700])
 def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     """700 queries: warpgroups take several each, some of them without a row."""
-    q, kv, indices = prefill_inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
-    length = rng.integers(-1, 203, s_q, dtype=np.int32)
-    length[:2] = 0, 200
-    lift_logits(q, kv, 0.05)
-    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13) + LIFT, length, out_gaps=(1, 2, 3))
+    check_unequal_prefill(hopper, rng, s_q, 13, d_qk)
 
 
 # Clusters of 1, 2, ... 16 blocks that one H200 runs at a time.

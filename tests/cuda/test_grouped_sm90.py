@@ -10,7 +10,17 @@ from cupy_mla.cuda import few_heads_sm90, prefill_sm90
 from cupy_mla.ops._plan import forget_plans
 
 from .. import oracle
-from ..cases import LIFT, check_prefill, entries, flat_rows, latent, lift_logits, prefill_inputs, queries, sinks, some
+from ..cases import (
+    check_prefill,
+    check_unequal_prefill,
+    entries,
+    flat_rows,
+    latent,
+    lift_logits,
+    prefill_inputs,
+    queries,
+    some,
+)
 
 KERNELS = "grouped"
 
@@ -76,12 +86,7 @@ def test_a_row_counts_as_often_as_it_is_listed(all_grouped, rng, scale):
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("s_q", [40, 1501])
 def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
-    q, kv, indices = prefill_inputs(rng, s_q, 13, d_qk, 300, 200, q_gap=8, kv_gap=8)
-    length = rng.integers(-1, 203, s_q, dtype=np.int32)
-    length[:2] = 0, 200
-    length[8:16] = 0  # a group of nothing
-    lift_logits(q, kv, 0.05)
-    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 13) + LIFT, length, out_gaps=(1, 2, 3))
+    check_unequal_prefill(hopper, rng, s_q, 13, d_qk, nothing=slice(8, 16))  # a group of nothing
 
 
 @pytest.mark.gpu

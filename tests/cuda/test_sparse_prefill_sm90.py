@@ -8,7 +8,7 @@ import pytest
 import cupy_mla
 
 from .. import oracle
-from ..cases import LIFT, check_decode, check_prefill, latent, lift_logits, paged, prefill_inputs, queries, sinks
+from ..cases import check_decode, check_prefill, check_unequal_prefill, latent, paged, prefill_inputs, queries, sinks
 
 pytestmark = pytest.mark.gpu
 
@@ -36,11 +36,7 @@ def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
 
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_sinks_lengths_and_strides(hopper, rng, d_qk):
-    q, kv, indices = prefill_inputs(rng, 40, 72, d_qk, 300, 200, q_gap=8, kv_gap=8)
-    length = rng.integers(-1, 203, 40, dtype=np.int32)
-    length[:2] = 0, 200
-    lift_logits(q, kv, 0.05)
-    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 72) + LIFT, length, out_gaps=(1, 2, 3))
+    check_unequal_prefill(hopper, rng, 40, 72, d_qk)
 
 
 def test_queries_without_rows_between_others(hopper, rng):

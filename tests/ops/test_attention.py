@@ -17,6 +17,7 @@ from ..cases import (
     Paged,
     as_uint8,
     check_decode,
+    check_nan_of_a_named_row,
     check_prefill,
     decode_oracle,
     entries,
@@ -296,13 +297,7 @@ def test_decode_hands_on_nan_of_a_named_row(kind, rng):
     main = paged(rng, fmt, 3, 1, 70, 64, invalid=0)
     main.indices[1, 0, 50] = main.dead[0]
     q = queries(rng, 3, 1, 9, 576)
-    out, lse = run_decode(kind, q, main, num_splits=3)
-    assert np.isnan(out[1].astype(np.float32)).all()
-    assert np.isnan(lse[1]).all()
-    rest = Paged(main.cache, main.indices[::2])
-    want = decode_oracle(fmt, q[::2], rest)
-    oracle.assert_close(out[::2], want[0], "decode out")
-    oracle.assert_close(lse[::2], want[1], "decode lse")
+    check_nan_of_a_named_row(kind, fmt, q, main, 3)
 
 
 @pytest.mark.parametrize("sm_scale", [0.0, -0.03, 8.0])
