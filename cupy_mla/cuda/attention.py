@@ -28,7 +28,8 @@ SPILL_BYTES = 96
 
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, PAIRED_PARTS = 1, 2, 4, 8, 16, 32
 
-INVARIANT_ROWS = 512  # rows of a split, in calls whose bits must not depend on the batch
+# In calls whose bits must not depend on the batch: rows of a split, and queries that a launch is cut up as if for.
+INVARIANT_ROWS, INVARIANT_QUERIES = 512, 32
 
 FEW_ITEMS = 28  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
 
@@ -310,7 +311,7 @@ class _Call:
         self.shape = Shape(1, num_splits, 1)
         if chosen == "few_heads" or (chosen == "sm90" and layout.quantized):
             kernels = few_heads_sm90 if chosen == "few_heads" else sparse_decode_sm90
-            queries = 1 if batch_invariant else max(1, self.queries)
+            queries = INVARIANT_QUERIES if batch_invariant else max(1, self.queries)
             self.shape = kernels.shape_of(place, self.h_q, queries, main.topk + extra.topk, num_splits)
         elif chosen == "sm90":
             splits = min(num_splits, MAX_CLUSTER)

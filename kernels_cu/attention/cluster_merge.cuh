@@ -2,11 +2,13 @@
 // another, and merge a share each. (Distributed shared memory moves 10 bytes a cycle and multiprocessor, the L2 several times
 // as much.)
 //
-// A block's part is D_V / 4 units a head of four float32 of its O, in the order in which threads hold them, relative to the
-// head's `ref`, and {ref, sum, max, 0} for each head. A unit has the same four values of O in every part.
+// A block's part is units of 16 bytes of its O, four float32 or eight float16, in the order in which threads hold them, relative
+// to the head's `ref` and times 1 / `scale`, and {ref, sum, max, scale} for each head. A unit has the same values of O in
+// every part.
 #pragma once
 #include "attention/params.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/convert.cuh"
 #include "tile/finish.cuh"
 
 // A head's lse and the like where it has results, if `write`. Returns what its O is multiplied with in the end.
@@ -17,10 +19,28 @@ __device__ __forceinline__ float finish_merged_head(const Params& p, Query query
     return sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
 }
 
-// Parts of a cluster that works on HEADS heads (a constant of the kernel) of a query.
+// v += weight * the values of a unit.
+__device__ __forceinline__ void add_unit(float (&v)[4], float weight, const float4& unit) {
+    v[0] += weight * unit.x;
+    v[1] += weight * unit.y;
+    v[2] += weight * unit.z;
+    v[3] += weight * unit.w;
+}
+__device__ __forceinline__ void add_unit(float (&v)[8], float weight, const float4& unit) {
+    const float words[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 two = f16x2_to_float(__float_as_uint(words[i]));
+        v[2 * i] += weight * two.x;
+        v[2 * i + 1] += weight * two.y;
+    }
+}
+
+// Parts of a cluster that works on HEADS heads (a constant of the kernel) of a query, with so many values a unit.
+template <int VALUES>
 struct Parts {
     static constexpr int MAX_BLOCKS = 16;
-    static constexpr int SIZE = HEADS * D_V / 4, STEP = SIZE + HEADS;  // units, and with the statistics, of a part
+    static constexpr int SIZE = HEADS * D_V / VALUES, STEP = SIZE + HEADS;  // units, and with the statistics, of a part
     float4* first;
     int blocks, rank;
 
@@ -29,8 +49,8 @@ struct Parts {
         first += (int64_t(query) * head_tiles + head_tile) * blocks * STEP;
     }
     __device__ __forceinline__ void write(int unit, float4 v) const { first[int64_t(rank) * STEP + unit] = v; }
-    __device__ __forceinline__ void write_statistics(int head, float ref, float sum, float max) const {
-        first[int64_t(rank) * STEP + SIZE + head] = make_float4(ref, sum, max, 0.0f);
+    __device__ __forceinline__ void write_statistics(int head, float ref, float sum, float max, float scale = 1.0f) const {
+        first[int64_t(rank) * STEP + SIZE + head] = make_float4(ref, sum, max, scale);
     }
 
     // Merge this block's share of the units, by its first THREADS threads, for which `sync` waits.
@@ -74,12 +94,9 @@ struct Parts {
             for (int u = 0; u < AT_ONCE; ++u) {
                 if (unit + u * THREADS >= end) continue;
                 const int head = head_of(unit + u * THREADS);
-                float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                float v[VALUES] = {};
 #pragma unroll
-                for (int i = 0; i < SLOTS; ++i) {
-                    const float weight = weights[i * HEADS + head];
-                    v = make_float4(v.x + weight * o[u][i].x, v.y + weight * o[u][i].y, v.z + weight * o[u][i].z, v.w + weight * o[u][i].w);
-                }
+                for (int i = 0; i < SLOTS; ++i) add_unit(v, weights[i * HEADS + head], o[u][i]);
                 act(unit + u * THREADS, head, v);
             }
         }
@@ -93,7 +110,7 @@ struct Parts {
         float4 of[SLOTS];
 #pragma unroll
         for (int i = 0; i < SLOTS; ++i) {
-            of[i] = make_float4(-INF, 0.0f, -INF, 0.0f);
+            of[i] = make_float4(-INF, 0.0f, -INF, 1.0f);
             if (i < blocks) of[i] = __ldcg(first + i * STEP + SIZE + head);
         }
         float ref = -INF, sum = 0.0f, max = -INF, weight[SLOTS];
@@ -110,7 +127,7 @@ struct Parts {
         const float scale = finish(head, rank == 0 && looker == 0, ref, sum, max);
 #pragma unroll
         for (int i = 0; i < SLOTS; ++i) {
-            if (i % LOOKERS == looker) weights[i * HEADS + head] = weight[i] * scale;
+            if (i % LOOKERS == looker) weights[i * HEADS + head] = weight[i] * (VALUES == 8 ? of[i].w : 1.0f) * scale;  // float32 have scale 1
         }
     }
 };

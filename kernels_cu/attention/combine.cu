@@ -10,15 +10,30 @@
 
 constexpr int AT_ONCE = 8;
 
-// Loads in the order in which they are written here: ptxas puts others off until there are registers to spare.
-__device__ __forceinline__ Vec16 load_in_order_16(const float* from) {
-    Vec16 v;
-    asm volatile("ld.volatile.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+// Loads where `here`, else zeros, in the order in which they are written here: ptxas puts others off until there are registers
+// to spare.
+__device__ __forceinline__ Vec16 load_in_order_16(const float* from, bool here) {
+    Vec16 v = {0, 0, 0, 0};
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %5, 0;\n"
+        "@p ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(from), "r"(uint32_t(here)));
     return v;
 }
-__device__ __forceinline__ float load_in_order(const float* from) {
-    float v;
-    asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
+__device__ __forceinline__ float load_in_order(const float* from, bool here) {
+    float v = -INF;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "@p ld.relaxed.gpu.global.f32 %0, [%1];\n"
+        "}\n"
+        : "+f"(v)
+        : "l"(from), "r"(uint32_t(here)));
     return v;
 }
 
@@ -38,9 +53,10 @@ extern "C" __global__ void __launch_bounds__(128) combine_splits(const __grid_co
         Vec16 v[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int64_t at = min(base + i, p.num_splits - 1) * step;
-            v[i] = load_in_order_16(parts + at * D_V);
-            lse[i] = load_in_order(lses + at);
+            const int64_t at = (base + i) * step;
+            const bool here = base + i < p.num_splits;
+            v[i] = load_in_order_16(parts + at * D_V, here);
+            lse[i] = load_in_order(lses + at, here);
         }
         float new_top = top;
 #pragma unroll
@@ -53,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(128) combine_splits(const __grid_co
         for (int k = 0; k < 4; ++k) o[k] *= old;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const bool there = base + i < p.num_splits && lse[i] != -INF;  // not an empty split, whose part_out was never written
+            const bool there = lse[i] != -INF;  // not an empty split, whose part_out was never written
             const float weight = there ? exp2_approx(lse[i] - top) : 0.0f;
             sum += weight;
             o[0] += there ? weight * __uint_as_float(v[i].x) : 0.0f;

@@ -72,7 +72,7 @@ struct alignas(16) Small {
     float scale[HEADS];                    // at the end: of O^T
     float rope_ratio[2][TILE_ROWS];        // V4_FP8: 1 / r; rows as store_ratios places them
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
-    uint64_t q_full;                       // mbarrier: Q's bulk copies
+    uint64_t q_full, q_free;               // mbarriers: Q's bulk copies; its last product is done (8 warps)
     float q_max[8];
     uint32_t raised[2];
     uint32_t valid[UNITS];                 // a bit a row
@@ -221,14 +221,16 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_bf16x2(max_bf16x2(abs_bf16x2(q.x), abs_bf16x2(q.y)), max_bf16x2(abs_bf16x2(q.z), abs_bf16x2(q.w)));
 }
 
-// Q as it is comes by bulk copies, [head][D_QK], to where it will be in the order of multiply_qk.
-__device__ __forceinline__ void fetch_q(const Params& p, const Work& w) {
+// Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
+// the block's piece of work before this one has done with its own.
+__device__ __forceinline__ void fetch_q(const Params& p, const Work& w, int lane) {
+    if (w.turn > 0) mbarrier_wait(shared_address(&small().q_free), (w.turn - 1) & 1);
     const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
     const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
     const int heads = min(HEADS, p.h_q - w.first_head), each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of a copy
-    if (threadIdx.x == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
+    if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
     __syncwarp();
-    for (int head = threadIdx.x * each; head < heads; head += 32 * each)
+    for (int head = lane * each; head < heads; head += 32 * each)
         copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
@@ -237,7 +239,6 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
     const int warp = 4 * r.group + r.warp, j = r.lane % 8;
     auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
-    if (warp == 0) fetch_q(p, w);
     mbarrier_wait(shared_address(&small().q_full), w.turn & 1);
     const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
     Vec16 pieces[ROUNDS];
@@ -744,32 +745,60 @@ __device__ __forceinline__ void finish_sums(const Params& p, const Work& w, cons
     named_barrier_sync(5, 2 * WARPGROUP);
 }
 
-// What this block found goes to the cluster's parts, and a share of what all found to the results.
+// 2^(14 - exponent of `largest`): brings it to just below what f16 holds.
+__device__ __forceinline__ float to_f16_range(float largest) {
+    const int exponent = 268 - int(__float_as_uint(largest) >> 23);
+    return __uint_as_float(uint32_t(max(1, min(exponent, 253))) << 23);
+}
+
+// What this block found goes to the cluster's parts, as f16 times a power of two a head, and a share of what all found to the
+// results.
 __device__ __forceinline__ void merge_results(const Params& p, const Work& w, const Role& r, const Output& out) {
-    const Parts parts(p, w.query.index, blockIdx.y, gridDim.y);
-    // Unit 512 c + 256 i + thread: of head c the columns 2 g and 2 g + 1 of 16, of blocks 2 i and 2 i + 1.
+    Small& sm = small();
+    const Parts<8> parts(p, w.query.index, blockIdx.y, gridDim.y);
+    // Over Q, which nobody reads any more: weights, and behind them the largest |O| of a warp's columns, [warp][head].
+    float *weights = reinterpret_cast<float*>(shared), *largest = weights + Parts<8>::MAX_BLOCKS * HEADS;
+    static_assert((Parts<8>::MAX_BLOCKS + 8) * HEADS * 4 <= P_AT, "");
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
+        float top = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float(&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
-            parts.write(512 * c + 256 * i + threadIdx.x, make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]));
-        }
+        for (int v = 0; v < 4; ++v) top = fmaxf(top, fmaxf(fabsf(out.o[v][element(0, c)]), fabsf(out.o[v][element(1, c)])));
+        top = rows_max(top);
+        if (r.g == 0) largest[(4 * r.group + r.warp) * HEADS + r.head(c)] = top;
     }
     gather_sums(r, out);
-    if (threadIdx.x < HEADS) parts.write_statistics(threadIdx.x, small().ref[threadIdx.x], sum_of(threadIdx.x), 0.0f);
+    if (threadIdx.x < HEADS) {
+        float top = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) top = fmaxf(top, largest[i * HEADS + threadIdx.x]);
+        const float up = to_f16_range(top);
+        sm.scale[threadIdx.x] = up;
+        parts.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
+    }
+    named_barrier_sync(5, 2 * WARPGROUP);
+    // Unit 256 c + thread: of head c the columns 2 g and 2 g + 1 of 16, of four blocks.
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float up = sm.scale[r.head(c)];
+        float words[4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+            words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, c)] * up, out.o[v][element(1, c)] * up));
+        parts.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
+    }
     cluster_sync();
-    auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
+    auto head_of = [](int unit) { return unit / 256 / 2 * 8 + unit % 4 * 2 + unit / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
         return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
     };
     auto sync = [] { named_barrier_sync(5, 2 * WARPGROUP); };
-    parts.merge<2 * WARPGROUP>(reinterpret_cast<float*>(shared), head_of, finish, sync, [&](int unit, int local, float4 v) {
+    parts.merge<2 * WARPGROUP>(weights, head_of, finish, sync, [&](int unit, int local, const float (&v)[8]) {
         const int head = w.first_head + local, thread = unit % 256;
-        const int column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2 + unit / 256 % 2 * 128;
+        const int column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
         if (head >= p.h_q) return;
-        write_output(p, w.query, head, column, v.x, v.y);
-        write_output(p, w.query, head, column + 64, v.z, v.w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) write_output(p, w.query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
     });
 }
 
@@ -805,23 +834,29 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
     }
     bf16* results = p.out + w.query.b * p.out_b + w.query.s * p.out_s + w.first_head * p.out_h;
     if (p.flags & WIDE_OUT) {
-        // Over Q and P, [head][column], and from there whole lines. LINE spreads the heads of a warp over all banks.
-        constexpr int LINE = 2 * D_V + 16;
-        static_assert(HEADS * LINE <= RING_AT, "");
-        const uint32_t lines = shared_address(shared);
+        // Eight heads at a time over P, [head][column], and from there whole lines. Pieces of 32 bytes change places from one
+        // pair of heads to the next, so that a warp's stores hit all banks.
+        constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
+        static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
+        for (int j = 0; j < HEADS / 8; ++j) {
+            const uint32_t lines = shared_address(shared) + P_AT + j % BUFFERS * 8 * LINE;
 #pragma unroll
-            for (int v = 0; v < 4; ++v)
-                store_shared_4(lines + r.head(c) * LINE + 2 * (first + 64 * v + 2 * r.g), pack_bf16x2(out.o[v][element(0, c)], out.o[v][element(1, c)]));
+            for (int k = 0; k < 2; ++k) {
+#pragma unroll
+                for (int v = 0; v < 4; ++v)
+                    store_shared_4(lines + (2 * r.t + k) * LINE + (2 * (first + 64 * v + 2 * r.g) ^ r.t << 5),
+                                   pack_bf16x2(out.o[v][element(0, 2 * j + k)], out.o[v][element(1, 2 * j + k)]));
+            }
+            named_barrier_sync(5, 2 * WARPGROUP);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int head = threadIdx.x / 64 + 4 * i, column = threadIdx.x % 64 * 8;
+                const Vec16 chunk = load_shared_16(lines + head * LINE + (2 * column ^ head / 2 << 5));
+                if (w.first_head + 8 * j + head < p.h_q) store_chunk(results + (8 * j + head) * p.out_h + column, chunk, true);
+            }
+            if (BUFFERS == 1) named_barrier_sync(5, 2 * WARPGROUP);
         }
-        named_barrier_sync(5, 2 * WARPGROUP);
-        const int heads = min(HEADS, p.h_q - w.first_head), column = threadIdx.x % 64 * 8;
-#pragma unroll 4
-        for (int head = threadIdx.x / 64; head < heads; head += 2 * WARPGROUP / 64)
-            store_chunk(results + head * p.out_h + column, load_shared_16(lines + head * LINE + 2 * column), true);
-        fence_proxy_async();  // the next Q comes to the same place by bulk copies
-        named_barrier_sync(5, 2 * WARPGROUP);
     } else {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
@@ -835,6 +870,11 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
 }
 
 // --- a piece of work ------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void let_go_of_q(const Role& r) {
+    __syncwarp();
+    if (r.lane == 0) mbarrier_arrive(shared_address(&small().q_free));
+}
 
 // Tile after tile: this warpgroup's next S before the product with the tile, the softmax of it after.
 __device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r) {
@@ -851,6 +891,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
     }
     out.sum[0] = out.sum[1] = 0.0f;
 
+    if (w.pairs == 0) let_go_of_q(r);
     const int other = 1 - r.group;
     auto multiply_other = [&](uint32_t unit) {
         named_barrier_sync(1 + other, 2 * WARPGROUP);
@@ -861,6 +902,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
     for (int pair = 0; pair < w.pairs; ++pair, unit += 8) {
         float s[HEADS / 2], sums[COLUMNS];
         const RowScales scales = multiply_qk(r, unit, logit_scale, s);
+        if (pair + 1 == w.pairs) let_go_of_q(r);
         if (pair > 0 || r.group == 1) multiply_other(unit - 4);
         const bool raised = softmax_tile(r, logit_scale, scales, s, sums);
         multiply_pv(r, unit, r.group, raised, out, [&] { add_rows(r, sums, out.sum); });
@@ -883,7 +925,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
             mbarrier_init(shared_address(&sm.full[unit]), 33);
             mbarrier_init(shared_address(&sm.empty[unit]), 8);
         }
-        if (threadIdx.x == 0) mbarrier_init(shared_address(&sm.q_full), 1);
+        if (threadIdx.x == 0) {
+            mbarrier_init(shared_address(&sm.q_full), 1);
+            mbarrier_init(shared_address(&sm.q_free), 8);
+        }
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -891,7 +936,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
     let_next_kernel_start();
     if (threadIdx.x >= 2 * WARPGROUP) {
         give_registers<40>();
-        for_each_work(p, [&](const Work& w) { copy_rows(p, w, threadIdx.x / 32 % 4, threadIdx.x % 32); });
+        for_each_work(p, [&](const Work& w) {
+            const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+            if (warp == 0) fetch_q(p, w, lane);
+            copy_rows(p, w, warp, lane);
+        });
         if constexpr (MERGES) cluster_sync();  // barriers of the cluster count every thread
     } else {
         take_registers<232>();

@@ -664,7 +664,7 @@ __device__ __forceinline__ void write_results(
         if (r.group != 0) give_half<0>(given_half(r, r.group / 2, 0), o);
     }
     sync_multiplying();
-    const Parts parts(p, blockIdx.y * p.num_queries + w.query.index, blockIdx.z, gridDim.z);
+    const Parts<4> parts(p, blockIdx.y * p.num_queries + w.query.index, blockIdx.z, gridDim.z);
     if (threadIdx.x < 4 * HEADS) {
         const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
         const Statistics block = merge_statistics(k, head);
@@ -694,9 +694,10 @@ __device__ __forceinline__ void write_results(
     auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
     auto finish = [&](int head, bool write, float ref, float sum, float max) { return finish_head(p, w, head, write, ref, sum, max); };
     auto weights = reinterpret_cast<float*>(shared);  // over Q
-    static_assert(Parts::MAX_BLOCKS * HEADS * 4 <= Q_BYTES, "");
-    parts.merge<MULTIPLYING>(weights, head_of, finish, sync_multiplying, [&](int unit, int head, float4 v) {
-        write_columns(p, w, head, pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4), v, 1.0f);
+    static_assert(Parts<4>::MAX_BLOCKS * HEADS * 4 <= Q_BYTES, "");
+    parts.merge<MULTIPLYING>(weights, head_of, finish, sync_multiplying, [&](int unit, int head, const float (&v)[4]) {
+        const int column = pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4);
+        write_columns(p, w, head, column, make_float4(v[0], v[1], v[2], v[3]), 1.0f);
     });
 }
 

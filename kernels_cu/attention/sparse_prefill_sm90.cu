@@ -622,7 +622,7 @@ __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
 template <int W>
 __device__ __forceinline__ void merge(
     const Arguments& p, const Work& w, int warp, int lane, const float (&sum)[2], const float (&max)[2], const Softmax& state, const float (&o)[128]) {
-    const Parts parts(p, w.query.index, w.head_tile, num_head_tiles(p));
+    const Parts<4> parts(p, w.query.index, w.head_tile, num_head_tiles(p));
     const int thread = 128 * W + 32 * warp + lane;
     // Unit 512 j + 256 i + thread: of head i columns 2 t and 2 t + 1 of the eights 2 j and 2 j + 1.
 #pragma unroll
@@ -643,11 +643,11 @@ __device__ __forceinline__ void merge(
         return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, total, largest);
     };
     auto sync = [] { named_barrier_sync(3, 256); };
-    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, finish, sync, [&](int unit, int local, float4 v) {  // over Q
+    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, finish, sync, [&](int unit, int local, const float (&v)[4]) {  // over Q
         const int head = w.head_tile * HEADS + local, column = unit % 256 / 128 * 256 + unit / 512 * 16 + unit % 4 * 2;
         if (head >= p.h_q) return;
-        write_output(p, w.query, head, column, v.x, v.y);
-        write_output(p, w.query, head, column + 8, v.z, v.w);
+        write_output(p, w.query, head, column, v[0], v[1]);
+        write_output(p, w.query, head, column + 8, v[2], v[3]);
     });
 }
 #endif

@@ -16,6 +16,20 @@ __device__ __forceinline__ uint32_t pack_f16x2(float lo, float hi) {
     return packed;
 }
 
+// cvt.f32.f16: two packed float16 to float32.
+__device__ __forceinline__ float2 f16x2_to_float(uint32_t packed) {
+    float2 v;
+    asm("{\n"
+        ".reg .b16 lo, hi;\n"
+        "mov.b32 {lo, hi}, %2;\n"
+        "cvt.f32.f16 %0, lo;\n"
+        "cvt.f32.f16 %1, hi;\n"
+        "}\n"
+        : "=f"(v.x), "=f"(v.y)
+        : "r"(packed));
+    return v;
+}
+
 // mul.f16x2
 __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     uint32_t product;
