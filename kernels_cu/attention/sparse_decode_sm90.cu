@@ -58,7 +58,8 @@ constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T an
 // Smaller scales count as this one, so that no quotient of two overflows, nor P^T / r of a row of zeros.
 constexpr float LEAST_SCALE = 0x1p-60f;
 constexpr int LEAST_EXPONENT = 127 - 60;
-constexpr float MAX_P = 0x1p15f, REF_NONE = -1e30f;
+constexpr uint32_t MAX_P = 0x7800;  // 2^15 as f16
+constexpr float REF_NONE = -1e30f;
 constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
@@ -207,18 +208,18 @@ __device__ __forceinline__ uint32_t q_line(int p, int j, int head) {
     return shared_address(shared) + Q_AT + block * LINES_BYTES + head * 128 + ((first_chunk ^ (head & 7)) << 4) + 4 * t;
 }
 
-// Eight columns times `factor` to where `line` says; chunk c of the four is c ^ (head & 7).
-__device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, float factor, bool f16) {
+// Eight columns times `factor`, a pair of powers of two, to where `line` says; chunk c of the four is c ^ (head & 7).
+__device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, uint32_t factor, bool f16) {
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const float x = bf16_low(words[k]) * factor, y = bf16_high(words[k]) * factor;
-        store_shared_4(line ^ (k << 4), f16 ? pack_f16x2(x, y) : pack_bf16x2(x, y));
+        const uint32_t scaled = multiply_bf16x2(words[k], factor);
+        store_shared_4(line ^ (k << 4), f16 ? pack_f16x2(bf16_low(scaled), bf16_high(scaled)) : scaled);
     }
 }
 
 __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
-    return max_bf16x2(max_bf16x2(abs_bf16x2(q.x), abs_bf16x2(q.y)), max_bf16x2(abs_bf16x2(q.z), abs_bf16x2(q.w)));
+    return max_abs_bf16x2(max_abs_bf16x2(q.x, q.y), max_abs_bf16x2(q.z, q.w));
 }
 
 // Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
@@ -239,6 +240,7 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
     const int warp = 4 * r.group + r.warp, j = r.lane % 8;
     auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
+    auto is_there = [&](int round) { return w.first_head + head_of(round) < p.h_q; };
     mbarrier_wait(shared_address(&small().q_full), w.turn & 1);
     const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
     Vec16 pieces[ROUNDS];
@@ -246,10 +248,13 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     for (int i = 0; i < ROUNDS; ++i) pieces[i] = load_shared_16(raw + (head_of(i) * PIECES + i % PIECES) * 128);
     uint32_t top = 0;
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        if (w.first_head + head_of(i) >= p.h_q) pieces[i] = {0, 0, 0, 0};
-        top = max_bf16x2(top, largest_bits(pieces[i]));
+    for (int first = 0; first < ROUNDS; first += PIECES) {
+        uint32_t of_head = 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) of_head = max_abs_bf16x2(of_head, largest_bits(pieces[first + i]));
+        if (is_there(first)) top = max_abs_bf16x2(top, of_head);
     }
+    top &= 0x7fff7fff;
     // Positive numbers are ordered as their bits are.
     top = __reduce_max_sync(~0u, max(top & 0xffff, top >> 16));
     if (r.lane == 0) small().q_max[warp] = __uint_as_float(top << 16);
@@ -259,9 +264,12 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
     const int exponent = int(__float_as_uint(max) >> 23) - 127;
     const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
-    const float factor = __uint_as_float(uint32_t(shift + 127) << 23);
+    const uint32_t factor = uint32_t(shift + 127) * 0x00800080;  // as a pair of bfloat16
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) store_q(q_line(i % PIECES, j, head_of(i)), pieces[i], factor, !V32 || i % PIECES < NOPE_BLOCKS);
+    for (int i = 0; i < ROUNDS; ++i) {
+        // Of heads that there are not, whatever was there becomes zeros and NaN, which raise no reference.
+        store_q(q_line(i % PIECES, j, head_of(i)), pieces[i], is_there(i) ? factor : 0, !V32 || i % PIECES < NOPE_BLOCKS);
+    }
     const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
     return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
 }
@@ -550,8 +558,10 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
     }
 }
 
-// P^T = r 2^(logit - ref) to shared memory, rounded; `sums` is that of P / r. Returns the largest.
-__device__ __forceinline__ float store_p(
+// Fewer instructions make large batches faster, whatever they are: those beside wgmma take turns with it.
+
+// P^T = r 2^(logit - ref) to shared memory, rounded; `sums` is that of P / r. True if one is above MAX_P.
+__device__ __forceinline__ bool store_p(
     const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
@@ -559,23 +569,21 @@ __device__ __forceinline__ float store_p(
     float2 refs[HEADS / 8];  // all loaded at once, lest each wait behind the stores before it
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) refs[j] = *reinterpret_cast<const float2*>(&small().ref[r.head(2 * j)]);
-    float top = 0.0f;
-    uint32_t rounded[2][2];
+    uint32_t top = 0, rounded[2][2];
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const float2 ref = refs[j];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float x = exp2_approx(s[4 * j + 2 * i] * logit_scale - ref.x), y = exp2_approx(s[4 * j + 2 * i + 1] * logit_scale - ref.y);
+            const float x = exp2_approx(fmaf(s[4 * j + 2 * i], logit_scale, -ref.x)), y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], logit_scale, -ref.y));
             sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
             sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
-            const float px = x * scales.r[i], py = y * scales.r[i];
-            top = fmaxf(top, fmaxf(px, py));
-            rounded[j % 2][i] = pack_f16x2(px, py);
+            rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
+            top = max_f16x2(top, rounded[j % 2][i]);
         }
         if (j % 2 == 1) stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
     }
-    return top;
+    return max(top & 0xffff, top >> 16) > MAX_P;
 }
 
 // S^T of one of this warpgroup's tiles becomes P^T and is published; `sums` is what a thread's rows add to denominators.
@@ -583,9 +591,9 @@ __device__ __forceinline__ float store_p(
 __device__ __forceinline__ bool softmax_tile(
     const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     store_ratios(r, scales);
-    const float top = store_p(r, logit_scale, scales, s, sums);
+    const bool too_large = store_p(r, logit_scale, scales, s, sums);
     fence_proxy_async();
-    const bool raised = named_barrier_any(3 + r.group, WARPGROUP, top > MAX_P);
+    const bool raised = named_barrier_any(3 + r.group, WARPGROUP, too_large);
     if (raised) {
         raise_references(r, logit_scale, scales, s);
         store_p(r, logit_scale, scales, s, sums);
