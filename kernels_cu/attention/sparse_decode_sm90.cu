@@ -306,23 +306,6 @@ struct Bytes {
     Vec16 x, y;
 };
 
-// They as A operands; V4_FP8: times the f16 pairs `ratio`.
-__device__ __forceinline__ void widen_rows(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
-    const Vec16 &x = bytes.x, &y = bytes.y;
-    const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            e4m3x4_to_f16x2(words[row][i], a[i][row], a[i][row + 2]);
-            if (!V32) {
-                a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
-                a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
-            }
-        }
-    }
-}
-
 __device__ __forceinline__ uint64_t q_operand() { return wgmma_operand(here_only(shared_address(shared) + Q_AT), 1024, 16); }
 
 // s = or += four k-steps against block `block` of Q.
@@ -365,42 +348,70 @@ __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
 
 // In all of these, bytes are loaded and widened for the block after next while wgmma works.
 
+// Half h of them, two k-steps, as A operands; V4_FP8: times the f16 pairs `ratio`.
+__device__ __forceinline__ void widen_half(const Bytes& bytes, int h, const uint32_t (&ratio)[2], uint32_t (&a)[2][4]) {
+    const Vec16 &x = bytes.x, &y = bytes.y;
+    const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            e4m3x4_to_f16x2(words[row][2 * h + i], a[i][row], a[i][row + 2]);
+            if (!V32) {
+                a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
+                a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
+            }
+        }
+    }
+}
+
+// s = or += two k-steps against half `half` of block `block` of Q.
+template <Step FIRST, Step NEXT>
+__device__ __forceinline__ void start_half(uint64_t q, int block, int half, const uint32_t (&a)[2][4], float (&s)[HEADS / 2]) {
+    wgmma_fence();
+    wgmma_registers<FIRST>(s, a[0], wgmma_further(q, block * LINES_BYTES + 64 * half));
+    wgmma_registers<NEXT>(s, a[1], wgmma_further(q, block * LINES_BYTES + 64 * half + 32));
+    wgmma_commit();
+}
+
 __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float (&s)[HEADS / 2]) {
     const uint32_t none[2] = {0, 0};
     const uint64_t q = q_operand();
-    uint32_t a[2][4][4];
+    uint32_t a[2][2][4];
     Bytes bytes = load_block(row, t, 0);
     float scale[2][4];
     load_v32_scales(row, scale[0]);
     load_v32_scales(row + 8 * STRIDE, scale[1]);
-    widen_rows(bytes, none, a[0]);
-    bytes = load_block(row, t, 1);
+    widen_half(bytes, 0, none, a[0]);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         if (c == 0) {
-            start_qk<Step::FIRST, Step::F16>(q, 0, a[0], s);
+            start_half<Step::FIRST, Step::F16>(q, 0, 0, a[0], s);
         } else {
-            start_qk<Step::F16, Step::F16>(q, 2 * c, a[0], s);
+            start_half<Step::F16, Step::F16>(q, 2 * c, 0, a[0], s);
         }
-        widen_rows(bytes, none, a[1]);
-        if (c < 3) bytes = load_block(row, t, 2 * c + 2);
-        start_qk<Step::F16, Step::F16>(q, 2 * c + 1, a[1], s);
+        widen_half(bytes, 1, none, a[1]);
+        bytes = load_block(row, t, 2 * c + 1);
+        start_half<Step::F16, Step::F16>(q, 2 * c, 1, a[1], s);
         wgmma_wait<1>();
-        if (c < 3) {
-            widen_rows(bytes, none, a[0]);
-            bytes = load_block(row, t, 2 * c + 3);
-        } else {
-            uint32_t rope[2][8];
-            load_rope(row, t, rope[0]);
-            load_rope(row + 8 * STRIDE, t, rope[1]);
-            arrange_rope(rope, a[0]);
-        }
+        widen_half(bytes, 0, none, a[0]);
+        start_half<Step::F16, Step::F16>(q, 2 * c + 1, 0, a[0], s);
+        wgmma_wait<1>();
+        widen_half(bytes, 1, none, a[1]);
+        if (c < 3) bytes = load_block(row, t, 2 * c + 2);
+        start_half<Step::F16, Step::F16>(q, 2 * c + 1, 1, a[1], s);
+        wgmma_wait<1>();
+        if (c < 3) widen_half(bytes, 0, none, a[0]);
         const float x = c < 3 ? scale[0][c] * reciprocal_approx(scale[0][(c + 1) % 4]) : scale[0][3];
         const float y = c < 3 ? scale[1][c] * reciprocal_approx(scale[1][(c + 1) % 4]) : scale[1][3];
         wgmma_wait<0>();
         scale_rows(s, x, y);
     }
-    start_qk<Step::BF16, Step::BF16>(q, NOPE_BLOCKS, a[0], s);
+    uint32_t rope[2][8], last[4][4];
+    load_rope(row, t, rope[0]);
+    load_rope(row + 8 * STRIDE, t, rope[1]);
+    arrange_rope(rope, last);
+    start_qk<Step::BF16, Step::BF16>(q, NOPE_BLOCKS, last, s);
     RowScales result;
     float ratio[2];
 #pragma unroll
@@ -449,16 +460,18 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
 #pragma unroll
         for (int k = 0; k < 8; ++k) rope[i][k] = pack_f16x2(bf16_low(rope[i][k]) * inverse, bf16_high(rope[i][k]) * inverse);
     }
-    uint32_t a[2][4][4];
-    arrange_rope(rope, a[0]);
-    start_qk<Step::FIRST, Step::F16>(q, NOPE_BLOCKS, a[0], s);
+    uint32_t a[2][2][4], last[4][4];
+    arrange_rope(rope, last);
+    start_qk<Step::FIRST, Step::F16>(q, NOPE_BLOCKS, last, s);
 #pragma unroll
     for (int block = 0; block < NOPE_BLOCKS; ++block) {
-        uint32_t(&buffer)[4][4] = a[(block + 1) % 2];
-        widen_rows(bytes, ratio[block / 2], buffer);
-        if (block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
-        start_qk<Step::F16, Step::F16>(q, block, buffer, s);
-        wgmma_wait<1>();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            widen_half(bytes, h, ratio[block / 2], a[h]);
+            if (h == 1 && block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
+            start_half<Step::F16, Step::F16>(q, block, h, a[h], s);
+            wgmma_wait<1>();
+        }
     }
     wgmma_wait<0>();
     scale_rows(s, result.r[0], result.r[1]);
@@ -493,32 +506,6 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------
-
-// Adds the sums over the eight lanes with the same t. A thread keeps the heads 8 g + 2 t and + 1, modulo HEADS.
-__device__ __forceinline__ void add_rows(const Role& r, float (&v)[COLUMNS], float (&kept)[2]) {
-    int left = HEADS / 8;
-#pragma unroll
-    for (int step = 4; step >= 1; step /= 2) {
-        if (step < left) {
-            const bool high = r.g & step;
-#pragma unroll
-            for (int j = 0; j < step; ++j) {
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const float sent = high ? v[2 * j + k] : v[2 * (j + step) + k];
-                    const float mine = high ? v[2 * (j + step) + k] : v[2 * j + k];
-                    v[2 * j + k] = mine + __shfl_xor_sync(~0u, sent, 4 * step);
-                }
-            }
-            left = step;
-        } else {
-#pragma unroll
-            for (int c = 0; c < 2 * left; ++c) v[c] += __shfl_xor_sync(~0u, v[c], 4 * step);
-        }
-    }
-    kept[0] += v[0];
-    kept[1] += v[1];
-}
 
 // References rise to the tile's largest logit + log2 r; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
 __device__ __forceinline__ void raise_references(const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2]) {
@@ -607,26 +594,24 @@ __device__ __forceinline__ bool softmax_tile(
 
 // --- O^T ------------------------------------------------------------------------------------------------------
 
-// A thread's part of O^T: four blocks of 64 value columns, and of the denominators.
+// A thread's part of O^T: four blocks of 64 value columns, and of the denominators: that of its own rows.
 struct Output {
-    float o[4][HEADS / 2], sum[2];
+    float o[4][HEADS / 2], sum[COLUMNS];
 };
 
 // References were raised for the P of a tile of warpgroup `owner`: O^T and sums come to them.
 __device__ __forceinline__ void follow_references(const Role& r, int owner, Output& out) {
-    const Small& sm = small();
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const float f = sm.factor[owner][r.head(c)];
+        const float f = small().factor[owner][r.head(c)];
+        out.sum[c] *= f;
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
             out.o[v][element(0, c)] *= f;
             out.o[v][element(1, c)] *= f;
         }
     }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) out.sum[k] *= sm.factor[owner][(8 * r.g + 2 * r.t + k) % HEADS];
 }
 
 // What two rows (2 t and 2 t + 1 of eight) hold of the columns 2 g, 2 g + 1, as bytes, becomes a pair for each column.
@@ -636,10 +621,10 @@ __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint3
     odd = multiply_f16x2(odd, ratio);
 }
 
-// 16 rows and this warp's 16 columns of each of four blocks, as they come from shared memory, and the rows' ratios.
+// 16 rows and this warp's 16 columns of blocks 2 i and 2 i + 1, as they come from shared memory, and the rows' ratios.
 struct Columns {
-    uint32_t bytes[2][4];
-    Vec8 ratio[V32 ? 2 : 4];  // of the thread's four rows: for two blocks each, or for each block
+    uint32_t bytes[4];
+    Vec8 ratio[V32 ? 1 : 2];  // of the thread's four rows: for both blocks, or for each
     uint32_t rope[4];  // V4_FP8: columns 2 g and 2 g + 1 of the thread's four rows
     Vec16 rope_ratio;
 };
@@ -648,67 +633,74 @@ __device__ __forceinline__ uint32_t ratio_address(int owner, int chunk, int k, i
     return shared_address(&small().ratio[owner][chunk][16 * k + 4 * t]);
 }
 
-__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t unit, int owner, int k) {
+__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t unit, int owner, int k, int i) {
     const uint32_t rows = unit_address(unit) + r.lane % 16 * STRIDE, second = r.lane / 16;
     const uint32_t from = rows + 256 * r.group + 64 * second + 16 * r.warp;
     Columns c;
-    ldmatrix_x4_trans(c.bytes[0], from);
     if constexpr (V32) {
-        ldmatrix_x4_trans(c.bytes[1], from + 128);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) c.ratio[i] = load_shared_8(ratio_address(owner, 2 * r.group + i, k, r.t));
+        ldmatrix_x4_trans(c.bytes, from + 128 * i);
+        c.ratio[0] = load_shared_8(ratio_address(owner, 2 * r.group + i, k, r.t));
     } else {
-        ldmatrix_x4_trans(c.bytes[1], r.group == 1 && second ? from : from + 128);  // the last block is RoPE
-        const uint32_t two = unit_address(unit) + 2 * r.t * STRIDE + ROPE_OFFSET + 32 * r.warp + 4 * r.g;
+        ldmatrix_x4_trans(c.bytes, i == 0 || (r.group == 1 && second) ? from : from + 128);  // the last block is RoPE
 #pragma unroll
-        for (int i = 0; i < 4; ++i) c.rope[i] = load_shared_4(two + (i / 2 * 8 + i % 2) * STRIDE);
+        for (int v = 0; v < 2; ++v) c.ratio[v] = load_shared_8(ratio_address(owner, min(4 * r.group + 2 * i + v, CHUNKS - 1), k, r.t));
+        if (i == 1) {
+            const uint32_t two = unit_address(unit) + 2 * r.t * STRIDE + ROPE_OFFSET + 32 * r.warp + 4 * r.g;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) c.ratio[i] = load_shared_8(ratio_address(owner, min(4 * r.group + i, CHUNKS - 1), k, r.t));
-        c.rope_ratio = load_shared_16(shared_address(&small().rope_ratio[owner][16 * k + 4 * r.t]));
+            for (int n = 0; n < 4; ++n) c.rope[n] = load_shared_4(two + (n / 2 * 8 + n % 2) * STRIDE);
+            c.rope_ratio = load_shared_16(shared_address(&small().rope_ratio[owner][16 * k + 4 * r.t]));
+        }
     }
     return c;
 }
 
 // They as A operands.
-__device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, int i, uint32_t (&a)[2][4]) {
 #pragma unroll
-    for (int v = 0; v < 4; ++v) {
-        const Vec8& ratio = c.ratio[V32 ? v / 2 : v];
-        widen_pair(c.bytes[v / 2][v % 2 * 2], ratio.x, a[v][0], a[v][1]);
-        widen_pair(c.bytes[v / 2][v % 2 * 2 + 1], ratio.y, a[v][2], a[v][3]);
+    for (int v = 0; v < 2; ++v) {
+        const Vec8& ratio = c.ratio[V32 ? 0 : v];
+        widen_pair(c.bytes[2 * v], ratio.x, a[v][0], a[v][1]);
+        widen_pair(c.bytes[2 * v + 1], ratio.y, a[v][2], a[v][3]);
     }
-    if constexpr (!V32) {
+    if (!V32 && i == 1) {
         const float f[4] = {__uint_as_float(c.rope_ratio.x), __uint_as_float(c.rope_ratio.y), __uint_as_float(c.rope_ratio.z), __uint_as_float(c.rope_ratio.w)};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32_t x = c.rope[2 * i], y = c.rope[2 * i + 1];
-            const uint32_t even = pack_f16x2(bf16_low(x) * f[2 * i], bf16_low(y) * f[2 * i + 1]);
-            const uint32_t odd = pack_f16x2(bf16_high(x) * f[2 * i], bf16_high(y) * f[2 * i + 1]);
-            a[3][2 * i] = r.group == 1 ? even : a[3][2 * i];
-            a[3][2 * i + 1] = r.group == 1 ? odd : a[3][2 * i + 1];
+        for (int n = 0; n < 2; ++n) {
+            const uint32_t x = c.rope[2 * n], y = c.rope[2 * n + 1];
+            const uint32_t even = pack_f16x2(bf16_low(x) * f[2 * n], bf16_low(y) * f[2 * n + 1]);
+            const uint32_t odd = pack_f16x2(bf16_high(x) * f[2 * n], bf16_high(y) * f[2 * n + 1]);
+            a[1][2 * n] = r.group == 1 ? even : a[1][2 * n];
+            a[1][2 * n + 1] = r.group == 1 ? odd : a[1][2 * n + 1];
         }
     }
 }
 
-// O^T += V^T . P^T of the tile of warpgroup `owner` whose first unit is `unit`; its units are let go one by one.
-// `meanwhile` is done while wgmma works.
+// O^T += V^T . P^T of the tile of warpgroup `owner` whose first unit is `unit`, two blocks at a time; its units are let go one
+// by one. `meanwhile` is done while wgmma works.
 template <typename Do>
 __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, bool raised, Output& out, Do meanwhile) {
     if (raised) follow_references(r, owner, out);
     const uint64_t prob = wgmma_operand(here_only(shared_address(shared) + P_AT) + owner * LINES_BYTES, 1024, 16);
-    uint32_t a[2][4][4];
-    Columns columns = load_columns(r, unit, owner, 0);
+    uint32_t a[2][2][4];
+    Columns columns = load_columns(r, unit, owner, 0, 0);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        if (k >= 2) wgmma_wait<1>();
-        widen_columns(r, columns, a[k % 2]);
-        __syncwarp();
-        if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[slot_of(unit + k)]));
-        if (k < 3) columns = load_columns(r, unit + k + 1, owner, k + 1);
-        wgmma_fence();
 #pragma unroll
-        for (int v = 0; v < 4; ++v) wgmma_registers<Step::F16>(out.o[v], a[k % 2][v], wgmma_further(prob, 32 * k));
-        wgmma_commit();
+        for (int i = 0; i < 2; ++i) {
+            if (k > 0) wgmma_wait<1>();
+            widen_columns(r, columns, i, a[i]);
+            if (i == 0) {
+                columns = load_columns(r, unit + k, owner, k, 1);
+            } else {
+                __syncwarp();
+                if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[slot_of(unit + k)]));
+                if (k < 3) columns = load_columns(r, unit + k + 1, owner, k + 1, 0);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int v = 0; v < 2; ++v) wgmma_registers<Step::F16>(out.o[2 * i + v], a[i][v], wgmma_further(prob, 32 * k));
+            wgmma_commit();
+        }
         if (k == 0) meanwhile();
     }
     wgmma_wait<0>();
@@ -718,9 +710,10 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
 
 // The sum of all warps for head `local` of the block.
 __device__ __forceinline__ void gather_sums(const Role& r, const Output& out) {
-    if (r.g < HEADS / 8) {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) small().across[r.group][r.warp][8 * r.g + 2 * r.t + k] = out.sum[k];
+    for (int c = 0; c < COLUMNS; ++c) {
+        const float sum = rows_sum(out.sum[c]);
+        if (r.g == 0) small().across[r.group][r.warp][r.head(c)] = sum;
     }
     named_barrier_sync(5, 2 * WARPGROUP);
 }
@@ -897,7 +890,8 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
 #pragma unroll
         for (int i = 0; i < HEADS / 2; ++i) out.o[v][i] = 0.0f;
     }
-    out.sum[0] = out.sum[1] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) out.sum[c] = 0.0f;
 
     if (w.pairs == 0) let_go_of_q(r);
     const int other = 1 - r.group;
@@ -913,7 +907,10 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         if (pair + 1 == w.pairs) let_go_of_q(r);
         if (pair > 0 || r.group == 1) multiply_other(unit - 4);
         const bool raised = softmax_tile(r, logit_scale, scales, s, sums);
-        multiply_pv(r, unit, r.group, raised, out, [&] { add_rows(r, sums, out.sum); });
+        multiply_pv(r, unit, r.group, raised, out, [&] {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) out.sum[c] += sums[c];
+        });
     }
     if (r.group == 0 && w.pairs > 0) multiply_other(unit - 4);
     if constexpr (MERGES) {
