@@ -55,6 +55,9 @@ constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks 
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
 constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
+// Denominators a thread holds: of all its heads, over its own rows. 64 heads: of two, over the rows of eight lanes, for there
+// are no registers for more.
+constexpr int SUMS = HEADS == 64 ? 2 : COLUMNS;
 // Smaller scales count as this one, so that no quotient of two overflows, nor P^T / r of a row of zeros.
 constexpr float LEAST_SCALE = 0x1p-60f;
 constexpr int LEAST_EXPONENT = 127 - 60;
@@ -306,6 +309,23 @@ struct Bytes {
     Vec16 x, y;
 };
 
+// They as A operands; V4_FP8: times the f16 pairs `ratio`.
+__device__ __forceinline__ void widen_rows(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
+    const Vec16 &x = bytes.x, &y = bytes.y;
+    const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            e4m3x4_to_f16x2(words[row][i], a[i][row], a[i][row + 2]);
+            if (!V32) {
+                a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
+                a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
+            }
+        }
+    }
+}
+
 __device__ __forceinline__ uint64_t q_operand() { return wgmma_operand(here_only(shared_address(shared) + Q_AT), 1024, 16); }
 
 // s = or += four k-steps against block `block` of Q.
@@ -348,70 +368,42 @@ __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
 
 // In all of these, bytes are loaded and widened for the block after next while wgmma works.
 
-// Half h of them, two k-steps, as A operands; V4_FP8: times the f16 pairs `ratio`.
-__device__ __forceinline__ void widen_half(const Bytes& bytes, int h, const uint32_t (&ratio)[2], uint32_t (&a)[2][4]) {
-    const Vec16 &x = bytes.x, &y = bytes.y;
-    const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            e4m3x4_to_f16x2(words[row][2 * h + i], a[i][row], a[i][row + 2]);
-            if (!V32) {
-                a[i][row] = multiply_f16x2(a[i][row], ratio[row]);
-                a[i][row + 2] = multiply_f16x2(a[i][row + 2], ratio[row]);
-            }
-        }
-    }
-}
-
-// s = or += two k-steps against half `half` of block `block` of Q.
-template <Step FIRST, Step NEXT>
-__device__ __forceinline__ void start_half(uint64_t q, int block, int half, const uint32_t (&a)[2][4], float (&s)[HEADS / 2]) {
-    wgmma_fence();
-    wgmma_registers<FIRST>(s, a[0], wgmma_further(q, block * LINES_BYTES + 64 * half));
-    wgmma_registers<NEXT>(s, a[1], wgmma_further(q, block * LINES_BYTES + 64 * half + 32));
-    wgmma_commit();
-}
-
 __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float (&s)[HEADS / 2]) {
     const uint32_t none[2] = {0, 0};
     const uint64_t q = q_operand();
-    uint32_t a[2][2][4];
+    uint32_t a[2][4][4];
     Bytes bytes = load_block(row, t, 0);
     float scale[2][4];
     load_v32_scales(row, scale[0]);
     load_v32_scales(row + 8 * STRIDE, scale[1]);
-    widen_half(bytes, 0, none, a[0]);
+    widen_rows(bytes, none, a[0]);
+    bytes = load_block(row, t, 1);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         if (c == 0) {
-            start_half<Step::FIRST, Step::F16>(q, 0, 0, a[0], s);
+            start_qk<Step::FIRST, Step::F16>(q, 0, a[0], s);
         } else {
-            start_half<Step::F16, Step::F16>(q, 2 * c, 0, a[0], s);
+            start_qk<Step::F16, Step::F16>(q, 2 * c, a[0], s);
         }
-        widen_half(bytes, 1, none, a[1]);
-        bytes = load_block(row, t, 2 * c + 1);
-        start_half<Step::F16, Step::F16>(q, 2 * c, 1, a[1], s);
-        wgmma_wait<1>();
-        widen_half(bytes, 0, none, a[0]);
-        start_half<Step::F16, Step::F16>(q, 2 * c + 1, 0, a[0], s);
-        wgmma_wait<1>();
-        widen_half(bytes, 1, none, a[1]);
+        widen_rows(bytes, none, a[1]);
         if (c < 3) bytes = load_block(row, t, 2 * c + 2);
-        start_half<Step::F16, Step::F16>(q, 2 * c + 1, 1, a[1], s);
+        start_qk<Step::F16, Step::F16>(q, 2 * c + 1, a[1], s);
         wgmma_wait<1>();
-        if (c < 3) widen_half(bytes, 0, none, a[0]);
+        if (c < 3) {
+            widen_rows(bytes, none, a[0]);
+            bytes = load_block(row, t, 2 * c + 3);
+        } else {
+            uint32_t rope[2][8];
+            load_rope(row, t, rope[0]);
+            load_rope(row + 8 * STRIDE, t, rope[1]);
+            arrange_rope(rope, a[0]);
+        }
         const float x = c < 3 ? scale[0][c] * reciprocal_approx(scale[0][(c + 1) % 4]) : scale[0][3];
         const float y = c < 3 ? scale[1][c] * reciprocal_approx(scale[1][(c + 1) % 4]) : scale[1][3];
         wgmma_wait<0>();
         scale_rows(s, x, y);
     }
-    uint32_t rope[2][8], last[4][4];
-    load_rope(row, t, rope[0]);
-    load_rope(row + 8 * STRIDE, t, rope[1]);
-    arrange_rope(rope, last);
-    start_qk<Step::BF16, Step::BF16>(q, NOPE_BLOCKS, last, s);
+    start_qk<Step::BF16, Step::BF16>(q, NOPE_BLOCKS, a[0], s);
     RowScales result;
     float ratio[2];
 #pragma unroll
@@ -460,18 +452,16 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
 #pragma unroll
         for (int k = 0; k < 8; ++k) rope[i][k] = pack_f16x2(bf16_low(rope[i][k]) * inverse, bf16_high(rope[i][k]) * inverse);
     }
-    uint32_t a[2][2][4], last[4][4];
-    arrange_rope(rope, last);
-    start_qk<Step::FIRST, Step::F16>(q, NOPE_BLOCKS, last, s);
+    uint32_t a[2][4][4];
+    arrange_rope(rope, a[0]);
+    start_qk<Step::FIRST, Step::F16>(q, NOPE_BLOCKS, a[0], s);
 #pragma unroll
     for (int block = 0; block < NOPE_BLOCKS; ++block) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            widen_half(bytes, h, ratio[block / 2], a[h]);
-            if (h == 1 && block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
-            start_half<Step::F16, Step::F16>(q, block, h, a[h], s);
-            wgmma_wait<1>();
-        }
+        uint32_t(&buffer)[4][4] = a[(block + 1) % 2];
+        widen_rows(bytes, ratio[block / 2], buffer);
+        if (block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
+        start_qk<Step::F16, Step::F16>(q, block, buffer, s);
+        wgmma_wait<1>();
     }
     wgmma_wait<0>();
     scale_rows(s, result.r[0], result.r[1]);
@@ -506,6 +496,20 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------
+
+// Adds sums over the lanes with the same t until a thread has SUMS of them: those of heads sum_head(r, 0), sum_head(r, 1) ...
+__device__ __forceinline__ void add_lanes(const Role& r, float (&v)[COLUMNS]) {
+#pragma unroll
+    for (int left = COLUMNS / 2, step = 4; left > SUMS / 2; left /= 2, step /= 2) {
+        const bool high = r.g & step;
+#pragma unroll
+        for (int c = 0; c < left; ++c) {
+            const float sent = high ? v[c] : v[c + left], mine = high ? v[c + left] : v[c];
+            v[c] = mine + __shfl_xor_sync(~0u, sent, 4 * step);
+        }
+    }
+}
+__device__ __forceinline__ int sum_head(const Role& r, int c) { return SUMS == COLUMNS ? r.head(c) : 8 * r.g + 2 * r.t + c; }
 
 // References rise to the tile's largest logit + log2 r; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
 __device__ __forceinline__ void raise_references(const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2]) {
@@ -594,24 +598,26 @@ __device__ __forceinline__ bool softmax_tile(
 
 // --- O^T ------------------------------------------------------------------------------------------------------
 
-// A thread's part of O^T: four blocks of 64 value columns, and of the denominators: that of its own rows.
+// A thread's part of O^T: four blocks of 64 value columns, and of the denominators.
 struct Output {
-    float o[4][HEADS / 2], sum[COLUMNS];
+    float o[4][HEADS / 2], sum[SUMS];
 };
 
 // References were raised for the P of a tile of warpgroup `owner`: O^T and sums come to them.
 __device__ __forceinline__ void follow_references(const Role& r, int owner, Output& out) {
+    const Small& sm = small();
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const float f = small().factor[owner][r.head(c)];
-        out.sum[c] *= f;
+        const float f = sm.factor[owner][r.head(c)];
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
             out.o[v][element(0, c)] *= f;
             out.o[v][element(1, c)] *= f;
         }
     }
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) out.sum[c] *= sm.factor[owner][sum_head(r, c)];
 }
 
 // What two rows (2 t and 2 t + 1 of eight) hold of the columns 2 g, 2 g + 1, as bytes, becomes a pair for each column.
@@ -669,8 +675,9 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, i
             const uint32_t x = c.rope[2 * n], y = c.rope[2 * n + 1];
             const uint32_t even = pack_f16x2(bf16_low(x) * f[2 * n], bf16_low(y) * f[2 * n + 1]);
             const uint32_t odd = pack_f16x2(bf16_high(x) * f[2 * n], bf16_high(y) * f[2 * n + 1]);
-            a[1][2 * n] = r.group == 1 ? even : a[1][2 * n];
-            a[1][2 * n + 1] = r.group == 1 ? odd : a[1][2 * n + 1];
+            // Made here, or the compiler makes them behind the fence, between two wgmma, and serialises these.
+            a[1][2 * n] = here_only(r.group == 1 ? even : a[1][2 * n]);
+            a[1][2 * n + 1] = here_only(r.group == 1 ? odd : a[1][2 * n + 1]);
         }
     }
 }
@@ -711,9 +718,9 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
 // The sum of all warps for head `local` of the block.
 __device__ __forceinline__ void gather_sums(const Role& r, const Output& out) {
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const float sum = rows_sum(out.sum[c]);
-        if (r.g == 0) small().across[r.group][r.warp][r.head(c)] = sum;
+    for (int c = 0; c < SUMS; ++c) {
+        const float sum = SUMS == COLUMNS ? rows_sum(out.sum[c]) : out.sum[c];
+        if (SUMS < COLUMNS || r.g == 0) small().across[r.group][r.warp][sum_head(r, c)] = sum;
     }
     named_barrier_sync(5, 2 * WARPGROUP);
 }
@@ -891,7 +898,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         for (int i = 0; i < HEADS / 2; ++i) out.o[v][i] = 0.0f;
     }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) out.sum[c] = 0.0f;
+    for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
 
     if (w.pairs == 0) let_go_of_q(r);
     const int other = 1 - r.group;
@@ -908,8 +915,9 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         if (pair > 0 || r.group == 1) multiply_other(unit - 4);
         const bool raised = softmax_tile(r, logit_scale, scales, s, sums);
         multiply_pv(r, unit, r.group, raised, out, [&] {
+            add_lanes(r, sums);
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) out.sum[c] += sums[c];
+            for (int c = 0; c < SUMS; ++c) out.sum[c] += sums[c];
         });
     }
     if (r.group == 0 && w.pairs > 0) multiply_other(unit - 4);
