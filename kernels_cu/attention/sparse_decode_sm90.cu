@@ -497,16 +497,22 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// Adds sums over the lanes with the same t until a thread has SUMS of them: those of heads sum_head(r, 0), sum_head(r, 1) ...
+// Of 2 HALF sums, each half of the lanes, by a bit of g, keeps HALF, added over both.
+template <int HALF>
+__device__ __forceinline__ void share_sums(float (&v)[COLUMNS], bool high, int distance) {
+#pragma unroll
+    for (int c = 0; c < HALF; ++c) {
+        const float first = v[c], second = v[c + HALF];
+        v[c] = (high ? second : first) + __shfl_xor_sync(~0u, high ? first : second, distance);
+    }
+}
+
+// Adds sums over the lanes with the same t until a thread has SUMS of them, of heads sum_head(r, 0), sum_head(r, 1) ...
 __device__ __forceinline__ void add_lanes(const Role& r, float (&v)[COLUMNS]) {
-#pragma unroll
-    for (int left = COLUMNS / 2, step = 4; left > SUMS / 2; left /= 2, step /= 2) {
-        const bool high = r.g & step;
-#pragma unroll
-        for (int c = 0; c < left; ++c) {
-            const float sent = high ? v[c] : v[c + left], mine = high ? v[c + left] : v[c];
-            v[c] = mine + __shfl_xor_sync(~0u, sent, 4 * step);
-        }
+    if constexpr (SUMS < COLUMNS) {
+        share_sums<COLUMNS / 2>(v, r.g & 4, 16);
+        share_sums<COLUMNS / 4>(v, r.g & 2, 8);
+        share_sums<COLUMNS / 8>(v, r.g & 1, 4);
     }
 }
 __device__ __forceinline__ int sum_head(const Role& r, int c) { return SUMS == COLUMNS ? r.head(c) : 8 * r.g + 2 * r.t + c; }
