@@ -74,7 +74,6 @@ struct alignas(16) Small {
     float factor[2][HEADS];                // what P of a tile brings: O^T before it times this, if `raised`
     float across[2][4][HEADS];             // between the warps of a warpgroup
     float scale[HEADS];                    // at the end: of O^T
-    float rope_ratio[2][TILE_ROWS];        // V4_FP8: 1 / r; rows as store_ratios places them
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
     uint64_t q_full, q_free;               // mbarriers: Q's bulk copies; its last product is done (8 warps)
     float q_max[8];
@@ -282,7 +281,7 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
 // What multiply_qk finds out of a thread's two rows, g and g + 8 of its warp's unit: r, and scale / r as f16, of both rows
 // in a word, of chunk t and (V4_FP8) t + 4.
 struct RowScales {
-    float r[2];
+    float r[2], logit[2];  // S^T times `logit` are the logits
     uint32_t ratio[V32 ? 1 : 2];
 };
 
@@ -352,6 +351,16 @@ __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)
     }
 }
 
+// V4_FP8: where it was, for load_columns: of 16 columns the even ones and then the odd ones.
+__device__ __forceinline__ void store_rope(uint32_t row, int t, const uint32_t (&words)[8]) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const uint32_t bytes = odd ? 0x7632 : 0x5410;
+        store_shared(row + ROPE_OFFSET + 16 * (2 * t + odd), {__byte_perm(words[0], words[1], bytes), __byte_perm(words[2], words[3], bytes),
+                                                                 __byte_perm(words[4], words[5], bytes), __byte_perm(words[6], words[7], bytes)});
+    }
+}
+
 // RoPE of two rows as A operands.
 __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint32_t (&a)[4][4]) {
 #pragma unroll
@@ -368,7 +377,7 @@ __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
 
 // In all of these, bytes are loaded and widened for the block after next while wgmma works.
 
-__device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float (&s)[HEADS / 2]) {
+__device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float logit_scale, float (&s)[HEADS / 2]) {
     const uint32_t none[2] = {0, 0};
     const uint64_t q = q_operand();
     uint32_t a[2][4][4];
@@ -411,6 +420,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
         const int exponent = __float_as_uint(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3]))) >> 23;
         const float own = t < 2 ? (t == 0 ? scale[i][0] : scale[i][1]) : (t == 2 ? scale[i][2] : scale[i][3]);
         result.r[i] = power_of_two(exponent);
+        result.logit[i] = logit_scale;
         ratio[i] = own * inverse_power_of_two(exponent);
     }
     result.ratio[0] = pack_f16x2(ratio[0], ratio[1]);
@@ -418,7 +428,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
     return result;
 }
 
-__device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (&s)[HEADS / 2]) {
+__device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float logit_scale, float (&s)[HEADS / 2]) {
     const uint64_t q = q_operand();
     uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, as pairs of f16
     RowScales result;
@@ -430,8 +440,8 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         const Vec8 scales = load_shared_8(row + i * 8 * STRIDE + ROW_STRIDE);
         uint32_t top = 0;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) top = max_bf16x2(top, abs_bf16x2(rope[i][k]));
-        top = max(top & 0xffff, top >> 16);
+        for (int k = 0; k < 8; ++k) top = max_abs_bf16x2(top, rope[i][k]);
+        top = max(top & 0x7fff, top >> 16 & 0x7fff);
         top = max(top, __shfl_xor_sync(~0u, top, 1));
         top = max(top, __shfl_xor_sync(~0u, top, 2));
         int exponent = int(top >> 7) - 14;  // RoPE / r stays below 2^15
@@ -440,6 +450,8 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         const bool nan = exponent == 255;
         exponent = min(max(exponent, LEAST_EXPONENT), 253);
         result.r[i] = nan ? __uint_as_float(0x7fffffffu) : power_of_two(exponent);
+        result.logit[i] = logit_scale * result.r[i];
+        if (result.logit[i] == 0.0f) result.logit[i] = logit_scale;  // times -inf that is still -inf
         auto ratio_of = [&](int biased) { return power_of_two(max(biased - exponent + 127, 0)); };
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -448,9 +460,13 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         }
         own[0][i] = ratio_of(scales.x >> 8 * t & 0xff);
         own[1][i] = ratio_of(scales.y >> 8 * t & 0xff);
-        const float inverse = inverse_power_of_two(exponent);
+        const uint32_t inverse = uint32_t(254 - exponent) * 0x00800080;  // as a pair of bfloat16
 #pragma unroll
-        for (int k = 0; k < 8; ++k) rope[i][k] = pack_f16x2(bf16_low(rope[i][k]) * inverse, bf16_high(rope[i][k]) * inverse);
+        for (int k = 0; k < 8; ++k) {
+            const uint32_t scaled = multiply_bf16x2(rope[i][k], inverse);
+            rope[i][k] = pack_f16x2(bf16_low(scaled), bf16_high(scaled));
+        }
+        store_rope(row + i * 8 * STRIDE, t, rope[i]);
     }
     uint32_t a[2][4][4];
     arrange_rope(rope, a[0]);
@@ -464,7 +480,6 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         wgmma_wait<1>();
     }
     wgmma_wait<0>();
-    scale_rows(s, result.r[0], result.r[1]);
 #pragma unroll
     for (int k = 0; k < (V32 ? 1 : 2); ++k) result.ratio[k] = pack_f16x2(own[k][0], own[k][1]);
     return result;
@@ -478,9 +493,9 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
     const uint32_t row = unit_address(unit) + r.g * STRIDE;
     RowScales scales;
     if constexpr (V32) {
-        scales = multiply_qk_v32(row, r.t, s);
+        scales = multiply_qk_v32(row, r.t, logit_scale, s);
     } else {
-        scales = multiply_qk_v4(row, r.t, s);
+        scales = multiply_qk_v4(row, r.t, logit_scale, s);
     }
     const uint32_t valid = sm.valid[slot_of(unit)];
     if (valid != 0xffff) {
@@ -518,12 +533,12 @@ __device__ __forceinline__ void add_lanes(const Role& r, float (&v)[COLUMNS]) {
 __device__ __forceinline__ int sum_head(const Role& r, int c) { return SUMS == COLUMNS ? r.head(c) : 8 * r.g + 2 * r.t + c; }
 
 // References rise to the tile's largest logit + log2 r; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
-__device__ __forceinline__ void raise_references(const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2]) {
+__device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
     Small& sm = small();
     const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const float top = rows_max(fmaxf(s[element(0, c)] * logit_scale + log2_r[0], s[element(1, c)] * logit_scale + log2_r[1]));
+        const float top = rows_max(fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]));
         if (r.g == 0) sm.across[r.group][r.warp][r.head(c)] = top;
     }
     r.sync();
@@ -546,11 +561,7 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
     for (int i = 0; i < 2; ++i) {
         sm.ratio[r.group][r.t][place + 2 * i] = uint16_t(scales.ratio[0] >> 16 * i);
         if constexpr (!V32) {
-            if (r.t < 3) {
-                sm.ratio[r.group][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
-            } else {
-                sm.rope_ratio[r.group][place + 2 * i] = 1.0f / scales.r[i];
-            }
+            if (r.t < 3) sm.ratio[r.group][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
         }
     }
 }
@@ -559,7 +570,7 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
 
 // P^T = r 2^(logit - ref) to shared memory, rounded; `sums` is that of P / r. True if one is above MAX_P.
 __device__ __forceinline__ bool store_p(
-    const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
+    const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
     const uint32_t to = shared_address(shared) + P_AT + r.group * LINES_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
@@ -572,7 +583,8 @@ __device__ __forceinline__ bool store_p(
         const float2 ref = refs[j];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float x = exp2_approx(fmaf(s[4 * j + 2 * i], logit_scale, -ref.x)), y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], logit_scale, -ref.y));
+            const float x = exp2_approx(fmaf(s[4 * j + 2 * i], scales.logit[i], -ref.x));
+            const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], scales.logit[i], -ref.y));
             sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
             sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
             rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
@@ -586,14 +598,14 @@ __device__ __forceinline__ bool store_p(
 // S^T of one of this warpgroup's tiles becomes P^T and is published; `sums` is what a thread's rows add to denominators.
 // P^T is made with the references as they are, and again in the rare case that they turn out too low: then true.
 __device__ __forceinline__ bool softmax_tile(
-    const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
+    const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     store_ratios(r, scales);
-    const bool too_large = store_p(r, logit_scale, scales, s, sums);
+    const bool too_large = store_p(r, scales, s, sums);
     fence_proxy_async();
     const bool raised = named_barrier_any(3 + r.group, WARPGROUP, too_large);
     if (raised) {
-        raise_references(r, logit_scale, scales, s);
-        store_p(r, logit_scale, scales, s, sums);
+        raise_references(r, scales, s);
+        store_p(r, scales, s, sums);
         fence_proxy_async();
     }
     if (threadIdx.x % WARPGROUP == 0) small().raised[r.group] = raised;
@@ -637,8 +649,7 @@ __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint3
 struct Columns {
     uint32_t bytes[4];
     Vec8 ratio[V32 ? 1 : 2];  // of the thread's four rows: for both blocks, or for each
-    uint32_t rope[4];  // V4_FP8: columns 2 g and 2 g + 1 of the thread's four rows
-    Vec16 rope_ratio;
+    uint32_t rope[4];  // V4_FP8: the last block's A operand
 };
 
 __device__ __forceinline__ uint32_t ratio_address(int owner, int chunk, int k, int t) {
@@ -656,12 +667,7 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t unit, in
         ldmatrix_x4_trans(c.bytes, i == 0 || (r.group == 1 && second) ? from : from + 128);  // the last block is RoPE
 #pragma unroll
         for (int v = 0; v < 2; ++v) c.ratio[v] = load_shared_8(ratio_address(owner, min(4 * r.group + 2 * i + v, CHUNKS - 1), k, r.t));
-        if (i == 1) {
-            const uint32_t two = unit_address(unit) + 2 * r.t * STRIDE + ROPE_OFFSET + 32 * r.warp + 4 * r.g;
-#pragma unroll
-            for (int n = 0; n < 4; ++n) c.rope[n] = load_shared_4(two + (n / 2 * 8 + n % 2) * STRIDE);
-            c.rope_ratio = load_shared_16(shared_address(&small().rope_ratio[owner][16 * k + 4 * r.t]));
-        }
+        if (i == 1) ldmatrix_x4_trans(c.rope, unit_address(unit) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_OFFSET + 32 * r.warp + r.lane / 8 % 2 * 16);
     }
     return c;
 }
@@ -675,16 +681,9 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, i
         widen_pair(c.bytes[2 * v + 1], ratio.y, a[v][2], a[v][3]);
     }
     if (!V32 && i == 1) {
-        const float f[4] = {__uint_as_float(c.rope_ratio.x), __uint_as_float(c.rope_ratio.y), __uint_as_float(c.rope_ratio.z), __uint_as_float(c.rope_ratio.w)};
+        // Chosen here, or the compiler does so behind the fence, between two wgmma, and serialises these.
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const uint32_t x = c.rope[2 * n], y = c.rope[2 * n + 1];
-            const uint32_t even = pack_f16x2(bf16_low(x) * f[2 * n], bf16_low(y) * f[2 * n + 1]);
-            const uint32_t odd = pack_f16x2(bf16_high(x) * f[2 * n], bf16_high(y) * f[2 * n + 1]);
-            // Made here, or the compiler makes them behind the fence, between two wgmma, and serialises these.
-            a[1][2 * n] = here_only(r.group == 1 ? even : a[1][2 * n]);
-            a[1][2 * n + 1] = here_only(r.group == 1 ? odd : a[1][2 * n + 1]);
-        }
+        for (int n = 0; n < 4; ++n) a[1][n] = here_only(r.group == 1 ? c.rope[n] : a[1][n]);
     }
 }
 
@@ -919,7 +918,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         const RowScales scales = multiply_qk(r, unit, logit_scale, s);
         if (pair + 1 == w.pairs) let_go_of_q(r);
         if (pair > 0 || r.group == 1) multiply_other(unit - 4);
-        const bool raised = softmax_tile(r, logit_scale, scales, s, sums);
+        const bool raised = softmax_tile(r, scales, s, sums);
         multiply_pv(r, unit, r.group, raised, out, [&] {
             add_lanes(r, sums);
 #pragma unroll
