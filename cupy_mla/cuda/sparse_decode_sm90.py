@@ -30,7 +30,7 @@ def fixed_bytes(layout: Layout, heads: int) -> int:
     """Shared memory a block without the ring: Q, two P, statistics and what a row's scales become."""
     chunks = layout.num_scales
     lines = heads * 128
-    small = heads * 4 * (1 + 2 + 8 + 1) + 2 * 4 + 2 * 8 + 8 * 4 + 2 * TILE_ROWS * 4 + 2 * chunks * TILE_ROWS * 2
+    small = heads * 4 * (1 + 2 + 8 + 1) + 2 * 4 + 2 * 8 + 8 * 4 + 2 * chunks * TILE_ROWS * 2
     return (layout.d_nope // 64 + 1 + 2) * lines + small
 
 

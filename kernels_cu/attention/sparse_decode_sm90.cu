@@ -55,10 +55,14 @@ constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks 
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
 constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
+// Denominators a thread holds: of all its heads, over its own rows. 64 heads: of two, over the rows of eight lanes, for there
+// are no registers for more.
+constexpr int SUMS = HEADS == 64 ? 2 : COLUMNS;
 // Smaller scales count as this one, so that no quotient of two overflows, nor P^T / r of a row of zeros.
 constexpr float LEAST_SCALE = 0x1p-60f;
 constexpr int LEAST_EXPONENT = 127 - 60;
-constexpr float MAX_P = 0x1p15f, REF_NONE = -1e30f;
+constexpr uint32_t MAX_P = 0x7800;  // 2^15 as f16
+constexpr float REF_NONE = -1e30f;
 constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
@@ -70,7 +74,6 @@ struct alignas(16) Small {
     float factor[2][HEADS];                // what P of a tile brings: O^T before it times this, if `raised`
     float across[2][4][HEADS];             // between the warps of a warpgroup
     float scale[HEADS];                    // at the end: of O^T
-    float rope_ratio[2][TILE_ROWS];        // V4_FP8: 1 / r; rows as store_ratios places them
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
     uint64_t q_full, q_free;               // mbarriers: Q's bulk copies; its last product is done (8 warps)
     float q_max[8];
@@ -207,18 +210,18 @@ __device__ __forceinline__ uint32_t q_line(int p, int j, int head) {
     return shared_address(shared) + Q_AT + block * LINES_BYTES + head * 128 + ((first_chunk ^ (head & 7)) << 4) + 4 * t;
 }
 
-// Eight columns times `factor` to where `line` says; chunk c of the four is c ^ (head & 7).
-__device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, float factor, bool f16) {
+// Eight columns times `factor`, a pair of powers of two, to where `line` says; chunk c of the four is c ^ (head & 7).
+__device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, uint32_t factor, bool f16) {
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const float x = bf16_low(words[k]) * factor, y = bf16_high(words[k]) * factor;
-        store_shared_4(line ^ (k << 4), f16 ? pack_f16x2(x, y) : pack_bf16x2(x, y));
+        const uint32_t scaled = multiply_bf16x2(words[k], factor);
+        store_shared_4(line ^ (k << 4), f16 ? pack_f16x2(bf16_low(scaled), bf16_high(scaled)) : scaled);
     }
 }
 
 __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
-    return max_bf16x2(max_bf16x2(abs_bf16x2(q.x), abs_bf16x2(q.y)), max_bf16x2(abs_bf16x2(q.z), abs_bf16x2(q.w)));
+    return max_abs_bf16x2(max_abs_bf16x2(q.x, q.y), max_abs_bf16x2(q.z, q.w));
 }
 
 // Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
@@ -239,6 +242,7 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
     const int warp = 4 * r.group + r.warp, j = r.lane % 8;
     auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
+    auto is_there = [&](int round) { return w.first_head + head_of(round) < p.h_q; };
     mbarrier_wait(shared_address(&small().q_full), w.turn & 1);
     const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
     Vec16 pieces[ROUNDS];
@@ -246,10 +250,13 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     for (int i = 0; i < ROUNDS; ++i) pieces[i] = load_shared_16(raw + (head_of(i) * PIECES + i % PIECES) * 128);
     uint32_t top = 0;
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        if (w.first_head + head_of(i) >= p.h_q) pieces[i] = {0, 0, 0, 0};
-        top = max_bf16x2(top, largest_bits(pieces[i]));
+    for (int first = 0; first < ROUNDS; first += PIECES) {
+        uint32_t of_head = 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) of_head = max_abs_bf16x2(of_head, largest_bits(pieces[first + i]));
+        if (is_there(first)) top = max_abs_bf16x2(top, of_head);
     }
+    top &= 0x7fff7fff;
     // Positive numbers are ordered as their bits are.
     top = __reduce_max_sync(~0u, max(top & 0xffff, top >> 16));
     if (r.lane == 0) small().q_max[warp] = __uint_as_float(top << 16);
@@ -259,9 +266,12 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
     const int exponent = int(__float_as_uint(max) >> 23) - 127;
     const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
-    const float factor = __uint_as_float(uint32_t(shift + 127) << 23);
+    const uint32_t factor = uint32_t(shift + 127) * 0x00800080;  // as a pair of bfloat16
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) store_q(q_line(i % PIECES, j, head_of(i)), pieces[i], factor, !V32 || i % PIECES < NOPE_BLOCKS);
+    for (int i = 0; i < ROUNDS; ++i) {
+        // Of heads that there are not, whatever was there becomes zeros and NaN, which raise no reference.
+        store_q(q_line(i % PIECES, j, head_of(i)), pieces[i], is_there(i) ? factor : 0, !V32 || i % PIECES < NOPE_BLOCKS);
+    }
     const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
     return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
 }
@@ -271,7 +281,7 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
 // What multiply_qk finds out of a thread's two rows, g and g + 8 of its warp's unit: r, and scale / r as f16, of both rows
 // in a word, of chunk t and (V4_FP8) t + 4.
 struct RowScales {
-    float r[2];
+    float r[2], logit[2];  // S^T times `logit` are the logits
     uint32_t ratio[V32 ? 1 : 2];
 };
 
@@ -341,6 +351,16 @@ __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)
     }
 }
 
+// V4_FP8: where it was, for load_columns: of 16 columns the even ones and then the odd ones.
+__device__ __forceinline__ void store_rope(uint32_t row, int t, const uint32_t (&words)[8]) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const uint32_t bytes = odd ? 0x7632 : 0x5410;
+        store_shared(row + ROPE_OFFSET + 16 * (2 * t + odd), {__byte_perm(words[0], words[1], bytes), __byte_perm(words[2], words[3], bytes),
+                                                                 __byte_perm(words[4], words[5], bytes), __byte_perm(words[6], words[7], bytes)});
+    }
+}
+
 // RoPE of two rows as A operands.
 __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint32_t (&a)[4][4]) {
 #pragma unroll
@@ -357,7 +377,7 @@ __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
 
 // In all of these, bytes are loaded and widened for the block after next while wgmma works.
 
-__device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float (&s)[HEADS / 2]) {
+__device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float logit_scale, float (&s)[HEADS / 2]) {
     const uint32_t none[2] = {0, 0};
     const uint64_t q = q_operand();
     uint32_t a[2][4][4];
@@ -400,6 +420,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
         const int exponent = __float_as_uint(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3]))) >> 23;
         const float own = t < 2 ? (t == 0 ? scale[i][0] : scale[i][1]) : (t == 2 ? scale[i][2] : scale[i][3]);
         result.r[i] = power_of_two(exponent);
+        result.logit[i] = logit_scale;
         ratio[i] = own * inverse_power_of_two(exponent);
     }
     result.ratio[0] = pack_f16x2(ratio[0], ratio[1]);
@@ -407,7 +428,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
     return result;
 }
 
-__device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (&s)[HEADS / 2]) {
+__device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float logit_scale, float (&s)[HEADS / 2]) {
     const uint64_t q = q_operand();
     uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, as pairs of f16
     RowScales result;
@@ -419,8 +440,8 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         const Vec8 scales = load_shared_8(row + i * 8 * STRIDE + ROW_STRIDE);
         uint32_t top = 0;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) top = max_bf16x2(top, abs_bf16x2(rope[i][k]));
-        top = max(top & 0xffff, top >> 16);
+        for (int k = 0; k < 8; ++k) top = max_abs_bf16x2(top, rope[i][k]);
+        top = max(top & 0x7fff, top >> 16 & 0x7fff);
         top = max(top, __shfl_xor_sync(~0u, top, 1));
         top = max(top, __shfl_xor_sync(~0u, top, 2));
         int exponent = int(top >> 7) - 14;  // RoPE / r stays below 2^15
@@ -429,6 +450,8 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         const bool nan = exponent == 255;
         exponent = min(max(exponent, LEAST_EXPONENT), 253);
         result.r[i] = nan ? __uint_as_float(0x7fffffffu) : power_of_two(exponent);
+        result.logit[i] = logit_scale * result.r[i];
+        if (result.logit[i] == 0.0f) result.logit[i] = logit_scale;  // times -inf that is still -inf
         auto ratio_of = [&](int biased) { return power_of_two(max(biased - exponent + 127, 0)); };
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -437,9 +460,13 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         }
         own[0][i] = ratio_of(scales.x >> 8 * t & 0xff);
         own[1][i] = ratio_of(scales.y >> 8 * t & 0xff);
-        const float inverse = inverse_power_of_two(exponent);
+        const uint32_t inverse = uint32_t(254 - exponent) * 0x00800080;  // as a pair of bfloat16
 #pragma unroll
-        for (int k = 0; k < 8; ++k) rope[i][k] = pack_f16x2(bf16_low(rope[i][k]) * inverse, bf16_high(rope[i][k]) * inverse);
+        for (int k = 0; k < 8; ++k) {
+            const uint32_t scaled = multiply_bf16x2(rope[i][k], inverse);
+            rope[i][k] = pack_f16x2(bf16_low(scaled), bf16_high(scaled));
+        }
+        store_rope(row + i * 8 * STRIDE, t, rope[i]);
     }
     uint32_t a[2][4][4];
     arrange_rope(rope, a[0]);
@@ -453,7 +480,6 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float (
         wgmma_wait<1>();
     }
     wgmma_wait<0>();
-    scale_rows(s, result.r[0], result.r[1]);
 #pragma unroll
     for (int k = 0; k < (V32 ? 1 : 2); ++k) result.ratio[k] = pack_f16x2(own[k][0], own[k][1]);
     return result;
@@ -467,9 +493,9 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
     const uint32_t row = unit_address(unit) + r.g * STRIDE;
     RowScales scales;
     if constexpr (V32) {
-        scales = multiply_qk_v32(row, r.t, s);
+        scales = multiply_qk_v32(row, r.t, logit_scale, s);
     } else {
-        scales = multiply_qk_v4(row, r.t, s);
+        scales = multiply_qk_v4(row, r.t, logit_scale, s);
     }
     const uint32_t valid = sm.valid[slot_of(unit)];
     if (valid != 0xffff) {
@@ -486,39 +512,33 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// Adds the sums over the eight lanes with the same t. A thread keeps the heads 8 g + 2 t and + 1, modulo HEADS.
-__device__ __forceinline__ void add_rows(const Role& r, float (&v)[COLUMNS], float (&kept)[2]) {
-    int left = HEADS / 8;
+// Of 2 HALF sums, each half of the lanes, by a bit of g, keeps HALF, added over both.
+template <int HALF>
+__device__ __forceinline__ void share_sums(float (&v)[COLUMNS], bool high, int distance) {
 #pragma unroll
-    for (int step = 4; step >= 1; step /= 2) {
-        if (step < left) {
-            const bool high = r.g & step;
-#pragma unroll
-            for (int j = 0; j < step; ++j) {
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const float sent = high ? v[2 * j + k] : v[2 * (j + step) + k];
-                    const float mine = high ? v[2 * (j + step) + k] : v[2 * j + k];
-                    v[2 * j + k] = mine + __shfl_xor_sync(~0u, sent, 4 * step);
-                }
-            }
-            left = step;
-        } else {
-#pragma unroll
-            for (int c = 0; c < 2 * left; ++c) v[c] += __shfl_xor_sync(~0u, v[c], 4 * step);
-        }
+    for (int c = 0; c < HALF; ++c) {
+        const float first = v[c], second = v[c + HALF];
+        v[c] = (high ? second : first) + __shfl_xor_sync(~0u, high ? first : second, distance);
     }
-    kept[0] += v[0];
-    kept[1] += v[1];
 }
 
+// Adds sums over the lanes with the same t until a thread has SUMS of them, of heads sum_head(r, 0), sum_head(r, 1) ...
+__device__ __forceinline__ void add_lanes(const Role& r, float (&v)[COLUMNS]) {
+    if constexpr (SUMS < COLUMNS) {
+        share_sums<COLUMNS / 2>(v, r.g & 4, 16);
+        share_sums<COLUMNS / 4>(v, r.g & 2, 8);
+        share_sums<COLUMNS / 8>(v, r.g & 1, 4);
+    }
+}
+__device__ __forceinline__ int sum_head(const Role& r, int c) { return SUMS == COLUMNS ? r.head(c) : 8 * r.g + 2 * r.t + c; }
+
 // References rise to the tile's largest logit + log2 r; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
-__device__ __forceinline__ void raise_references(const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2]) {
+__device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
     Small& sm = small();
     const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-        const float top = rows_max(fmaxf(s[element(0, c)] * logit_scale + log2_r[0], s[element(1, c)] * logit_scale + log2_r[1]));
+        const float top = rows_max(fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]));
         if (r.g == 0) sm.across[r.group][r.warp][r.head(c)] = top;
     }
     r.sync();
@@ -541,54 +561,51 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
     for (int i = 0; i < 2; ++i) {
         sm.ratio[r.group][r.t][place + 2 * i] = uint16_t(scales.ratio[0] >> 16 * i);
         if constexpr (!V32) {
-            if (r.t < 3) {
-                sm.ratio[r.group][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
-            } else {
-                sm.rope_ratio[r.group][place + 2 * i] = 1.0f / scales.r[i];
-            }
+            if (r.t < 3) sm.ratio[r.group][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
         }
     }
 }
 
-// P^T = r 2^(logit - ref) to shared memory, rounded; `sums` is that of P / r. Returns the largest.
-__device__ __forceinline__ float store_p(
-    const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
+// Fewer instructions make large batches faster, whatever they are: those beside wgmma take turns with it.
+
+// P^T = r 2^(logit - ref) to shared memory, rounded; `sums` is that of P / r. True if one is above MAX_P.
+__device__ __forceinline__ bool store_p(
+    const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
     const uint32_t to = shared_address(shared) + P_AT + r.group * LINES_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
     float2 refs[HEADS / 8];  // all loaded at once, lest each wait behind the stores before it
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) refs[j] = *reinterpret_cast<const float2*>(&small().ref[r.head(2 * j)]);
-    float top = 0.0f;
-    uint32_t rounded[2][2];
+    uint32_t top = 0, rounded[2][2];
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const float2 ref = refs[j];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float x = exp2_approx(s[4 * j + 2 * i] * logit_scale - ref.x), y = exp2_approx(s[4 * j + 2 * i + 1] * logit_scale - ref.y);
+            const float x = exp2_approx(fmaf(s[4 * j + 2 * i], scales.logit[i], -ref.x));
+            const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], scales.logit[i], -ref.y));
             sums[2 * j] = i == 0 ? x : sums[2 * j] + x;
             sums[2 * j + 1] = i == 0 ? y : sums[2 * j + 1] + y;
-            const float px = x * scales.r[i], py = y * scales.r[i];
-            top = fmaxf(top, fmaxf(px, py));
-            rounded[j % 2][i] = pack_f16x2(px, py);
+            rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
+            top = max_f16x2(top, rounded[j % 2][i]);
         }
         if (j % 2 == 1) stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
     }
-    return top;
+    return max(top & 0xffff, top >> 16) > MAX_P;
 }
 
 // S^T of one of this warpgroup's tiles becomes P^T and is published; `sums` is what a thread's rows add to denominators.
 // P^T is made with the references as they are, and again in the rare case that they turn out too low: then true.
 __device__ __forceinline__ bool softmax_tile(
-    const Role& r, float logit_scale, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
+    const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
     store_ratios(r, scales);
-    const float top = store_p(r, logit_scale, scales, s, sums);
+    const bool too_large = store_p(r, scales, s, sums);
     fence_proxy_async();
-    const bool raised = named_barrier_any(3 + r.group, WARPGROUP, top > MAX_P);
+    const bool raised = named_barrier_any(3 + r.group, WARPGROUP, too_large);
     if (raised) {
-        raise_references(r, logit_scale, scales, s);
-        store_p(r, logit_scale, scales, s, sums);
+        raise_references(r, scales, s);
+        store_p(r, scales, s, sums);
         fence_proxy_async();
     }
     if (threadIdx.x % WARPGROUP == 0) small().raised[r.group] = raised;
@@ -601,7 +618,7 @@ __device__ __forceinline__ bool softmax_tile(
 
 // A thread's part of O^T: four blocks of 64 value columns, and of the denominators.
 struct Output {
-    float o[4][HEADS / 2], sum[2];
+    float o[4][HEADS / 2], sum[SUMS];
 };
 
 // References were raised for the P of a tile of warpgroup `owner`: O^T and sums come to them.
@@ -618,7 +635,7 @@ __device__ __forceinline__ void follow_references(const Role& r, int owner, Outp
         }
     }
 #pragma unroll
-    for (int k = 0; k < 2; ++k) out.sum[k] *= sm.factor[owner][(8 * r.g + 2 * r.t + k) % HEADS];
+    for (int c = 0; c < SUMS; ++c) out.sum[c] *= sm.factor[owner][sum_head(r, c)];
 }
 
 // What two rows (2 t and 2 t + 1 of eight) hold of the columns 2 g, 2 g + 1, as bytes, becomes a pair for each column.
@@ -628,79 +645,74 @@ __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint3
     odd = multiply_f16x2(odd, ratio);
 }
 
-// 16 rows and this warp's 16 columns of each of four blocks, as they come from shared memory, and the rows' ratios.
+// 16 rows and this warp's 16 columns of blocks 2 i and 2 i + 1, as they come from shared memory, and the rows' ratios.
 struct Columns {
-    uint32_t bytes[2][4];
-    Vec8 ratio[V32 ? 2 : 4];  // of the thread's four rows: for two blocks each, or for each block
-    uint32_t rope[4];  // V4_FP8: columns 2 g and 2 g + 1 of the thread's four rows
-    Vec16 rope_ratio;
+    uint32_t bytes[4];
+    Vec8 ratio[V32 ? 1 : 2];  // of the thread's four rows: for both blocks, or for each
+    uint32_t rope[4];  // V4_FP8: the last block's A operand
 };
 
 __device__ __forceinline__ uint32_t ratio_address(int owner, int chunk, int k, int t) {
     return shared_address(&small().ratio[owner][chunk][16 * k + 4 * t]);
 }
 
-__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t unit, int owner, int k) {
+__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t unit, int owner, int k, int i) {
     const uint32_t rows = unit_address(unit) + r.lane % 16 * STRIDE, second = r.lane / 16;
     const uint32_t from = rows + 256 * r.group + 64 * second + 16 * r.warp;
     Columns c;
-    ldmatrix_x4_trans(c.bytes[0], from);
     if constexpr (V32) {
-        ldmatrix_x4_trans(c.bytes[1], from + 128);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) c.ratio[i] = load_shared_8(ratio_address(owner, 2 * r.group + i, k, r.t));
+        ldmatrix_x4_trans(c.bytes, from + 128 * i);
+        c.ratio[0] = load_shared_8(ratio_address(owner, 2 * r.group + i, k, r.t));
     } else {
-        ldmatrix_x4_trans(c.bytes[1], r.group == 1 && second ? from : from + 128);  // the last block is RoPE
-        const uint32_t two = unit_address(unit) + 2 * r.t * STRIDE + ROPE_OFFSET + 32 * r.warp + 4 * r.g;
+        ldmatrix_x4_trans(c.bytes, i == 0 || (r.group == 1 && second) ? from : from + 128);  // the last block is RoPE
 #pragma unroll
-        for (int i = 0; i < 4; ++i) c.rope[i] = load_shared_4(two + (i / 2 * 8 + i % 2) * STRIDE);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c.ratio[i] = load_shared_8(ratio_address(owner, min(4 * r.group + i, CHUNKS - 1), k, r.t));
-        c.rope_ratio = load_shared_16(shared_address(&small().rope_ratio[owner][16 * k + 4 * r.t]));
+        for (int v = 0; v < 2; ++v) c.ratio[v] = load_shared_8(ratio_address(owner, min(4 * r.group + 2 * i + v, CHUNKS - 1), k, r.t));
+        if (i == 1) ldmatrix_x4_trans(c.rope, unit_address(unit) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_OFFSET + 32 * r.warp + r.lane / 8 % 2 * 16);
     }
     return c;
 }
 
 // They as A operands.
-__device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, int i, uint32_t (&a)[2][4]) {
 #pragma unroll
-    for (int v = 0; v < 4; ++v) {
-        const Vec8& ratio = c.ratio[V32 ? v / 2 : v];
-        widen_pair(c.bytes[v / 2][v % 2 * 2], ratio.x, a[v][0], a[v][1]);
-        widen_pair(c.bytes[v / 2][v % 2 * 2 + 1], ratio.y, a[v][2], a[v][3]);
+    for (int v = 0; v < 2; ++v) {
+        const Vec8& ratio = c.ratio[V32 ? 0 : v];
+        widen_pair(c.bytes[2 * v], ratio.x, a[v][0], a[v][1]);
+        widen_pair(c.bytes[2 * v + 1], ratio.y, a[v][2], a[v][3]);
     }
-    if constexpr (!V32) {
-        const float f[4] = {__uint_as_float(c.rope_ratio.x), __uint_as_float(c.rope_ratio.y), __uint_as_float(c.rope_ratio.z), __uint_as_float(c.rope_ratio.w)};
+    if (!V32 && i == 1) {
+        // Chosen here, or the compiler does so behind the fence, between two wgmma, and serialises these.
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32_t x = c.rope[2 * i], y = c.rope[2 * i + 1];
-            const uint32_t even = pack_f16x2(bf16_low(x) * f[2 * i], bf16_low(y) * f[2 * i + 1]);
-            const uint32_t odd = pack_f16x2(bf16_high(x) * f[2 * i], bf16_high(y) * f[2 * i + 1]);
-            a[3][2 * i] = r.group == 1 ? even : a[3][2 * i];
-            a[3][2 * i + 1] = r.group == 1 ? odd : a[3][2 * i + 1];
-        }
+        for (int n = 0; n < 4; ++n) a[1][n] = here_only(r.group == 1 ? c.rope[n] : a[1][n]);
     }
 }
 
-// O^T += V^T . P^T of the tile of warpgroup `owner` whose first unit is `unit`; its units are let go one by one.
-// `meanwhile` is done while wgmma works.
+// O^T += V^T . P^T of the tile of warpgroup `owner` whose first unit is `unit`, two blocks at a time; its units are let go one
+// by one. `meanwhile` is done while wgmma works.
 template <typename Do>
 __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, bool raised, Output& out, Do meanwhile) {
     if (raised) follow_references(r, owner, out);
     const uint64_t prob = wgmma_operand(here_only(shared_address(shared) + P_AT) + owner * LINES_BYTES, 1024, 16);
-    uint32_t a[2][4][4];
-    Columns columns = load_columns(r, unit, owner, 0);
+    uint32_t a[2][2][4];
+    Columns columns = load_columns(r, unit, owner, 0, 0);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        if (k >= 2) wgmma_wait<1>();
-        widen_columns(r, columns, a[k % 2]);
-        __syncwarp();
-        if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[slot_of(unit + k)]));
-        if (k < 3) columns = load_columns(r, unit + k + 1, owner, k + 1);
-        wgmma_fence();
 #pragma unroll
-        for (int v = 0; v < 4; ++v) wgmma_registers<Step::F16>(out.o[v], a[k % 2][v], wgmma_further(prob, 32 * k));
-        wgmma_commit();
+        for (int i = 0; i < 2; ++i) {
+            if (k > 0) wgmma_wait<1>();
+            widen_columns(r, columns, i, a[i]);
+            if (i == 0) {
+                columns = load_columns(r, unit + k, owner, k, 1);
+            } else {
+                __syncwarp();
+                if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[slot_of(unit + k)]));
+                if (k < 3) columns = load_columns(r, unit + k + 1, owner, k + 1, 0);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int v = 0; v < 2; ++v) wgmma_registers<Step::F16>(out.o[2 * i + v], a[i][v], wgmma_further(prob, 32 * k));
+            wgmma_commit();
+        }
         if (k == 0) meanwhile();
     }
     wgmma_wait<0>();
@@ -710,9 +722,10 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
 
 // The sum of all warps for head `local` of the block.
 __device__ __forceinline__ void gather_sums(const Role& r, const Output& out) {
-    if (r.g < HEADS / 8) {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) small().across[r.group][r.warp][8 * r.g + 2 * r.t + k] = out.sum[k];
+    for (int c = 0; c < SUMS; ++c) {
+        const float sum = SUMS == COLUMNS ? rows_sum(out.sum[c]) : out.sum[c];
+        if (SUMS < COLUMNS || r.g == 0) small().across[r.group][r.warp][sum_head(r, c)] = sum;
     }
     named_barrier_sync(5, 2 * WARPGROUP);
 }
@@ -889,7 +902,8 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
 #pragma unroll
         for (int i = 0; i < HEADS / 2; ++i) out.o[v][i] = 0.0f;
     }
-    out.sum[0] = out.sum[1] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
 
     if (w.pairs == 0) let_go_of_q(r);
     const int other = 1 - r.group;
@@ -904,8 +918,12 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
         const RowScales scales = multiply_qk(r, unit, logit_scale, s);
         if (pair + 1 == w.pairs) let_go_of_q(r);
         if (pair > 0 || r.group == 1) multiply_other(unit - 4);
-        const bool raised = softmax_tile(r, logit_scale, scales, s, sums);
-        multiply_pv(r, unit, r.group, raised, out, [&] { add_rows(r, sums, out.sum); });
+        const bool raised = softmax_tile(r, scales, s, sums);
+        multiply_pv(r, unit, r.group, raised, out, [&] {
+            add_lanes(r, sums);
+#pragma unroll
+            for (int c = 0; c < SUMS; ++c) out.sum[c] += sums[c];
+        });
     }
     if (r.group == 0 && w.pairs > 0) multiply_other(unit - 4);
     if constexpr (MERGES) {

@@ -1,4 +1,4 @@
-// Conversions between float32, bfloat16, float8_e4m3fn and UE8M0. PTX ISA: cvt, ex2, lg2, rcp; abs and max of bf16x2.
+// Conversions between float32, bfloat16, float8_e4m3fn and UE8M0. PTX ISA: cvt, ex2, lg2, rcp; abs, max and mul of two.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// abs.bf16x2, max.bf16x2: two bfloat16 at once; of a number and a NaN the maximum is the number.
+// Two 16-bit numbers at once; of a number and a NaN the maximum is the number.
 __device__ __forceinline__ uint32_t abs_bf16x2(uint32_t x) {
     uint32_t y;
     asm("abs.bf16x2 %0, %1;" : "=r"(y) : "r"(x));
@@ -69,6 +69,22 @@ __device__ __forceinline__ uint32_t abs_bf16x2(uint32_t x) {
 __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+// max(|a|, |b|), with any sign.
+__device__ __forceinline__ uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 
