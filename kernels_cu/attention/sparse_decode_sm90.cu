@@ -160,15 +160,18 @@ __device__ __forceinline__ void copy_scales(const R& row, uint32_t to) {
     if constexpr (R::FOLDED_SCALES == 0) cp_async_8(to, row.scales, row.scales != nullptr);
 }
 
-// Start the copy of a unit: the rows that lanes l and l + 16 know of tile `tile`.
+// Start the copy of a unit: the rows that lanes l and l + 16 know of tile `tile`. Eight lanes copy a row; a chunk that they
+// would need one more round for goes by a lane a row.
 __device__ __forceinline__ void copy_unit(const Rows& row, uint32_t unit, int lane) {
+    constexpr int CHUNKS = ROW_STRIDE / 16, ONE_LEFT = CHUNKS % 8 == 1;
     Small& sm = small();
     const int slot = slot_of(unit);
     const uint32_t to = unit_address(unit), full = shared_address(&sm.full[slot]);
     mbarrier_wait(shared_address(&sm.empty[slot]), phase_of(unit) ^ 1);
 #pragma unroll
     for (int i = 0; i < UNIT_ROWS; i += ROWS_AT_ONCE)
-        copy_row<ROW_STRIDE / 16>(to + (i + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, i + lane / 8), lane);
+        copy_row<CHUNKS - ONE_LEFT>(to + (i + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, i + lane / 8), lane);
+    if (ONE_LEFT && lane < UNIT_ROWS) cp_async_16(to + lane * STRIDE + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
     if (lane < UNIT_ROWS) copy_scales(row, to + lane * STRIDE + ROW_STRIDE);
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr) & 0xffff;
     if (lane == 0) {
@@ -183,9 +186,19 @@ __device__ __forceinline__ void copy_unit(const Rows& row, uint32_t unit, int la
 __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const int my_row = 16 * warp + lane % 16, end = w.begin + 2 * w.pairs;
+    // As load_entry of lists.cuh, with as few instructions as can be: they take turns with wgmma.
+    const int32_t *main = list_of(p.main, w.query) + my_row, *extra = list_of(p.extra, w.query) + my_row - w.main_tiles * TILE_ROWS;
+    const int main_rows = w.main_length - my_row, rows = w.main_tiles * TILE_ROWS + w.extra_length - my_row;
+    auto entry_of = [&](int tile) {
+        const bool second = tile >= w.main_tiles;
+        const int at = tile * TILE_ROWS;
+        int32_t entry = -1;
+        if (tile < w.end && at < (second ? rows : main_rows)) entry = (second ? extra : main)[at];
+        return entry;
+    };
     int32_t entries[AHEAD];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) entries[i] = load_entry(p, w, w.begin + i, my_row);
+    for (int i = 0; i < AHEAD; ++i) entries[i] = entry_of(w.begin + i);
     uint32_t unit = w.unit + warp;
 #pragma unroll 1
     for (int first = w.begin; first < end; first += AHEAD) {
@@ -194,7 +207,7 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
             const int tile = first + i;
             if (tile >= end) return;
             const Rows row = row_of_entry(p, w, tile, entries[i]);
-            entries[i] = load_entry(p, w, tile + AHEAD, my_row);
+            entries[i] = entry_of(tile + AHEAD);
             copy_unit(row, unit, lane);
         }
     }
@@ -955,7 +968,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
     if (threadIdx.x >= 2 * WARPGROUP) {
         give_registers<40>();
         for_each_work(p, [&](const Work& w) {
-            const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+            const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
             if (warp == 0) fetch_q(p, w, lane);
             copy_rows(p, w, warp, lane);
         });
