@@ -295,8 +295,8 @@ class Place(NamedTuple):
             record.allocated(array, make)
         return array
 
-    def _maker(self, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
-        """Makes such arrays while this device is the current one."""
+    def _maker(self, shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
+        """Makes such arrays while this device is the current one; given CuPy's memory, in it."""
         if self.kind == "numpy":
             return partial(np.empty, shape, dtype)
         if self.kind == "cupy":
@@ -313,6 +313,11 @@ class Place(NamedTuple):
     def address(self) -> str:
         """What to write behind an array on this GPU to read where it starts."""
         return ".data_ptr()" if self.kind == "torch" else ".data.ptr"
+
+    @property
+    def parts_are_cheap(self) -> bool:
+        """Whether arrays in parts of one piece of memory cost the host less than arrays with their own."""
+        return self.kind == "cupy"
 
     def memory(self, nbytes: int) -> tuple[Callable[[], Any], str]:
         """Makes memory on this GPU for a while, and what to write behind it to read where it starts."""
@@ -371,15 +376,15 @@ class Place(NamedTuple):
         return lambda: current(device).ptr
 
 
-def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
+def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
     """Makes such CuPy arrays as cupy.ndarray(shape, dtype) does, without the detours that take it a third longer."""
     ndarray = sys.modules["cupy"].ndarray
     (base,) = ndarray.__bases__
     name = dtype.char if dtype.isbuiltin == 1 else dtype  # the character is found faster
 
-    def make() -> Any:
+    def make(memory: Any = None) -> Any:
         array = base.__new__(ndarray)
-        array._init(shape, name)
+        array._init(shape, name, memory)
         return array
 
     return make

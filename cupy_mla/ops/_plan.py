@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import arrays
+from ..arrays import Place, aligned_up
 from ..cuda import jit
 from ..recording import ALIGNMENT, Code, Recording
 
@@ -27,7 +29,8 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 MAX_PLANS = 1024  # of an operation, for one way to write its arguments
 RECENT = 4
-Plan = Callable[..., Any]  # takes a call's arrays; NotImplemented when one starts at another address modulo ALIGNMENT
+# Takes a call's arrays; NotImplemented for CuPy arrays unlike those of its signature, and for any of another alignment.
+Plan = Callable[..., Any]
 SETTINGS = (int, float, str, tuple, np.generic, type(None))
 
 # The variable that names the kernels to take, looked up at a tenth of what os.environ.get takes.
@@ -90,7 +93,7 @@ def planned(operation: Operation) -> Operation:
             return operation(*args, **kwargs)
         given, settings = form.arrays(values), (_environment(KERNELS), form.settings(values))
         for alike, of, plan in form.recent:
-            if of == settings and alike(*given):
+            if of == settings and (alike is None or alike(*given)):
                 result = plan(*given)
                 if result is not NotImplemented:
                     return result
@@ -125,7 +128,7 @@ class Form:
         pointer: tells the address of an array; None when calls of this form have no plans: the arrays are neither all
             torch's nor all CuPy's, or something else is no constant.
         plans: the plans by `key`.
-        recent: the last plans that calls went by, found faster than by `key`: what says whether arrays are like those
+        recent: the last plans that calls went by, found faster than by `key`: what says whether tensors are like those
             of the plan, up to their alignment, the call's settings, and the plan.
     """
 
@@ -137,9 +140,9 @@ class Form:
         self.settings = _picker([i for i in range(len(values)) if i not in places])
         self.plans: dict[Any, Plan] = {}
         self.pointer: Callable[[Any], int] | None = None
-        self.recent: list[tuple[Callable[..., bool], Any, Plan]] = []
+        self.recent: list[tuple[Callable[..., bool] | None, Any, Plan]] = []
         self._readers: tuple[Callable[[Any], Any], ...] = ()
-        self._compare: Callable[[Sequence[Any]], Callable[..., bool]] | None = None
+        self._compare: Callable[[Sequence[Any]], Callable[..., bool] | None] | None = None
         types = {type(values[i]) for i in places}
         if torch is not None and types and types <= {torch.Tensor, torch.nn.Parameter}:
             self.pointer = torch.Tensor.data_ptr
@@ -148,7 +151,7 @@ class Form:
         elif cupy is not None and types == {cupy.ndarray}:
             self.pointer = attrgetter("data.ptr")
             self._readers = (attrgetter("dtype", "shape", "strides", "data.device_id"),)
-            self._compare = _compared
+            self._compare = lambda arrays: None
 
     def key(self, settings: Any, arrays: Sequence[Any], alignment: tuple[int, ...]) -> tuple[Any, ...]:
         """A call's signature."""
@@ -181,18 +184,52 @@ def _guards(tensors: Sequence[Any]) -> Callable[..., bool]:
     return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def _compared(arrays: Sequence[Any]) -> Callable[..., bool]:
-    """What says whether CuPy arrays are like these; it soon knows when they are not, mostly by a shape."""
-    code, names, alike = Code(), [f"a{i}" for i in range(len(arrays))], []
-    for name, array in zip(names, arrays, strict=True):
-        # Where no axis is of length 0 or 1, a shape has but one set of strides without gaps, and this is read faster.
-        strides = "_c_contiguous" if array._c_contiguous and min(array.shape, default=0) > 1 else "strides"
-        traits = ("dtype", strides, "data.device_id")
-        known = tuple(attrgetter(trait)(array) for trait in traits)
-        read = ", ".join(f"{name}.{trait}" for trait in traits)
-        alike.append(f"{name}.shape == {code.name(array.shape)} and ({read}) == {code.name(known)}")
-    code.line(f"return {' and '.join(alike)}")
-    return code.function(names)
+def _write_starts(code: Code, place: Place, arrays: Sequence[Any]) -> None:
+    """Write where tensors start, or where CuPy arrays do, once these are known to be like the given ones.
+
+    What is not like them mostly differs by a shape. The stride of an axis of length 1 says nothing, so a shape without
+    gaps has but one set of strides.
+    """
+    for i, array in enumerate(arrays):
+        if place.kind == "torch":
+            code.line(f"p{i} = a{i}{place.address}")
+            continue
+        traits = ("dtype", "_c_contiguous" if array._c_contiguous else "strides")
+        known = (*(getattr(array, trait) for trait in traits), array.data.device_id)
+        read = ", ".join(f"a{i}.{trait}" for trait in traits)
+        code.line(f"m{i} = a{i}.data")
+        code.line(f"if a{i}.shape != {code.name(array.shape)} or ({read}, m{i}.device_id) != {code.name(known)}:")
+        code.line("    return NotImplemented")
+        code.line(f"p{i} = m{i}.ptr")
+
+
+def _write_memory(code: Code, record: Recording, results: Sequence[int | None]) -> None:
+    """Write what a call allocates: results, and one piece of memory for all that it does not return."""
+    place, makers = record.place, record.makers
+    returned = [slot for slot in makers if slot in results]
+    if place.parts_are_cheap:
+        _write_piece(code, record, returned, arrays=True)
+    else:
+        for slot in returned:
+            code.line(f"a{slot} = {code.name(makers[slot])}()")
+            code.line(f"p{slot} = a{slot}{place.address}")
+    _write_piece(code, record, [slot for slot in makers if slot not in results], arrays=False)
+
+
+def _write_piece(code: Code, record: Recording, slots: Sequence[int], *, arrays: bool) -> None:
+    """Write the allocation of one piece of memory for these slots, and of arrays in its parts."""
+    if not slots:
+        return
+    first, sizes = slots[0], [aligned_up(record.array(slot).nbytes) for slot in slots]
+    make, address = record.place.memory(sum(sizes))
+    code.line(f"m{first} = {code.name(make)}()")
+    code.line(f"p{first} = m{first}{address}")
+    for slot, start in zip(slots, accumulate(sizes, initial=0), strict=False):
+        behind = f" + {code.name(start)}" if start else ""
+        if slot != first:
+            code.line(f"p{slot} = p{first}{behind}")
+        if arrays:
+            code.line(f"a{slot} = {code.name(record.makers[slot])}(m{first}{behind})")
 
 
 def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan | None:
@@ -212,8 +249,7 @@ def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan 
         return None  # a view of something
     parameters = [f"a{slot}" for slot in range(len(alignment))]
     addresses = [f"p{slot}" for slot in range(len(alignment))]
-    for array, address in zip(parameters, addresses, strict=True):
-        code.line(f"{address} = {array}{place.address}")
+    _write_starts(code, place, record.arguments)
     if any(alignment):
         code.line(f"if ({''.join(f'{p} % {ALIGNMENT}, ' for p in addresses)}) != {code.name(alignment)}:")
     else:
@@ -222,12 +258,7 @@ def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan 
     code.line(f"if {code.name(jit.THREAD)}.current_device() != {code.name(place.device)}:")
     code.line(f"    with {code.name(place.current)}():")
     code.line(f"        return run({', '.join(parameters)})")
-    for slot, make in enumerate(record.makers, len(parameters)):
-        address = place.address
-        if slot not in results:
-            make, address = place.memory(record.nbytes(slot))
-        code.line(f"a{slot} = {code.name(make)}()")
-        code.line(f"p{slot} = a{slot}{address}")
+    _write_memory(code, record, results)
     code.line(f"stream = {code.name(place.streams)}()")
     for write in record.steps:
         write(code)
