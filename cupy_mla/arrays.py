@@ -365,15 +365,15 @@ class Place(NamedTuple):
 
     def stream(self) -> int:
         """Handle of the caller's current CUDA stream: torch's for torch tensors, CuPy's for CuPy arrays."""
-        return self.streams()
+        current, _ = self.streams
+        return current() if self.kind == "torch" else current().ptr
 
     @property
-    def streams(self) -> Callable[[], int]:
-        """Tells, at any time, the handle of the caller's current CUDA stream."""
+    def streams(self) -> tuple[Callable[[], Any], str]:
+        """Tells, at any time, the caller's current CUDA stream, and what to write behind it to read its handle."""
         if self.kind == "torch":
-            return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, self.device)
-        current, device = sys.modules["cupy"].cuda.get_current_stream, self.device
-        return lambda: current(device).ptr
+            return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, self.device), ""
+        return partial(sys.modules["cupy"].cuda.get_current_stream, self.device), ".ptr"
 
 
 def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
@@ -384,7 +384,7 @@ def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
 
     def make(memory: Any = None) -> Any:
         array = base.__new__(ndarray)
-        array._init(shape, name, memory)
+        array._init(shape, name, memory, None, None)  # no strides, and no order, which would be parsed: C
         return array
 
     return make

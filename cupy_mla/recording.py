@@ -110,9 +110,9 @@ class Code:
             self._packed = params, name
         return name
 
-    def function(self, parameters: list[str]) -> Callable[..., Any]:
-        """The function."""
-        names = dict(self._names)
+    def function(self, parameters: list[str], **more: Any) -> Callable[..., Any]:
+        """The function; `more` are names for further objects."""
+        names = self._names | more
         text = "\n    ".join([f"def run({', '.join(parameters)}):", *self._lines])
         exec(_compiled(text), names)
         return names["run"]

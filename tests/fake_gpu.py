@@ -92,7 +92,8 @@ class FakeGPU:
         monkeypatch.setattr(Array, "_describe_tensor", describe_as_cuda)
         monkeypatch.setattr(Place, "_maker", maker)
         monkeypatch.setattr(Place, "current", lambda place: nullcontext())
-        monkeypatch.setattr(Place, "streams", property(lambda place: lambda: self.stream))
+        monkeypatch.setattr(Place, "stream", lambda place: self.stream)
+        monkeypatch.setattr(Place, "streams", property(lambda place: (lambda: self.stream, "")))
 
     def malloc(self, nbytes: int) -> Any:
         """Memory for CuPy, from where a tensor would lie: for `cupy.cuda.using_allocator`."""

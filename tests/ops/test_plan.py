@@ -41,8 +41,8 @@ def repeats(monkeypatch) -> list[_plan.Plan]:
     def noted(*call: Any) -> _plan.Plan | None:
         plan = make(*call)
 
-        def run(*arrays: Any) -> Any:
-            result = plan(*arrays)
+        def run(*arguments: Any) -> Any:
+            result = plan(*arguments)
             if result is not NotImplemented:
                 seen.append(plan)
             return result
@@ -146,6 +146,7 @@ def seen(gpu, repeats) -> list[_plan.Plan]:
     [
         lambda: {"s_q": 4},
         lambda: {"sm_scale": 0.2},
+        lambda: {"sm_scale": np.float64(0.1)},
         lambda: {"q": torch.zeros(3, 8, 576, dtype=torch.bfloat16)[:, ::2]},
         lambda: {"q": torch.zeros(3 * 4 * 576 + 1, dtype=torch.bfloat16)[1:].view(3, 4, 576)},
         lambda: {"kv": torch.zeros(8, 1, 576, dtype=torch.bfloat16)},
@@ -153,7 +154,7 @@ def seen(gpu, repeats) -> list[_plan.Plan]:
         lambda: {"topk_length": torch.zeros(3, dtype=torch.int32)},
         lambda: {"out": torch.zeros(3, 4, 512, dtype=torch.bfloat16)},
     ],
-    ids=["shape", "setting", "strides", "alignment", "rows", "sink", "length", "out"],
+    ids=["shape", "setting", "type of a setting", "strides", "alignment", "rows", "sink", "length", "out"],
 )
 def test_another_signature_is_another_plan(seen, change):
     for _ in range(3):
@@ -287,12 +288,16 @@ def test_parameters_are_tensors(gpu, repeats):
     assert len(repeats) == 1
 
 
+def kept_by(operation: Any) -> _plan.Plans:
+    """The plans of an operation."""
+    return next(c.cell_contents for c in operation.__closure__ if isinstance(c.cell_contents, _plan.Plans))
+
+
 def test_plans_do_not_pile_up(gpu, seen, monkeypatch):
     monkeypatch.setattr(_plan, "MAX_PLANS", 5)
     for s_q in range(1, 20):
         cupy_mla.sparse_prefill(**prefill(s_q))
-    kept = [c.cell_contents for c in cupy_mla.sparse_prefill.__closure__ if isinstance(c.cell_contents, dict)]
-    assert 0 < sum(len(form.plans) for form in kept[0].values()) <= 2 * 5
+    assert 0 < sum(len(form.plans) for form in kept_by(cupy_mla.sparse_prefill).forms.values()) <= 2 * 5
 
 
 def test_many_signatures_in_turn(gpu, seen):
@@ -304,9 +309,9 @@ def test_many_signatures_in_turn(gpu, seen):
                 out, _, _ = cupy_mla.sparse_prefill(**prefill(s_q))
             assert out.shape[0] == s_q
             assert len(gpu.log) == 1
-    assert len(set(seen)) == 3 + _plan.RECENT
-    kept = [c.cell_contents for c in cupy_mla.sparse_prefill.__closure__ if isinstance(c.cell_contents, dict)]
-    assert [len(form.recent) for form in kept[0].values()] == [_plan.RECENT]
+        assert len(set(seen)) == 3 + _plan.RECENT
+        del seen[:]
+    assert [len(plans) for plans in kept_by(cupy_mla.sparse_prefill).recent.values()] == [_plan.RECENT]
 
 
 def test_cpu_arrays_leave_no_plan(rng, repeats):
