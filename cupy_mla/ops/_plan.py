@@ -223,7 +223,7 @@ def _write_starts(code: Code, place: Place, arrays: Sequence[Any]) -> None:
     for i, array in enumerate(arrays):
         code.line(f"m{i} = a{i}.data")
         traits = ("shape", "dtype", "_c_contiguous" if array._c_contiguous else "strides", "data.device_id")
-        known = [f"{code.name(attrgetter(trait)(array))}" for trait in traits]
+        known = [code.name(attrgetter(trait)(array)) for trait in traits]
         read = [f"a{i}.{trait}" for trait in traits[:-1]] + [f"m{i}.device_id"]
         code.line(f"if {' or '.join(f'{is_} != {was}' for is_, was in zip(read, known, strict=True))}:")
         code.line("    return NotImplemented")
@@ -261,7 +261,7 @@ def _write_piece(code: Code, record: Recording, slots: Sequence[int], *, arrays:
     make, address = record.place.memory(sum(sizes))
     code.line(f"m{first} = {code.name(make)}()")
     code.line(f"p{first} = m{first}{address}")
-    for slot, start in zip(slots, accumulate(sizes, initial=0), strict=False):
+    for slot, start in zip(slots, accumulate(sizes[:-1], initial=0), strict=True):
         behind = f" + {code.name(start)}" if start else ""
         if slot != first:
             code.line(f"p{slot} = p{first}{behind}")
