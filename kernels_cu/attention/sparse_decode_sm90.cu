@@ -818,10 +818,13 @@ __device__ __forceinline__ void merge_results(const Params& p, const Work& w, co
     auto finish = [&](int local, bool write, float ref, float sum, float) {
         return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
     };
+    auto column_of = [](int unit) {
+        const int thread = unit % 256;
+        return thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
+    };
     auto sync = [] { named_barrier_sync(5, 2 * WARPGROUP); };
-    parts.merge<2 * WARPGROUP>(weights, head_of, finish, sync, [&](int unit, int local, const float (&v)[8]) {
-        const int head = w.first_head + local, thread = unit % 256;
-        const int column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
+    parts.merge<2 * WARPGROUP>(weights, head_of, column_of, finish, sync, [&](int local, int column, const float (&v)[8]) {
+        const int head = w.first_head + local;
         if (head >= p.h_q) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) write_output(p, w.query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);

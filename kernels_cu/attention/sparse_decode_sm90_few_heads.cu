@@ -693,10 +693,10 @@ __device__ __forceinline__ void write_results(
     cluster_sync();
     auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
     auto finish = [&](int head, bool write, float ref, float sum, float max) { return finish_head(p, w, head, write, ref, sum, max); };
+    auto column_of = [](int unit) { return pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4); };
     auto weights = reinterpret_cast<float*>(shared);  // over Q
     static_assert(Parts<4>::MAX_BLOCKS * HEADS * 4 <= Q_BYTES, "");
-    parts.merge<MULTIPLYING>(weights, head_of, finish, sync_multiplying, [&](int unit, int head, const float (&v)[4]) {
-        const int column = pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4);
+    parts.merge<MULTIPLYING>(weights, head_of, column_of, finish, sync_multiplying, [&](int head, int column, const float (&v)[4]) {
         write_columns(p, w, head, column, make_float4(v[0], v[1], v[2], v[3]), 1.0f);
     });
 }

@@ -642,9 +642,10 @@ __device__ __forceinline__ void merge(
     auto finish = [&](int local, bool write, float ref, float total, float largest) {
         return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, total, largest);
     };
+    auto column_of = [](int unit) { return unit % 256 / 128 * 256 + unit / 512 * 16 + unit % 4 * 2; };
     auto sync = [] { named_barrier_sync(3, 256); };
-    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, finish, sync, [&](int unit, int local, const float (&v)[4]) {  // over Q
-        const int head = w.head_tile * HEADS + local, column = unit % 256 / 128 * 256 + unit / 512 * 16 + unit % 4 * 2;
+    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, column_of, finish, sync, [&](int local, int column, const float (&v)[4]) {  // over Q
+        const int head = w.head_tile * HEADS + local;
         if (head >= p.h_q) return;
         write_output(p, w.query, head, column, v[0], v[1]);
         write_output(p, w.query, head, column + 8, v[2], v[3]);
