@@ -31,6 +31,9 @@ ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, PAIRED_PARTS = 1, 2, 
 # In calls whose bits must not depend on the batch: rows of a split, and queries that a launch is cut up as if for.
 INVARIANT_ROWS, INVARIANT_QUERIES = 512, 32
 
+# Queries of 9 to 16 heads up to which FP8 decode is faster by the kernel for 32 heads, half of them padding: it takes an entry of
+# the list to results in fewer steps, and has nothing else to do.
+PADDED_QUERIES = 8
 FEW_ITEMS = 28  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
@@ -109,6 +112,8 @@ def family(
     | family    | claim                                                                                      |
     | grouped   | a Hopper GPU, prefill, rows and q aligned to 16 bytes, at most 32 heads, queries enough    |
     |           | for groups that make a tile of 64 heads to fill half of the GPU                            |
+    | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, an FP8 cache, 9 to 16 heads, at most 8       |
+    |           | queries                                                                                    |
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or prefill of at most  |
     |           | 28 pieces of work, each a query and a tile of up to 32 heads                               |
     | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and an FP8 cache, or flat bf16 rows with     |
@@ -132,6 +137,8 @@ def family(
     sms = num_sms(device)
     if groupable and prefill_sm90.full(h_q, num_queries, sms) >= 0.5:
         return "grouped"
+    if quantized and 8 < h_q <= 16 and num_queries <= PADDED_QUERIES:
+        return "sm90"
     few_items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q)) <= FEW_ITEMS
     if h_q <= 16 or (prefill and few_items):
         return "few_heads"
@@ -245,7 +252,8 @@ def sparse_decode(
     second = _NO_SOURCE if extra is None or extra_indices is None else _paged(extra, extra_indices, extra_length)
     aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     chosen = family(
-        place.device, h_q, b * s_q, aligned and q.aligned(16), prefill=False, quantized=layout.quantized,
+        place.device, h_q, INVARIANT_QUERIES if batch_invariant else b * s_q, aligned and q.aligned(16), prefill=False,
+        quantized=layout.quantized,
         flat=extra is None and _flat_rows(cache) and not batch_invariant,
     )  # fmt: skip
     call = _Call(

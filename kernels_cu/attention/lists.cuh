@@ -8,6 +8,9 @@
 
 constexpr int TILE_ROWS = 64;
 
+// Whether lengths are read from memory, where the launch before may have written them.
+__device__ __forceinline__ bool has_lengths(const Params& p) { return p.main.lengths != nullptr || p.extra.lengths != nullptr; }
+
 // The lists' lengths, of the query that `w` has by now. Returns the tiles of both.
 template <typename W>
 __device__ __forceinline__ int find_lists(const Params& p, W& w) {

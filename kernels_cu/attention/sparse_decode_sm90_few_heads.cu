@@ -690,7 +690,8 @@ __device__ __forceinline__ void write_results(
         write_block(p, w);
         return;
     }
-    cluster_sync();
+    sync_multiplying();
+    cluster_sync_with_one_fence(threadIdx.x == 0);
     auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
     auto finish = [&](int head, bool write, float ref, float sum, float max) { return finish_head(p, w, head, write, ref, sum, max); };
     auto column_of = [](int unit) { return pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4); };
@@ -717,14 +718,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUPS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
     __syncthreads();
+    const int blocks = cluster_size(), rank = cluster_rank();
+    Work w;
+    auto find = [&] { w = find_work(p, cluster_index(), blockIdx.z, blockIdx.y * blocks + rank, p.num_splits * blocks); };
+    if (!has_lengths(p)) find();
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    const int blocks = cluster_size(), rank = cluster_rank();
-    const Work w = find_work(p, cluster_index(), blockIdx.z, blockIdx.y * blocks + rank, p.num_splits * blocks);
+    if (has_lengths(p)) find();
     if (threadIdx.x >= MULTIPLYING) {
         give_registers<COPY_REGISTERS>();
         copy_tiles(p, w, threadIdx.x / 32 % 4);
-        if (blocks > 1) cluster_sync();  // barriers of the cluster count every thread
+        if (blocks > 1) cluster_sync_with_one_fence(false);  // barriers of the cluster count every thread
     } else {
         take_registers<REGISTERS>();
         const Role r = Role::here();
