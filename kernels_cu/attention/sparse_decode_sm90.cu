@@ -972,10 +972,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
     }
     __syncthreads();
     Work only;
-    if (MERGES && !has_lengths(p)) only = find_only_work(p);
+    if constexpr (MERGES) {
+        if (has_lengths(p)) wait_for_earlier_kernels();
+        only = find_only_work(p);
+    }
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    if (MERGES && has_lengths(p)) only = find_only_work(p);
     if (threadIdx.x >= 2 * WARPGROUP) {
         give_registers<40>();
         for_each_work(p, only, [&](const Work& w) {
