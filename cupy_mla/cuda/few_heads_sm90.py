@@ -28,7 +28,7 @@ SPILL_BYTES = 64
 # Microseconds on an H200, fitted to 2048 rows, batch 1 to 64: what a block takes besides its rows (Q, first rows,
 # results), and what is added in proportion as blocks fill the GPU; a tile, and a round of a tile for each of a block's
 # warpgroups; a cluster's merge; combine.cu's launch, and 1000 heads' parts in it.
-BLOCK_TIME, FULL_TIME, TILE_TIME, ROUND_TIME, MERGE_TIME = 2.9, 4.8, 1.2, 0.75, 5.0
+BLOCK_TIME, FULL_TIME, TILE_TIME, ROUND_TIME, MERGE_TIME = 2.9, 4.8, 1.2, 0.75, 3.3
 COMBINE_TIME, PART_TIME = 4.2, 1.0
 
 
