@@ -1,4 +1,4 @@
-"""Two kernels without a race, to see what compute-sanitizer's racecheck makes of their way to synchronise.
+"""Three kernels without a race, to see what compute-sanitizer's racecheck makes of their way to synchronise.
 
 compute-sanitizer --tool racecheck python benchmarks/racecheck_control.py
 
@@ -40,12 +40,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) named(const float* in, floa
     out[threadIdx.x] = s[255 - threadIdx.x];
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) ring(const float* in, float* out) {
+template <bool LANES>
+__device__ __forceinline__ void run_ring(const float* in, float* out) {
     __shared__ __align__(16) float s[2][SLOT];
     __shared__ unsigned long long full[2], empty[2];
     if (threadIdx.x < 2) {
         set_up(full[threadIdx.x], 128);
-        set_up(empty[threadIdx.x], 256);
+        set_up(empty[threadIdx.x], LANES ? 8 : 256);
     }
     __syncthreads();
     for (int i = 0; i < ROUNDS; ++i) {
@@ -60,11 +61,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) ring(const float* in, float
         } else {
             wait(full[slot], parity);
             const float x = s[slot][255 - threadIdx.x], y = s[slot][511 - threadIdx.x];
-            arrive(empty[slot]);  // every reader
+            if (LANES) __syncwarp();
+            if (!LANES || threadIdx.x % 32 == 0) arrive(empty[slot]);
             out[i * 256 + threadIdx.x] = x + y;
         }
     }
 }
+extern "C" __global__ void __launch_bounds__(384, 1) ring(const float* in, float* out) { run_ring<false>(in, out); }
+extern "C" __global__ void __launch_bounds__(384, 1) lanes(const float* in, float* out) { run_ring<true>(in, out); }
 """
 
 
@@ -73,7 +77,8 @@ def main() -> None:
     module = cupy.RawModule(code=SOURCE, options=options)
     given = cupy.random.default_rng().random(ROUNDS * SLOT, cupy.float32)
     slots = given.reshape(ROUNDS, 2, 256)
-    wanted = {"named": given[:256][::-1], "ring": (slots[:, 0, ::-1] + slots[:, 1, ::-1]).ravel()}
+    sums = (slots[:, 0, ::-1] + slots[:, 1, ::-1]).ravel()
+    wanted = {"named": given[:256][::-1], "ring": sums, "lanes": sums}
     for name, want in wanted.items():
         got = cupy.empty_like(want)
         module.get_function(name)((1,), (384,), (given, got))

@@ -8,6 +8,8 @@ chosen, and writes shapes.json.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from harness import Options, Record, time_side_by_side
 from inputs import v4_cache, v32_cache
@@ -44,6 +46,7 @@ def measure(record: Record, case: str, sets: list[Set], tiles: int) -> None:
     if not record.wants(case):
         return
     b, s_q, h, _ = sets[0]["q"].shape
+    os.environ["CUPY_MLA_KERNELS"] = "few_heads" if h <= 16 else "sm90"
     heads = (few_heads_sm90.block_heads(h),) if h <= 16 else sparse_decode_sm90.HEADS
     at_once = sparse_decode_sm90.kernel(sparse_decode_sm90.V32_FP8, 64, True).clusters_at_once(0)
     chosen = tuple(CHOSEN[h > 16](h, b * s_q, tiles, at_once, None))

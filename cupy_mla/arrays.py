@@ -295,8 +295,8 @@ class Place(NamedTuple):
             record.allocated(array, make)
         return array
 
-    def _maker(self, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
-        """Makes such arrays while this device is the current one."""
+    def _maker(self, shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
+        """Makes such arrays while this device is the current one; given CuPy's memory, in it."""
         if self.kind == "numpy":
             return partial(np.empty, shape, dtype)
         if self.kind == "cupy":
@@ -313,6 +313,11 @@ class Place(NamedTuple):
     def address(self) -> str:
         """What to write behind an array on this GPU to read where it starts."""
         return ".data_ptr()" if self.kind == "torch" else ".data.ptr"
+
+    @property
+    def parts_are_cheap(self) -> bool:
+        """Whether arrays in parts of one piece of memory cost the host less than arrays with their own."""
+        return self.kind == "cupy"
 
     def memory(self, nbytes: int) -> tuple[Callable[[], Any], str]:
         """Makes memory on this GPU for a while, and what to write behind it to read where it starts."""
@@ -360,26 +365,26 @@ class Place(NamedTuple):
 
     def stream(self) -> int:
         """Handle of the caller's current CUDA stream: torch's for torch tensors, CuPy's for CuPy arrays."""
-        return self.streams()
+        current, _ = self.streams
+        return current() if self.kind == "torch" else current().ptr
 
     @property
-    def streams(self) -> Callable[[], int]:
-        """Tells, at any time, the handle of the caller's current CUDA stream."""
+    def streams(self) -> tuple[Callable[[], Any], str]:
+        """Tells, at any time, the caller's current CUDA stream, and what to write behind it to read its handle."""
         if self.kind == "torch":
-            return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, self.device)
-        current, device = sys.modules["cupy"].cuda.get_current_stream, self.device
-        return lambda: current(device).ptr
+            return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, self.device), ""
+        return partial(sys.modules["cupy"].cuda.get_current_stream, self.device), ".ptr"
 
 
-def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
+def _cupy_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
     """Makes such CuPy arrays as cupy.ndarray(shape, dtype) does, without the detours that take it a third longer."""
     ndarray = sys.modules["cupy"].ndarray
     (base,) = ndarray.__bases__
     name = dtype.char if dtype.isbuiltin == 1 else dtype  # the character is found faster
 
-    def make() -> Any:
+    def make(memory: Any = None) -> Any:
         array = base.__new__(ndarray)
-        array._init(shape, name)
+        array._init(shape, name, memory, None, None)  # no strides, and no order, which would be parsed: C
         return array
 
     return make

@@ -110,9 +110,9 @@ class Code:
             self._packed = params, name
         return name
 
-    def function(self, parameters: list[str]) -> Callable[..., Any]:
-        """The function."""
-        names = dict(self._names)
+    def function(self, parameters: list[str], **more: Any) -> Callable[..., Any]:
+        """The function; `more` are names for further objects."""
+        names = self._names | more
         text = "\n    ".join([f"def run({', '.join(parameters)}):", *self._lines])
         exec(_compiled(text), names)
         return names["run"]
@@ -133,7 +133,7 @@ class Recording:
         arguments: the call's arrays by the name of the parameter, in the order of their slots.
 
     Attributes:
-        makers: allocates each of the slots after the arguments.
+        makers: allocates each of the slots after the arguments, by slot.
         steps: writes what went to the stream, in order.
         place: where the call's kernels run; None for a call that launches none.
         complete: False once the call did what a recording cannot repeat.
@@ -143,7 +143,7 @@ class Recording:
         self._names = list(arguments)
         self._slots = list(arguments.values())
         self._described: set[str] = set()
-        self.makers: list[Callable[[], Any]] = []
+        self.makers: dict[int, Callable[..., Any]] = {}
         self.steps: list[Step] = []
         self.place: Any = None
         self.complete = True
@@ -185,14 +185,19 @@ class Recording:
         """The slot of an array, None for one that has none."""
         return next((slot for slot, known in enumerate(self._slots) if known is array), None)
 
-    def nbytes(self, slot: int) -> int:
-        """The size of the array in a slot."""
-        return self._slots[slot].nbytes
+    @property
+    def arguments(self) -> list[Any]:
+        """The call's arrays."""
+        return self._slots[: len(self._names)]
 
-    def allocated(self, array: Any, make: Callable[[], Any]) -> None:
+    def array(self, slot: int) -> Any:
+        """The array in a slot."""
+        return self._slots[slot]
+
+    def allocated(self, array: Any, make: Callable[..., Any]) -> None:
         """Note an allocation, and how to make it again."""
+        self.makers[len(self._slots)] = make
         self._slots.append(array)
-        self.makers.append(make)
 
 
 _THREAD = threading.local()

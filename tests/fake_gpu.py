@@ -1,10 +1,12 @@
-"""A GPU that is none: CPU tensors pass for CUDA ones, and launches are written down instead of made.
+"""A GPU that is none: CPU tensors pass for CUDA ones, CuPy arrays lie on the host, and launches are written down
+instead of made.
 
 What operations hand to the driver can so be compared, and what a call costs the host measured, without a GPU.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 from collections.abc import Callable
@@ -17,6 +19,8 @@ import pytest
 
 from cupy_mla.arrays import HOST, Array, Place, aligned_up
 from cupy_mla.cuda import jit
+
+from .kinds import CuPy
 
 ARENA_BYTES = 1 << 29
 
@@ -46,13 +50,17 @@ class FakeGPU:
         self.used = 0
         self.threads: list[threading.Thread] = []
         whole = Place("torch", HOST).empty((ARENA_BYTES,), np.dtype(np.uint8))
-        describe = Array._describe_tensor
+        self._arena = whole.numpy()
+        describe, real_maker = Array._describe_tensor, Place._maker
 
         def describe_as_cuda(array: Array, tensor: Any) -> None:
             describe(array, tensor)
             array.device = 0
 
-        def maker(place: Place, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
+        def maker(place: Place, shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
+            if place.kind == "cupy":
+                return real_maker(place, shape, dtype)
+
             def make() -> Any:
                 start = self.used
                 self.used += aligned_up(math.prod(shape) * dtype.itemsize)
@@ -84,4 +92,24 @@ class FakeGPU:
         monkeypatch.setattr(Array, "_describe_tensor", describe_as_cuda)
         monkeypatch.setattr(Place, "_maker", maker)
         monkeypatch.setattr(Place, "current", lambda place: nullcontext())
-        monkeypatch.setattr(Place, "streams", property(lambda place: lambda: self.stream))
+        monkeypatch.setattr(Place, "stream", lambda place: self.stream)
+        monkeypatch.setattr(Place, "streams", property(lambda place: (lambda: self.stream, "")))
+
+    def malloc(self, nbytes: int) -> Any:
+        """Memory for CuPy, from where a tensor would lie: for `cupy.cuda.using_allocator`."""
+        start = self.used
+        self.used += aligned_up(nbytes)
+        return _pointer(self._arena, start)
+
+
+class HostCuPy(CuPy):
+    """CuPy arrays in the host's memory, which only a FakeGPU's kernels can be given."""
+
+    def whole(self, raw: np.ndarray) -> Any:
+        return self.cupy.ndarray(raw.shape, np.uint8, _pointer(raw.copy(), 0))
+
+
+def _pointer(memory: np.ndarray, start: int) -> Any:
+    """What CuPy has for an address on a GPU."""
+    cuda = importlib.import_module("cupy").cuda
+    return cuda.MemoryPointer(cuda.UnownedMemory(memory.ctypes.data, memory.nbytes, memory, 0), start)

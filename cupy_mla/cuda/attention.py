@@ -31,6 +31,8 @@ ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, PAIRED_PARTS = 1, 2, 
 # In calls whose bits must not depend on the batch: rows of a split, and queries that a launch is cut up as if for.
 INVARIANT_ROWS, INVARIANT_QUERIES = 512, 32
 
+# Queries of 9 to 16 heads up to which V32_FP8 decode is faster by the kernel for 32 heads, half of them padding.
+PADDED_QUERIES = 8
 FEW_ITEMS = 28  # pieces of work up to which the kernel for few heads is the faster one for prefill of many heads, too
 
 # struct Source and struct Params of kernels_cu/attention/params.cuh and layout/paged.cuh.
@@ -102,13 +104,15 @@ def kernels() -> Iterator[Kernel]:
 
 
 def family(
-    device: int, h_q: int, num_queries: int, aligned: bool, *, prefill: bool, quantized: bool, flat: bool = True
+    device: int, h_q: int, num_queries: int, aligned: bool, layout: Layout, *, prefill: bool, flat: bool = True
 ) -> str:
     """Which kernel runs: the first row of this table whose claim holds. The numbers are where it was measured faster.
 
     | family    | claim                                                                                      |
     | grouped   | a Hopper GPU, prefill, rows and q aligned to 16 bytes, at most 32 heads, queries enough    |
     |           | for groups that make a tile of 64 heads to fill half of the GPU                            |
+    | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and a V4_FP8 cache, or a V32_FP8 one, 9 to   |
+    |           | 16 heads and at most 8 queries                                                             |
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or prefill of at most  |
     |           | 28 pieces of work, each a query and a tile of up to 32 heads                               |
     | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and an FP8 cache, or flat bf16 rows with     |
@@ -127,15 +131,17 @@ def family(
     asked = os.environ.get("CUPY_MLA_KERNELS", "")
     groupable = prefill and num_queries > 0 and h_q <= prefill_sm90.MOST_GROUPED_HEADS
     if asked:
-        can = {"few_heads": True, "sm90": prefill or quantized or flat, "grouped": groupable}
+        can = {"few_heads": not layout.scales_apart, "sm90": prefill or layout.quantized or flat, "grouped": groupable}
         return asked if can.get(asked, False) else "portable"
     sms = num_sms(device)
     if groupable and prefill_sm90.full(h_q, num_queries, sms) >= 0.5:
         return "grouped"
+    if layout.scales_apart or (layout.quantized and 8 < h_q <= 16 and num_queries <= PADDED_QUERIES):
+        return "sm90"
     few_items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q)) <= FEW_ITEMS
     if h_q <= 16 or (prefill and few_items):
         return "few_heads"
-    if quantized or (flat and num_queries * -(-h_q // prefill_sm90.HEADS) >= 3 * sms // 8):
+    if layout.quantized or (flat and num_queries * -(-h_q // prefill_sm90.HEADS) >= 3 * sms // 8):
         return "sm90"
     return "portable" if prefill else "few_heads"
 
@@ -145,20 +151,20 @@ def plan_splits(
     num_queries: int,
     h_q: int,
     rows: int,
+    layout: Layout,
     *,
-    quantized: bool = True,
     batch_invariant: bool = False,
 ) -> int:
     """Parts that each query's `rows` of a decode are split into, so that `num_queries` of them fill the GPU.
 
     Args:
-        quantized: they are rows of an FP8 cache.
+        layout: the cache's.
         batch_invariant: go by `rows` alone.
     """
     if batch_invariant:
         return max(1, min(-(-rows // INVARIANT_ROWS), MAX_CLUSTER))
-    chosen = family(place.device, h_q, num_queries, True, prefill=False, quantized=quantized)
-    return _splits(chosen, place, num_queries, h_q, rows, quantized)
+    chosen = family(place.device, h_q, num_queries, True, layout, prefill=False)
+    return _splits(chosen, place, num_queries, h_q, rows, layout.quantized)
 
 
 def _splits(chosen: str, place: Place, num_queries: int, h_q: int, rows: int, quantized: bool) -> int:
@@ -191,7 +197,7 @@ def sparse_prefill(
     """Twin of `reference.attention.sparse_prefill`: flat rows are a cache of one block, queries a batch of s_q = 1."""
     s_q, h_q, d_qk = q.shape
     layout = by_name("bf16", d_qk)
-    chosen = family(place.device, h_q, s_q, kv.aligned(16) and q.aligned(16), prefill=True, quantized=False)
+    chosen = family(place.device, h_q, s_q, kv.aligned(16) and q.aligned(16), layout, prefill=True)
     if chosen == "grouped" and sm_scale < prefill_sm90.LEAST_SCALE:
         chosen = "few_heads"
     s_kv, topk, row_stride = kv.shape[0], indices.shape[1], 2 * kv.strides[0]
@@ -245,7 +251,8 @@ def sparse_decode(
     second = _NO_SOURCE if extra is None or extra_indices is None else _paged(extra, extra_indices, extra_length)
     aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     chosen = family(
-        place.device, h_q, b * s_q, aligned and q.aligned(16), prefill=False, quantized=layout.quantized,
+        place.device, h_q, INVARIANT_QUERIES if batch_invariant else b * s_q, aligned and q.aligned(16), layout,
+        prefill=False,
         flat=extra is None and _flat_rows(cache) and not batch_invariant,
     )  # fmt: skip
     call = _Call(

@@ -304,7 +304,6 @@ class _LaunchConfig(ctypes.Structure):
 @lru_cache(maxsize=1)
 def _libcuda() -> ctypes.CDLL:
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
     library.cuOccupancyMaxActiveClusters.argtypes = (ctypes.c_void_p,) * 3
     return library
 
@@ -323,16 +322,15 @@ def _attribute_submitter(
     function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, attributes: list[_Attribute]
 ) -> Submit:
     """cuLaunchKernelEx, for attributes that CuPy's launches cannot ask for."""
-    first = (_Attribute * len(attributes))(*attributes)
-    launch, as_pointer, address = _libcuda().cuLaunchKernelEx, ctypes.c_char_p, ctypes.addressof
+    first, handle = (_Attribute * len(attributes))(*attributes), ctypes.c_void_p(function)
+    launch, as_pointer, by_reference = _libcuda().cuLaunchKernelEx, ctypes.c_char_p, ctypes.byref
 
     @lru_cache(maxsize=16)  # a thread does not write what another one is launching with
-    def config(stream: int) -> _LaunchConfig:
-        return _LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, first, len(attributes))
+    def config(stream: int) -> Any:
+        return by_reference(_LaunchConfig(grid, (threads, 1, 1), shared_bytes, stream, first, len(attributes)))
 
     def submit(stream: int, params: bytes) -> None:
-        pointer = as_pointer(params)
-        status = launch(address(config(stream)), function, address(pointer), None)
+        status = launch(config(stream), handle, by_reference(as_pointer(params)), None)
         if status != 0:
             raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (grid {grid})")
 

@@ -2,9 +2,9 @@
 
 Checks, shapes of outputs, choice of kernels and their parameters depend on everything of a call except its pointers:
 the shapes, strides, dtypes, devices and alignment of its arrays, and its settings. That is the call's signature. The
-first call of a signature runs in full, under a `Recording`, which becomes a function of straight lines that allocates,
-puts the pointers in their places and launches: the signature's plan, which serves later calls. A call that fails leaves
-no plan, so whatever a plan repeats has been checked.
+first call of a signature runs in full, under a `Recording`, which becomes a function of straight lines: the signature's
+plan. It checks that a call is of its signature, allocates, puts the pointers in their places and launches. A call that
+fails leaves no plan, so whatever a plan repeats has been checked.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
-from operator import attrgetter, itemgetter
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import arrays
+from ..arrays import Place, aligned_up
 from ..cuda import jit
 from ..recording import ALIGNMENT, Code, Recording
 
@@ -27,7 +29,7 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 MAX_PLANS = 1024  # of an operation, for one way to write its arguments
 RECENT = 4
-Plan = Callable[..., Any]  # takes a call's arrays; NotImplemented when one starts at another address modulo ALIGNMENT
+Plan = Callable[..., Any]  # takes a call's arguments; NotImplemented for those of a call of another signature
 SETTINGS = (int, float, str, tuple, np.generic, type(None))
 
 # The variable that names the kernels to take, looked up at a tenth of what os.environ.get takes.
@@ -73,105 +75,121 @@ def planned(operation: Operation) -> Operation:
     allocate through its `Place`, and leave all work on a GPU to kernels' `launch` and to `jit.clear`. It returns
     None, or a tuple or one of: its arguments, arrays it allocated, constants.
     """
-    names = list(signature(operation).parameters)
-    forms: dict[tuple[Any, ...], Form] = {}
-    _forget.append(forms.clear)
+    kept = Plans(operation)
+    recent = kept.recent
+    _forget.append(kept.forget)
 
     @wraps(operation)
     def call(*args: Any, **kwargs: Any) -> Any:
         if traced():
             return in_graph(operation.__name__)(*args, **kwargs)
-        values = (*args, *kwargs.values()) if kwargs else args
-        kinds = (*map(type, values), *kwargs)
-        form = forms.get(kinds)
-        if form is None:
-            form = forms[kinds] = Form([*names[: len(args)], *kwargs], values)
-        if form.pointer is None or arrays.CHECK_VALUES:
+        if arrays.CHECK_VALUES:
             return operation(*args, **kwargs)
-        given, settings = form.arrays(values), (_environment(KERNELS), form.settings(values))
-        for alike, of, plan in form.recent:
-            if of == settings and alike(*given):
-                result = plan(*given)
-                if result is not NotImplemented:
-                    return result
+        values = (*args, *kwargs.values()) if kwargs else args
+        written = (len(args), *kwargs)
+        plans = recent.get(written, ())
+        for place, plan in enumerate(plans):
+            result = plan(*values)
+            if result is not NotImplemented:
+                if place > 1:  # two in turn, as of two kinds of layers, stay where they are
+                    recent[written] = [plan, *(other for other in plans if other is not plan)]
+                return result
+        return kept.call(args, kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class Plans:
+    """The plans of one operation.
+
+    Attributes:
+        forms: the ways in which it was called.
+        recent: the last plans that calls went by, which are asked first, by how the arguments are written.
+    """
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        self._operation = operation
+        self._names = list(signature(operation).parameters)
+        self.forms: dict[tuple[Any, ...], Form] = {}
+        self.recent: dict[tuple[Any, ...], list[Plan]] = {}
+
+    def forget(self) -> None:
+        self.forms.clear()
+        self.recent.clear()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that none of the recent plans fits."""
+        operation, names, values = self._operation, [*self._names[: len(args)], *kwargs], (*args, *kwargs.values())
+        kinds = (*map(type, values), *kwargs)
+        form = self.forms.get(kinds)
+        if form is None:
+            form = self.forms[kinds] = Form(names, values)
+        if form.pointer is None:
+            return operation(*args, **kwargs)
+        given = [values[i] for i in form.places]
         try:
             alignment = tuple(pointer % ALIGNMENT for pointer in map(form.pointer, given))
-            key = form.key(settings, given, alignment)
+            key = form.key(values, given, alignment)
             known = form.plans.get(key)
         except (RuntimeError, TypeError):  # a tensor without memory, a setting without hash: the checks say it better
             return operation(*args, **kwargs)
         if known is not None:
-            form.remember(given, settings, known)
-            return known(*given)
+            result = known(*values)
+            if result is not NotImplemented:
+                self._remember((len(args), *kwargs), known)
+                return result
         with Recording(dict(zip(form.names, given, strict=True))) as record:
             result = operation(*args, **kwargs)
-        made = plan_of(record, alignment, result)
+        made = plan_of(record, form.parameters, values, alignment, result)
         if made is not None:
             if len(form.plans) >= MAX_PLANS:
                 form.plans.clear()
-            form.plans[key] = made
+            form.plans[key] = made  # perhaps for one that did not fit tensors of another mode, as of inference mode
         return result
 
-    return call  # type: ignore[return-value]
+    def _remember(self, written: tuple[Any, ...], plan: Plan) -> None:
+        """Make a plan that a call went by the first of the recent ones."""
+        self.recent[written] = [plan, *self.recent.get(written, ())][:RECENT]
 
 
 class Form:
     """One way to write an operation's arguments: how many, under which names, of which types.
 
     Attributes:
+        places: of the arrays among the arguments; the others are settings.
         names: of the arrays' parameters.
-        arrays: picks the arrays out of the arguments, as a tuple.
-        settings: picks the others, which are constants.
+        parameters: of plans: `a0`, `a1` for arrays, `s0`, `s1` for settings, in the order of the arguments.
         pointer: tells the address of an array; None when calls of this form have no plans: the arrays are neither all
             torch's nor all CuPy's, or something else is no constant.
         plans: the plans by `key`.
-        recent: the last plans that calls went by, found faster than by `key`: what says whether arrays are like those
-            of the plan, up to their alignment, the call's settings, and the plan.
     """
 
     def __init__(self, names: list[str], values: tuple[Any, ...]) -> None:
         torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-        places = [i for i, value in enumerate(values) if not isinstance(value, SETTINGS)]
-        self.names = [names[i] for i in places]
-        self.arrays = _picker(places)
-        self.settings = _picker([i for i in range(len(values)) if i not in places])
+        self.places = [i for i, value in enumerate(values) if not isinstance(value, SETTINGS)]
+        self._others = [i for i in range(len(values)) if i not in self.places]
+        self.names = [names[i] for i in self.places]
+        self.parameters = [""] * len(values)
+        for letter, places in (("a", self.places), ("s", self._others)):
+            for number, i in enumerate(places):
+                self.parameters[i] = f"{letter}{number}"
         self.plans: dict[Any, Plan] = {}
         self.pointer: Callable[[Any], int] | None = None
-        self.recent: list[tuple[Callable[..., bool], Any, Plan]] = []
         self._readers: tuple[Callable[[Any], Any], ...] = ()
-        self._compare: Callable[[Sequence[Any]], Callable[..., bool]] | None = None
-        types = {type(values[i]) for i in places}
+        types = {type(values[i]) for i in self.places}
         if torch is not None and types and types <= {torch.Tensor, torch.nn.Parameter}:
             self.pointer = torch.Tensor.data_ptr
             self._readers = attrgetter("dtype", "shape", "device", "requires_grad"), torch.Tensor.stride
-            self._compare = _guards if hasattr(torch._C._dynamo.guards, "TensorGuards") else None
         elif cupy is not None and types == {cupy.ndarray}:
             self.pointer = attrgetter("data.ptr")
             self._readers = (attrgetter("dtype", "shape", "strides", "data.device_id"),)
-            self._compare = _compared
 
-    def key(self, settings: Any, arrays: Sequence[Any], alignment: tuple[int, ...]) -> tuple[Any, ...]:
+    def key(self, values: Sequence[Any], arrays: Sequence[Any], alignment: tuple[int, ...]) -> tuple[Any, ...]:
         """A call's signature."""
-        key = [settings, alignment]
+        key = [_environment(KERNELS), alignment, *(values[i] for i in self._others)]
         for read in self._readers:
             key += map(read, arrays)
         return tuple(key)
-
-    def remember(self, arrays: Sequence[Any], settings: Any, plan: Plan) -> None:
-        """Make a plan that a call went by the first of the recent ones."""
-        if self._compare is not None:
-            others = [entry for entry in self.recent if entry[2] is not plan]
-            self.recent = [(self._compare(arrays), settings, plan), *others[: RECENT - 1]]
-
-
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Picks the items in these places, as fast as Python can."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    if not places:
-        return lambda items: ()
-    (place,) = places
-    return lambda items: (items[place],)
 
 
 def _guards(tensors: Sequence[Any]) -> Callable[..., bool]:
@@ -181,26 +199,86 @@ def _guards(tensors: Sequence[Any]) -> Callable[..., bool]:
     return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def _compared(arrays: Sequence[Any]) -> Callable[..., bool]:
-    """What says whether CuPy arrays are like these; it soon knows when they are not, mostly by a shape."""
-    code, names, alike = Code(), [f"a{i}" for i in range(len(arrays))], []
-    for name, array in zip(names, arrays, strict=True):
-        # Where no axis is of length 0 or 1, a shape has but one set of strides without gaps, and this is read faster.
-        strides = "_c_contiguous" if array._c_contiguous and min(array.shape, default=0) > 1 else "strides"
-        traits = ("dtype", strides, "data.device_id")
-        known = tuple(attrgetter(trait)(array) for trait in traits)
-        read = ", ".join(f"{name}.{trait}" for trait in traits)
-        alike.append(f"{name}.shape == {code.name(array.shape)} and ({read}) == {code.name(known)}")
-    code.line(f"return {' and '.join(alike)}")
-    return code.function(names)
+def _write_settings(code: Code, parameters: Sequence[str], values: Sequence[Any]) -> None:
+    """Write the check of the arguments' types, and of those that are no arrays."""
+    others = [(name, value) for name, value in zip(parameters, values, strict=True) if isinstance(value, SETTINGS)]
+    read = [*(f"type({name})" for name in parameters), f"{code.name(_environment)}({code.name(KERNELS)})"]
+    known = (*map(type, values), _environment(KERNELS), *(value for _, value in others))
+    code.line(f"if ({', '.join([*read, *(name for name, _ in others)])}) != {code.name(known)}:")
+    code.line("    return NotImplemented")
 
 
-def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan | None:
+def _write_starts(code: Code, place: Place, arrays: Sequence[Any]) -> None:
+    """Write the check of what arrays are like, and where they start.
+
+    What is not like CuPy arrays mostly differs by a shape. The stride of an axis of length 1 says nothing, so a shape
+    without gaps has but one set of strides.
+    """
+    if place.kind == "torch":
+        code.line(f"if not alike({', '.join(f'a{i}' for i in range(len(arrays)))}):")
+        code.line("    return NotImplemented")
+        for i in range(len(arrays)):
+            code.line(f"p{i} = a{i}{place.address}")
+        return
+    for i, array in enumerate(arrays):
+        code.line(f"m{i} = a{i}.data")
+        traits = ("shape", "dtype", "_c_contiguous" if array._c_contiguous else "strides", "data.device_id")
+        known = [code.name(attrgetter(trait)(array)) for trait in traits]
+        read = [f"a{i}.{trait}" for trait in traits[:-1]] + [f"m{i}.device_id"]
+        code.line(f"if {' or '.join(f'{is_} != {was}' for is_, was in zip(read, known, strict=True))}:")
+        code.line("    return NotImplemented")
+        code.line(f"p{i} = m{i}.ptr")
+
+
+def _write_alignment(code: Code, alignment: tuple[int, ...]) -> None:
+    """Write the check of where arrays start."""
+    addresses = [f"p{i}" for i in range(len(alignment))]
+    if any(alignment):
+        code.line(f"if ({''.join(f'{p} % {ALIGNMENT}, ' for p in addresses)}) != {code.name(alignment)}:")
+    else:
+        code.line(f"if ({' | '.join(addresses)}) % {ALIGNMENT}:")
+    code.line("    return NotImplemented")
+
+
+def _write_memory(code: Code, record: Recording, results: Sequence[int | None]) -> None:
+    """Write what a call allocates: results, and one piece of memory for all that it does not return."""
+    place, makers = record.place, record.makers
+    returned = [slot for slot in makers if slot in results]
+    if place.parts_are_cheap:
+        _write_piece(code, record, returned, arrays=True)
+    else:
+        for slot in returned:
+            code.line(f"a{slot} = {code.name(makers[slot])}()")
+            code.line(f"p{slot} = a{slot}{place.address}")
+    _write_piece(code, record, [slot for slot in makers if slot not in results], arrays=False)
+
+
+def _write_piece(code: Code, record: Recording, slots: Sequence[int], *, arrays: bool) -> None:
+    """Write the allocation of one piece of memory for these slots, and of arrays in its parts."""
+    if not slots:
+        return
+    first, sizes = slots[0], [aligned_up(record.array(slot).nbytes) for slot in slots]
+    make, address = record.place.memory(sum(sizes))
+    code.line(f"m{first} = {code.name(make)}()")
+    code.line(f"p{first} = m{first}{address}")
+    for slot, start in zip(slots, accumulate(sizes[:-1], initial=0), strict=True):
+        behind = f" + {code.name(start)}" if start else ""
+        if slot != first:
+            code.line(f"p{slot} = p{first}{behind}")
+        if arrays:
+            code.line(f"a{slot} = {code.name(record.makers[slot])}(m{first}{behind})")
+
+
+def plan_of(
+    record: Recording, parameters: list[str], values: tuple[Any, ...], alignment: tuple[int, ...], result: Any
+) -> Plan | None:
     """The plan of a recorded call; None for one that ran on the CPU, or that a recording cannot repeat.
 
     Args:
         record: of the call.
-        alignment: the addresses of its arguments modulo `ALIGNMENT`.
+        parameters: names for its arguments, see `Form`.
+        values: its arguments.
+        alignment: the addresses of its arrays modulo `ALIGNMENT`.
         result: what it returned.
     """
     if not record.repeatable:
@@ -210,27 +288,17 @@ def plan_of(record: Recording, alignment: tuple[int, ...], result: Any) -> Plan 
     results = [record.slot(leaf) for leaf in leaves]
     if any(slot is None and not isinstance(leaf, SETTINGS) for slot, leaf in zip(results, leaves, strict=True)):
         return None  # a view of something
-    parameters = [f"a{slot}" for slot in range(len(alignment))]
-    addresses = [f"p{slot}" for slot in range(len(alignment))]
-    for array, address in zip(parameters, addresses, strict=True):
-        code.line(f"{address} = {array}{place.address}")
-    if any(alignment):
-        code.line(f"if ({''.join(f'{p} % {ALIGNMENT}, ' for p in addresses)}) != {code.name(alignment)}:")
-    else:
-        code.line(f"if ({' | '.join(addresses)}) % {ALIGNMENT}:")
-    code.line("    return NotImplemented")
+    _write_settings(code, parameters, values)
+    _write_starts(code, place, record.arguments)
+    _write_alignment(code, alignment)
     code.line(f"if {code.name(jit.THREAD)}.current_device() != {code.name(place.device)}:")
     code.line(f"    with {code.name(place.current)}():")
     code.line(f"        return run({', '.join(parameters)})")
-    for slot, make in enumerate(record.makers, len(parameters)):
-        address = place.address
-        if slot not in results:
-            make, address = place.memory(record.nbytes(slot))
-        code.line(f"a{slot} = {code.name(make)}()")
-        code.line(f"p{slot} = a{slot}{address}")
-    code.line(f"stream = {code.name(place.streams)}()")
+    _write_memory(code, record, results)
+    current, handle = place.streams
+    code.line(f"stream = {code.name(current)}(){handle}")
     for write in record.steps:
         write(code)
     returned = [code.name(leaf) if slot is None else f"a{slot}" for slot, leaf in zip(results, leaves, strict=True)]
     code.line(f"return {', '.join(returned)}" + ("," if type(result) is tuple else ""))
-    return code.function(parameters)
+    return code.function(parameters, alike=_guards(record.arguments) if place.kind == "torch" else None)

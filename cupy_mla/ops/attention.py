@@ -150,17 +150,18 @@ def plan_splits(
     idx.require(INT32, b, s_q, "topk")
     if extra_idx is not None:
         extra_idx.require(INT32, b, s_q, "extra_topk")
-    return _plan(place, q_, idx, extra_idx, quantized, batch_invariant)
+    layout = next(a for a in layouts.ATTENTION_LAYOUTS if (a.quantized, a.d_qk) == (quantized, q_.shape[3]))
+    return _plan(place, q_, idx, extra_idx, layout, batch_invariant)
 
 
 def _plan(
-    place: Place, q: Array, indices: Array, extra_indices: Array | None, quantized: bool, batch_invariant: bool
+    place: Place, q: Array, indices: Array, extra_indices: Array | None, layout: Layout, batch_invariant: bool
 ) -> int:
     if not place.on_gpu:
         return 1
     b, s_q, h_q, _ = q.shape
     rows = indices.shape[-1] + (extra_indices.shape[-1] if extra_indices is not None else 0)
-    return cuda.plan_splits(place, b * s_q, h_q, rows, quantized=quantized, batch_invariant=batch_invariant)
+    return cuda.plan_splits(place, b * s_q, h_q, rows, layout, batch_invariant=batch_invariant)
 
 
 class Decode(NamedTuple):
@@ -220,7 +221,7 @@ class Decode(NamedTuple):
 
     def plan(self, batch_invariant: bool) -> int:
         """As `plan_splits`."""
-        return _plan(self.place, self.q, self.indices, self.extra_indices, self.layout.quantized, batch_invariant)
+        return _plan(self.place, self.q, self.indices, self.extra_indices, self.layout, batch_invariant)
 
     def run(self, sm_scale: float | None, num_splits: int, batch_invariant: bool) -> tuple[Any, Any]:
         """Results of `sparse_decode`."""

@@ -8,6 +8,9 @@
 
 constexpr int TILE_ROWS = 64;
 
+// Whether lengths are read from memory, where the launch before may have written them.
+__device__ __forceinline__ bool has_lengths(const Params& p) { return p.main.lengths != nullptr || p.extra.lengths != nullptr; }
+
 // The lists' lengths, of the query that `w` has by now. Returns the tiles of both.
 template <typename W>
 __device__ __forceinline__ int find_lists(const Params& p, W& w) {
@@ -25,6 +28,10 @@ __device__ __forceinline__ void find_tiles(const Params& p, W& w, uint32_t split
     w.end = w.begin + each + (split < more);
 }
 
+__device__ __forceinline__ const int32_t* list_of(const Source& source, Query query) {
+    return source.indices + query.b * source.index_stride_b + query.s * source.index_stride_s;
+}
+
 // The entry of the index list for row `row` of a tile, -1 where there is none. It is not looked at here, so that nobody
 // waits for it before it is used.
 template <typename W>
@@ -33,7 +40,7 @@ __device__ __forceinline__ int32_t load_entry(const Params& p, const W& w, int t
     const Source& source = extra ? p.extra : p.main;
     const int at = (extra ? tile - w.main_tiles : tile) * TILE_ROWS + row;
     const bool here = tile < w.end && at < (extra ? w.extra_length : w.main_length);
-    const int32_t* list = source.indices + w.query.b * source.index_stride_b + w.query.s * source.index_stride_s;
+    const int32_t* list = list_of(source, w.query);
     int32_t entry = -1;
     if (here) entry = list[at];
     return entry;

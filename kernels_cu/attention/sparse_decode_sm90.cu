@@ -122,10 +122,13 @@ __device__ __forceinline__ Work find_work(const Params& p, int query, int head_t
 }
 
 // With MERGES a cluster has one piece of work, and its blocks are the splits.
+__device__ __forceinline__ Work find_only_work(const Params& p) { return find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size()); }
+
+// `only`: the one piece of work, with MERGES.
 template <typename Do>
-__device__ __forceinline__ void for_each_work(const Params& p, Do act) {
+__device__ __forceinline__ void for_each_work(const Params& p, const Work& only, Do act) {
     if constexpr (MERGES) {
-        act(find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size()));
+        act(only);
     } else {
         const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * p.num_splits;
         int turn = 0;
@@ -160,15 +163,18 @@ __device__ __forceinline__ void copy_scales(const R& row, uint32_t to) {
     if constexpr (R::FOLDED_SCALES == 0) cp_async_8(to, row.scales, row.scales != nullptr);
 }
 
-// Start the copy of a unit: the rows that lanes l and l + 16 know of tile `tile`.
+// Start the copy of a unit: the rows that lanes l and l + 16 know of tile `tile`. Eight lanes copy a row; a chunk that they
+// would need one more round for goes by a lane a row.
 __device__ __forceinline__ void copy_unit(const Rows& row, uint32_t unit, int lane) {
+    constexpr int CHUNKS = ROW_STRIDE / 16, ONE_LEFT = CHUNKS % 8 == 1;
     Small& sm = small();
     const int slot = slot_of(unit);
     const uint32_t to = unit_address(unit), full = shared_address(&sm.full[slot]);
     mbarrier_wait(shared_address(&sm.empty[slot]), phase_of(unit) ^ 1);
 #pragma unroll
     for (int i = 0; i < UNIT_ROWS; i += ROWS_AT_ONCE)
-        copy_row<ROW_STRIDE / 16>(to + (i + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, i + lane / 8), lane);
+        copy_row<CHUNKS - ONE_LEFT>(to + (i + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, i + lane / 8), lane);
+    if (ONE_LEFT && lane < UNIT_ROWS) cp_async_16(to + lane * STRIDE + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
     if (lane < UNIT_ROWS) copy_scales(row, to + lane * STRIDE + ROW_STRIDE);
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr) & 0xffff;
     if (lane == 0) {
@@ -178,14 +184,38 @@ __device__ __forceinline__ void copy_unit(const Rows& row, uint32_t unit, int la
     mbarrier_arrive_after_copies(full);
 }
 
+// Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
+// the block's piece of work before this one has done with its own.
+__device__ __forceinline__ void fetch_q(const Params& p, const Work& w, int lane) {
+    if (w.turn > 0) mbarrier_wait(shared_address(&small().q_free), (w.turn - 1) & 1);
+    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
+    const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
+    const int heads = min(HEADS, p.h_q - w.first_head), each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of a copy
+    if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
+    __syncwarp();
+    for (int head = lane * each; head < heads; head += 32 * each)
+        copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
+}
+
 // Warp `warp` of four brings rows 16 warp .. + 15 of every tile. List entries are loaded AHEAD tiles before their rows:
-// under load they take 2,000 cycles to come.
+// under load they take 2,000 cycles to come. Warp 0 brings Q, too, while they do.
 __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const int my_row = 16 * warp + lane % 16, end = w.begin + 2 * w.pairs;
+    // As load_entry of lists.cuh, with as few instructions as can be: they take turns with wgmma.
+    const int32_t *main = list_of(p.main, w.query) + my_row, *extra = list_of(p.extra, w.query) + my_row - w.main_tiles * TILE_ROWS;
+    const int main_rows = w.main_length - my_row, rows = w.main_tiles * TILE_ROWS + w.extra_length - my_row;
+    auto entry_of = [&](int tile) {
+        const bool second = tile >= w.main_tiles;
+        const int at = tile * TILE_ROWS;
+        int32_t entry = -1;
+        if (tile < w.end && at < (second ? rows : main_rows)) entry = (second ? extra : main)[at];
+        return entry;
+    };
     int32_t entries[AHEAD];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) entries[i] = load_entry(p, w, w.begin + i, my_row);
+    for (int i = 0; i < AHEAD; ++i) entries[i] = entry_of(w.begin + i);
+    if (warp == 0) fetch_q(p, w, lane);
     uint32_t unit = w.unit + warp;
 #pragma unroll 1
     for (int first = w.begin; first < end; first += AHEAD) {
@@ -194,7 +224,7 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
             const int tile = first + i;
             if (tile >= end) return;
             const Rows row = row_of_entry(p, w, tile, entries[i]);
-            entries[i] = load_entry(p, w, tile + AHEAD, my_row);
+            entries[i] = entry_of(tile + AHEAD);
             copy_unit(row, unit, lane);
         }
     }
@@ -222,19 +252,6 @@ __device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, uint32_t 
 
 __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_abs_bf16x2(max_abs_bf16x2(q.x, q.y), max_abs_bf16x2(q.z, q.w));
-}
-
-// Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
-// the block's piece of work before this one has done with its own.
-__device__ __forceinline__ void fetch_q(const Params& p, const Work& w, int lane) {
-    if (w.turn > 0) mbarrier_wait(shared_address(&small().q_free), (w.turn - 1) & 1);
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
-    const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
-    const int heads = min(HEADS, p.h_q - w.first_head), each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of a copy
-    if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
-    __syncwarp();
-    for (int head = lane * each; head < heads; head += 32 * each)
-        copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
 // Q to shared memory. A warp does four heads at a time, 64 columns of each. Returns what a logit is to be multiplied with.
@@ -800,15 +817,19 @@ __device__ __forceinline__ void merge_results(const Params& p, const Work& w, co
             words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, c)] * up, out.o[v][element(1, c)] * up));
         parts.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
     }
-    cluster_sync();
+    named_barrier_sync(5, 2 * WARPGROUP);
+    cluster_sync_with_one_fence(threadIdx.x == 0);
     auto head_of = [](int unit) { return unit / 256 / 2 * 8 + unit % 4 * 2 + unit / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
         return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
     };
+    auto column_of = [](int unit) {
+        const int thread = unit % 256;
+        return thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
+    };
     auto sync = [] { named_barrier_sync(5, 2 * WARPGROUP); };
-    parts.merge<2 * WARPGROUP>(weights, head_of, finish, sync, [&](int unit, int local, const float (&v)[8]) {
-        const int head = w.first_head + local, thread = unit % 256;
-        const int column = thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
+    parts.merge<2 * WARPGROUP>(weights, head_of, column_of, finish, sync, [&](int local, int column, const float (&v)[8]) {
+        const int head = w.first_head + local;
         if (head >= p.h_q) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) write_output(p, w.query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
@@ -950,18 +971,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
         mbarrier_init_fence();
     }
     __syncthreads();
+    Work only;
+    if constexpr (MERGES) {
+        if (has_lengths(p)) wait_for_earlier_kernels();
+        only = find_only_work(p);
+    }
     wait_for_earlier_kernels();
     let_next_kernel_start();
     if (threadIdx.x >= 2 * WARPGROUP) {
         give_registers<40>();
-        for_each_work(p, [&](const Work& w) {
-            const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-            if (warp == 0) fetch_q(p, w, lane);
+        for_each_work(p, only, [&](const Work& w) {
+            const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
             copy_rows(p, w, warp, lane);
         });
-        if constexpr (MERGES) cluster_sync();  // barriers of the cluster count every thread
+        if constexpr (MERGES) cluster_sync_with_one_fence(false);  // barriers of the cluster count every thread
     } else {
         take_registers<232>();
-        for_each_work(p, [&](const Work& w) { attend(p, w, Role::here()); });
+        for_each_work(p, only, [&](const Work& w) { attend(p, w, Role::here()); });
     }
 }

@@ -1,4 +1,4 @@
-// Sparse attention of few heads on Hopper, every cache layout, decode and prefill: rows go from staging into registers.
+// Sparse attention of few heads on Hopper, of V32_FP8 and bf16 rows, decode and prefill: rows go from staging into registers.
 //
 // Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64; rows or value columns are the M
 // side and come from registers, widened on the way (tile/fragments.cuh), so that shared memory holds rows as they lie in
@@ -53,7 +53,7 @@ constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128
 constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
-constexpr bool KEEPS_MAX = !Rows::QUANTIZED;  // prefill asks for the largest logits
+constexpr bool KEEPS_MAX = !FOLDED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
 constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
 
@@ -132,10 +132,6 @@ __device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, 
             cp_async_16(to + (piece + lane) * 16, data + (piece + lane) * 16, valid);
         constexpr int REST = PIECES / 32 * 32;
         if (lane < PIECES - REST) cp_async_16(to + (REST + lane) * 16, data + (REST + lane) * 16, valid);
-        if constexpr (R::QUANTIZED && R::FOLDED_SCALES == 0) {
-            const uint8_t* scales = shuffle_pointer(row.scales, first + i);
-            if (lane == 0) cp_async_8(to + ROW_STRIDE, scales, scales != nullptr);
-        }
     }
 }
 
@@ -212,7 +208,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Rol
             const int n = r.lane + 32 * i;
             if (n >= FOURS) break;
             const bool rope = n >= D_NOPE / 4, narrow = FOLDED && !rope;
-            const int item = q_item(n % 16, rope || !Rows::QUANTIZED);
+            const int item = q_item(n % 16, rope || !FOLDED);
             const float x = bf16_low(v[k][i].x) * scale.up, y = bf16_high(v[k][i].x) * scale.up;
             const float z = bf16_low(v[k][i].y) * scale.up, u = bf16_high(v[k][i].y) * scale.up;
             const uint32_t to = r.q() + n / 16 * Q_BLOCK_BYTES + head * 128 + ((item / 8 ^ (head & 7)) << 4) + item % 8 * 2;
@@ -293,13 +289,13 @@ __device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
 // scales. Loops stay loops: a batch of one pays for every instruction fetched.
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEAD_TILES][4]) {
     constexpr int PARTS = HEADS == 32 ? 1 : FOLDED && HEADS == 8 ? 4 : 2, EACH = FOLDED ? 2 : 1;
-    constexpr int BLOCK_BYTES = Rows::QUANTIZED ? 64 : 128;
+    constexpr int BLOCK_BYTES = FOLDED ? 64 : 128;
     const uint32_t q = head_fragments_place(r.q(), r.lane);
     const uint32_t q_rope = q + NOPE_BLOCKS * Q_BLOCK_BYTES;
     uint32_t a[4][4];
     const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
     HeadFragments f = load_head_fragments(q_rope, 0);
-    QkRaw raw = load_qk(row, 0, !Rows::QUANTIZED, r.t);  // always a block ahead
+    QkRaw raw = load_qk(row, 0, !FOLDED, r.t);  // always a block ahead
     clear(s);
     qk_wide(rope, a);
     multiply_block<false>(q_rope, f, a, s);
@@ -314,9 +310,9 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (
             const int block = first + i % PARTS * EACH + i / PARTS;
             if (NOPE_BLOCKS % (PARTS * EACH) != 0 && block >= NOPE_BLOCKS) break;
             f = load_head_fragments(q + block * Q_BLOCK_BYTES, 0);
-            qk_nope(raw, staged_scale(row, block), staged_scale(row + STAGED, block), a);
+            qk_nope(raw, a);
             const int next = i + 1 < PARTS * EACH ? first + (i + 1) % PARTS * EACH + (i + 1) / PARTS : first + PARTS * EACH;
-            raw = load_qk(row, min(next, NOPE_BLOCKS - 1) * BLOCK_BYTES, !Rows::QUANTIZED, r.t);
+            raw = load_qk(row, min(next, NOPE_BLOCKS - 1) * BLOCK_BYTES, !FOLDED, r.t);
             if (i == PARTS * EACH - 1) {
 #pragma unroll
                 for (int k = 0; k < PARTS; ++k) scales[k] = load_scales(row, first / EACH + k);
@@ -690,13 +686,14 @@ __device__ __forceinline__ void write_results(
         write_block(p, w);
         return;
     }
-    cluster_sync();
+    sync_multiplying();
+    cluster_sync_with_one_fence(threadIdx.x == 0);
     auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
     auto finish = [&](int head, bool write, float ref, float sum, float max) { return finish_head(p, w, head, write, ref, sum, max); };
+    auto column_of = [](int unit) { return pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4); };
     auto weights = reinterpret_cast<float*>(shared);  // over Q
     static_assert(Parts<4>::MAX_BLOCKS * HEADS * 4 <= Q_BYTES, "");
-    parts.merge<MULTIPLYING>(weights, head_of, finish, sync_multiplying, [&](int unit, int head, const float (&v)[4]) {
-        const int column = pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4);
+    parts.merge<MULTIPLYING>(weights, head_of, column_of, finish, sync_multiplying, [&](int head, int column, const float (&v)[4]) {
         write_columns(p, w, head, column, make_float4(v[0], v[1], v[2], v[3]), 1.0f);
     });
 }
@@ -717,14 +714,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUPS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
     __syncthreads();
+    const int blocks = cluster_size(), rank = cluster_rank();
+    if (has_lengths(p)) wait_for_earlier_kernels();
+    const Work w = find_work(p, cluster_index(), blockIdx.z, blockIdx.y * blocks + rank, p.num_splits * blocks);
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    const int blocks = cluster_size(), rank = cluster_rank();
-    const Work w = find_work(p, cluster_index(), blockIdx.z, blockIdx.y * blocks + rank, p.num_splits * blocks);
     if (threadIdx.x >= MULTIPLYING) {
         give_registers<COPY_REGISTERS>();
         copy_tiles(p, w, threadIdx.x / 32 % 4);
-        if (blocks > 1) cluster_sync();  // barriers of the cluster count every thread
+        if (blocks > 1) cluster_sync_with_one_fence(false);  // barriers of the cluster count every thread
     } else {
         take_registers<REGISTERS>();
         const Role r = Role::here();

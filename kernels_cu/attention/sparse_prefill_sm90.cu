@@ -637,14 +637,16 @@ __device__ __forceinline__ void merge(
     for (int i = 0; i < 2; ++i) {
         if (W == 0 && lane % 4 == 0) parts.write_statistics(16 * warp + lane / 4 + 8 * i, state.ref[i], sum[i], max[i]);
     }
-    cluster_sync();
+    named_barrier_sync(3, 256);
+    cluster_sync_with_one_fence(threadIdx.x == 0);
     auto head_of = [](int unit) { return unit % 128 / 32 * 16 + unit % 32 / 4 + unit / 256 % 2 * 8; };
     auto finish = [&](int local, bool write, float ref, float total, float largest) {
         return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, total, largest);
     };
+    auto column_of = [](int unit) { return unit % 256 / 128 * 256 + unit / 512 * 16 + unit % 4 * 2; };
     auto sync = [] { named_barrier_sync(3, 256); };
-    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, finish, sync, [&](int unit, int local, const float (&v)[4]) {  // over Q
-        const int head = w.head_tile * HEADS + local, column = unit % 256 / 128 * 256 + unit / 512 * 16 + unit % 4 * 2;
+    parts.merge<256>(reinterpret_cast<float*>(shared), head_of, column_of, finish, sync, [&](int local, int column, const float (&v)[4]) {  // over Q
+        const int head = w.head_tile * HEADS + local;
         if (head >= p.h_q) return;
         write_output(p, w.query, head, column, v[0], v[1]);
         write_output(p, w.query, head, column + 8, v[2], v[3]);
@@ -805,7 +807,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
         give_registers<40>();
         copy_all(p);
 #if SPLIT
-        cluster_sync();  // barriers of the cluster count every thread
+        cluster_sync_with_one_fence(false);  // barriers of the cluster count every thread
 #endif
     } else {
         take_registers<232>();

@@ -29,6 +29,17 @@ __device__ __forceinline__ void cluster_sync() {
             : "memory");
 }
 
+// The same where the blocks' writers have met at barriers of their own since: the fence of one thread of each block, which says
+// so, does for all of them.
+__device__ __forceinline__ void cluster_sync_with_one_fence(bool mine) {
+    if (mine) asm volatile("fence.acq_rel.cluster;" ::: "memory");
+    __syncwarp();
+    asm volatile(
+        "barrier.cluster.arrive.relaxed.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+}
+
 // The same place in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
     uint32_t there;

@@ -11,13 +11,14 @@
 #include "ptx/convert.cuh"
 #include "tile/row_tile.cuh"
 
-constexpr int STAGED = Rows::QUANTIZED ? Rows::STAGED_BYTES : 2 * D_QK + 16;
-constexpr int COPIED_BYTES = Rows::QUANTIZED ? ROW_STRIDE : 2 * D_QK;
+// V32_FP8, whose scales are kept apart and whose unscaled e4m3 are multiplied as f16; else bf16.
+constexpr bool FOLDED = Rows::FOLDED_SCALES > 0;
+static_assert(FOLDED == Rows::QUANTIZED, "V4_FP8 has a kernel of its own, which is faster at any number of heads");
+
+constexpr int STAGED = FOLDED ? Rows::STAGED_BYTES : 2 * D_QK + 16;
+constexpr int COPIED_BYTES = FOLDED ? ROW_STRIDE : 2 * D_QK;
 static_assert(STAGED % 32 == 16, "");
 constexpr int UNIT_ROWS = 8, UNIT_BYTES = UNIT_ROWS * STAGED;
-
-// V32_FP8 keeps its scales apart and multiplies unscaled e4m3 as f16; V4_FP8 scales while it widens to bf16.
-constexpr bool FOLDED = Rows::FOLDED_SCALES > 0;
 
 // Where a lane's first row of Q . K^T stands, the second being the next one: unit and row of it.
 struct FirstRow {
@@ -36,23 +37,6 @@ struct StagedRows {
     // Rows of k = 2 t, 2 t + 1; those of 2 t + 8, 2 t + 9 are one further.
     __device__ __forceinline__ uint32_t pv_row(int t, int k) const { return unit[k] + ((2 * t + 4 * k) & 7) * STAGED; }
 };
-
-// Four values to 16 bits: V32_FP8 as they are, V4_FP8 times the scales of the first and of the second of each pair.
-__device__ __forceinline__ void widen(uint32_t bytes, float first, float second, uint32_t& low, uint32_t& high) {
-    if constexpr (FOLDED) {
-        e4m3x4_to_f16x2(bytes, low, high);
-    } else {
-        float v[4];
-        e4m3x4_to_float(bytes, v);
-        low = pack_bf16x2(v[0] * first, v[1] * second);
-        high = pack_bf16x2(v[2] * first, v[3] * second);
-    }
-}
-
-// V4_FP8: scale `i` of a staged row.
-__device__ __forceinline__ float staged_scale(uint32_t row, int i) {
-    return FOLDED ? 1.0f : ue8m0_to_float(load_shared_byte(row + ROW_STRIDE + i));
-}
 
 // What a lane reads of 64 columns for Q . K^T: 16 bytes of each of its rows, bfloat16 twice that.
 struct QkRaw {
@@ -81,18 +65,17 @@ __device__ __forceinline__ void qk_wide(const QkRaw& raw, uint32_t (&a)[4][4]) {
     }
 }
 
-// A for the four steps over 64 NoPE columns; e4m3: k = 2 t + e and 2 t + 8 + e are columns 16 t + 4 j + e and + 2 + e. `fx`,
-// `fy`: the scales of the two rows there.
-__device__ __forceinline__ void qk_nope(const QkRaw& raw, float fx, float fy, uint32_t (&a)[4][4]) {
-    if constexpr (!Rows::QUANTIZED) {
+// A for the four steps over 64 NoPE columns; e4m3: k = 2 t + e and 2 t + 8 + e are columns 16 t + 4 j + e and + 2 + e.
+__device__ __forceinline__ void qk_nope(const QkRaw& raw, uint32_t (&a)[4][4]) {
+    if constexpr (!FOLDED) {
         qk_wide(raw, a);
     } else {
         const Vec16 x = raw.x[0], y = raw.y[0];
         const uint32_t xs[] = {x.x, x.y, x.z, x.w}, ys[] = {y.x, y.y, y.z, y.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            widen(xs[j], fx, fx, a[j][0], a[j][2]);
-            widen(ys[j], fy, fy, a[j][1], a[j][3]);
+            e4m3x4_to_f16x2(xs[j], a[j][0], a[j][2]);
+            e4m3x4_to_f16x2(ys[j], a[j][1], a[j][3]);
         }
     }
 }
@@ -109,19 +92,13 @@ __device__ __forceinline__ int pv_column(int warp, int g, int q) {
     return FOLDED ? 128 * warp + 16 * g + 4 * q : 128 * q + 32 * warp + 4 * g;
 }
 
-// Whether those are bfloat16. V4_FP8: RoPE is a part of V.
-__device__ __forceinline__ bool pv_is_wide(int warp, int q) {
-    return !Rows::QUANTIZED || (D_NOPE < D_V && q == 3 && warp >= 2);
-}
-
 // A for V's columns, two tiles of 16: row g + 8 i of tile m is column pv_column + 2 m + i. From the same four values of rows
 // k = 2 t (x) and 2 t + 1 (y); one row further (i = 1) of k + 8.
-__device__ __forceinline__ void pv_pairs(
-    const uint32_t (&x)[2], const uint32_t (&y)[2], const float (&fx)[2], const float (&fy)[2], uint32_t (&a)[2][4]) {
+__device__ __forceinline__ void pv_pairs(const uint32_t (&x)[2], const uint32_t (&y)[2], uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        widen(__byte_perm(x[i], y[i], 0x5140), fx[i], fy[i], a[0][2 * i], a[0][2 * i + 1]);
-        widen(__byte_perm(x[i], y[i], 0x7362), fx[i], fy[i], a[1][2 * i], a[1][2 * i + 1]);
+        e4m3x4_to_f16x2(__byte_perm(x[i], y[i], 0x5140), a[0][2 * i], a[0][2 * i + 1]);
+        e4m3x4_to_f16x2(__byte_perm(x[i], y[i], 0x7362), a[1][2 * i], a[1][2 * i + 1]);
     }
 }
 __device__ __forceinline__ void pv_wide_pairs(const Vec8 (&x)[2], const Vec8 (&y)[2], uint32_t (&a)[2][4]) {
@@ -154,29 +131,18 @@ __device__ __forceinline__ void for_pv_fragments(const PvRaw& raw, const StagedR
         const Vec16 &x0 = raw.x0, &x1 = raw.x1, &y0 = raw.y0, &y1 = raw.y1;
         const uint32_t xs[4][2] = {{x0.x, x1.x}, {x0.y, x1.y}, {x0.z, x1.z}, {x0.w, x1.w}};
         const uint32_t ys[4][2] = {{y0.x, y1.x}, {y0.y, y1.y}, {y0.z, y1.z}, {y0.w, y1.w}};
-        const float one[2] = {1.0f, 1.0f};
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            pv_pairs(xs[q], ys[q], one, one, a);
+            pv_pairs(xs[q], ys[q], a);
             act(q, a);
         }
     } else {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            const int column = pv_column(warp, g, q);
-            if (pv_is_wide(warp, q)) {
-                const int at = Rows::QUANTIZED ? ROPE_OFFSET + 2 * (column - D_NOPE) : 2 * column;
-                const Vec8 x[2] = {load_shared_8(first + at), load_shared_8(first + STAGED + at)};
-                const Vec8 y[2] = {load_shared_8(second + at), load_shared_8(second + STAGED + at)};
-                pv_wide_pairs(x, y, a);
-            } else {
-                const int scale = 2 * q + warp / 2;
-                const uint32_t x[2] = {load_shared_4(first + column), load_shared_4(first + STAGED + column)};
-                const uint32_t y[2] = {load_shared_4(second + column), load_shared_4(second + STAGED + column)};
-                const float fx[2] = {staged_scale(first, scale), staged_scale(first + STAGED, scale)};
-                const float fy[2] = {staged_scale(second, scale), staged_scale(second + STAGED, scale)};
-                pv_pairs(x, y, fx, fy, a);
-            }
+            const int at = 2 * pv_column(warp, g, q);
+            const Vec8 x[2] = {load_shared_8(first + at), load_shared_8(first + STAGED + at)};
+            const Vec8 y[2] = {load_shared_8(second + at), load_shared_8(second + STAGED + at)};
+            pv_wide_pairs(x, y, a);
             act(q, a);
         }
     }

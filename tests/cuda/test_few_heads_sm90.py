@@ -9,7 +9,8 @@ from cupy_mla.cuda import few_heads_sm90, sparse_decode_sm90
 from cupy_mla.cuda.jit import SM90_SHARED_BYTES
 from cupy_mla.cuda.schedule import shapes
 
-from ..cases import check_prefill, check_unequal_prefill, prefill_inputs
+from .. import oracle
+from ..cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
 
 KERNELS = "few_heads"
 
@@ -40,6 +41,26 @@ def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
 def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     """700 queries: warpgroups take several each, some of them without a row."""
     check_unequal_prefill(hopper, rng, s_q, 13, d_qk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("num_splits", [1, 3, 17, None])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "block_size"),
+    [
+        (1, 1, 1, 1, 1),
+        (3, 1, 7, 63, 2),
+        (1, 2, 8, 64, 61),
+        (3, 1, 16, 65, 64),
+        (2, 2, 12, 1000, 256),
+        (3, 1, 40, 130, 64),
+    ],
+)
+def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
+    """Also where by itself a call would run the kernel for more heads. 17 splits are more than a cluster holds."""
+    main = paged(rng, fmt, b, s_q, topk, block_size, lengths=True)
+    check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
 
 
 # Clusters of 1, 2, ... 16 blocks that one H200 runs at a time.

@@ -12,9 +12,11 @@ import pytest
 
 import cupy_mla
 from cupy_mla import layouts
+from cupy_mla.arrays import Array, Place, aligned_up
 from cupy_mla.cuda import attention
 from cupy_mla.ops import _plan
-from tests.fake_gpu import FakeGPU, Submitted
+from cupy_mla.recording import Code
+from tests.fake_gpu import FakeGPU, HostCuPy, Submitted
 from tests.kinds import NumPy, Torch
 from tests.operations import OPERATIONS, Call
 
@@ -39,8 +41,8 @@ def repeats(monkeypatch) -> list[_plan.Plan]:
     def noted(*call: Any) -> _plan.Plan | None:
         plan = make(*call)
 
-        def run(*arrays: Any) -> Any:
-            result = plan(*arrays)
+        def run(*arguments: Any) -> Any:
+            result = plan(*arguments)
             if result is not NotImplemented:
                 seen.append(plan)
             return result
@@ -51,8 +53,19 @@ def repeats(monkeypatch) -> list[_plan.Plan]:
     return seen
 
 
-def put(call: Call) -> dict[str, Any]:
-    return {name: Torch().put(a) for name, a in call.arrays.items()}
+@pytest.fixture(params=["torch", "cupy"])
+def kind(request, gpu) -> Iterator[NumPy]:
+    """Arrays that pass for some on a GPU."""
+    if request.param == "torch":
+        yield Torch()
+        return
+    cupy = pytest.importorskip("cupy")
+    with cupy.cuda.using_allocator(gpu.malloc):
+        yield HostCuPy()
+
+
+def put(kind: NumPy, call: Call) -> dict[str, Any]:
+    return {name: kind.put(a) for name, a in call.arrays.items()}
 
 
 def submit(gpu: FakeGPU, call: Call, arrays: dict[str, Any]) -> tuple[list[Submitted], list[Any]]:
@@ -60,22 +73,21 @@ def submit(gpu: FakeGPU, call: Call, arrays: dict[str, Any]) -> tuple[list[Submi
     gpu.log.clear()
     gpu.used = 0
     result = call.operation(**arrays, **call.settings)
-    leaves = result if isinstance(result, tuple) else (result,)
-    places = [None if a is None else (a.data_ptr(), a.shape, a.stride(), a.dtype) for a in leaves]
-    return list(gpu.log), places
+    leaves = [Array("leaf", a) for a in (result if isinstance(result, tuple) else (result,)) if a is not None]
+    return list(gpu.log), [(a.kind, a.ptr, a.shape, a.strides, a.dtype) for a in leaves]
 
 
 @every_operation
 @pytest.mark.parametrize("given", [False, True], ids=["allocates", "writes"])
 @pytest.mark.parametrize("calls", [2, 3], ids=["by key", "at a glance"])
-def test_a_call_seen_before_does_the_same(gpu, repeats, rng, name, given, calls):
+def test_a_call_seen_before_does_the_same(gpu, repeats, rng, kind, name, given, calls):
     first, second = (OPERATIONS[name](rng) for _ in range(2))
     first, second = (call.with_outputs() if given else call for call in (first, second))
     second.settings = first.settings  # one schedule
     for _ in range(calls):  # flash_mla makes its schedule at the first
-        submit(gpu, first, put(first))
+        submit(gpu, first, put(kind, first))
     del repeats[:]
-    arrays = put(second)
+    arrays = put(kind, second)
     got = submit(gpu, second, arrays)
     assert len(repeats) == 1, "the call went by no plan"
     _plan.forget_plans()
@@ -83,6 +95,25 @@ def test_a_call_seen_before_does_the_same(gpu, repeats, rng, name, given, calls)
     assert len(repeats) == 1
     assert got == want
     assert got[0]
+
+
+def test_results_of_cupy_share_memory_and_nothing_else_does(gpu, repeats, rng):
+    """Partial results are let go with the call, results as the caller likes."""
+    cupy = pytest.importorskip("cupy")
+    asked = []
+
+    def malloc(nbytes: int) -> Any:
+        asked.append(nbytes)
+        return gpu.malloc(nbytes)
+
+    arrays = put(HostCuPy(), OPERATIONS["sparse_prefill"](rng)) | {"sm_scale": 0.1}
+    with cupy.cuda.using_allocator(malloc):
+        for _ in range(2):
+            del asked[:]
+            results = cupy_mla.sparse_prefill(**arrays)
+    assert len(repeats) == 1
+    assert asked[0] == sum(aligned_up(a.nbytes) for a in results)
+    assert len({id(a.data.mem) for a in results}) == 1
 
 
 # --- what must not go by a plan --------------------------------------------------------------------------------
@@ -115,6 +146,7 @@ def seen(gpu, repeats) -> list[_plan.Plan]:
     [
         lambda: {"s_q": 4},
         lambda: {"sm_scale": 0.2},
+        lambda: {"sm_scale": np.float64(0.1)},
         lambda: {"q": torch.zeros(3, 8, 576, dtype=torch.bfloat16)[:, ::2]},
         lambda: {"q": torch.zeros(3 * 4 * 576 + 1, dtype=torch.bfloat16)[1:].view(3, 4, 576)},
         lambda: {"kv": torch.zeros(8, 1, 576, dtype=torch.bfloat16)},
@@ -122,7 +154,7 @@ def seen(gpu, repeats) -> list[_plan.Plan]:
         lambda: {"topk_length": torch.zeros(3, dtype=torch.int32)},
         lambda: {"out": torch.zeros(3, 4, 512, dtype=torch.bfloat16)},
     ],
-    ids=["shape", "setting", "strides", "alignment", "rows", "sink", "length", "out"],
+    ids=["shape", "setting", "type of a setting", "strides", "alignment", "rows", "sink", "length", "out"],
 )
 def test_another_signature_is_another_plan(seen, change):
     for _ in range(3):
@@ -223,14 +255,19 @@ def test_cupy_arrays_are_told_apart():
 
     def array(shape: tuple[int, ...], step: int = 1, **change: Any) -> SimpleNamespace:
         of = np.zeros((*shape[:-1], shape[-1] * step), change.get("dtype", np.int32))[..., ::step]
-        contiguous, data = of.flags.c_contiguous, SimpleNamespace(device_id=change.get("device", 0))
+        contiguous, data = of.flags.c_contiguous, SimpleNamespace(device_id=change.get("device", 0), ptr=0)
         strides = change.get("strides", of.strides)
         return SimpleNamespace(dtype=of.dtype, shape=shape, strides=strides, _c_contiguous=contiguous, data=data)
 
     def arrays(**change: Any) -> list[SimpleNamespace]:
         return [array((3, 4), **change), array((3, 4), 2, **change), array((3, 1, 4), **change)]
 
-    alike = _plan._compared(arrays())
+    def alike(*others: SimpleNamespace) -> bool:
+        return seen(*others) is not NotImplemented
+
+    code = Code()
+    _plan._write_starts(code, Place("cupy", 0), arrays())
+    seen = code.function(["a0", "a1", "a2"])
     assert alike(*arrays())
     for change in ({"dtype": np.int64}, {"dtype": np.float32}, {"device": 1}):
         for i, other in enumerate(arrays(**change)):
@@ -240,7 +277,8 @@ def test_cupy_arrays_are_told_apart():
     assert not alike(array((3, 4), 2), strided, flat)
     assert not alike(plain, array((3, 4)), flat)
     assert not alike(plain, array((3, 4), 3), flat)
-    assert not alike(plain, strided, array((3, 1, 4), strides=(16, 99, 4)))
+    assert not alike(plain, strided, array((3, 1, 4), 2))
+    assert alike(plain, strided, array((3, 1, 4), strides=(16, 99, 4)))
 
 
 def test_parameters_are_tensors(gpu, repeats):
@@ -250,12 +288,16 @@ def test_parameters_are_tensors(gpu, repeats):
     assert len(repeats) == 1
 
 
+def kept_by(operation: Any) -> _plan.Plans:
+    """The plans of an operation."""
+    return next(c.cell_contents for c in operation.__closure__ if isinstance(c.cell_contents, _plan.Plans))
+
+
 def test_plans_do_not_pile_up(gpu, seen, monkeypatch):
     monkeypatch.setattr(_plan, "MAX_PLANS", 5)
     for s_q in range(1, 20):
         cupy_mla.sparse_prefill(**prefill(s_q))
-    kept = [c.cell_contents for c in cupy_mla.sparse_prefill.__closure__ if isinstance(c.cell_contents, dict)]
-    assert 0 < sum(len(form.plans) for form in kept[0].values()) <= 2 * 5
+    assert 0 < sum(len(form.plans) for form in kept_by(cupy_mla.sparse_prefill).forms.values()) <= 2 * 5
 
 
 def test_many_signatures_in_turn(gpu, seen):
@@ -267,9 +309,9 @@ def test_many_signatures_in_turn(gpu, seen):
                 out, _, _ = cupy_mla.sparse_prefill(**prefill(s_q))
             assert out.shape[0] == s_q
             assert len(gpu.log) == 1
-    assert len(set(seen)) == 3 + _plan.RECENT
-    kept = [c.cell_contents for c in cupy_mla.sparse_prefill.__closure__ if isinstance(c.cell_contents, dict)]
-    assert [len(form.recent) for form in kept[0].values()] == [_plan.RECENT]
+        assert len(set(seen)) == 3 + _plan.RECENT
+        del seen[:]
+    assert [len(plans) for plans in kept_by(cupy_mla.sparse_prefill).recent.values()] == [_plan.RECENT]
 
 
 def test_cpu_arrays_leave_no_plan(rng, repeats):
