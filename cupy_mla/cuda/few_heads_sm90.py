@@ -28,7 +28,8 @@ SPILL_BYTES = 64
 # Microseconds on an H200, fitted to 2048 rows, batch 1 to 64: what a block takes besides its rows (Q, first rows,
 # results), and what is added in proportion as blocks fill the GPU; a tile, and a round of a tile for each of a block's
 # warpgroups; a cluster's merge; combine.cu's launch, and 1000 heads' parts in it.
-BLOCK_TIME, FULL_TIME, TILE_TIME, ROUND_TIME, MERGE_TIME = 2.9, 4.8, 1.2, 0.75, 3.3
+BLOCK_TIME, FULL_TIME, TILE_TIME, ROUND_TIME = 2.9, 4.8, 1.2, 0.75
+MERGE_TIME = {8: 3.3, 16: 3.3, 32: 5.0}  # by the heads a block
 COMBINE_TIME, PART_TIME = 4.2, 1.0
 
 
@@ -89,7 +90,7 @@ def best_shape(h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], spl
         each = math.ceil(tiles / shape.splits)
         work = BLOCK_TIME + FULL_TIME * full
         work += TILE_TIME * each + ROUND_TIME * math.ceil(each / groups(shape.heads))
-        return work + (MERGE_TIME if shape.cluster > 1 else 0.0)
+        return work + (MERGE_TIME[shape.heads] if shape.cluster > 1 else 0.0)
 
     def combine_time(_: Shape, parts: float) -> float:
         return COMBINE_TIME + PART_TIME * parts
