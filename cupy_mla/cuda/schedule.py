@@ -26,7 +26,7 @@ class Shape(NamedTuple):
         return self.splits // self.cluster
 
     def merge_bytes(self, h_q: int, num_queries: int) -> int:
-        """Global memory in which the clusters of a launch merge."""
+        """Global memory in which the clusters of a launch merge, enough for parts in float32."""
         padded = -(-h_q // self.heads) * self.heads
         return num_queries * self.splits * padded * PART_BYTES if self.cluster > 1 else 0
 

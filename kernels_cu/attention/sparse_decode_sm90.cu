@@ -20,13 +20,18 @@
 // f16 as e4m3 * (scale / r), and r goes into the exponent of P^T = 2^(logit + log2 r - ref), which f16 holds too, since ref
 // is a reference for just that sum, raised when a P^T passes MAX_P. The denominator adds P^T / r.
 //   V32_FP8: S^T is exact: chunks of 128 columns, S^T is multiplied by scale_c / scale_c+1 between them; RoPE in bfloat16.
-//   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, exact; RoPE as f16, divided by r.
+//   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, exact; RoPE as f16, divided by r, which goes
+//            back to where it lay and is a value column as it is.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
+//
+// What is issued beside wgmma takes turns with it, about a cycle each whatever it is (but for uniform instructions), so large
+// batches take as long as there are instructions.
 //
 // MERGES: the splits of a query are the blocks of a cluster, which merge what they found (cluster_merge.cuh). Without,
 // combine.cu merges splits.
 //
 //   full[unit], empty[unit]   mbarriers: copies done (32 lanes, and one for `valid`); read for the last time (8 warps)
+//   q_full, q_free            mbarriers: Q's bulk copies have come; the last product with it is done (8 warps)
 //   named 1, 2                P of warpgroup 0's, 1's tiles is there: 128 arrive, the other 128 wait
 //   named 3, 4                the 128 threads of a multiplying warpgroup
 //   named 5                   all multiplying threads
@@ -582,8 +587,6 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
         }
     }
 }
-
-// Fewer instructions make large batches faster, whatever they are: those beside wgmma take turns with it.
 
 // P^T = r 2^(logit - ref) to shared memory, rounded; `sums` is that of P / r. True if one is above MAX_P.
 __device__ __forceinline__ bool store_p(
