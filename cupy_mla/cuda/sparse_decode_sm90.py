@@ -22,8 +22,8 @@ BLOCK_TIME, PAIR_TIME = {32: (4.0, 6.0), 64: (7.0, 0.0)}, {32: 3.0, 64: 4.1}
 MERGE_TIME = {32: (3.4, -3.0), 64: (3.5, 5.0)}
 COMBINE_TIME, PART_TIME = 4.0, {32: 0.3, 64: 1.0}
 
-# A few words of addresses go to local memory, once a piece of work or once a tile.
-SPILL_BYTES = 192
+# A few words of addresses go to local memory, once a piece of work.
+SPILL_BYTES = 64
 
 
 def fixed_bytes(layout: Layout, heads: int) -> int:
