@@ -1,8 +1,9 @@
-"""Three kernels without a race, to see what compute-sanitizer's racecheck makes of their way to synchronise.
+"""Four kernels without a race, to see what compute-sanitizer's racecheck makes of their way to synchronise.
 
 compute-sanitizer --tool racecheck python benchmarks/racecheck_control.py
 
-`named`: 256 of 384 threads write, meet at a named barrier, and read. `ring`: a warpgroup copies into a ring of two
+`named`: 256 of 384 threads write, meet at a named barrier, and read; `rounds`: over and over, as results leave the FP8
+decode kernel. `ring`: a warpgroup copies into a ring of two
 slots by cp.async, two others read; full and empty mbarriers stand between, as in the Hopper kernels. Both check what
 was read. If racecheck reports the second, what it reports of such rings says nothing.
 """
@@ -38,6 +39,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) named(const float* in, floa
     s[threadIdx.x] = in[threadIdx.x];
     asm volatile("bar.sync 5, 256;" ::: "memory");
     out[threadIdx.x] = s[255 - threadIdx.x];
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) rounds(const float* in, float* out) {
+    __shared__ float s[256];
+    if (threadIdx.x >= 256) return;
+    for (int i = 0; i < ROUNDS; ++i) {
+        s[threadIdx.x] = in[i * 256 + threadIdx.x];
+        asm volatile("bar.sync 5, 256;" ::: "memory");
+        out[i * 256 + threadIdx.x] = s[255 - threadIdx.x];
+        asm volatile("bar.sync 5, 256;" ::: "memory");
+    }
 }
 
 template <bool LANES>
@@ -78,7 +90,8 @@ def main() -> None:
     given = cupy.random.default_rng().random(ROUNDS * SLOT, cupy.float32)
     slots = given.reshape(ROUNDS, 2, 256)
     sums = (slots[:, 0, ::-1] + slots[:, 1, ::-1]).ravel()
-    wanted = {"named": given[:256][::-1], "ring": sums, "lanes": sums}
+    turned = given[: ROUNDS * 256].reshape(ROUNDS, 256)[:, ::-1].ravel()
+    wanted = {"named": given[:256][::-1], "rounds": turned, "ring": sums, "lanes": sums}
     for name, want in wanted.items():
         got = cupy.empty_like(want)
         module.get_function(name)((1,), (384,), (given, got))
