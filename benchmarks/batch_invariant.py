@@ -11,18 +11,10 @@ from __future__ import annotations
 import torch
 from harness import Options, Record, time_side_by_side
 from inputs import v32_cache
-from rows import Set, decode_sets
-
-from cupy_mla import sparse_decode
+from rows import decode_sets, own_decode_calls
 
 HEADS, BATCHES = (16, 64, 128), (1, 2, 8, 32, 64, 128)
 TOPK, TOKENS = 2048, 32768  # rows of a query, and slots a request
-
-
-def calls(sets: list[Set], batch_invariant: bool) -> list:
-    return [
-        lambda s=s: sparse_decode(s["q"], s["k_cache"], s["indices"], batch_invariant=batch_invariant) for s in sets
-    ]
 
 
 def main() -> None:
@@ -36,7 +28,7 @@ def main() -> None:
             if not record.wants(case):
                 continue
             sets = decode_sets(h, b, 1, cache, TOPK, slots=b * TOKENS)
-            both = calls(sets, True), calls(sets, False)
+            both = [own_decode_calls(sets, batch_invariant=invariant) for invariant in (True, False)]
             error = record.compare(case, both[0][0]()[0], both[1][0]()[0])
             record.add_ways(case, dict(zip(("invariant", "default"), time_side_by_side(*both), strict=True)), error)
     print(record.write())

@@ -2,10 +2,11 @@
 
 compute-sanitizer --tool racecheck python benchmarks/racecheck_control.py
 
-`named`: 256 of 384 threads write, meet at a named barrier, and read; `rounds`: over and over, as results leave the FP8
-decode kernel. `ring`: a warpgroup copies into a ring of two
-slots by cp.async, two others read; full and empty mbarriers stand between, as in the Hopper kernels. Both check what
-was read. If racecheck reports the second, what it reports of such rings says nothing.
+`named`: 256 of 384 threads write, meet at a named barrier, and read. `rounds`: over and over, as results leave the FP8
+decode kernel. `ring`: a warpgroup copies into a ring of two slots by cp.async, two others read; full and empty
+mbarriers stand between, as in the Hopper kernels. `lanes`: the same ring, but one lane arrives for its warp, behind
+__syncwarp. All check what was read. If racecheck reports one of them, what it reports of kernels that do the same says
+nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from harness import SETS, Record, time_side_by_side
 from inputs import normal, random_slots
 
-from cupy_mla import flash_mla, layouts
+from cupy_mla import flash_mla, layouts, sparse_decode
 
 PEER_HEADS = 64  # fewer heads are padded to this for the peer, untimed
 
@@ -91,6 +91,17 @@ def decode_calls(module: Any, sets: list[Set]) -> list:
         lambda s=s: module.flash_mla_with_kvcache(
             s["q"], s["k_cache"], None, None, 512, meta, is_fp8_kvcache=s["k_cache"].dtype == torch.uint8,
             indices=s["indices"], extra_k_cache=s.get("extra"), extra_indices_in_kvcache=s.get("extra_indices"),
+        )
+        for s in sets
+    ]  # fmt: skip
+
+
+def own_decode_calls(sets: list[Set], **settings: Any) -> list:
+    """One call of `sparse_decode` a set, with settings of its own."""
+    return [
+        lambda s=s: sparse_decode(
+            s["q"], s["k_cache"], s["indices"], extra_k_cache=s.get("extra"), extra_indices=s.get("extra_indices"),
+            **settings,
         )
         for s in sets
     ]  # fmt: skip

@@ -13,9 +13,8 @@ import os
 import torch
 from harness import Options, Record, time_side_by_side
 from inputs import v4_cache, v32_cache
-from rows import Set, decode_sets
+from rows import Set, decode_sets, own_decode_calls
 
-from cupy_mla import sparse_decode
 from cupy_mla.cuda import few_heads_sm90, sparse_decode_sm90
 from cupy_mla.cuda.schedule import Shape, shapes
 from cupy_mla.ops._plan import forget_plans
@@ -23,16 +22,6 @@ from cupy_mla.ops._plan import forget_plans
 CHOSEN = few_heads_sm90.best_shape, sparse_decode_sm90.best_shape
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 16, 32)
 LEAST_BLOCKS = 14
-
-
-def calls(sets: list[Set], splits: int | None) -> list:
-    return [
-        lambda s=s: sparse_decode(
-            s["q"], s["k_cache"], s["indices"], extra_k_cache=s.get("extra"), extra_indices=s.get("extra_indices"),
-            num_splits=splits,
-        )
-        for s in sets
-    ]  # fmt: skip
 
 
 def take(shape: Shape | None) -> None:
@@ -56,7 +45,7 @@ def measure(record: Record, case: str, sets: list[Set], tiles: int) -> None:
             if clusters > at_once[shape.cluster - 1] or clusters * shape.cluster < LEAST_BLOCKS or splits > tiles:
                 continue
             take(shape)
-            (time,) = time_side_by_side(calls(sets, splits))
+            (time,) = time_side_by_side(own_decode_calls(sets, num_splits=splits))
             row = {
                 "case": f"{case} {'/'.join(map(str, shape))}",
                 "us": round(time, 1),

@@ -164,14 +164,14 @@ def plan_splits(
     if batch_invariant:
         return max(1, min(-(-rows // INVARIANT_ROWS), MAX_CLUSTER))
     chosen = family(place.device, h_q, num_queries, True, layout, prefill=False)
-    return _splits(chosen, place, num_queries, h_q, rows, layout.quantized)
+    return _splits(chosen, place, num_queries, h_q, rows, layout)
 
 
-def _splits(chosen: str, place: Place, num_queries: int, h_q: int, rows: int, quantized: bool) -> int:
+def _splits(chosen: str, place: Place, num_queries: int, h_q: int, rows: int, layout: Layout) -> int:
     """`plan_splits` for kernels of a family."""
     if chosen == "few_heads":
         return few_heads_sm90.shape_of(place, h_q, num_queries, rows, None).splits
-    if chosen == "sm90" and quantized:
+    if chosen == "sm90" and layout.quantized:
         return sparse_decode_sm90.shape_of(place, h_q, num_queries, rows, None).splits
     if chosen == "sm90":
         return prefill_sm90.best_splits(place, h_q, num_queries, rows)
@@ -219,7 +219,7 @@ def sparse_prefill(
         place, layout, (s_q, 1, h_q), source, _NO_SOURCE, kv.aligned(16),
         q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
         lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale,
-        _splits(chosen, place, s_q, h_q, topk, False), chosen,
+        _splits(chosen, place, s_q, h_q, topk, layout), chosen,
     )  # fmt: skip
     if left is not None:
         forced = "CUPY_MLA_KERNELS" in os.environ
@@ -251,8 +251,7 @@ def sparse_decode(
     second = _NO_SOURCE if extra is None or extra_indices is None else _paged(extra, extra_indices, extra_length)
     aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     chosen = family(
-        place.device, h_q, INVARIANT_QUERIES if batch_invariant else b * s_q, aligned and q.aligned(16), layout,
-        prefill=False,
+        place.device, h_q, _cut_up_for(b * s_q, batch_invariant), aligned and q.aligned(16), layout, prefill=False,
         flat=extra is None and _flat_rows(cache) and not batch_invariant,
     )  # fmt: skip
     call = _Call(
@@ -273,6 +272,11 @@ def _paged(cache: Array, indices: Array, length: Array | None) -> _Source:
         cache.ptr, indices.ptr, length.ptr if length else 0, cache.strides[0] * size, cache.strides[1] * size,
         indices.strides[0], indices.strides[1], num_blocks * block_size, indices.shape[2], block_size,
     )  # fmt: skip
+
+
+def _cut_up_for(num_queries: int, batch_invariant: bool) -> int:
+    """The queries that a launch is cut up as if for."""
+    return INVARIANT_QUERIES if batch_invariant else max(1, num_queries)
 
 
 def _aligned_rows(layout: Layout, cache: Array) -> bool:
@@ -318,7 +322,7 @@ class _Call:
         self.shape = Shape(1, num_splits, 1)
         if chosen == "few_heads" or (chosen == "sm90" and layout.quantized):
             kernels = few_heads_sm90 if chosen == "few_heads" else sparse_decode_sm90
-            queries = INVARIANT_QUERIES if batch_invariant else max(1, self.queries)
+            queries = _cut_up_for(self.queries, batch_invariant)
             self.shape = kernels.shape_of(place, self.h_q, queries, main.topk + extra.topk, num_splits)
         elif chosen == "sm90":
             splits = min(num_splits, MAX_CLUSTER)

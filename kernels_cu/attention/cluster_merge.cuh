@@ -53,13 +53,16 @@ struct Parts {
         first[int64_t(rank) * STEP + SIZE + head] = make_float4(ref, sum, max, scale);
     }
 
-    // Merge this block's share of the units, by its first THREADS threads, for which `sync` waits.
+    // Wait for the cluster's parts and merge this block's share of the units, by its first THREADS threads, for which `sync`
+    // waits; the others call cluster_sync_with_one_fence(false), for barriers of the cluster count every thread.
     //   weights                                 MAX_BLOCKS x HEADS floats of shared memory that nobody uses
     //   head_of(unit), column_of(unit)          a unit's head in the block and its first column
     //   finish(head, write, ref, sum, max)      what O is multiplied with in the end; `write`: lse and the like are written, too
     //   act(head, column, o)                    takes the result
     template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Sync, typename Act>
     __device__ __forceinline__ void merge(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish, Sync sync, Act act) const {
+        sync();
+        cluster_sync_with_one_fence(threadIdx.x == 0);
         if (blocks <= 4) {
             merge_by<4, THREADS>(weights, head_of, column_of, finish, sync, act);
         } else if (blocks <= 8) {

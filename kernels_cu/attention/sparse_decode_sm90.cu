@@ -251,7 +251,7 @@ __device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, uint32_t 
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         const uint32_t scaled = multiply_bf16x2(words[k], factor);
-        store_shared_4(line ^ (k << 4), f16 ? pack_f16x2(bf16_low(scaled), bf16_high(scaled)) : scaled);
+        store_shared_4(line ^ (k << 4), f16 ? bf16x2_to_f16x2(scaled) : scaled);
     }
 }
 
@@ -280,7 +280,7 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     }
     top &= 0x7fff7fff;
     // Positive numbers are ordered as their bits are.
-    top = __reduce_max_sync(~0u, max(top & 0xffff, top >> 16));
+    top = __reduce_max_sync(~0u, larger_half(top));
     if (r.lane == 0) small().q_max[warp] = __uint_as_float(top << 16);
     named_barrier_sync(5, 2 * WARPGROUP);
     float max = 0.0f;
@@ -288,7 +288,7 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
     for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
     const int exponent = int(__float_as_uint(max) >> 23) - 127;
     const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
-    const uint32_t factor = uint32_t(shift + 127) * 0x00800080;  // as a pair of bfloat16
+    const uint32_t factor = power_of_two_bf16x2(shift + 127);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         // Of heads that there are not, whatever was there becomes zeros and NaN, which raise no reference.
@@ -482,12 +482,9 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
         }
         own[0][i] = ratio_of(scales.x >> 8 * t & 0xff);
         own[1][i] = ratio_of(scales.y >> 8 * t & 0xff);
-        const uint32_t inverse = uint32_t(254 - exponent) * 0x00800080;  // as a pair of bfloat16
+        const uint32_t inverse = power_of_two_bf16x2(254 - exponent);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const uint32_t scaled = multiply_bf16x2(rope[i][k], inverse);
-            rope[i][k] = pack_f16x2(bf16_low(scaled), bf16_high(scaled));
-        }
+        for (int k = 0; k < 8; ++k) rope[i][k] = bf16x2_to_f16x2(multiply_bf16x2(rope[i][k], inverse));
         store_rope(row + i * 8 * STRIDE, t, rope[i]);
     }
     uint32_t a[2][4][4];
@@ -612,7 +609,7 @@ __device__ __forceinline__ bool store_p(
         }
         if (j % 2 == 1) stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
     }
-    return max(top & 0xffff, top >> 16) > MAX_P;
+    return larger_half(top) > MAX_P;
 }
 
 // S^T of one of this warpgroup's tiles becomes P^T and is published; `sums` is what a thread's rows add to denominators.
@@ -820,8 +817,6 @@ __device__ __forceinline__ void merge_results(const Params& p, const Work& w, co
             words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, c)] * up, out.o[v][element(1, c)] * up));
         parts.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
     }
-    named_barrier_sync(5, 2 * WARPGROUP);
-    cluster_sync_with_one_fence(threadIdx.x == 0);
     auto head_of = [](int unit) { return unit / 256 / 2 * 8 + unit % 4 * 2 + unit / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
         return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);

@@ -200,7 +200,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, const Rol
             uint32_t most = 0;
 #pragma unroll
             for (int i = 0; i < EACH; ++i) most = max_bf16x2(most, max_bf16x2(abs_bf16x2(v[k][i].x), abs_bf16x2(v[k][i].y)));
-            scale = q_scale_of(__reduce_max_sync(~0u, max(most & 0xffff, most >> 16)));
+            scale = q_scale_of(__reduce_max_sync(~0u, larger_half(most)));
         }
         if (r.lane == 0) small().q_scale[head] = scale.down * p.scale_log2;
 #pragma unroll
@@ -686,8 +686,6 @@ __device__ __forceinline__ void write_results(
         write_block(p, w);
         return;
     }
-    sync_multiplying();
-    cluster_sync_with_one_fence(threadIdx.x == 0);
     auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
     auto finish = [&](int head, bool write, float ref, float sum, float max) { return finish_head(p, w, head, write, ref, sum, max); };
     auto column_of = [](int unit) { return pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4); };

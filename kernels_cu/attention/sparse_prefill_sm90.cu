@@ -637,8 +637,6 @@ __device__ __forceinline__ void merge(
     for (int i = 0; i < 2; ++i) {
         if (W == 0 && lane % 4 == 0) parts.write_statistics(16 * warp + lane / 4 + 8 * i, state.ref[i], sum[i], max[i]);
     }
-    named_barrier_sync(3, 256);
-    cluster_sync_with_one_fence(threadIdx.x == 0);
     auto head_of = [](int unit) { return unit % 128 / 32 * 16 + unit % 32 / 4 + unit / 256 % 2 * 8; };
     auto finish = [&](int local, bool write, float ref, float total, float largest) {
         return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, total, largest);

@@ -39,6 +39,7 @@ __device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
 
 __device__ __forceinline__ float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+__device__ __forceinline__ uint32_t bf16x2_to_f16x2(uint32_t packed) { return pack_f16x2(bf16_low(packed), bf16_high(packed)); }
 __device__ __forceinline__ float bf16_to_float(bf16 v) { return __uint_as_float(uint32_t(v) << 16); }
 
 // ex2.approx, lg2.approx: base-2 exponential and logarithm.
@@ -87,6 +88,11 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
+
+__device__ __forceinline__ uint32_t larger_half(uint32_t two) { return max(two & 0xffff, two >> 16); }
+
+// 2^(exponent - 127) twice, as bfloat16.
+__device__ __forceinline__ uint32_t power_of_two_bf16x2(int exponent) { return uint32_t(exponent) * 0x00800080; }
 
 // A UE8M0 byte to the float32 power of two it stands for; 0 is 2^-127, 255 NaN.
 __device__ __forceinline__ float ue8m0_to_float(uint32_t byte) {
