@@ -198,7 +198,8 @@ class Kernel:
         THREAD.current_device()
         function = self._functions.get(device) or self.load(device)
         sizes = range(1, self.max_cluster + 1)
-        return tuple(_clusters_at_once(function, self.threads, self.shared_bytes, n) for n in sizes)
+        with require_cupy("a CUDA array").cuda.Device(device):  # the driver asks the current context
+            return tuple(_clusters_at_once(function, self.threads, self.shared_bytes, n) for n in sizes)
 
     def _submitter(self, device: int, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
         """Launches on a stream of the current device. The driver copies the parameters before it returns."""
