@@ -722,7 +722,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
                 columns = load_columns(r, unit + k, owner, k, 1);
             } else {
                 __syncwarp();
-                if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[slot_of(unit + k)]));
+                mbarrier_arrive_for_warp(shared_address(&small().empty[slot_of(unit + k)]), r.lane);
                 if (k < 3) columns = load_columns(r, unit + k + 1, owner, k + 1, 0);
             }
             wgmma_fence();
@@ -905,7 +905,7 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
 
 __device__ __forceinline__ void let_go_of_q(const Role& r) {
     __syncwarp();
-    if (r.lane == 0) mbarrier_arrive(shared_address(&small().q_free));
+    mbarrier_arrive_for_warp(shared_address(&small().q_free), r.lane);
 }
 
 // Tile after tile: this warpgroup's next S before the product with the tile, the softmax of it after.
@@ -960,11 +960,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
     if (threadIdx.x % 32 == 0) {  // a lane a warp: the lanes of one would take turns, 40 cycles each
         for (int unit = threadIdx.x / 32; unit < UNITS; unit += THREADS / 32) {
             mbarrier_init(shared_address(&sm.full[unit]), 33);
-            mbarrier_init(shared_address(&sm.empty[unit]), 8);
+            mbarrier_init(shared_address(&sm.empty[unit]), 8 * WARP_ARRIVALS);
         }
         if (threadIdx.x == 0) {
             mbarrier_init(shared_address(&sm.q_full), 1);
-            mbarrier_init(shared_address(&sm.q_free), 8);
+            mbarrier_init(shared_address(&sm.q_free), 8 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }

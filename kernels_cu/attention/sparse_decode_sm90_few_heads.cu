@@ -351,7 +351,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot
             multiply<FOLDED>(o[2 * q + 1], a[1], f);
         });
         __syncwarp();
-        if (r.lane < 2) mbarrier_arrive(empty);
+        mbarrier_arrive_for_warp_at_two(empty, r.lane);
         empty += 8 * UNITS;
     }
 }
@@ -705,7 +705,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
 #pragma unroll 1
         for (int i = threadIdx.x / 32; i < 4 * UNITS; i += THREADS / 32) {
             mbarrier_init(shared_address(&sm.full[0][0] + i), 32);
-            mbarrier_init(shared_address(&sm.empty[0][0] + i), 4);
+            mbarrier_init(shared_address(&sm.empty[0][0] + i), 4 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }

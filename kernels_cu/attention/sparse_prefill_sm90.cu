@@ -614,7 +614,7 @@ __device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128]) {
 
 __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&barrier));
+    mbarrier_arrive_for_warp(shared_address(&barrier), lane);
 }
 
 #if SPLIT
@@ -781,11 +781,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __
 #pragma unroll
             for (int region = 0; region < 2; ++region) {
                 mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (has_validity(tile, region) ? 16 * VALIDITY_LANES : 0));
-                mbarrier_init(shared_address(&sm.empty[tile][region]), has_validity(tile, region) ? 128 : 4);
+                mbarrier_init(shared_address(&sm.empty[tile][region]), has_validity(tile, region) ? 128 : 4 * WARP_ARRIVALS);
             }
         }
         mbarrier_init(shared_address(&sm.q_full), 128 + 1);
-        mbarrier_init(shared_address(&sm.q_empty), 8);
+        mbarrier_init(shared_address(&sm.q_empty), 8 * WARP_ARRIVALS);
         mbarrier_init_fence();
     }
 #if GROUPED

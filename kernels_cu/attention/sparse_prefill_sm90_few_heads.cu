@@ -307,7 +307,7 @@ __device__ __forceinline__ void store_p(const Role& r, const float (&s)[HEADS / 
 
 // Let go of a piece of the tile.
 __device__ __forceinline__ void release(const Role& r, int piece) {
-    if (r.lane == 0) mbarrier_arrive(shared_address(&small().empty[r.group * PIECES + piece]));
+    mbarrier_arrive_for_warp(shared_address(&small().empty[r.group * PIECES + piece]), r.lane);
 }
 
 // One warpgroup's turn at the tensor cores, from a tile's Q . K to P . V. Without turns both come to wait for rows at the
@@ -503,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill_few_head
     if (threadIdx.x == 0) sm.multiplying = 0;
     if (threadIdx.x < 2 * PIECES) {
         mbarrier_init(shared_address(&sm.full[threadIdx.x]), WARPGROUP);
-        mbarrier_init(shared_address(&sm.empty[threadIdx.x]), 4);
+        mbarrier_init(shared_address(&sm.empty[threadIdx.x]), 4 * WARP_ARRIVALS);
         mbarrier_init_fence();
     }
     __syncthreads();

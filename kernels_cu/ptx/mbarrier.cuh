@@ -12,6 +12,29 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// A warp's arrivals. Those of its lanes would take turns, so one arrives for all. With EVERY_LANE_ARRIVES all do, for racecheck,
+// which may not follow that (benchmarks/racecheck.py).
+#ifdef EVERY_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+
+// The arrival of a warp whose lanes have met.
+__device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t barrier, int lane) {
+    if (WARP_ARRIVALS == 32 || lane == 0) mbarrier_arrive(barrier);
+}
+
+// The same at two barriers at once, those that lanes 0 and 1 name.
+__device__ __forceinline__ void mbarrier_arrive_for_warp_at_two(uint32_t barrier, int lane) {
+    if constexpr (WARP_ARRIVALS == 32) {
+        mbarrier_arrive(__shfl_sync(~0u, barrier, 0));
+        mbarrier_arrive(__shfl_sync(~0u, barrier, 1));
+    } else {
+        if (lane < 2) mbarrier_arrive(barrier);
+    }
+}
+
 // One arrival, which tells the phase to wait for `bytes` of bulk copies, too.
 __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
