@@ -5,8 +5,10 @@ compute-sanitizer --tool memcheck python benchmarks/small_cases.py
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import cupy
 import ml_dtypes
@@ -14,6 +16,7 @@ import numpy as np
 
 import cupy_mla
 from cupy_mla import layouts
+from cupy_mla.cuda.jit import Kernel
 
 BF16 = ml_dtypes.bfloat16
 
@@ -194,57 +197,70 @@ def v4_cases(rng: np.random.Generator) -> None:
         compare(f"gather V4 {block_size}", gpu_out.view(cupy.uint8), out.view(np.uint8))
 
 
-def families(*names: str) -> Iterator[str]:
-    """Each of the kernels in turn that can serve a call, chosen by CUPY_MLA_KERNELS; but for Hopper that is one."""
-    for name in names if cupy.cuda.Device().compute_capability == "90" else ("portable",):
-        os.environ["CUPY_MLA_KERNELS"] = name
-        yield name
-    del os.environ["CUPY_MLA_KERNELS"]
+def prefill_case(rng: np.random.Generator, h: int, family: str, queries: int = 3, rows: int = 100) -> None:
+    q = (10 * rng.standard_normal((queries, h, 576))).astype(BF16)
+    kv = (0.1 * rng.standard_normal((rows, 1, 576))).astype(BF16)
+    indices = rng.integers(-5, rows + 10, (queries, 1, 65), dtype=np.int32)
+    sink, length = rng.standard_normal(h).astype(np.float32), rng.integers(0, 66, queries, dtype=np.int32)
+    length[:3] = 0, 33, 65
+    expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04, attn_sink=sink, topk_length=length)
+    gpu = on_gpu(q, kv, indices, sink, length)
+    os.environ["CUPY_MLA_KERNELS"] = family
+    result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
+    for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
+        compare(f"prefill h {h} {family} {name}", ours, reference)
 
 
-def attention_cases(rng: np.random.Generator) -> None:
+def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, family: str) -> None:
+    """With 1 and 3 splits of two caches; "flat": of one cache of bf16 rows, by the prefill kernel."""
+    flat = family == "flat"
+    cache, gpu_cache = packed(rng, layout, 3, 61)
+    extra, gpu_extra = packed(rng, layout, 20, 2)
+    q = (10 * rng.standard_normal((2, 2, h, layout.d_qk))).astype(BF16)
+    indices = rng.integers(-5, 190, (2, 2, 129), dtype=np.int32)
+    extra_indices = rng.integers(-5, 45, (2, 2, 33), dtype=np.int32)
+    gpu_q, gpu_i, gpu_e = on_gpu(q, indices, extra_indices)
+    second = {} if flat else {"extra_k_cache": extra, "extra_indices": extra_indices}
+    gpu_second = {} if flat else {"extra_k_cache": gpu_extra, "extra_indices": gpu_e}
+    expected = cupy_mla.sparse_decode(q, cache, indices, **second)
+    os.environ["CUPY_MLA_KERNELS"] = "sm90" if flat else family
+    for splits in (1, 2) if flat else (1, 3):
+        result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, num_splits=splits, **gpu_second)
+        for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
+            compare(f"decode {layout.name} h {h} {family} splits {splits} {name}", ours, reference)
+
+
+def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
+    """Each of the kernels that can serve a call in turn, chosen by CUPY_MLA_KERNELS; but for Hopper that is one."""
+    hopper = cupy.cuda.Device().compute_capability == "90"
+    yield from {"pack": pack_cases, "gather": gather_cases, "other": other_cases, "v4": v4_cases}.items()
+    if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
+        for family in ("few_heads", "sm90"):
+            yield f"prefill of 140 queries {family}", partial(prefill_case, h=16, family=family, queries=140)
+        yield "prefill of a large cache grouped", partial(prefill_case, h=8, family="grouped", rows=60000)
     for h in (7, 32, 70):
-        q = (10 * rng.standard_normal((3, h, 576))).astype(BF16)
-        kv = (0.1 * rng.standard_normal((100, 1, 576))).astype(BF16)
-        indices = rng.integers(-5, 110, (3, 1, 65), dtype=np.int32)
-        sink, length = rng.standard_normal(h).astype(np.float32), np.array([0, 33, 65], np.int32)
-        expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04, attn_sink=sink, topk_length=length)
-        gpu = on_gpu(q, kv, indices, sink, length)
-        for family in families("few_heads", "sm90", *["grouped"] * (h <= 32), "portable"):
-            result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
-            for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
-                compare(f"prefill h {h} {family} {name}", ours, reference)
+        for family in ("few_heads", "sm90", *["grouped"] * (h <= 32)) if hopper else ():
+            yield f"prefill h {h} {family}", partial(prefill_case, h=h, family=family)
+        yield f"prefill h {h} portable", partial(prefill_case, h=h, family="portable")
     for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576):
-        cache, gpu_cache = packed(rng, layout, 3, 61)
-        extra, gpu_extra = packed(rng, layout, 20, 2)
-        for h in (16, 64, 128):
-            q = (10 * rng.standard_normal((2, 2, h, layout.d_qk))).astype(BF16)
-            indices = rng.integers(-5, 190, (2, 2, 129), dtype=np.int32)
-            extra_indices = rng.integers(-5, 45, (2, 2, 33), dtype=np.int32)
-            gpu_q, gpu_i, gpu_e = on_gpu(q, indices, extra_indices)
-            expected = cupy_mla.sparse_decode(q, cache, indices, extra_k_cache=extra, extra_indices=extra_indices)
-            for family in families("few_heads", *["sm90"] * layout.quantized, "portable"):
-                for splits in (1, 3):
-                    result = cupy_mla.sparse_decode(
-                        gpu_q, gpu_cache, gpu_i, extra_k_cache=gpu_extra, extra_indices=gpu_e, num_splits=splits
-                    )
-                    for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-                        compare(f"decode {layout.name} h {h} {family} splits {splits} {name}", ours, reference)
-            if not layout.quantized:  # without a second cache: the prefill kernel
-                expected = cupy_mla.sparse_decode(q, cache, indices)
-                for _ in families("sm90"):
-                    result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, num_splits=2)
-                    for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-                        compare(f"decode {layout.name} h {h} flat {name}", ours, reference)
+        for h in (16, 32, 64, 128):
+            for family in (*["few_heads"] * (not layout.scales_apart), "sm90" if layout.quantized else "flat") * hopper:
+                yield f"decode {layout.name} h {h} {family}", partial(decode_case, layout=layout, h=h, family=family)
+            yield f"decode {layout.name} h {h} portable", partial(decode_case, layout=layout, h=h, family="portable")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="cases whose names begin so; without, all")
+    parser.add_argument("--options", default="", help="more NVRTC options for all kernels")
+    arguments = parser.parse_args()
+    options, more = Kernel.options.fget, arguments.options.split()
+    Kernel.options = property(lambda kernel: (*options(kernel), *more))
     rng = np.random.default_rng()
-    pack_cases(rng)
-    gather_cases(rng)
-    other_cases(rng)
-    v4_cases(rng)
-    attention_cases(rng)
+    for name, act in cases():
+        if not arguments.names or any(f"{name} ".startswith(f"{start} ") for start in arguments.names):
+            act(rng)
+            os.environ.pop("CUPY_MLA_KERNELS", None)
 
 
 if __name__ == "__main__":
