@@ -20,7 +20,10 @@ from pathlib import Path
 
 import small_cases
 
-SANITIZER = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+SANITIZER = (
+    os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+)
+OPTIONS = "-lineinfo -DEVERY_LANE_ARRIVES"  # ptx/mbarrier.cuh
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazard")
 
 
@@ -49,7 +52,7 @@ def check(name: str, options: str, seconds: float, log: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="without, all cases")
-    parser.add_argument("--options", default="-lineinfo", help="NVRTC options for all kernels")
+    parser.add_argument("--options", default=OPTIONS, help="NVRTC options for all kernels")
     parser.add_argument("--seconds", type=float, default=120.0, help="for a case")
     parser.add_argument("--at-once", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--log", type=Path, default=Path("racecheck"), help="folder for what each case prints")
