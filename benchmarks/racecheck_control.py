@@ -10,7 +10,8 @@ Without a race, and what was read is checked:
   lanes           the same ring, but one lane arrives for its warp, behind __syncwarp
   chain           what one warpgroup writes another reads, and is written anew when that has come round by way of a
                   third: bar.arrive and bar.sync, an mbarrier, cp.async, an mbarrier
-  wgmma           wgmma reads what another warpgroup has written
+  stmatrix, ldmatrix, wgmma
+                  write or read what another warpgroup reads or has written
   bulk            a bulk copy
   cluster         a block reads another's shared memory
 With one, which racecheck should report: planted_ring (copies start before their slot is empty), planted_wgmma,
@@ -119,6 +120,32 @@ __device__ __forceinline__ void run_chain(const float* in, float* out) {
     }
 }
 
+// Eight rows of eight 16-bit values go through shared memory, by stmatrix or ldmatrix on one of the sides.
+template <bool STMATRIX, bool WAITS>
+__device__ __forceinline__ void run_matrix(const float* in, float* out) {
+    __shared__ __align__(16) unsigned s[4][32];
+    if (threadIdx.x >= 256) return;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const unsigned row = address(s[warp] + lane % 8 * 4);
+    if (threadIdx.x >= 128) {
+        const unsigned x = __float_as_uint(in[threadIdx.x - 128]);
+        if (STMATRIX) {
+            asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(row), "r"(x) : "memory");
+        } else {
+            s[warp][lane] = x;
+        }
+    }
+    if (WAITS) asm volatile("bar.sync 5, 256;" ::: "memory");
+    if (threadIdx.x >= 128) return;
+    unsigned x;
+    if (STMATRIX) {
+        x = s[warp][lane];
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(x) : "r"(row) : "memory");
+    }
+    out[threadIdx.x] = __uint_as_float(x);
+}
+
 // 64 x 8 = A . B^T over 16 of k, of ones.
 template <bool WAITS>
 __device__ __forceinline__ void run_wgmma(float* out) {
@@ -187,6 +214,10 @@ KERNEL(ring, (run_ring<false, true>(in, out)))
 KERNEL(lanes, (run_ring<true, true>(in, out)))
 KERNEL(planted_ring, (run_ring<false, false>(in, out)))
 KERNEL(chain, run_chain(in, out))
+KERNEL(stmatrix, (run_matrix<true, true>(in, out)))
+KERNEL(planted_stmatrix, (run_matrix<true, false>(in, out)))
+KERNEL(ldmatrix, (run_matrix<false, true>(in, out)))
+KERNEL(planted_ldmatrix, (run_matrix<false, false>(in, out)))
 KERNEL(wgmma, run_wgmma<true>(out))
 KERNEL(planted_wgmma, run_wgmma<false>(out))
 KERNEL(bulk, run_bulk<true>(in, out))
@@ -206,8 +237,9 @@ def main() -> None:
     chained = given[: ROUNDS * 128].reshape(ROUNDS, 128)[:, (127 - np.arange(128)) ^ 32].ravel()
     others = given[:768].reshape(2, 384)[::-1, ::-1].ravel()
     wanted = {"named": given[:256][::-1], "rounds": turned, "ring": sums, "lanes": sums, "chain": chained}
+    wanted |= {"stmatrix": given[:128], "ldmatrix": given[:128]}
     wanted |= {"wgmma": cupy.full(512, 16, cupy.float32), "bulk": given[:384][::-1], "cluster": others}
-    planted = ("ring", "wgmma", "bulk", "cluster")
+    planted = ("ring", "stmatrix", "ldmatrix", "wgmma", "bulk", "cluster")
     for name, want in (*wanted.items(), *((f"planted_{name}", wanted[name]) for name in planted)):
         got = cupy.empty_like(want)
         module.get_function(name)((2 if "cluster" in name else 1,), (384,), (given, got))
