@@ -1,6 +1,7 @@
 """A small call of each kernel over CuPy arrays, checked against the NumPy reference: what compute-sanitizer runs on.
 
 compute-sanitizer --tool memcheck python benchmarks/small_cases.py
+(racecheck: benchmarks/racecheck.py)
 """
 
 from __future__ import annotations
@@ -197,8 +198,8 @@ def v4_cases(rng: np.random.Generator) -> None:
         compare(f"gather V4 {block_size}", gpu_out.view(cupy.uint8), out.view(np.uint8))
 
 
-# Lists are long enough for the Hopper kernels' rings to come round.
 def prefill_case(rng: np.random.Generator, h: int, family: str, queries: int = 3, rows: int = 500) -> None:
+    """Here and in decode lists are long enough for the Hopper kernels' rings to come round."""
     q = (10 * rng.standard_normal((queries, h, 576))).astype(BF16)
     kv = (0.1 * rng.standard_normal((rows, 1, 576))).astype(BF16)
     indices = rng.integers(-5, rows + 10, (queries, 1, 200), dtype=np.int32)
@@ -250,6 +251,11 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             yield f"decode {layout.name} h {h} portable", partial(decode_case, layout=layout, h=h, family="portable")
 
 
+def is_named(name: str, starts: Sequence[str]) -> bool:
+    """Whether a case's name begins with one of these; without any, all do."""
+    return not starts or any(f"{name} ".startswith(f"{start} ") for start in starts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases whose names begin so; without, all")
@@ -259,7 +265,7 @@ def main() -> None:
     Kernel.options = property(lambda kernel: (*options(kernel), *more))
     rng = np.random.default_rng()
     for name, act in cases():
-        if not arguments.names or any(f"{name} ".startswith(f"{start} ") for start in arguments.names):
+        if is_named(name, arguments.names):
             act(rng)
             os.environ.pop("CUPY_MLA_KERNELS", None)
 

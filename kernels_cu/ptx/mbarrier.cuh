@@ -12,15 +12,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// A warp's arrivals. Those of its lanes would take turns, so one arrives for all. With EVERY_LANE_ARRIVES all do, for racecheck,
-// which may not follow that (benchmarks/racecheck.py).
+// A warp's arrivals. Those of its lanes would take turns, so one arrives for all. With EVERY_LANE_ARRIVES all do: racecheck does
+// not see that they have met before (benchmarks/racecheck.py).
 #ifdef EVERY_LANE_ARRIVES
 constexpr int WARP_ARRIVALS = 32;
 #else
 constexpr int WARP_ARRIVALS = 1;
 #endif
 
-// The arrival of a warp whose lanes have met.
+// The arrival of a warp whose lanes have met (__syncwarp).
 __device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t barrier, int lane) {
     if (WARP_ARRIVALS == 32 || lane == 0) mbarrier_arrive(barrier);
 }
