@@ -14,6 +14,7 @@ from .schedule import Shape, cheapest
 
 HEADS = (32, 64)  # heads a block is built for
 TILE_ROWS, UNIT_ROWS = 64, 16
+UNITS_A_TILE = TILE_ROWS // UNIT_ROWS
 
 # Microseconds on an H200, by the heads a block, fitted to 2048 rows, batch 1 to 64; of two numbers the second is added
 # in proportion as blocks fill the GPU. A block besides its rows (Q, first rows, results), a pair of tiles, a cluster's
@@ -40,8 +41,9 @@ def unit_bytes(layout: Layout) -> int:
 
 
 def units(layout: Layout, heads: int) -> int:
-    """Units of 16 rows that the ring has space for."""
-    return (SM90_SHARED_BYTES - 16 - fixed_bytes(layout, heads)) // unit_bytes(layout)
+    """Units of 16 rows of the ring, whole tiles: three take no longer than what more there is space for."""
+    space = (SM90_SHARED_BYTES - 16 - fixed_bytes(layout, heads)) // unit_bytes(layout)
+    return space // UNITS_A_TILE * UNITS_A_TILE
 
 
 def shared_bytes(layout: Layout, heads: int) -> int:

@@ -7,8 +7,8 @@
 //   O^T = V^T . P^T   512 columns x heads   ldmatrix.trans of byte pairs, sorted out by prmt
 //
 //   warpgroup 0 (multiplies)        warpgroup 1 (multiplies)        warpgroup 2 (copies)
-//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by cp.async into a ring of UNITS x 16 rows, a
-//     O += V_1 . P_1   columns        O += V_1 . P_1   columns        unit a warp, as units come free
+//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by cp.async into a ring of UNITS x 16 rows, as
+//     O += V_1 . P_1   columns        O += V_1 . P_1   columns        units come free
 //     softmax, P_2     0 .. 255       S_3 = K_3 . Q^T  256 .. 511
 //     O += V_2 . P_2                  O += V_2 . P_2
 //     S_4 = ...                       softmax, P_3 ...
@@ -30,7 +30,7 @@
 // MERGES: the splits of a query are the blocks of a cluster, which merge what they found (cluster_merge.cuh). Without,
 // combine.cu merges splits.
 //
-//   full[unit], empty[unit]   mbarriers: copies done (32 lanes, and one for `valid`); read for the last time (8 warps)
+//   full[unit], empty[unit]   mbarriers: copies done (a share: 32 lanes, and one for `valid`); read for the last time (8 warps)
 //   q_full, q_free            mbarriers: Q's bulk copies have come; the last product with it is done (8 warps)
 //   named 1, 2                P of warpgroup 0's, 1's tiles is there: 128 arrive, the other 128 wait
 //   named 3, 4                the 128 threads of a multiplying warpgroup
@@ -55,7 +55,10 @@
 
 constexpr bool V32 = Rows::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP;
-constexpr int UNIT_ROWS = 16, STRIDE = Rows::STAGED_BYTES, UNIT_BYTES = UNIT_ROWS * STRIDE;
+// Of a unit SHARES copying warps bring WARP_ROWS rows each. Four have it there sooner; one takes fewer instructions.
+constexpr int UNIT_ROWS = 16, SHARES = MERGES ? 4 : 1, WARP_ROWS = UNIT_ROWS / SHARES;
+constexpr int STRIDE = Rows::STAGED_BYTES, UNIT_BYTES = UNIT_ROWS * STRIDE;
+static_assert(UNITS % 4 == 0, "a tile's units stand together");
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks of 64 columns; the last is RoPE
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
@@ -83,7 +86,7 @@ struct alignas(16) Small {
     uint64_t q_full, q_free;               // mbarriers: Q's bulk copies; its last product is done (8 warps)
     float q_max[8];
     uint32_t raised[2];
-    uint32_t valid[UNITS];                 // a bit a row
+    uint32_t valid[UNITS];                 // a bit a row, place valid_bit(row)
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/sparse_decode_sm90.py computes the same");
@@ -168,25 +171,47 @@ __device__ __forceinline__ void copy_scales(const R& row, uint32_t to) {
     if constexpr (R::FOLDED_SCALES == 0) cp_async_8(to, row.scales, row.scales != nullptr);
 }
 
-// Start the copy of a unit: the rows that lanes l and l + 16 know of tile `tile`. Eight lanes copy a row; a chunk that they
-// would need one more round for goes by a lane a row.
-__device__ __forceinline__ void copy_unit(const Rows& row, uint32_t unit, int lane) {
+// Validity of a unit's rows, with several shares a byte each.
+constexpr uint32_t ALL_VALID = SHARES == 1 ? 0xffff : 0x0f0f0f0f;
+__device__ __forceinline__ int valid_bit(int row) { return row / WARP_ROWS * 8 + row % WARP_ROWS; }
+__device__ __forceinline__ void store_valid(int slot, int share, uint32_t bits) {
+    uint32_t& word = small().valid[slot];
+    if (SHARES == 1) {
+        word = bits;
+    } else {
+        reinterpret_cast<uint8_t*>(&word)[share] = uint8_t(bits);
+    }
+}
+
+// Where in a tile the i-th of SHARES units stands that copying warp `warp` brings WARP_ROWS rows of.
+__device__ __forceinline__ int unit_of_share(int i, int warp) { return SHARES == 1 ? warp : i; }
+
+// Start the copies of a warp's 16 rows of the tile that begins with unit `first`. Lanes l and l + 16 know row l % WARP_ROWS of
+// those in share l / WARP_ROWS. Eight lanes copy a row; a chunk that they would need one more round for goes by a lane a row.
+__device__ __forceinline__ void copy_tile(const Rows& row, uint32_t first, int warp, int lane) {
     constexpr int CHUNKS = ROW_STRIDE / 16, ONE_LEFT = CHUNKS % 8 == 1;
     Small& sm = small();
-    const int slot = slot_of(unit);
-    const uint32_t to = unit_address(unit), full = shared_address(&sm.full[slot]);
-    mbarrier_wait(shared_address(&sm.empty[slot]), phase_of(unit) ^ 1);
+    const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
 #pragma unroll
-    for (int i = 0; i < UNIT_ROWS; i += ROWS_AT_ONCE)
-        copy_row<CHUNKS - ONE_LEFT>(to + (i + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, i + lane / 8), lane);
-    if (ONE_LEFT && lane < UNIT_ROWS) cp_async_16(to + lane * STRIDE + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
-    if (lane < UNIT_ROWS) copy_scales(row, to + lane * STRIDE + ROW_STRIDE);
-    const uint32_t valid = __ballot_sync(~0u, row.data != nullptr) & 0xffff;
-    if (lane == 0) {
-        sm.valid[slot] = valid;
-        mbarrier_arrive(full);
+    for (int i = 0; i < SHARES; ++i) {
+        const uint32_t unit = first + unit_of_share(i, warp);
+        const int slot = slot_of(unit);
+        const uint32_t to = unit_address(unit) + warp % SHARES * WARP_ROWS * STRIDE, full = shared_address(&sm.full[slot]);
+        mbarrier_wait(shared_address(&sm.empty[slot]), phase_of(unit) ^ 1);
+#pragma unroll
+        for (int j = 0; j < WARP_ROWS; j += ROWS_AT_ONCE)
+            copy_row<CHUNKS - ONE_LEFT>(to + (j + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, WARP_ROWS * i + j + lane / 8), lane);
+        if (lane / WARP_ROWS == i) {
+            const uint32_t own = to + lane % WARP_ROWS * STRIDE;
+            if (ONE_LEFT) cp_async_16(own + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
+            copy_scales(row, own + ROW_STRIDE);
+        }
+        if (lane == 0) {
+            store_valid(slot, warp % SHARES, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1);
+            mbarrier_arrive(full);
+        }
+        mbarrier_arrive_after_copies(full);
     }
-    mbarrier_arrive_after_copies(full);
 }
 
 // Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
@@ -202,11 +227,12 @@ __device__ __forceinline__ void fetch_q(const Params& p, const Work& w, int lane
         copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
-// Warp `warp` of four brings rows 16 warp .. + 15 of every tile. List entries are loaded AHEAD tiles before their rows:
-// under load they take 2,000 cycles to come. Warp 0 brings Q, too, while they do.
+// A warp of four brings 16 rows of every tile. List entries are loaded AHEAD tiles before their rows: under load they take 2,000
+// cycles to come. Warp 0 brings Q, too, while they do.
 __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
-    const int my_row = 16 * warp + lane % 16, end = w.begin + 2 * w.pairs;
+    const int my_row = UNIT_ROWS * unit_of_share(lane % 16 / WARP_ROWS, warp) + warp % SHARES * WARP_ROWS + lane % WARP_ROWS;
+    const int end = w.begin + 2 * w.pairs;
     // As load_entry of lists.cuh, with as few instructions as can be: they take turns with wgmma.
     const int32_t *main = list_of(p.main, w.query) + my_row, *extra = list_of(p.extra, w.query) + my_row - w.main_tiles * TILE_ROWS;
     const int main_rows = w.main_length - my_row, rows = w.main_tiles * TILE_ROWS + w.extra_length - my_row;
@@ -221,7 +247,7 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) entries[i] = entry_of(w.begin + i);
     if (warp == 0) fetch_q(p, w, lane);
-    uint32_t unit = w.unit + warp;
+    uint32_t unit = w.unit;
 #pragma unroll 1
     for (int first = w.begin; first < end; first += AHEAD) {
 #pragma unroll
@@ -230,7 +256,7 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
             if (tile >= end) return;
             const Rows row = row_of_entry(p, w, tile, entries[i]);
             entries[i] = entry_of(tile + AHEAD);
-            copy_unit(row, unit, lane);
+            copy_tile(row, unit, warp, lane);
         }
     }
 }
@@ -517,11 +543,11 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
         scales = multiply_qk_v4(row, r.t, logit_scale, s);
     }
     const uint32_t valid = sm.valid[slot_of(unit)];
-    if (valid != 0xffff) {
+    if (valid != ALL_VALID) {
         const float mask = logit_scale < 0.0f ? INF : -INF;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (valid >> (r.g + 8 * i) & 1) continue;
+            if (valid >> valid_bit(r.g + 8 * i) & 1) continue;
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) s[element(i, c)] = mask;
         }
@@ -959,7 +985,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // a lane a warp: the lanes of one would take turns, 40 cycles each
         for (int unit = threadIdx.x / 32; unit < UNITS; unit += THREADS / 32) {
-            mbarrier_init(shared_address(&sm.full[unit]), 33);
+            mbarrier_init(shared_address(&sm.full[unit]), SHARES * 33);
             mbarrier_init(shared_address(&sm.empty[unit]), 8 * WARP_ARRIVALS);
         }
         if (threadIdx.x == 0) {
