@@ -116,7 +116,7 @@ def family(
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or prefill of at most  |
     |           | 28 pieces of work, each a query and a tile of up to 32 heads                               |
     | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and an FP8 cache, or flat bf16 rows with     |
-    |           | work for 3/8 of the SMs unsplit                                                            |
+    |           | 8 pieces of work, each a query and a tile of up to 64 heads, 16 with up to 32 heads        |
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, decode                                       |
     | portable  | any GPU, anything                                                                          |
 
@@ -141,7 +141,8 @@ def family(
     few_items = num_queries * -(-h_q // few_heads_sm90.block_heads(h_q)) <= FEW_ITEMS
     if h_q <= 16 or (prefill and few_items):
         return "few_heads"
-    if layout.quantized or (flat and num_queries * -(-h_q // prefill_sm90.HEADS) >= 3 * sms // 8):
+    least = prefill_sm90.LEAST_HALF_PIECES if h_q <= 32 else prefill_sm90.LEAST_PIECES
+    if layout.quantized or (flat and num_queries * -(-h_q // prefill_sm90.HEADS) >= least):
         return "sm90"
     return "portable" if prefill else "few_heads"
 
