@@ -116,7 +116,7 @@ def family(
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, and at most 16 heads, or prefill of at most  |
     |           | 28 pieces of work, each a query and a tile of up to 32 heads                               |
     | sm90      | a Hopper GPU, rows and q aligned to 16 bytes, and an FP8 cache, or flat bf16 rows with     |
-    |           | 8 pieces of work, each a query and a tile of up to 64 heads, 16 with up to 32 heads        |
+    |           | 4 pieces of work, each a query and a tile of up to 64 heads, 8 with up to 32 heads         |
     | few_heads | a Hopper GPU, rows and q aligned to 16 bytes, decode                                       |
     | portable  | any GPU, anything                                                                          |
 
@@ -154,17 +154,19 @@ def plan_splits(
     rows: int,
     layout: Layout,
     *,
+    flat: bool,
     batch_invariant: bool = False,
 ) -> int:
     """Parts that each query's `rows` of a decode are split into, so that `num_queries` of them fill the GPU.
 
     Args:
         layout: the cache's.
+        flat: as for `family`; `flat_rows` finds out.
         batch_invariant: go by `rows` alone.
     """
     if batch_invariant:
         return max(1, min(-(-rows // INVARIANT_ROWS), MAX_CLUSTER))
-    chosen = family(place.device, h_q, num_queries, True, layout, prefill=False)
+    chosen = family(place.device, h_q, num_queries, True, layout, prefill=False, flat=flat)
     return _splits(chosen, place, num_queries, h_q, rows, layout)
 
 
@@ -253,7 +255,7 @@ def sparse_decode(
     aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     chosen = family(
         place.device, h_q, _cut_up_for(b * s_q, batch_invariant), aligned and q.aligned(16), layout, prefill=False,
-        flat=extra is None and _flat_rows(cache) and not batch_invariant,
+        flat=flat_rows(cache, extra) and not batch_invariant,
     )  # fmt: skip
     call = _Call(
         place, layout, (b, s_q, h_q), main, second, aligned,
@@ -287,10 +289,10 @@ def _aligned_rows(layout: Layout, cache: Array) -> bool:
     return cache.ptr % 16 == 0 and layout.row_stride % 16 == 0 and (cache.shape[0] <= 1 or cache.strides[0] % 16 == 0)
 
 
-def _flat_rows(cache: Array) -> bool:
-    """True when one stride leads from every row of a paged cache to the next, also from block to block."""
+def flat_rows(cache: Array, extra: Array | None) -> bool:
+    """True when one stride leads from each row to the next, also from block to block, and there is one cache."""
     num_blocks, block_size, _ = cache.shape
-    return num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1]
+    return extra is None and (num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1])
 
 
 class _Call:

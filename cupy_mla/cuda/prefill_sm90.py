@@ -36,7 +36,7 @@ LEAST_SCALE = 2.0**-60  # sm_scale from which groups are: times -2^120, it takes
 
 # Pieces of work, each a query and a tile of heads, from which a decode of flat bf16 rows is for this kernel, split over
 # clusters, rather than for the one for few heads; with up to 32 heads half of the tile is padding.
-LEAST_PIECES, LEAST_HALF_PIECES = 8, 16
+LEAST_PIECES, LEAST_HALF_PIECES = 4, 8
 
 SORTED_CACHE_BYTES = 1 << 26  # rows from which the lists of what groups leave are sorted: more than L2 holds
 

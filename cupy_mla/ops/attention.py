@@ -142,7 +142,7 @@ def plan_splits(
     """Into how many parts `sparse_decode` would split each query's rows: enough to fill the GPU, 1 on the CPU.
 
     Args: as for `sparse_decode`, and
-        quantized: whether the cache is an FP8 one.
+        quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.
     """
     place, (q_, idx) = bind(q=q, indices=indices)
     (extra_idx,) = place.optional(extra_indices=extra_indices)
@@ -151,17 +151,23 @@ def plan_splits(
     if extra_idx is not None:
         extra_idx.require(INT32, b, s_q, "extra_topk")
     layout = next(a for a in layouts.ATTENTION_LAYOUTS if (a.quantized, a.d_qk) == (quantized, q_.shape[3]))
-    return _plan(place, q_, idx, extra_idx, layout, batch_invariant)
+    return _plan(place, q_, idx, extra_idx, layout, extra_idx is None, batch_invariant)
 
 
 def _plan(
-    place: Place, q: Array, indices: Array, extra_indices: Array | None, layout: Layout, batch_invariant: bool
+    place: Place,
+    q: Array,
+    indices: Array,
+    extra_indices: Array | None,
+    layout: Layout,
+    flat: bool,
+    batch_invariant: bool,
 ) -> int:
     if not place.on_gpu:
         return 1
     b, s_q, h_q, _ = q.shape
     rows = indices.shape[-1] + (extra_indices.shape[-1] if extra_indices is not None else 0)
-    return cuda.plan_splits(place, b * s_q, h_q, rows, layout, batch_invariant=batch_invariant)
+    return cuda.plan_splits(place, b * s_q, h_q, rows, layout, flat=flat, batch_invariant=batch_invariant)
 
 
 class Decode(NamedTuple):
@@ -221,7 +227,8 @@ class Decode(NamedTuple):
 
     def plan(self, batch_invariant: bool) -> int:
         """As `plan_splits`."""
-        return _plan(self.place, self.q, self.indices, self.extra_indices, self.layout, batch_invariant)
+        flat = cuda.flat_rows(self.cache, self.extra)
+        return _plan(self.place, self.q, self.indices, self.extra_indices, self.layout, flat, batch_invariant)
 
     def run(self, sm_scale: float | None, num_splits: int, batch_invariant: bool) -> tuple[Any, Any]:
         """Results of `sparse_decode`."""

@@ -2,7 +2,11 @@
 
 import pytest
 
+from cupy_mla.arrays import Place
+from cupy_mla.cuda import attention, few_heads_sm90, prefill_sm90
+from cupy_mla.cuda.jit import Kernel
 from cupy_mla.cuda.schedule import best_splits
+from cupy_mla.layouts import BF16_576
 
 # Splits that were within 10 % of the fastest on an H200 (132 SMs): blocks unsplit, blocks at a time, splits.
 MEASURED = [
@@ -32,3 +36,29 @@ def test_bounds(blocks, steps):
     assert 1 <= splits <= max(1, steps)
     if blocks % 132 == 0:
         assert splits == 1
+
+
+@pytest.fixture
+def h200(monkeypatch) -> Place:
+    """Planning as on an H200, without one."""
+    at_once = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
+    monkeypatch.setattr(Kernel, "clusters_at_once", lambda self, device: at_once)
+    monkeypatch.setattr(attention, "compute_capability", lambda device: 90)
+    for module in (attention, prefill_sm90):
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    return Place("cupy", 0)
+
+
+@pytest.mark.parametrize(("h_q", "pieces"), [(32, 8), (64, 4), (128, 4)])
+def test_a_bf16_decode_is_planned_for_the_kernel_that_runs(h200, h_q, pieces):
+    """Flat rows run the prefill kernel from so many pieces of work on, others the kernel for few heads."""
+    tiles = -(-h_q // 64)
+    for queries in (pieces // tiles - 1, pieces // tiles, 24):
+        for flat in (False, True):
+            name = attention.family(0, h_q, queries, True, BF16_576, prefill=False, flat=flat)
+            assert name == ("sm90" if flat and queries * tiles >= pieces else "few_heads")
+            planned = attention.plan_splits(h200, queries, h_q, 2048, BF16_576, flat=flat)
+            if name == "sm90":
+                assert planned == prefill_sm90.best_splits(h200, h_q, queries, 2048) > 1
+            else:
+                assert planned == few_heads_sm90.shape_of(h200, h_q, queries, 2048, None).splits
