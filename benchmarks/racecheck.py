@@ -1,6 +1,6 @@
 """compute-sanitizer's racecheck on the small cases, several processes at a time: which are clean.
 
-python benchmarks/racecheck.py [names of small cases begin so ...]
+python benchmarks/racecheck.py [what names of small cases begin with ...]
 
 COMPUTE_SANITIZER names the tool. 2026.4 (`pip install nvidia-cuda-sanitizer-api`, compute-sanitizer in its folder) is
 good; 2025.3, which comes with CUDA 13.0, reports races that are none. Kernels are compiled with EVERY_LANE_ARRIVES

@@ -14,8 +14,8 @@ Without a race, and what was read is checked:
                   write or read what another warpgroup reads or has written
   bulk            a bulk copy
   cluster         a block reads another's shared memory
-With one, which racecheck should report: planted_ring (copies start before their slot is empty), planted_wgmma,
-planted_bulk and planted_cluster (reads wait for nothing).
+With one, which racecheck should report: planted_ring (copies start before their slot is empty), and planted_stmatrix,
+planted_ldmatrix, planted_wgmma, planted_bulk and planted_cluster (reads wait for nothing).
 """
 
 from __future__ import annotations

@@ -133,8 +133,7 @@ def family(
     if asked:
         can = {"few_heads": not layout.scales_apart, "sm90": prefill or layout.quantized or flat, "grouped": groupable}
         return asked if can.get(asked, False) else "portable"
-    sms = num_sms(device)
-    if groupable and prefill_sm90.full(h_q, num_queries, sms) >= 0.5:
+    if groupable and prefill_sm90.full(h_q, num_queries, num_sms(device)) >= 0.5:
         return "grouped"
     if layout.scales_apart or (layout.quantized and 8 < h_q <= 16 and num_queries <= PADDED_QUERIES):
         return "sm90"
@@ -142,7 +141,7 @@ def family(
     if h_q <= 16 or (prefill and few_items):
         return "few_heads"
     least = prefill_sm90.LEAST_HALF_PIECES if h_q <= 32 else prefill_sm90.LEAST_PIECES
-    if layout.quantized or (flat and num_queries * -(-h_q // prefill_sm90.HEADS) >= least):
+    if layout.quantized or (flat and prefill_sm90.pieces(h_q, num_queries) >= least):
         return "sm90"
     return "portable" if prefill else "few_heads"
 

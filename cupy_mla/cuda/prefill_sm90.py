@@ -81,13 +81,18 @@ def group_lists_kernel(queries: int) -> Kernel:
     )
 
 
+def pieces(h_q: int, num_queries: int) -> int:
+    """Pieces of work of a call, each a query and a tile of heads."""
+    return num_queries * -(-h_q // HEADS)
+
+
 def best_splits(place: Place, h_q: int, num_queries: int, rows: int) -> int:
     """Splits of queries of up to `rows` rows that do not fill the GPU: as many as their clusters let run at a time."""
-    items, pairs = num_queries * -(-h_q // HEADS), -(-rows // (2 * TILE_ROWS))
-    if 2 * items > num_sms(place.device):
+    work, pairs = pieces(h_q, num_queries), -(-rows // (2 * TILE_ROWS))
+    if 2 * work > num_sms(place.device):
         return 1
     at_once = kernel(BF16_576, "SPLIT").clusters_at_once(place.device)
-    fit = [n for n, clusters in enumerate(at_once, start=1) if items <= clusters and 2 * n <= pairs]
+    fit = [n for n, clusters in enumerate(at_once, start=1) if work <= clusters and 2 * n <= pairs]
     return max(fit, default=1)
 
 
@@ -100,7 +105,7 @@ def launch(
         uneven: queries have lengths of their own.
         params: struct Params.
     """
-    work, sms = num_queries * -(-h_q // HEADS), num_sms(place.device)
+    work, sms = pieces(h_q, num_queries), num_sms(place.device)
     if shape.cluster > 1:
         kernel(layout, "SPLIT").launch(place, (work * shape.cluster, 1, 1), params, shape.cluster)
         return

@@ -24,8 +24,8 @@
 //            back to where it lay and is a value column as it is.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
-// What is issued beside wgmma takes turns with it, about a cycle each whatever it is (but for uniform instructions), so large
-// batches take as long as there are instructions.
+// What is issued beside wgmma takes turns with it: float32 arithmetic takes its time, the rest waits until it leaves room
+// (uniform instructions cost nothing). So large batches take as long as there are instructions.
 //
 // MERGES: the splits of a query are the blocks of a cluster, which merge what they found (cluster_merge.cuh). Without,
 // combine.cu merges splits.
@@ -189,7 +189,7 @@ __device__ __forceinline__ int unit_of_share(int i, int warp) { return SHARES ==
 // Start the copies of a warp's 16 rows of the tile that begins with unit `first`. Lanes l and l + 16 know row l % WARP_ROWS of
 // those in share l / WARP_ROWS. Eight lanes copy a row; a chunk that they would need one more round for goes by a lane a row.
 __device__ __forceinline__ void copy_tile(const Rows& row, uint32_t first, int warp, int lane) {
-    constexpr int CHUNKS = ROW_STRIDE / 16, ONE_LEFT = CHUNKS % 8 == 1;
+    constexpr int PIECES = ROW_STRIDE / 16, ONE_LEFT = PIECES % 8 == 1;
     Small& sm = small();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
 #pragma unroll
@@ -200,7 +200,7 @@ __device__ __forceinline__ void copy_tile(const Rows& row, uint32_t first, int w
         mbarrier_wait(shared_address(&sm.empty[slot]), phase_of(unit) ^ 1);
 #pragma unroll
         for (int j = 0; j < WARP_ROWS; j += ROWS_AT_ONCE)
-            copy_row<CHUNKS - ONE_LEFT>(to + (j + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, WARP_ROWS * i + j + lane / 8), lane);
+            copy_row<PIECES - ONE_LEFT>(to + (j + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, WARP_ROWS * i + j + lane / 8), lane);
         if (lane / WARP_ROWS == i) {
             const uint32_t own = to + lane % WARP_ROWS * STRIDE;
             if (ONE_LEFT) cp_async_16(own + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cupy_mla import layouts
-from cupy_mla.cuda import few_heads_sm90, sparse_decode_sm90
+from cupy_mla.cuda import few_heads_sm90
 from cupy_mla.cuda.jit import SM90_SHARED_BYTES
-from cupy_mla.cuda.schedule import shapes
 
 from .. import oracle
 from ..cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
@@ -61,26 +60,6 @@ def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
     """Also where by itself a call would run the kernel for more heads. 17 splits are more than a cluster holds."""
     main = paged(rng, fmt, b, s_q, topk, block_size, lengths=True)
     check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
-
-
-# Clusters of 1, 2, ... 16 blocks that one H200 runs at a time.
-H200 = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
-
-
-@pytest.mark.parametrize("kernels", [few_heads_sm90, sparse_decode_sm90])
-@pytest.mark.parametrize("queries", [1, 3, 148, 5000])
-@pytest.mark.parametrize("tiles", [0, 1, 2, 5, 33, 256, 4000])
-def test_every_split_has_a_tile(kernels, queries, tiles):
-    shape = kernels.best_shape(16, queries, tiles, H200, None)
-    assert 1 <= shape.splits <= max(tiles, 1)
-    assert shape.splits == shape.cluster * shape.parts
-    assert kernels.best_shape(16, queries, tiles, H200, 7).splits == 7
-
-
-def test_shapes():
-    found = {(s.splits, s.cluster) for s in shapes((16,), 64, 64)}
-    assert {(1, 1), (2, 1), (2, 2), (12, 12), (16, 16), (17, 1), (64, 16), (64, 1)} <= found
-    assert not {(17, 17), (32, 32), (12, 6)} & found
 
 
 def test_every_layout_and_size_fits():

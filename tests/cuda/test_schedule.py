@@ -1,12 +1,15 @@
-"""How many splits are planned."""
+"""How decode is cut up: splits, clusters, and which kernel they are planned for."""
 
 import pytest
 
 from cupy_mla.arrays import Place
-from cupy_mla.cuda import attention, few_heads_sm90, prefill_sm90
+from cupy_mla.cuda import attention, few_heads_sm90, prefill_sm90, sparse_decode_sm90
 from cupy_mla.cuda.jit import Kernel
-from cupy_mla.cuda.schedule import best_splits
+from cupy_mla.cuda.schedule import best_splits, shapes
 from cupy_mla.layouts import BF16_576
+
+# Clusters of 1, 2, ... 16 blocks that one H200 runs at a time.
+H200 = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
 
 # Splits that were within 10 % of the fastest on an H200 (132 SMs): blocks unsplit, blocks at a time, splits.
 MEASURED = [
@@ -38,14 +41,29 @@ def test_bounds(blocks, steps):
         assert splits == 1
 
 
+@pytest.mark.parametrize("kernels", [few_heads_sm90, sparse_decode_sm90])
+@pytest.mark.parametrize("queries", [1, 3, 148, 5000])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 5, 33, 256, 4000])
+def test_every_split_has_a_tile(kernels, queries, tiles):
+    shape = kernels.best_shape(16, queries, tiles, H200, None)
+    assert 1 <= shape.splits <= max(tiles, 1)
+    assert shape.splits == shape.cluster * shape.parts
+    assert kernels.best_shape(16, queries, tiles, H200, 7).splits == 7
+
+
+def test_shapes():
+    found = {(s.splits, s.cluster) for s in shapes((16,), 64, 64)}
+    assert {(1, 1), (2, 1), (2, 2), (12, 12), (16, 16), (17, 1), (64, 16), (64, 1)} <= found
+    assert not {(17, 17), (32, 32), (12, 6)} & found
+
+
 @pytest.fixture
 def h200(monkeypatch) -> Place:
     """Planning as on an H200, without one."""
-    at_once = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
-    monkeypatch.setattr(Kernel, "clusters_at_once", lambda self, device: at_once)
+    monkeypatch.setattr(Kernel, "clusters_at_once", lambda self, device: H200)
     monkeypatch.setattr(attention, "compute_capability", lambda device: 90)
     for module in (attention, prefill_sm90):
-        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+        monkeypatch.setattr(module, "num_sms", lambda device: H200[0])
     return Place("cupy", 0)
 
 
