@@ -122,7 +122,6 @@ def prefill_kernel(layout: Layout, heads: int, queries: int) -> Kernel:
         shared_bytes=shared,
         archs=("90a",),
         target="90a",
-        spill_bytes=SPILL_BYTES,
         max_cluster=MAX_CLUSTER,
     )
 

@@ -24,7 +24,7 @@
 //
 // Shared memory: Q (QUERIES x heads x D_QK x 2) + 2 tiles of 64 x D_QK x 2 (and P where there is no RoPE part behind V) +
 // statistics and barriers.
-// Registers: 216 a multiplying thread and 40 a copying one, together 512 x 128.
+// Registers: 200 a multiplying thread and 56 a copying one (or 208 and 48), together 512 x 128.
 // What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md; turns: docs/kernels/sparse_prefill_sm90.md.
 #include "attention/lists.cuh"
 #include "attention/pieces.cuh"
@@ -39,6 +39,7 @@
 #include "tile/heads.cuh"
 
 constexpr int WARPGROUP = 128, THREADS = 4 * WARPGROUP;
+constexpr int COPY_REGISTERS = HEADS == 32 && D_QK == 512 ? 48 : 56;  // with which neither side spills
 constexpr int BLOCKS = D_QK / 64;      // column blocks of 64 values: 64 lines of 128 bytes, swizzled
 constexpr int BLOCK_BYTES = TILE_ROWS * 128;
 constexpr int V_BLOCKS = D_V / 64, PIECES = V_BLOCKS / 2;
@@ -105,11 +106,13 @@ __device__ __forceinline__ Work find_work(const Params& p, int index, int head_t
     w.query = query_of(p, index / head_tiles);
     w.first_head = index % head_tiles * HEADS;
     const int64_t tiles = find_lists(p, w);
-    w.begin = int(tiles * rank / ranks);
-    w.end = int(tiles * (rank + 1) / ranks);
-    w.step = 1;
-    if (QUERIES == 1) {
-        w.begin += group;
+    if (QUERIES == 2) {  // which nobody splits
+        w.begin = 0;
+        w.end = tiles;
+        w.step = 1;
+    } else {
+        w.begin = int(tiles * rank / ranks) + group;
+        w.end = int(tiles * (rank + 1) / ranks);
         w.step = 2;
     }
     return w;
@@ -509,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill_few_head
     __syncthreads();
     const int blocks = QUERIES == 2 ? 1 : cluster_size(), rank = QUERIES == 2 ? 0 : cluster_rank();
     if (threadIdx.x >= 2 * WARPGROUP) {
-        give_registers<40>();
+        give_registers<COPY_REGISTERS>();
         const int group = threadIdx.x / WARPGROUP - 2, quarter = threadIdx.x / 32 % 4;
         uint32_t parity = 1;  // the first wait for an empty piece is no wait
         for_each_work(p, group, rank, blocks, [&](const Work& w) { copy_tiles(p, w, group, quarter, parity); });
@@ -518,7 +521,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill_few_head
             cluster_sync();
         }
     } else {
-        take_registers<216>();
+        take_registers<256 - COPY_REGISTERS>();
         const Role r = Role::here();
         int turns = 0;
         for_each_work(p, r.group, rank, blocks, [&](const Work& w) {
