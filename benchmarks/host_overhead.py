@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import cache_ops
@@ -86,18 +87,21 @@ def decode_cases(peer: Any) -> Iterator[Case]:
 
 
 def prefill_cases(peer: Any) -> Iterator[Case]:
-    """Split over the blocks of clusters, unsplit, and in groups of queries, which are three launches."""
-    for s_q, h in ((4, 64), (256, 128), (512, 16)):
-        q, kv, indices = normal(s_q, h, 576), normal(8192, 1, 576), random_slots(s_q, 1, 1024, slots=8192)
-        arguments = (q, kv, indices, 576**-0.5)
+    """Split over the blocks of clusters, unsplit, and in groups of queries, which are three launches.
 
-        def call(of: Callable, arguments: tuple[Any, ...] = arguments) -> Call:
-            arrays = [of(a) for a in arguments[:3]]
-            return lambda: flash_mla.flash_mla_sparse_fwd(*arrays, arguments[3])
+    A graph makes these (`cupy_mla.cuda.launch_graph`), for which it matters whether a call has the last one's arrays.
+    """
+    for s_q, h, turns in ((4, 64, 1), (256, 128, 1), (512, 16, 1), (512, 16, 2)):
+        kv, indices = normal(8192, 1, 576), random_slots(s_q, 1, 1024, slots=8192)
+        qs, arguments = [normal(s_q, h, 576) for _ in range(turns)], (kv, indices, 576**-0.5)
 
-        theirs = (padded(q), *arguments[1:])
+        def call(of: Callable, qs: list[torch.Tensor] = qs, arguments: tuple[Any, ...] = arguments) -> Call:
+            q, arrays = cycle([of(q) for q in qs]), [of(a) for a in arguments[:2]]
+            return lambda: flash_mla.flash_mla_sparse_fwd(next(q), *arrays, arguments[2])
+
+        theirs = (padded(qs[0]), *arguments)
         yield Case(
-            f"prefill h {h} s_q {s_q} topk 1024", call,
+            f"prefill h {h} s_q {s_q} topk 1024" + (" two q in turn" if turns > 1 else ""), call,
             lambda theirs=theirs: peer.flash_mla_sparse_fwd(*theirs),
             lambda theirs=theirs: torch.ops._flashmla_C.sparse_prefill_fwd(*theirs, 512, None, None, None),
         )  # fmt: skip

@@ -16,12 +16,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..arrays import Array, Place, require_cupy
-from ..recording import Packed, Pointer, recording
+from ..recording import Code, Packed, Pointer, recording
 
 log = logging.getLogger("cupy_mla")
 
@@ -37,6 +38,24 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttribu
 _OVERLAP_DRIVER = 12030  # the first whose graphs take launches that overlap
 
 Submit = Callable[[int, bytes], None]  # a launch that lacks its stream and its parameters
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A step of a recording.
+
+    Attributes:
+        sizes: the CUfunction, the grid, threads and bytes of shared memory a block; None for a launch with attributes.
+    """
+
+    submit: Submit
+    params: Packed
+    sizes: tuple[int, tuple[int, int, int], int, int] | None
+
+    def __call__(self, code: Code) -> None:
+        """Write it into a plan."""
+        code.line(f"{code.name(self.submit)}(stream, {code.params(self.params)})")
+
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
@@ -181,12 +200,15 @@ class Kernel:
         function = self._functions.get(place.device)
         if function is None:
             function = self.load(place.device)
-        submit = self._submitter(place.device, function, grid, cluster)
+        attributes = self._attributes(place.device, cluster)
+        submit = self._submitter(function, grid, attributes)
         with place.current():
             submit(place.stream(), bytes(params))
         record = recording()
         if record is not None:
-            record.steps.append(lambda code: code.line(f"{code.name(submit)}(stream, {code.params(params)})"))
+            plain = not attributes and not self.cooperative
+            sizes = (function, grid, self.threads, self.shared_bytes) if plain else None
+            record.steps.append(Launch(submit, params, sizes))
 
     @cache  # noqa: B019 kernels are as many as their variants, and kept
     def clusters_at_once(self, device: int) -> tuple[int, ...]:
@@ -201,11 +223,15 @@ class Kernel:
         with require_cupy("a CUDA array").cuda.Device(device):  # the driver asks the current context
             return tuple(_clusters_at_once(function, self.threads, self.shared_bytes, n) for n in sizes)
 
-    def _submitter(self, device: int, function: int, grid: tuple[int, int, int], cluster: int) -> Submit:
-        """Launches on a stream of the current device. The driver copies the parameters before it returns."""
+    def _attributes(self, device: int, cluster: int) -> list[_Attribute]:
+        """What a launch asks for that CuPy's launches cannot."""
         attributes = [_Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))] if cluster > 1 else []
         if self.overlaps and driver_version() >= _OVERLAP_DRIVER and compute_capability(device) >= 90:
             attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
+        return attributes
+
+    def _submitter(self, function: int, grid: tuple[int, int, int], attributes: list[_Attribute]) -> Submit:
+        """Launches on a stream of the current device. The driver copies the parameters before it returns."""
         if attributes:
             return _attribute_submitter(function, grid, self.threads, self.shared_bytes, attributes)
         x, y, z, threads, shared_bytes = *grid, self.threads, self.shared_bytes
@@ -303,7 +329,8 @@ class _LaunchConfig(ctypes.Structure):
 
 
 @lru_cache(maxsize=1)
-def _libcuda() -> ctypes.CDLL:
+def libcuda() -> ctypes.CDLL:
+    """The driver's functions that CuPy does not have."""
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     library.cuOccupancyMaxActiveClusters.argtypes = (ctypes.c_void_p,) * 3
     return library
@@ -313,7 +340,7 @@ def _clusters_at_once(function: int, threads: int, shared_bytes: int, cluster: i
     attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
     config = _LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, 0, ctypes.pointer(attribute), 1)
     count = ctypes.c_int()
-    status = _libcuda().cuOccupancyMaxActiveClusters(ctypes.addressof(count), function, ctypes.addressof(config))
+    status = libcuda().cuOccupancyMaxActiveClusters(ctypes.addressof(count), function, ctypes.addressof(config))
     if status != 0:
         raise RuntimeError(f"cuOccupancyMaxActiveClusters failed: CUDA driver error {status} ({cluster} blocks)")
     return count.value
@@ -322,9 +349,9 @@ def _clusters_at_once(function: int, threads: int, shared_bytes: int, cluster: i
 def _attribute_submitter(
     function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, attributes: list[_Attribute]
 ) -> Submit:
-    """cuLaunchKernelEx, for attributes that CuPy's launches cannot ask for."""
+    """cuLaunchKernelEx."""
     first, handle = (_Attribute * len(attributes))(*attributes), ctypes.c_void_p(function)
-    launch, as_pointer, by_reference = _libcuda().cuLaunchKernelEx, ctypes.c_char_p, ctypes.byref
+    launch, as_pointer, by_reference = libcuda().cuLaunchKernelEx, ctypes.c_char_p, ctypes.byref
 
     @lru_cache(maxsize=16)  # a thread does not write what another one is launching with
     def config(stream: int) -> Any:
@@ -365,6 +392,11 @@ class _Threads(threading.local):
 
 
 THREAD = _Threads()  # its current_device() is the number of this thread's current GPU
+
+
+def stream_is_capturing() -> Callable[[int], bool]:
+    """The function that tells whether a stream is being captured."""
+    return _runtime().streamIsCapturing
 
 
 @lru_cache(maxsize=1)

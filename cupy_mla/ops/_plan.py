@@ -23,6 +23,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import Place, aligned_up
 from ..cuda import jit
+from ..cuda.launch_graph import in_graphs
 from ..recording import ALIGNMENT, Code, Recording
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -297,7 +298,7 @@ def plan_of(
     _write_memory(code, record, results)
     current, handle = place.streams
     code.line(f"stream = {code.name(current)}(){handle}")
-    for write in record.steps:
+    for write in in_graphs(record.steps):
         write(code)
     returned = [code.name(leaf) if slot is None else f"a{slot}" for slot, leaf in zip(results, leaves, strict=True)]
     code.line(f"return {', '.join(returned)}" + ("," if type(result) is tuple else ""))

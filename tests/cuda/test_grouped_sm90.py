@@ -21,6 +21,7 @@ from ..cases import (
     queries,
     some,
 )
+from ..kinds import make
 
 KERNELS = "grouped"
 
@@ -189,3 +190,49 @@ def test_how_many_queries_make_a_group():
     assert [prefill_sm90.group_queries(h) for h in (1, 7, 8, 9, 16, 24, 32)] == [8, 8, 8, 7, 4, 2, 2]
     assert prefill_sm90.full(8, 8 * 132, 132) == prefill_sm90.full(8, 16 * 132, 132) == 1
     assert prefill_sm90.full(8, 8 * 133, 132) < 0.51
+
+
+@pytest.mark.gpu
+def test_a_plans_graph(hopper, rng):
+    """Calls by a graph of launches, alone, beside a capture and in one, give the bits of a call without a plan."""
+    torch = pytest.importorskip("torch")
+    kind = make("torch_cuda")
+    calls = [[kind.put(a) for a in prefill_inputs(rng, 300, 16, 576, 97, 300, share=1)] for _ in range(3)]
+
+    def prefill(arrays):
+        return [tensor.clone() for tensor in cupy_mla.sparse_prefill(*arrays, 0.05)]
+
+    wanted = []
+    for arrays in calls:
+        forget_plans()
+        wanted.append(prefill(arrays))
+
+    def check(results, i):
+        torch.cuda.synchronize()
+        for got, want in zip(results, wanted[i], strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+    other, graph, held = torch.cuda.Stream(), torch.cuda.CUDAGraph(), calls[0][0].clone()
+    for times in (2, 1):  # so that torch has what a plan's call takes: nothing may be allocated beside a capture
+        forget_plans()
+        with torch.cuda.stream(other):
+            for _ in range(times):
+                cupy_mla.sparse_prefill(*calls[0], 0.05)
+        torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        held.mul_(1)
+        with torch.cuda.stream(other):
+            beside = cupy_mla.sparse_prefill(*calls[1], 0.05)  # makes the plan's graph
+    check(beside, 1)
+    for i in (0, 0, 2, 1, 2):
+        check(prefill(calls[i]), i)
+    queued = [prefill(calls[i % 3]) for i in range(9)]
+    for i, results in enumerate(queued):
+        check(results, i % 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cupy_mla.sparse_prefill(*calls[2], 0.05)
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    check(captured, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import struct
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -114,6 +116,83 @@ def test_results_of_cupy_share_memory_and_nothing_else_does(gpu, repeats, rng):
     assert len(repeats) == 1
     assert asked[0] == sum(aligned_up(a.nbytes) for a in results)
     assert len({id(a.data.mem) for a in results}) == 1
+
+
+def grouped() -> dict[str, Any]:
+    """Prefill in groups of queries, which are three launches."""
+    return tensors(
+        q=((512, 16, 576), torch.bfloat16), kv=((999, 1, 576), torch.bfloat16), indices=((512, 1, 700), torch.int32)
+    ) | {"sm_scale": 0.1}
+
+
+def test_launches_in_a_row_are_one_graph(gpu, repeats):
+    first, second = grouped(), grouped()
+
+    def run(arrays: dict[str, Any]) -> list[Submitted]:
+        gpu.log.clear()
+        gpu.used = 0
+        cupy_mla.sparse_prefill(**arrays)
+        return list(gpu.log)
+
+    launched = run(first)
+    assert len(launched) == 3
+    assert gpu.graphs.runs == 0
+    assert run(first) == launched
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (1, 0)
+    changed = run(second)
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (2, 3)
+    assert run(second) == changed != launched
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (3, 3)
+    gpu.stream = 7
+    assert run(first) == [launch._replace(stream=7) for launch in launched]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (4, 6)
+    gpu.capturing = True
+    assert run(second) == [launch._replace(stream=7) for launch in changed]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (4, 6)
+    assert len(repeats) == 5
+
+
+def test_graphs_are_let_go_with_their_plans(gpu, repeats):
+    for _ in range(2):
+        cupy_mla.sparse_prefill(**grouped())
+    assert len(gpu.graphs.made) == 2  # one and its executable
+    _plan.forget_plans()
+    del repeats[:]
+    gc.collect()
+    assert not gpu.graphs.made
+
+
+def test_threads_share_a_graph(gpu, repeats):
+    """Each finds its own parameters in what it launched."""
+    calls = [grouped() for _ in range(4)]
+    cupy_mla.sparse_prefill(**calls[0])
+    gpu.log.clear()
+
+    def run(arrays: dict[str, Any]) -> None:
+        for _ in range(50):
+            gpu.used = 0
+            cupy_mla.sparse_prefill(**arrays)
+
+    threads = [threading.Thread(target=run, args=(arrays,)) for arrays in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(gpu.log) == 3 * 50 * len(calls)
+    owners = [
+        [i for i, arrays in enumerate(calls) if struct.pack("Q", arrays["q"].data_ptr()) in launch.params]
+        for launch in gpu.log
+    ]
+    assert all(len(owner) == 1 for owner in owners)
+    assert all(owners[i] == owners[i + 1] == owners[i + 2] for i in range(0, len(owners), 3)), "two calls in one graph"
+    assert [owners.count([i]) for i in range(len(calls))] == [150] * len(calls)
+
+
+def test_the_driver_refuses_a_graph(gpu, repeats, monkeypatch):
+    cupy_mla.sparse_prefill(**grouped())
+    monkeypatch.setattr(gpu.graphs, "cuGraphInstantiateWithFlags", lambda *arguments: 2)
+    with pytest.raises(RuntimeError, match=r"^cuGraphInstantiateWithFlags failed: CUDA driver error 2$"):
+        cupy_mla.sparse_prefill(**grouped())
 
 
 # --- what must not go by a plan --------------------------------------------------------------------------------
