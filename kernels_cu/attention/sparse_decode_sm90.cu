@@ -263,10 +263,13 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int wa
 
 // --- Q --------------------------------------------------------------------------------------------------------
 
+// Whether columns 64 p .. + 63 of Q are a block of their own, or share two with the 64 beside them.
+__device__ __forceinline__ bool is_alone(int p) { return 64 * p >= D_NOPE / 128 * 128; }
+
 // Where columns 64 p + 8 j .. + 7 of Q go in a head's lines: block, first of four chunks, and place in them. k = 16 i + 2 t + e
 // is what thread t holds as item 4 i + e (e = 0, 1) or, 8 further, 4 i + 2 + e, of a row's columns in multiply_qk.
 __device__ __forceinline__ uint32_t q_line(int p, int j, int head) {
-    const bool alone = 64 * p >= D_NOPE / 128 * 128;  // columns from here on: blocks of their own
+    const bool alone = is_alone(p);
     const int block = alone ? p : p / 2 * 2 + j / 2 % 2, t = alone ? j / 2 : p % 2 * 2 + j / 4, first_chunk = j % 2 * 4;
     return shared_address(shared) + Q_AT + block * LINES_BYTES + head * 128 + ((first_chunk ^ (head & 7)) << 4) + 4 * t;
 }
@@ -285,17 +288,19 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_abs_bf16x2(max_abs_bf16x2(q.x, q.y), max_abs_bf16x2(q.z, q.w));
 }
 
-// Q to shared memory. A warp does four heads at a time, 64 columns of each. Returns what a logit is to be multiplied with.
+// Q to shared memory. A warp does four heads at a time, 64 columns of each; where 128 share two blocks, half of the lanes begin
+// with the second 64, so that stores meet in no bank. Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Role& r) {
     constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
     const int warp = 4 * r.group + r.warp, j = r.lane % 8;
     auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
+    auto piece_of = [&](int round) { return is_alone(round % PIECES) ? round % PIECES : round % PIECES ^ j / 2 % 2; };
     auto is_there = [&](int round) { return w.first_head + head_of(round) < p.h_q; };
     mbarrier_wait(shared_address(&small().q_full), w.turn & 1);
     const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
     Vec16 pieces[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) pieces[i] = load_shared_16(raw + (head_of(i) * PIECES + i % PIECES) * 128);
+    for (int i = 0; i < ROUNDS; ++i) pieces[i] = load_shared_16(raw + (head_of(i) * PIECES + piece_of(i)) * 128);
     uint32_t top = 0;
 #pragma unroll
     for (int first = 0; first < ROUNDS; first += PIECES) {
@@ -318,7 +323,7 @@ __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Ro
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         // Of heads that there are not, whatever was there becomes zeros and NaN, which raise no reference.
-        store_q(q_line(i % PIECES, j, head_of(i)), pieces[i], is_there(i) ? factor : 0, !V32 || i % PIECES < NOPE_BLOCKS);
+        store_q(q_line(piece_of(i), j, head_of(i)), pieces[i], is_there(i) ? factor : 0, !V32 || i % PIECES < NOPE_BLOCKS);
     }
     const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
     return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
