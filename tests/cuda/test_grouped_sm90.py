@@ -212,17 +212,20 @@ def test_a_plans_graph(hopper, rng):
         for got, want in zip(results, wanted[i], strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
-    other, graph, held = torch.cuda.Stream(), torch.cuda.CUDAGraph(), calls[0][0].clone()
+    capturing, other, held = torch.cuda.Stream(), torch.cuda.Stream(), calls[0][0].clone()
     for times in (2, 1):  # so that torch has what a plan's call takes: nothing may be allocated beside a capture
         forget_plans()
         with torch.cuda.stream(other):
             for _ in range(times):
                 cupy_mla.sparse_prefill(*calls[0], 0.05)
         torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(capturing):
+        graph.capture_begin()  # torch.cuda.graph would free what torch has
         held.mul_(1)
         with torch.cuda.stream(other):
             beside = cupy_mla.sparse_prefill(*calls[1], 0.05)  # makes the plan's graph
+        graph.capture_end()
     check(beside, 1)
     for i in (0, 0, 2, 1, 2):
         check(prefill(calls[i]), i)
