@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,33 @@ def plot_decode(record: Path) -> Path:
     return _save(figure, record.with_suffix(".png"))
 
 
+def plot_prefill(record: Path) -> Path:
+    """Time of a query, ours and FlashMLA's: a panel a number of heads, a pair of bars a row."""
+    pyplot = _pyplot()
+    panels: dict[int, list[Row]] = {}
+    for row in json.loads(record.read_text())["rows"]:
+        panels.setdefault(numbers(row["case"])["h"], []).append(row)
+    most = max(map(len, panels.values()), default=1)
+    figure, line = pyplot.subplots(
+        1, max(len(panels), 1), figsize=(3.2 * len(panels) + 1, 0.32 * most + 1.2), squeeze=False
+    )
+    for axes, (h, rows) in zip(line[0], sorted(panels.items()), strict=False):
+        for shift, key, label, color in (
+            (-0.2, "peer_us", "FlashMLA", "tab:gray"),
+            (0.2, "ours_us", "cupy_mla", "tab:green"),
+        ):
+            times = [row[key] / numbers(row["case"])["s_q"] for row in rows]
+            axes.barh([i + shift for i in range(len(rows))], times, 0.4, label=label, color=color)
+        names = [re.sub(r"prefill h \d+ |s_q \d+ |topk 2048 ?", "", row["case"]).strip() for row in rows]
+        axes.set_yticks(range(len(rows)), names, fontsize=7)
+        axes.set_ylim(most - 0.5, -0.5)
+        axes.set_title(f"{h} heads", fontsize=8)
+        axes.tick_params(labelsize=7)
+    line[0][0].legend(fontsize=7)
+    line[0][0].set_xlabel("µs a query", fontsize=8)
+    return _save(figure, record.with_suffix(".png"))
+
+
 def _queries(row: Row) -> int:
     n = numbers(row["case"])
     return n["b"] * n["s_q"]
@@ -216,6 +244,8 @@ def write() -> None:
     plot_ratios(RESULTS / "ratios.png")
     if load("sparse_decode")["rows"]:
         plot_decode(RESULTS / "sparse_decode.json")
+    if load("sparse_prefill")["rows"]:
+        plot_prefill(RESULTS / "sparse_prefill.json")
 
 
 def split(path: Path) -> tuple[str, str, str]:

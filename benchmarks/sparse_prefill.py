@@ -1,6 +1,8 @@
 """Sparse prefill beside FlashMLA's: heads, widths, caches of three sizes, short lists, local lists, random lengths.
 
 python benchmarks/sparse_prefill.py [--quick] [--only REGEX]
+
+Writes sparse_prefill.json and sparse_prefill.png.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import torch
 from cases import PREFILL, judge
 from harness import Options, Record, flash_mla_peer
+from report import plot_prefill
 from rows import prefill
 
 
@@ -27,7 +30,8 @@ def main() -> None:
         prefill(record, peer, h, 576, 32768, kind="local")
         prefill(record, peer, h, 576, 32768, kind="lengths")
     judge(PREFILL, record.rows)
-    print(record.write())
+    path = record.write()
+    print(path, plot_prefill(path))
 
 
 if __name__ == "__main__":

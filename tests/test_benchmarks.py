@@ -166,5 +166,13 @@ def test_plots(module, tmp_path):
         for b in (1, 2, 8)
     ]
     (tmp_path / "sparse_decode.json").write_text(json.dumps({"rows": rows}))
-    for path in (report.plot_decode(tmp_path / "sparse_decode.json"), report.plot_ratios(tmp_path / "ratios.png")):
+    rows = [
+        {"case": f"prefill h {h} d 576 s_q 2048 s_kv 8192 topk 2048", "ours_us": h, "peer_us": 2 * h, "ratio": 2}
+        for h in (8, 64)
+    ]
+    (tmp_path / "sparse_prefill.json").write_text(json.dumps({"rows": rows}))
+    for path in (
+        report.plot_decode(tmp_path / "sparse_decode.json"), report.plot_prefill(tmp_path / "sparse_prefill.json"),
+        report.plot_ratios(tmp_path / "ratios.png"),
+    ):  # fmt: skip
         assert path.read_bytes().startswith(b"\x89PNG")
