@@ -45,7 +45,8 @@ class Launch:
     """A step of a recording.
 
     Attributes:
-        sizes: the CUfunction, the grid, threads and bytes of shared memory a block; None for a launch with attributes.
+        sizes: the CUfunction, the grid, threads and bytes of shared memory a block; None for a launch that is
+            cooperative or has attributes.
     """
 
     submit: Submit
@@ -336,13 +337,18 @@ def libcuda() -> ctypes.CDLL:
     return library
 
 
+def driver_error(name: str, status: int, about: str = "") -> RuntimeError:
+    """What to raise when a function of the driver returned a status other than 0."""
+    return RuntimeError(f"{name} failed: CUDA driver error {status}{about}")
+
+
 def _clusters_at_once(function: int, threads: int, shared_bytes: int, cluster: int) -> int:
     attribute = _Attribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1))
     config = _LaunchConfig((cluster, 1, 1), (threads, 1, 1), shared_bytes, 0, ctypes.pointer(attribute), 1)
     count = ctypes.c_int()
     status = libcuda().cuOccupancyMaxActiveClusters(ctypes.addressof(count), function, ctypes.addressof(config))
     if status != 0:
-        raise RuntimeError(f"cuOccupancyMaxActiveClusters failed: CUDA driver error {status} ({cluster} blocks)")
+        raise driver_error("cuOccupancyMaxActiveClusters", status, f" ({cluster} blocks)")
     return count.value
 
 
@@ -360,7 +366,7 @@ def _attribute_submitter(
     def submit(stream: int, params: bytes) -> None:
         status = launch(config(stream), handle, by_reference(as_pointer(params)), None)
         if status != 0:
-            raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {status} (grid {grid})")
+            raise driver_error("cuLaunchKernelEx", status, f" (grid {grid})")
 
     return submit
 

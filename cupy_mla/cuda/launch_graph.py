@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 from ..recording import Code, Step
-from .jit import Launch, libcuda, stream_is_capturing
+from .jit import Launch, driver_error, libcuda, stream_is_capturing
 
 _CAPTURE_MODE_RELAXED = 2  # CUstreamCaptureMode: what a thread does has no part in what others capture
 
@@ -55,7 +56,7 @@ def _driver() -> ctypes.CDLL:
 
 def _check(status: int, name: str) -> None:
     if status != 0:
-        raise RuntimeError(f"{name} failed: CUDA driver error {status}")
+        raise driver_error(name, status)
 
 
 def _call(driver: ctypes.CDLL, name: str, *arguments: Any) -> None:
@@ -83,10 +84,10 @@ class _Node:
 
     Args:
         graph: the driver's handle.
-        before: the node that it comes after.
+        before: the handle of the node that it comes after.
     """
 
-    def __init__(self, driver: ctypes.CDLL, graph: int, launch: Launch, params: bytes, before: _Node | None) -> None:
+    def __init__(self, driver: ctypes.CDLL, graph: int, launch: Launch, params: bytes, before: int | None) -> None:
         assert launch.sizes is not None
         function, grid, threads, shared_bytes = launch.sizes
         self.given = params  # what the next run of the graph will take
@@ -95,9 +96,11 @@ class _Node:
         self._pointer = ctypes.c_void_p(addressof(self._buffer))
         self._struct = _NodeParams(function, grid, (threads, 1, 1), shared_bytes, addressof(self._pointer), None)
         self._address = addressof(self._struct)
-        node, behind = ctypes.c_void_p(), ctypes.c_void_p(before.handle if before else None)
-        number = 0 if before is None else 1
-        _call(driver, "cuGraphAddKernelNode", addressof(node), graph, addressof(behind), number, self._address)
+        node, behind = ctypes.c_void_p(), ctypes.c_void_p(before)
+        _call(
+            driver, "cuGraphAddKernelNode", addressof(node), graph, addressof(behind), int(before is not None),
+            self._address,
+        )  # fmt: skip
         self.handle: int = node.value or 0
 
     def give(self, executable: int, params: bytes) -> None:
@@ -148,7 +151,7 @@ class LaunchGraph:
         with _relaxed(driver):
             graph = self._own(driver, "cuGraphDestroy", "cuGraphCreate", 0)
             for launch, given in zip(self.launches, params, strict=True):
-                nodes.append(_Node(driver, graph, launch, given, nodes[-1] if nodes else None))
+                nodes.append(_Node(driver, graph, launch, given, nodes[-1].handle if nodes else None))
             executable = self._own(driver, "cuGraphExecDestroy", "cuGraphInstantiateWithFlags", graph, 0)
             _call(driver, "cuGraphLaunch", executable, stream)
         self._nodes, self._executable = nodes, executable
@@ -169,15 +172,9 @@ class LaunchGraph:
 
 def in_graphs(steps: Iterable[Step]) -> Iterator[Step]:
     """A plan's steps, with a graph in place of two launches and more that follow one another."""
-    neighbours: list[Launch] = []
-    for step in (*steps, None):
-        if isinstance(step, Launch) and step.sizes is not None:
-            neighbours.append(step)
-            continue
-        if len(neighbours) > 1:
-            yield LaunchGraph(neighbours).write
+    for joins, group in groupby(steps, lambda step: isinstance(step, Launch) and step.sizes is not None):
+        neighbours = list(group)
+        if joins and len(neighbours) > 1:
+            yield LaunchGraph(cast(list[Launch], neighbours)).write
         else:
             yield from neighbours
-        neighbours = []
-        if step is not None:
-            yield step

@@ -289,7 +289,7 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
 }
 
 // Q to shared memory. A warp does four heads at a time, 64 columns of each; where 128 share two blocks, half of the lanes begin
-// with the second 64, so that stores meet in no bank. Returns what a logit is to be multiplied with.
+// with the second 64, so that a warp's stores hit all banks. Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const Params& p, const Work& w, const Role& r) {
     constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
     const int warp = 4 * r.group + r.warp, j = r.lane % 8;

@@ -106,7 +106,7 @@ __device__ __forceinline__ Work find_work(const Params& p, int index, int head_t
     w.query = query_of(p, index / head_tiles);
     w.first_head = index % head_tiles * HEADS;
     const int64_t tiles = find_lists(p, w);
-    if (QUERIES == 2) {  // which nobody splits
+    if (QUERIES == 2) {  // which nobody splits; to compute so for 0 of 1 spills
         w.begin = 0;
         w.end = tiles;
         w.step = 1;
