@@ -1,11 +1,15 @@
 """Sparse Multi-head Latent Attention for NumPy, CuPy and torch arrays, compiled at run time."""
 
+from collections.abc import Callable as _Callable
+from typing import Any as _Any
+
 from . import flash_mla, layouts
 from ._version import __version__
-from .arrays import Place, cuda_available, to_cupy, to_numpy, to_torch
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
+from .bridges import Place, cuda_available, to_cupy, to_numpy, to_torch
+from .calls.signature import register_graph_operations as _register_graph_operations
 from .config import SparseMLAConfig
 from .flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from .metadata.batch import (
@@ -27,6 +31,17 @@ from .ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_ca
 from .ops.indices import convert_req_index_to_global_index
 from .ops.quant import dynamic_per_batched_tensor_quant
 from .ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, compute_swa_indices_and_lens
+
+
+
+def _graph_operation(name: str) -> _Callable[..., _Any]:
+    """What an operation becomes in a graph of torch.compile, which is there when this is called."""
+    from .integrations.torch_ops import TRACED
+
+    return TRACED[name]
+
+
+_register_graph_operations(_graph_operation)
 
 __all__ = [
     "BatchMetadata",

@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .calls.signature import operation
 from .ops import attention
-from .ops._check import require_d_v
-from .ops._plan import planned
+from .ops.validate import require_d_v
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-Shapes = tuple[tuple[str, Any], ...]
+Shapes = tuple[Any, ...]
 
 
 @dataclass
@@ -50,7 +50,7 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
     return FlashMLASchedMeta(batch_invariant=batch_invariant), None
 
 
-@planned
+@operation
 def flash_mla_sparse_fwd(
     q: Any,
     kv: Any,
@@ -113,14 +113,39 @@ def flash_mla_with_kvcache(
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
     if causal:
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
-    out, lse, meta.shapes, meta.num_splits = _with_kvcache(
+    shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices_in_kvcache, is_fp8_kvcache)
+    if meta.shapes is not None and meta.shapes != shapes:
+        name, value, planned_for = next(
+            (name, mine, theirs) for name, mine, theirs in zip(FACTS, shapes, meta.shapes, strict=True) if mine != theirs
+        )
+        raise ValueError(
+            f"tile_scheduler_metadata was planned for {name} = {planned_for}, this call has {value}; "
+            "take a fresh one from get_mla_metadata"
+        )
+    out, lse, splits = _with_kvcache(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
-        softmax_scale, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits,
+        softmax_scale, is_fp8_kvcache, meta.batch_invariant, meta.num_splits,
     )  # fmt: skip
+    if splits is not None:  # in a graph of torch.compile each run decides anew
+        meta.shapes, meta.num_splits = shapes, splits
     return out, lse
 
 
-@planned
+# What a schedule is made for: of a call's arrays.
+FACTS = ("q", "block_size", "is_fp8_kvcache", "topk", "extra_block_size", "extra_topk")
+
+
+def _shapes(q: Any, k_cache: Any, indices: Any, extra_k_cache: Any, extra_indices: Any, is_fp8: bool) -> Shapes | None:
+    """The values of `FACTS` for a call; None for arguments that the checks refuse."""
+    try:
+        extra_block = None if extra_k_cache is None else extra_k_cache.shape[1]
+        extra_topk = None if extra_indices is None else extra_indices.shape[-1]
+        return tuple(q.shape), k_cache.shape[1], is_fp8, indices.shape[-1], extra_block, extra_topk
+    except (AttributeError, IndexError):
+        return None
+
+
+@operation
 def _with_kvcache(
     q: Any,
     k_cache: Any,
@@ -134,29 +159,10 @@ def _with_kvcache(
     softmax_scale: float | None,
     is_fp8_kvcache: bool,
     batch_invariant: bool,
-    shapes: Shapes | None,
     num_splits: int | None,
-) -> tuple[Any, Any, Shapes, int]:
-    """out, lse, and the schedule: `shapes` and `num_splits` when they are given, else planned here."""
-    call = attention.Decode.check(
-        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out
-    )
-    if is_fp8_kvcache != call.layout.quantized:
-        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {call.layout.name}")
-    mine = (
-        ("q", call.q.shape),
-        ("block_size", call.cache.shape[1]),
-        ("is_fp8_kvcache", is_fp8_kvcache),
-        ("batch_invariant", batch_invariant),
-        ("topk", call.indices.shape[-1]),
-        ("extra_block_size", None if call.extra is None else call.extra.shape[1]),
-        ("extra_topk", None if call.extra_indices is None else call.extra_indices.shape[-1]),
-    )
-    for (name, value), (_, planned_for) in zip(mine, shapes or mine, strict=True):
-        if value != planned_for:
-            raise ValueError(
-                f"tile_scheduler_metadata was planned for {name} = {planned_for}, this call has {value}; "
-                "take a fresh one from get_mla_metadata"
-            )
-    num_splits = call.plan(batch_invariant) if num_splits is None else num_splits
-    return *call.run(softmax_scale, num_splits, batch_invariant), mine, num_splits
+) -> tuple[Any, Any, int | None]:
+    """out, lse, and the splits of the schedule: `num_splits` where it is given."""
+    return attention.decode(
+        q, k_cache, indices, softmax_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length,
+        out, num_splits, batch_invariant, is_fp8_kvcache,
+    )  # fmt: skip

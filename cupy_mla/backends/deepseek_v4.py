@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import layouts
-from ..arrays import Array, Place, bind
+from ..arrays import Array
+from ..bridges import Place, bind, describe
 from ..config import SparseMLAConfig
 from ..layouts import BFLOAT16, V4_FP8
 from ..metadata.batch import INT32
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
-from ..ops._check import QUANTIZED
+from ..ops.validate import QUANTIZED
 from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
 from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
@@ -240,11 +241,11 @@ class DeepseekV4Impl:
         if got != expected:
             raise ValueError(f"metadata: expected (tokens, block_size, compress_ratio) {expected}, got {got}")
         if layer.topk_indices is not None:
-            place.admit(Array("layer.topk_indices", layer.topk_indices)).require(INT32, tokens, config.topk)
+            place.admit(describe("layer.topk_indices", layer.topk_indices)).require(INT32, tokens, config.topk)
 
 
 def _require_cache(place: Place, name: str, cache: Any, block_size: int) -> None:
-    array = place.admit(Array(name, cache))
+    array = place.admit(describe(name, cache))
     if len(array.shape) == 4:
         array.without_axis(2)
     array.require(QUANTIZED, "num_blocks", block_size, layouts.V4_FP8.last_axis)

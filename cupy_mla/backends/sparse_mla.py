@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .. import layouts
-from ..arrays import Array, Place, bind
+from ..arrays import Array
+from ..bridges import Place, bind, describe
 from ..config import SparseMLAConfig
 from ..layouts import BFLOAT16, D_V
 from ..metadata.batch import INT32, prefill_workspace_size, reshape_query_for_spec_decode
@@ -16,7 +17,7 @@ from ..metadata.sparse_mla import (
     SparseMLAMetadata,
     SparseMLAMetadataBuilder,
 )
-from ..ops._check import QUANTIZED
+from ..ops.validate import QUANTIZED
 from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
@@ -214,7 +215,7 @@ class SparseMLAImpl:
             raise ValueError(f"kv_cache: expected it where the workspace is, {self.workspace.place}, got {place}")
         parts = zip(("ql_nope", "q_pe"), (512, 64), q, strict=True) if isinstance(q, tuple) else [("q", config.d_qk, q)]
         for name, width, part in parts:
-            place.admit(Array(name, part)).require(BFLOAT16, tokens, config.num_heads, width)
+            place.admit(describe(name, part)).require(BFLOAT16, tokens, config.num_heads, width)
         topk.require(INT32, tokens, config.topk)
         if len(cache.shape) == 4:
             cache.without_axis(2)

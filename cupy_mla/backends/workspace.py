@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, Place, aligned_up, as_dtype
+from ..arrays import aligned_up
+from ..bridges import Place, as_dtype, describe
 
 ALIGNMENT = 256  # bytes, of every view
 
@@ -60,5 +61,5 @@ class Workspace:
         if self.locked:
             raise RuntimeError(f"the workspace is locked at {self._size} bytes, {size} were asked for")
         self._whole = self.place.empty((size + ALIGNMENT,), np.dtype(np.uint8))
-        self._start = -Array("workspace", self._whole).ptr % ALIGNMENT
+        self._start = -describe("workspace", self._whole).ptr % ALIGNMENT
         self._size = size

@@ -1,4 +1,4 @@
-"""The operations as launchers of CUDA kernels that are compiled at run time.
+"""The operations as launchers: each takes a GPU and the checked arguments of a call, and returns a `Program`.
 
 Nothing here imports CuPy before it is needed.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from .jit import Kernel
+from .kernel import Kernel
 
 
 def all_kernels() -> list[Kernel]:
     """Every kernel variant of the package: what the `kernels` function of every launcher module lists."""
-    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    names = [module.name for module in pkgutil.walk_packages(__path__, f"{__name__}.")]
+    modules = [importlib.import_module(name) for name in names]
     listed = [kernel for module in modules if hasattr(module, "kernels") for kernel in module.kernels()]
-    return list(dict.fromkeys(listed))  # once each: a module may list those of another that it chooses among
+    return list(dict.fromkeys(listed))  # once each: a module may list those of another that it launches

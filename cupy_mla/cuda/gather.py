@@ -5,37 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from ..arrays import Array, Place
-from ..layouts import BFLOAT16, V4_FP8, V32_FP8, Layout
-from ..recording import Params
-from .jit import Kernel, num_sms
-from .paging import BLOCK_TABLE, block_table_fields
+from ..arrays import Array
+from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8, Layout
+from ..sizes import least
+from . import structs
+from .driver import Gpu
+from .kernel import Kernel
+from .paging import block_table, ceil_div, pointer
+from .program import Launch, Program
 
-THREADS = 256
-ROWS_PER_BLOCK = THREADS // 32 * 4
-GATHER_BLOCKS_PER_SM = 4  # that run at a time
-
-_GATHER = Params("=" + BLOCK_TABLE + "4Q3q2i")  # struct Params of gather.cu
-_TAIL = Params("=" + BLOCK_TABLE + "4Q3q3i4x")  # struct Params of gather_tail.cu
-_CONCAT = Params("=3Q7q2i")  # struct Params of concat_q.cu
+ROWS_PER_BLOCK = 32
+BLOCKS_PER_SM = 4  # that run at a time, of the gathers
 
 
 @cache
 def gather_kernel(layout: Layout) -> Kernel:
     """The kernel that gathers rows of one FP8 layout."""
-    return Kernel("cache/gather.cu", "gather_rows", layout.defines(), threads=THREADS)
+    return Kernel("cache/gather.cu", structs.GATHER, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 @cache
 def tail_kernel(layout: Layout) -> Kernel:
     """The kernel that gathers the last tokens of requests, of one FP8 layout whose scales stand apart."""
-    return Kernel("cache/gather_tail.cu", "gather_tail", layout.defines(), threads=THREADS)
+    return Kernel("cache/gather_tail.cu", structs.GATHER_TAIL, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 @cache
 def concat_kernel() -> Kernel:
     """The kernel that concatenates the two parts of queries."""
-    return Kernel("cache/concat_q.cu", "concat_q", {}, threads=THREADS)
+    return Kernel("cache/concat_q.cu", structs.CONCAT_Q, {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -46,61 +44,66 @@ def kernels() -> Iterator[Kernel]:
 
 
 def cp_gather_and_upconvert_fp8_kv_cache(
-    place: Place,
+    gpu: Gpu,
     layout: Layout,
     src_cache: Array,
     dst: Array,
-    block_table: Array,
+    table: Array,
     seq_lens: Array,
     workspace_starts: Array,
-) -> None:
+) -> Program:
     """Twin of `reference.gather.cp_gather_and_upconvert_fp8_kv_cache`."""
     num_blocks, block_size, _ = src_cache.shape
     rows = dst.shape[0]
     if rows == 0 or seq_lens.shape[0] == 0:
-        return
-    params = _GATHER.pack(
-        *block_table_fields(block_table, block_size),
-        src_cache.ptr, dst.ptr, seq_lens.ptr, workspace_starts.ptr,
-        src_cache.strides[0], dst.strides[0], rows, num_blocks, dst.aligned(16),
+        return ()
+    params = structs.GATHER(
+        table=block_table(table, block_size), cache=src_cache.ptr, dst=dst.ptr, seq_lens=seq_lens.ptr,
+        starts=workspace_starts.ptr, block_stride=src_cache.strides[0], dst_stride=dst.strides[0], dst_rows=rows,
+        num_blocks=num_blocks, aligned=int(dst.aligned(16)),
     )  # fmt: skip
-    blocks = min(-(-rows // ROWS_PER_BLOCK), GATHER_BLOCKS_PER_SM * num_sms(place.device))
-    gather_kernel(layout).launch(place, (blocks, 1, 1), params)
+    return [Launch(gather_kernel(layout), (_blocks(gpu, rows), 1, 1), params)]
 
 
 def dequantize_and_gather_k_cache(
-    place: Place,
+    gpu: Gpu,
     layout: Layout,
     out: Array,
     k_cache: Array,
     seq_lens: Array,
     gather_lens: Array | None,
-    block_table: Array,
+    table: Array,
     offset: int,
-) -> None:
+) -> Program:
     """Twin of `reference.gather.dequantize_and_gather_k_cache`."""
     num_blocks, block_size, _ = k_cache.shape
     requests, rows, _ = out.shape
     if requests == 0 or rows == offset:
-        return
-    params = _TAIL.pack(
-        *block_table_fields(block_table, block_size),
-        k_cache.ptr, out.ptr + offset * out.strides[1] * BFLOAT16.itemsize, seq_lens.ptr,
-        gather_lens.ptr if gather_lens else 0,
-        k_cache.strides[0], *out.strides[:2], rows - offset, num_blocks, out.aligned(16),
+        return ()
+    params = structs.GATHER_TAIL(
+        table=block_table(table, block_size), cache=k_cache.ptr,
+        dst=out.ptr + offset * out.strides[1] * BFLOAT16.itemsize, seq_lens=seq_lens.ptr,
+        gather_lens=pointer(gather_lens), block_stride=k_cache.strides[0], dst_stride=out.strides[0],
+        row_stride=out.strides[1], dst_rows=rows - offset, num_blocks=num_blocks, aligned=int(out.aligned(16)),
     )  # fmt: skip
-    blocks = min(-(-requests * (rows - offset) // ROWS_PER_BLOCK), GATHER_BLOCKS_PER_SM * num_sms(place.device))
-    tail_kernel(layout).launch(place, (blocks, 1, 1), params)
+    return [Launch(tail_kernel(layout), (_blocks(gpu, requests * (rows - offset)), 1, 1), params)]
 
 
-def concat_mla_q(place: Place, ql_nope: Array, q_pe: Array, out: Array) -> None:
+def concat_mla_q(gpu: Gpu, ql_nope: Array, q_pe: Array, out: Array) -> Program:
     """Twin of `reference.gather.concat_mla_q`."""
     tokens, heads, _ = out.shape
     rows = tokens * heads
     if rows == 0:
-        return
-    params = _CONCAT.pack(
-        ql_nope.ptr, q_pe.ptr, out.ptr, *ql_nope.strides[:2], *q_pe.strides[:2], *out.strides[:2], rows, heads,
-        ql_nope.aligned(16) and q_pe.aligned(16) and out.aligned(16),
+        return ()
+    aligned = ql_nope.aligned(16) and q_pe.aligned(16) and out.aligned(16)
+    params = structs.CONCAT_Q(
+        nope=ql_nope.ptr, rope=q_pe.ptr, out=out.ptr, nope_t=ql_nope.strides[0], nope_h=ql_nope.strides[1],
+        rope_t=q_pe.strides[0], rope_h=q_pe.strides[1], out_t=out.strides[0], out_h=out.strides[1], num_rows=rows,
+        heads=heads, aligned=int(aligned),
     )  # fmt: skip
-    concat_kernel().launch(place, (-(-rows // ROWS_PER_BLOCK), 1, 1), params)
+    return [Launch(concat_kernel(), (ceil_div(rows, ROWS_PER_BLOCK), 1, 1), params)]
+
+
+def _blocks(gpu: Gpu, rows: int) -> int:
+    """CTAs of a gather of so many rows: no more than run at a time."""
+    return least(ceil_div(rows, ROWS_PER_BLOCK), BLOCKS_PER_SM * gpu.sms)

@@ -1,37 +1,36 @@
-"""Launches the kernels of the indexer's key cache: `kernels_cu/indexer/pack.cu` and `gather.cu`."""
+"""Launches the kernels of the indexer's key cache: `pack_keys` and `gather_keys` of `kernels_cu/indexer`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
 
-from ..arrays import Array, Place
+from ..arrays import Array
 from ..layouts import INDEXER_FP8
-from ..recording import Params
-from .jit import Kernel, num_sms
-from .paging import BLOCK_TABLE, block_table_fields
+from ..sizes import least
+from . import structs
+from .driver import Gpu
+from .kernel import Kernel
+from .paging import block_table, ceil_div
+from .program import Launch, Program
 
-THREADS = 256
 PACK_TOKENS_PER_BLOCK = 64
-GATHER_TOKENS_PER_BLOCK = THREADS // 32 * 16
+GATHER_TOKENS_PER_BLOCK = 128
 GATHER_BLOCKS_PER_SM = 4  # that run at a time
-
-_PACK = Params("=3Q3q3i4x")  # struct Params of pack.cu
-_GATHER = Params("=" + BLOCK_TABLE + "4Q3qi4x")  # struct Params of gather.cu
 
 
 @cache
 def pack_kernel(aligned: bool) -> Kernel:
     """The kernel that quantizes keys into the cache, for arrays that allow wide accesses or do not."""
-    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned)}
-    return Kernel("indexer/pack.cu", "pack_indexer_keys", defines, threads=THREADS)
+    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": PACK_TOKENS_PER_BLOCK}
+    return Kernel("indexer/pack_keys.cu", structs.PACK_KEYS, defines)
 
 
 @cache
 def gather_kernel(aligned: bool) -> Kernel:
     """The kernel that copies keys and scales out of the cache, for arrays that allow wide accesses or do not."""
-    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned)}
-    return Kernel("indexer/gather.cu", "gather_indexer_keys", defines, threads=THREADS)
+    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": GATHER_TOKENS_PER_BLOCK}
+    return Kernel("indexer/gather_keys.cu", structs.GATHER_KEYS, defines)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -41,36 +40,37 @@ def kernels() -> Iterator[Kernel]:
         yield gather_kernel(aligned)
 
 
-def indexer_k_quant_and_cache(place: Place, k: Array, kv_cache: Array, slots: Array, scale_format: str) -> None:
+def indexer_k_quant_and_cache(gpu: Gpu, k: Array, kv_cache: Array, slots: Array, scale_format: str) -> Program:
     """Twin of `reference.indexer.indexer_k_quant_and_cache`."""
-    tokens = slots.shape[0]
+    (tokens,) = slots.shape
     num_blocks, block_size, _ = kv_cache.shape
     if tokens == 0 or num_blocks == 0:
-        return
-    params = _PACK.pack(
-        k.ptr, kv_cache.ptr, slots.ptr, k.strides[0], kv_cache.strides[0], num_blocks * block_size,
-        block_size, tokens, scale_format == "ue8m0",
+        return ()
+    params = structs.PACK_KEYS(
+        k=k.ptr, cache=kv_cache.ptr, slots=slots.ptr, k_stride=k.strides[0], block_stride=kv_cache.strides[0],
+        num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens,
+        power_of_two=int(scale_format == "ue8m0"),
     )  # fmt: skip
     aligned = k.aligned(16) and _block_aligned(kv_cache, 8)
-    pack_kernel(aligned).launch(place, (-(-tokens // PACK_TOKENS_PER_BLOCK), 1, 1), params)
+    return [Launch(pack_kernel(aligned), (ceil_div(tokens, PACK_TOKENS_PER_BLOCK), 1, 1), params)]
 
 
 def cp_gather_indexer_k_quant_cache(
-    place: Place, kv_cache: Array, dst_k: Array, dst_scale: Array, block_table: Array, cu_seq_lens: Array
-) -> None:
+    gpu: Gpu, kv_cache: Array, dst_k: Array, dst_scale: Array, table: Array, cu_seq_lens: Array
+) -> Program:
     """Twin of `reference.indexer.cp_gather_indexer_k_quant_cache`."""
     num_blocks, block_size, _ = kv_cache.shape
     rows = dst_k.shape[0]
-    if rows == 0 or block_table.shape[0] == 0:
-        return
-    params = _GATHER.pack(
-        *block_table_fields(block_table, block_size),
-        kv_cache.ptr, dst_k.ptr, dst_scale.ptr, cu_seq_lens.ptr,
-        kv_cache.strides[0], dst_k.strides[0], rows, num_blocks,
+    if rows == 0 or table.shape[0] == 0:
+        return ()
+    params = structs.GATHER_KEYS(
+        table=block_table(table, block_size), cache=kv_cache.ptr, keys=dst_k.ptr, scales=dst_scale.ptr,
+        cu_seq_lens=cu_seq_lens.ptr, block_stride=kv_cache.strides[0], keys_stride=dst_k.strides[0], rows=rows,
+        num_blocks=num_blocks,
     )  # fmt: skip
-    blocks = min(-(-rows // GATHER_TOKENS_PER_BLOCK), GATHER_BLOCKS_PER_SM * num_sms(place.device))
+    blocks = least(ceil_div(rows, GATHER_TOKENS_PER_BLOCK), GATHER_BLOCKS_PER_SM * gpu.sms)
     aligned = _block_aligned(kv_cache, 16) and dst_k.aligned(16)
-    gather_kernel(aligned).launch(place, (blocks, 1, 1), params)
+    return [Launch(gather_kernel(aligned), (blocks, 1, 1), params)]
 
 
 def _block_aligned(kv_cache: Array, nbytes: int) -> bool:

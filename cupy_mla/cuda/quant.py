@@ -1,4 +1,4 @@
-"""Launches the tensor quantization kernel: `kernels_cu/cache/tensor_quant.cu`."""
+"""Launches the tensor quantization: `kernels_cu/cache/tensor_quant.cu`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from functools import cache
 
 import numpy as np
 
-from ..arrays import Array, Place
-from ..recording import Params
-from .jit import Kernel, clear, num_sms
+from ..arrays import Array
+from ..sizes import least, most
+from . import structs
+from .driver import Gpu
+from .kernel import Kernel
+from .paging import ceil_div
+from .program import Clear, Launch, Program, Slot
 
-THREADS = 256
-TILE = THREADS * 2 * 8  # values a block takes at a time
-BLOCKS_PER_SM = 4  # __launch_bounds__ of the kernel: as many as are sure to run at the same time
-
-_PARAMS = Params("=4Q2qi4x")  # struct Params of tensor_quant.cu
+VALUES_PER_TILE = 4096  # that a CTA takes at a time
+BLOCKS_PER_SM = 4  # as many as are sure to run at the same time
 
 
 @cache
 def quantize_kernel(float32: bool) -> Kernel:
     """The kernel for float32 or bfloat16 input."""
-    return Kernel(
-        "cache/tensor_quant.cu", "quantize_tensor", {"FLOAT32": int(float32)}, threads=THREADS, cooperative=True
-    )
+    defines = {"FLOAT32": int(float32), "VALUES_PER_TILE": VALUES_PER_TILE, "BLOCKS_PER_SM": BLOCKS_PER_SM}
+    return Kernel("cache/tensor_quant.cu", structs.TENSOR_QUANT, defines, cooperative=True)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -33,12 +33,15 @@ def kernels() -> Iterator[Kernel]:
         yield quantize_kernel(float32)
 
 
-def dynamic_per_batched_tensor_quant(place: Place, x: Array, codes: Array, scale: Array) -> None:
+def dynamic_per_batched_tensor_quant(gpu: Gpu, x: Array, codes: Array, scale: Array) -> Program:
     """Twin of `reference.quant.dynamic_per_batched_tensor_quant`."""
     size = math.prod(x.shape)
-    tiles = -(-size // TILE)
-    state = Array("state", place.empty((2,), np.dtype(np.int32)))
-    clear(place, state)
-    params = _PARAMS.pack(x.ptr, codes.ptr, scale.ptr, state.ptr, size, tiles, x.ptr % 16 == 0)
-    blocks = max(1, min(tiles, BLOCKS_PER_SM * num_sms(place.device)))
-    quantize_kernel(x.dtype.itemsize == 4).launch(place, (blocks, 1, 1), params)
+    tiles = ceil_div(size, VALUES_PER_TILE)
+    state = Slot("state", shape=(2,), dtype=np.dtype(np.int32))
+    params = structs.TENSOR_QUANT(
+        x=x.ptr, codes=codes.ptr, scale=scale.ptr, state=state.ptr, size=size, tiles=tiles,
+        aligned=int(x.ptr % 16 == 0),
+    )  # fmt: skip
+    blocks = most(1, least(tiles, BLOCKS_PER_SM * gpu.sms))
+    launch = Launch(quantize_kernel(x.dtype.itemsize == 4), (blocks, 1, 1), params)
+    return [Clear(state.ptr, state.nbytes), launch]

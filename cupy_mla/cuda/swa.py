@@ -1,40 +1,37 @@
-"""Launches the index kernels of the sliding window: `swa_decode.cu`, `gather_lens.cu` and `combine_swa.cu` of
-`kernels_cu/indices`."""
+"""Launches the index kernels of the sliding window: `swa_decode`, `gather_lens`, `combine_swa` of `kernels_cu/indices`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
 
-from ..arrays import Array, Place
-from ..recording import Params
-from .jit import Kernel
-from .paging import BLOCK_TABLE, QUERIES, block_table_fields, query_fields
+from ..arrays import Array
+from . import structs
+from .driver import Gpu
+from .kernel import Kernel
+from .paging import block_table, ceil_div, queries
+from .program import Launch, Program
 
-THREADS = 256
-LENS_THREADS = 128
-
-_DECODE = Params("=" + BLOCK_TABLE + QUERIES + "4Qqi4x")  # struct Params of swa_decode.cu
-_LENS = Params("=" + QUERIES + "Q2i")  # struct Params of gather_lens.cu
-_COMBINE = Params("=" + QUERIES + "4Q2q6i")  # struct Params of combine_swa.cu
+DECODE_TOKENS_PER_BLOCK = 8
+LENS_REQUESTS_PER_BLOCK = 128
 
 
 @cache
 def decode_kernel() -> Kernel:
     """The kernel that lists decode tokens' windows."""
-    return Kernel("indices/swa_decode.cu", "swa_decode", {}, threads=THREADS)
+    return Kernel("indices/swa_decode.cu", structs.SWA_DECODE, {"TOKENS_PER_BLOCK": DECODE_TOKENS_PER_BLOCK})
 
 
 @cache
 def lens_kernel() -> Kernel:
     """The kernel that counts the tokens prefills' windows reach."""
-    return Kernel("indices/gather_lens.cu", "gather_lens", {}, threads=LENS_THREADS)
+    return Kernel("indices/gather_lens.cu", structs.GATHER_LENS, {"REQUESTS_PER_BLOCK": LENS_REQUESTS_PER_BLOCK})
 
 
 @cache
 def combine_kernel() -> Kernel:
-    """The kernel that lists prefill tokens' compressed rows and windows."""
-    return Kernel("indices/combine_swa.cu", "combine_swa", {}, threads=THREADS)
+    """The kernel that lists prefill tokens' compressed rows and windows, a CTA a token."""
+    return Kernel("indices/combine_swa.cu", structs.COMBINE_SWA, {})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -45,41 +42,44 @@ def kernels() -> Iterator[Kernel]:
 
 
 def compute_swa_indices_and_lens(
-    place: Place,
+    gpu: Gpu,
     query_start_loc: Array,
     seq_lens: Array,
     token_to_req: Array,
     is_valid_token: Array,
-    block_table: Array,
+    table: Array,
     block_size: int,
     window_size: int,
     out: Array,
     lens: Array,
-) -> None:
+) -> Program:
     """Twin of `reference.swa.compute_swa_indices_and_lens`."""
-    tokens = token_to_req.shape[0]
+    (tokens,) = token_to_req.shape
     if tokens == 0:
-        return
-    params = _DECODE.pack(
-        *block_table_fields(block_table, block_size), *query_fields(query_start_loc, seq_lens, tokens),
-        token_to_req.ptr, is_valid_token.ptr, out.ptr, lens.ptr, out.strides[0], window_size,
+        return ()
+    params = structs.SWA_DECODE(
+        table=block_table(table, block_size), queries=queries(query_start_loc, seq_lens, tokens),
+        token_to_req=token_to_req.ptr, is_valid=is_valid_token.ptr, out=out.ptr, lens=lens.ptr,
+        out_stride=out.strides[0], window=window_size,
     )  # fmt: skip
-    decode_kernel().launch(place, (-(-tokens // (THREADS // 32)), 1, 1), params)
+    return [Launch(decode_kernel(), (ceil_div(tokens, DECODE_TOKENS_PER_BLOCK), 1, 1), params)]
 
 
 def compute_prefill_gather_lens(
-    place: Place, seq_lens: Array, query_start_loc: Array, num_decodes: int, window_size: int, out: Array
-) -> None:
+    gpu: Gpu, seq_lens: Array, query_start_loc: Array, num_decodes: int, window_size: int, out: Array
+) -> Program:
     """Twin of `reference.swa.compute_prefill_gather_lens`."""
-    prefills = out.shape[0]
+    (prefills,) = out.shape
     if prefills == 0:
-        return
-    params = _LENS.pack(*query_fields(query_start_loc, seq_lens, 0), out.ptr, num_decodes, window_size)
-    lens_kernel().launch(place, (-(-prefills // LENS_THREADS), 1, 1), params)
+        return ()
+    params = structs.GATHER_LENS(
+        queries=queries(query_start_loc, seq_lens, 0), out=out.ptr, num_decodes=num_decodes, window=window_size
+    )
+    return [Launch(lens_kernel(), (ceil_div(prefills, LENS_REQUESTS_PER_BLOCK), 1, 1), params)]
 
 
 def combine_topk_swa_indices(
-    place: Place,
+    gpu: Gpu,
     topk_indices: Array,
     query_start_loc: Array,
     seq_lens: Array,
@@ -91,14 +91,14 @@ def combine_topk_swa_indices(
     compressed_rows: int,
     out: Array,
     lens: Array,
-) -> None:
+) -> Program:
     """Twin of `reference.swa.combine_topk_swa_indices`."""
     tokens, width = out.shape
     if tokens == 0:
-        return
-    params = _COMBINE.pack(
-        *query_fields(query_start_loc, seq_lens, tokens),
-        topk_indices.ptr, gather_lens.ptr, out.ptr, lens.ptr, topk_indices.strides[0], out.strides[0],
-        window_size, compress_ratio, topk, rows, compressed_rows, width,
+        return ()
+    params = structs.COMBINE_SWA(
+        queries=queries(query_start_loc, seq_lens, tokens), chosen=topk_indices.ptr, gather_lens=gather_lens.ptr,
+        out=out.ptr, lens=lens.ptr, chosen_stride=topk_indices.strides[0], out_stride=out.strides[0],
+        window=window_size, ratio=compress_ratio, topk=topk, rows=rows, compressed_rows=compressed_rows, width=width,
     )  # fmt: skip
-    combine_kernel().launch(place, (tokens, 1, 1), params)
+    return [Launch(combine_kernel(), (tokens, 1, 1), params)]

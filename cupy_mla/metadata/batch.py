@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array
+from ..bridges import describe
 
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
@@ -236,7 +236,7 @@ def reshape_attn_output_for_spec_decode(attn_output: Any) -> Any:
     Raises:
         ValueError: the strides do not allow a view.
     """
-    a = Array("attn_output", attn_output)
+    a = describe("attn_output", attn_output)
     if len(a.shape) != 4:
         raise ValueError(f"attn_output: expected shape [b, s, h, d], got {list(a.shape)}")
     b, s = a.shape[:2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays import Place, aligned_up
+from ..arrays import aligned_up
+from ..bridges import Place
 from ..config import SparseMLAConfig
 from ..ops.compressed import build_c128a_topk_metadata, get_compressed_slot_mapping
 from .batch import INT32, INT64, BatchMetadata, split_decodes_and_prefills

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import HOST, Place, Uploads
+from ..arrays import HOST
+from ..bridges import Place
 from ..config import SparseMLAConfig
 from .batch import (
     INT32,

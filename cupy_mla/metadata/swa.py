@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import HOST, Place, Uploads
+from ..arrays import HOST
+from ..bridges import Place
 from ..config import SparseMLAConfig
 from ..ops.swa import BOOL, compute_prefill_gather_lens, compute_swa_indices_and_lens
 from .batch import INT32, INT64, BatchMetadata, split_decodes_and_prefills

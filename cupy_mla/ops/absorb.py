@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import bind
+from ..bridges import bind
 from ..layouts import BFLOAT16
-from ._check import FLOAT32
-from ._plan import traceable
+from .validate import FLOAT32
+from ..calls.signature import traceable
 
 FLOATS = (BFLOAT16, FLOAT32)
 

@@ -15,20 +15,22 @@ Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import layouts
-from ..arrays import Array, Place, bind
-from ..cuda import attention as cuda
-from ..layouts import BFLOAT16, D_V, Layout
+from ..arrays import Array
+from ..bridges import bind
+from ..cuda.attention import launch as cuda
+from ..cuda.driver import gpu
+from ..layouts import BFLOAT16, D_V
 from ..reference import attention as reference
-from ._check import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads
-from ._plan import planned
+from .validate import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads
+from ..calls.signature import operation
 
 HEAD_DIMS = (576, 512)
 
 
-@planned
+@operation
 def sparse_prefill(
     q: Any,
     kv: Any,
@@ -85,7 +87,7 @@ def prefill(
     return out_.obj, max_logits.obj, lse.obj
 
 
-@planned
+@operation
 def sparse_decode(
     q: Any,
     k_cache: Any,
@@ -126,14 +128,73 @@ def sparse_decode(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
     """
-    call = Decode.check(
-        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out
-    )
-    if num_splits is None:
-        num_splits = call.plan(batch_invariant)
-    elif num_splits < 1:
+    return decode(
+        q, k_cache, indices, sm_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
+        num_splits, batch_invariant,
+    )[:2]  # fmt: skip
+
+
+def decode(
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    sm_scale: float | None,
+    attn_sink: Any,
+    topk_length: Any,
+    extra_k_cache: Any,
+    extra_indices: Any,
+    extra_topk_length: Any,
+    out: Any,
+    num_splits: int | None,
+    batch_invariant: bool,
+    is_fp8_kvcache: bool | None = None,
+) -> tuple[Any, Any, int]:
+    """What `sparse_decode` does, for the front doors; returns the splits as well.
+
+    Args:
+        is_fp8_kvcache: must agree with `k_cache` where it is given.
+    """
+    if (extra_k_cache is None) != (extra_indices is None):
+        raise ValueError("extra_k_cache and extra_indices must be given together")
+    if extra_topk_length is not None and extra_indices is None:
+        raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
+    place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
+    sink, length, extra, extra_idx, extra_length, out_ = place.optional(
+        attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length, out=out,
+    )  # fmt: skip
+    b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
+    require_heads(h_q)
+    layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+    if layout.d_qk != d_qk:
+        raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
+    require_cache(cache, layout)
+    idx.require(INT32, b, s_q, "topk")
+    _require_optional(sink, length, h_q, b)
+    if extra is not None and extra_idx is not None:
+        require_cache(extra, layout)
+        extra_idx.require(INT32, b, s_q, "extra_topk")
+        if extra_length is not None:
+            extra_length.require(INT32, b)
+    if out_ is not None:
+        out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
+    if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
+        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
+    if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits must be >= 1, got {num_splits}")
-    return call.run(sm_scale, num_splits, batch_invariant)
+    if num_splits is None:
+        num_splits = 1
+        if place.on_gpu:
+            num_splits = cuda.decode_splits(gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx,
+                                            extra_length, batch_invariant)  # fmt: skip
+    out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
+    lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
+    place.call(
+        cuda.sparse_decode, reference.sparse_decode,
+        layout, q_, cache, idx, layout.d_qk**-0.5 if sm_scale is None else float(sm_scale), sink, length, extra,
+        extra_idx, extra_length, batch_invariant, num_splits, out_, lse,
+    )  # fmt: skip
+    return out_.obj, lse.obj, num_splits
 
 
 def plan_splits(
@@ -146,103 +207,16 @@ def plan_splits(
     """
     place, (q_, idx) = bind(q=q, indices=indices)
     (extra_idx,) = place.optional(extra_indices=extra_indices)
-    b, s_q, _, _ = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
-    idx.require(INT32, b, s_q, "topk")
+    b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
+    rows = idx.require(INT32, b, s_q, "topk").shape[-1]
     if extra_idx is not None:
-        extra_idx.require(INT32, b, s_q, "extra_topk")
-    layout = next(a for a in layouts.ATTENTION_LAYOUTS if (a.quantized, a.d_qk) == (quantized, q_.shape[3]))
-    return _plan(place, q_, idx, extra_idx, layout, extra_idx is None, batch_invariant)
-
-
-def _plan(
-    place: Place,
-    q: Array,
-    indices: Array,
-    extra_indices: Array | None,
-    layout: Layout,
-    flat: bool,
-    batch_invariant: bool,
-) -> int:
+        rows += extra_idx.require(INT32, b, s_q, "extra_topk").shape[-1]
+    layout = next(a for a in layouts.ATTENTION_LAYOUTS if (a.quantized, a.d_qk) == (quantized, d_qk))
     if not place.on_gpu:
         return 1
-    b, s_q, h_q, _ = q.shape
-    rows = indices.shape[-1] + (extra_indices.shape[-1] if extra_indices is not None else 0)
-    return cuda.plan_splits(place, b * s_q, h_q, rows, layout, flat=flat, batch_invariant=batch_invariant)
-
-
-class Decode(NamedTuple):
-    """The checked arguments of one `sparse_decode`; the KV-head axes of the caches are gone."""
-
-    place: Place
-    layout: Layout
-    q: Array
-    cache: Array
-    indices: Array
-    sink: Array | None
-    length: Array | None
-    extra: Array | None
-    extra_indices: Array | None
-    extra_length: Array | None
-    out: Array | None
-
-    @classmethod
-    def check(
-        cls,
-        q: Any,
-        k_cache: Any,
-        indices: Any,
-        attn_sink: Any,
-        topk_length: Any,
-        extra_k_cache: Any,
-        extra_indices: Any,
-        extra_topk_length: Any,
-        out: Any,
-    ) -> Decode:
-        """Arguments and errors of `sparse_decode`."""
-        if (extra_k_cache is None) != (extra_indices is None):
-            raise ValueError("extra_k_cache and extra_indices must be given together")
-        if extra_topk_length is not None and extra_indices is None:
-            raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
-        place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
-        sink, length, extra, extra_idx, extra_length, out_ = place.optional(
-            attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
-            extra_topk_length=extra_topk_length, out=out,
-        )  # fmt: skip
-        b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
-        require_heads(h_q)
-        layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
-        if layout.d_qk != d_qk:
-            raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
-        require_cache(cache, layout)
-        idx.require(INT32, b, s_q, "topk")
-        _require_optional(sink, length, h_q, b)
-        if extra is not None and extra_idx is not None:
-            require_cache(extra, layout)
-            extra_idx.require(INT32, b, s_q, "extra_topk")
-            if extra_length is not None:
-                extra_length.require(INT32, b)
-        if out_ is not None:
-            out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
-        return cls(place, layout, q_, cache, idx, sink, length, extra, extra_idx, extra_length, out_)
-
-    def plan(self, batch_invariant: bool) -> int:
-        """As `plan_splits`."""
-        flat = cuda.flat_rows(self.cache, self.extra)
-        return _plan(self.place, self.q, self.indices, self.extra_indices, self.layout, flat, batch_invariant)
-
-    def run(self, sm_scale: float | None, num_splits: int, batch_invariant: bool) -> tuple[Any, Any]:
-        """Results of `sparse_decode`."""
-        place, layout, q, cache, indices, sink, length, extra, extra_indices, extra_length, out = self
-        b, s_q, h_q, d_qk = q.shape
-        scale = d_qk**-0.5 if sm_scale is None else float(sm_scale)
-        out = place.output("out", out, (b, s_q, h_q, D_V), BFLOAT16)
-        lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
-        place.call(
-            cuda.sparse_decode, reference.sparse_decode,
-            layout, q, cache, indices, scale, sink, length, extra, extra_indices, extra_length, batch_invariant,
-            num_splits, out, lse,
-        )  # fmt: skip
-        return out.obj, lse.obj
+    return cuda.planned_splits(
+        gpu(place.device), layout, h_q, b * s_q, rows, flat=extra_idx is None, batch_invariant=batch_invariant
+    )
 
 
 def _require_optional(sink: Array | None, length: Array | None, h_q: int, b: int) -> None:

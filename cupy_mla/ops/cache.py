@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, layouts
-from ..arrays import Array, bind
+from ..arrays import Array
+from ..bridges import bind, to_numpy
 from ..cuda import cache as cuda
 from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import cache as reference
-from ._check import INT64, cache_layout, require_cache
-from ._plan import planned
+from .validate import INT64, cache_layout, require_cache
+from ..calls.signature import operation
 
 SCALE_FORMATS = ("fp32", "ue8m0")
 
 
-@planned
+@operation
 def concat_and_cache_mla(
     kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, *, layout: str | None = None, scale_format: str = "fp32"
 ) -> None:
@@ -54,7 +55,7 @@ def concat_and_cache_mla(
     )
 
 
-@planned
+@operation
 def quantize_and_insert_k_cache(k: Any, k_cache: Any, slot_mapping: Any) -> None:
     """Write tokens into a paged cache in layout V4_FP8.
 
@@ -86,7 +87,7 @@ def _require_target(cache: Array, layout: layouts.Layout, slots: Array, tokens: 
 
 def _check_slots(slots: Array, cache: Array) -> None:
     capacity = cache.shape[0] * cache.shape[1]
-    values = arrays.to_numpy(slots.obj)
+    values = to_numpy(slots.obj)
     if values.size and int(values.max()) >= capacity:
         worst = int(np.argmax(values))
         raise IndexError(f"slot_mapping[{worst}] is {int(values[worst])}, the cache has {capacity} slots")

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays import bind
+from ..bridges import bind
 from ..cuda import compressed as cuda
 from ..reference import compressed as reference
-from ._check import INT32, INT64
-from ._plan import planned
+from .validate import INT32, INT64
+from ..calls.signature import operation
 from .swa import BOOL, require_at_least
 
 
-@planned
+@operation
 def compute_global_topk_indices_and_lens(
     topk_indices: Any,
     token_to_req: Any,
@@ -102,7 +102,7 @@ def get_compressed_slot_mapping(
     )[:num_tokens]
 
 
-@planned
+@operation
 def write_compressed_slot_mapping(
     num_tokens: int,
     query_start_loc: Any,
@@ -186,7 +186,7 @@ def _first(array: Any, rows: int) -> Any:
     return array if rows == array.shape[0] else array[:rows]
 
 
-@planned
+@operation
 def write_c128a_topk_metadata(
     positions: Any,
     compress_ratio: int,

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array, bind
+from ..arrays import Array
+from ..bridges import bind, to_numpy
 from ..cuda import gather as cuda
 from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import gather as reference
-from ._check import INT32, cache_layout, require_cache
-from ._plan import planned
+from .validate import INT32, cache_layout, require_cache
+from ..calls.signature import operation
 
 
-@planned
+@operation
 def cp_gather_and_upconvert_fp8_kv_cache(
     src_cache: Any, dst: Any, block_table: Any, seq_lens: Any, workspace_starts: Any
 ) -> None:
@@ -52,7 +53,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     )  # fmt: skip
 
 
-@planned
+@operation
 def dequantize_and_gather_k_cache(
     out: Any, k_cache: Any, seq_lens: Any, gather_lens: Any, block_table: Any, block_size: int, offset: int
 ) -> None:
@@ -95,7 +96,7 @@ def dequantize_and_gather_k_cache(
     )  # fmt: skip
 
 
-@planned
+@operation
 def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
     """Put the two parts of every query head side by side: the absorbed query and its RoPE part.
 
@@ -115,8 +116,8 @@ def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
 
 
 def _check_tail(rows: int, table: Array, seq_lens: Array, gather_lens: Array | None, block_size: int) -> None:
-    lens = arrays.to_numpy(seq_lens.obj).astype(np.int64)
-    gathered = lens if gather_lens is None else np.minimum(arrays.to_numpy(gather_lens.obj), lens)
+    lens = to_numpy(seq_lens.obj).astype(np.int64)
+    gathered = lens if gather_lens is None else np.minimum(to_numpy(gather_lens.obj), lens)
     for r in np.flatnonzero(gathered > rows):
         raise IndexError(f"gather_lens: {gathered[r]} tokens of request {r} are asked for, out has room for {rows}")
     _check_table(lens, table, block_size)
@@ -129,7 +130,7 @@ def _check_table(lens: np.ndarray, table: Array, block_size: int) -> None:
 
 
 def _check_rows(dst: Array, table: Array, seq_lens: Array, starts: Array, block_size: int) -> None:
-    lens, first = (arrays.to_numpy(a.obj).astype(np.int64) for a in (seq_lens, starts))
+    lens, first = (to_numpy(a.obj).astype(np.int64) for a in (seq_lens, starts))
     rows = dst.shape[0]
     for r in np.flatnonzero((first < 0) | (first + lens > rows)):
         raise IndexError(f"workspace_starts: request {r} takes rows {first[r]} to {first[r] + lens[r]}, dst has {rows}")

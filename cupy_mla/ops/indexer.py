@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array, bind
+from ..arrays import Array
+from ..bridges import bind, to_numpy
 from ..cuda import indexer as cuda
 from ..layouts import BFLOAT16, INDEXER_FP8
 from ..reference import indexer as reference
-from ._check import FLOAT32, INT32, INT64, QUANTIZED, cache_layout, require_cache
-from ._plan import planned
+from .validate import FLOAT32, INT32, INT64, QUANTIZED, cache_layout, require_cache
+from ..calls.signature import operation
 from .cache import SCALE_FORMATS, _check_slots
 
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
 
 
-@planned
+@operation
 def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_format: str = "fp32") -> None:
     """Quantize tokens' indexer keys and write them into the paged cache.
 
@@ -52,7 +53,7 @@ def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_fo
     )  # fmt: skip
 
 
-@planned
+@operation
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Any, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any
 ) -> None:
@@ -96,6 +97,6 @@ def _require_indexer_cache(cache: Array) -> Array:
 
 
 def _check_starts(starts: Array, rows: int) -> None:
-    values = arrays.to_numpy(starts.obj)
+    values = to_numpy(starts.obj)
     if values[0] < 0 or (np.diff(values.astype(np.int64)) < 0).any() or values[-1] > rows:
         raise IndexError(f"cu_seq_lens: expected a running sum from 0 to at most {rows}, got {values.tolist()}")

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array, bind
+from ..arrays import Array
+from ..bridges import bind, to_numpy
 from ..cuda import indices as cuda
 from ..reference import indices as reference
-from ._check import INT32
-from ._plan import planned
+from .validate import INT32
+from ..calls.signature import operation
 
 
-@planned
+@operation
 def convert_req_index_to_global_index(
     req_id: Any,
     block_table: Any,
@@ -80,7 +81,7 @@ def convert_req_index_to_global_index(
 
 
 def _check_requests(req_id: Array, requests: int) -> None:
-    values = arrays.to_numpy(req_id.obj)
+    values = to_numpy(req_id.obj)
     wrong = np.flatnonzero((values < 0) | (values >= requests))
     if wrong.size:
         t = int(wrong[0])

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..arrays import Array, bind
+from ..arrays import Array
+from ..bridges import bind
 from ..cuda import quant as cuda
 from ..layouts import BFLOAT16, E4M3
 from ..reference import quant as reference
-from ._check import FLOAT32
-from ._plan import planned
+from .validate import FLOAT32
+from ..calls.signature import operation
 
 FLOATS = (BFLOAT16, FLOAT32)
 
 
-@planned
+@operation
 def dynamic_per_batched_tensor_quant(x: Any) -> tuple[Any, Any]:
     """Quantize a tensor under one scale: with `s = 448 / max(amax, 1e-10)`, the codes of `clamp(x * s, -448, 448)`.
 
@@ -34,8 +35,7 @@ def dynamic_per_batched_tensor_quant(x: Any) -> tuple[Any, Any]:
     x_.require(FLOATS, *("any",) * len(x_.shape))
     if x_.strides != _dense_strides(x_):
         raise ValueError(f"x: expected an array without gaps in C order, got strides {list(x_.strides)} (in items)")
-    codes = Array("codes", place.empty(x_.shape, E4M3))
-    scale = Array("scale", place.empty((), FLOAT32))
+    codes, scale = place.new("codes", x_.shape, E4M3), place.new("scale", (), FLOAT32)
     place.call(cuda.dynamic_per_batched_tensor_quant, reference.dynamic_per_batched_tensor_quant, x_, codes, scale)
     return codes.obj, scale.obj
 

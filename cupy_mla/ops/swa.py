@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import bind
+from ..bridges import bind
 from ..cuda import swa as cuda
 from ..reference import swa as reference
-from ._check import INT32
-from ._plan import planned
+from .validate import INT32
+from ..calls.signature import operation
 
 BOOL = np.dtype(np.bool_)
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
 
 
-@planned
+@operation
 def compute_swa_indices_and_lens(
     query_start_loc: Any,
     seq_lens: Any,
@@ -81,7 +81,7 @@ def compute_swa_indices_and_lens(
     return out_.obj, lens_.obj
 
 
-@planned
+@operation
 def compute_prefill_gather_lens(
     seq_lens: Any, query_start_loc: Any, num_decodes: int, window_size: int, *, out: Any = None
 ) -> Any:
@@ -123,7 +123,7 @@ def combined_width(topk: int, window_size: int) -> int:
     return -(-(topk + window_size) // LIST_ALIGN) * LIST_ALIGN
 
 
-@planned
+@operation
 def combine_topk_swa_indices(
     topk_indices: Any,
     query_start_loc: Any,

@@ -1,0 +1,91 @@
+"""Compares the machine code of all kernels with that of an earlier commit, without a GPU.
+
+python benchmarks/machine_code.py save FILE [--arch 90a ...]      compile everything here, write one line a kernel
+python benchmarks/machine_code.py compare FILE                    compile everything here, report what differs
+
+A change that moves or renames code without meaning to change a kernel is gated by this: the instructions of every
+variant must be the same bytes. Names of files, kernels and symbols do not count, so a variant is found again by its
+instructions; one that changed is listed by its new name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from cupy_mla.cuda import all_kernels
+
+
+def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the sections of a 64-bit ELF file."""
+    start, entry, count, names = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HHH", cubin, 58))
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * entry) for i in range(count)]
+    strings = headers[names][4]
+    for name, kind, _, _, offset, size in headers:
+        text = cubin[strings + name : cubin.index(b"\0", strings + name)].decode()
+        yield text, b"" if kind == 8 else cubin[offset : offset + size]  # 8: no bits in the file
+
+
+def fingerprint(cubin: bytes) -> str:
+    """A hash of the instructions of a cubin's kernel."""
+    (code,) = [content for name, content in sections(cubin) if name.startswith(".text.")]
+    return hashlib.sha256(code).hexdigest()[:24]
+
+
+def compiled(index: int, arch: str) -> tuple[str, str, str]:
+    """A variant's name, the architecture, and its fingerprint."""
+    kernel = all_kernels()[index]
+    cubin, _ = kernel.compile(arch)
+    return repr(kernel), arch, fingerprint(cubin)
+
+
+def fingerprints(archs: list[str]) -> list[tuple[str, str, str]]:
+    """Of every variant for each architecture it claims, or for those of `archs`."""
+    work = [(i, a) for i, kernel in enumerate(all_kernels()) for a in kernel.archs if not archs or a in archs]
+    with ProcessPoolExecutor() as pool:
+        return sorted(pool.map(partial(_unpack), work))
+
+
+def _unpack(work: tuple[int, str]) -> tuple[str, str, str]:
+    return compiled(*work)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["save", "compare"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--arch", action="append", default=[], help="only these architectures")
+    options = parser.parse_args()
+    now = fingerprints(options.arch)
+    if options.what == "save":
+        options.file.write_text("".join(json.dumps(line) + "\n" for line in now))
+        print(f"{len(now)} variants written to {options.file}")
+        return
+    before = [json.loads(line) for line in options.file.read_text().splitlines()]
+    before = [line for line in before if not options.arch or line[1] in options.arch]
+    left = Counter((arch, code) for _, arch, code in before)
+    changed = []
+    for name, arch, code in now:
+        if left[arch, code]:
+            left[arch, code] -= 1
+        else:
+            changed.append(f"sm_{arch}  {name}")
+    gone = sum(left.values())
+    print(f"{len(now)} variants now, {len(before)} before: {len(now) - len(changed)} the same, {len(changed)} changed or new")
+    print("\n".join(changed))
+    if gone:
+        missing = {(arch, code) for (arch, code), n in left.items() if n}
+        print("no longer there:")
+        print("\n".join(f"sm_{arch}  {name}" for name, arch, code in before if (arch, code) in missing))
+    raise SystemExit(bool(changed or gone))
+
+
+if __name__ == "__main__":
+    main()

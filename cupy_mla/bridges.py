@@ -1,0 +1,497 @@
+"""The only module that knows NumPy, CuPy and torch apart.
+
+Three things live here. The *bridges* (`to_numpy`, `to_cupy`, `to_torch`) hand an array from one library to another
+through DLPack. A `Library` says what the package needs of one of the three: how to describe an array of it, to allocate
+one, to find the caller's current stream. A `Place` is a library and a device; `bind` looks at the arguments of one call,
+makes sure that they are all in one place, and describes each as an `Array`.
+
+Neither CuPy nor torch is imported here unless the caller's arrays are theirs or a bridge to them is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache, cached_property
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import private
+from .arrays import HOST, Array
+from .layouts import BFLOAT16, E4M3, E8M0
+
+_NARROW: dict[np.dtype, np.dtype] = {BFLOAT16: np.dtype(np.int16), E4M3: np.dtype(np.uint8), E8M0: np.dtype(np.uint8)}
+UINT8 = np.dtype(np.uint8)
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in items, of an array of this shape without gaps in C order."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step = step * length
+    return tuple(reversed(strides))
+
+
+# --- the libraries --------------------------------------------------------------------------------------------
+
+
+class Library:
+    """What the package needs of NumPy, CuPy or torch.
+
+    Attributes:
+        name: "numpy", "cupy" or "torch".
+        facts: what a compiled call compares of an array with the call it was made from, as expressions; `{a}` is the
+            array. With the numbers below they are all that a call depends on.
+        shape, strides, address: expressions for what differs from call to call.
+        strides_in_bytes: whether `strides` counts bytes, not items.
+        results_share_memory: whether arrays in one piece of memory cost the host less than arrays with their own.
+    """
+
+    name: str
+    facts: tuple[str, ...] = ()
+    shape = "{a}.shape"
+    strides = "{a}.strides"
+    address = ""
+    strides_in_bytes = True
+    results_share_memory = False
+
+    def describe(self, name: str, obj: Any) -> Array:
+        """The description of an array of this library."""
+        raise NotImplementedError
+
+    def facts_of(self, obj: Any) -> tuple[Any, ...]:
+        """The values of `facts` for an array."""
+        return self._read_facts(obj)
+
+    @cached_property
+    def _read_facts(self) -> Callable[[Any], tuple[Any, ...]]:
+        return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
+
+    def on_gpu(self, obj: Any) -> bool:
+        """Whether an array lies on a GPU."""
+        raise NotImplementedError
+
+    def writable(self, obj: Any) -> bool:
+        """Whether the array may be written."""
+        return True
+
+    def wants_gradient(self, obj: Any) -> bool:
+        """Whether autograd follows the array."""
+        return False
+
+    def host_view(self, obj: Any, dtype: np.dtype) -> np.ndarray:
+        """The same host memory as a NumPy array."""
+        raise NotImplementedError
+
+    def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A new uninitialised array; fp8 as uint8 in CuPy."""
+        raise NotImplementedError
+
+    def native_dtype(self, dtype: np.dtype) -> Any:
+        """What the library itself calls a dtype."""
+        return dtype
+
+    def to_device(self, device: int) -> AbstractContextManager[Any]:
+        """Makes a GPU the current device for a while."""
+        raise NotImplementedError
+
+    def stream_reader(self, device: int) -> Callable[[], int]:
+        """Tells, at any time, the handle of the caller's current stream of a GPU."""
+        raise NotImplementedError
+
+    def maker(self) -> Callable[..., Any]:
+        """Makes results on the current GPU: of shape, strides and native dtype, or of shape, native dtype, memory."""
+        raise NotImplementedError
+
+    def allocator(self) -> tuple[Callable[[int], Any], str]:
+        """Allocates bytes on the current GPU, and the expression for their address; `{a}` is what it returns."""
+        raise NotImplementedError
+
+
+class NumPyLibrary(Library):
+    """NumPy: host memory."""
+
+    name = "numpy"
+
+    def on_gpu(self, obj: Any) -> bool:
+        return False
+
+    def describe(self, name: str, obj: Any) -> Array:
+        return _described_by_bytes(name, obj, Place("numpy", HOST), obj.__array_interface__["data"][0])
+
+    def writable(self, obj: Any) -> bool:
+        return obj.flags.writeable
+
+    def host_view(self, obj: Any, dtype: np.dtype) -> np.ndarray:
+        return obj
+
+    def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return np.empty(shape, dtype)
+
+
+class CuPyLibrary(Library):
+    """CuPy: memory of a GPU."""
+
+    name = "cupy"
+    facts = ("{a}.dtype", "{a}.data.device_id")
+    address = "{a}.data.ptr"
+    results_share_memory = True
+
+    def on_gpu(self, obj: Any) -> bool:
+        return True
+
+    def describe(self, name: str, obj: Any) -> Array:
+        return _described_by_bytes(name, obj, Place("cupy", obj.data.device_id), obj.data.ptr)
+
+    def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        with self.to_device(device):
+            return self.maker()(shape, self.native_dtype(np.dtype(dtype)))
+
+    def native_dtype(self, dtype: np.dtype) -> Any:
+        dtype = UINT8 if dtype == E4M3 else dtype
+        return dtype.char if dtype.isbuiltin == 1 else dtype  # the character is found faster
+
+    def to_device(self, device: int) -> AbstractContextManager[Any]:
+        return sys.modules["cupy"].cuda.Device(device)
+
+    def stream_reader(self, device: int) -> Callable[[], int]:
+        current = sys.modules["cupy"].cuda.get_current_stream
+        return lambda: current(device).ptr
+
+    def maker(self) -> Callable[..., Any]:
+        return private.cupy_empty()
+
+    def allocator(self) -> tuple[Callable[[int], Any], str]:
+        return sys.modules["cupy"].cuda.alloc, "{a}.ptr"
+
+
+class TorchLibrary(Library):
+    """torch: host memory or that of a GPU."""
+
+    name = "torch"
+    facts = ("{a}.dtype", "{a}.get_device()", "{a}.layout", "{a}.requires_grad")
+    strides = "{a}.stride()"
+    address = "{a}.data_ptr()"
+    strides_in_bytes = False
+
+    def on_gpu(self, obj: Any) -> bool:
+        return self.device_of(obj) not in (HOST, None)
+
+    def describe(self, name: str, obj: Any) -> Array:
+        torch = sys.modules["torch"]
+        try:
+            dtype = _torch_dtypes()[0][obj.dtype]
+        except KeyError:
+            raise TypeError(f"{name}: dtype {obj.dtype} is not supported") from None
+        if obj.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {obj.layout}")
+        device = self.device_of(obj)
+        if device is None:
+            raise TypeError(f"{name}: expected a CPU or CUDA tensor, got device {obj.device}")
+        return Array(name, obj, Place("torch", device), dtype, tuple(obj.shape), obj.stride(), obj.data_ptr())
+
+    def device_of(self, obj: Any) -> int | None:
+        """The number of a tensor's device; None where it is neither the CPU nor a CUDA device."""
+        device = obj.device
+        return HOST if device.type == "cpu" else device.index if device.type == "cuda" else None
+
+    def wants_gradient(self, obj: Any) -> bool:
+        return obj.requires_grad and sys.modules["torch"].is_grad_enabled()
+
+    def host_view(self, obj: Any, dtype: np.dtype) -> np.ndarray:
+        obj = obj.detach()
+        narrow = _NARROW.get(dtype)
+        return obj.numpy() if narrow is None else obj.view(self.native_dtype(narrow)).numpy().view(dtype)
+
+    def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        if device == HOST:
+            return sys.modules["torch"].empty(shape, dtype=self.native_dtype(dtype), device="cpu")
+        with self.to_device(device):
+            return self.maker()(shape, dense_strides(shape), self.native_dtype(dtype))
+
+    def native_dtype(self, dtype: np.dtype) -> Any:
+        return _torch_dtypes()[1][np.dtype(dtype)]
+
+    def to_device(self, device: int) -> AbstractContextManager[Any]:
+        return sys.modules["torch"].cuda.device(device)
+
+    def stream_reader(self, device: int) -> Callable[[], int]:
+        return private.torch_stream_reader(device)
+
+    def maker(self) -> Callable[..., Any]:
+        return private.torch_empty()
+
+    def allocator(self) -> tuple[Callable[[int], Any], str]:
+        make, uint8 = self.maker(), self.native_dtype(UINT8)
+        return lambda nbytes: make((nbytes,), (1,), uint8), self.address
+
+
+LIBRARIES: dict[str, Library] = {library.name: library for library in (NumPyLibrary(), CuPyLibrary(), TorchLibrary())}
+
+
+def _described_by_bytes(name: str, obj: Any, place: Place, ptr: int) -> Array:
+    """The description of an array whose strides count bytes."""
+    dtype = obj.dtype
+    if not dtype.isnative:
+        raise TypeError(f"{name}: expected native byte order, got dtype {dtype.str}")
+    size = dtype.itemsize
+    if any(s % size for s in obj.strides):
+        raise ValueError(f"{name}: strides {obj.strides} bytes are no multiples of the item size {size}")
+    return Array(name, obj, place, dtype, obj.shape, tuple(s // size for s in obj.strides), ptr)
+
+
+@cache
+def _torch_dtypes() -> tuple[dict[Any, np.dtype], dict[np.dtype, Any]]:
+    torch = sys.modules["torch"]
+    names = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+    known = {getattr(torch, n): np.dtype(n) for n in names}
+    known[torch.bfloat16] = BFLOAT16
+    known[torch.float8_e4m3fn] = E4M3
+    if hasattr(torch, "float8_e8m0fnu"):
+        known[torch.float8_e8m0fnu] = E8M0
+    return known, {v: k for k, v in known.items()}
+
+
+def as_dtype(dtype: Any) -> np.dtype:
+    """NumPy's dtype for one of NumPy's, CuPy's or torch's."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return _torch_dtypes()[0][dtype]
+    return np.dtype(dtype)
+
+
+def library_of(array: Any) -> Library | None:
+    """The library `array` belongs to; None when it is no array of any."""
+    if isinstance(array, np.ndarray):
+        return LIBRARIES["numpy"]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return LIBRARIES["torch"]
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return LIBRARIES["cupy"]
+    return None
+
+
+def kind_of(array: Any) -> str:
+    """The name of the library `array` belongs to: "numpy", "cupy" or "torch".
+
+    Raises:
+        TypeError: it belongs to none of them.
+    """
+    library = library_of(array)
+    if library is None:
+        of = type(array)
+        raise TypeError(f"expected a NumPy, CuPy or torch array, got {of.__module__}.{of.__qualname__}")
+    return library.name
+
+
+def require_cupy(why: str) -> ModuleType:
+    """CuPy with a working GPU behind it.
+
+    Raises:
+        RuntimeError: one sentence on what is missing and what to install.
+    """
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        raise RuntimeError(
+            f"{why} needs CuPy: pip install 'cupy_mla[cuda12]' (CUDA 12 driver) or 'cupy_mla[cuda13]' (CUDA 13 driver)"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"{why} needs an NVIDIA GPU with a driver for CUDA 12 or later: {error}") from error
+    if count == 0:
+        raise RuntimeError(f"{why} needs an NVIDIA GPU, and the driver sees none")
+    return cupy
+
+
+def cuda_available() -> bool:
+    """True when CuPy is installed and sees a GPU."""
+    try:
+        require_cupy("this check")
+    except RuntimeError:
+        return False
+    return True
+
+
+# --- places ---------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where the arrays of one call live: the library that owns them and the device (`HOST` or a CUDA number)."""
+
+    kind: str
+    device: int
+
+    @property
+    def library(self) -> Library:
+        return LIBRARIES[self.kind]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != HOST
+
+    @classmethod
+    def of(cls, array: Any) -> Place:
+        """Where `array` lives."""
+        return describe("array", array).place
+
+    def admit(self, array: Array) -> Array:
+        """Check that an argument lives here, too; returns it.
+
+        Raises:
+            TypeError: another library's array. ValueError: another device. Both name the argument.
+        """
+        if array.kind != self.kind:
+            raise TypeError(f"{array.name}: expected a {self.kind} array as the others are, got a {array.kind} one")
+        if array.device != self.device:
+            here, there = _device_name(self.device), _device_name(array.device)
+            raise ValueError(f"{array.name}: expected it on {here} as the others are, got {there}")
+        return array
+
+    def optional(self, **arguments: Any) -> list[Array | None]:
+        """Describe the arguments that a call may leave out, as `bind` does the others; None stays None."""
+        return [None if value is None else self.admit(describe(name, value)) for name, value in arguments.items()]
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A new uninitialised array of the caller's kind, on the caller's device and stream; fp8 as uint8 in CuPy."""
+        return self.library.empty(self.device, shape, np.dtype(dtype))
+
+    def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """A new uninitialised array, described."""
+        return describe(name, self.empty(shape, dtype))
+
+    def output(self, name: str, given: Array | None, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """The caller's output array, checked, or a new one where none was given."""
+        if given is None:
+            return self.new(name, shape, dtype)
+        return given.require(dtype, *shape).require_writable()
+
+    def carve(self, whole: Any, start: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A view of the bytes from `start` on of a uint8 array of this place, as an array of its own."""
+        part = whole[start : start + math.prod(shape) * np.dtype(dtype).itemsize]
+        return part.view(self.library.native_dtype(dtype) if self.kind == "torch" else dtype).reshape(shape)
+
+    def call(self, launcher: Callable[..., Any], reference: Callable[..., None], *arguments: Any) -> None:
+        """Hand checked arguments on the host to the NumPy reference, as NumPy views of the same memory.
+
+        The place of a traced call (`cupy_mla.calls`) hands them to the launcher instead. Both take the same arguments
+        in the same order.
+
+        Raises:
+            RuntimeError: a tensor wants a gradient, which neither can give.
+        """
+        for a in arguments:
+            if isinstance(a, Array):
+                a.require_no_gradient()
+        reference(*(a.numpy() if isinstance(a, Array) else a for a in arguments))
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Makes this GPU the current device for a while."""
+        return self.library.to_device(self.device)
+
+    def stream(self) -> int:
+        """Handle of the caller's current CUDA stream: torch's for torch tensors, CuPy's for CuPy arrays."""
+        return self.library.stream_reader(self.device)()
+
+
+def describe(name: str, obj: Any) -> Array:
+    """Describe an argument; a description, of a traced call, is taken as it is.
+
+    Raises:
+        TypeError, ValueError: it is no array, or one of a kind that no operation takes. Both name the argument.
+    """
+    if isinstance(obj, Array):
+        obj.name = name
+        return obj
+    library = library_of(obj)
+    if library is None:
+        of = type(obj)
+        raise TypeError(f"{name}: expected a NumPy, CuPy or torch array, got {of.__module__}.{of.__qualname__}")
+    return library.describe(name, obj)
+
+
+def bind(**arguments: Any) -> tuple[Place, list[Array]]:
+    """Describe the array arguments that one call must have; `Place.optional` describes the others.
+
+    Returns:
+        the place all of them live in, and a description of each, in the order given.
+
+    Raises:
+        TypeError: something is no array, or kinds are mixed.
+        ValueError: devices are mixed. Both name the argument.
+    """
+    described = [describe(name, value) for name, value in arguments.items()]
+    place = described[0].place
+    return place, [place.admit(a) for a in described]
+
+
+def _device_name(device: int) -> str:
+    return "the CPU" if device == HOST else f"cuda:{device}"
+
+
+# --- bridges --------------------------------------------------------------------------------------------------
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises)."""
+    a = describe("array", array)
+    if a.device == HOST:
+        return a.numpy()
+    if a.kind == "torch":
+        return a.library.host_view(array.detach().cpu(), a.dtype)
+    return array.get()
+
+
+def to_cupy(array: Any) -> Any:
+    """`array` as CuPy: the same memory when it is on a GPU (DLPack), a copy when it is on the host.
+
+    bfloat16 stays bfloat16; fp8 comes as uint8, since CuPy has no fp8 type.
+
+    Raises:
+        RuntimeError: CuPy or a GPU is missing.
+    """
+    cupy = require_cupy("to_cupy")
+    a = describe("array", array)
+    if a.kind == "cupy":
+        return array
+    narrow = _NARROW.get(a.dtype, a.dtype)
+    if a.device == HOST:
+        moved = cupy.asarray(a.numpy().view(narrow))
+    else:
+        moved = cupy.from_dlpack(array.detach().view(a.library.native_dtype(narrow)))
+    return moved.view(BFLOAT16) if a.dtype == BFLOAT16 else moved
+
+
+def to_torch(array: Any, dtype: Any = None) -> Any:
+    """`array` as a torch tensor over the same memory, on the host or on a GPU (DLPack).
+
+    Args:
+        dtype: a torch dtype of the same item size to view the result as (e.g. `torch.float8_e4m3fn` for uint8).
+
+    Raises:
+        RuntimeError: torch is missing. ValueError: a stride is negative, which torch cannot hold.
+    """
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise RuntimeError("to_torch needs torch: pip install torch") from error
+    a = describe("array", array)
+    if a.kind == "torch":
+        moved = array
+    elif any(stride < 0 for stride in a.strides):  # torch's DLPack import ends the process over one
+        raise ValueError(f"array: torch has no negative strides, got {list(a.strides)} (in items)")
+    else:
+        narrow = _NARROW.get(a.dtype, a.dtype)
+        plain = array.view(narrow) if narrow != a.dtype else array
+        moved = torch.from_dlpack(plain).view(_torch_dtypes()[1][a.dtype])
+    return moved if dtype is None else moved.view(dtype)

@@ -1,0 +1,59 @@
+"""Writes Python functions of straight lines that compute symbolic sizes (`cupy_mla.sizes`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..sizes import TEXT, Node, Term, is_node
+
+class Code:
+    """A Python function under construction: straight lines, and a name for every object that they use.
+
+    Objects go by names and texts are compiled once, so functions that differ in nothing but objects share their code.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+        self.read: set[str] = set()  # what `variable` read
+        self._variables: dict[Node, str] = {}
+
+    def name(self, value: Any) -> str:
+        """A name for an object."""
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def line(self, text: str) -> None:
+        """Add a line."""
+        self.lines.append(text)
+
+    def variable(self, of: Term) -> str:
+        """The name of a term's value, after a line that computes it where it was not computed before."""
+        if not is_node(of):
+            return self.name(of)
+        if of[0] == "read":
+            self.read.add(of[1])
+            return of[1]
+        known = self._variables.get(of)
+        if known is None:
+            text = self._expression(of)
+            known = self._variables[of] = f"v{len(self._variables)}"
+            self.line(f"{known} = {text}")
+        return known
+
+    def condition(self, guard: Node) -> str:
+        """A guard as an expression."""
+        if guard[0] == "not":
+            return f"not {self.condition(guard[1])}"
+        return f"({self._expression(guard)})"
+
+    def _expression(self, of: Node) -> str:
+        if of[0] == "call":
+            return f"{self.name(of[1])}({', '.join(map(self.variable, of[2:]))})"
+        if of[0] == "get":
+            return f"{self.variable(of[1])}[{of[2]}]"
+        return TEXT[of[0]].format(*map(self._operand, of[1:]))
+
+    def _operand(self, of: Term) -> str:
+        return str(of) if type(of) is int and of >= 0 else self.variable(of)

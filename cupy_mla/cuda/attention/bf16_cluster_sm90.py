@@ -1,0 +1,41 @@
+"""`kernels_cu/attention/bf16_cluster_sm90.cu`: as `bf16_sm90`, a query's rows split over the CTAs of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ...layouts import BF16_512, BF16_576, Layout
+from .. import structs
+from ..driver import MAX_CLUSTER
+from ..kernel import Kernel
+from ..program import Launch, Program
+from . import bf16_sm90
+from .call import Call
+
+
+@cache
+def kernel(layout: Layout) -> Kernel:
+    """The kernel for rows of one width."""
+    return Kernel(
+        "attention/bf16_cluster_sm90.cu", structs.ATTENTION,
+        {**bf16_sm90.defines(layout), "MAX_CLUSTER": MAX_CLUSTER}, archs=("90a",), target="90a",
+        max_cluster=MAX_CLUSTER, overlaps=True,
+    )  # fmt: skip
+
+
+def cluster_kernel() -> Kernel:
+    """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
+    return kernel(BF16_576)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in (BF16_576, BF16_512):
+        yield kernel(layout)
+
+
+def launches(call: Call, cluster: int) -> Program:
+    """The launch: a cluster a work item."""
+    grid = (call.items(bf16_sm90.HEADS) * cluster, 1, 1)
+    return [Launch(kernel(call.layout), grid, call.params, cluster)]

@@ -1,0 +1,115 @@
+"""`kernels_cu/attention/bf16_grouped_sm90.cu`: prefill of few heads on Hopper, in groups of neighbouring queries.
+
+Three launches: `group_lists.cu` unites the index lists of the queries of a group, this kernel works on the groups whose
+lists share enough, as many queries as fill its tile of 64 heads, and then another kernel works on the queries that are
+left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ...layouts import BF16_512, BF16_576, Layout
+from ...sizes import least, most
+from .. import structs
+from ..kernel import Kernel
+from ..paging import ceil_div, pointer
+from ..program import Launch, Program, Slot
+from . import bf16_few_heads_sm90, bf16_sm90
+from .call import Call
+from .lists import INT32, sorted_by_place
+
+MAX_QUERIES = 8  # of a group
+MAX_HEADS = 32  # of a call
+REST_FEW_HEADS = 16  # up to which the queries that are left are for `bf16_few_heads_sm90`, above for `bf16_sm90`
+
+# The most rows of a united list, as a share of its lists' entries, with which a group is the faster way: the time that
+# an entry takes otherwise over that of a row of a united list: 0.74 on the kernel for few heads, 0.95 on this one. Clear
+# of what random lists come to, so that all groups of such a call go one way: with 4 and 16 rows of the cache for an
+# entry 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
+MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
+
+LEAST_SCALE = 2.0**-60  # sm_scale from which groups can be: times -2^120, it takes rows out of a softmax
+
+SORTED_CACHE_BYTES = 1 << 26  # rows from which the lists of the queries that are left are sorted: more than L2 holds
+
+SCRATCH_BYTES = 1 << 28  # what the united lists of one launch may take, about
+
+
+def group_queries(h_q: int) -> int:
+    """Queries of a group."""
+    return min(bf16_sm90.HEADS // h_q, MAX_QUERIES)
+
+
+@cache
+def kernel(layout: Layout) -> Kernel:
+    """The kernel for rows of one width."""
+    return Kernel(
+        "attention/bf16_grouped_sm90.cu", structs.GROUPED, {**bf16_sm90.defines(layout), "MAX_QUERIES": MAX_QUERIES},
+        archs=("90a",), target="90a",
+    )  # fmt: skip
+
+
+@cache
+def group_lists_kernel(queries: int) -> Kernel:
+    """The kernel that unites the index lists of so many queries; it does not depend on the layout."""
+    defines = {"QUERIES": queries, "MAX_QUERIES": MAX_QUERIES, "TILE_ROWS": bf16_sm90.TILE_ROWS}
+    return Kernel("attention/group_lists.cu", structs.GROUPED, defines, archs=("90a",), target="90a")
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for queries in sorted({group_queries(h_q) for h_q in range(1, MAX_HEADS + 1)}):
+        yield group_lists_kernel(queries)
+    for layout in (BF16_576, BF16_512):
+        yield kernel(layout)
+
+
+def launches(
+    call: Call, queries: int, most_rows: float, rest: tuple[str, int, int], lengths: object, ordered: bool
+) -> Program:
+    """The launches for groups, and for the queries that are left.
+
+    Args:
+        queries: of a group.
+        most_rows: see `Choice`.
+        rest: the kernel for the queries that are left, with heads and queries of a CTA.
+        lengths: the call's topk_length, or None.
+        ordered: as for the kernel of the rest.
+    """
+    sms = call.gpu.sms
+    capacity = queries * call.topk
+    total = ceil_div(call.queries, queries)
+    tile_bits = ceil_div(capacity, bf16_sm90.TILE_ROWS) * queries  # 64-bit words of a group in `twice`
+    sizes = (8 * tile_bits, 4 * capacity, 4, capacity)  # bytes of a group in twice, rows, group_lengths, excluded
+    groups = least(total, most(SCRATCH_BYTES // sum(sizes), 1))  # of a launch
+    united = Slot("united lists", shape=(groups * sum(sizes),))
+    twice, rows, group_lengths, excluded = (united.ptr + groups * sum(sizes[:i]) for i in range(4))
+    left = Slot("lengths of what is left", shape=(call.queries,), dtype=INT32)
+    params = call.params.replaced(**{"main.lengths": left.ptr})
+    steps: list[Launch] = []
+    for number in range(int(ceil_div(total, groups))):
+        first = number * groups
+        here = least(total - first, groups)
+        grouped = structs.GROUPED(
+            params, list_lengths=pointer(lengths), rows=rows, excluded=excluded, twice=twice,  # type: ignore[arg-type]
+            group_lengths=group_lengths, left=left.ptr, queries=queries, first_group=first, num_groups=here,
+            capacity=capacity, twice_capacity=tile_bits, most=most_rows,
+        )  # fmt: skip
+        steps.append(Launch(group_lists_kernel(queries), (here, 1, 1), grouped))
+        ctas = here if lengths is not None else least(here, sms)
+        steps.append(Launch(kernel(call.layout), (ctas, 1, 1), grouped))
+    if 2 * call.layout.d_qk * call.num_slots > SORTED_CACHE_BYTES:
+        sort, params = sorted_by_place(call._replace(params=params))
+        steps.append(sort)
+    return [*steps, *_rest(call._replace(params=params), rest, ordered)]
+
+
+def _rest(call: Call, rest: tuple[str, int, int], ordered: bool) -> Program:
+    name, heads, queries = rest
+    if name == "bf16_sm90":
+        return bf16_sm90.launches(call, ordered)
+    return bf16_few_heads_sm90.launches(call, heads, queries, 1, 1, ordered)
+
+

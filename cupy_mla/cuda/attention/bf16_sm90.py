@@ -1,0 +1,44 @@
+"""`kernels_cu/attention/bf16_sm90.cu`: flat bf16 rows on Hopper, 64 heads of a query at a time, whole queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ...layouts import BF16_512, BF16_576, D_V, Layout
+from ...sizes import least
+from .. import structs
+from ..kernel import Kernel
+from ..program import Launch, Program
+from .call import Call
+from .lists import longest_first
+
+HEADS = TILE_ROWS = 64
+
+
+def defines(layout: Layout) -> dict[str, int]:
+    """The constants of this kernel and its relatives."""
+    return {**layout.defines(), "D_V": D_V, "HEADS": HEADS, "TILE_ROWS": TILE_ROWS}
+
+
+@cache
+def kernel(layout: Layout) -> Kernel:
+    """The kernel for rows of one width."""
+    return Kernel("attention/bf16_sm90.cu", structs.ATTENTION, defines(layout), archs=("90a",), target="90a")
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in (BF16_576, BF16_512):
+        yield kernel(layout)
+
+
+def launches(call: Call, ordered: bool) -> Program:
+    """The launch: CTAs that take work items in turn.
+
+    Args:
+        ordered: CTAs that take several queries find those with the longest lists first.
+    """
+    order, params = longest_first(call) if ordered else (None, call.params)
+    launch = Launch(kernel(call.layout), (least(call.items(HEADS), call.gpu.sms), 1, 1), params)
+    return [order, launch] if order else [launch]

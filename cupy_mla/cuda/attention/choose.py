@@ -1,0 +1,320 @@
+"""Which attention kernel serves a call, and how the call is cut up: decided here, once a call, from one table.
+
+`Chooser` is made of the facts that a signature fixes and called with the sizes. Rows of `TABLE` are asked in order: the
+first kernel that can serve the call and was measured to be the fastest for such calls runs. The environment variable
+CUPY_MLA_KERNELS names one that is to run instead, for testing; it must be able to serve the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+from ... import private
+from ...layouts import Layout
+from ..driver import MAX_CLUSTER, Gpu
+from ..paging import ceil_div
+from . import bf16_cluster_sm90, bf16_few_heads_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, fp8_sm90, portable
+from .cost import few_heads_division, fp8_division, portable_splits
+
+VARIABLE = "CUPY_MLA_KERNELS"
+asked_kernel = private.environment_reader(VARIABLE)
+
+# In calls whose bits must not depend on the batch: rows of a split, and the queries that a call is cut up for.
+INVARIANT_ROWS, INVARIANT_QUERIES = 512, 32
+
+# Queries of 9 to 16 heads up to which V32_FP8 decode is faster by the kernel for 32 heads, half of them padding.
+PADDED_QUERIES = 8
+FEW_ITEMS = 28  # work items up to which kernels for few heads are the faster ones for prefill of many heads, too
+BF16_FEW_HEADS_SPLITS = 2  # splits of a query up to which `bf16_few_heads_sm90` is the faster one for bf16 rows
+CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8  # work items from which a decode of flat bf16 rows is for `bf16_cluster_sm90`;
+# the second with up to 32 heads, where half of the tile is padding
+LEAST_FULL = 0.5  # share of the GPU that query groups must fill
+
+MAX_CHOICES = 4096  # sizes that a chooser remembers
+
+
+class Choice(NamedTuple):
+    """What runs.
+
+    Attributes:
+        kernel: its name: of the .cu file, the module, and what CUPY_MLA_KERNELS says.
+        heads: of a CTA.
+        splits: of a query's rows.
+        cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
+        queries: of a CTA; of a query group.
+        longest_first: CTAs that take several queries find those with the longest lists first.
+        most_rows: of query groups: a group is worked on as one where its united list has at most this share of the
+            rows of its queries' lists.
+        rest: of query groups: the kernel, with heads and queries of a CTA, for the queries that are left.
+    """
+
+    kernel: str
+    heads: int
+    splits: int = 1
+    cluster: int = 1
+    queries: int = 1
+    longest_first: bool = False
+    most_rows: float = 0.0
+    rest: tuple[str, int, int] | None = None
+
+
+class Facts(NamedTuple):
+    """What a choice depends on beside sizes.
+
+    Attributes:
+        gpu: the GPU.
+        layout: of the cache; flat bf16 rows are one as well.
+        prefill: whether it is a prefill.
+        aligned: rows and q are, to 16 bytes.
+        flat: one stride leads from every bf16 row to the next, also from block to block, and there is one cache.
+        uneven: queries have lengths of their own.
+        batch_invariant: the choice must not depend on the number of queries.
+        groupable: `sm_scale` lets query groups mask rows.
+    """
+
+    gpu: Gpu
+    layout: Layout
+    prefill: bool
+    aligned: bool = True
+    flat: bool = True
+    uneven: bool = False
+    batch_invariant: bool = False
+    groupable: bool = True
+
+
+class Sizes(NamedTuple):
+    """The sizes that a choice depends on: heads, query tokens, rows of a query's lists, splits that the caller wants."""
+
+    h_q: int
+    queries: int
+    rows: int
+    splits: int | None = None
+
+
+class Row(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        kernel: its name.
+        can: whether the kernel can serve a call.
+        wanted: whether it was measured to be the fastest for a call that no row above is for.
+        choice: how it serves the call.
+    """
+
+    kernel: str
+    can: Callable[[Facts, Sizes], bool]
+    wanted: Callable[[Facts, Sizes], bool]
+    choice: Callable[[Facts, Sizes], Choice]
+
+
+def _on_hopper(f: Facts) -> bool:
+    return f.gpu.capability == 90 and f.aligned
+
+
+def _items(s: Sizes, heads: int) -> int:
+    """Work items of a call: a query and a tile of heads each."""
+    return s.queries * ceil_div(s.h_q, heads)
+
+
+# --- query groups ---------------------------------------------------------------------------------------------
+
+
+def _can_group(f: Facts, s: Sizes) -> bool:
+    few = s.h_q <= bf16_grouped_sm90.MAX_HEADS
+    return _on_hopper(f) and f.prefill and f.groupable and few and s.queries > 0 and s.splits in (None, 1)
+
+
+def _full(f: Facts, s: Sizes) -> float:
+    """Share of the GPU's CTAs that have a query group to work on, over all rounds."""
+    groups = ceil_div(s.queries, bf16_grouped_sm90.group_queries(s.h_q))
+    return groups / (ceil_div(groups, f.gpu.sms) * f.gpu.sms)
+
+
+def _group(f: Facts, s: Sizes) -> Choice:
+    few = s.h_q <= bf16_grouped_sm90.REST_FEW_HEADS
+    limit = bf16_grouped_sm90.MOST_ROWS_FEW_HEADS if few else bf16_grouped_sm90.MOST_ROWS
+    rest = (_bf16_few_heads_whole if few else _bf16)(f, s)
+    return Choice(
+        "bf16_grouped_sm90", bf16_sm90.HEADS, queries=bf16_grouped_sm90.group_queries(s.h_q),
+        longest_first=rest.longest_first, most_rows=1.0 if asked_kernel() else min(limit, _full(f, s)),
+        rest=(rest.kernel, rest.heads, rest.queries),
+    )  # fmt: skip
+
+
+# --- few heads ------------------------------------------------------------------------------------------------
+
+
+def _few_heads_splits(f: Facts, s: Sizes) -> Choice:
+    """The cheapest division over `few_heads_sm90`."""
+    heads = few_heads_sm90.block_heads(s.h_q)
+    at_once = f.gpu.clusters_at_once(few_heads_sm90.cluster_kernel(heads))
+    tiles = ceil_div(s.rows, few_heads_sm90.TILE_ROWS)
+    return Choice("few_heads_sm90", *few_heads_division(heads, s.h_q, s.queries, tiles, at_once, s.splits))
+
+
+def _few_heads_wanted(f: Facts, s: Sizes) -> bool:
+    return s.h_q <= 16 or (f.prefill and _items(s, few_heads_sm90.block_heads(s.h_q)) <= FEW_ITEMS)
+
+
+def _bf16_few_heads(f: Facts, s: Sizes) -> Choice:
+    divided = _few_heads_splits(f, s)
+    if divided.splits > 1:
+        return divided._replace(kernel="bf16_few_heads_sm90")
+    return _bf16_few_heads_whole(f, s)
+
+
+def _bf16_few_heads_whole(f: Facts, s: Sizes) -> Choice:
+    """Unsplit: two queries a CTA where there are more work items than multiprocessors."""
+    heads = few_heads_sm90.block_heads(s.h_q)
+    two = _items(s, heads) > f.gpu.sms
+    return Choice("bf16_few_heads_sm90", heads, queries=1 + two, longest_first=two and f.uneven)
+
+
+def _bf16_few_heads_wanted(f: Facts, s: Sizes) -> bool:
+    """Few splits of bf16 rows; the kernel depends on how many queries there are."""
+    return not f.batch_invariant and _few_heads_splits(f, s).splits <= BF16_FEW_HEADS_SPLITS
+
+
+# --- many heads -----------------------------------------------------------------------------------------------
+
+
+def _fp8(f: Facts, s: Sizes) -> Choice:
+    at_once = f.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
+    tiles = ceil_div(s.rows, fp8_sm90.TILE_ROWS)
+    return Choice("fp8_sm90", *fp8_division(fp8_sm90.HEADS, s.h_q, s.queries, tiles, at_once, s.splits))
+
+
+def _fp8_wanted_first(f: Facts, s: Sizes) -> bool:
+    return f.layout.scales_apart or (8 < s.h_q <= 16 and s.queries <= PADDED_QUERIES)
+
+
+def _bf16(f: Facts, s: Sizes) -> Choice:
+    return Choice("bf16_sm90", bf16_sm90.HEADS, longest_first=f.uneven and _items(s, bf16_sm90.HEADS) > f.gpu.sms)
+
+
+def _cluster_splits(f: Facts, s: Sizes) -> int:
+    """Splits of queries that do not fill the GPU: as many as their clusters let run at a time; 1 for those that do."""
+    if s.splits is not None:
+        return min(s.splits, MAX_CLUSTER)
+    work, pairs = _items(s, bf16_sm90.HEADS), ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
+    if 2 * work > f.gpu.sms:
+        return 1
+    at_once = f.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
+    return max((n for n, clusters in enumerate(at_once, start=1) if work <= clusters and 2 * n <= pairs), default=1)
+
+
+def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
+    splits = _cluster_splits(f, s)
+    return Choice("bf16_cluster_sm90", bf16_sm90.HEADS, splits, splits)
+
+
+def _bf16_wanted(f: Facts, s: Sizes) -> bool:
+    return _items(s, bf16_sm90.HEADS) >= (CLUSTER_HALF_ITEMS if s.h_q <= 32 else CLUSTER_ITEMS)
+
+
+def _portable(f: Facts, s: Sizes) -> Choice:
+    heads = portable.block_heads(s.h_q)
+    slots = f.gpu.sms * portable.BLOCKS_PER_SM[heads]
+    splits = s.splits or portable_splits(_items(s, heads), ceil_div(s.rows, portable.TILE_ROWS), slots)
+    return Choice("portable", heads, splits)
+
+
+def _always(f: Facts, s: Sizes) -> bool:
+    return True
+
+
+def _bf16_rows(f: Facts) -> bool:
+    return _on_hopper(f) and not f.layout.quantized
+
+
+# The numbers are where a kernel was measured to be the faster one.
+TABLE = (
+    # Neighbouring queries with few heads that fill half of the GPU in groups.
+    Row("bf16_grouped_sm90", _can_group, lambda f, s: _full(f, s) >= LEAST_FULL, _group),
+    # V4_FP8, and V32_FP8 of 9 to 16 heads and at most 8 queries.
+    Row("fp8_sm90", lambda f, s: _on_hopper(f) and f.layout.quantized, _fp8_wanted_first, _fp8),
+    # Up to 16 heads, and small prefills: bf16 rows in at most 2 splits, then all others.
+    Row(
+        "bf16_few_heads_sm90", lambda f, s: _bf16_rows(f),
+        lambda f, s: _few_heads_wanted(f, s) and _bf16_few_heads_wanted(f, s), _bf16_few_heads,
+    ),
+    Row(
+        "few_heads_sm90", lambda f, s: _on_hopper(f) and not f.layout.scales_apart, _few_heads_wanted,
+        _few_heads_splits,
+    ),
+    # Many heads: FP8 rows; flat bf16 rows, split over clusters while work items do not fill the GPU.
+    Row("fp8_sm90", lambda f, s: _on_hopper(f) and f.layout.quantized, _always, _fp8),
+    Row(
+        "bf16_cluster_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits != 1,
+        lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant and _cluster_splits(f, s) > 1, _bf16_cluster,
+    ),
+    Row(
+        "bf16_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits in (None, 1),
+        lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant, _bf16,
+    ),
+    # Decode of many heads over bf16 rows that are few or not flat.
+    Row(
+        "bf16_few_heads_sm90", lambda f, s: _bf16_rows(f),
+        lambda f, s: not f.prefill and _bf16_few_heads_wanted(f, s), _bf16_few_heads,
+    ),
+    Row("few_heads_sm90", lambda f, s: _on_hopper(f) and not f.layout.scales_apart, lambda f, s: not f.prefill,
+        _few_heads_splits),
+    # Any GPU, any call.
+    Row("portable", _always, _always, _portable),
+)  # fmt: skip
+NAMES = tuple(dict.fromkeys(row.kernel for row in TABLE))
+
+
+def choose(facts: Facts, sizes: Sizes, asked: str | None = None) -> Choice:
+    """The kernel that serves a call, and how.
+
+    Args:
+        asked: the kernel that is to run, by name; None or "": the fastest.
+
+    Raises:
+        ValueError: no kernel has that name, or it cannot serve this call.
+    """
+    if facts.batch_invariant:
+        splits = sizes.splits or max(1, min(ceil_div(sizes.rows, INVARIANT_ROWS), MAX_CLUSTER))
+        sizes = sizes._replace(queries=INVARIANT_QUERIES, splits=splits)
+    else:
+        sizes = sizes._replace(queries=max(1, sizes.queries))
+    if not asked:
+        return next(row for row in TABLE if row.can(facts, sizes) and row.wanted(facts, sizes)).choice(facts, sizes)
+    if asked not in NAMES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
+    row = next(row for row in TABLE if row.kernel == asked)
+    if not row.can(facts, sizes):
+        raise ValueError(
+            f"{VARIABLE} is {asked}, which cannot serve this call: {'prefill' if facts.prefill else 'decode'} of "
+            f"{sizes.h_q} heads over {facts.layout.name} rows of {facts.layout.d_qk}, {sizes.queries} queries, "
+            f"compute capability {facts.gpu.capability / 10}"
+            + ("" if facts.aligned else ", rows or q not aligned to 16 bytes")
+            + ("" if facts.flat else ", rows not in one flat array")
+        )
+    return row.choice(facts, sizes)
+
+
+class Chooser:
+    """`choose` for calls of one signature, which remembers what it chose."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._known: dict[tuple[str | None, int, int, int, int | None], Choice] = {}
+
+    def __call__(self, h_q: int, queries: int, rows: int, splits: int | None) -> Choice:
+        key = (asked_kernel(), h_q, queries, rows, splits)
+        choice = self._known.get(key)
+        if choice is None:
+            if len(self._known) >= MAX_CHOICES:
+                self._known.clear()
+            choice = self._known[key] = choose(self.facts, Sizes(h_q, queries, rows, splits), key[0])
+        return choice
+
+
+@cache
+def chooser(facts: Facts) -> Chooser:
+    """The chooser of calls with these facts."""
+    return Chooser(facts)

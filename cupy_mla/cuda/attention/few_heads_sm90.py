@@ -1,0 +1,59 @@
+"""`kernels_cu/attention/few_heads_sm90.cu`: V32_FP8 and bf16 rows on Hopper, 8, 16 or 32 heads of a query at a time.
+
+Rows may be split over clusters and partial results. V4_FP8 is faster on the kernel for more heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ...layouts import BF16_512, BF16_576, D_V, V32_FP8, Layout
+from .. import structs
+from ..driver import MAX_CLUSTER
+from ..kernel import Kernel
+from ..paging import ceil_div
+from ..program import Launch, Program
+from .call import Call
+from .cost import FEW_CONSUMERS
+
+HEADS = tuple(FEW_CONSUMERS)  # heads a CTA is built for
+TILE_ROWS = 64
+
+SPILL_BYTES = 64  # a few words of addresses, once a work item
+
+
+def block_heads(h_q: int) -> int:
+    """Heads of a CTA, for a call with `h_q` heads."""
+    return next((heads for heads in HEADS if h_q <= heads), max(HEADS))
+
+
+@cache
+def kernel(layout: Layout, heads: int) -> Kernel:
+    """The kernel for one cache layout and heads of a CTA."""
+    defines = {
+        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "CONSUMERS": FEW_CONSUMERS[heads],
+        "MAX_CLUSTER": MAX_CLUSTER,
+    }  # fmt: skip
+    return Kernel(
+        "attention/few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        spill_bytes=SPILL_BYTES, max_cluster=MAX_CLUSTER, overlaps=True,
+    )  # fmt: skip
+
+
+def cluster_kernel(heads: int) -> Kernel:
+    """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
+    return kernel(V32_FP8, heads)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in (BF16_576, BF16_512, V32_FP8):
+        for heads in HEADS:
+            yield kernel(layout, heads)
+
+
+def launches(call: Call, heads: int, cluster: int, partials: int) -> Program:
+    """The launch: a cluster a query, a partial result and a tile of heads."""
+    grid = (call.queries * cluster, partials, ceil_div(call.h_q, heads))
+    return [Launch(kernel(call.layout, heads), grid, call.params, cluster)]

@@ -1,0 +1,61 @@
+"""`kernels_cu/attention/fp8_sm90.cu`: FP8 rows on Hopper, 32 or 64 heads of a query at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ...layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
+from ...sizes import least
+from .. import structs
+from ..driver import MAX_CLUSTER
+from ..kernel import Kernel
+from ..paging import ceil_div
+from ..program import Launch, Program
+from .call import Call
+
+HEADS = (32, 64)  # heads a CTA is built for
+TILE_ROWS = 64
+
+SPILL_BYTES = 64  # a few words of addresses, once a work item
+
+
+@cache
+def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
+    """The kernel for one cache layout and heads of a CTA; `merges`: the CTAs of a cluster are a query's splits."""
+    defines = {
+        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "MERGES": int(merges),
+        "MAX_CLUSTER": MAX_CLUSTER,
+    }  # fmt: skip
+    return Kernel(
+        "attention/fp8_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a", spill_bytes=SPILL_BYTES,
+        max_cluster=MAX_CLUSTER if merges else 1, overlaps=True,
+    )  # fmt: skip
+
+
+def cluster_kernel() -> Kernel:
+    """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
+    return kernel(V32_FP8, max(HEADS), True)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in ATTENTION_LAYOUTS:
+        if layout.quantized:
+            for heads in HEADS:
+                for merges in (False, True):
+                    yield kernel(layout, heads, merges)
+
+
+def launches(call: Call, heads: int, splits: int, cluster: int, uneven: bool) -> Program:
+    """The launch: a cluster a query, or CTAs that take work items in turn.
+
+    Args:
+        uneven: queries have lengths of their own, so that CTAs should not take several in a fixed order.
+    """
+    head_tiles = ceil_div(call.h_q, heads)
+    if cluster > 1:
+        grid = (call.queries * cluster, head_tiles, 1)
+        return [Launch(kernel(call.layout, heads, True), grid, call.params, cluster)]
+    work = call.queries * head_tiles * splits
+    return [Launch(kernel(call.layout, heads, False), (work if uneven else least(work, call.gpu.sms), 1, 1), call.params)]

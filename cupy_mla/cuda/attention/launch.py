@@ -1,0 +1,265 @@
+"""The attention operations as launchers: parameters, memory for partial results, and the chosen kernel's launches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...arrays import Array
+from ...layouts import D_V, Layout, by_name
+from ...sizes import looked_up, most
+from .. import structs
+from ..driver import Gpu
+from ..paging import ceil_div, pointer
+from ..program import Program, Slot
+from ..structs import Packed
+from . import (
+    bf16_cluster_sm90,
+    bf16_few_heads_sm90,
+    bf16_grouped_sm90,
+    bf16_sm90,
+    combine,
+    few_heads_sm90,
+    fp8_sm90,
+    portable,
+)
+from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, PAIRED_PARTS, SOME_DONE, WIDE_OUT, Call, no_source
+from .choose import Choice, Facts, chooser
+
+FLOAT32 = np.dtype(np.float32)
+CLUSTER_PARTIAL_BYTES = 4 * D_V + 16  # of a head, in what clusters merge; kernels_cu/attention/cluster_merge.cuh
+PAIRED = ("fp8_sm90", "bf16_sm90", "bf16_cluster_sm90")  # kernels whose partial results are paired
+
+
+def sparse_prefill(
+    gpu: Gpu,
+    q: Array,
+    kv: Array,
+    indices: Array,
+    sm_scale: float,
+    sink: Array | None,
+    length: Array | None,
+    out: Array,
+    max_logits: Array,
+    lse: Array,
+) -> Program:
+    """Twin of `reference.attention.sparse_prefill`: flat rows are a cache of one block, queries a batch of s_q = 1."""
+    s_q, h_q, d_qk = q.shape
+    if s_q == 0:
+        return ()
+    layout = by_name("bf16", int(d_qk))
+    s_kv, topk = kv.shape[0], indices.shape[1]
+    aligned = kv.aligned(16)
+    facts = Facts(
+        gpu, layout, prefill=True, aligned=aligned and q.aligned(16), uneven=length is not None,
+        groupable=sm_scale >= bf16_grouped_sm90.LEAST_SCALE,
+    )  # fmt: skip
+    choice = looked_up(chooser(facts), h_q, s_q, topk, None)
+    source = structs.SOURCE(
+        cache=kv.ptr, indices=indices.ptr, lengths=pointer(length), block_stride=0, row_stride=2 * kv.strides[0],
+        index_stride_b=indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk, block_size=most(s_kv, 1),
+    )  # fmt: skip
+    return _launches(
+        facts, choice, (s_q, 1, h_q), (source, no_source()), (topk, s_kv), aligned,
+        q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
+        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale, length,
+    )  # fmt: skip
+
+
+def sparse_decode(
+    gpu: Gpu,
+    layout: Layout,
+    q: Array,
+    cache: Array,
+    indices: Array,
+    sm_scale: float,
+    sink: Array | None,
+    length: Array | None,
+    extra: Array | None,
+    extra_indices: Array | None,
+    extra_length: Array | None,
+    batch_invariant: bool,
+    num_splits: int,
+    out: Array,
+    lse: Array,
+) -> Program:
+    """Twin of `reference.attention.sparse_decode`."""
+    b, s_q, h_q, _ = q.shape
+    if b == 0 or s_q == 0:
+        return ()
+    facts, choice = _chosen(
+        gpu, layout, q, cache, indices, length, extra, extra_indices, extra_length, batch_invariant, num_splits
+    )
+    second = no_source()
+    if extra is not None and extra_indices is not None:
+        second = _paged(extra, extra_indices, extra_length)
+    return _launches(
+        facts, choice, (b, s_q, h_q), (_paged(cache, indices, length), second),
+        (indices.shape[2], cache.shape[0] * cache.shape[1]), _aligned_caches(layout, cache, extra),
+        q, q.strides[:3], out, out.strides[:3],
+        lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, length,
+    )  # fmt: skip
+
+
+def _chosen(
+    gpu: Gpu,
+    layout: Layout,
+    q: Array,
+    cache: Array,
+    indices: Array,
+    length: Array | None,
+    extra: Array | None,
+    extra_indices: Array | None,
+    extra_length: Array | None,
+    batch_invariant: bool,
+    num_splits: int | None,
+) -> tuple[Facts, Choice]:
+    """The facts of a decode, and what is chosen for them."""
+    b, s_q, h_q, _ = q.shape
+    facts = Facts(
+        gpu, layout, prefill=False, aligned=_aligned_caches(layout, cache, extra) and q.aligned(16),
+        flat=flat_rows(cache, extra), uneven=length is not None or extra_length is not None,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    rows = indices.shape[2] + (0 if extra_indices is None else extra_indices.shape[2])
+    return facts, looked_up(chooser(facts), h_q, b * s_q, rows, num_splits)
+
+
+def decode_splits(
+    gpu: Gpu,
+    layout: Layout,
+    q: Array,
+    cache: Array,
+    indices: Array,
+    length: Array | None,
+    extra: Array | None,
+    extra_indices: Array | None,
+    extra_length: Array | None,
+    batch_invariant: bool,
+) -> int:
+    """Splits that a decode is cut into when the caller does not say."""
+    _, choice = _chosen(
+        gpu, layout, q, cache, indices, length, extra, extra_indices, extra_length, batch_invariant, None
+    )
+    return choice.splits
+
+
+def planned_splits(
+    gpu: Gpu, layout: Layout, h_q: int, queries: int, rows: int, *, flat: bool, batch_invariant: bool
+) -> int:
+    """Splits that a decode with these sizes, and rows and q aligned to 16 bytes, is cut into."""
+    facts = Facts(gpu, layout, prefill=False, flat=flat, batch_invariant=batch_invariant)
+    return chooser(facts)(h_q, queries, rows, None).splits
+
+
+def flat_rows(cache: Array, extra: Array | None) -> bool:
+    """True when one stride leads from each row to the next, also from block to block, and there is one cache."""
+    num_blocks, block_size, _ = cache.shape
+    return extra is None and (num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1])
+
+
+def _paged(cache: Array, indices: Array, length: Array | None) -> Packed:
+    """`struct Source` of a paged cache and its index lists."""
+    size = cache.dtype.itemsize
+    num_blocks, block_size, _ = cache.shape
+    return structs.SOURCE(
+        cache=cache.ptr, indices=indices.ptr, lengths=pointer(length), block_stride=cache.strides[0] * size,
+        row_stride=cache.strides[1] * size, index_stride_b=indices.strides[0], index_stride_s=indices.strides[1],
+        num_slots=num_blocks * block_size, topk=indices.shape[2], block_size=block_size,
+    )  # fmt: skip
+
+
+def _aligned_caches(layout: Layout, cache: Array, extra: Array | None) -> bool:
+    return _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
+
+
+def _aligned_rows(layout: Layout, cache: Array) -> bool:
+    """True when every row of a paged cache starts at a multiple of 16 bytes. FP8 rows stand where the layout says."""
+    if not layout.quantized:
+        return cache.aligned(16)
+    return cache.ptr % 16 == 0 and layout.row_stride % 16 == 0 and (cache.shape[0] <= 1 or cache.strides[0] % 16 == 0)
+
+
+def _launches(
+    facts: Facts,
+    choice: Choice,
+    batch: tuple[int, int, int],
+    sources: tuple[Packed, Packed],
+    lists: tuple[int, int],
+    aligned_rows: bool,
+    q: Array,
+    q_strides: tuple[int, ...],
+    out: Array,
+    out_strides: tuple[int, ...],
+    lse: Array,
+    max_logits: Array | None,
+    lse_strides: tuple[int, ...],
+    sink: Array | None,
+    sm_scale: float,
+    length: Array | None,
+) -> Program:
+    """The program of a choice: parameters, the kernel's launches, and the one that merges partial results.
+
+    Args:
+        batch: requests, queries of each, heads.
+        lists: entries of a main list, and the rows that they may name.
+        length: the call's topk_length.
+    """
+    (b, s_q, h_q), queries = batch, batch[0] * batch[1]
+    heads, splits, cluster = int(choice.heads), choice.splits, choice.cluster
+    partials = splits // cluster
+    merge = _Partials(queries, h_q, heads, splits, cluster)
+    flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
+    flags |= WIDE_OUT * out.aligned(16) | SOME_DONE * (choice.kernel == "bf16_grouped_sm90")
+    flags |= PAIRED_PARTS * (choice.kernel in PAIRED)
+    params = structs.ATTENTION(
+        main=sources[0], extra=sources[1], q=q.ptr, q_b=q_strides[0], q_s=q_strides[1], q_h=q_strides[2],
+        out=out.ptr, out_b=out_strides[0], out_s=out_strides[1], out_h=out_strides[2],
+        lse=lse.ptr, max_logits=pointer(max_logits), lse_b=lse_strides[0], lse_s=lse_strides[1], lse_h=lse_strides[2],
+        part_out=merge.out, part_lse=merge.lse, part_max=merge.max_logits if max_logits else 0,
+        cluster_parts=merge.clusters, sink=pointer(sink), scale_log2=sm_scale * math.log2(math.e), s_q=s_q, h_q=h_q,
+        num_queries=queries, num_splits=partials, flags=flags, order=0,
+    )  # fmt: skip
+    call = Call(facts.gpu, facts.layout, h_q, queries, *lists, params)
+    if choice.kernel == "bf16_grouped_sm90":
+        assert choice.rest is not None
+        return bf16_grouped_sm90.launches(
+            call, int(choice.queries), choice.most_rows, choice.rest, length, choice.longest_first
+        )
+    steps = list(_of_kernel(call, choice, heads, partials, facts.uneven))
+    return [*steps, combine.launch(call)] if partials > 1 else steps
+
+
+def _of_kernel(call: Call, choice: Choice, heads: int, partials: int, uneven: bool) -> Program:
+    """The launches of a kernel for single queries."""
+    if choice.kernel == "fp8_sm90":
+        return fp8_sm90.launches(call, heads, choice.splits, choice.cluster, uneven)
+    if choice.kernel == "few_heads_sm90":
+        return few_heads_sm90.launches(call, heads, choice.cluster, partials)
+    if choice.kernel == "bf16_few_heads_sm90":
+        queries = int(choice.queries)
+        return bf16_few_heads_sm90.launches(call, heads, queries, choice.cluster, partials, choice.longest_first)
+    if choice.kernel == "bf16_cluster_sm90":
+        return bf16_cluster_sm90.launches(call, choice.cluster)
+    if choice.kernel == "bf16_sm90":
+        return bf16_sm90.launches(call, choice.longest_first)
+    return portable.launches(call, heads, partials)
+
+
+class _Partials:
+    """Memory for what splits leave: in clusters that merge by themselves, and for `combine.cu`; pointers or null."""
+
+    def __init__(self, queries: int, h_q: int, heads: int, splits: int, cluster: int) -> None:
+        self.clusters = self.out = self.lse = self.max_logits = 0
+        nbytes = rows = 0
+        if cluster > 1:
+            nbytes = queries * splits * (ceil_div(h_q, heads) * heads) * CLUSTER_PARTIAL_BYTES
+        if splits // cluster > 1:
+            rows = splits // cluster * queries * h_q
+        if cluster > 1 or splits // cluster > 1:
+            memory = Slot("partial results", shape=(nbytes + 4 * rows * (D_V + 2),)).ptr
+            self.clusters = memory  # type: ignore[assignment]
+            self.out = memory + nbytes  # type: ignore[assignment]
+            self.lse = memory + (nbytes + 4 * rows * D_V)  # type: ignore[assignment]
+            self.max_logits = memory + (nbytes + 4 * rows * (D_V + 1))  # type: ignore[assignment]

@@ -1,0 +1,63 @@
+"""What is done to a call's index lists before attention: in which order queries are worked on, and lists read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from ...sizes import most
+from .. import structs
+from ..kernel import Kernel
+from ..paging import ceil_div
+from ..program import Launch, Slot
+from ..structs import Packed
+from .call import Call
+
+SEGMENT, RANGES = 2048, 32  # entries that are sorted together, and ranges of the cache that they are sorted by
+INT32 = np.dtype(np.int32)
+
+
+@lru_cache(maxsize=1)
+def order_kernel() -> Kernel:
+    """The kernel that orders queries; it depends on nothing."""
+    return Kernel("attention/order_queries.cu", structs.ATTENTION, {}, archs=("90a",), target="90a")
+
+
+@lru_cache(maxsize=1)
+def sort_kernel() -> Kernel:
+    """The kernel that sorts lists; it depends on nothing."""
+    defines = {"SEGMENT": SEGMENT, "RANGES": RANGES}
+    return Kernel("attention/sort_lists.cu", structs.SORT, defines, archs=("90a",), target="90a")
+
+
+def longest_first(call: Call) -> tuple[Launch, Packed]:
+    """Order the queries, those with the longest lists first, by main.lengths of struct AttentionParams.
+
+    Returns:
+        the launch that does so, and the parameters with the order.
+    """
+    ordered = call.params.replaced(order=Slot("order", shape=(call.queries,), dtype=INT32).ptr)
+    return Launch(order_kernel(), (1, 1, 1), ordered), ordered
+
+
+def sorted_by_place(call: Call) -> tuple[Launch, Packed]:
+    """Copy the main lists, their entries sorted by the range of the cache they name.
+
+    Returns:
+        the launch that does so, and the parameters with the copies.
+    """
+    lists = Slot("sorted lists", shape=(call.queries, call.topk), dtype=INT32)
+    segments = ceil_div(call.topk, SEGMENT)
+    shift = most((call.num_slots - 1).bit_length() - (RANGES - 1).bit_length(), 0)
+    params = structs.SORT(call.params, sorted=lists.ptr, segments=segments, shift=shift)
+    launch = Launch(sort_kernel(), (call.queries * segments, 1, 1), params)
+    fields = {"main.indices": lists.ptr, "main.index_stride_b": call.topk, "main.index_stride_s": 0}
+    return launch, call.params.replaced(**fields)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel of this module, for the compile tests and for warming up."""
+    yield order_kernel()
+    yield sort_kernel()

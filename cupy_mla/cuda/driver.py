@@ -1,0 +1,228 @@
+"""The CUDA driver as the package uses it: facts of a GPU, launches, clearing memory, graphs of launches.
+
+The driver's structures and calls come from cuda-bindings, but for the plain launch, which CuPy has. Nothing here imports
+either before a GPU is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ..bridges import require_cupy
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+# A launch that lacks its stream, the grid's x, y and z, the parameters, and the CTAs of a cluster.
+Submit = Callable[[int, int, int, int, bytes, int], None]
+
+PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16  # CTAs that a cluster may have on every GPU with clusters, and on Hopper by leave
+_OVERLAP_DRIVER = 12030  # the first whose graphs take launches that overlap
+
+
+@lru_cache(maxsize=1)
+def api() -> Any:
+    """NVIDIA's own Python driver API.
+
+    Raises:
+        RuntimeError: it is missing.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise RuntimeError(
+            "a CUDA array needs cuda-bindings: pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
+        ) from error
+    return driver
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call a function of the driver; what it returns beside its status.
+
+    Raises:
+        RuntimeError: the status is an error.
+    """
+    status, *results = getattr(api(), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name} failed: CUDA driver error {int(status)}")
+    return results[0] if len(results) == 1 else results
+
+
+@lru_cache(maxsize=1)
+def runtime() -> Any:
+    """CuPy's CUDA runtime."""
+    return require_cupy("a CUDA array").cuda.runtime
+
+
+def clear(address: int, value: int, nbytes: int, stream: int) -> None:
+    """Set memory to a byte value, in order on a stream."""
+    runtime().memsetAsync(address, value, nbytes, stream)
+
+
+class _Threads(threading.local):
+    """What differs from thread to thread."""
+
+    def current_device(self) -> int:
+        """Makes a CUDA context, which a driver's launch does not, and is the runtime's function from then on."""
+        cuda = runtime()
+        cuda.setDevice(cuda.getDevice())
+        self.current_device = cuda.getDevice  # type: ignore[method-assign]
+        return cuda.getDevice()
+
+
+THREAD = _Threads()
+
+
+def current_device() -> int:
+    """The number of this thread's current GPU, which has a context from now on."""
+    return THREAD.current_device()
+
+
+# --- facts of a GPU -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What launchers ask of a GPU.
+
+    Attributes:
+        device: its number.
+        sms: streaming multiprocessors.
+        capability: 10 times its compute capability.
+    """
+
+    device: int
+    sms: int
+    capability: int
+
+    def clusters_at_once(self, kernel: Kernel) -> tuple[int, ...]:
+        """How many clusters of 1, 2, ... `kernel.max_cluster` CTAs run at a time.
+
+        Clusters do not span the GPU's parts, some of which have fewer multiprocessors than others, so these are less
+        than its multiprocessors by the CTAs.
+        """
+        return clusters_at_once(kernel, self.device)
+
+
+@cache
+def gpu(device: int) -> Gpu:
+    """The facts of a GPU."""
+    properties = runtime().getDeviceProperties(device)
+    return Gpu(device, properties["multiProcessorCount"], 10 * properties["major"] + properties["minor"])
+
+
+@lru_cache(maxsize=1)
+def driver_version() -> int:
+    """The CUDA version that the driver supports, e.g. 12030 for 12.3."""
+    return runtime().driverGetVersion()
+
+
+@cache
+def clusters_at_once(kernel: Kernel, device: int) -> tuple[int, ...]:
+    """As `Gpu.clusters_at_once`."""
+    current_device()
+    loaded = kernel.load(device)
+    counts = []
+    with require_cupy("a CUDA array").cuda.Device(device):  # the driver asks the current context
+        for cluster in range(1, kernel.max_cluster + 1):
+            config = launch_config(loaded.threads, loaded.shared_bytes, [cluster_attribute(cluster)])
+            config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+            counts.append(call("cuOccupancyMaxActiveClusters", loaded.handle, config))
+    return tuple(counts)
+
+
+# --- launches -------------------------------------------------------------------------------------------------
+
+
+def overlaps(kernel: Kernel, device: int) -> bool:
+    """Whether CTAs of a kernel may come to a GPU while the launch before still runs (programmatic dependent launch)."""
+    return kernel.overlaps and gpu(device).capability >= 90 and driver_version() >= _OVERLAP_DRIVER
+
+
+def plain_submitter(handle: int, threads: int, shared_bytes: int, cooperative: bool) -> Submit:
+    """Launches without attributes on a stream of the current device. The driver copies the parameters."""
+    from cupy.cuda import driver
+
+    launch, launch_cooperative = driver.launchKernel, driver.launchCooperativeKernel
+    as_pointer, address = ctypes.c_char_p, ctypes.addressof
+
+    def submit(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
+        pointer = as_pointer(params)
+        launch(handle, x, y, z, threads, 1, 1, shared_bytes, stream, address(pointer), 0)
+
+    def submit_cooperative(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
+        pointer = as_pointer(params)
+        launch_cooperative(handle, x, y, z, threads, 1, 1, shared_bytes, stream, address(pointer))
+
+    return submit_cooperative if cooperative else submit
+
+
+def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlapping: bool) -> Submit:
+    """Launches with attributes: clusters, and overlap with the launch before."""
+    launch, as_pointer, address = api().cuLaunchKernelEx, ctypes.c_char_p, ctypes.addressof
+
+    @lru_cache(maxsize=512)  # a thread does not write what another one is launching with
+    def config_of(stream: int, x: int, y: int, z: int, cluster: int) -> Any:
+        attributes = [cluster_attribute(cluster)] if cluster > 1 else []
+        if overlapping:
+            attributes.append(overlap_attribute())
+        config = launch_config(threads, shared_bytes, attributes)
+        config.gridDimX, config.gridDimY, config.gridDimZ, config.hStream = x, y, z, stream
+        return config
+
+    def submit(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
+        pointer = as_pointer(params)
+        (status,) = launch(config_of(stream, x, y, z, cluster), handle, address(pointer), 0)
+        if status:
+            raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {int(status)} (grid {(x, y, z)})")
+
+    return submit
+
+
+def launch_config(threads: int, shared_bytes: int, attributes: list[Any]) -> Any:
+    """A CUlaunchConfig without its grid and stream."""
+    config = api().CUlaunchConfig()
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+def cluster_attribute(cluster: int) -> Any:
+    """CTAs along x that form a cluster."""
+    attribute = api().CUlaunchAttribute()
+    attribute.id = api().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+    return attribute
+
+
+def overlap_attribute() -> Any:
+    """Overlap with the launch before."""
+    attribute = api().CUlaunchAttribute()
+    attribute.id = api().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+# --- captures -------------------------------------------------------------------------------------------------
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream is being captured."""
+    return runtime().streamIsCapturing(stream)
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Whatever other threads capture, this one may make and free what belongs to a graph."""
+    mode = call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", mode)

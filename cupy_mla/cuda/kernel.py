@@ -1,0 +1,301 @@
+"""Kernels: compiled at run time with CuPy's RawModule (NVRTC), loaded once a GPU.
+
+A `Kernel` is one `.cu` file under one set of constants. Its source is read as text and the package's own
+`#include "..."` lines are resolved into one string, because CuPy's disk cache keys on the string and the options, not
+on headers behind `-I`. How many threads and how much shared memory a CTA has stands in the `.cu` file alone, which
+exports both numbers. Nothing here needs a GPU until a kernel is loaded: `Kernel.compile` serves the compile tests of a
+machine without one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ..bridges import require_cupy
+from . import driver
+from .structs import Struct
+
+log = logging.getLogger("cupy_mla")
+
+# Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
+PORTABLE = ("80", "86", "89", "90", "100", "120")
+LEAST_ARCH = 80
+DEFAULT_SHARED_BYTES = 48 * 1024  # of dynamic shared memory a CTA may have without leave
+
+# What every .cu file exports: `extern "C" __device__ int`.
+THREADS, SHARED_BYTES = "kernel_threads", "kernel_shared_bytes"
+
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
+
+
+@lru_cache(maxsize=1)
+def kernels_root() -> Path:
+    """The folder of the CUDA sources: inside the installed package, beside it in a checkout.
+
+    Raises:
+        FileNotFoundError: the package was installed without its kernels.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for root in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if root.is_dir():
+            return root
+    raise FileNotFoundError(f"the CUDA sources (kernels_cu) are neither in {package} nor beside it")
+
+
+@cache
+def read_source(file: str) -> str:
+    """The text of `kernels_cu/<file>` with the package's own includes put in their place.
+
+    `#pragma once` means nothing inside one string, so every included file is wrapped in a guard instead; `#line`
+    keeps the compiler's messages on the files that people edit.
+    """
+    root = kernels_root()
+
+    def expand(name: str, above: tuple[str, ...]) -> str:
+        if name in above:
+            raise ValueError(f"kernels_cu/{name} includes itself through {' -> '.join(above)}")
+        lines = [f'#line 1 "{name}"']
+        for number, line in enumerate((root / name).read_text().splitlines(), start=1):
+            include = _INCLUDE.match(line)
+            if include:
+                included = include.group(1)
+                guard = "INCLUDED_" + re.sub(r"\W", "_", included).upper()
+                body = expand(included, (*above, name))
+                lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{name}"']
+            elif line.strip() != "#pragma once":
+                lines.append(line)
+            else:
+                lines.append("")
+        return "\n".join(lines)
+
+    return expand(file, ()) + "\n"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A kernel on a GPU.
+
+    Attributes:
+        handle: the CUfunction.
+        threads, shared_bytes: of a CTA, as the .cu file exports them.
+        submit: launches it on a stream of the current device.
+    """
+
+    handle: int
+    threads: int
+    shared_bytes: int
+    submit: driver.Submit
+
+
+class Kernel:
+    """One source file, compiled with one set of constants; its `extern "C"` kernel has the file's name.
+
+    Args:
+        file: path under kernels_cu, e.g. "attention/portable.cu".
+        params: the struct that it takes by value.
+        defines: constants, passed as -DNAME=value.
+        archs: compute capabilities it claims, e.g. "80"; the compile tests hold it to them.
+        target: the architecture to compile for when it is not the GPU's plain one, e.g. "90a".
+        spill_bytes: most bytes of registers a thread may spill to local memory; the compile tests hold it to that.
+        cooperative: all CTAs of a launch run at the same time, so that they may wait for each other; the grid must
+            then fit the GPU.
+        max_cluster: most CTAs of a thread-block cluster it is launched with.
+        overlaps: the kernel waits for the launches before it by itself (ptx/grid.cuh), so that its CTAs may come to
+            their multiprocessors while those still run ("programmatic dependent launch", from Hopper on).
+    """
+
+    def __init__(
+        self,
+        file: str,
+        params: Struct,
+        defines: dict[str, int],
+        *,
+        archs: Iterable[str] = PORTABLE,
+        target: str | None = None,
+        spill_bytes: int = 0,
+        cooperative: bool = False,
+        max_cluster: int = 1,
+        overlaps: bool = False,
+    ) -> None:
+        self.file = file
+        self.params = params
+        self.defines = dict(defines)
+        self.archs = tuple(archs)
+        self.target = target
+        self.spill_bytes = spill_bytes
+        self.cooperative = cooperative
+        self.max_cluster = max_cluster
+        self.overlaps = overlaps
+        self._loaded: dict[int, Loaded] = {}  # by device
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        constants = " ".join(f"{k}={v}" for k, v in sorted(self.defines.items()))
+        return f"{self.file} {constants}".strip()
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending, which is also the kernel's."""
+        return PurePosixPath(self.file).stem
+
+    @property
+    def source(self) -> str:
+        """What the compiler gets: the file and its includes, and what holds its structs to `structs.py`."""
+        return "\n".join([read_source(self.file), '#line 1 "cupy_mla/cuda/structs.py"', *self.params.asserts(), ""])
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """NVRTC options without the architecture."""
+        return ("-std=c++17", *(f"-D{k}={v}" for k, v in sorted(self.defines.items())))
+
+    def suits(self, capability: int) -> bool:
+        """Whether it runs on a GPU of this compute capability (times 10)."""
+        if self.target is None:
+            return capability >= LEAST_ARCH
+        return capability == int(self.target.rstrip("a"))  # "a": that generation alone
+
+    def compile(self, arch: str) -> tuple[bytes, str]:
+        """Compile for one architecture with NVRTC, without a GPU.
+
+        Returns:
+            the cubin, and ptxas' report (registers, stack, spills).
+
+        Raises:
+            RuntimeError: NVRTC's messages.
+        """
+        from cupy.cuda import nvrtc
+
+        program = nvrtc.createProgram(self.source, self.file, [], [])
+        options = (*self.options, f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v")
+        try:
+            nvrtc.compileProgram(program, options)
+            return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"{self!r} for sm_{arch}:\n{nvrtc.getProgramLog(program)}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+
+    def submitter(self, device: int) -> driver.Submit:
+        """Launches it on a stream of the current device; loads it when that is first needed."""
+        loaded = self._loaded.get(device)
+        return (loaded or self.load(device)).submit
+
+    def joins_graphs(self, device: int) -> bool:
+        """Whether its launches may stand in a CUDA graph of ours: they have no attributes."""
+        return not self.cooperative and self.max_cluster == 1 and not driver.overlaps(self, device)
+
+    def loaded(self, device: int) -> bool:
+        """Whether it is ready to be launched on a device."""
+        return device in self._loaded
+
+    def load(self, device: int) -> Loaded:
+        """Compile (or take from CuPy's disk cache) and load for a device.
+
+        Safe from several threads, and from several processes: CuPy's disk cache writes a file of its own and renames
+        it, and checks a hash when it reads.
+
+        Raises:
+            RuntimeError: the GPU is too old, or NVRTC is missing.
+        """
+        cupy = require_cupy("a CUDA array")
+        with self._lock, cupy.cuda.Device(device) as gpu:
+            if device in self._loaded:
+                return self._loaded[device]
+            capability = int(gpu.compute_capability)
+            if capability < LEAST_ARCH:
+                raise RuntimeError(
+                    f"cupy_mla needs a GPU of compute capability 8.0 or later, this one has {capability / 10}"
+                )
+            started = time.perf_counter()
+            # NVRTC takes the more specific of two -arch options, and CuPy always adds the GPU's plain one.
+            extra = () if self.target is None else (f"-arch=sm_{self.target}",)
+            module = cupy.RawModule(code=self.source, options=(*self.options, *extra))
+            try:
+                kernel = module.get_function(self.name)
+            except (ImportError, RuntimeError) as error:
+                if "nvrtc" not in str(error).lower():
+                    raise
+                raise RuntimeError(
+                    "NVRTC, which compiles the kernels, was not found: "
+                    "pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
+                ) from error
+            _KEEP.append((module, kernel))
+            self._loaded[device] = self._prepared(kernel, device, *(_exported(module, n) for n in (THREADS, SHARED_BYTES)))
+            log.info("%r ready for sm_%s in %.2f s", self, self.target or capability, time.perf_counter() - started)
+            return self._loaded[device]
+
+    def _prepared(self, kernel: Any, device: int, threads: int, shared_bytes: int) -> Loaded:
+        """A kernel of CuPy's with leave for what its launches need."""
+        handle = kernel.kernel.ptr
+        if shared_bytes > DEFAULT_SHARED_BYTES:
+            kernel.max_dynamic_shared_size_bytes = shared_bytes
+        if self.max_cluster > driver.PORTABLE_CLUSTER:
+            attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            driver.call("cuFuncSetAttribute", handle, attribute, 1)
+        overlapping = driver.overlaps(self, device)
+        if self.max_cluster > 1 or overlapping:
+            submit = driver.attribute_submitter(handle, threads, shared_bytes, overlapping)
+        else:
+            submit = driver.plain_submitter(handle, threads, shared_bytes, self.cooperative)
+        return Loaded(handle, threads, shared_bytes, submit)
+
+
+_KEEP: list[Any] = []  # modules unload with their last reference
+
+
+def _exported(module: Any, name: str) -> int:
+    """The value of a variable of a loaded module."""
+    value = np.empty(1, np.int32)
+    with driver.relaxed_capture():
+        driver.runtime().memcpy(value.ctypes.data, module.get_global(name).ptr, 4, driver.runtime().memcpyDeviceToHost)
+    return int(value[0])
+
+
+# --- reading cubins -------------------------------------------------------------------------------------------
+
+
+def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the sections of a cubin, a 64-bit ELF file."""
+    for name, kind, offset, size in _section_table(cubin):
+        yield name, b"" if kind == _NO_BITS else cubin[offset : offset + size]
+
+
+def exported(cubin: bytes, name: str) -> int:
+    """The value of a variable that a kernel's file exports, read from its cubin.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    contents = list(sections(cubin))
+    named = dict(contents)
+    symbols, strings = named[".symtab"], named[".strtab"]
+    for at in range(0, len(symbols), 24):
+        text, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", symbols, at)
+        if strings[text : strings.index(b"\0", text)].decode() == name and 0 < section < len(contents):
+            stored = contents[section][1]
+            return struct.unpack_from("<i", stored, value)[0] if stored else 0  # zeros take no space in the file
+    raise KeyError(name)
+
+
+_NO_BITS = 8  # the type of a section that takes no space in the file
+
+
+def _section_table(cubin: bytes) -> list[tuple[str, int, int, int]]:
+    start, entry, count, names = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HHH", cubin, 58))
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * entry) for i in range(count)]
+    strings = headers[names][4]
+    return [
+        (cubin[strings + name : cubin.index(b"\0", strings + name)].decode(), kind, offset, size)
+        for name, kind, _, _, offset, size in headers
+    ]

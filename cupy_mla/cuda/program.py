@@ -1,0 +1,110 @@
+"""What a call does to the GPU, as a plain value: a launcher returns it, `cupy_mla.calls` runs it.
+
+A `Program` is a list of steps: launches of kernels and memory to be cleared. A step names memory by `Pointer`s, each a
+slot and an offset in bytes. A slot is an array argument, a result, or scratch memory of the call. Grids, offsets and
+fields of parameter structs are integers; in a traced call those that follow from the sizes of its arrays are symbolic,
+so that one program serves every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .structs import Packed
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+class Slot:
+    """Memory that a program works on: an argument, a result, or scratch.
+
+    Attributes:
+        name: for people.
+        argument: which of the call's arguments it is; None for memory that the call allocates.
+        shape, dtype: of what the call allocates.
+    """
+
+    __slots__ = ("argument", "dtype", "name", "shape")
+
+    def __init__(
+        self, name: str, argument: int | None = None, shape: Sequence[int] = (), dtype: np.dtype | None = None
+    ) -> None:
+        self.name = name
+        self.argument = argument
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(np.uint8) if dtype is None else np.dtype(dtype)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the call allocates."""
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size = size * length
+        return size
+
+    @property
+    def ptr(self) -> Pointer:
+        """Its first byte."""
+        return Pointer(self)
+
+
+class Pointer:
+    """A place in a slot's memory: the slot, and how many bytes from its start.
+
+    Attributes:
+        address: of the slot's start in the call that is traced, a symbolic integer; None for memory that it allocates,
+            which starts at a multiple of 256 bytes.
+    """
+
+    __slots__ = ("address", "offset", "slot")
+
+    def __init__(self, slot: Slot, offset: int = 0, address: Any = None) -> None:
+        self.slot = slot
+        self.offset = offset
+        self.address = address
+
+    def __add__(self, nbytes: int) -> Pointer:
+        return Pointer(self.slot, self.offset + nbytes, self.address)
+
+    __radd__ = __add__
+
+    def __mod__(self, nbytes: int) -> int:
+        """What is left over a multiple of `nbytes`, at most 256."""
+        start = 0 if self.address is None else self.address
+        return (start + self.offset) % nbytes
+
+    def __repr__(self) -> str:
+        return f"{self.slot!r} + {self.offset}"
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel.
+
+    Attributes:
+        grid: CTAs along x, y, z; nothing is launched where one is 0.
+        params: the kernel's one parameter.
+        cluster: neighbouring CTAs along x that form a thread-block cluster.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    params: Packed
+    cluster: int = 1
+
+
+class Clear(NamedTuple):
+    """Memory to be set to zero bytes."""
+
+    pointer: Pointer
+    nbytes: int
+
+
+Step = Launch | Clear
+Program = Sequence[Step]

@@ -1,0 +1,211 @@
+"""Every kernel parameter struct, declared once, its fields by name.
+
+From a declaration come the packer, and the `static_assert`s on size and offsets that the kernel's source is compiled
+with, so a field that moves on one side only is an error of the compiler. The C++ structs stand in `kernels_cu`, under
+the same names.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+POINTER, INT64, INT32, UINT32, FLOAT = "Q", "q", "i", "I", "f"  # as the module `struct` calls them
+
+
+class Packed(NamedTuple):
+    """A struct with values: a `Pointer` or an integer for each pointer, numbers for the others, in the order of fields."""
+
+    of: Struct
+    values: tuple[Any, ...]
+
+    def replaced(self, **fields: Any) -> Packed:
+        """The same with other values in some fields."""
+        values = list(self.values)
+        for name, value in fields.items():
+            values[self.of.index[name]] = value
+        return Packed(self.of, tuple(values))
+
+
+class Struct:
+    """The layout of a parameter struct, with the alignment that C++ gives it.
+
+    Args:
+        name: of the C++ struct.
+        base: the struct it derives from, whose fields come first.
+        fields: a format character of the module `struct`, or a Struct, by the field's name.
+
+    Attributes:
+        codes: the format character of every field, those of nested structs in their place.
+        offsets: bytes before each of them.
+        index: the number of a field by its name, "main.topk" in a nested struct.
+        size: bytes.
+    """
+
+    def __init__(self, name: str, base: Struct | None = None, **fields: str | Struct) -> None:
+        self.name = name
+        self.codes: list[str] = []
+        self.offsets: list[int] = []
+        self.index: dict[str, int] = {}
+        self._own: list[tuple[str, int]] = []  # the fields that C++ knows by these names, and their offsets
+        self._nested: list[Struct] = []
+        self._alignment = 1
+        end = 0
+        if base is not None:
+            self._nested.append(base)
+            end = self._append("", base, 0)
+        for field, of in fields.items():
+            if isinstance(of, Struct):
+                start = -(-end // of._alignment) * of._alignment
+                self._nested.append(of)
+                end = self._append(f"{field}.", of, start)
+            else:
+                size = struct.calcsize(f"={of}")
+                start = -(-end // size) * size
+                self._add(field, of, start)
+                self._alignment = max(self._alignment, size)
+                end = start + size
+            self._own.append((field, start))
+        self.size = -(-end // self._alignment) * self._alignment
+
+    def _append(self, prefix: str, other: Struct, start: int) -> int:
+        for field, number in other.index.items():
+            self._add(prefix + field, other.codes[number], start + other.offsets[number])
+        self._alignment = max(self._alignment, other._alignment)
+        return start + other.size
+
+    def _add(self, field: str, code: str, offset: int) -> None:
+        self.index[field] = len(self.codes)
+        self.codes.append(code)
+        self.offsets.append(offset)
+
+    def __repr__(self) -> str:
+        return f"struct {self.name}"
+
+    def __call__(self, *nested: Packed, **fields: Any) -> Packed:
+        """The struct with these values; nested structs by their fields' names as `Packed`.
+
+        Args:
+            nested: the base's values, first.
+
+        Raises:
+            TypeError: a field is missing, or there is no such field.
+        """
+        values: dict[str, Any] = {}
+        for packed in nested:
+            values.update(zip(packed.of.index, packed.values, strict=True))
+        for field, value in fields.items():
+            if isinstance(value, Packed):
+                values.update({f"{field}.{inner}": v for inner, v in zip(value.of.index, value.values, strict=True)})
+            else:
+                values[field] = value
+        if values.keys() != self.index.keys():
+            missing, unknown = self.index.keys() - values.keys(), values.keys() - self.index.keys()
+            raise TypeError(f"{self!r}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        return Packed(self, tuple(values[field] for field in self.index))
+
+    def chunks(self, values: Sequence[Any], is_fixed: Any) -> Iterator[tuple[str, Any]]:
+        """The struct as pairs of a format (of the module `struct`, "=" in front) and a value, padding included.
+
+        Args:
+            is_fixed: tells whether a value is known already; neighbouring ones become one string of bytes.
+        """
+        known, end = b"", 0
+        for code, offset, value in zip(self.codes, self.offsets, values, strict=True):
+            known += bytes(offset - end)
+            end = offset + struct.calcsize(f"={code}")
+            if is_fixed(value):
+                known += struct.pack(f"={code}", value)
+                continue
+            if known:
+                yield f"{len(known)}s", known
+                known = b""
+            yield code, value
+        known += bytes(self.size - end)
+        if known:
+            yield f"{len(known)}s", known
+
+    def asserts(self) -> Iterator[str]:
+        """What the compiler is to hold the C++ structs to."""
+        for nested in self._nested:
+            yield from nested.asserts()
+        yield f'static_assert(sizeof({self.name}) == {self.size}, "cupy_mla/cuda/structs.py: {self.name}");'
+        for field, offset in self._own:
+            said = f'"cupy_mla/cuda/structs.py: {self.name}::{field}"'
+            yield f"static_assert(__builtin_offsetof({self.name}, {field}) == {offset}, {said});"
+
+
+DIVISOR = Struct("Divisor", value=UINT32, multiplier=UINT32, shift=UINT32)  # rows/block_table.cuh
+BLOCK_TABLE = Struct(
+    "BlockTable", blocks=POINTER, stride=INT64, num_requests=INT32, width=INT32, block_size=DIVISOR
+)
+QUERIES = Struct("Queries", starts=POINTER, seq_lens=POINTER, num_requests=INT32, num_tokens=INT32)
+
+SOURCE = Struct(
+    "Source", cache=POINTER, indices=POINTER, lengths=POINTER, block_stride=INT64, row_stride=INT64,
+    index_stride_b=INT64, index_stride_s=INT64, num_slots=INT64, topk=INT32, block_size=INT32,
+)  # fmt: skip
+ATTENTION = Struct(
+    "AttentionParams", main=SOURCE, extra=SOURCE, q=POINTER, q_b=INT64, q_s=INT64, q_h=INT64, out=POINTER, out_b=INT64,
+    out_s=INT64, out_h=INT64, lse=POINTER, max_logits=POINTER, lse_b=INT64, lse_s=INT64, lse_h=INT64, part_out=POINTER,
+    part_lse=POINTER, part_max=POINTER, cluster_parts=POINTER, sink=POINTER, scale_log2=FLOAT, s_q=INT32, h_q=INT32,
+    num_queries=INT32, num_splits=INT32, flags=INT32, order=POINTER,
+)  # fmt: skip
+GROUPED = Struct(
+    "GroupedParams", ATTENTION, list_lengths=POINTER, rows=POINTER, excluded=POINTER, twice=POINTER,
+    group_lengths=POINTER, left=POINTER, queries=INT32, first_group=INT32, num_groups=INT32, capacity=INT32,
+    twice_capacity=INT32, most=FLOAT,
+)  # fmt: skip
+SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
+
+PACK = Struct(
+    "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,
+    block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, power_of_two=INT32,
+)  # fmt: skip
+GATHER = Struct(
+    "GatherParams", table=BLOCK_TABLE, cache=POINTER, dst=POINTER, seq_lens=POINTER, starts=POINTER,
+    block_stride=INT64, dst_stride=INT64, dst_rows=INT64, num_blocks=INT32, aligned=INT32,
+)  # fmt: skip
+GATHER_TAIL = Struct(
+    "GatherTailParams", table=BLOCK_TABLE, cache=POINTER, dst=POINTER, seq_lens=POINTER, gather_lens=POINTER,
+    block_stride=INT64, dst_stride=INT64, row_stride=INT64, dst_rows=INT32, num_blocks=INT32, aligned=INT32,
+)  # fmt: skip
+CONCAT_Q = Struct(
+    "ConcatParams", nope=POINTER, rope=POINTER, out=POINTER, nope_t=INT64, nope_h=INT64, rope_t=INT64, rope_h=INT64,
+    out_t=INT64, out_h=INT64, num_rows=INT64, heads=INT32, aligned=INT32,
+)  # fmt: skip
+TENSOR_QUANT = Struct(
+    "TensorQuantParams", x=POINTER, codes=POINTER, scale=POINTER, state=POINTER, size=INT64, tiles=INT64, aligned=INT32
+)
+PACK_KEYS = Struct(
+    "PackKeysParams", k=POINTER, cache=POINTER, slots=POINTER, k_stride=INT64, block_stride=INT64, num_slots=INT64,
+    block_size=INT32, num_tokens=INT32, power_of_two=INT32,
+)  # fmt: skip
+GATHER_KEYS = Struct(
+    "GatherKeysParams", table=BLOCK_TABLE, cache=POINTER, keys=POINTER, scales=POINTER, cu_seq_lens=POINTER,
+    block_stride=INT64, keys_stride=INT64, rows=INT64, num_blocks=INT32,
+)  # fmt: skip
+CONVERT = Struct(
+    "ConvertParams", table=BLOCK_TABLE, req_id=POINTER, positions=POINTER, prefill_ids=POINTER, prefill_starts=POINTER,
+    out=POINTER, counts=POINTER, is_valid=POINTER, positions_stride=INT64, out_stride=INT64, num_tokens=INT32, k=INT32,
+    num_prefills=INT32, rows=INT32, aligned=INT32,
+)  # fmt: skip
+SWA_DECODE = Struct(
+    "SwaDecodeParams", table=BLOCK_TABLE, queries=QUERIES, token_to_req=POINTER, is_valid=POINTER, out=POINTER,
+    lens=POINTER, out_stride=INT64, window=INT32,
+)  # fmt: skip
+GATHER_LENS = Struct("GatherLensParams", queries=QUERIES, out=POINTER, num_decodes=INT32, window=INT32)
+COMBINE_SWA = Struct(
+    "CombineSwaParams", queries=QUERIES, chosen=POINTER, gather_lens=POINTER, out=POINTER, lens=POINTER,
+    chosen_stride=INT64, out_stride=INT64, window=INT32, ratio=INT32, topk=INT32, rows=INT32, compressed_rows=INT32,
+    width=INT32,
+)  # fmt: skip
+COMPRESSED_SLOTS = Struct(
+    "CompressedSlotsParams", table=BLOCK_TABLE, queries=QUERIES, out=POINTER, size=INT32, ratio=INT32
+)
+C128A = Struct(
+    "C128aParams", table=BLOCK_TABLE, positions=POINTER, slot_mapping=POINTER, token_to_req=POINTER,
+    decode_indices=POINTER, decode_lens=POINTER, prefill_indices=POINTER, decode_stride=INT64, prefill_stride=INT64,
+    decode_width=INT32, prefill_width=INT32, num_decode_tokens=INT32, ratio=INT32, most=INT32,
+)  # fmt: skip

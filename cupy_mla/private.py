@@ -1,0 +1,83 @@
+"""Private names of other libraries, each with the public way to the same thing, which is taken where the name is gone.
+
+They are here because the public way takes a call over its host budget (docs/architecture.md): per call, on an H200's
+host, 0.5 us for a variable of the environment, 1.0 for torch's current stream, 2.5 for a tensor, 0.7 for a CuPy array.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+
+def environment_reader(name: str) -> Callable[[], str | None]:
+    """Tells, at any time, the value of a variable of the environment, None where there is none."""
+    try:
+        data, key = os.environ._data, os.environ.encodekey(name)  # type: ignore[attr-defined]
+        decode = os.environ.decodevalue  # type: ignore[attr-defined]
+    except AttributeError:
+        return public_environment_reader(name)
+
+    def read() -> str | None:
+        value = data.get(key)
+        return None if value is None else decode(value)
+
+    return read
+
+
+def public_environment_reader(name: str) -> Callable[[], str | None]:
+    """`environment_reader` by public names."""
+    return partial(os.environ.get, name)
+
+
+def torch_stream_reader(device: int) -> Callable[[], int]:
+    """Tells, at any time, the handle of torch's current stream of a GPU."""
+    current = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
+    return public_torch_stream_reader(device) if current is None else partial(current, device)
+
+
+def public_torch_stream_reader(device: int) -> Callable[[], int]:
+    """`torch_stream_reader` by public names."""
+    current = sys.modules["torch"].cuda.current_stream
+    return lambda: current(device).cuda_stream
+
+
+def torch_empty() -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
+    """Makes an uninitialised tensor of a shape, strides and dtype on the current GPU."""
+    try:
+        return sys.modules["torch"]._C._dynamo.guards._empty_strided_cuda
+    except AttributeError:
+        return public_torch_empty()
+
+
+def public_torch_empty() -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
+    """`torch_empty` by public names."""
+    empty_strided = sys.modules["torch"].empty_strided
+    return lambda shape, strides, dtype: empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:
+    """Makes an uninitialised CuPy array of a shape and dtype in given memory, or in new memory of the current GPU."""
+    ndarray = sys.modules["cupy"].ndarray
+    (base,) = ndarray.__bases__
+    if not hasattr(base, "_init"):
+        return public_cupy_empty()
+    new = base.__new__
+
+    def make(shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Any:
+        array = new(ndarray)
+        array._init(shape, dtype, memory, None, None)  # no strides, and no order, which would be parsed: C
+        return array
+
+    return make
+
+
+def public_cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:
+    """`cupy_empty` by public names."""
+    ndarray = sys.modules["cupy"].ndarray
+    return lambda shape, dtype, memory=None: ndarray(shape, np.dtype(dtype), memory)

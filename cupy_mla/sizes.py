@@ -1,0 +1,202 @@
+"""Symbolic sizes: a call on a GPU is traced once, and what the trace found holds for calls of other sizes.
+
+While an operation checks its arguments and a launcher says what is to be launched, every length, stride, address and
+integer setting of the call is a `Size`: the number it is in this call, and how it follows from a call's arguments.
+Arithmetic with sizes makes sizes. Where Python has to know a number (a comparison, an index, a key), the size tells the
+one of this call, and the trace notes the condition under which another call would be told the same: its *guards*. A
+trace holds for every call of its signature that meets the guards. So checks of shapes, which compare, become guards by
+themselves, and whatever the code looks at, a call is never run by a trace that was made for others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+Node = tuple[Any, ...]  # ("read", text), ("call", function, *nodes), ("get", node, i) or (operator, *nodes)
+Term = Any  # a Node, or the number or other object that it is known to be
+
+TEXT = {
+    "+": "{} + {}", "-": "{} - {}", "*": "{} * {}", "//": "{} // {}", "%": "{} % {}", "neg": "-{}", "abs": "abs({})",
+    "min": "min({}, {})", "max": "max({}, {})", "bits": "{}.bit_length()",
+    "==": "{} == {}", "<": "{} < {}", "<=": "{} <= {}", "not": "not {}",
+}  # fmt: skip
+
+
+class Trace:
+    """What one call was found to depend on.
+
+    Attributes:
+        guards: conditions, as terms, in the order in which they were met.
+        once: the call depended on more than a trace can tell; it holds for no other call.
+    """
+
+    def __init__(self) -> None:
+        self.guards: dict[Node, None] = {}
+        self.once = False
+
+    def read(self, text: str, value: int) -> Size:
+        """A number that a compiled call reads by an expression."""
+        return Size(self, value, ("read", text))
+
+    def guard(self, condition: Node, holds: bool) -> None:
+        """Note a condition that this call meets, or does not."""
+        self.guards[condition if holds else ("not", condition)] = None
+
+
+class Size:
+    """An integer of a traced call. Behaves as one; see the module."""
+
+    __slots__ = ("node", "trace", "value")
+
+    def __init__(self, trace: Trace, value: int, node: Node) -> None:
+        self.trace = trace
+        self.value = value
+        self.node = node
+
+    # what Python wants to know
+
+    def known(self) -> int:
+        """The number, which other calls of the trace will have as well."""
+        self.trace.guard(("==", self.node, self.value), True)
+        return self.value
+
+    __int__ = __index__ = __trunc__ = known
+
+    def __float__(self) -> float:
+        return float(self.known())
+
+    def __hash__(self) -> int:
+        return hash(self.known())
+
+    def __bool__(self) -> bool:
+        return self != 0
+
+    def __repr__(self) -> str:  # for messages, which end a call
+        return repr(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def _compare(self, sign: str, a: Any, b: Any, holds: bool) -> bool:
+        self.trace.guard((sign, term(a), term(b)), holds)
+        return holds
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (int, float, Size)):
+            return False
+        return self._compare("==", self, other, self.value == number(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compare("<", self, other, self.value < number(other))
+
+    def __le__(self, other: Any) -> bool:
+        return self._compare("<=", self, other, self.value <= number(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compare("<", other, self, number(other) < self.value)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compare("<=", other, self, number(other) <= self.value)
+
+    # arithmetic
+
+    def __add__(self, other: Any) -> Any:
+        return self if _is(other, 0) else _computed("+", operator.add, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self if _is(other, 0) else _computed("+", operator.add, other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self if _is(other, 0) else _computed("-", operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _computed("-", operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self if _is(other, 1) else _computed("*", operator.mul, self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self if _is(other, 1) else _computed("*", operator.mul, other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self if _is(other, 1) else _computed("//", operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _computed("//", operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return _computed("%", operator.mod, self, other)
+
+    def __neg__(self) -> Any:
+        return _computed("neg", operator.neg, self)
+
+    def __abs__(self) -> Any:
+        return _computed("abs", operator.abs, self)
+
+    def bit_length(self) -> Any:
+        """As `int.bit_length`."""
+        return _computed("bits", int.bit_length, self)
+
+
+def number(value: Any) -> Any:
+    """The number that a size is in this call; anything else as it is. Notes no guard."""
+    return value.value if isinstance(value, Size) else value
+
+
+def term(value: Any) -> Term:
+    """A size's node; anything else as it is."""
+    return value.node if isinstance(value, Size) else value
+
+
+def is_node(of: Term) -> bool:
+    """Whether a term differs from call to call."""
+    return type(of) is tuple and bool(of) and (of[0] in ("read", "call", "get") or of[0] in TEXT)
+
+
+def least(a: int, b: int) -> int:
+    """The smaller one of two integers; of sizes, a size."""
+    return _computed("min", min, a, b)
+
+
+def most(a: int, b: int) -> int:
+    """The larger one of two integers; of sizes, a size."""
+    return _computed("max", max, a, b)
+
+
+def looked_up(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of numbers returns, a tuple: one that holds for calls to which it returns others.
+
+    The function is called again in every call. Numbers of its result are sizes, the other entries are guards.
+    """
+    trace = next((a.trace for a in arguments if isinstance(a, Size)), None)
+    result = function(*map(number, arguments))
+    if trace is None:
+        return result
+    node = ("call", function, *map(term, arguments))
+    entries = []
+    for i, value in enumerate(result):
+        entry = ("get", node, i)
+        if type(value) in (int, float):
+            entries.append(Size(trace, value, entry))
+        else:
+            trace.guard(("==", entry, value), True)
+            entries.append(value)
+    return type(result)(*entries) if hasattr(result, "_fields") else tuple(entries)
+
+
+def _is(value: Any, this: int) -> bool:
+    return type(value) is int and value == this
+
+
+def _computed(sign: str, function: Callable[..., int], *operands: Any) -> Any:
+    size = next((o for o in operands if isinstance(o, Size)), None)
+    if size is None:
+        return function(*operands)
+    if not all(isinstance(o, (int, Size)) for o in operands):
+        return NotImplemented
+    return Size(size.trace, function(*map(number, operands)), (sign, *map(term, operands)))
