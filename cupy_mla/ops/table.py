@@ -8,6 +8,7 @@ To add a row: write its example calls as a function of a random generator and a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,11 +136,17 @@ class Operation:
 
 
 def _copied(array: np.ndarray, put: Callable[[np.ndarray], Any], unaligned: bool) -> Any:
-    if not unaligned:
+    """A copy of the kind that `put` makes. The blocks of a cache stay as far apart as they are."""
+    if unaligned:
+        whole = np.zeros((*array.shape[:-1], array.shape[-1] + 8), array.dtype)
+        whole[..., 1:-7] = array
+        return put(whole)[..., 1:-7]
+    items, stride = math.prod(array.shape[1:]), array.strides[0] // array.itemsize
+    if stride <= items:
         return put(array.copy())
-    whole = np.zeros((*array.shape[:-1], array.shape[-1] + 8), array.dtype)
-    whole[..., 1:-7] = array
-    return put(whole)[..., 1:-7]
+    whole = np.zeros((len(array), stride), array.dtype)
+    whole[:, :items] = array.reshape(len(array), items)
+    return put(whole)[:, :items].reshape(array.shape)
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------
@@ -199,9 +206,9 @@ def _slots(rng: np.random.Generator, wanted: Wanted, tokens: int = TOKENS) -> np
     return slots
 
 
-def _block_table(rng: np.random.Generator, requests: int, width: int, blocks: int = BLOCKS) -> np.ndarray:
-    """Blocks of requests, some of which do not exist."""
-    return rng.integers(-1, blocks + 1, (requests, width), dtype=np.int32)
+def _block_table(rng: np.random.Generator, width: int) -> np.ndarray:
+    """Blocks of three requests. Some do not exist."""
+    return rng.integers(-1, BLOCKS + 1, (3, width), dtype=np.int32)
 
 
 # --- attention ------------------------------------------------------------------------------------------------
@@ -301,7 +308,7 @@ def _lens(rng: np.random.Generator, wanted: Wanted) -> np.ndarray:
 def _mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     arguments = {
         "src_cache": _full_cache(rng, V32_FP8), "dst": _unwritten((60, 576), BFLOAT16),
-        "block_table": _block_table(rng, 3, 2), "seq_lens": _lens(rng, wanted),
+        "block_table": _block_table(rng, 2), "seq_lens": _lens(rng, wanted),
         "workspace_starts": np.array([0, 9, 9], np.int32),
     }  # fmt: skip
     yield Call("", arguments)
@@ -310,12 +317,11 @@ def _mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call
 
 def _v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     lens = _lens(rng, wanted)
-    for block_size, gather_lens in ((32, lens * 2 // 3), (2, None)):
-        blocks = TOKENS // block_size
+    for block_size, gather_lens in ((32, lens * 2 // 3), (15, None)):
         arguments = {
             "out": _unwritten((3, 40 if wanted.strays else 60, 512), BFLOAT16),
-            "k_cache": _full_cache(rng, V4_FP8, blocks, block_size), "seq_lens": lens, "gather_lens": gather_lens,
-            "block_table": _block_table(rng, 3, 64 // block_size, blocks), "block_size": block_size, "offset": 5,
+            "k_cache": _full_cache(rng, V4_FP8, BLOCKS, block_size), "seq_lens": lens, "gather_lens": gather_lens,
+            "block_table": _block_table(rng, 64 // block_size), "block_size": block_size, "offset": 5,
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
 
@@ -325,7 +331,7 @@ def _indexer_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
         starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
         arguments = {
             "kv_cache": _full_cache(rng, INDEXER_FP8, BLOCKS, block_size), "dst_k": _unwritten((60, 128), np.uint8),
-            "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, 3, 4), "cu_seq_lens": starts,
+            "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, 4), "cu_seq_lens": starts,
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
 
@@ -346,7 +352,7 @@ def _convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     tokens, first, beyond = 60, *((-1, 4) if wanted.strays else (0, 3))
     for width in (TOPK + 1, TOPK):
         arguments: dict[str, Any] = {
-            "req_id": rng.integers(first, beyond, tokens, dtype=np.int32), "block_table": _block_table(rng, 3, 2),
+            "req_id": rng.integers(first, beyond, tokens, dtype=np.int32), "block_table": _block_table(rng, 2),
             "token_indices": rng.integers(-3, 2 * BLOCK_SIZE + 3, (tokens, width), dtype=np.int32),
             "block_size": BLOCK_SIZE,
         }  # fmt: skip
@@ -394,7 +400,7 @@ BLOCKS_OF_V4 = ((32, 4), (1, 120))  # block size, and blocks that a request has
 def _swa_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     batch = _Batch.draw(rng).take("query_start_loc", "seq_lens", "token_to_req", "is_valid_token")
     for block_size, width in BLOCKS_OF_V4:
-        table = _block_table(rng, 3, width)
+        table = _block_table(rng, width)
         arguments = {**batch, "block_table": table, "block_size": block_size, "window_size": WINDOW}
         yield Call(f"blocks of {block_size}", arguments)
 
@@ -420,7 +426,7 @@ def _global_topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
     for block_size, width in BLOCKS_OF_V4:
         arguments = {
             **batch, "topk_indices": rng.integers(-3, 130, (60, TOPK + 1), dtype=np.int32),
-            "block_table": _block_table(rng, 3, width), "block_size": block_size,
+            "block_table": _block_table(rng, width), "block_size": block_size,
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
 
@@ -428,7 +434,7 @@ def _global_topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
 def _slot_mapping_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     batch = _Batch.draw(rng).take("query_start_loc", "seq_lens")
     for block_size, width in BLOCKS_OF_V4:
-        table = {"block_table": _block_table(rng, 3, width), "block_size": block_size}
+        table = {"block_table": _block_table(rng, width), "block_size": block_size}
         yield Call(f"blocks of {block_size}", {**batch, **table, "num_tokens": 63, "compress_ratio": RATIO})
 
 
@@ -436,7 +442,7 @@ def _c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     batch = _Batch.draw(rng)
     for block_size, width in BLOCKS_OF_V4:
         arguments = {
-            **batch.take("positions", "token_to_req"), "block_table": _block_table(rng, 3, width),
+            **batch.take("positions", "token_to_req"), "block_table": _block_table(rng, width),
             "block_size": block_size, "compress_ratio": RATIO, "num_decode_tokens": 20, "max_compressed_tokens": 66,
             "slot_mapping": np.where(batch.is_valid_token, 7, -1), "decode_indices": _unwritten((22, 70), np.int32),
             "decode_lens": _unwritten((22,), np.int32), "prefill_indices": _unwritten((43, 70), np.int32),
