@@ -19,6 +19,8 @@ import numpy as np
 
 from ..arrays import to_numpy
 from ..layouts import ATTENTION_LAYOUTS, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
+from ..reference import cache as reference_cache
+from ..reference import indexer as reference_indexer
 from . import attention, cache, compressed, gather, indexer, indices, quant, swa
 
 FLOAT32, INT32, INT64 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64)
@@ -36,6 +38,9 @@ class Wanted(NamedTuple):
     layouts: tuple[Layout, ...] = ATTENTION_LAYOUTS
     many: int = 4
     strays: bool = False
+
+
+ALL = Wanted()
 
 
 class Call(NamedTuple):
@@ -111,7 +116,7 @@ class Operation:
         """Whether an array may be None."""
         return parameter in self.optional or self.parameters[parameter].default is None
 
-    def calls(self, rng: np.random.Generator, wanted: Wanted = Wanted()) -> Iterator[Call]:  # noqa: B008
+    def calls(self, rng: np.random.Generator, wanted: Wanted = ALL) -> Iterator[Call]:
         """Its example calls, none if it has nothing to do with the wanted layouts."""
         if not self.layouts or set(self.layouts) & set(wanted.layouts):
             yield from self.examples(rng, wanted)
@@ -187,13 +192,11 @@ def _full_cache(
     paged, slots = _empty_cache(layout, blocks, block_size), np.arange(blocks * block_size)
     rows = _normal(rng, len(slots), layout.d_qk, size=0.1)
     if layout is V4_FP8:
-        cache.quantize_and_insert_k_cache(rows, paged, slots)
+        reference_cache.quantize_and_insert_k_cache(layout, rows, paged, slots)
     elif layout is INDEXER_FP8:
-        indexer.indexer_k_quant_and_cache(rows, paged, slots)
-    elif layout is V32_FP8:
-        cache.concat_and_cache_mla(rows[:, :-64], rows[:, -64:], paged, slots)
+        reference_indexer.indexer_k_quant_and_cache(rows, paged, slots, "fp32")
     else:
-        paged[...] = rows.reshape(paged.shape)
+        reference_cache.concat_and_cache_mla(layout, rows[:, :-64], rows[:, -64:], paged, slots, "fp32")
     return paged
 
 
@@ -413,9 +416,10 @@ def _gather_lens_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
 
 def _combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     batch = _Batch.draw(rng).take("query_start_loc", "seq_lens")
+    query_lens = np.diff(batch["query_start_loc"])
     arguments = {
         **batch, "topk_indices": rng.integers(-3, 70, (60, TOPK + 1), dtype=np.int32),
-        "gather_lens": swa.compute_prefill_gather_lens(**batch, num_decodes=0, window_size=WINDOW),
+        "gather_lens": query_lens + np.minimum(batch["seq_lens"] - query_lens, WINDOW - 1),
         "window_size": WINDOW, "compress_ratio": RATIO, "topk": TOPK, "M": 200, "N": 64,
     }  # fmt: skip
     yield Call("", arguments)
