@@ -85,7 +85,7 @@ class Operation:
         written: the arrays that it writes in place.
         results: the arrays that it allocates and returns, in order.
         optional: arrays that may be None though the parameter has no default.
-        layouts: the cache layouts that have this operation; (): it has nothing to do with one of `ATTENTION_LAYOUTS`.
+        layouts: the cache layouts that it is for; (): all of them, or none in particular.
         writer: for a function that returns views of what it writes: the function that writes it, with the same
             parameters.
         exact: whether the GPU and NumPy give the same bits, or agree to rounding.
@@ -222,24 +222,21 @@ def _lists(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-5, TOKENS + 5, shape, dtype=np.int32)
 
 
+def _prefill_arguments(rng: np.random.Generator, kv: np.ndarray, heads: int, s_q: int) -> dict[str, Any]:
+    d_qk = kv.shape[-1]
+    q, lists = _normal(rng, s_q, heads, d_qk, size=10), _lists(rng, s_q, 1, TOPK)
+    return {"q": q, "kv": kv, "indices": lists, "sm_scale": d_qk**-0.5}
+
+
 def _prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    widths = sorted({layout.d_qk for layout in wanted.layouts})
-    for number, d_qk in enumerate(widths):
-        kv, scale = _normal(rng, TOKENS, 1, d_qk, size=0.1), d_qk**-0.5
-        for heads, s_q in ((5, 3), (16, 3), (64, wanted.many), (128, wanted.many // 2)):
-            arguments = {
-                "q": _normal(rng, s_q, heads, d_qk, size=10), "kv": kv, "indices": _lists(rng, s_q, 1, TOPK),
-                "sm_scale": scale,
-            }  # fmt: skip
-            detail = f"{heads} heads of {d_qk}, {s_q} queries"
-            if heads != 5:
-                yield Call(detail, arguments)
-            elif number == 0:
-                more = {
-                    "attn_sink": rng.standard_normal(heads, np.float32),
-                    "topk_length": rng.integers(TOPK // 2, TOPK + 3, s_q, dtype=np.int32),
-                }
-                yield Call(f"{detail}, every argument", arguments | more)
+    rows = [_normal(rng, TOKENS, 1, d_qk, size=0.1) for d_qk in sorted({layout.d_qk for layout in wanted.layouts})]
+    sink, length = rng.standard_normal(5, np.float32), rng.integers(TOPK // 2, TOPK + 3, 3, dtype=np.int32)
+    arguments = {**_prefill_arguments(rng, rows[0], 5, 3), "attn_sink": sink, "topk_length": length}
+    yield Call(f"5 heads of {rows[0].shape[-1]}, 3 queries, every argument", arguments)
+    for kv in rows:
+        for heads, s_q in ((16, 3), (64, wanted.many), (128, wanted.many // 2)):
+            detail = f"{heads} heads of {kv.shape[-1]}, {s_q} queries"
+            yield Call(detail, _prefill_arguments(rng, kv, heads, s_q))
 
 
 def _decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -352,21 +349,20 @@ def _concat_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def _convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    tokens, first, beyond = 60, *((-1, 4) if wanted.strays else (0, 3))
-    for width in (TOPK + 1, TOPK):
-        arguments: dict[str, Any] = {
-            "req_id": rng.integers(first, beyond, tokens, dtype=np.int32), "block_table": _block_table(rng, 2),
+    tokens = 60
+    first, end = (-1, 4) if wanted.strays else (0, 3)
+    prefills = {
+        "prefill_request_ids": rng.integers(-1, 4, tokens, dtype=np.int32),
+        "prefill_workspace_starts": np.array([0, 50, -1], np.int32), "return_valid_counts": True,
+    }  # fmt: skip
+    calls: tuple[tuple[str, int, dict[str, Any]], ...] = (("of prefills, with counts", 65, prefills), ("", 64, {}))
+    for detail, width, more in calls:
+        arguments = {
+            "req_id": rng.integers(first, end, tokens, dtype=np.int32), "block_table": _block_table(rng, 2),
             "token_indices": rng.integers(-3, 2 * BLOCK_SIZE + 3, (tokens, width), dtype=np.int32),
             "block_size": BLOCK_SIZE,
         }  # fmt: skip
-        if width == TOPK:
-            yield Call("", arguments)
-            return
-        more = {
-            "prefill_request_ids": rng.integers(-1, 4, tokens, dtype=np.int32),
-            "prefill_workspace_starts": np.array([0, 50, -1], np.int32), "return_valid_counts": True,
-        }  # fmt: skip
-        yield Call("of prefills, with counts", arguments | more)
+        yield Call(detail, {**arguments, **more})
 
 
 def _quant_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
