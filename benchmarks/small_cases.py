@@ -1,4 +1,4 @@
-"""A small call of each kernel over CuPy arrays, checked against the NumPy reference: what compute-sanitizer runs on.
+"""Small calls of each kernel over CuPy arrays, checked against the NumPy reference: what compute-sanitizer runs on.
 
 compute-sanitizer --tool memcheck python benchmarks/small_cases.py
 (racecheck: benchmarks/racecheck.py)
@@ -18,6 +18,7 @@ import numpy as np
 import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.cuda.jit import Kernel
+from cupy_mla.ops.table import TABLE, Operation, Wanted
 
 BF16 = ml_dtypes.bfloat16
 
@@ -63,139 +64,13 @@ def packed(
     return cache, gpu_cache
 
 
-def same(name: str, operation: Callable, *arguments: object) -> None:
-    """Both twins must give the same bits."""
-    expected = operation(*(a.copy() if isinstance(a, np.ndarray) else a for a in arguments))
-    result = operation(*(cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in arguments))
-    several = isinstance(expected, tuple)
-    for i, (ours, reference) in enumerate(zip(result, expected, strict=True) if several else [(result, expected)]):
-        ours = np.ascontiguousarray(cupy.asnumpy(ours))
-        compare(f"{name} {i}", ours.view(np.uint8), np.ascontiguousarray(reference).view(np.uint8))
-
-
-def placed(a: np.ndarray, array: Callable, shift: bool) -> object:
-    """A copy of `a`; with `shift` its rows start one item after an aligned address."""
-    if not shift:
-        return array(a.copy())
-    whole = np.zeros((*a.shape[:-1], a.shape[-1] + 8), a.dtype)
-    whole[..., 1:-7] = a
-    return array(whole)[..., 1:-7]
-
-
-def same_written(
-    name: str, operation: Callable, written: Sequence[str], shift: Sequence[str] = (), **arguments: object
-) -> None:
-    """Both twins must write the same bits into the arguments called `written`; those in `shift` are not aligned."""
-    ours, reference = (
-        {k: placed(v, array, k in shift) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
-        for array in (cupy.asarray, np.asarray)
-    )
-    operation(**ours)
-    operation(**reference)
-    for key in written:
-        pair = (np.ascontiguousarray(a).view(np.uint8) for a in (cupy.asnumpy(ours[key]), reference[key]))
-        compare(" ".join([name, key, *(f"{k} shifted" for k in shift)]), *pair)
-
-
-def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape).astype(BF16)
-
-
-def pack_cases(rng: np.random.Generator) -> None:
-    """What `packed` leaves out: arrays that are not aligned, both scale formats, the indexer's keys."""
-    slots = rng.permutation(90)
-    slots[::7], slots[3] = -1, 90  # 90 is beyond the cache
-    latent, rope, keys = normal(rng, 90, 512), normal(rng, 90, 64), normal(rng, 90, 128)
-    latent[5] = keys[5] = 0
-    row = {"kv_c": latent, "k_pe": rope, "slot_mapping": slots}
-    fp8, bf16 = np.zeros((3, 30, 656), np.uint8), np.zeros((3, 30, 576), BF16)
-    for shift in ([], ["kv_c", "k_pe"]):
-        for scale_format in ("fp32", "ue8m0"):
-            same_written(
-                f"pack V32 {scale_format}", cupy_mla.concat_and_cache_mla, ["kv_cache"], shift, **row, kv_cache=fp8,
-                scale_format=scale_format,
-            )  # fmt: skip
-        same_written("pack bf16", cupy_mla.concat_and_cache_mla, ["kv_cache"], shift, **row, kv_cache=bf16)
-    same_written(
-        "pack V4", cupy_mla.quantize_and_insert_k_cache, ["k_cache"], ["k"], k=latent, slot_mapping=slots,
-        k_cache=np.zeros((3, 30, 584), np.uint8),
-    )  # fmt: skip
-    for block_size in (30, 15):  # blocks of 15 tokens allow 4-byte stores only
-        for scale_format in ("fp32", "ue8m0"):
-            same_written(
-                f"pack indexer {scale_format} {block_size}", cupy_mla.indexer_k_quant_and_cache, ["kv_cache"], k=keys,
-                kv_cache=np.zeros((90 // block_size, block_size, 132), np.uint8), slot_mapping=slots,
-                scale_format=scale_format,
-            )  # fmt: skip
-
-
-def gather_cases(rng: np.random.Generator) -> None:
-    """Requests of which one goes beyond the rows there are, in blocks of which some do not exist."""
-    slots = np.arange(192)
-    cache, keys = (np.zeros((3, 64, nbytes), np.uint8) for nbytes in (656, 132))
-    cupy_mla.concat_and_cache_mla(normal(rng, 192, 512), normal(rng, 192, 64), cache, slots)
-    cupy_mla.indexer_k_quant_and_cache(normal(rng, 192, 128), keys, slots)
-    table = rng.integers(-1, 4, (3, 2), dtype=np.int32)
-    for shift in ([], ["dst"]):
-        same_written(
-            "gather V32", cupy_mla.cp_gather_and_upconvert_fp8_kv_cache, ["dst"], shift, src_cache=cache,
-            dst=np.ones((70, 576), BF16), block_table=table, seq_lens=np.array([9, 0, 100], np.int32),
-            workspace_starts=np.array([0, 9, 12], np.int32),
-        )  # fmt: skip
-    same_written(
-        "gather indexer", cupy_mla.cp_gather_indexer_k_quant_cache, ["dst_k", "dst_scale"], kv_cache=keys,
-        dst_k=np.ones((90, 128), np.uint8), dst_scale=np.ones(90, np.float32), block_table=table,
-        cu_seq_lens=np.array([0, 9, 9, 109], np.int32),
-    )  # fmt: skip
-    for shift in ([], ["q_pe"]):
-        same_written(
-            "concat q", cupy_mla.concat_mla_q, ["out"], shift, ql_nope=normal(rng, 5, 7, 512),
-            q_pe=normal(rng, 5, 7, 64), out=np.ones((5, 7, 576), BF16),
-        )  # fmt: skip
-
-
-def other_cases(rng: np.random.Generator) -> None:
-    """Slots of chosen positions, with and without prefills, and whole tensors."""
-    request = rng.integers(-1, 4, 8, dtype=np.int32)
-    table = rng.integers(-1, 50, (3, 25), dtype=np.int32)
-    chosen = rng.integers(-3, 110, (8, 65), dtype=np.int32)
-    prefill, starts = rng.integers(-1, 4, 8, dtype=np.int32), np.array([0, 50, -1], np.int32)
-    for prefills in ((None, None), (prefill, starts)):
-        same("convert", cupy_mla.convert_req_index_to_global_index, request, table, chosen, 4, *prefills, True)
-    for x in (normal(rng, 3, 5, 577), rng.standard_normal((30, 500), dtype=np.float32)):
-        same(f"quantize {x.dtype}", cupy_mla.dynamic_per_batched_tensor_quant, x)
-
-
-def v4_cases(rng: np.random.Generator) -> None:
-    """The index operations of V4 layers on numbers of which some are out of range, and the gather."""
-    starts, seq_lens = np.array([0, 3, 3, 140], np.int32), np.array([900, 5, 137], np.int32)
-    tokens = int(starts[-1])
-    request = np.repeat(np.arange(3, dtype=np.int32), np.diff(starts))
-    request[5], valid = 9, rng.random(tokens) < 0.8
-    slots = np.where(valid, 7, -1).astype(np.int64)
-    positions = (seq_lens[:, None] - np.arange(137))[request % 3, 0].astype(np.int64)
-    chosen = rng.integers(-3, 300, (tokens, 65), dtype=np.int32)
-    gather_lens = cupy_mla.compute_prefill_gather_lens(seq_lens, starts, 0, 9)
-    for block_size in (1, 61):
-        table = rng.integers(-1, 30, (3, 150), dtype=np.int32)
-        same("swa", cupy_mla.compute_swa_indices_and_lens, starts, seq_lens, request, valid, table, block_size, 9)
-        same("global topk", cupy_mla.compute_global_topk_indices_and_lens, chosen, request, table, block_size, valid)
-        same("slots", cupy_mla.get_compressed_slot_mapping, tokens + 3, starts, seq_lens, table, block_size, 4)
-        lists = np.zeros((tokens, 70), np.int32)
-        same(
-            "c128a", cupy_mla.build_c128a_topk_metadata, positions, 4, 60, request, table, block_size, slots, lists,
-            lists[:, 0].copy(), lists.copy(), 66,
-        )  # fmt: skip
-    same("gather lens", cupy_mla.compute_prefill_gather_lens, seq_lens, starts, 1, 9)
-    same("combine", cupy_mla.combine_topk_swa_indices, chosen, starts, seq_lens, gather_lens, 9, 4, 65, 400, 225)
-    for block_size in (2, 61):
-        cache, gpu_cache = packed(rng, layouts.V4_FP8, 122 // block_size, block_size)
-        table = rng.integers(-1, 130 // block_size, (3, 500), dtype=np.int32)
-        out = np.zeros((3, 150, 512), BF16)
-        gpu_out, *gpu = on_gpu(out, seq_lens, gather_lens, table)
-        cupy_mla.dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, table, block_size, 5)
-        cupy_mla.dequantize_and_gather_k_cache(gpu_out, gpu_cache, *gpu, block_size, 5)
-        compare(f"gather V4 {block_size}", gpu_out.view(cupy.uint8), out.view(np.uint8))
+def operation_case(rng: np.random.Generator, operation: Operation) -> None:
+    """The operation's calls in the table, some numbers out of range. Both twins must give the same bits."""
+    for call in operation.calls(rng, Wanted(strays=True)):
+        results = zip(*(operation.run(call, array) for array in (cupy.asarray, np.asarray)), strict=True)
+        for i, pair in enumerate(results):
+            name = " ".join([operation.name, *call.detail.split(), str(i)])
+            compare(name, *(np.ascontiguousarray(a).view(np.uint8) for a in pair))
 
 
 def prefill_case(rng: np.random.Generator, h: int, family: str, queries: int = 3, rows: int = 500) -> None:
@@ -233,9 +108,12 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, family
 
 
 def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
-    """Each of the kernels that can serve a call in turn, chosen by CUPY_MLA_KERNELS; but for Hopper that is one."""
+    """The cache and index operations, then attention: each of the kernels that can serve a call in turn, chosen by
+    CUPY_MLA_KERNELS; but for Hopper that is one."""
     hopper = cupy.cuda.Device().compute_capability == "90"
-    yield from {"pack": pack_cases, "gather": gather_cases, "other": other_cases, "v4": v4_cases}.items()
+    for operation in TABLE:
+        if operation.exact:  # attention has cases of its own, one for each of its kernels
+            yield operation.name, partial(operation_case, operation=operation)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
         for family in ("few_heads", "sm90"):
             yield f"prefill of 140 queries {family}", partial(prefill_case, h=16, family=family, queries=140)

@@ -11,7 +11,7 @@ from . import selfcheck
 from .arrays import require_cupy
 from .config import SparseMLAConfig
 from .layouts import by_name
-from .warmup import warmup
+from .selfcheck.warmup import warmup
 
 CHECK = """Says what is installed, which kernels this GPU gets and how long they take to compile, and compares a small
 call of every operation with the NumPy reference. Exit status: 0 all is well, 1 something is wrong, 2 there is no GPU to

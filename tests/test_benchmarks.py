@@ -7,9 +7,12 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
+
+from cupy_mla.ops.table import TABLE
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -57,6 +60,25 @@ def test_floors(module):
     assert floor("V32 h 16 b 128 s_q 2 topk 2048", 4) == pytest.approx(110.9, abs=0.1)
     assert floor("V32 h 128 b 128 s_q 2 topk 2048", 4) == pytest.approx(179.8, abs=0.1)
     assert floor("V32 h 16 b 1 s_q 1 topk 2048", 4) == pytest.approx(2048 * 656 / 8.5e6, rel=0.01)
+
+
+def test_small_cases_are_of_every_operation(module, monkeypatch, rng):
+    """Those of the table, with NumPy in the place of CuPy."""
+    pytest.importorskip("cupy")
+    small_cases = module("small_cases")
+    device = SimpleNamespace(compute_capability="90")
+    stand_in = SimpleNamespace(
+        asarray=np.asarray, asnumpy=np.asarray, cuda=SimpleNamespace(Device=lambda: device)
+    )  # fmt: skip
+    monkeypatch.setattr(small_cases, "cupy", stand_in)
+    acts = dict(small_cases.cases())
+    assert len(acts) == len([*small_cases.cases()])
+    for operation in TABLE:
+        if operation.exact:
+            acts[operation.name](rng)
+        else:
+            _, _, kind = operation.name.partition("_")
+            assert any(small_cases.is_named(name, [kind]) for name in acts)
 
 
 def test_record(harness, monkeypatch, tmp_path, capsys):

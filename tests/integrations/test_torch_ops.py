@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,14 @@ def custom_op(call: Call, given: bool) -> tuple[Any, list[str]]:
         name += "_and_count"
     op = getattr(torch.ops.cupy_mla, name + ("_out" if given and call.made else "")).default
     return op, [a.name for a in op._schema.arguments]
+
+
+def test_schemas_stay_as_they_are():
+    """Graphs that were exported name these custom ops and pass their arguments so."""
+    expected = Path(__file__).with_name("schemas.txt").read_text().splitlines()
+    registered = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("cupy_mla::")]
+    ops = [getattr(torch.ops.cupy_mla, name.removeprefix("cupy_mla::")).default for name in registered]
+    assert sorted(str(op._schema).removeprefix("cupy_mla::") for op in ops) == sorted(expected)
 
 
 @every_operation

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ._version import __version__
-from .arrays import require_cupy
-from .checks import cases, float64_error
-from .cuda import all_kernels
-from .cuda.jit import LEAST_ARCH, Kernel, compute_capability, num_sms
+from .._version import __version__
+from ..arrays import require_cupy
+from ..cuda import all_kernels
+from ..cuda.jit import LEAST_ARCH, Kernel, compute_capability, num_sms
+from ..ops.table import Wanted
+from .cases import cases, float64_error
 
 ALL_WELL, WRONG, NO_GPU = 0, 1, 2  # exit status
 
@@ -55,7 +56,7 @@ def run(device: int | None = None, verbose: bool = False) -> int:
 
 def versions() -> Iterator[tuple[str, str]]:
     """Names and versions of what matters here, whether installed or not."""
-    yield "cupy_mla", f"{__version__} in {Path(__file__).parent}"
+    yield "cupy_mla", f"{__version__} in {Path(__file__).parent.parent}"
     yield "Python", platform.python_version()
     for name, distributions in (
         ("NumPy", ["numpy"]),
@@ -163,13 +164,13 @@ def _compare(cupy: Any, device: int, verbose: bool) -> bool:
     right: dict[str, list[bool]] = {}
     started = time.perf_counter()
     with cupy.cuda.Device(device):
-        for case in cases(np.random.default_rng(), many=num_sms(device) + 4):
+        for case in cases(np.random.default_rng(), Wanted(many=num_sms(device) + 4)):
             try:
                 agrees = case.agrees(case.run(cupy.asarray), case.run(np.asarray))
             except Exception as error:  # as above
                 print(f"  {case.name}: {type(error).__name__}: {error}")
                 agrees = False
-            right.setdefault(case.operation.__name__, []).append(agrees)
+            right.setdefault(case.operation.name, []).append(agrees)
             if verbose or not agrees:
                 print(f"  {'right' if agrees else 'WRONG':<6} {case.name}")
     print(f"operations compared with the NumPy reference, in {time.perf_counter() - started:.1f} s")

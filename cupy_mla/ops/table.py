@@ -1,0 +1,556 @@
+"""The table of operations: one row for each public operation that has a kernel.
+
+These read it: the self-check (`cupy_mla.selfcheck`), the tests that hold for every operation, the sanitizer cases
+(`benchmarks/small_cases.py`) and the torch custom ops (`cupy_mla.integrations.torch_ops`). No operation imports it.
+
+To add a row: write its example calls as a function of a random generator and a `Wanted`, and an `Operation` in `TABLE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import to_numpy
+from ..layouts import ATTENTION_LAYOUTS, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
+from ..reference import cache as reference_cache
+from ..reference import indexer as reference_indexer
+from . import attention, cache, compressed, gather, indexer, indices, quant, swa
+
+FLOAT32, INT32, INT64 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64)
+
+
+class Wanted(NamedTuple):
+    """What the example calls shall cover.
+
+    Attributes:
+        layouts: cache layouts. Calls that need another one are left out.
+        many: query tokens of the larger calls of attention.
+        strays: whether some slots, requests and rows lie beyond the arrays, which CUPY_MLA_CHECK=1 refuses.
+    """
+
+    layouts: tuple[Layout, ...] = ATTENTION_LAYOUTS
+    many: int = 4
+    strays: bool = False
+
+
+ALL = Wanted()
+
+
+class Call(NamedTuple):
+    """An example call.
+
+    Attributes:
+        detail: what tells it from the operation's other calls.
+        arguments: by name; arrays are NumPy arrays.
+        unaligned: the arrays whose rows `Operation.run` starts one item after an aligned address.
+    """
+
+    detail: str
+    arguments: dict[str, Any]
+    unaligned: tuple[str, ...] = ()
+
+
+class Result(NamedTuple):
+    """An array that an operation allocates and returns.
+
+    The caller may give it instead when the operation has a parameter of the same name.
+
+    Attributes:
+        shape: its shape, a function of the operation's arguments by name.
+        setting: the bool setting without which it is not returned; "" when it always is.
+    """
+
+    name: str
+    shape: Callable[..., tuple[int, ...]]
+    dtype: np.dtype
+    setting: str = ""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One public operation.
+
+    Attributes:
+        function: the public function. A parameter annotated `Any` is an array, optional if its default is None; every
+            other parameter is a setting.
+        examples: yields its example calls. Shapes and settings depend on the `Wanted` alone, values on the generator.
+            The first call gives every array that the caller may give, but for results.
+        written: the arrays that it writes in place.
+        results: the arrays that it allocates and returns, in order.
+        optional: arrays that may be None though the parameter has no default.
+        layouts: the cache layouts that it is for; (): all of them, or none in particular.
+        writer: for a function that returns views of what it writes: the function that writes it, with the same
+            parameters.
+        exact: whether the GPU and NumPy give the same bits, or agree to rounding.
+    """
+
+    function: Callable[..., Any]
+    examples: Callable[[np.random.Generator, Wanted], Iterator[Call]]
+    written: tuple[str, ...] = ()
+    results: tuple[Result, ...] = ()
+    optional: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = ()
+    writer: Callable[..., Any] | None = None
+    exact: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """The function's parameters by name, annotations evaluated."""
+        return dict(signature(self.function, eval_str=True).parameters)
+
+    def is_array(self, parameter: str) -> bool:
+        return self.parameters[parameter].annotation is Any
+
+    def is_optional(self, parameter: str) -> bool:
+        """Whether an array may be None."""
+        return parameter in self.optional or self.parameters[parameter].default is None
+
+    def calls(self, rng: np.random.Generator, wanted: Wanted = ALL) -> Iterator[Call]:
+        """Its example calls, none if it has nothing to do with the wanted layouts."""
+        if not self.layouts or set(self.layouts) & set(wanted.layouts):
+            yield from self.examples(rng, wanted)
+
+    def run(self, call: Call, put: Callable[[np.ndarray], Any]) -> list[np.ndarray]:
+        """Make a call on copies of its arrays.
+
+        Args:
+            put: makes the caller's kind of array of a NumPy array.
+
+        Returns:
+            what it wrote and what it returned.
+        """
+        arguments = {
+            name: _copied(value, put, name in call.unaligned) if isinstance(value, np.ndarray) else value
+            for name, value in call.arguments.items()
+        }
+        returned = self.function(**arguments)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        written = [arguments[name] for name in self.written]
+        return [to_numpy(array) for array in (*written, *results) if array is not None]
+
+
+def _copied(array: np.ndarray, put: Callable[[np.ndarray], Any], unaligned: bool) -> Any:
+    """A copy of the kind that `put` makes. The blocks of a cache stay as far apart as they are."""
+    if unaligned:
+        whole = np.zeros((*array.shape[:-1], array.shape[-1] + 8), array.dtype)
+        whole[..., 1:-7] = array
+        return put(whole)[..., 1:-7]
+    items, stride = math.prod(array.shape[1:]), array.strides[0] // array.itemsize
+    if stride <= items:
+        return put(array.copy())
+    whole = np.zeros((len(array), stride), array.dtype)
+    whole[:, :items] = array.reshape(len(array), items)
+    return put(whole)[:, :items].reshape(array.shape)
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------
+
+BLOCKS, BLOCK_SIZE = 4, 32
+TOKENS = BLOCKS * BLOCK_SIZE
+TOPK, WINDOW, RATIO = 64, 16, 4
+
+
+def _normal(rng: np.random.Generator, *shape: int, size: float = 1) -> np.ndarray:
+    return (size * rng.standard_normal(shape, np.float32)).astype(BFLOAT16)
+
+
+def _rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Rows to be packed, one of them zero."""
+    rows = _normal(rng, *shape)
+    rows[5] = 0
+    return rows
+
+
+def _unwritten(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array to be written: every byte is 0xFF, which is -1 or NaN."""
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8).fill(0xFF)
+    return array
+
+
+def _empty_cache(layout: Layout, blocks: int = BLOCKS, block_size: int = BLOCK_SIZE) -> np.ndarray:
+    """A cache to be written, with the block stride of the layout's writers."""
+    whole = _unwritten((blocks, layout.block_bytes(block_size) // layout.dtype.itemsize), layout.dtype)
+    return whole[:, : block_size * layout.last_axis].reshape(blocks, block_size, layout.last_axis)
+
+
+def _full_cache(
+    rng: np.random.Generator, layout: Layout, blocks: int = BLOCKS, block_size: int = BLOCK_SIZE
+) -> np.ndarray:
+    """A cache full of rows of size 0.1."""
+    paged, slots = _empty_cache(layout, blocks, block_size), np.arange(blocks * block_size)
+    rows = _normal(rng, len(slots), layout.d_qk, size=0.1)
+    if layout is V4_FP8:
+        reference_cache.quantize_and_insert_k_cache(layout, rows, paged, slots)
+    elif layout is INDEXER_FP8:
+        reference_indexer.indexer_k_quant_and_cache(rows, paged, slots, "fp32")
+    else:
+        reference_cache.concat_and_cache_mla(layout, rows[:, :-64], rows[:, -64:], paged, slots, "fp32")
+    return paged
+
+
+def _slots(rng: np.random.Generator, wanted: Wanted, tokens: int = TOKENS) -> np.ndarray:
+    """A slot for each token, some -1, and with strays one beyond the cache."""
+    slots = rng.permutation(tokens)
+    slots[::7] = -1
+    if wanted.strays:
+        slots[3] = tokens
+    return slots
+
+
+def _block_table(rng: np.random.Generator, width: int) -> np.ndarray:
+    """Blocks of three requests. Some do not exist."""
+    return rng.integers(-1, BLOCKS + 1, (3, width), dtype=np.int32)
+
+
+# --- attention ------------------------------------------------------------------------------------------------
+
+
+def _lists(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Index lists of which some entries are invalid."""
+    return rng.integers(-5, TOKENS + 5, shape, dtype=np.int32)
+
+
+def _prefill_arguments(rng: np.random.Generator, kv: np.ndarray, heads: int, s_q: int) -> dict[str, Any]:
+    d_qk = kv.shape[-1]
+    q, lists = _normal(rng, s_q, heads, d_qk, size=10), _lists(rng, s_q, 1, TOPK)
+    return {"q": q, "kv": kv, "indices": lists, "sm_scale": d_qk**-0.5}
+
+
+def _prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    rows = [_normal(rng, TOKENS, 1, d_qk, size=0.1) for d_qk in sorted({layout.d_qk for layout in wanted.layouts})]
+    sink, length = rng.standard_normal(5, np.float32), rng.integers(TOPK // 2, TOPK + 3, 3, dtype=np.int32)
+    arguments = {**_prefill_arguments(rng, rows[0], 5, 3), "attn_sink": sink, "topk_length": length}
+    yield Call(f"5 heads of {rows[0].shape[-1]}, 3 queries, every argument", arguments)
+    for kv in rows:
+        for heads, s_q in ((16, 3), (64, wanted.many), (128, wanted.many // 2)):
+            detail = f"{heads} heads of {kv.shape[-1]}, {s_q} queries"
+            yield Call(detail, _prefill_arguments(rng, kv, heads, s_q))
+
+
+def _decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Few query tokens and many, few heads and many."""
+    many = wanted.many
+    for layout in sorted(wanted.layouts, key=lambda layout: layout is not V4_FP8):
+        of_layout, main = f"{layout.name} of {layout.d_qk}", _full_cache(rng, layout)
+        extra = _full_cache(rng, layout, TOKENS // 2, 2)
+        if layout is V4_FP8:
+            arguments = {
+                "q": _normal(rng, 2, 2, 3, 512, size=10), "k_cache": main, "indices": _lists(rng, 2, 2, 70),
+                "sm_scale": 0.04, "attn_sink": rng.standard_normal(3, np.float32),
+                "topk_length": rng.integers(35, 73, 2, dtype=np.int32), "extra_k_cache": extra,
+                "extra_indices": _lists(rng, 2, 2, 33), "extra_topk_length": rng.integers(0, 36, 2, dtype=np.int32),
+                "num_splits": 3,
+            }  # fmt: skip
+            yield Call(f"{of_layout}, 3 heads, 2 x 2 queries, every argument", arguments)
+        shapes = ((16, 2, 1), (64, 2, 2), (128, 1, 1), (8, many, 1), (32, many // 2, 2), (128, many // 2, 1))
+        for heads, b, s_q in shapes:
+            q, lists = _normal(rng, b, s_q, heads, layout.d_qk, size=10), _lists(rng, 2, b, s_q, TOPK)
+            detail = f"{of_layout}, {heads} heads, {b} x {s_q} queries"
+            arguments = {"q": q, "k_cache": main, "indices": lists[0]}
+            yield Call(detail, arguments)
+            if layout is V4_FP8:
+                sink = rng.standard_normal(heads, np.float32)
+                more = {"extra_k_cache": extra, "extra_indices": lists[1], "attn_sink": sink}
+                yield Call(f"{detail}, two caches", arguments | more)
+
+
+# --- packing --------------------------------------------------------------------------------------------------
+
+
+def _mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    row = {"kv_c": _rows(rng, TOKENS, 512), "k_pe": _rows(rng, TOKENS, 64), "slot_mapping": _slots(rng, wanted)}
+    for layout in (V32_FP8, BF16_576):
+        for scale_format in ("ue8m0", "fp32") if layout.quantized else ("fp32",):
+            if layout in wanted.layouts:
+                arguments = {**row, "kv_cache": _empty_cache(layout), "scale_format": scale_format}
+                detail = f"{layout.name} {scale_format}" if layout.quantized else layout.name
+                yield Call(detail, arguments)
+                yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c", "k_pe"))
+
+
+def _v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    arguments = {"k": _rows(rng, TOKENS, 512), "k_cache": _empty_cache(V4_FP8), "slot_mapping": _slots(rng, wanted)}
+    yield Call("", arguments)
+    yield Call("unaligned rows", arguments, unaligned=("k",))
+
+
+def _indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for block_size in (32, 15):  # blocks of 15 tokens allow 4-byte stores only
+        tokens = BLOCKS * block_size
+        for scale_format in cache.SCALE_FORMATS:
+            arguments = {
+                "k": _rows(rng, tokens, 128), "kv_cache": _empty_cache(INDEXER_FP8, BLOCKS, block_size),
+                "slot_mapping": _slots(rng, wanted, tokens), "scale_format": scale_format,
+            }  # fmt: skip
+            yield Call(f"{scale_format}, blocks of {block_size}", arguments)
+
+
+# --- gathering ------------------------------------------------------------------------------------------------
+
+
+def _lens(rng: np.random.Generator, wanted: Wanted) -> np.ndarray:
+    """Lengths of three requests, 59 tokens at most; with strays the last request has more than its blocks hold."""
+    return np.array([9, 0, 70 if wanted.strays else rng.integers(30, 51)], np.int32)
+
+
+def _mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    arguments = {
+        "src_cache": _full_cache(rng, V32_FP8), "dst": _unwritten((60, 576), BFLOAT16),
+        "block_table": _block_table(rng, 2), "seq_lens": _lens(rng, wanted),
+        "workspace_starts": np.array([0, 9, 9], np.int32),
+    }  # fmt: skip
+    yield Call("", arguments)
+    yield Call("unaligned rows", arguments, unaligned=("dst",))
+
+
+def _v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    lens = _lens(rng, wanted)
+    for block_size, gather_lens in ((32, lens * 2 // 3), (15, None)):
+        arguments = {
+            "out": _unwritten((3, 40 if wanted.strays else 60, 512), BFLOAT16),
+            "k_cache": _full_cache(rng, V4_FP8, BLOCKS, block_size), "seq_lens": lens, "gather_lens": gather_lens,
+            "block_table": _block_table(rng, 64 // block_size), "block_size": block_size, "offset": 5,
+        }  # fmt: skip
+        yield Call(f"blocks of {block_size}", arguments)
+
+
+def _indexer_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for block_size in (32, 15):
+        starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
+        arguments = {
+            "kv_cache": _full_cache(rng, INDEXER_FP8, BLOCKS, block_size), "dst_k": _unwritten((60, 128), np.uint8),
+            "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, 4), "cu_seq_lens": starts,
+        }  # fmt: skip
+        yield Call(f"blocks of {block_size}", arguments)
+
+
+def _concat_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    arguments = {
+        "ql_nope": _normal(rng, 7, 5, 512).swapaxes(0, 1),  # as a batched product leaves it
+        "q_pe": _normal(rng, 5, 7, 64), "out": _unwritten((5, 7, 576), BFLOAT16),
+    }  # fmt: skip
+    yield Call("", arguments)
+    yield Call("unaligned rows", arguments, unaligned=("q_pe",))
+
+
+# --- index lists ----------------------------------------------------------------------------------------------
+
+
+def _convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    tokens = 60
+    first, end = (-1, 4) if wanted.strays else (0, 3)
+    prefills = {
+        "prefill_request_ids": rng.integers(-1, 4, tokens, dtype=np.int32),
+        "prefill_workspace_starts": np.array([0, 50, -1], np.int32), "return_valid_counts": True,
+    }  # fmt: skip
+    calls: tuple[tuple[str, int, dict[str, Any]], ...] = (("of prefills, with counts", 65, prefills), ("", 64, {}))
+    for detail, width, more in calls:
+        arguments = {
+            "req_id": rng.integers(first, end, tokens, dtype=np.int32), "block_table": _block_table(rng, 2),
+            "token_indices": rng.integers(-3, 2 * BLOCK_SIZE + 3, (tokens, width), dtype=np.int32),
+            "block_size": BLOCK_SIZE,
+        }  # fmt: skip
+        yield Call(detail, {**arguments, **more})
+
+
+def _quant_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    yield Call("bfloat16", {"x": _normal(rng, 5, 7, 577)})
+    yield Call("float32", {"x": rng.standard_normal((30, 500), np.float32)})
+
+
+class _Batch(NamedTuple):
+    """Three requests of 3, 0 and 57 query tokens; one token names a request that does not exist."""
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    token_to_req: np.ndarray
+    positions: np.ndarray
+    is_valid_token: np.ndarray
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator) -> _Batch:
+        query_lens = np.array([3, 0, 57], np.int32)
+        starts = np.append(0, query_lens.cumsum()).astype(np.int32)
+        tokens, lens = int(starts[-1]), query_lens + rng.integers(1, 70, 3, dtype=np.int32)
+        requests = np.repeat(np.arange(3, dtype=np.int32), query_lens)
+        positions = (np.arange(tokens) + (lens - starts[1:])[requests]).astype(np.int64)
+        requests[5] = 9
+        return cls(starts, lens, requests, positions, rng.random(tokens) < 0.8)
+
+    def take(self, *names: str) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in names}
+
+
+BLOCKS_OF_V4 = ((32, 4), (1, 120))  # block size, and blocks that a request has
+
+
+def _swa_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng).take("query_start_loc", "seq_lens", "token_to_req", "is_valid_token")
+    for block_size, width in BLOCKS_OF_V4:
+        table = _block_table(rng, width)
+        arguments = {**batch, "block_table": table, "block_size": block_size, "window_size": WINDOW}
+        yield Call(f"blocks of {block_size}", arguments)
+
+
+def _gather_lens_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng).take("query_start_loc", "seq_lens")
+    for decodes in (1, 0):
+        yield Call(f"{decodes} decodes", {**batch, "num_decodes": decodes, "window_size": WINDOW})
+
+
+def _combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng).take("query_start_loc", "seq_lens")
+    query_lens = np.diff(batch["query_start_loc"])
+    arguments = {
+        **batch, "topk_indices": rng.integers(-3, 70, (60, TOPK + 1), dtype=np.int32),
+        "gather_lens": query_lens + np.minimum(batch["seq_lens"] - query_lens, WINDOW - 1),
+        "window_size": WINDOW, "compress_ratio": RATIO, "topk": TOPK, "M": 200, "N": 64,
+    }  # fmt: skip
+    yield Call("", arguments)
+
+
+def _global_topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng).take("token_to_req", "is_valid_token")
+    for block_size, width in BLOCKS_OF_V4:
+        arguments = {
+            **batch, "topk_indices": rng.integers(-3, 130, (60, TOPK + 1), dtype=np.int32),
+            "block_table": _block_table(rng, width), "block_size": block_size,
+        }  # fmt: skip
+        yield Call(f"blocks of {block_size}", arguments)
+
+
+def _slot_mapping_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng).take("query_start_loc", "seq_lens")
+    for block_size, width in BLOCKS_OF_V4:
+        table = {"block_table": _block_table(rng, width), "block_size": block_size}
+        yield Call(f"blocks of {block_size}", {**batch, **table, "num_tokens": 63, "compress_ratio": RATIO})
+
+
+def _c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng)
+    for block_size, width in BLOCKS_OF_V4:
+        arguments = {
+            **batch.take("positions", "token_to_req"), "block_table": _block_table(rng, width),
+            "block_size": block_size, "compress_ratio": RATIO, "num_decode_tokens": 20, "max_compressed_tokens": 66,
+            "slot_mapping": np.where(batch.is_valid_token, 7, -1), "decode_indices": _unwritten((22, 70), np.int32),
+            "decode_lens": _unwritten((22,), np.int32), "prefill_indices": _unwritten((43, 70), np.int32),
+        }  # fmt: skip
+        yield Call(f"blocks of {block_size}", arguments)
+
+
+# --- the table ------------------------------------------------------------------------------------------------
+
+TABLE = (
+    Operation(
+        attention.sparse_prefill,
+        _prefill_calls,
+        results=(
+            Result("out", lambda q, **_: (*q.shape[:2], D_V), BFLOAT16),
+            Result("max_logits", lambda q, **_: q.shape[:2], FLOAT32),
+            Result("lse", lambda q, **_: q.shape[:2], FLOAT32),
+        ),
+        exact=False,
+    ),
+    Operation(
+        attention.sparse_decode,
+        _decode_calls,
+        results=(
+            Result("out", lambda q, **_: (*q.shape[:3], D_V), BFLOAT16),
+            Result("lse", lambda q, **_: (q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
+        ),
+        exact=False,
+    ),
+    Operation(cache.concat_and_cache_mla, _mla_packing_calls, written=("kv_cache",), layouts=(BF16_576, V32_FP8)),
+    Operation(cache.quantize_and_insert_k_cache, _v4_packing_calls, written=("k_cache",), layouts=(V4_FP8,)),
+    Operation(indexer.indexer_k_quant_and_cache, _indexer_packing_calls, written=("kv_cache",)),
+    Operation(indexer.cp_gather_indexer_k_quant_cache, _indexer_gather_calls, written=("dst_k", "dst_scale")),
+    Operation(gather.cp_gather_and_upconvert_fp8_kv_cache, _mla_gather_calls, written=("dst",), layouts=(V32_FP8,)),
+    Operation(
+        gather.dequantize_and_gather_k_cache,
+        _v4_gather_calls,
+        written=("out",),
+        optional=("gather_lens",),
+        layouts=(V4_FP8,),
+    ),
+    Operation(gather.concat_mla_q, _concat_calls, written=("out",)),
+    Operation(
+        indices.convert_req_index_to_global_index,
+        _convert_calls,
+        results=(
+            Result("out", lambda token_indices, **_: token_indices.shape, INT32),
+            Result("valid_counts", lambda token_indices, **_: token_indices.shape[:1], INT32, "return_valid_counts"),
+        ),
+    ),
+    Operation(
+        quant.dynamic_per_batched_tensor_quant,
+        _quant_calls,
+        results=(Result("codes", lambda x: x.shape, E4M3), Result("scale", lambda x: (), FLOAT32)),
+    ),
+    Operation(
+        swa.compute_swa_indices_and_lens,
+        _swa_calls,
+        results=(
+            Result("out", lambda token_to_req, window_size, **_: (token_to_req.shape[0], window_size), INT32),
+            Result("lens", lambda token_to_req, **_: token_to_req.shape, INT32),
+        ),
+        layouts=(V4_FP8,),
+    ),
+    Operation(
+        swa.compute_prefill_gather_lens,
+        _gather_lens_calls,
+        results=(Result("out", lambda seq_lens, num_decodes, **_: (seq_lens.shape[0] - num_decodes,), INT32),),
+        layouts=(V4_FP8,),
+    ),
+    Operation(
+        swa.combine_topk_swa_indices,
+        _combine_calls,
+        results=(
+            Result(
+                "out",
+                lambda topk_indices, topk, window_size, **_: (
+                    topk_indices.shape[0],
+                    swa.combined_width(topk, window_size),
+                ),
+                INT32,
+            ),
+            Result("lens", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
+        ),
+        layouts=(V4_FP8,),
+    ),
+    Operation(
+        compressed.compute_global_topk_indices_and_lens,
+        _global_topk_calls,
+        results=(
+            Result("out", lambda topk_indices, **_: topk_indices.shape, INT32),
+            Result("lens", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
+        ),
+        layouts=(V4_FP8,),
+    ),
+    Operation(
+        compressed.get_compressed_slot_mapping,
+        _slot_mapping_calls,
+        results=(Result("out", lambda num_tokens, **_: (num_tokens,), INT64),),
+        layouts=(V4_FP8,),
+        writer=compressed.write_compressed_slot_mapping,
+    ),
+    Operation(
+        compressed.build_c128a_topk_metadata,
+        _c128a_calls,
+        written=("decode_indices", "decode_lens", "prefill_indices"),
+        layouts=(V4_FP8,),
+        writer=compressed.write_c128a_topk_metadata,
+    ),
+)
+OPERATIONS = {operation.name: operation for operation in TABLE}

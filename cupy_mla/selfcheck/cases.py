@@ -1,0 +1,71 @@
+"""The calls that are compared between the GPU and NumPy, from the table of operations, and when two runs agree.
+
+Without a GPU the NumPy reference is all there is; attention is then compared with float64 over the whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import layouts
+from ..layouts import BFLOAT16
+from ..ops.table import ALL, OPERATIONS, TABLE, Call, Operation, Wanted
+from ..reference.cache import unpack_rows
+
+# What two results of attention may differ by, absolutely or relatively: both sides' rounding.
+BOUNDS = {BFLOAT16: (1e-3, 3.01 / 128), np.dtype(np.float32): (1e-5, 16.02 / 65536)}
+
+
+class Case(NamedTuple):
+    """An example call of an operation."""
+
+    operation: Operation
+    call: Call
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation.name} {self.call.detail}".strip()
+
+    def run(self, put: Callable[[np.ndarray], Any]) -> list[np.ndarray]:
+        """All results of the call on copies of its arrays, made by `put`."""
+        return self.operation.run(self.call, put)
+
+    def agrees(self, ours: list[np.ndarray], reference: list[np.ndarray]) -> bool:
+        """Whether two runs' results are the same, up to what rounding explains where they need not be exact."""
+        if self.operation.exact:
+            return all(a.tobytes() == b.tobytes() for a, b in zip(ours, reference, strict=True))
+        return all(_close(a, b) for a, b in zip(ours, reference, strict=True))
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    absolute, relative = BOUNDS[b.dtype]
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    difference = np.abs(np.subtract(a, b, out=np.zeros(a.shape), where=a != b))  # equal infinities differ by nothing
+    return bool(((difference <= absolute) | (difference <= relative * np.abs(b))).all())
+
+
+def cases(rng: np.random.Generator, wanted: Wanted = ALL) -> Iterator[Case]:
+    """Every example call in the table that is wanted; the generator draws the inputs."""
+    for operation in TABLE:
+        for call in operation.calls(rng, wanted):
+            yield Case(operation, call)
+
+
+def float64_error(rng: np.random.Generator) -> float:
+    """‖out - ref‖ / ‖ref‖ of a decode in NumPy, ref being float64 over the rows that its cache holds."""
+    decode, layout = OPERATIONS["sparse_decode"], layouts.V32_FP8
+    call = next(decode.calls(rng, Wanted((layout,))))
+    q, cache, indices = (call.arguments[name] for name in ("q", "k_cache", "indices"))
+    out = decode.function(q, cache, indices)[0].astype(np.float64)
+    tokens = cache.shape[0] * cache.shape[1]
+    rows = unpack_rows(cache, layout, np.arange(tokens)).astype(np.float64)
+    ref = np.zeros(out.shape)
+    for b, s in np.ndindex(out.shape[:2]):
+        entries = indices[b, s]
+        chosen = rows[entries[(entries >= 0) & (entries < tokens)]]
+        p = np.exp(q[b, s].astype(np.float64) @ chosen.T * rows.shape[1] ** -0.5)
+        ref[b, s] = (p / p.sum(-1, keepdims=True)) @ chosen[:, : layouts.D_V]
+    return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))

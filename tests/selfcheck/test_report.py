@@ -1,0 +1,86 @@
+"""`python -m cupy_mla`: what it says without a GPU, without CuPy and, with a stand-in for the GPU, of what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_mla import selfcheck
+from cupy_mla.cuda import all_kernels, jit
+from cupy_mla.selfcheck import report
+
+from .stand_in import RUN, StandIn, python
+
+
+def test_without_cupy():
+    result = python("import sys; sys.modules['cupy'] = None; " + RUN.format([]))
+    assert result.returncode == selfcheck.NO_GPU, result.stderr
+    assert "pip install 'cupy_mla[cuda12]'" in result.stdout
+    assert "relative: right" in result.stdout
+
+
+def test_without_a_gpu():
+    result = python(RUN.format(["check"]), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == selfcheck.NO_GPU, result.stderr
+    assert "Running on a GPU needs" in result.stdout
+
+
+def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None) -> int:
+    def load(kernel, device):
+        if failure and kernel.target:
+            raise failure
+
+    monkeypatch.setattr(report, "require_cupy", lambda why: cupy)
+    monkeypatch.setattr(report, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(report, "compute_capability", lambda device: 90)
+    monkeypatch.setattr(report, "num_sms", lambda device: 4)
+    monkeypatch.setattr(jit.Kernel, "load", load)
+    return selfcheck.run()
+
+
+def test_all_is_well(monkeypatch, capsys):
+    assert check_with(monkeypatch, StandIn()) == selfcheck.ALL_WELL
+    printed = capsys.readouterr().out
+    for kernel in all_kernels():
+        assert kernel.file in printed
+    assert "WRONG" not in printed
+
+
+def test_a_kernel_does_not_compile(monkeypatch, capsys):
+    assert check_with(monkeypatch, StandIn(), RuntimeError("error: no such thing")) == selfcheck.WRONG
+    assert "FAILED: error: no such thing" in capsys.readouterr().out
+
+
+def test_a_result_is_wrong(monkeypatch, capsys):
+    def asarray(array):  # queries of the wrong size
+        return array * 2 if array.ndim == 4 and array.shape[-1] == 512 else array
+
+    assert check_with(monkeypatch, StandIn(asarray=asarray)) == selfcheck.WRONG
+    printed = capsys.readouterr().out
+    assert "WRONG  sparse_decode v4_fp8" in printed
+    assert "WRONG  sparse_prefill" not in printed
+
+
+def test_nvrtc_version():
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs CuPy and NVRTC (extra cuda12 or cuda13)")
+    assert float(selfcheck.nvrtc_version()) >= 12
+
+
+def test_nvrtc_is_missing(monkeypatch, capsys):
+    def missing(name):
+        raise RuntimeError("CuPy failed to load libnvrtc.so.12")
+
+    monkeypatch.setattr(report, "require_cupy", lambda why: StandIn())
+    monkeypatch.setattr(report.importlib, "import_module", missing)
+    assert selfcheck.run() == selfcheck.NO_GPU
+    assert "NVRTC, which compiles the kernels, was not found: pip install" in capsys.readouterr().out
+
+
+def test_kernels_suit_generations():
+    kernels = {kernel.target: kernel for kernel in all_kernels()}
+    assert [c for c in (75, 80, 90, 100, 120) if kernels[None].suits(c)] == [80, 90, 100, 120]
+    assert [c for c in (80, 89, 90, 100) if kernels["90a"].suits(c)] == [90]
+
+
+@pytest.mark.gpu
+def test_this_gpu(capsys):
+    assert selfcheck.run(0) == selfcheck.ALL_WELL, capsys.readouterr().out
