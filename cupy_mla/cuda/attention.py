@@ -17,7 +17,7 @@ from . import few_heads_sm90, lists, prefill_sm90, sparse_decode_sm90
 from .jit import MAX_CLUSTER, Kernel, compute_capability, num_sms
 from .schedule import Shape, best_splits
 
-STEP_ROWS = 32  # rows of one main-loop step; kernels_cu/attention/sparse_portable.cu
+STEP_ROWS = 32  # rows of one main-loop step; kernels_cu/attention/portable.cu
 VALID_RING = 4
 
 # Heads a block is built for, to (mma row tiles, groups of warps that share a step's rows, blocks an SM).
@@ -74,10 +74,10 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
     shared += warps * (STEP_ROWS // groups // 8) * 512 + VALID_RING * STEP_ROWS * 4
     if layout.scale_kind == "fp32":
         shared += layout.num_scales * STEP_ROWS * 4  # kept apart and folded into S and P
-    defines = {"M_TILES": m_tiles, "GROUPS": groups, "BLOCKS_PER_SM": blocks_per_sm, "EXPECTED_SHARED_BYTES": shared}
+    defines = {"M_TILES": m_tiles, "GROUPS": groups, "BLOCKS_PER_SM": blocks_per_sm}
     return Kernel(
-        "attention/sparse_portable.cu",
-        "sparse_attention",
+        "attention/portable.cu",
+        "portable",
         {**layout.defines(), **defines},
         threads=32 * warps,
         shared_bytes=shared,
@@ -88,7 +88,7 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
 @lru_cache(maxsize=1)
 def combine_kernel() -> Kernel:
     """The kernel that merges split results; it does not depend on the layout."""
-    return Kernel("attention/combine.cu", "combine_splits", {}, threads=128, overlaps=True)
+    return Kernel("attention/combine.cu", "combine", {}, threads=128, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:

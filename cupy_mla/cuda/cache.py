@@ -20,7 +20,7 @@ _PARAMS = Params("=4Q5q3i4x")  # struct Params of pack.cu
 def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
     """The packing kernel for one cache layout and arrays that allow 16-byte accesses or do not."""
     defines = {**layout.defines(), "ALIGNED": int(aligned)}
-    return Kernel("cache/pack.cu", "pack_tokens", defines, threads=THREADS)
+    return Kernel("cache/pack.cu", "pack", defines, threads=THREADS)
 
 
 def kernels() -> Iterator[Kernel]:

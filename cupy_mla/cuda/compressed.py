@@ -26,7 +26,7 @@ def slots_kernel() -> Kernel:
 @cache
 def c128a_kernel() -> Kernel:
     """The kernel that lists every complete row of each token."""
-    return Kernel("indices/c128a.cu", "c128a_lists", {}, threads=THREADS)
+    return Kernel("indices/c128a.cu", "c128a", {}, threads=THREADS)
 
 
 def kernels() -> Iterator[Kernel]:

@@ -1,7 +1,7 @@
 """The Hopper kernels for few heads.
 
-`kernels_cu/attention/sparse_decode_sm90_few_heads.cu` serves V32_FP8 and bf16 rows; V4_FP8 is faster on the kernel for
-more heads. Of bf16 rows, large batches and prefill are faster on `sparse_prefill_sm90_few_heads.cu`.
+`kernels_cu/attention/few_heads_sm90.cu` serves V32_FP8 and bf16 rows; V4_FP8 is faster on the kernel for
+more heads. Of bf16 rows, large batches and prefill are faster on `bf16_few_heads_sm90.cu`.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def units(layout: Layout, heads: int) -> int:
 def kernel(layout: Layout, heads: int) -> Kernel:
     """The kernel for one cache layout and heads a block."""
     shared = fixed_bytes(layout, heads) + units(layout, heads) * unit_bytes(layout)
-    defines = {"HEADS": heads, "UNITS": units(layout, heads), "EXPECTED_SHARED_BYTES": shared}
+    defines = {"HEADS": heads, "UNITS": units(layout, heads)}
     return Kernel(
-        "attention/sparse_decode_sm90_few_heads.cu",
-        "sparse_attention_few_heads",
+        "attention/few_heads_sm90.cu",
+        "few_heads_sm90",
         {**layout.defines(), **defines},
         threads=128 * (groups(heads) + 1),
         shared_bytes=shared,
@@ -115,9 +115,9 @@ def prefill_kernel(layout: Layout, heads: int, queries: int) -> Kernel:
     """The prefill kernel for bf16 rows of one width, heads a block and queries a block (1 or 2)."""
     shared = prefill_shared_bytes(layout, heads, queries)
     return Kernel(
-        "attention/sparse_prefill_sm90_few_heads.cu",
-        "sparse_prefill_few_heads",
-        {**layout.defines(), "HEADS": heads, "QUERIES": queries, "EXPECTED_SHARED_BYTES": shared},
+        "attention/bf16_few_heads_sm90.cu",
+        "bf16_few_heads_sm90",
+        {**layout.defines(), "HEADS": heads, "QUERIES": queries},
         threads=512,
         shared_bytes=shared,
         archs=("90a",),

@@ -23,7 +23,7 @@ _CONCAT = Params("=3Q7q2i")  # struct Params of concat_q.cu
 @cache
 def gather_kernel(layout: Layout) -> Kernel:
     """The kernel that gathers rows of one FP8 layout."""
-    return Kernel("cache/gather.cu", "gather_rows", layout.defines(), threads=THREADS)
+    return Kernel("cache/gather.cu", "gather", layout.defines(), threads=THREADS)
 
 
 @cache

@@ -24,14 +24,14 @@ _GATHER = Params("=" + BLOCK_TABLE + "4Q3qi4x")  # struct Params of gather.cu
 def pack_kernel(aligned: bool) -> Kernel:
     """The kernel that quantizes keys into the cache, for arrays that allow wide accesses or do not."""
     defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned)}
-    return Kernel("indexer/pack.cu", "pack_indexer_keys", defines, threads=THREADS)
+    return Kernel("indexer/pack_keys.cu", "pack_keys", defines, threads=THREADS)
 
 
 @cache
 def gather_kernel(aligned: bool) -> Kernel:
     """The kernel that copies keys and scales out of the cache, for arrays that allow wide accesses or do not."""
     defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned)}
-    return Kernel("indexer/gather.cu", "gather_indexer_keys", defines, threads=THREADS)
+    return Kernel("indexer/gather_keys.cu", "gather_keys", defines, threads=THREADS)
 
 
 def kernels() -> Iterator[Kernel]:

@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel, `kernels_cu/attention/sparse_prefill_sm90.cu`, of single queries and of groups of them.
+"""The Hopper prefill kernel, `kernels_cu/attention/bf16_sm90.cu`, of single queries and of groups of them.
 
 Groups take three launches: `group_lists.cu` unites the index lists of neighbouring queries, the prefill kernel works on
 the groups whose lists share enough, as many queries as fill its tile of 64 heads, and then it or the kernel for few
@@ -42,6 +42,8 @@ SORTED_CACHE_BYTES = 1 << 26  # rows from which the lists of what groups leave a
 
 SCRATCH_BYTES = 1 << 28  # what the unions of one launch may take, about
 
+_NAMES = {"": "bf16_sm90", "SPLIT": "bf16_cluster_sm90", "GROUPED": "bf16_grouped_sm90"}
+
 _GROUPS = "6Q5if"  # what struct GroupedParams has after Params
 
 
@@ -54,9 +56,9 @@ def kernel(layout: Layout, kind: str = "") -> Kernel:
     small = 10 * 8 + 2 * 4 + 2 * TILE_ROWS + (2 + 8) * HEADS * 4  # struct Small of the kernel
     shared = 3 * tile + p_tiles + more + small
     return Kernel(
-        "attention/sparse_prefill_sm90.cu",
-        "sparse_prefill",
-        {**layout.defines(), "GROUPED": 0, "SPLIT": 0, "EXPECTED_SHARED_BYTES": shared} | ({kind: 1} if kind else {}),
+        f"attention/{_NAMES[kind]}.cu",
+        _NAMES[kind],
+        layout.defines(),
         threads=384,
         shared_bytes=shared,
         archs=("90a",),
@@ -73,7 +75,7 @@ def group_lists_kernel(queries: int) -> Kernel:
     return Kernel(
         "attention/group_lists.cu",
         "group_lists",
-        {"QUERIES": queries, "EXPECTED_SHARED_BYTES": shared},
+        {"QUERIES": queries},
         threads=128 * queries,
         shared_bytes=shared,
         archs=("90a",),

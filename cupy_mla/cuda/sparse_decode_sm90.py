@@ -1,4 +1,4 @@
-"""The Hopper kernel for FP8 rows: `kernels_cu/attention/sparse_decode_sm90.cu`."""
+"""The Hopper kernel for FP8 rows: `kernels_cu/attention/fp8_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def shared_bytes(layout: Layout, heads: int) -> int:
 def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
     """The kernel for one cache layout and heads a block; `merges`: the blocks of a cluster are a query's splits."""
     shared = shared_bytes(layout, heads)
-    defines = {"HEADS": heads, "MERGES": int(merges), "UNITS": units(layout, heads), "EXPECTED_SHARED_BYTES": shared}
+    defines = {"HEADS": heads, "MERGES": int(merges), "UNITS": units(layout, heads)}
     return Kernel(
-        "attention/sparse_decode_sm90.cu",
-        "sparse_decode",
+        "attention/fp8_sm90.cu",
+        "fp8_sm90",
         {**layout.defines(), **defines},
         threads=384,
         shared_bytes=shared,

@@ -12,7 +12,7 @@
 #include "tile/finish.cuh"
 
 // A head's lse and the like where it has results, if `write`. Returns what its O is multiplied with in the end.
-__device__ __forceinline__ float finish_merged_head(const Params& p, Query query, int head, bool write, float ref, float sum, float max) {
+__device__ __forceinline__ float finish_merged_head(const AttentionParams& p, Query query, int head, bool write, float ref, float sum, float max) {
     if (head >= p.h_q) return 0.0f;
     const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
     if (write) write_statistics(p, query, head, result);
@@ -44,7 +44,7 @@ struct Parts {
     float4* first;
     int blocks, rank;
 
-    __device__ __forceinline__ Parts(const Params& p, int query, int head_tile, int head_tiles)
+    __device__ __forceinline__ Parts(const AttentionParams& p, int query, int head_tile, int head_tiles)
         : first(p.cluster_parts), blocks(cluster_size()), rank(cluster_rank()) {
         first += (int64_t(query) * head_tiles + head_tile) * blocks * STEP;
     }

@@ -13,7 +13,7 @@
 //
 // Threads and shared memory are as many as there are queries, so that an SM always has 16 of them at work: 228 KB hold no
 // more. Bytes for each query: bitmap 8,192, rows on their way or to be appended 2,048, duplicates 1,536; and 4,096 for counts.
-#include "attention/groups.cuh"
+#include "attention/grouped.cuh"
 
 constexpr int THREADS = 128 * QUERIES, WARPS = THREADS / 32;
 constexpr int WORDS = 2048;  // of a bitmap
@@ -40,7 +40,6 @@ struct Shared {
     int num_duplicates, num_found;
     int num_rows, num_entries;  // of the window, of the windows so far
 };
-static_assert(int(sizeof(Shared)) == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/grouped_sm90.py computes the same");
 
 extern __shared__ __align__(16) uint8_t shared[];
 __device__ __forceinline__ Shared& sm() { return *reinterpret_cast<Shared*>(shared); }
@@ -263,3 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / QUERIES) group_lists(
     if (threadIdx.x == 0) p.group_lengths[index] = rows;
     if (threadIdx.x < g.queries) p.left[first + threadIdx.x] = rows > 0 ? -1 : call_length(p, first + threadIdx.x);
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = sizeof(Shared);

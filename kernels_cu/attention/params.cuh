@@ -1,8 +1,8 @@
 // The parameter of the attention kernels; cupy_mla/cuda/attention.py packs it field by field.
 #pragma once
-#include "layout/paged.cuh"
+#include "rows/paged.cuh"
 
-struct Params {
+struct AttentionParams {
     Source main, extra;    // extra.topk is 0 without a second cache
     const bf16* q;         // [b, s_q, h_q, D_QK]
     int64_t q_b, q_s, q_h;  // strides in items, here and below
@@ -34,9 +34,9 @@ struct Query {
     int index, b, s;
 };
 
-__device__ __forceinline__ Query query_of(const Params& p, int index) { return {index, index / p.s_q, index % p.s_q}; }
+__device__ __forceinline__ Query query_of(const AttentionParams& p, int index) { return {index, index / p.s_q, index % p.s_q}; }
 
 // The same for kernels with so little to do that a division counts, and registers for a branch.
-__device__ __forceinline__ Query query_at_once(const Params& p, int index) {
+__device__ __forceinline__ Query query_at_once(const AttentionParams& p, int index) {
     return p.s_q == 1 ? Query{index, index, 0} : query_of(p, index);
 }

@@ -9,7 +9,7 @@
 constexpr int SEGMENT = 2048, PARTS = 32, WARPS = 4, THREADS = 32 * WARPS;
 constexpr int SHARE = SEGMENT / WARPS, BATCH = 8;  // entries of a warp, and those that a lane asks for at once
 
-struct SortParams : Params {
+struct SortParams : AttentionParams {
     int32_t* sorted;   // [num_queries, topk]
     int32_t segments;  // of a list
     int32_t shift;     // from a row number to its part
@@ -88,3 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(const __grid_co
     int32_t* sorted = p.sorted + int64_t(query.index) * p.main.topk + begin;
     for (int i = threadIdx.x; i < count; i += THREADS) sorted[i] = staged[i];
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

@@ -73,7 +73,6 @@ struct Small {
     float weight[GROUPS][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
 static_assert(UNITS >= 4, "two tiles");
 
 // When all rows are read, the rings hold parts of O^T in float32, [head][column]: halves that warpgroups 0 and 1 exchange, and
@@ -109,7 +108,7 @@ struct Work {
     int first_head, main_length, extra_length, main_tiles, begin, end;
 };
 
-__device__ __forceinline__ Work find_work(const Params& p, int query, int head_tile, uint32_t rank, uint32_t ranks) {
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t rank, uint32_t ranks) {
     Work w;
     w.query = query_at_once(p, query);
     w.first_head = head_tile * HEADS;
@@ -136,7 +135,7 @@ __device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, 
 }
 
 // A copying warp brings the rows 16 `quarter` .. of every tile. Lane l knows row l % 16 of one tile and (l >= 16) of the next.
-__device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int quarter) {
+__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int quarter) {
     const int lane = threadIdx.x % 32, my_row = 16 * quarter + lane % 16, my_tile = lane / 16;
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
     const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
@@ -173,7 +172,7 @@ __device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
 
 // Q to shared memory, a head a warp at a time, in the order of the fragments: line = head, blocks of 64 columns. Heads
 // beyond the last are zeros.
-__device__ __forceinline__ void load_q(const Params& p, const Work& w, const Role& r) {
+__device__ __forceinline__ void load_q(const AttentionParams& p, const Work& w, const Role& r) {
     constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
     if (r.group >= 2) {
         sync_multiplying();
@@ -497,7 +496,7 @@ __device__ __forceinline__ void softmax_tile(
 // --- a query's tiles ------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void attend(
-    const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+    const AttentionParams& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     const FirstRow first = first_qk_row(r.g);
     const int my_row = 16 * r.warp + 8 * first.unit + first.row;
@@ -556,7 +555,7 @@ __device__ __forceinline__ Statistics merge_statistics(int k, int head) {
 }
 
 // What a head's O^T is multiplied with in the end; `write`: lse and the like are written, too.
-__device__ __forceinline__ float finish_head(const Params& p, const Work& w, int head, bool write, float ref, float sum, float max) {
+__device__ __forceinline__ float finish_head(const AttentionParams& p, const Work& w, int head, bool write, float ref, float sum, float max) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q || sum == 0.0f && !write) return 0.0f;
     const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
@@ -571,7 +570,7 @@ __device__ __forceinline__ float finish_head(const Params& p, const Work& w, int
 }
 
 // Four columns of a head, times `f`.
-__device__ __forceinline__ void write_columns(const Params& p, const Work& w, int head, int column, float4 v, float f) {
+__device__ __forceinline__ void write_columns(const AttentionParams& p, const Work& w, int head, int column, float4 v, float f) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q) return;
     v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
@@ -638,7 +637,7 @@ __device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, c
 }
 
 // The block's result, [half][head][column] in shared memory, written.
-__device__ __forceinline__ void write_block(const Params& p, const Work& w) {
+__device__ __forceinline__ void write_block(const AttentionParams& p, const Work& w) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
@@ -650,7 +649,7 @@ __device__ __forceinline__ void write_block(const Params& p, const Work& w) {
 
 // Merge the warpgroups of a block, then the blocks of a cluster.
 __device__ __forceinline__ void write_results(
-    const Params& p, const Work& w, const Role& r, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
+    const AttentionParams& p, const Work& w, const Role& r, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     sync_multiplying();  // all rows have been read
     lay_down_statistics(r, state);
@@ -699,7 +698,7 @@ __device__ __forceinline__ void write_results(
 // --- the kernel -----------------------------------------------------------------------------------------------
 
 // grid: x a cluster a query, y splits that clusters do not hold, z head tiles.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_heads(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane: a barrier a thread would be done one after the other too
 #pragma unroll 1
@@ -734,3 +733,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
         write_results(p, w, r, state, o);
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;

@@ -39,7 +39,7 @@
 // serialised by the compiler (both asserted by the compile test).
 // What was tried, what bounds it: docs/kernels/sparse_prefill_sm90.md.
 #if GROUPED
-#include "attention/groups.cuh"
+#include "attention/grouped.cuh"
 #endif
 #include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
@@ -88,7 +88,6 @@ struct Small {
     float max[2][2][HEADS];
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/attention.py computes the same");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -148,7 +147,7 @@ __device__ __forceinline__ Line line_at(const Arguments& p, const Work& w, int r
 // Lines beyond the last may belong to any query.
 __device__ __forceinline__ int query_of_line(const Arguments& p, int row) { return min(row / p.h_q, p.queries - 1); }
 #else
-using Arguments = Params;
+using Arguments = AttentionParams;
 
 #if SPLIT
 // A cluster has one piece of a query's head tiles, and its blocks have neighbouring pairs of tiles each.
@@ -773,7 +772,7 @@ __device__ __forceinline__ void multiply_all(const Arguments& p) {
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ Arguments p) {
     Small& sm = small();
     if (threadIdx.x == 0) {
 #pragma unroll

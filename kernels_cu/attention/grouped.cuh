@@ -1,12 +1,12 @@
 // Prefill of few heads: neighbouring queries as one tile of 64 heads, over the union of their index lists.
-// cupy_mla/cuda/prefill_sm90.py packs what follows Params field by field.
+// cupy_mla/cuda/prefill_sm90.py packs what follows AttentionParams field by field.
 #pragma once
 #include "attention/params.cuh"
 
 constexpr int MOST_QUERIES = 8;  // of a group
 
 // Group g has queries g * queries, ... of the call. In the base, main.lengths is `left`.
-struct GroupedParams : Params {
+struct GroupedParams : AttentionParams {
     const int32_t* list_lengths;  // [num_queries], or null
     int32_t* rows;                // [num_groups, capacity] the union of the lists; a row listed more than twice again and again
     uint8_t* excluded;            // [num_groups, capacity] bit q: query q of the group does not list the row
