@@ -74,7 +74,7 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
     shared += warps * (STEP_ROWS // groups // 8) * 512 + VALID_RING * STEP_ROWS * 4
     if layout.scale_kind == "fp32":
         shared += layout.num_scales * STEP_ROWS * 4  # kept apart and folded into S and P
-    defines = {"M_TILES": m_tiles, "GROUPS": groups, "BLOCKS_PER_SM": blocks_per_sm}
+    defines = {"D_V": D_V, "HEADS": heads, "TILE_ROWS": STEP_ROWS, "BLOCKS_PER_SM": blocks_per_sm}
     return Kernel(
         "attention/portable.cu",
         "portable",
@@ -88,7 +88,7 @@ def attention_kernel(layout: Layout, heads: int) -> Kernel:
 @lru_cache(maxsize=1)
 def combine_kernel() -> Kernel:
     """The kernel that merges split results; it does not depend on the layout."""
-    return Kernel("attention/combine.cu", "combine", {}, threads=128, overlaps=True)
+    return Kernel("attention/combine.cu", "combine", {"D_V": D_V}, threads=128, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:

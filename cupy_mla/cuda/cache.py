@@ -19,7 +19,7 @@ _PARAMS = Params("=4Q5q3i4x")  # struct Params of pack.cu
 @cache
 def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
     """The packing kernel for one cache layout and arrays that allow 16-byte accesses or do not."""
-    defines = {**layout.defines(), "ALIGNED": int(aligned)}
+    defines = {**layout.defines(), "ALIGNED": int(aligned), "D_V": 512, "TOKENS_PER_BLOCK": TOKENS_PER_BLOCK}
     return Kernel("cache/pack.cu", "pack", defines, threads=THREADS)
 
 

@@ -20,7 +20,7 @@ _C128A = Params("=" + BLOCK_TABLE + "6Q2q5i4x")  # struct Params of c128a.cu
 @cache
 def slots_kernel() -> Kernel:
     """The kernel that maps tokens to the slots of the rows they own."""
-    return Kernel("indices/compressed_slots.cu", "compressed_slots", {}, threads=THREADS)
+    return Kernel("indices/compressed_slots.cu", "compressed_slots", {"TOKENS_PER_BLOCK": THREADS}, threads=THREADS)
 
 
 @cache

@@ -67,7 +67,7 @@ def units(layout: Layout, heads: int) -> int:
 def kernel(layout: Layout, heads: int) -> Kernel:
     """The kernel for one cache layout and heads a block."""
     shared = fixed_bytes(layout, heads) + units(layout, heads) * unit_bytes(layout)
-    defines = {"HEADS": heads, "UNITS": units(layout, heads)}
+    defines = {"D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "CONSUMERS": groups(heads), "MAX_CLUSTER": MAX_CLUSTER}
     return Kernel(
         "attention/few_heads_sm90.cu",
         "few_heads_sm90",
@@ -117,7 +117,7 @@ def prefill_kernel(layout: Layout, heads: int, queries: int) -> Kernel:
     return Kernel(
         "attention/bf16_few_heads_sm90.cu",
         "bf16_few_heads_sm90",
-        {**layout.defines(), "HEADS": heads, "QUERIES": queries},
+        {**layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "QUERIES": queries, "MAX_CLUSTER": MAX_CLUSTER},
         threads=512,
         shared_bytes=shared,
         archs=("90a",),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array, Place
-from ..layouts import BFLOAT16, V4_FP8, V32_FP8, Layout
+from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8, Layout
 from ..recording import Params
 from .jit import Kernel, num_sms
 from .paging import BLOCK_TABLE, block_table_fields
@@ -23,19 +23,19 @@ _CONCAT = Params("=3Q7q2i")  # struct Params of concat_q.cu
 @cache
 def gather_kernel(layout: Layout) -> Kernel:
     """The kernel that gathers rows of one FP8 layout."""
-    return Kernel("cache/gather.cu", "gather", layout.defines(), threads=THREADS)
+    return Kernel("cache/gather.cu", "gather", {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK}, threads=THREADS)
 
 
 @cache
 def tail_kernel(layout: Layout) -> Kernel:
     """The kernel that gathers the last tokens of requests, of one FP8 layout whose scales stand apart."""
-    return Kernel("cache/gather_tail.cu", "gather_tail", layout.defines(), threads=THREADS)
+    return Kernel("cache/gather_tail.cu", "gather_tail", {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK}, threads=THREADS)
 
 
 @cache
 def concat_kernel() -> Kernel:
     """The kernel that concatenates the two parts of queries."""
-    return Kernel("cache/concat_q.cu", "concat_q", {}, threads=THREADS)
+    return Kernel("cache/concat_q.cu", "concat_q", {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK}, threads=THREADS)
 
 
 def kernels() -> Iterator[Kernel]:

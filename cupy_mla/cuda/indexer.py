@@ -23,14 +23,14 @@ _GATHER = Params("=" + BLOCK_TABLE + "4Q3qi4x")  # struct Params of gather.cu
 @cache
 def pack_kernel(aligned: bool) -> Kernel:
     """The kernel that quantizes keys into the cache, for arrays that allow wide accesses or do not."""
-    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned)}
+    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": PACK_TOKENS_PER_BLOCK}
     return Kernel("indexer/pack_keys.cu", "pack_keys", defines, threads=THREADS)
 
 
 @cache
 def gather_kernel(aligned: bool) -> Kernel:
     """The kernel that copies keys and scales out of the cache, for arrays that allow wide accesses or do not."""
-    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned)}
+    defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": GATHER_TOKENS_PER_BLOCK}
     return Kernel("indexer/gather_keys.cu", "gather_keys", defines, threads=THREADS)
 
 

@@ -22,7 +22,7 @@ _PARAMS = Params("=" + BLOCK_TABLE + "7Q2q5i4x")  # struct Params of convert.cu
 @cache
 def convert_kernel(staged: int) -> Kernel:
     """The kernel that copies block table rows of at most `staged` entries to shared memory; 0: none."""
-    return Kernel("indices/convert.cu", "convert", {"STAGED": staged}, threads=THREADS)
+    return Kernel("indices/convert.cu", "convert", {"STAGED": staged, "MAX_TOKENS_PER_BLOCK": MAX_ROWS, "BLOCKS_PER_SM": BLOCKS_PER_SM}, threads=THREADS)
 
 
 def kernels() -> Iterator[Kernel]:

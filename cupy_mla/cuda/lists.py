@@ -26,7 +26,7 @@ def order_kernel() -> Kernel:
 @lru_cache(maxsize=1)
 def sort_kernel() -> Kernel:
     """The kernel that sorts lists; it depends on nothing."""
-    return Kernel("attention/sort_lists.cu", "sort_lists", {}, threads=128, archs=("90a",), target="90a")
+    return Kernel("attention/sort_lists.cu", "sort_lists", {"SEGMENT": SEGMENT, "RANGES": PARTS}, threads=128, archs=("90a",), target="90a")
 
 
 def longest_first(place: Place, num_queries: int, params: Packed) -> tuple[Packed, Array]:

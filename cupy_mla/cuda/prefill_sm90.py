@@ -58,7 +58,8 @@ def kernel(layout: Layout, kind: str = "") -> Kernel:
     return Kernel(
         f"attention/{_NAMES[kind]}.cu",
         _NAMES[kind],
-        layout.defines(),
+        {**layout.defines(), "D_V": D_V, "HEADS": HEADS, "TILE_ROWS": TILE_ROWS}
+        | ({"MAX_CLUSTER": MAX_CLUSTER} if kind == "SPLIT" else {"MAX_QUERIES": MOST_QUERIES} if kind == "GROUPED" else {}),
         threads=384,
         shared_bytes=shared,
         archs=("90a",),
@@ -75,7 +76,7 @@ def group_lists_kernel(queries: int) -> Kernel:
     return Kernel(
         "attention/group_lists.cu",
         "group_lists",
-        {"QUERIES": queries},
+        {"QUERIES": queries, "MAX_QUERIES": MOST_QUERIES, "TILE_ROWS": TILE_ROWS},
         threads=128 * queries,
         shared_bytes=shared,
         archs=("90a",),

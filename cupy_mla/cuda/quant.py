@@ -23,7 +23,7 @@ _PARAMS = Params("=4Q2qi4x")  # struct Params of tensor_quant.cu
 def quantize_kernel(float32: bool) -> Kernel:
     """The kernel for float32 or bfloat16 input."""
     return Kernel(
-        "cache/tensor_quant.cu", "tensor_quant", {"FLOAT32": int(float32)}, threads=THREADS, cooperative=True
+        "cache/tensor_quant.cu", "tensor_quant", {"FLOAT32": int(float32), "VALUES_PER_TILE": TILE, "BLOCKS_PER_SM": BLOCKS_PER_SM}, threads=THREADS, cooperative=True
     )
 
 

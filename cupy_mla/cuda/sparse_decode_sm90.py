@@ -56,7 +56,7 @@ def shared_bytes(layout: Layout, heads: int) -> int:
 def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
     """The kernel for one cache layout and heads a block; `merges`: the blocks of a cluster are a query's splits."""
     shared = shared_bytes(layout, heads)
-    defines = {"HEADS": heads, "MERGES": int(merges), "UNITS": units(layout, heads)}
+    defines = {"D_V": 512, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "MERGES": int(merges), "MAX_CLUSTER": MAX_CLUSTER}
     return Kernel(
         "attention/fp8_sm90.cu",
         "fp8_sm90",

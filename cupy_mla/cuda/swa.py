@@ -22,13 +22,13 @@ _COMBINE = Params("=" + QUERIES + "4Q2q6i")  # struct Params of combine_swa.cu
 @cache
 def decode_kernel() -> Kernel:
     """The kernel that lists decode tokens' windows."""
-    return Kernel("indices/swa_decode.cu", "swa_decode", {}, threads=THREADS)
+    return Kernel("indices/swa_decode.cu", "swa_decode", {"TOKENS_PER_BLOCK": THREADS // 32}, threads=THREADS)
 
 
 @cache
 def lens_kernel() -> Kernel:
     """The kernel that counts the tokens prefills' windows reach."""
-    return Kernel("indices/gather_lens.cu", "gather_lens", {}, threads=LENS_THREADS)
+    return Kernel("indices/gather_lens.cu", "gather_lens", {"REQUESTS_PER_BLOCK": LENS_THREADS}, threads=LENS_THREADS)
 
 
 @cache

@@ -49,7 +49,7 @@ constexpr int ROPE_BYTES = (BLOCKS - V_BLOCKS) * BLOCK_BYTES;
 constexpr int TILE_BYTES = V_BLOCKS * BLOCK_BYTES + (P_BYTES > ROPE_BYTES ? P_BYTES : ROPE_BYTES);
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr float REF_SLACK = 8.0f;
-constexpr int MAX_SOURCES = 32;        // warpgroups that share a query: 2 x the largest cluster
+constexpr int MAX_SOURCES = 2 * MAX_CLUSTER;        // warpgroups that share a query: 2 x the largest cluster
 constexpr int O_LINE = D_V + 4;        // floats a head takes in the merge: 4 more spread the heads over the banks
 
 constexpr int Q_AT = 0, TILE_AT = QUERIES * Q_BYTES;

@@ -41,6 +41,9 @@
 #if GROUPED
 #include "attention/grouped.cuh"
 #endif
+#if SPLIT
+#include "attention/cluster_merge.cuh"
+#endif
 #include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
@@ -52,9 +55,6 @@
 #include "tile/finish.cuh"
 #include "tile/quad.cuh"
 
-constexpr int HEADS = 64, TILE_ROWS = 64;
-// Asks for HEADS.
-#include "attention/cluster_merge.cuh"
 constexpr int BLOCKS = D_QK / 64;              // column blocks of 64 values: 64 lines of 128 bytes, swizzled
 constexpr int BLOCK_BYTES = TILE_ROWS * 128;
 constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
@@ -79,7 +79,7 @@ struct Small {
     uint64_t full[2][2], empty[2][2], q_full, q_empty;
     int work, length;        // what Q is of: the number of a piece of work, -1 behind the last, and its list's length
 #if GROUPED
-    uint64_t twice[2][MOST_QUERIES];
+    uint64_t twice[2][MAX_QUERIES];
 #else
     uint8_t valid[2][TILE_ROWS];
 #endif

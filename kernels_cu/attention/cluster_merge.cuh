@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_unit(float (&v)[8], float weight, const floa
 // Parts of a cluster that works on HEADS heads (a constant of the kernel) of a query, with so many values a unit.
 template <int VALUES>
 struct Parts {
-    static constexpr int MAX_BLOCKS = 16;
+    static constexpr int MAX_BLOCKS = MAX_CLUSTER;
     static constexpr int SIZE = HEADS * D_V / VALUES, STEP = SIZE + HEADS;  // units, and with the statistics, of a part
     float4* first;
     int blocks, rank;

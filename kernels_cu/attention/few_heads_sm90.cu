@@ -36,6 +36,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid.cuh"
+#include "ptx/limits.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/stmatrix.cuh"
@@ -45,25 +46,25 @@
 #include "tile/heads.cuh"
 
 // Warpgroups that multiply: what one waits for, another hides. 32 heads take the registers of two.
-constexpr int GROUPS = HEADS == 32 ? 2 : 3, REGISTERS = GROUPS == 2 ? 232 : 160, COPY_REGISTERS = GROUPS == 2 ? 40 : 32;
+constexpr int GROUPS = CONSUMERS, REGISTERS = GROUPS == 2 ? 232 : 160, COPY_REGISTERS = GROUPS == 2 ? 40 : 32;
 constexpr int WARPGROUP = 128, MULTIPLYING = GROUPS * WARPGROUP, THREADS = MULTIPLYING + WARPGROUP;
 constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;
 constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
 constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128;
-constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
 constexpr bool KEEPS_MAX = !FOLDED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
 constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
 
-constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + GROUPS * P_COPIES * P_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
+constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + GROUPS * P_COPIES * P_BYTES;
 
 // A head's softmax over some rows, relative to `ref` like its O^T.
 struct Statistics {
     float ref, sum, max;
 };
-struct Small {
+template <int UNITS>
+struct SmallOf {
     uint64_t full[4][UNITS], empty[4][UNITS];
     float q_scale[HEADS];                     // from S^T to logits in base 2
     float ref[GROUPS][1 + P_COPIES][HEADS];        // what a warpgroup's sums, and a scale's columns of its O^T, are relative to
@@ -72,6 +73,17 @@ struct Small {
     float across[GROUPS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
     float weight[GROUPS][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
 };
+// Units of each ring: as many as there is space for.
+template <int UNITS>
+__host__ __device__ constexpr int most_units() {
+    if constexpr (RING_AT + 4 * UNITS * UNIT_BYTES + int(sizeof(SmallOf<UNITS>)) <= SM90_SHARED_BYTES) {
+        return UNITS;
+    } else {
+        return most_units<UNITS - 1>();
+    }
+}
+constexpr int UNITS = most_units<64>(), RING_BYTES = UNITS * UNIT_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
+using Small = SmallOf<UNITS>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(UNITS >= 4, "two tiles");
 

@@ -44,6 +44,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid.cuh"
+#include "ptx/limits.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/stmatrix.cuh"
@@ -58,7 +59,6 @@ constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP;
 // Of a unit SHARES copying warps bring WARP_ROWS rows each. Four have it there sooner; one takes fewer instructions.
 constexpr int UNIT_ROWS = 16, SHARES = MERGES ? 4 : 1, WARP_ROWS = UNIT_ROWS / SHARES;
 constexpr int STRIDE = Rows::STAGED_BYTES, UNIT_BYTES = UNIT_ROWS * STRIDE;
-static_assert(UNITS % 4 == 0, "a tile's units stand together");
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks of 64 columns; the last is RoPE
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
@@ -74,9 +74,10 @@ constexpr float REF_NONE = -1e30f;
 constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
-constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES, SMALL_AT = RING_AT + UNITS * UNIT_BYTES;
+constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
 
-struct alignas(16) Small {
+template <int UNITS>
+struct alignas(16) SmallOf {
     uint64_t full[UNITS], empty[UNITS];
     float ref[HEADS];                      // what P^T and O^T are relative to
     float factor[2][HEADS];                // what P of a tile brings: O^T before it times this, if `raised`
@@ -88,6 +89,17 @@ struct alignas(16) Small {
     uint32_t raised[2];
     uint32_t valid[UNITS];                 // a bit a row, place valid_bit(row)
 };
+// Units of the ring: whole tiles, as many as there is space for.
+template <int UNITS>
+__host__ __device__ constexpr int most_units() {
+    if constexpr (RING_AT + UNITS * UNIT_BYTES + int(sizeof(SmallOf<UNITS>)) <= SM90_SHARED_BYTES) {
+        return UNITS;
+    } else {
+        return most_units<UNITS - 4>();
+    }
+}
+constexpr int UNITS = most_units<64>(), SMALL_AT = RING_AT + UNITS * UNIT_BYTES;
+using Small = SmallOf<UNITS>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 
 extern __shared__ __align__(1024) uint8_t shared[];

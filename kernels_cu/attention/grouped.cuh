@@ -3,8 +3,6 @@
 #pragma once
 #include "attention/params.cuh"
 
-constexpr int MOST_QUERIES = 8;  // of a group
-
 // Group g has queries g * queries, ... of the call. In the base, main.lengths is `left`.
 struct GroupedParams : AttentionParams {
     const int32_t* list_lengths;  // [num_queries], or null
@@ -24,4 +22,4 @@ __device__ __forceinline__ int call_length(const GroupedParams& p, int query) {
     return p.list_lengths == nullptr ? p.main.topk : max(0, min(p.list_lengths[query], p.main.topk));
 }
 
-__device__ __forceinline__ int num_tiles(int rows) { return (rows + 63) / 64; }
+__device__ __forceinline__ int num_tiles(int rows) { return ceil_div(rows, TILE_ROWS); }

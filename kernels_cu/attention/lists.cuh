@@ -6,8 +6,6 @@
 #include "attention/params.cuh"
 #include "rows/reader.cuh"
 
-constexpr int TILE_ROWS = 64;
-
 // Whether lengths are read from memory, where the launch before may have written them.
 __device__ __forceinline__ bool has_lengths(const AttentionParams& p) { return p.main.lengths != nullptr || p.extra.lengths != nullptr; }
 

@@ -24,7 +24,6 @@ struct AttentionParams {
     int32_t* order;        // [num_queries] the queries, longest lists first (order_queries.cu), or null: as they come
 };
 
-constexpr int D_V = 512;
 constexpr int ALIGNED_ROWS = 1, ALIGNED_Q = 2, ALIGNED_OUT = 4, WIDE_OUT = 8;  // 16, 4, 4 and 16 bytes
 constexpr int SOME_DONE = 16;  // queries whose main.lengths is negative have their results
 constexpr int PAIRED_PARTS = 32;  // four values of part_out are columns 128 i + 2 j, + 1, + 64, + 65

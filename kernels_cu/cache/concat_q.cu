@@ -19,8 +19,8 @@ struct ConcatParams {
     int32_t aligned;        // all three arrays allow 16-byte accesses
 };
 
-constexpr int THREADS = 256, ROWS = 4;
-constexpr int NOPE_CHUNKS = 512 / CHUNK, ROW_CHUNKS = 576 / CHUNK, TURNS = ROWS * ROW_CHUNKS / 32;
+constexpr int ROWS = 4, THREADS = 32 * (ROWS_PER_BLOCK / ROWS);
+constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, ROW_CHUNKS = D_QK / CHUNK, TURNS = ROWS * ROW_CHUNKS / 32;
 static_assert(ROWS * ROW_CHUNKS % 32 == 0, "every lane has as many chunks");
 
 extern "C" __global__ void __launch_bounds__(THREADS) concat_q(const __grid_constant__ ConcatParams p) {

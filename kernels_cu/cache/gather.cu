@@ -28,7 +28,7 @@ struct GatherParams {
     int32_t aligned;          // rows of dst start at multiples of 16 bytes
 };
 
-constexpr int THREADS = 256, ROWS = 4, WARPS = THREADS / 32;
+constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int TURNS = D_NOPE / (32 * CHUNK);  // loads of a row a lane makes
 constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
 static_assert(D_NOPE % (32 * CHUNK) == 0 && ROPE_CHUNKS * ROWS == 32, "lanes share out a row's values without rest");

@@ -29,7 +29,7 @@ struct GatherTailParams {
     int32_t unused;
 };
 
-constexpr int THREADS = 256, ROWS = 4, WARPS = THREADS / 32;
+constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
 static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32, "two chunks a lane, the first all NoPE");
 

@@ -31,10 +31,10 @@ struct PackParams {
     int32_t unused;
 };
 
-constexpr int LATENT = 512, THREADS = 256, ROWS = 4, WARPS = THREADS / 32;
+constexpr int ROWS = 4, WARPS = TOKENS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
 constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
-constexpr bool ROPE_APART = D_QK > LATENT, SCALES_APART = SCALE_OFFSET < 0;
+constexpr bool ROPE_APART = D_QK > D_V, SCALES_APART = SCALE_OFFSET < 0;
 static_assert(ROPE_CHUNKS * ROWS == 32, "the RoPE parts of a turn are a chunk a lane");
 
 // Where a token goes, in bytes from the start of the cache.

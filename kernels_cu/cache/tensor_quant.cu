@@ -25,8 +25,8 @@ struct TensorQuantParams {
     int32_t aligned;   // x allows 16-byte accesses; codes always allow 8-byte ones
 };
 
-constexpr int THREADS = 256, TURNS = 2;
-constexpr int64_t TILE = int64_t(THREADS) * TURNS * CHUNK;
+constexpr int TURNS = 2, THREADS = VALUES_PER_TILE / (TURNS * CHUNK);
+constexpr int64_t TILE = VALUES_PER_TILE;
 constexpr float LEAST_AMAX = 1e-10f;
 
 // Eight values from `at` on, zeros past the end.
@@ -89,7 +89,7 @@ __device__ __forceinline__ void meet(const TensorQuantParams& p) {
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) tensor_quant(const __grid_constant__ TensorQuantParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) tensor_quant(const __grid_constant__ TensorQuantParams p) {
     uint32_t amax = 0;
     for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float v[TURNS][CHUNK];

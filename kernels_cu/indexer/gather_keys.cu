@@ -25,7 +25,7 @@ struct GatherKeysParams {
     int32_t unused;
 };
 
-constexpr int THREADS = 256, TOKENS = 16, WARPS = THREADS / 32;
+constexpr int TOKENS = 16, WARPS = TOKENS_PER_BLOCK / TOKENS, THREADS = 32 * WARPS;
 constexpr int LANES = ROW_STRIDE / 16, TURNS = TOKENS * LANES / 32;  // lanes that share a token's keys
 
 __shared__ RequestTokens<THREADS> tokens;

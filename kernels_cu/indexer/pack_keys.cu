@@ -24,8 +24,8 @@ struct PackKeysParams {
     int32_t unused;
 };
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, LANES = D_NOPE / CHUNK, TURNS = 4;
-constexpr int TOKENS = TURNS * 32 / LANES;  // of a warp
+constexpr int LANES = D_NOPE / CHUNK, TURNS = 4, TOKENS = TURNS * 32 / LANES;  // of a warp
+constexpr int WARPS = TOKENS_PER_BLOCK / TOKENS, THREADS = 32 * WARPS;
 static_assert(LANES == 16 && TURNS % 2 == 0, "half a warp has a token; two turns share shuffles");
 
 // Where a token goes, in bytes from the start of the cache.

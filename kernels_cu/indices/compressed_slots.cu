@@ -10,7 +10,7 @@ struct CompressedSlotsParams {
     int32_t ratio;
 };
 
-constexpr int THREADS = 256;
+constexpr int THREADS = TOKENS_PER_BLOCK;
 
 extern "C" __global__ void __launch_bounds__(THREADS) compressed_slots(const __grid_constant__ CompressedSlotsParams p) {
     const int32_t token = blockIdx.x * THREADS + threadIdx.x;

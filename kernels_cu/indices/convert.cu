@@ -28,7 +28,7 @@ struct ConvertParams {
     int32_t aligned;                // every row starts at a multiple of 16 bytes, in and out
 };
 
-constexpr int THREADS = 256, ROWS = 8, WIDE = 4, TURN = 2;
+constexpr int THREADS = 256, ROWS = MAX_TOKENS_PER_BLOCK, WIDE = 4, TURN = 2;
 
 #if STAGED > 0
 __shared__ int32_t staged[STAGED];
@@ -70,7 +70,7 @@ __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, i
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 6) convert(const __grid_constant__ ConvertParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(const __grid_constant__ ConvertParams p) {
     if (threadIdx.x < ROWS) valid[threadIdx.x] = 0;
     if (p.counts != nullptr) __syncthreads();
     const int first = blockIdx.x * p.rows, rows = min(p.rows, p.num_tokens - first);

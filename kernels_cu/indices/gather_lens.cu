@@ -8,7 +8,7 @@ struct GatherLensParams {
     int32_t window;
 };
 
-constexpr int THREADS = 128;
+constexpr int THREADS = REQUESTS_PER_BLOCK;
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather_lens(const __grid_constant__ GatherLensParams p) {
     const int prefill = blockIdx.x * THREADS + threadIdx.x, request = p.num_decodes + prefill;

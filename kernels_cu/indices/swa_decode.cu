@@ -16,7 +16,7 @@ struct SwaDecodeParams {
     int32_t unused;
 };
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 32 * TOKENS_PER_BLOCK;
 
 extern "C" __global__ void __launch_bounds__(THREADS) swa_decode(const __grid_constant__ SwaDecodeParams p) {
     const int token = (blockIdx.x * THREADS + threadIdx.x) / 32, lane = threadIdx.x % 32;
