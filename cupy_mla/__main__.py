@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from . import selfcheck
-from .arrays import require_cupy
+from .bridges import require_cupy
 from .config import SparseMLAConfig
 from .layouts import by_name
 from .selfcheck.warmup import warmup

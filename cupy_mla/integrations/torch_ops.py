@@ -155,7 +155,6 @@ def _with_kvcache(
     softmax_scale: float | None,
     is_fp8_kvcache: bool,
     batch_invariant: bool,
-    shapes: Any,
     num_splits: int | None,
 ) -> Any:
     """As in `cupy_mla.flash_mla`. A schedule that is there is followed; none is made, each run of a graph plans."""
@@ -166,7 +165,7 @@ def _with_kvcache(
         extra_indices=extra_indices, extra_topk_length=extra_topk_length, out=out, num_splits=num_splits,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    return *results, shapes, num_splits
+    return *results, None
 
 
 # What an operation becomes while a graph is traced, by the name of the function that torch.compile meets.

@@ -182,19 +182,21 @@ def decode(
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits must be >= 1, got {num_splits}")
-    if num_splits is None:
-        num_splits = 1
-        if place.on_gpu:
-            num_splits = cuda.decode_splits(gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx,
-                                            extra_length, batch_invariant)  # fmt: skip
+    splits, division = num_splits or 1, num_splits or 1
+    if place.on_gpu:
+        division = cuda.decode_choice(
+            gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx, extra_length, batch_invariant,
+            num_splits,
+        )  # fmt: skip
+        splits = division.splits
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
     lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
     place.call(
         cuda.sparse_decode, reference.sparse_decode,
         layout, q_, cache, idx, layout.d_qk**-0.5 if sm_scale is None else float(sm_scale), sink, length, extra,
-        extra_idx, extra_length, batch_invariant, num_splits, out_, lse,
+        extra_idx, extra_length, batch_invariant, division, out_, lse,
     )  # fmt: skip
-    return out_.obj, lse.obj, num_splits
+    return out_.obj, lse.obj, splits
 
 
 def plan_splits(

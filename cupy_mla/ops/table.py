@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import to_numpy
+from ..bridges import to_numpy
 from ..layouts import ATTENTION_LAYOUTS, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..arrays import require_cupy
+from ..bridges import require_cupy
 from ..cuda import all_kernels
-from ..cuda.jit import LEAST_ARCH, Kernel, compute_capability, num_sms
+from ..cuda.driver import gpu
+from ..cuda.kernel import LEAST_ARCH, Kernel
 from ..ops.table import Wanted
 from .cases import cases, float64_error
 
@@ -118,9 +119,9 @@ def _check_numpy() -> bool:
 
 def _check_gpu(cupy: Any, device: int, verbose: bool) -> bool:
     """Compile this GPU's kernels and compare every operation with the reference; whether all is well."""
-    capability = compute_capability(device)
+    capability = gpu(device).capability
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
-    print(f"\nGPU {device}: {name}, compute capability {capability / 10}, {num_sms(device)} SMs")
+    print(f"\nGPU {device}: {name}, compute capability {capability / 10}, {gpu(device).sms} SMs")
     if capability < LEAST_ARCH:
         print("too old: the kernels need compute capability 8.0 or later")
         return False
@@ -164,7 +165,7 @@ def _compare(cupy: Any, device: int, verbose: bool) -> bool:
     right: dict[str, list[bool]] = {}
     started = time.perf_counter()
     with cupy.cuda.Device(device):
-        for case in cases(np.random.default_rng(), Wanted(many=num_sms(device) + 4)):
+        for case in cases(np.random.default_rng(), Wanted(many=gpu(device).sms + 4)):
             try:
                 agrees = case.agrees(case.run(cupy.asarray), case.run(np.asarray))
             except Exception as error:  # as above

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import require_cupy
+from ..bridges import require_cupy
 from ..config import SparseMLAConfig
 from ..cuda import all_kernels
-from ..cuda.jit import Kernel
+from ..cuda.kernel import Kernel
 from ..layouts import BFLOAT16, Layout
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.table import Wanted

@@ -12,7 +12,7 @@
 #include "tile/finish.cuh"
 
 // A head's lse and the like where it has results, if `write`. Returns what its O is multiplied with in the end.
-__device__ __forceinline__ float finish_merged_head(const Params& p, Query query, int head, bool write, float ref, float sum, float max) {
+__device__ __forceinline__ float finish_merged_head(const AttentionParams& p, Query query, int head, bool write, float ref, float sum, float max) {
     if (head >= p.h_q) return 0.0f;
     const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
     if (write) write_statistics(p, query, head, result);
@@ -39,12 +39,12 @@ __device__ __forceinline__ void add_unit(float (&v)[8], float weight, const floa
 // Parts of a cluster that works on HEADS heads (a constant of the kernel) of a query, with so many values a unit.
 template <int VALUES>
 struct Parts {
-    static constexpr int MAX_BLOCKS = 16;
+    static constexpr int MAX_BLOCKS = MAX_CLUSTER;
     static constexpr int SIZE = HEADS * D_V / VALUES, STEP = SIZE + HEADS;  // units, and with the statistics, of a part
     float4* first;
     int blocks, rank;
 
-    __device__ __forceinline__ Parts(const Params& p, int query, int head_tile, int head_tiles)
+    __device__ __forceinline__ Parts(const AttentionParams& p, int query, int head_tile, int head_tiles)
         : first(p.cluster_parts), blocks(cluster_size()), rank(cluster_rank()) {
         first += (int64_t(query) * head_tiles + head_tile) * blocks * STEP;
     }

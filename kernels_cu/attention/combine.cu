@@ -8,7 +8,7 @@
 #include "ptx/grid.cuh"
 #include "tile/finish.cuh"
 
-constexpr int AT_ONCE = 8;
+constexpr int THREADS = D_V / 4, AT_ONCE = 8;
 
 // Loads where `here`, else zeros, in the order in which they are written here: ptxas puts others off until there are registers
 // to spare.
@@ -37,7 +37,7 @@ __device__ __forceinline__ float load_in_order(const float* from, bool here) {
     return v;
 }
 
-extern "C" __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ AttentionParams p) {
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const Query q = query_at_once(p, blockIdx.x);
@@ -91,3 +91,7 @@ extern "C" __global__ void __launch_bounds__(128) combine_splits(const __grid_co
     write_output(p, q, head, column + (paired ? 64 : 2), o[2] * factor, o[3] * factor);
     if (threadIdx.x == 0) write_statistics(p, q, head, r);
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

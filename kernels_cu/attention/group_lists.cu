@@ -13,7 +13,7 @@
 //
 // Threads and shared memory are as many as there are queries, so that an SM always has 16 of them at work: 228 KB hold no
 // more. Bytes for each query: bitmap 8,192, rows on their way or to be appended 2,048, duplicates 1,536; and 4,096 for counts.
-#include "attention/groups.cuh"
+#include "attention/grouped.cuh"
 
 constexpr int THREADS = 128 * QUERIES, WARPS = THREADS / 32;
 constexpr int WORDS = 2048;  // of a bitmap
@@ -22,7 +22,7 @@ constexpr int ROUNDS = QUERIES < 8 ? 8 / QUERIES : 1;  // of list entries, one a
 constexpr int ENOUGH = 128;  // entries seen before a window that is not the last is judged
 constexpr int MANY = 8;      // rows of the cache for an entry of a list, from which the first window is a small one
 
-// Duplicates that are appended, unsorted and sorted: (row in the window) * MOST_QUERIES + query.
+// Duplicates that are appended, unsorted and sorted: (row in the window) * MAX_QUERIES + query.
 struct Again {
     uint32_t found[MOST_APPENDED], sorted[MOST_APPENDED];
 };
@@ -40,7 +40,6 @@ struct Shared {
     int num_duplicates, num_found;
     int num_rows, num_entries;  // of the window, of the windows so far
 };
-static_assert(int(sizeof(Shared)) == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/grouped_sm90.py computes the same");
 
 extern __shared__ __align__(16) uint8_t shared[];
 __device__ __forceinline__ Shared& sm() { return *reinterpret_cast<Shared*>(shared); }
@@ -98,7 +97,7 @@ __device__ __forceinline__ void insert(const Group& g, int32_t begin, uint32_t s
             const uint32_t bit = 1u << (row % 32);
             if ((atomicOr(&sm().bits[i % QUERIES][row / 32], bit) & bit) == 0) continue;
             const int n = atomicAdd(&sm().num_duplicates, 1);
-            if (n < MOST_DUPLICATES) sm().duplicates[n] = row * MOST_QUERIES + i % QUERIES;
+            if (n < MOST_DUPLICATES) sm().duplicates[n] = row * MAX_QUERIES + i % QUERIES;
         }
     }
     __syncthreads();
@@ -190,11 +189,11 @@ __device__ __forceinline__ void mark_duplicates(const Group& g, int end) {
     for (int n = 0; n < MOST_DUPLICATES / THREADS; ++n) {  // so that a thread waits for all its atomics together
         was[n] = bit[n] = 0;
         if (n * THREADS + threadIdx.x >= sm().num_duplicates) continue;
-        const uint32_t key = sm().duplicates[n * THREADS + threadIdx.x], row = key / MOST_QUERIES;
+        const uint32_t key = sm().duplicates[n * THREADS + threadIdx.x], row = key / MAX_QUERIES;
         const int word = row / 32;
         const int i = end + sm().first[word / g.share] + sm().before[word] + __popc(any_query(word) & ((1u << (row % 32)) - 1));
         bit[n] = 1u << (i % 32);
-        was[n] = atomicOr(g.twice + (i / 64 * QUERIES + key % MOST_QUERIES) * 2 + i / 32 % 2, bit[n]);
+        was[n] = atomicOr(g.twice + (i / 64 * QUERIES + key % MAX_QUERIES) * 2 + i / 32 % 2, bit[n]);
     }
 #pragma unroll
     for (int n = 0; n < MOST_DUPLICATES / THREADS; ++n) {
@@ -245,8 +244,8 @@ __device__ __forceinline__ int unite(Group& g) {
         sort_found(warp, lane);
         clear_twice(g, end, end + again);
         for (int i = threadIdx.x; i < again; i += THREADS) {
-            g.rows[end + i] = begin + sm().again.sorted[i] / MOST_QUERIES;
-            g.excluded[end + i] = ~(1u << sm().again.sorted[i] % MOST_QUERIES);
+            g.rows[end + i] = begin + sm().again.sorted[i] / MAX_QUERIES;
+            g.excluded[end + i] = ~(1u << sm().again.sorted[i] % MAX_QUERIES);
         }
         rows = end + again;
         __syncthreads();
@@ -263,3 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / QUERIES) group_lists(
     if (threadIdx.x == 0) p.group_lengths[index] = rows;
     if (threadIdx.x < g.queries) p.left[first + threadIdx.x] = rows > 0 ? -1 : call_length(p, first + threadIdx.x);
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = sizeof(Shared);

@@ -10,12 +10,12 @@ __shared__ int places[BINS];
 __shared__ int warp_sums[32];
 
 // Longest first; without a list, or a negative length (there is nothing to do): last.
-__device__ __forceinline__ int bin_of(const Params& p, int query) {
+__device__ __forceinline__ int bin_of(const AttentionParams& p, int query) {
     const int length = list_length(p.main, query_of(p, query).b);
     return int(int64_t(p.main.topk - length) * (BINS - 1) / max(p.main.topk, 1));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) order_queries(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) order_queries(const __grid_constant__ AttentionParams p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     places[threadIdx.x] = 0;
     __syncthreads();
@@ -43,3 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) order_queries(const __g
 #pragma unroll 4
     for (int i = threadIdx.x; i < p.num_queries; i += THREADS) p.order[atomicAdd(&places[bin_of(p, i)], 1)] = i;
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

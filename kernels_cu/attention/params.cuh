@@ -1,8 +1,8 @@
 // The parameter of the attention kernels; cupy_mla/cuda/attention.py packs it field by field.
 #pragma once
-#include "layout/paged.cuh"
+#include "rows/paged.cuh"
 
-struct Params {
+struct AttentionParams {
     Source main, extra;    // extra.topk is 0 without a second cache
     const bf16* q;         // [b, s_q, h_q, D_QK]
     int64_t q_b, q_s, q_h;  // strides in items, here and below
@@ -24,7 +24,6 @@ struct Params {
     int32_t* order;        // [num_queries] the queries, longest lists first (order_queries.cu), or null: as they come
 };
 
-constexpr int D_V = 512;
 constexpr int ALIGNED_ROWS = 1, ALIGNED_Q = 2, ALIGNED_OUT = 4, WIDE_OUT = 8;  // 16, 4, 4 and 16 bytes
 constexpr int SOME_DONE = 16;  // queries whose main.lengths is negative have their results
 constexpr int PAIRED_PARTS = 32;  // four values of part_out are columns 128 i + 2 j, + 1, + 64, + 65
@@ -34,9 +33,9 @@ struct Query {
     int index, b, s;
 };
 
-__device__ __forceinline__ Query query_of(const Params& p, int index) { return {index, index / p.s_q, index % p.s_q}; }
+__device__ __forceinline__ Query query_of(const AttentionParams& p, int index) { return {index, index / p.s_q, index % p.s_q}; }
 
 // The same for kernels with so little to do that a division counts, and registers for a branch.
-__device__ __forceinline__ Query query_at_once(const Params& p, int index) {
+__device__ __forceinline__ Query query_at_once(const AttentionParams& p, int index) {
     return p.s_q == 1 ? Query{index, index, 0} : query_of(p, index);
 }

@@ -23,7 +23,7 @@ __device__ __forceinline__ void for_each_piece(int total, int worker, Workers wo
 }
 
 // For `for_each_piece`: number `piece` of the queries' head tiles, in the order that the call wants, unless it is done.
-__device__ __forceinline__ int find_tile(const Params& p, int piece, int head_tiles) {
+__device__ __forceinline__ int find_tile(const AttentionParams& p, int piece, int head_tiles) {
     const int n = piece / head_tiles, query = p.order == nullptr ? n : p.order[n];
     const bool done = p.flags & SOME_DONE && p.main.lengths[query / p.s_q] < 0;
     return done ? -1 : query * head_tiles + piece % head_tiles;

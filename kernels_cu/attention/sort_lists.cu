@@ -1,28 +1,28 @@
 // Index lists by the part of the cache that their rows lie in, for caches that L2 does not hold: blocks that work on
 // different queries then read the same part at about the same time.
 //
-// A block sorts SEGMENT entries of a list by the upper bits of the row number, PARTS of them or less. Within a part
+// A block sorts SEGMENT entries of a list by the upper bits of the row number, RANGES of them or less. Within a part
 // entries stay in order, so the result is the same every time. Each warp counts the parts of its share of the segment,
 // which gives its entries their places, and then lays them there.
 #include "attention/params.cuh"
 
-constexpr int SEGMENT = 2048, PARTS = 32, WARPS = 4, THREADS = 32 * WARPS;
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int SHARE = SEGMENT / WARPS, BATCH = 8;  // entries of a warp, and those that a lane asks for at once
 
-struct SortParams : Params {
+struct SortParams : AttentionParams {
     int32_t* sorted;   // [num_queries, topk]
     int32_t segments;  // of a list
     int32_t shift;     // from a row number to its part
 };
 
 __shared__ int32_t staged[SEGMENT];
-__shared__ int places[WARPS][PARTS];
+__shared__ int places[WARPS][RANGES];
 
 // The lanes whose entries are of the same part as this lane's. (match.any asks for one part after the other: 40 us more.)
 __device__ __forceinline__ uint32_t alike(bool here, int part) {
     uint32_t lanes = __ballot_sync(~0u, here);
 #pragma unroll
-    for (int bit = 1; bit < PARTS; bit *= 2) {
+    for (int bit = 1; bit < RANGES; bit *= 2) {
         const uint32_t set = __ballot_sync(~0u, part & bit);
         lanes &= part & bit ? set : ~set;
     }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, i
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const bool here = first + 32 * i + lane < count;
-            act(here, entries[i], int(min(uint32_t(entries[i]) >> shift, uint32_t(PARTS - 1))));
+            act(here, entries[i], int(min(uint32_t(entries[i]) >> shift, uint32_t(RANGES - 1))));
         }
     }
 }
@@ -88,3 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(const __grid_co
     int32_t* sorted = p.sorted + int64_t(query.index) * p.main.topk + begin;
     for (int i = threadIdx.x; i < count; i += THREADS) sorted[i] = staged[i];
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

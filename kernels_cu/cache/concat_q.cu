@@ -7,7 +7,7 @@
 // A block of 256 threads keeps 36 KB under way. No shared memory.
 #include "tile/chunk.cuh"
 
-struct Params {
+struct ConcatParams {
     const bf16* nope;       // [T, heads, 512]
     const bf16* rope;       // [T, heads, 64]
     bf16* out;              // [T, heads, 576]
@@ -19,11 +19,11 @@ struct Params {
     int32_t aligned;        // all three arrays allow 16-byte accesses
 };
 
-constexpr int THREADS = 256, ROWS = 4;
-constexpr int NOPE_CHUNKS = 512 / CHUNK, ROW_CHUNKS = 576 / CHUNK, TURNS = ROWS * ROW_CHUNKS / 32;
+constexpr int ROWS = 4, THREADS = 32 * (ROWS_PER_BLOCK / ROWS);
+constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, ROW_CHUNKS = D_QK / CHUNK, TURNS = ROWS * ROW_CHUNKS / 32;
 static_assert(ROWS * ROW_CHUNKS % 32 == 0, "every lane has as many chunks");
 
-extern "C" __global__ void __launch_bounds__(THREADS) concat_q(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) concat_q(const __grid_constant__ ConcatParams p) {
     const int lane = threadIdx.x % 32;
     const int64_t first = (int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32) * ROWS;
     if (first >= p.num_rows) return;
@@ -47,3 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) concat_q(const __grid_cons
         if (first + r < p.num_rows) store_chunk(to + c * CHUNK, v[i], p.aligned);
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

@@ -11,11 +11,11 @@
 // Tokens whose block does not exist become rows of zeros; rows beyond dst are not written.
 // Shared memory: 8 bytes a thread. A block of 256 threads keeps 8 x 4 x 656 bytes under way.
 #include "cache/request_tokens.cuh"
-#include "layout/block_table.cuh"
+#include "rows/block_table.cuh"
 #include "ptx/convert.cuh"
 #include "tile/chunk.cuh"
 
-struct Params {
+struct GatherParams {
     BlockTable table;
     const uint8_t* cache;
     bf16* dst;                // [dst_rows, D_QK]
@@ -28,7 +28,7 @@ struct Params {
     int32_t aligned;          // rows of dst start at multiples of 16 bytes
 };
 
-constexpr int THREADS = 256, ROWS = 4, WARPS = THREADS / 32;
+constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int TURNS = D_NOPE / (32 * CHUNK);  // loads of a row a lane makes
 constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
 static_assert(D_NOPE % (32 * CHUNK) == 0 && ROPE_CHUNKS * ROWS == 32, "lanes share out a row's values without rest");
@@ -36,7 +36,7 @@ static_assert(D_NOPE % (32 * CHUNK) == 0 && ROPE_CHUNKS * ROWS == 32, "lanes sha
 __shared__ RequestTokens<THREADS> tokens;
 
 // How many of a request's tokens have a row in dst.
-__device__ __forceinline__ int64_t rows_of_request(const Params& p, int request) {
+__device__ __forceinline__ int64_t rows_of_request(const GatherParams& p, int request) {
     if (request >= p.table.num_requests) return 0;
     const int64_t start = p.starts[request];
     if (start < 0 || start >= p.dst_rows) return 0;
@@ -48,7 +48,7 @@ struct Row {
     bf16* to;             // null where there is no token
 };
 
-__device__ __forceinline__ Row find_row(const Params& p, int first_request, int64_t item) {
+__device__ __forceinline__ Row find_row(const GatherParams& p, int first_request, int64_t item) {
     const auto at = tokens.find(item);
     const int request = first_request + at.request;
     Row row = {nullptr, p.dst + (p.starts[request] + int64_t(at.token)) * p.dst_stride};
@@ -61,7 +61,7 @@ __device__ __forceinline__ Row find_row(const Params& p, int first_request, int6
     return row;
 }
 
-__device__ __forceinline__ void copy_rows(const Params& p, const Row& mine) {
+__device__ __forceinline__ void copy_rows(const GatherParams& p, const Row& mine) {
     const int lane = threadIdx.x % 32;
     Vec8 nope[ROWS][TURNS];
     float scale[ROWS][TURNS];
@@ -102,7 +102,7 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Row& mine) {
     if (rope_to != nullptr) store_chunk(rope_to + D_NOPE + rope_chunk * CHUNK, rope, p.aligned);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ GatherParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int request = 0; request < p.table.num_requests; request += THREADS) {
         const int64_t total = tokens.sum_up(rows_of_request(p, request + threadIdx.x));
@@ -114,3 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(const __grid_c
         __syncthreads();  // the sums are done with
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

@@ -10,11 +10,11 @@
 // Tokens whose block does not exist become rows of zeros; rows beyond a request's part of dst are not written.
 // Shared memory: 8 bytes a thread. A block of 256 threads keeps 8 x 4 x 584 bytes under way.
 #include "cache/request_tokens.cuh"
-#include "layout/block_table.cuh"
+#include "rows/block_table.cuh"
 #include "ptx/convert.cuh"
 #include "tile/chunk.cuh"
 
-struct Params {
+struct GatherTailParams {
     BlockTable table;
     const uint8_t* cache;
     bf16* dst;                   // [num_requests, >= offset + dst_rows, D_QK], from row `offset` on
@@ -29,13 +29,13 @@ struct Params {
     int32_t unused;
 };
 
-constexpr int THREADS = 256, ROWS = 4, WARPS = THREADS / 32;
+constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
 static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32, "two chunks a lane, the first all NoPE");
 
 __shared__ RequestTokens<THREADS> tokens;
 
-__device__ __forceinline__ int32_t gathered(const Params& p, int request) {
+__device__ __forceinline__ int32_t gathered(const GatherTailParams& p, int request) {
     const int32_t seq_len = max(p.seq_lens[request], 0);
     return p.gather_lens == nullptr ? seq_len : max(0, min(p.gather_lens[request], seq_len));
 }
@@ -46,7 +46,7 @@ struct Row {
     bf16* to;               // null where there is no token
 };
 
-__device__ __forceinline__ Row find_row(const Params& p, int first_request, int64_t item) {
+__device__ __forceinline__ Row find_row(const GatherTailParams& p, int first_request, int64_t item) {
     const auto at = tokens.find(item);
     const int request = first_request + at.request;
     Row row = {nullptr, nullptr, p.dst + request * p.dst_stride + at.token * p.row_stride};
@@ -72,7 +72,7 @@ __device__ __forceinline__ Vec16 dequantize_chunk(const Vec8& codes, uint32_t ex
             pack_bf16x2(hi[0] * s, hi[1] * s), pack_bf16x2(hi[2] * s, hi[3] * s)};
 }
 
-__device__ __forceinline__ void copy_rows(const Params& p, const Row& mine) {
+__device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Row& mine) {
     const int lane = threadIdx.x % 32;
     const bool rope = 32 + lane >= NOPE_CHUNKS;
     Vec8 first[ROWS], scales[ROWS];
@@ -104,7 +104,7 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Row& mine) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gather_tail(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) gather_tail(const __grid_constant__ GatherTailParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int request = 0; request < p.table.num_requests; request += THREADS) {
         const int mine = request + threadIdx.x;
@@ -117,3 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_tail(const __grid_c
         __syncthreads();  // the sums are done with
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

@@ -15,7 +15,7 @@
 #include "tile/chunk.cuh"
 #include "tile/quantize.cuh"
 
-struct Params {
+struct PackParams {
     const bf16* latent;      // [num_tokens, 512]
     const bf16* rope;        // [num_tokens, 64]; V4_FP8: part of the latent row
     uint8_t* cache;
@@ -31,10 +31,10 @@ struct Params {
     int32_t unused;
 };
 
-constexpr int LATENT = 512, THREADS = 256, ROWS = 4, WARPS = THREADS / 32;
+constexpr int ROWS = 4, WARPS = TOKENS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
 constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
-constexpr bool ROPE_APART = D_QK > LATENT, SCALES_APART = SCALE_OFFSET < 0;
+constexpr bool ROPE_APART = D_QK > D_V, SCALES_APART = SCALE_OFFSET < 0;
 static_assert(ROPE_CHUNKS * ROWS == 32, "the RoPE parts of a turn are a chunk a lane");
 
 // Where a token goes, in bytes from the start of the cache.
@@ -43,7 +43,7 @@ struct Target {
     int64_t scales;  // where they stand apart
 };
 
-__device__ __forceinline__ Target find_target(const Params& p, int64_t slot) {
+__device__ __forceinline__ Target find_target(const PackParams& p, int64_t slot) {
     if (slot < 0 || slot >= p.num_slots) return {-1, -1};
     const int64_t block = slot / p.block_size, offset = slot - block * p.block_size;
     const int64_t start = block * p.block_stride;
@@ -53,7 +53,7 @@ __device__ __forceinline__ Target find_target(const Params& p, int64_t slot) {
 #if NUM_SCALES == 0
 
 __device__ __forceinline__ void store_token(
-    const Params& p, const Target& to, const Vec16& first, const Vec16& second) {
+    const PackParams& p, const Target& to, const Vec16& first, const Vec16& second) {
     bf16* row = reinterpret_cast<bf16*>(p.cache + to.row) + threadIdx.x % 32 * CHUNK;
     store_chunk(row, first, ALIGNED);
     store_chunk(row + 32 * CHUNK, second, ALIGNED);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_token(
 
 #else
 
-__device__ __forceinline__ float scale_of(const Params& p, float amax) {
+__device__ __forceinline__ float scale_of(const PackParams& p, float amax) {
     if (SCALES_APART) return power_of_two_from(scale_from_amax(fmaxf(amax, AMAX_FLOOR)));
     const float ratio = scale_from_amax(amax);
     return p.power_of_two ? power_of_two_from(fmaxf(ratio, AMAX_FLOOR)) : fmaxf(ratio, FLOAT_MIN);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float sca
 }
 
 __device__ __forceinline__ void store_token(
-    const Params& p, const Target& to, const Vec16& first, const Vec16& second) {
+    const PackParams& p, const Target& to, const Vec16& first, const Vec16& second) {
     constexpr int TILE_LANES = SCALE_TILE / CHUNK;
     const int lane = threadIdx.x % 32, rope_chunk = 32 + lane - D_NOPE / CHUNK;  // V32_FP8: never reaches 0
     const uint32_t amax = tile_amax<TILE_LANES>(first, second);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_token(
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
-pack_tokens(const __grid_constant__ Params p) {
+pack(const __grid_constant__ PackParams p) {
     const int lane = threadIdx.x % 32, last = p.num_tokens - 1;
     const int token = (blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
     const int64_t slot = token + lane % ROWS <= last ? p.slots[token + lane % ROWS] : -1;
@@ -123,3 +123,7 @@ pack_tokens(const __grid_constant__ Params p) {
         if (to.row >= 0) store_token(p, to, first[r], second[r]);
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

@@ -15,7 +15,7 @@ struct State {
     uint32_t arrived;  // blocks that are through with pass 1
 };
 
-struct Params {
+struct TensorQuantParams {
     const void* x;     // [size] bf16, or float32 with FLOAT32
     uint8_t* codes;    // [size]
     float* scale;      // 1 / s
@@ -25,12 +25,12 @@ struct Params {
     int32_t aligned;   // x allows 16-byte accesses; codes always allow 8-byte ones
 };
 
-constexpr int THREADS = 256, TURNS = 2;
-constexpr int64_t TILE = int64_t(THREADS) * TURNS * CHUNK;
+constexpr int TURNS = 2, THREADS = VALUES_PER_TILE / (TURNS * CHUNK);
+constexpr int64_t TILE = VALUES_PER_TILE;
 constexpr float LEAST_AMAX = 1e-10f;
 
 // Eight values from `at` on, zeros past the end.
-__device__ __forceinline__ void load_values(const Params& p, int64_t at, float (&v)[CHUNK]) {
+__device__ __forceinline__ void load_values(const TensorQuantParams& p, int64_t at, float (&v)[CHUNK]) {
 #if FLOAT32
     const auto* x = static_cast<const float*>(p.x) + at;
     if (p.aligned && at + CHUNK <= p.size) {
@@ -51,12 +51,12 @@ __device__ __forceinline__ void load_values(const Params& p, int64_t at, float (
 #endif
 }
 
-__device__ __forceinline__ void load_tile(const Params& p, int64_t tile, float (&v)[TURNS][CHUNK]) {
+__device__ __forceinline__ void load_tile(const TensorQuantParams& p, int64_t tile, float (&v)[TURNS][CHUNK]) {
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) load_values(p, tile * TILE + (i * THREADS + threadIdx.x) * CHUNK, v[i]);
 }
 
-__device__ __forceinline__ void store_codes(const Params& p, int64_t at, const Vec8& codes) {
+__device__ __forceinline__ void store_codes(const TensorQuantParams& p, int64_t at, const Vec8& codes) {
     if (at + CHUNK <= p.size) {
         *reinterpret_cast<Vec8*>(p.codes + at) = codes;
         return;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_codes(const Params& p, int64_t at, const V
 }
 
 // The block's largest magnitude, as bits, to state->amax.
-__device__ __forceinline__ void publish_amax(const Params& p, uint32_t amax) {
+__device__ __forceinline__ void publish_amax(const TensorQuantParams& p, uint32_t amax) {
     __shared__ uint32_t of_warp[THREADS / 32];
     amax = __reduce_max_sync(~0u, amax);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = amax;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void publish_amax(const Params& p, uint32_t amax) {
 }
 
 // Wait until every block has come here; what they published before is then seen.
-__device__ __forceinline__ void meet(const Params& p) {
+__device__ __forceinline__ void meet(const TensorQuantParams& p) {
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&p.state->arrived, 1u);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void meet(const Params& p) {
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) quantize_tensor(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) tensor_quant(const __grid_constant__ TensorQuantParams p) {
     uint32_t amax = 0;
     for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float v[TURNS][CHUNK];
@@ -115,3 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) quantize_tensor(const _
         }
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

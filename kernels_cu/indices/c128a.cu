@@ -1,9 +1,9 @@
 // Lists of every complete compressed row: slots for decode tokens, the rows' numbers for prefill tokens.
 //
 //   one block  a token; 256 threads write its row side by side
-#include "layout/block_table.cuh"
+#include "rows/block_table.cuh"
 
-struct Params {
+struct C128aParams {
     BlockTable table;
     const int64_t* positions;      // [num_tokens]
     const int64_t* slot_mapping;   // [num_tokens]
@@ -22,7 +22,7 @@ struct Params {
 
 constexpr int THREADS = 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS) c128a_lists(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) c128a(const __grid_constant__ C128aParams p) {
     const int token = blockIdx.x;
     const int64_t position = p.positions[token];
     int32_t count = position < 0 ? 0 : int32_t(min((position + 1) / p.ratio, int64_t(p.most)));
@@ -46,3 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) c128a_lists(const __grid_c
     }
     if (threadIdx.x == 0) p.decode_lens[token] = count;
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

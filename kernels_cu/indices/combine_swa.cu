@@ -3,7 +3,7 @@
 //   one block  a token; 256 threads write its row of `width` entries side by side
 #include "indices/queries.cuh"
 
-struct Params {
+struct CombineSwaParams {
     Queries queries;
     const int32_t* chosen;       // [num_tokens, >= topk] compressed positions
     const int32_t* gather_lens;  // [num_requests]
@@ -19,7 +19,7 @@ struct Params {
 
 constexpr int THREADS = 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS) combine_swa(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) combine_swa(const __grid_constant__ CombineSwaParams p) {
     const int32_t token = p.queries.starts[0] + int32_t(blockIdx.x);
     const int32_t request = request_of(p.queries, token), position = position_of(p.queries, request, token);
     int32_t compressed = 0, window = 0, first_row = 0;
@@ -46,3 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_swa(const __grid_c
     }
     if (threadIdx.x == 0) p.lens[blockIdx.x] = compressed + window;
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

@@ -1,8 +1,8 @@
 // The slot of the compressed row that a query token owns, -1 where it owns none. One thread an entry of `out`.
 #include "indices/queries.cuh"
-#include "layout/block_table.cuh"
+#include "rows/block_table.cuh"
 
-struct Params {
+struct CompressedSlotsParams {
     BlockTable table;
     Queries queries;
     int64_t* out;  // [size]
@@ -10,9 +10,9 @@ struct Params {
     int32_t ratio;
 };
 
-constexpr int THREADS = 256;
+constexpr int THREADS = TOKENS_PER_BLOCK;
 
-extern "C" __global__ void __launch_bounds__(THREADS) compressed_slots(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) compressed_slots(const __grid_constant__ CompressedSlotsParams p) {
     const int32_t token = blockIdx.x * THREADS + threadIdx.x;
     if (token >= p.size) return;
     int64_t slot = -1;
@@ -29,3 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compressed_slots(const __g
     }
     p.out[token] = slot;
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

@@ -10,9 +10,9 @@
 //   counts   valid entries by warp reduction and one shared-memory add a warp and token
 //
 // Shared memory: 4 * STAGED bytes and 4 bytes a token.
-#include "layout/block_table.cuh"
+#include "rows/block_table.cuh"
 
-struct Params {
+struct ConvertParams {
     BlockTable table;
     const int32_t* req_id;          // [num_tokens]
     const int32_t* positions;       // [num_tokens, k]
@@ -28,7 +28,7 @@ struct Params {
     int32_t aligned;                // every row starts at a multiple of 16 bytes, in and out
 };
 
-constexpr int THREADS = 256, ROWS = 8, WIDE = 4, TURN = 2;
+constexpr int THREADS = 256, ROWS = MAX_TOKENS_PER_BLOCK, WIDE = 4, TURN = 2;
 
 #if STAGED > 0
 __shared__ int32_t staged[STAGED];
@@ -41,7 +41,7 @@ struct Lookup {
     int32_t start;          // prefills: its first workspace row, else -1
 };
 
-__device__ __forceinline__ int32_t convert(const Params& p, const Lookup& in, int32_t position) {
+__device__ __forceinline__ int32_t slot_of_position(const ConvertParams& p, const Lookup& in, int32_t position) {
     const Position at = find_position(p.table, position);
     if (at.column < 0) return -1;
     if (in.start >= 0) return position <= 0x7fffffff - in.start ? in.start + position : -1;
@@ -49,7 +49,7 @@ __device__ __forceinline__ int32_t convert(const Params& p, const Lookup& in, in
     return slot_in_block(p.table, in.blocks[at.column], at.offset);
 }
 
-__device__ __forceinline__ Lookup lookup_of(const Params& p, int token, int32_t& staged_request) {
+__device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, int32_t& staged_request) {
     if (p.prefill_ids != nullptr) {
         const int32_t prefill = p.prefill_ids[token];
         if (prefill >= 0) return {nullptr, prefill < p.num_prefills ? p.prefill_starts[prefill] : -1};
@@ -70,7 +70,7 @@ __device__ __forceinline__ Lookup lookup_of(const Params& p, int token, int32_t&
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 6) convert_positions(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(const __grid_constant__ ConvertParams p) {
     if (threadIdx.x < ROWS) valid[threadIdx.x] = 0;
     if (p.counts != nullptr) __syncthreads();
     const int first = blockIdx.x * p.rows, rows = min(p.rows, p.num_tokens - first);
@@ -93,14 +93,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6) convert_positions(const
                 for (int i = 0; i < TURN; ++i) {
                     const int at = begin + i * WIDE * THREADS;
                     if (at >= p.k) break;
-                    const int4 w = {convert(p, in, v[i].x), convert(p, in, v[i].y), convert(p, in, v[i].z), convert(p, in, v[i].w)};
+                    const int4 w = {slot_of_position(p, in, v[i].x), slot_of_position(p, in, v[i].y), slot_of_position(p, in, v[i].z), slot_of_position(p, in, v[i].w)};
                     *reinterpret_cast<int4*>(to + at) = w;
                     count += (w.x >= 0) + (w.y >= 0) + (w.z >= 0) + (w.w >= 0);
                 }
             }
         } else {
             for (int at = threadIdx.x; at < p.k; at += THREADS) {
-                const int32_t w = convert(p, in, from[at]);
+                const int32_t w = slot_of_position(p, in, from[at]);
                 to[at] = w;
                 count += w >= 0;
             }
@@ -117,3 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6) convert_positions(const
         p.counts[token] = p.is_valid == nullptr || p.is_valid[token] ? valid[threadIdx.x] : 0;
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

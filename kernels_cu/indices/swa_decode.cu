@@ -2,9 +2,9 @@
 //
 //   one warp  a token; its lanes walk the window, so neighbours look up the same block and write side by side
 #include "indices/queries.cuh"
-#include "layout/block_table.cuh"
+#include "rows/block_table.cuh"
 
-struct Params {
+struct SwaDecodeParams {
     BlockTable table;
     Queries queries;
     const int32_t* token_to_req;  // [num_tokens]
@@ -16,9 +16,9 @@ struct Params {
     int32_t unused;
 };
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 32 * TOKENS_PER_BLOCK;
 
-extern "C" __global__ void __launch_bounds__(THREADS) swa_decode(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) swa_decode(const __grid_constant__ SwaDecodeParams p) {
     const int token = (blockIdx.x * THREADS + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (token >= p.queries.num_tokens) return;
     int32_t request = -1, position = -1;
@@ -38,3 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) swa_decode(const __grid_co
     }
     if (lane == 0) p.lens[token] = length;
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

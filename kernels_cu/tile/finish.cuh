@@ -12,19 +12,19 @@ struct HeadResult {
 };
 
 // Factor of an attention sink on the output: 1 / (1 + exp(sink - lse)); +inf gives 0, -inf gives 1.
-__device__ __forceinline__ float sink_factor(const Params& p, int head, float lse2) {
+__device__ __forceinline__ float sink_factor(const AttentionParams& p, int head, float lse2) {
     if (p.sink == nullptr) return 1.0f;
     return 1.0f / (1.0f + exp2_approx(p.sink[head] * LOG2E - lse2));
 }
 
-__device__ __forceinline__ void write_statistics(const Params& p, Query q, int head, HeadResult r) {
+__device__ __forceinline__ void write_statistics(const AttentionParams& p, Query q, int head, HeadResult r) {
     const int64_t at = q.b * p.lse_b + q.s * p.lse_s + head * p.lse_h;
     p.lse[at] = r.lse == -INF ? INF : r.lse * LN2;
     if (p.max_logits != nullptr) p.max_logits[at] = r.max * LN2;
 }
 
 // Two neighbouring output values of one head.
-__device__ __forceinline__ void write_output(const Params& p, Query q, int head, int column, float x, float y) {
+__device__ __forceinline__ void write_output(const AttentionParams& p, Query q, int head, int column, float x, float y) {
     bf16* to = p.out + q.b * p.out_b + q.s * p.out_s + head * p.out_h + column;
     const uint32_t packed = pack_bf16x2(x, y);
     if (p.flags & ALIGNED_OUT) {

@@ -7,7 +7,7 @@
 //   Q . K^T  a lane reads 16 bytes of its two rows at a time: e4m3 for four steps of k, four values each, bfloat16 for two
 //   P . V    a lane reads 16 values of four rows and pairs up what stands in two rows
 #pragma once
-#include "layout/reader.cuh"
+#include "rows/reader.cuh"
 #include "ptx/convert.cuh"
 #include "tile/row_tile.cuh"
 

@@ -1,6 +1,6 @@
 // Copying rows that an index list names into shared memory, a warp at a time.
 #pragma once
-#include "layout/paged.cuh"
+#include "rows/paged.cuh"
 #include "ptx/cp_async.cuh"
 
 // Eight lanes copy a row, in pieces of 16 bytes: lane l the pieces l % 8, l % 8 + 8, ... of row l / 8 of every four.

@@ -9,9 +9,9 @@
 //   dequantize     staged rows to a tile of bf16 rows (quantized layouts)
 #pragma once
 #if NUM_SCALES == 0
-#include "layout/bf16.cuh"
+#include "rows/bf16.cuh"
 #elif SCALE_OFFSET >= 0
-#include "layout/v32_fp8.cuh"
+#include "rows/v32_fp8.cuh"
 #else
-#include "layout/v4_fp8.cuh"
+#include "rows/v4_fp8.cuh"
 #endif

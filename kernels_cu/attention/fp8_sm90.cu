@@ -44,6 +44,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid.cuh"
+#include "ptx/limits.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/stmatrix.cuh"
@@ -58,7 +59,6 @@ constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP;
 // Of a unit SHARES copying warps bring WARP_ROWS rows each. Four have it there sooner; one takes fewer instructions.
 constexpr int UNIT_ROWS = 16, SHARES = MERGES ? 4 : 1, WARP_ROWS = UNIT_ROWS / SHARES;
 constexpr int STRIDE = Rows::STAGED_BYTES, UNIT_BYTES = UNIT_ROWS * STRIDE;
-static_assert(UNITS % 4 == 0, "a tile's units stand together");
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks of 64 columns; the last is RoPE
 constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
@@ -74,9 +74,10 @@ constexpr float REF_NONE = -1e30f;
 constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
-constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES, SMALL_AT = RING_AT + UNITS * UNIT_BYTES;
+constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
 
-struct alignas(16) Small {
+template <int UNITS>
+struct alignas(16) SmallOf {
     uint64_t full[UNITS], empty[UNITS];
     float ref[HEADS];                      // what P^T and O^T are relative to
     float factor[2][HEADS];                // what P of a tile brings: O^T before it times this, if `raised`
@@ -88,8 +89,18 @@ struct alignas(16) Small {
     uint32_t raised[2];
     uint32_t valid[UNITS];                 // a bit a row, place valid_bit(row)
 };
+// Units of the ring: whole tiles, as many as there is space for.
+template <int UNITS>
+__host__ __device__ constexpr int most_units() {
+    if constexpr (RING_AT + UNITS * UNIT_BYTES + int(sizeof(SmallOf<UNITS>)) <= SM90_SHARED_BYTES) {
+        return UNITS;
+    } else {
+        return most_units<UNITS - 4>();
+    }
+}
+constexpr int UNITS = most_units<64>(), SMALL_AT = RING_AT + UNITS * UNIT_BYTES;
+using Small = SmallOf<UNITS>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/sparse_decode_sm90.py computes the same");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -117,7 +128,7 @@ struct Work {
     uint32_t unit;
 };
 
-__device__ __forceinline__ Work find_work(const Params& p, int query, int head_tile, uint32_t split, uint32_t splits) {
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t split, uint32_t splits) {
     Work w;
     w.query = query_at_once(p, query);
     w.first_head = head_tile * HEADS;
@@ -130,11 +141,11 @@ __device__ __forceinline__ Work find_work(const Params& p, int query, int head_t
 }
 
 // With MERGES a cluster has one piece of work, and its blocks are the splits.
-__device__ __forceinline__ Work find_only_work(const Params& p) { return find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size()); }
+__device__ __forceinline__ Work find_only_work(const AttentionParams& p) { return find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size()); }
 
 // `only`: the one piece of work, with MERGES.
 template <typename Do>
-__device__ __forceinline__ void for_each_work(const Params& p, const Work& only, Do act) {
+__device__ __forceinline__ void for_each_work(const AttentionParams& p, const Work& only, Do act) {
     if constexpr (MERGES) {
         act(only);
     } else {
@@ -160,7 +171,7 @@ __device__ __forceinline__ uint32_t unit_address(uint32_t unit) { return shared_
 // --- copying --------------------------------------------------------------------------------------------------
 
 // As find_row of lists.cuh, with the source chosen once, which spills less here and more in the kernels for few heads.
-__device__ __forceinline__ Rows row_of_entry(const Params& p, const Work& w, int tile, int32_t entry) {
+__device__ __forceinline__ Rows row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry) {
     const Source& source = tile >= w.main_tiles ? p.extra : p.main;
     return entry >= 0 && entry < source.num_slots ? Rows::row_of(source, entry) : Rows::none();
 }
@@ -216,7 +227,7 @@ __device__ __forceinline__ void copy_tile(const Rows& row, uint32_t first, int w
 
 // Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
 // the block's piece of work before this one has done with its own.
-__device__ __forceinline__ void fetch_q(const Params& p, const Work& w, int lane) {
+__device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w, int lane) {
     if (w.turn > 0) mbarrier_wait(shared_address(&small().q_free), (w.turn - 1) & 1);
     const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
     const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
@@ -229,7 +240,7 @@ __device__ __forceinline__ void fetch_q(const Params& p, const Work& w, int lane
 
 // A warp of four brings 16 rows of every tile. List entries are loaded AHEAD tiles before their rows: under load they take 2,000
 // cycles to come. Warp 0 brings Q, too, while they do.
-__device__ __forceinline__ void copy_rows(const Params& p, const Work& w, int warp, int lane) {
+__device__ __forceinline__ void copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const int my_row = UNIT_ROWS * unit_of_share(lane % 16 / WARP_ROWS, warp) + warp % SHARES * WARP_ROWS + lane % WARP_ROWS;
     const int end = w.begin + 2 * w.pairs;
@@ -290,7 +301,7 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
 
 // Q to shared memory. A warp does four heads at a time, 64 columns of each; where 128 share two blocks, half of the lanes begin
 // with the second 64, so that a warp's stores hit all banks. Returns what a logit is to be multiplied with.
-__device__ __forceinline__ float load_q(const Params& p, const Work& w, const Role& r) {
+__device__ __forceinline__ float load_q(const AttentionParams& p, const Work& w, const Role& r) {
     constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
     const int warp = 4 * r.group + r.warp, j = r.lane % 8;
     auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
@@ -785,7 +796,7 @@ __device__ __forceinline__ float sum_of(int local) {
 }
 
 // Sums to statistics, and to the factor that O^T is multiplied with.
-__device__ __forceinline__ void finish_sums(const Params& p, const Work& w, const Role& r, const Output& out) {
+__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Work& w, const Role& r, const Output& out) {
     Small& sm = small();
     gather_sums(r, out);
     const int local = threadIdx.x, head = w.first_head + local;
@@ -814,7 +825,7 @@ __device__ __forceinline__ float to_f16_range(float largest) {
 
 // What this block found goes to the cluster's parts, as f16 times a power of two a head, and a share of what all found to the
 // results.
-__device__ __forceinline__ void merge_results(const Params& p, const Work& w, const Role& r, const Output& out) {
+__device__ __forceinline__ void merge_results(const AttentionParams& p, const Work& w, const Role& r, const Output& out) {
     Small& sm = small();
     const Parts<8> parts(p, w.query.index, blockIdx.y, gridDim.y);
     // Over Q, which nobody reads any more: weights, and behind them the largest |O| of a warp's columns, [warp][head].
@@ -865,7 +876,7 @@ __device__ __forceinline__ void merge_results(const Params& p, const Work& w, co
     });
 }
 
-__device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role& r, Output& out) {
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r, Output& out) {
     finish_sums(p, w, r, out);
     // Of block v this thread holds columns 2 g and 2 g + 1 of 16.
     const int first = 256 * r.group + 16 * r.warp;
@@ -940,7 +951,7 @@ __device__ __forceinline__ void let_go_of_q(const Role& r) {
 }
 
 // Tile after tile: this warpgroup's next S before the product with the tile, the softmax of it after.
-__device__ __forceinline__ void attend(const Params& p, const Work& w, const Role& r) {
+__device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, const Role& r) {
     const float logit_scale = load_q(p, w, r);
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
     fence_proxy_async();
@@ -986,7 +997,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Rol
 // --- the kernel -----------------------------------------------------------------------------------------------
 
 // grid: x persistent blocks over queries x head tiles x splits, or (MERGES) x a cluster a query, y head tiles.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // a lane a warp: the lanes of one would take turns, 40 cycles each
         for (int unit = threadIdx.x / 32; unit < UNITS; unit += THREADS / 32) {
@@ -1019,3 +1030,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_decode(const __g
         for_each_work(p, only, [&](const Work& w) { attend(p, w, Role::here()); });
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;

@@ -10,9 +10,9 @@
 // may be four is waited for before the next one. Tokens whose block does not exist become zeros; rows beyond dst are not
 // written. Shared memory: 8 bytes a thread.
 #include "cache/request_tokens.cuh"
-#include "layout/block_table.cuh"
+#include "rows/block_table.cuh"
 
-struct Params {
+struct GatherKeysParams {
     BlockTable table;
     const uint8_t* cache;
     uint8_t* keys;                // [rows, 128]
@@ -25,13 +25,13 @@ struct Params {
     int32_t unused;
 };
 
-constexpr int THREADS = 256, TOKENS = 16, WARPS = THREADS / 32;
+constexpr int TOKENS = 16, WARPS = TOKENS_PER_BLOCK / TOKENS, THREADS = 32 * WARPS;
 constexpr int LANES = ROW_STRIDE / 16, TURNS = TOKENS * LANES / 32;  // lanes that share a token's keys
 
 __shared__ RequestTokens<THREADS> tokens;
 
 // How many of a request's tokens have a row in dst.
-__device__ __forceinline__ int64_t rows_of_request(const Params& p, int request) {
+__device__ __forceinline__ int64_t rows_of_request(const GatherKeysParams& p, int request) {
     if (request >= p.table.num_requests) return 0;
     const int64_t begin = p.cu_seq_lens[request], end = p.cu_seq_lens[request + 1];
     return begin < 0 ? 0 : max(int64_t(0), min(end, p.rows) - begin);
@@ -43,7 +43,7 @@ struct Token {
     int64_t row;           // -1 where there is no token
 };
 
-__device__ __forceinline__ Token find_token(const Params& p, int first_request, int64_t item) {
+__device__ __forceinline__ Token find_token(const GatherKeysParams& p, int first_request, int64_t item) {
     const auto at = tokens.find(item);
     const int request = first_request + at.request;
     Token token = {nullptr, nullptr, p.cu_seq_lens[request] + int64_t(at.token)};
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_keys(uint8_t* to, const Vec16& v) {
     w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
 }
 
-__device__ __forceinline__ void copy_tokens(const Params& p, const Token& mine) {
+__device__ __forceinline__ void copy_tokens(const GatherKeysParams& p, const Token& mine) {
     const int lane = threadIdx.x % 32;
     Vec16 keys[TURNS];
     const float scale = mine.scale != nullptr ? *reinterpret_cast<const float*>(mine.scale) : 0.0f;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void copy_tokens(const Params& p, const Token& mine) 
     if (lane < TOKENS && mine.row >= 0) p.scales[mine.row] = scale;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gather_indexer_keys(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) gather_keys(const __grid_constant__ GatherKeysParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int request = 0; request < p.table.num_requests; request += THREADS) {
         const int64_t total = tokens.sum_up(rows_of_request(p, request + threadIdx.x));
@@ -105,3 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_indexer_keys(const 
         __syncthreads();  // the sums are done with
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;

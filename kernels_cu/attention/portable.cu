@@ -25,34 +25,33 @@
 //
 // Entries that are invalid are not read: their rows are zeros in the tile and their logits become -inf.
 #include "attention/params.cuh"
-#include "layout/reader.cuh"
+#include "rows/reader.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "tile/finish.cuh"
 #include "tile/quad.cuh"
 
-constexpr int STEP_ROWS = 32;
+constexpr int M_TILES = HEADS / 16, GROUPS = HEADS == 64 ? 1 : 2;
 constexpr int WARPS = 2 * M_TILES * GROUPS;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = STEP_ROWS / GROUPS;   // rows of a step that a pair works on
+constexpr int ROWS = TILE_ROWS / GROUPS;   // rows of a step that a pair works on
 constexpr int N_TILES = ROWS / 8;          // mma column tiles of S
 constexpr int K_STEPS = D_QK / 16 / 2;     // mma steps of a warp's half of Q.K
 constexpr int V_TILES = D_V / 2 / 8;       // mma column tiles of a warp's half of O
-constexpr int WARP_ROWS = STEP_ROWS / WARPS;  // rows a warp gathers
+constexpr int WARP_ROWS = TILE_ROWS / WARPS;  // rows a warp gathers
 constexpr int VALID_RING = 4;
 constexpr int PREFETCH = Rows::FOLDED_SCALES ? 1 : 2;  // fragments that ldmatrix is ahead of mma
 static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "a warp gathers four rows at once");
 
-constexpr int TILE_BYTES = STEP_ROWS * ROW_BYTES;
-constexpr int STAGE_BYTES = Rows::QUANTIZED ? STEP_ROWS * Rows::STAGED_BYTES : TILE_BYTES;
+constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int STAGE_BYTES = Rows::QUANTIZED ? TILE_ROWS * Rows::STAGED_BYTES : TILE_BYTES;
 constexpr int STAGES = 2;
 constexpr int TILE_AT = STAGES * STAGE_BYTES;  // quantized layouts: the tile stands behind the stages
 constexpr int EXCHANGE_AT = TILE_AT + (Rows::QUANTIZED ? TILE_BYTES : 0);
 constexpr int EXCHANGE_BYTES = N_TILES * 32 * 16;  // a warp's partial S
 constexpr int VALID_AT = EXCHANGE_AT + WARPS * EXCHANGE_BYTES;
-constexpr int SCALES_AT = VALID_AT + VALID_RING * STEP_ROWS * 4;  // [Rows::FOLDED_SCALES][STEP_ROWS] float32
-constexpr int SHARED_BYTES = SCALES_AT + Rows::FOLDED_SCALES * STEP_ROWS * 4;
-static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/attention.py computes the same");
+constexpr int SCALES_AT = VALID_AT + VALID_RING * TILE_ROWS * 4;  // [Rows::FOLDED_SCALES][TILE_ROWS] float32
+constexpr int SHARED_BYTES = SCALES_AT + Rows::FOLDED_SCALES * TILE_ROWS * 4;
 static_assert(M_TILES * 16 * D_V * 4 <= EXCHANGE_AT || GROUPS == 1, "groups merge in the space of the rows");
 
 extern __shared__ __align__(128) uint8_t shared[];
@@ -80,7 +79,7 @@ struct Role {
     }
 
     // The head of fragment row g; that of row g + 8 is 8 more.
-    __device__ __forceinline__ int head(const Params& p) const {
+    __device__ __forceinline__ int head(const AttentionParams& p) const {
         const int head_tiles = (p.h_q + 16 * M_TILES - 1) / (16 * M_TILES);
         return int(blockIdx.x) % head_tiles * 16 * M_TILES + 16 * m + g;
     }
@@ -96,25 +95,25 @@ struct Work {
 };
 __shared__ Work work;
 
-__device__ __forceinline__ Work find_work(const Params& p, Query q, int split) {
+__device__ __forceinline__ Work find_work(const AttentionParams& p, Query q, int split) {
     Work s;
     s.query = q;
     s.main_length = list_length(p.main, q.b);
     s.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, q.b);
-    s.main_steps = (s.main_length + STEP_ROWS - 1) / STEP_ROWS;
-    const int64_t total = s.main_steps + (s.extra_length + STEP_ROWS - 1) / STEP_ROWS;
+    s.main_steps = (s.main_length + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t total = s.main_steps + (s.extra_length + TILE_ROWS - 1) / TILE_ROWS;
     s.begin = int(total * split / p.num_splits);
     s.end = int(total * (split + 1) / p.num_splits);
     return s;
 }
 
 // The entry of the index list for the row of `step` that this lane is to look after; -1 where there is none.
-__device__ __forceinline__ int32_t load_index(const Params& p, int step) {
+__device__ __forceinline__ int32_t load_index(const AttentionParams& p, int step) {
     const Role r = Role::here();
     if (r.lane >= WARP_ROWS || step >= work.end) return -1;
     const bool extra = step >= work.main_steps;
     const Source& source = extra ? p.extra : p.main;
-    const int entry = (extra ? step - work.main_steps : step) * STEP_ROWS + r.warp * WARP_ROWS + r.lane;
+    const int entry = (extra ? step - work.main_steps : step) * TILE_ROWS + r.warp * WARP_ROWS + r.lane;
     if (entry >= (extra ? work.extra_length : work.main_length)) return -1;
     const int32_t slot = source.indices[work.query.b * source.index_stride_b + work.query.s * source.index_stride_s + entry];
     return slot >= 0 && slot < source.num_slots ? slot : -1;
@@ -122,7 +121,7 @@ __device__ __forceinline__ int32_t load_index(const Params& p, int step) {
 
 // Start the copies of a step's rows into its stage and note which are valid. Lane i < WARP_ROWS brings the slot of the
 // warp's row i.
-__device__ __forceinline__ void gather_step(const Params& p, int step, int32_t slot) {
+__device__ __forceinline__ void gather_step(const AttentionParams& p, int step, int32_t slot) {
     const Role r = Role::here();
     if (step < work.end) {
         const Source& source = step >= work.main_steps ? p.extra : p.main;
@@ -135,7 +134,7 @@ __device__ __forceinline__ void gather_step(const Params& p, int step, int32_t s
             from.copy(stage, r.warp * WARP_ROWS + row, r.lane, p.flags & ALIGNED_ROWS);
         }
         if (r.lane < WARP_ROWS) {
-            auto* valid = reinterpret_cast<int32_t*>(shared + VALID_AT) + (step - work.begin) % VALID_RING * STEP_ROWS;
+            auto* valid = reinterpret_cast<int32_t*>(shared + VALID_AT) + (step - work.begin) % VALID_RING * TILE_ROWS;
             valid[r.warp * WARP_ROWS + r.lane] = slot >= 0;
         }
     }
@@ -149,7 +148,7 @@ __device__ __forceinline__ uint32_t load_q_pair(const bf16* q, bool aligned) {
 }
 
 // A warp's half of Q as mma A fragments; heads beyond h_q are zeros.
-__device__ __forceinline__ void load_q(const Params& p, Query query, uint32_t (&q)[K_STEPS][4]) {
+__device__ __forceinline__ void load_q(const AttentionParams& p, Query query, uint32_t (&q)[K_STEPS][4]) {
     const Role r = Role::here();
     const int head = r.head(p);
     const bf16* row = p.q + query.b * p.q_b + query.s * p.q_s + head * p.q_h;
@@ -199,7 +198,7 @@ __device__ __forceinline__ void prefetched(Load load, Multiply multiply) {
 }
 
 __device__ __forceinline__ float2 folded_scales(const Role& r, int tile, int n) {
-    auto* scales = reinterpret_cast<const float2*>(shared + SCALES_AT + (tile * STEP_ROWS + r.group * ROWS) * 4);
+    auto* scales = reinterpret_cast<const float2*>(shared + SCALES_AT + (tile * TILE_ROWS + r.group * ROWS) * 4);
     return scales[4 * n + r.t];
 }
 
@@ -273,9 +272,9 @@ struct Softmax {
 };
 
 // Logits of invalid rows to -inf, the others to base 2.
-__device__ __forceinline__ void scale_and_mask(const Params& p, int ring, float (&s)[N_TILES][4]) {
+__device__ __forceinline__ void scale_and_mask(const AttentionParams& p, int ring, float (&s)[N_TILES][4]) {
     const Role r = Role::here();
-    auto* valid = reinterpret_cast<const int2*>(shared + VALID_AT + (ring * STEP_ROWS + r.group * ROWS) * 4) + r.t;
+    auto* valid = reinterpret_cast<const int2*>(shared + VALID_AT + (ring * TILE_ROWS + r.group * ROWS) * 4) + r.t;
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
         const int2 v = valid[4 * n];
@@ -401,7 +400,7 @@ __device__ __forceinline__ void merge_groups(Softmax& state, float (&o)[V_TILES]
 
 // The results of a thread's two heads: final ones, or a split's partial ones for combine.cu.
 __device__ __forceinline__ void write_results(
-    const Params& p, Query q, int split, const Softmax& state, const float (&o)[V_TILES][4]) {
+    const AttentionParams& p, Query q, int split, const Softmax& state, const float (&o)[V_TILES][4]) {
     const Role r = Role::here();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -436,7 +435,7 @@ __device__ __forceinline__ void write_results(
 // --- the kernel -----------------------------------------------------------------------------------------------
 
 // grid: x = query * head tiles + head tile, y = split
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_attention(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) portable(const __grid_constant__ AttentionParams p) {
     const int head_tiles = (p.h_q + 16 * M_TILES - 1) / (16 * M_TILES);
     if (threadIdx.x == 0) work = find_work(p, query_of(p, blockIdx.x / head_tiles), blockIdx.y);
     __syncthreads();
@@ -461,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_atte
         cp_async_wait<AHEAD - 1>();
         __syncthreads();
         if constexpr (Rows::QUANTIZED) {
-            Rows::dequantize<STEP_ROWS, THREADS>(stage, tile, shared_address(shared) + SCALES_AT);
+            Rows::dequantize<TILE_ROWS, THREADS>(stage, tile, shared_address(shared) + SCALES_AT);
             __syncthreads();
         }
         gather_step(p, step + AHEAD, next);
@@ -478,3 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_atte
     if constexpr (GROUPS > 1) merge_groups(softmax, o);
     if (Role::here().group == 0) write_results(p, work.query, blockIdx.y, softmax, o);
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;

@@ -36,6 +36,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/grid.cuh"
+#include "ptx/limits.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/stmatrix.cuh"
@@ -45,25 +46,25 @@
 #include "tile/heads.cuh"
 
 // Warpgroups that multiply: what one waits for, another hides. 32 heads take the registers of two.
-constexpr int GROUPS = HEADS == 32 ? 2 : 3, REGISTERS = GROUPS == 2 ? 232 : 160, COPY_REGISTERS = GROUPS == 2 ? 40 : 32;
+constexpr int GROUPS = CONSUMERS, REGISTERS = GROUPS == 2 ? 232 : 160, COPY_REGISTERS = GROUPS == 2 ? 40 : 32;
 constexpr int WARPGROUP = 128, MULTIPLYING = GROUPS * WARPGROUP, THREADS = MULTIPLYING + WARPGROUP;
 constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;
 constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
 constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128;
-constexpr int RING_BYTES = UNITS * UNIT_BYTES;  // a copying warp's
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
 constexpr bool KEEPS_MAX = !FOLDED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
 constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
 
-constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + GROUPS * P_COPIES * P_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
+constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + GROUPS * P_COPIES * P_BYTES;
 
 // A head's softmax over some rows, relative to `ref` like its O^T.
 struct Statistics {
     float ref, sum, max;
 };
-struct Small {
+template <int UNITS>
+struct SmallOf {
     uint64_t full[4][UNITS], empty[4][UNITS];
     float q_scale[HEADS];                     // from S^T to logits in base 2
     float ref[GROUPS][1 + P_COPIES][HEADS];        // what a warpgroup's sums, and a scale's columns of its O^T, are relative to
@@ -72,8 +73,18 @@ struct Small {
     float across[GROUPS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
     float weight[GROUPS][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
 };
+// Units of each ring: as many as there is space for.
+template <int UNITS>
+__host__ __device__ constexpr int most_units() {
+    if constexpr (RING_AT + 4 * UNITS * UNIT_BYTES + int(sizeof(SmallOf<UNITS>)) <= SM90_SHARED_BYTES) {
+        return UNITS;
+    } else {
+        return most_units<UNITS - 1>();
+    }
+}
+constexpr int UNITS = most_units<64>(), RING_BYTES = UNITS * UNIT_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
+using Small = SmallOf<UNITS>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
 static_assert(UNITS >= 4, "two tiles");
 
 // When all rows are read, the rings hold parts of O^T in float32, [head][column]: halves that warpgroups 0 and 1 exchange, and
@@ -109,7 +120,7 @@ struct Work {
     int first_head, main_length, extra_length, main_tiles, begin, end;
 };
 
-__device__ __forceinline__ Work find_work(const Params& p, int query, int head_tile, uint32_t rank, uint32_t ranks) {
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t rank, uint32_t ranks) {
     Work w;
     w.query = query_at_once(p, query);
     w.first_head = head_tile * HEADS;
@@ -136,7 +147,7 @@ __device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, 
 }
 
 // A copying warp brings the rows 16 `quarter` .. of every tile. Lane l knows row l % 16 of one tile and (l >= 16) of the next.
-__device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int quarter) {
+__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int quarter) {
     const int lane = threadIdx.x % 32, my_row = 16 * quarter + lane % 16, my_tile = lane / 16;
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
     const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
@@ -173,7 +184,7 @@ __device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
 
 // Q to shared memory, a head a warp at a time, in the order of the fragments: line = head, blocks of 64 columns. Heads
 // beyond the last are zeros.
-__device__ __forceinline__ void load_q(const Params& p, const Work& w, const Role& r) {
+__device__ __forceinline__ void load_q(const AttentionParams& p, const Work& w, const Role& r) {
     constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
     if (r.group >= 2) {
         sync_multiplying();
@@ -497,7 +508,7 @@ __device__ __forceinline__ void softmax_tile(
 // --- a query's tiles ------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void attend(
-    const Params& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+    const AttentionParams& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     const FirstRow first = first_qk_row(r.g);
     const int my_row = 16 * r.warp + 8 * first.unit + first.row;
@@ -556,7 +567,7 @@ __device__ __forceinline__ Statistics merge_statistics(int k, int head) {
 }
 
 // What a head's O^T is multiplied with in the end; `write`: lse and the like are written, too.
-__device__ __forceinline__ float finish_head(const Params& p, const Work& w, int head, bool write, float ref, float sum, float max) {
+__device__ __forceinline__ float finish_head(const AttentionParams& p, const Work& w, int head, bool write, float ref, float sum, float max) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q || sum == 0.0f && !write) return 0.0f;
     const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
@@ -571,7 +582,7 @@ __device__ __forceinline__ float finish_head(const Params& p, const Work& w, int
 }
 
 // Four columns of a head, times `f`.
-__device__ __forceinline__ void write_columns(const Params& p, const Work& w, int head, int column, float4 v, float f) {
+__device__ __forceinline__ void write_columns(const AttentionParams& p, const Work& w, int head, int column, float4 v, float f) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q) return;
     v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
@@ -638,7 +649,7 @@ __device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, c
 }
 
 // The block's result, [half][head][column] in shared memory, written.
-__device__ __forceinline__ void write_block(const Params& p, const Work& w) {
+__device__ __forceinline__ void write_block(const AttentionParams& p, const Work& w) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
@@ -650,7 +661,7 @@ __device__ __forceinline__ void write_block(const Params& p, const Work& w) {
 
 // Merge the warpgroups of a block, then the blocks of a cluster.
 __device__ __forceinline__ void write_results(
-    const Params& p, const Work& w, const Role& r, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
+    const AttentionParams& p, const Work& w, const Role& r, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     sync_multiplying();  // all rows have been read
     lay_down_statistics(r, state);
@@ -699,7 +710,7 @@ __device__ __forceinline__ void write_results(
 // --- the kernel -----------------------------------------------------------------------------------------------
 
 // grid: x a cluster a query, y splits that clusters do not hold, z head tiles.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_heads(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane: a barrier a thread would be done one after the other too
 #pragma unroll 1
@@ -734,3 +745,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_attention_few_he
         write_results(p, w, r, state, o);
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;

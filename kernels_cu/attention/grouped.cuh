@@ -1,12 +1,10 @@
 // Prefill of few heads: neighbouring queries as one tile of 64 heads, over the union of their index lists.
-// cupy_mla/cuda/prefill_sm90.py packs what follows Params field by field.
+// cupy_mla/cuda/prefill_sm90.py packs what follows AttentionParams field by field.
 #pragma once
 #include "attention/params.cuh"
 
-constexpr int MOST_QUERIES = 8;  // of a group
-
 // Group g has queries g * queries, ... of the call. In the base, main.lengths is `left`.
-struct GroupedParams : Params {
+struct GroupedParams : AttentionParams {
     const int32_t* list_lengths;  // [num_queries], or null
     int32_t* rows;                // [num_groups, capacity] the union of the lists; a row listed more than twice again and again
     uint8_t* excluded;            // [num_groups, capacity] bit q: query q of the group does not list the row
@@ -24,4 +22,4 @@ __device__ __forceinline__ int call_length(const GroupedParams& p, int query) {
     return p.list_lengths == nullptr ? p.main.topk : max(0, min(p.list_lengths[query], p.main.topk));
 }
 
-__device__ __forceinline__ int num_tiles(int rows) { return (rows + 63) / 64; }
+__device__ __forceinline__ int num_tiles(int rows) { return ceil_div(rows, TILE_ROWS); }

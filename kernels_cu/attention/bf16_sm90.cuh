@@ -39,7 +39,10 @@
 // serialised by the compiler (both asserted by the compile test).
 // What was tried, what bounds it: docs/kernels/sparse_prefill_sm90.md.
 #if GROUPED
-#include "attention/groups.cuh"
+#include "attention/grouped.cuh"
+#endif
+#if SPLIT
+#include "attention/cluster_merge.cuh"
 #endif
 #include "attention/pieces.cuh"
 #include "ptx/barrier.cuh"
@@ -52,9 +55,6 @@
 #include "tile/finish.cuh"
 #include "tile/quad.cuh"
 
-constexpr int HEADS = 64, TILE_ROWS = 64;
-// Asks for HEADS.
-#include "attention/cluster_merge.cuh"
 constexpr int BLOCKS = D_QK / 64;              // column blocks of 64 values: 64 lines of 128 bytes, swizzled
 constexpr int BLOCK_BYTES = TILE_ROWS * 128;
 constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
@@ -79,7 +79,7 @@ struct Small {
     uint64_t full[2][2], empty[2][2], q_full, q_empty;
     int work, length;        // what Q is of: the number of a piece of work, -1 behind the last, and its list's length
 #if GROUPED
-    uint64_t twice[2][MOST_QUERIES];
+    uint64_t twice[2][MAX_QUERIES];
 #else
     uint8_t valid[2][TILE_ROWS];
 #endif
@@ -88,7 +88,6 @@ struct Small {
     float max[2][2][HEADS];
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/attention.py computes the same");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -148,7 +147,7 @@ __device__ __forceinline__ Line line_at(const Arguments& p, const Work& w, int r
 // Lines beyond the last may belong to any query.
 __device__ __forceinline__ int query_of_line(const Arguments& p, int row) { return min(row / p.h_q, p.queries - 1); }
 #else
-using Arguments = Params;
+using Arguments = AttentionParams;
 
 #if SPLIT
 // A cluster has one piece of a query's head tiles, and its blocks have neighbouring pairs of tiles each.
@@ -773,7 +772,7 @@ __device__ __forceinline__ void multiply_all(const Arguments& p) {
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ Arguments p) {
     Small& sm = small();
     if (threadIdx.x == 0) {
 #pragma unroll

@@ -49,7 +49,7 @@ constexpr int ROPE_BYTES = (BLOCKS - V_BLOCKS) * BLOCK_BYTES;
 constexpr int TILE_BYTES = V_BLOCKS * BLOCK_BYTES + (P_BYTES > ROPE_BYTES ? P_BYTES : ROPE_BYTES);
 constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
 constexpr float REF_SLACK = 8.0f;
-constexpr int MAX_SOURCES = 32;        // warpgroups that share a query: 2 x the largest cluster
+constexpr int MAX_SOURCES = 2 * MAX_CLUSTER;        // warpgroups that share a query: 2 x the largest cluster
 constexpr int O_LINE = D_V + 4;        // floats a head takes in the merge: 4 more spread the heads over the banks
 
 constexpr int Q_AT = 0, TILE_AT = QUERIES * Q_BYTES;
@@ -67,7 +67,6 @@ struct Small {
     int multiplying;               // warps that have not done with their turn
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "cupy_mla/cuda/few_heads_sm90.py computes the same");
 static_assert(HEADS * O_LINE * 4 <= TILE_BYTES, "O^T is laid over the tile");
 static_assert(MAX_SOURCES * int(sizeof(Statistics)) <= Q_BYTES, "gathered statistics are laid over Q");
 
@@ -101,7 +100,7 @@ struct Work {
     __device__ __forceinline__ int tiles() const { return begin < end ? (end - begin + step - 1) / step : 0; }
 };
 
-__device__ __forceinline__ Work find_work(const Params& p, int index, int head_tiles, int group, int rank, int ranks) {
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int index, int head_tiles, int group, int rank, int ranks) {
     Work w;
     w.query = query_of(p, index / head_tiles);
     w.first_head = index % head_tiles * HEADS;
@@ -122,7 +121,7 @@ __device__ __forceinline__ Work find_work(const Params& p, int index, int head_t
 
 // A copying warp brings the rows 16 `quarter` .. of its warpgroup's tiles. Lane l knows row l % 16 of them; eight
 // lanes copy 128 bytes of a row.
-__device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int group, int quarter, uint32_t& parity) {
+__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int group, int quarter, uint32_t& parity) {
     const int lane = threadIdx.x % 32, chunk = lane % 8, my_row = 16 * quarter + lane % 16;
     const uint32_t tile_at = shared_address(shared) + TILE_AT + group * TILE_BYTES;
     Small& sm = small();
@@ -150,7 +149,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Work& w, int g
 }
 
 // Start copying Q: line = head, in column blocks like a tile's. Heads beyond the last are zeros.
-__device__ __forceinline__ void copy_q(const Params& p, const Work& w, const Role& r) {
+__device__ __forceinline__ void copy_q(const AttentionParams& p, const Work& w, const Role& r) {
     constexpr int COPIERS = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
     const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s;
     const uint32_t to = r.q();
@@ -265,7 +264,7 @@ __device__ __forceinline__ void raise_references(
 
 // S^T to P^T before rounding.
 __device__ __forceinline__ void softmax_tile(
-    const Params& p, const Role& r, const bool (&valid)[2], float (&s)[HEADS / 2], Softmax& state,
+    const AttentionParams& p, const Role& r, const bool (&valid)[2], float (&s)[HEADS / 2], Softmax& state,
     float (&o)[V_BLOCKS][HEADS / 2]) {
     bool high = false;
 #pragma unroll
@@ -344,7 +343,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)
 
 // `turns` counts the tiles of this warpgroup over all its pieces of work.
 __device__ __forceinline__ void attend(
-    const Params& p, const Work& w, const Role& r, int& turns, Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
+    const AttentionParams& p, const Work& w, const Role& r, int& turns, Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
     int32_t entries[2] = {load_entry(p, w, w.begin, r.row(0)), load_entry(p, w, w.begin, r.row(1))};
     copy_q(p, w, r);
     wait_for_q(r);
@@ -405,7 +404,7 @@ __device__ __forceinline__ void sync_writers(const Role& r) {
 
 // Merge the warpgroups that share the query and write this block's share of the results. Warpgroup i is number i % 2 of
 // block i / 2 of the cluster, or (QUERIES 2) this one alone.
-__device__ __forceinline__ void write_results(const Params& p, const Work& w, const Role& r, int rank, int blocks) {
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r, int rank, int blocks) {
     constexpr int WRITERS = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
     const int sources = QUERIES == 2 ? 1 : 2 * blocks, thread = threadIdx.x % WRITERS;
     const uint32_t own = shared_address(&small().own[QUERIES == 2 ? r.group : 0]);
@@ -485,7 +484,7 @@ __device__ __forceinline__ void write_results(const Params& p, const Work& w, co
 
 // This block's pieces of work, a query and a head tile each: its one, or (QUERIES 2) each warpgroup's, one after the other.
 template <typename Do>
-__device__ __forceinline__ void for_each_work(const Params& p, int group, int rank, int blocks, Do act) {
+__device__ __forceinline__ void for_each_work(const AttentionParams& p, int group, int rank, int blocks, Do act) {
     const int head_tiles = ceil_div(p.h_q, HEADS);
     auto find = [&](int piece) { return find_tile(p, piece, head_tiles); };
     auto attend = [&](int index) {
@@ -500,7 +499,7 @@ __device__ __forceinline__ void for_each_work(const Params& p, int group, int ra
 }
 
 // grid: QUERIES 1: x = piece of work * blocks of the cluster + rank, y = split; QUERIES 2: x persistent blocks.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill_few_heads(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_few_heads_sm90(const __grid_constant__ AttentionParams p) {
     if (QUERIES == 1 && find_tile(p, blockIdx.x / cluster_size(), ceil_div(p.h_q, HEADS)) < 0) return;  // all of the cluster
     Small& sm = small();
     if (threadIdx.x == 0) sm.multiplying = 0;
@@ -551,3 +550,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_prefill_few_head
         });
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;

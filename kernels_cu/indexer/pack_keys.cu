@@ -11,7 +11,7 @@
 #include "tile/chunk.cuh"
 #include "tile/quantize.cuh"
 
-struct Params {
+struct PackKeysParams {
     const bf16* k;           // [num_tokens, 128]
     uint8_t* cache;
     const int64_t* slots;    // [num_tokens]
@@ -24,8 +24,8 @@ struct Params {
     int32_t unused;
 };
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, LANES = D_NOPE / CHUNK, TURNS = 4;
-constexpr int TOKENS = TURNS * 32 / LANES;  // of a warp
+constexpr int LANES = D_NOPE / CHUNK, TURNS = 4, TOKENS = TURNS * 32 / LANES;  // of a warp
+constexpr int WARPS = TOKENS_PER_BLOCK / TOKENS, THREADS = 32 * WARPS;
 static_assert(LANES == 16 && TURNS % 2 == 0, "half a warp has a token; two turns share shuffles");
 
 // Where a token goes, in bytes from the start of the cache.
@@ -34,7 +34,7 @@ struct Target {
     int64_t scale;
 };
 
-__device__ __forceinline__ Target find_target(const Params& p, int64_t slot) {
+__device__ __forceinline__ Target find_target(const PackKeysParams& p, int64_t slot) {
     if (slot < 0 || slot >= p.num_slots) return {-1, -1};
     const int64_t block = slot / p.block_size, offset = slot - block * p.block_size;
     const int64_t start = block * p.block_stride;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_keys(uint8_t* to, const Vec8& v, bool alig
     }
 }
 
-__device__ __forceinline__ void store_token(const Params& p, const Target& to, const Vec16& keys, float amax) {
+__device__ __forceinline__ void store_token(const PackKeysParams& p, const Target& to, const Vec16& keys, float amax) {
     if (to.keys < 0) return;
     const int lane = threadIdx.x % LANES;
     const float ratio = scale_from_amax(fmaxf(amax, AMAX_FLOOR));
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_token(const Params& p, const Target& to, c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
-pack_indexer_keys(const __grid_constant__ Params p) {
+pack_keys(const __grid_constant__ PackKeysParams p) {
     const int lane = threadIdx.x % 32, half = lane / LANES, last = p.num_tokens - 1;
     const int token = (blockIdx.x * WARPS + threadIdx.x / 32) * TOKENS;
     const int64_t slot = token + lane % TOKENS <= last ? p.slots[token + lane % TOKENS] : -1;
@@ -81,3 +81,7 @@ pack_indexer_keys(const __grid_constant__ Params p) {
         }
     }
 }
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;
