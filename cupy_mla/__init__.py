@@ -33,7 +33,6 @@ from .ops.quant import dynamic_per_batched_tensor_quant
 from .ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, compute_swa_indices_and_lens
 
 
-
 def _graph_operation(name: str) -> _Callable[..., _Any]:
     """What an operation becomes in a graph of torch.compile, which is there when this is called."""
     from .integrations.torch_ops import TRACED

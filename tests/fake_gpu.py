@@ -10,7 +10,6 @@ import ctypes
 import importlib
 import math
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -19,19 +18,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupy_mla.arrays import HOST, Array, Place, aligned_up
-from cupy_mla.cuda import jit, launch_graph
+from cupy_mla.arrays import HOST, aligned_up
+from cupy_mla.bridges import CuPyLibrary, Place, TorchLibrary
+from cupy_mla.cuda import driver
+from cupy_mla.cuda.kernel import Kernel, Loaded
 
 from .kinds import CuPy
 
 ARENA_BYTES = 1 << 29
+SMS, CAPABILITY = 132, 90
+CLUSTERS_AT_ONCE = tuple(SMS // n for n in range(1, driver.MAX_CLUSTER + 1))
 
 
 class Submitted(NamedTuple):
     """One thing that went to the driver: a launch of a kernel, or a memset (address, value, bytes)."""
 
-    kernel: jit.Kernel | None
-    grid: tuple[int, ...]  # and the blocks of a cluster
+    kernel: Kernel | None
+    grid: tuple[int, ...]  # and the CTAs of a cluster
     stream: int
     params: bytes | tuple[int, int, int]
 
@@ -46,7 +49,6 @@ class FakeGPU:
         threads: those that made themselves a CUDA context.
         capturing: whether streams are being captured.
         kernels: by their handles.
-        param_bytes: of kernels that were launched, by their handles.
         graphs: the driver's functions for graphs.
     """
 
@@ -56,43 +58,19 @@ class FakeGPU:
         self.used = 0
         self.threads: list[threading.Thread] = []
         self.capturing = False
-        self.kernels: dict[int, jit.Kernel] = {}
-        self.param_bytes: dict[int, int] = {}
+        self.kernels: dict[int, Kernel] = {}
         self.graphs = FakeGraphs(self)
-        whole = Place("torch", HOST).empty((ARENA_BYTES,), np.dtype(np.uint8))
-        self._arena = whole.numpy()
-        describe, real_maker = Array._describe_tensor, Place._maker
+        self._whole = Place("torch", HOST).empty((ARENA_BYTES,), np.dtype(np.uint8))
+        self._arena = TorchLibrary().host_view(self._whole, np.dtype(np.uint8))
 
-        def describe_as_cuda(array: Array, tensor: Any) -> None:
-            describe(array, tensor)
-            array.device = 0
-
-        def maker(place: Place, shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
-            if place.kind == "cupy":
-                return real_maker(place, shape, dtype)
-
-            def make() -> Any:
-                start = self.used
-                self.used += aligned_up(math.prod(shape) * dtype.itemsize)
-                return Place("torch", HOST).carve(whole, start, shape, dtype)
-
-            return make
-
-        def load(kernel: jit.Kernel, device: int) -> int:
+        def load(kernel: Kernel, device: int) -> Loaded:
             self.kernels[id(kernel)] = kernel
-            return id(kernel)
 
-        def submitter(
-            kernel: jit.Kernel, function: int, grid: tuple[int, int, int], attributes: list[jit._Attribute]
-        ) -> jit.Submit:
-            assert function == id(kernel)
-            cluster = next((a.value[0] for a in attributes if a.id == jit._CLUSTER_DIMENSION), 1)
+            def submit(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
+                assert len(params) == kernel.params.size
+                self.log.append(Submitted(kernel, (x, y, z, cluster), stream, params))
 
-            def submit(stream: int, params: bytes) -> None:
-                self.param_bytes[function] = len(params)
-                self.log.append(Submitted(kernel, (*grid, cluster), stream, params))
-
-            return submit
+            return Loaded(id(kernel), 1, 0, submit)
 
         def memset(address: int, value: int, nbytes: int, stream: int) -> None:
             self.log.append(Submitted(None, (), stream, (address, value, nbytes)))
@@ -103,21 +81,24 @@ class FakeGPU:
         runtime = SimpleNamespace(
             getDevice=lambda: 0, setDevice=set_device, memsetAsync=memset, streamIsCapturing=lambda _: self.capturing
         )
-        monkeypatch.setattr(jit, "_runtime", lambda: runtime)
-        monkeypatch.setattr(jit, "THREAD", jit._Threads())
-        monkeypatch.setattr(jit, "_properties", lambda device: {"multiProcessorCount": 132, "major": 9, "minor": 0})
-        monkeypatch.setattr(jit, "driver_version", lambda: 13000)
-        monkeypatch.setattr(jit.Kernel, "load", load)
-        monkeypatch.setattr(jit.Kernel, "_submitter", submitter)
-        monkeypatch.setattr(
-            jit.Kernel, "clusters_at_once", lambda kernel, device: tuple(132 // n for n in range(1, 17))
-        )
-        monkeypatch.setattr(launch_graph, "_driver", lambda: self.graphs)
-        monkeypatch.setattr(Array, "_describe_tensor", describe_as_cuda)
-        monkeypatch.setattr(Place, "_maker", maker)
-        monkeypatch.setattr(Place, "current", lambda place: nullcontext())
-        monkeypatch.setattr(Place, "stream", lambda place: self.stream)
-        monkeypatch.setattr(Place, "streams", property(lambda place: (lambda: self.stream, "")))
+        monkeypatch.setattr(driver, "runtime", lambda: runtime)
+        monkeypatch.setattr(driver, "THREAD", driver._Threads())
+        monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, SMS, CAPABILITY))
+        monkeypatch.setattr(driver, "driver_version", lambda: 13000)
+        monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: CLUSTERS_AT_ONCE)
+        monkeypatch.setattr(driver, "api", lambda: self.graphs)
+        monkeypatch.setattr(Kernel, "load", load)
+        for library in (TorchLibrary, CuPyLibrary):
+            monkeypatch.setattr(library, "to_device", lambda library, device: nullcontext())
+            monkeypatch.setattr(library, "stream_reader", lambda library, device: lambda: self.stream)
+        monkeypatch.setattr(TorchLibrary, "device_of", lambda library, tensor: 0)
+        monkeypatch.setattr(TorchLibrary, "maker", lambda library: self._empty)
+
+    def _empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+        """A tensor without gaps in the arena."""
+        start, size = self.used, math.prod(shape) * dtype.itemsize
+        self.used += aligned_up(size)
+        return self._whole[start : start + size].view(dtype).as_strided(shape, strides)
 
     def malloc(self, nbytes: int) -> Any:
         """Memory for CuPy, from where a tensor would lie: for `cupy.cuda.using_allocator`."""
@@ -135,56 +116,57 @@ class FakeGraphs:
         changes: of launches' parameters.
     """
 
+    CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu
         self._handles = count(1)
         self.made: dict[int, dict[int, Submitted]] = {}
         self.runs = self.changes = 0
 
-    def _hand_out(self, address: int) -> int:
-        handle = next(self._handles)
-        ctypes.c_void_p.from_address(address).value = handle
-        return handle
+    def _read(self, node: Any) -> Submitted:
+        kernel = self._gpu.kernels[node.func]
+        assert (node.blockDimX, node.blockDimY, node.blockDimZ, node.sharedMemBytes) == (1, 1, 1, 0)
+        start = ctypes.c_void_p.from_address(node.kernelParams).value
+        grid = (node.gridDimX, node.gridDimY, node.gridDimZ, 1)
+        return Submitted(kernel, grid, 0, ctypes.string_at(start, kernel.params.size))
 
-    def _read(self, params: int) -> Submitted:
-        node = launch_graph._NodeParams.from_address(params)
-        kernel = self._gpu.kernels[node.function]
-        assert (*node.block, node.shared_bytes, node.extra) == (kernel.threads, 1, 1, kernel.shared_bytes, None)
-        start = ctypes.c_void_p.from_address(node.params).value
-        return Submitted(kernel, (*node.grid, 1), 0, ctypes.string_at(start, self._gpu.param_bytes[node.function]))
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:
+        return 0, mode
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
-        return 0
+    def cuGraphCreate(self, flags: int) -> tuple[int, int]:
+        graph = next(self._handles)
+        self.made[graph] = {}
+        return 0, graph
 
-    def cuGraphCreate(self, graph: int, flags: int) -> int:
-        self.made[self._hand_out(graph)] = {}
-        return 0
-
-    def cuGraphAddKernelNode(self, node: int, graph: int, before: int, number: int, params: int) -> int:
+    def cuGraphAddKernelNode(self, graph: int, before: list[int], number: int, params: Any) -> tuple[int, int]:
         nodes = self.made[graph]
-        assert [ctypes.c_void_p.from_address(before).value][:number] == list(nodes)[-1:], "not behind the last one"
-        nodes[self._hand_out(node)] = self._read(params)
-        return 0
+        assert (before, number) == (list(nodes)[-1:], len(before)), "not behind the last one"
+        node = next(self._handles)
+        nodes[node] = self._read(params)
+        return 0, node
 
-    def cuGraphInstantiateWithFlags(self, executable: int, graph: int, flags: int) -> int:
-        self.made[self._hand_out(executable)] = dict(self.made[graph])
-        return 0
+    def cuGraphInstantiate(self, graph: int, flags: int) -> tuple[int, int]:
+        executable = next(self._handles)
+        self.made[executable] = dict(self.made[graph])
+        return 0, executable
 
-    def cuGraphExecKernelNodeSetParams(self, executable: int, node: int, params: int) -> int:
+    def cuGraphExecKernelNodeSetParams(self, executable: int, node: int, params: Any) -> tuple[int]:
         before = self.made[executable][node]
         now = self.made[executable][node] = self._read(params)
-        assert (now.kernel, now.grid) == (before.kernel, before.grid)
+        assert now.kernel is before.kernel
         self.changes += 1
-        return 0
+        return (0,)
 
-    def cuGraphLaunch(self, executable: int, stream: int) -> int:
+    def cuGraphLaunch(self, executable: int, stream: int) -> tuple[int]:
         self._gpu.log += [launch._replace(stream=stream) for launch in self.made[executable].values()]
         self.runs += 1
-        return 0
+        return (0,)
 
-    def cuGraphDestroy(self, handle: int) -> int:
+    def cuGraphDestroy(self, handle: int) -> tuple[int]:
         del self.made[handle]
-        return 0
+        return (0,)
 
     cuGraphExecDestroy = cuGraphDestroy
 
@@ -200,3 +182,5 @@ def _pointer(memory: np.ndarray, start: int) -> Any:
     """What CuPy has for an address on a GPU."""
     cuda = importlib.import_module("cupy").cuda
     return cuda.MemoryPointer(cuda.UnownedMemory(memory.ctypes.data, memory.nbytes, memory, 0), start)
+
+

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import layouts
-from ..arrays import Array
 from ..bridges import Place, bind, describe
 from ..config import SparseMLAConfig
 from ..layouts import BFLOAT16, V4_FP8
@@ -14,11 +13,11 @@ from ..metadata.batch import INT32
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
-from ..ops.validate import QUANTIZED
 from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
 from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
+from ..ops.validate import QUANTIZED
 from .workspace import Workspace
 
 PREFILL_CHUNK_SIZE = 4  # prefills whose rows are gathered at a time

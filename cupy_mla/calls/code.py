@@ -6,6 +6,7 @@ from typing import Any
 
 from ..sizes import TEXT, Node, Term, is_node
 
+
 class Code:
     """A Python function under construction: straight lines, and a name for every object that they use.
 

@@ -15,7 +15,7 @@ POINTER, INT64, INT32, UINT32, FLOAT = "Q", "q", "i", "I", "f"  # as the module 
 
 
 class Packed(NamedTuple):
-    """A struct with values: a `Pointer` or an integer for each pointer, numbers for the others, in the order of fields."""
+    """A struct with values in the order of its fields: numbers, and for pointers a `Pointer` or 0."""
 
     of: Struct
     values: tuple[Any, ...]
@@ -133,7 +133,8 @@ class Struct:
         yield f'static_assert(sizeof({self.name}) == {self.size}, "cupy_mla/cuda/structs.py: {self.name}");'
         for field, offset in self._own:
             said = f'"cupy_mla/cuda/structs.py: {self.name}::{field}"'
-            yield f"static_assert(__builtin_offsetof({self.name}, {field}) == {offset}, {said});"
+            # __INTADDR__ is what `offsetof` is made of in NVRTC, which has no <cstddef>.
+            yield f"static_assert(__INTADDR__(&(({self.name}*)0)->{field}) == {offset}, {said});"
 
 
 DIVISOR = Struct("Divisor", value=UINT32, multiplier=UINT32, shift=UINT32)  # rows/block_table.cuh

@@ -24,6 +24,7 @@ from .batch import (
     split_prefill_chunks,
 )
 from .compressed import CompressedRows
+from .uploads import Uploads
 
 
 @dataclass

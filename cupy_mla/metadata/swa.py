@@ -18,6 +18,7 @@ from ..config import SparseMLAConfig
 from ..ops.swa import BOOL, compute_prefill_gather_lens, compute_swa_indices_and_lens
 from .batch import INT32, INT64, BatchMetadata, split_decodes_and_prefills
 from .sparse_mla import FP8KernelMetadata, check_batch, fill
+from .uploads import Uploads
 
 LAYER_KINDS = (1, 4, 128)  # compress ratios: sliding window alone, C4A, C128A
 

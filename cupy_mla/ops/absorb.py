@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..bridges import bind
+from ..calls.signature import traceable
 from ..layouts import BFLOAT16
 from .validate import FLOAT32
-from ..calls.signature import traceable
 
 FLOATS = (BFLOAT16, FLOAT32)
 

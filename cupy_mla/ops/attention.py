@@ -20,12 +20,12 @@ from typing import Any
 from .. import layouts
 from ..arrays import Array
 from ..bridges import bind
+from ..calls.signature import operation
 from ..cuda.attention import launch as cuda
-from ..cuda.driver import gpu
+from ..cuda import driver
 from ..layouts import BFLOAT16, D_V
 from ..reference import attention as reference
 from .validate import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads
-from ..calls.signature import operation
 
 HEAD_DIMS = (576, 512)
 
@@ -185,7 +185,7 @@ def decode(
     splits, division = num_splits or 1, num_splits or 1
     if place.on_gpu:
         division = cuda.decode_choice(
-            gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx, extra_length, batch_invariant,
+            driver.gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx, extra_length, batch_invariant,
             num_splits,
         )  # fmt: skip
         splits = division.splits
@@ -217,7 +217,7 @@ def plan_splits(
     if not place.on_gpu:
         return 1
     return cuda.planned_splits(
-        gpu(place.device), layout, h_q, b * s_q, rows, flat=extra_idx is None, batch_invariant=batch_invariant
+        driver.gpu(place.device), layout, h_q, b * s_q, rows, flat=extra_idx is None, batch_invariant=batch_invariant
     )
 
 

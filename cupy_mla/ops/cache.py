@@ -9,11 +9,11 @@ import numpy as np
 from .. import arrays, layouts
 from ..arrays import Array
 from ..bridges import bind, to_numpy
+from ..calls.signature import operation
 from ..cuda import cache as cuda
 from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import cache as reference
 from .validate import INT64, cache_layout, require_cache
-from ..calls.signature import operation
 
 SCALE_FORMATS = ("fp32", "ue8m0")
 

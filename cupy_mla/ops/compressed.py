@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..bridges import bind
+from ..calls.signature import operation
 from ..cuda import compressed as cuda
 from ..reference import compressed as reference
-from .validate import INT32, INT64
-from ..calls.signature import operation
 from .swa import BOOL, require_at_least
+from .validate import INT32, INT64
 
 
 @operation

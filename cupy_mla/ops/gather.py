@@ -9,11 +9,11 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array
 from ..bridges import bind, to_numpy
+from ..calls.signature import operation
 from ..cuda import gather as cuda
 from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import gather as reference
 from .validate import INT32, cache_layout, require_cache
-from ..calls.signature import operation
 
 
 @operation

@@ -12,12 +12,12 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array
 from ..bridges import bind, to_numpy
+from ..calls.signature import operation
 from ..cuda import indexer as cuda
 from ..layouts import BFLOAT16, INDEXER_FP8
 from ..reference import indexer as reference
-from .validate import FLOAT32, INT32, INT64, QUANTIZED, cache_layout, require_cache
-from ..calls.signature import operation
 from .cache import SCALE_FORMATS, _check_slots
+from .validate import FLOAT32, INT32, INT64, QUANTIZED, cache_layout, require_cache
 
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
 

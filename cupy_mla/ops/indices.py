@@ -12,10 +12,10 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array
 from ..bridges import bind, to_numpy
+from ..calls.signature import operation
 from ..cuda import indices as cuda
 from ..reference import indices as reference
 from .validate import INT32
-from ..calls.signature import operation
 
 
 @operation

@@ -7,11 +7,11 @@ from typing import Any
 
 from ..arrays import Array
 from ..bridges import bind
+from ..calls.signature import operation
 from ..cuda import quant as cuda
 from ..layouts import BFLOAT16, E4M3
 from ..reference import quant as reference
 from .validate import FLOAT32
-from ..calls.signature import operation
 
 FLOATS = (BFLOAT16, FLOAT32)
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from ..bridges import bind
+from ..calls.signature import operation
 from ..cuda import swa as cuda
 from ..reference import swa as reference
 from .validate import INT32
-from ..calls.signature import operation
 
 BOOL = np.dtype(np.bool_)
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it

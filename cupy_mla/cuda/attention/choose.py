@@ -15,7 +15,7 @@ from ... import private
 from ...layouts import Layout
 from ..driver import MAX_CLUSTER, Gpu
 from ..paging import ceil_div
-from . import bf16_cluster_sm90, bf16_few_heads_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, fp8_sm90, portable
+from . import bf16_cluster_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, fp8_sm90, portable
 from .cost import few_heads_division, fp8_division, portable_splits
 
 VARIABLE = "CUPY_MLA_KERNELS"

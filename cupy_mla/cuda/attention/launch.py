@@ -61,10 +61,34 @@ def sparse_prefill(
         index_stride_b=indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk, block_size=most(s_kv, 1),
     )  # fmt: skip
     return _launches(
-        facts, choice, (s_q, 1, h_q), (source, no_source()), (topk, s_kv), aligned,
+        gpu, layout, choice, (s_q, 1, h_q), (source, no_source()), (topk, s_kv), aligned,
         q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
-        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale, length,
+        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale, length, None,
     )  # fmt: skip
+
+
+def decode_choice(
+    gpu: Gpu,
+    layout: Layout,
+    q: Array,
+    cache: Array,
+    indices: Array,
+    length: Array | None,
+    extra: Array | None,
+    extra_indices: Array | None,
+    extra_length: Array | None,
+    batch_invariant: bool,
+    num_splits: int | None,
+) -> Choice:
+    """What serves a decode, and how it is cut up; `num_splits` None: to be chosen."""
+    b, s_q, h_q, _ = q.shape
+    aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
+    facts = Facts(
+        gpu, layout, prefill=False, aligned=aligned and q.aligned(16), flat=flat_rows(cache, extra),
+        uneven=length is not None or extra_length is not None, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    rows = indices.shape[2] + (0 if extra_indices is None else extra_indices.shape[2])
+    return looked_up(chooser(facts), h_q, b * s_q, rows, num_splits)
 
 
 def sparse_decode(
@@ -80,69 +104,23 @@ def sparse_decode(
     extra_indices: Array | None,
     extra_length: Array | None,
     batch_invariant: bool,
-    num_splits: int,
+    choice: Choice,
     out: Array,
     lse: Array,
 ) -> Program:
-    """Twin of `reference.attention.sparse_decode`."""
+    """Twin of `reference.attention.sparse_decode`, whose splits are those of the choice."""
     b, s_q, h_q, _ = q.shape
     if b == 0 or s_q == 0:
         return ()
-    facts, choice = _chosen(
-        gpu, layout, q, cache, indices, length, extra, extra_indices, extra_length, batch_invariant, num_splits
-    )
     second = no_source()
+    aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     if extra is not None and extra_indices is not None:
         second = _paged(extra, extra_indices, extra_length)
     return _launches(
-        facts, choice, (b, s_q, h_q), (_paged(cache, indices, length), second),
-        (indices.shape[2], cache.shape[0] * cache.shape[1]), _aligned_caches(layout, cache, extra),
-        q, q.strides[:3], out, out.strides[:3],
-        lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, length,
+        gpu, layout, choice, (b, s_q, h_q), (_paged(cache, indices, length), second),
+        (indices.shape[2], cache.shape[0] * cache.shape[1]), aligned, q, q.strides[:3], out, out.strides[:3],
+        lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, length, extra_length,
     )  # fmt: skip
-
-
-def _chosen(
-    gpu: Gpu,
-    layout: Layout,
-    q: Array,
-    cache: Array,
-    indices: Array,
-    length: Array | None,
-    extra: Array | None,
-    extra_indices: Array | None,
-    extra_length: Array | None,
-    batch_invariant: bool,
-    num_splits: int | None,
-) -> tuple[Facts, Choice]:
-    """The facts of a decode, and what is chosen for them."""
-    b, s_q, h_q, _ = q.shape
-    facts = Facts(
-        gpu, layout, prefill=False, aligned=_aligned_caches(layout, cache, extra) and q.aligned(16),
-        flat=flat_rows(cache, extra), uneven=length is not None or extra_length is not None,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
-    rows = indices.shape[2] + (0 if extra_indices is None else extra_indices.shape[2])
-    return facts, looked_up(chooser(facts), h_q, b * s_q, rows, num_splits)
-
-
-def decode_splits(
-    gpu: Gpu,
-    layout: Layout,
-    q: Array,
-    cache: Array,
-    indices: Array,
-    length: Array | None,
-    extra: Array | None,
-    extra_indices: Array | None,
-    extra_length: Array | None,
-    batch_invariant: bool,
-) -> int:
-    """Splits that a decode is cut into when the caller does not say."""
-    _, choice = _chosen(
-        gpu, layout, q, cache, indices, length, extra, extra_indices, extra_length, batch_invariant, None
-    )
-    return choice.splits
 
 
 def planned_splits(
@@ -182,7 +160,8 @@ def _aligned_rows(layout: Layout, cache: Array) -> bool:
 
 
 def _launches(
-    facts: Facts,
+    gpu: Gpu,
+    layout: Layout,
     choice: Choice,
     batch: tuple[int, int, int],
     sources: tuple[Packed, Packed],
@@ -198,15 +177,17 @@ def _launches(
     sink: Array | None,
     sm_scale: float,
     length: Array | None,
+    extra_length: Array | None,
 ) -> Program:
     """The program of a choice: parameters, the kernel's launches, and the one that merges partial results.
 
     Args:
         batch: requests, queries of each, heads.
         lists: entries of a main list, and the rows that they may name.
-        length: the call's topk_length.
+        length, extra_length: lengths of the queries' lists.
     """
-    (b, s_q, h_q), queries = batch, batch[0] * batch[1]
+    b, s_q, h_q = batch
+    queries = b * s_q
     heads, splits, cluster = int(choice.heads), choice.splits, choice.cluster
     partials = splits // cluster
     merge = _Partials(queries, h_q, heads, splits, cluster)
@@ -221,13 +202,13 @@ def _launches(
         cluster_parts=merge.clusters, sink=pointer(sink), scale_log2=sm_scale * math.log2(math.e), s_q=s_q, h_q=h_q,
         num_queries=queries, num_splits=partials, flags=flags, order=0,
     )  # fmt: skip
-    call = Call(facts.gpu, facts.layout, h_q, queries, *lists, params)
+    call = Call(gpu, layout, h_q, queries, *lists, params)
     if choice.kernel == "bf16_grouped_sm90":
         assert choice.rest is not None
         return bf16_grouped_sm90.launches(
             call, int(choice.queries), choice.most_rows, choice.rest, length, choice.longest_first
         )
-    steps = list(_of_kernel(call, choice, heads, partials, facts.uneven))
+    steps = list(_of_kernel(call, choice, heads, partials, length is not None or extra_length is not None))
     return [*steps, combine.launch(call)] if partials > 1 else steps
 
 
