@@ -100,7 +100,7 @@ def launches(
         steps.append(Launch(group_lists_kernel(queries), (here, 1, 1), grouped))
         ctas = here if lengths is not None else least(here, sms)
         steps.append(Launch(kernel(call.layout), (ctas, 1, 1), grouped))
-    if 2 * call.layout.d_qk * call.num_slots > SORTED_CACHE_BYTES:
+    if call.topk > 0 and 2 * call.layout.d_qk * call.num_slots > SORTED_CACHE_BYTES:
         sort, params = sorted_by_place(call._replace(params=params))
         steps.append(sort)
     return [*steps, *_rest(call._replace(params=params), rest, ordered)]

@@ -16,7 +16,7 @@ from ...layouts import Layout
 from ..driver import MAX_CLUSTER, Gpu
 from ..paging import ceil_div
 from . import bf16_cluster_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, fp8_sm90, portable
-from .cost import few_heads_division, fp8_division, portable_splits
+from .cost import few_heads_candidates, fp8_candidates, portable_splits
 
 VARIABLE = "CUPY_MLA_KERNELS"
 asked_kernel = private.environment_reader(VARIABLE)
@@ -151,7 +151,7 @@ def _few_heads_splits(f: Facts, s: Sizes) -> Choice:
     heads = few_heads_sm90.block_heads(s.h_q)
     at_once = f.gpu.clusters_at_once(few_heads_sm90.cluster_kernel(heads))
     tiles = ceil_div(s.rows, few_heads_sm90.TILE_ROWS)
-    return Choice("few_heads_sm90", *few_heads_division(heads, s.h_q, s.queries, tiles, at_once, s.splits))
+    return Choice("few_heads_sm90", *few_heads_candidates(heads, s.h_q, tiles, at_once, s.splits).cheapest(s.queries))
 
 
 def _few_heads_wanted(f: Facts, s: Sizes) -> bool:
@@ -183,7 +183,7 @@ def _bf16_few_heads_wanted(f: Facts, s: Sizes) -> bool:
 def _fp8(f: Facts, s: Sizes) -> Choice:
     at_once = f.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
     tiles = ceil_div(s.rows, fp8_sm90.TILE_ROWS)
-    return Choice("fp8_sm90", *fp8_division(fp8_sm90.HEADS, s.h_q, s.queries, tiles, at_once, s.splits))
+    return Choice("fp8_sm90", *fp8_candidates(fp8_sm90.HEADS, s.h_q, tiles, at_once, s.splits).cheapest(s.queries))
 
 
 def _fp8_wanted_first(f: Facts, s: Sizes) -> bool:

@@ -7,13 +7,13 @@ up; the cheapest one is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ..driver import MAX_CLUSTER
+from ..paging import ceil_div
 
 
 class Division(NamedTuple):
@@ -35,15 +35,6 @@ class Division(NamedTuple):
         return self.splits // self.cluster
 
 
-class Times(NamedTuple):
-    """Microseconds of a kernel, in arrays: one entry a division."""
-
-    cta: np.ndarray  # of a CTA, a cluster's merge included
-    more_when_full: np.ndarray  # added in proportion as CTAs fill the GPU
-    combine: np.ndarray  # of combine.cu's launch
-    combine_per_partial: np.ndarray  # of it, for each thousand partial results of a head
-
-
 # Fitted to 2048 rows, batch 1 to 64. By the heads of a CTA: a CTA besides its rows (Q, first rows, results) and what is
 # added as CTAs fill the GPU; a pair of tiles; a cluster's merge, likewise; combine.cu, and 1000 partial results in it.
 FP8_CTA, FP8_PAIR = {32: (4.0, 6.0), 64: (7.0, 0.0)}, {32: 3.0, 64: 4.1}
@@ -58,85 +49,84 @@ FEW_COMBINE, FEW_PARTIAL = 4.2, 1.0
 FEW_CONSUMERS = {8: 3, 16: 3, 32: 2}  # warpgroups that multiply
 
 
-class Divisions(NamedTuple):
-    """Many divisions, as arrays."""
+class Candidates:
+    """Every division of calls that differ in nothing but the number of queries, and how long each takes.
 
-    heads: np.ndarray
-    splits: np.ndarray
-    cluster: np.ndarray
+    Args:
+        divisions: the candidates.
+        h_q: heads of the call.
+        at_once: clusters of 1, 2, ... MAX_CLUSTER CTAs that the GPU runs at a time.
+        cta: microseconds of a CTA, a cluster's merge included, of each division.
+        more_when_full: what is added in proportion as CTAs fill the GPU.
+        combine, per_partial: of combine.cu's launch, and of it for each thousand partial results of a head.
+    """
+
+    def __init__(
+        self,
+        divisions: list[Division],
+        h_q: int,
+        at_once: tuple[int, ...],
+        cta: list[float],
+        more_when_full: list[float],
+        combine: float,
+        per_partial: list[float],
+    ) -> None:
+        self._divisions = divisions
+        self._cta, self._more = np.array(cta), np.array(more_when_full)
+        partials = np.array([d.partials for d in divisions])
+        self._clusters = np.array([ceil_div(h_q, d.heads) for d in divisions]) * partials  # of a query
+        self._at_once = np.array([at_once[d.cluster - 1] for d in divisions])
+        self._share = self._clusters * np.array([d.cluster for d in divisions]) / at_once[0]  # of the GPU, of a query
+        self._combine = np.where(partials > 1, combine, 0.0)
+        self._per_query = np.where(partials > 1, np.array(per_partial) * h_q * partials / 1000, 0.0)
+
+    def cheapest(self, queries: int) -> Division:
+        """The division that takes the least time for so many queries."""
+        waves = (queries * self._clusters + (self._at_once - 1)) // self._at_once
+        time = (self._cta + self._more * np.minimum(1.0, queries * self._share)) * waves
+        return self._divisions[int(np.argmin(time + self._combine + queries * self._per_query))]
 
 
-@lru_cache(maxsize=256)
-def divisions(heads: tuple[int, ...], most: int, splits: int | None) -> Divisions:
+def divisions(heads: tuple[int, ...], most: int, splits: int | None) -> list[Division]:
     """Every division with 1 to `most` splits, or with `splits`."""
-    rows = []
+    found = []
     for n in heads:
         for s in range(1, most + 1) if splits is None else (splits,):
             cluster = max(c for c in range(1, MAX_CLUSTER + 1) if s % c == 0)
-            rows += [(n, s, 1), (n, s, cluster)] if cluster > 1 else [(n, s, 1)]
-    return Divisions(*np.array(rows, np.int64).T)
-
-
-def _of(table: dict[int, float], heads: np.ndarray) -> np.ndarray:
-    return np.array([table[n] for n in heads.tolist()])
+            found += [Division(n, s, 1), Division(n, s, cluster)] if cluster > 1 else [Division(n, s, 1)]
+    return found
 
 
 @lru_cache(maxsize=1024)
-def fp8_times(heads: tuple[int, ...], most: int, splits: int | None, tiles: int) -> Times:
-    """Of `fp8_sm90`, for queries of so many tiles."""
-    d = divisions(heads, most, splits)
-    merges = d.cluster > 1
-    pairs = -(-(-(-tiles // d.splits)) // 2)
-    alone, more = (_of({n: v[i] for n, v in FP8_CTA.items()}, d.heads) for i in (0, 1))
-    merge, merge_more = (_of({n: v[i] for n, v in FP8_MERGE.items()}, d.heads) * merges for i in (0, 1))
-    cta = alone + _of(FP8_PAIR, d.heads) * pairs + merge
-    return Times(cta, more + merge_more, np.full(cta.shape, FP8_COMBINE), _of(FP8_PARTIAL, d.heads))
+def fp8_candidates(
+    heads: tuple[int, ...], h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None
+) -> Candidates:
+    """Divisions for `fp8_sm90`, for queries of so many tiles; `splits` None: to be chosen."""
+    found = divisions(heads, max(1, min(tiles, at_once[0])), splits)
+
+    def cta(d: Division) -> float:
+        pairs = ceil_div(ceil_div(tiles, d.splits), 2)
+        return FP8_CTA[d.heads][0] + FP8_PAIR[d.heads] * pairs + (FP8_MERGE[d.heads][0] if d.cluster > 1 else 0.0)
+
+    more = [FP8_CTA[d.heads][1] + (FP8_MERGE[d.heads][1] if d.cluster > 1 else 0.0) for d in found]
+    per_partial = [FP8_PARTIAL[d.heads] for d in found]
+    return Candidates(found, h_q, at_once, list(map(cta, found)), more, FP8_COMBINE, per_partial)
 
 
 @lru_cache(maxsize=1024)
-def few_heads_times(heads: tuple[int, ...], most: int, splits: int | None, tiles: int) -> Times:
-    """Of `few_heads_sm90`, for queries of so many tiles."""
-    d = divisions(heads, most, splits)
-    each = -(-tiles // d.splits)
-    rounds = -(-each // _of(FEW_CONSUMERS, d.heads))
-    cta = FEW_CTA + FEW_TILE * each + FEW_ROUND * rounds + _of(FEW_MERGE, d.heads) * (d.cluster > 1)
-    same = np.ones(cta.shape)
-    return Times(cta, FEW_FULL * same, FEW_COMBINE * same, FEW_PARTIAL * same)
+def few_heads_candidates(
+    heads: int, h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None
+) -> Candidates:
+    """Divisions for `few_heads_sm90`, for queries of so many tiles; `splits` None: to be chosen."""
+    found = divisions((heads,), max(1, min(tiles, at_once[0])), splits)
 
+    def cta(d: Division) -> float:
+        each = ceil_div(tiles, d.splits)
+        merge = FEW_MERGE[heads] if d.cluster > 1 else 0.0
+        return FEW_CTA + FEW_TILE * each + FEW_ROUND * ceil_div(each, FEW_CONSUMERS[heads]) + merge
 
-def cheapest(times: Times, d: Divisions, h_q: int, queries: int, at_once: Sequence[int]) -> Division:
-    """The division with the least time.
-
-    Args:
-        h_q: heads of the call.
-        queries: query tokens of the call.
-        at_once: clusters of 1, 2, ... MAX_CLUSTER CTAs that the GPU runs at a time.
-    """
-    partials = d.splits // d.cluster
-    clusters = queries * -(-h_q // d.heads) * partials
-    waves = -(-clusters // np.asarray(at_once)[d.cluster - 1])
-    full = np.minimum(1.0, clusters * d.cluster / at_once[0])
-    time = (times.cta + times.more_when_full * full) * waves
-    time += (times.combine + times.combine_per_partial * (queries * h_q * partials / 1000)) * (partials > 1)
-    best = int(np.argmin(time))
-    return Division(int(d.heads[best]), int(d.splits[best]), int(d.cluster[best]))
-
-
-def fp8_division(
-    heads: tuple[int, ...], h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], splits: int | None
-) -> Division:
-    """The cheapest division for `fp8_sm90`; `splits` None: to be chosen."""
-    most = max(1, min(tiles, at_once[0]))
-    return cheapest(fp8_times(heads, most, splits, tiles), divisions(heads, most, splits), h_q, queries, at_once)
-
-
-def few_heads_division(
-    heads: int, h_q: int, queries: int, tiles: int, at_once: tuple[int, ...], splits: int | None
-) -> Division:
-    """The cheapest division for `few_heads_sm90`; `splits` None: to be chosen."""
-    most = max(1, min(tiles, at_once[0]))
-    times = few_heads_times((heads,), most, splits, tiles)
-    return cheapest(times, divisions((heads,), most, splits), h_q, queries, at_once)
+    more, per_partial = [FEW_FULL] * len(found), [FEW_PARTIAL] * len(found)
+    return Candidates(found, h_q, at_once, list(map(cta, found)), more, FEW_COMBINE, per_partial)
 
 
 # In steps of the portable kernel's main loop (about 4 us on an H200): what a CTA costs besides its steps (Q, first rows,
