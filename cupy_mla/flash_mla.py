@@ -140,7 +140,7 @@ def _shapes(q: Any, k_cache: Any, indices: Any, extra_k_cache: Any, extra_indice
     try:
         extra_block = None if extra_k_cache is None else extra_k_cache.shape[1]
         extra_topk = None if extra_indices is None else extra_indices.shape[-1]
-        return tuple(q.shape), k_cache.shape[1], is_fp8, indices.shape[-1], extra_block, extra_topk
+        return q.shape, k_cache.shape[1], is_fp8, indices.shape[-1], extra_block, extra_topk
     except (AttributeError, IndexError):
         return None
 

@@ -42,6 +42,8 @@ class Trace:
 
     def guard(self, condition: Node, holds: bool) -> None:
         """Note a condition that this call meets, or does not."""
+        if holds and _is_multiple(condition) and any(_implies(known, condition) for known in self.guards):
+            return
         self.guards[condition if holds else ("not", condition)] = None
 
 
@@ -130,6 +132,8 @@ class Size:
         return _computed("//", operator.floordiv, other, self)
 
     def __mod__(self, other: Any) -> Any:
+        if type(other) is int and factor(self.node) % other == 0:
+            return 0
         return _computed("%", operator.mod, self, other)
 
     def __neg__(self) -> Any:
@@ -141,6 +145,26 @@ class Size:
     def bit_length(self) -> Any:
         """As `int.bit_length`."""
         return _computed("bits", int.bit_length, self)
+
+
+def factor(of: Term) -> int:
+    """A number that a term is a multiple of in every call."""
+    if type(of) is int:
+        return of
+    return factor(of[1]) * factor(of[2]) if of[0] == "*" else 1
+
+
+def _is_multiple(condition: Node) -> bool:
+    """Whether a condition is that a term is a multiple of a number."""
+    sign, left, right = condition
+    return sign == "==" and right == 0 and type(left) is tuple and left[0] == "%" and type(left[2]) is int
+
+
+def _implies(known: Node, condition: Node) -> bool:
+    """Whether a condition like `known`, that a term is a multiple of a number, holds only where `condition` does."""
+    if len(known) != 3 or not _is_multiple(known):
+        return False
+    return known[1][1] == condition[1][1] and known[1][2] % condition[1][2] == 0
 
 
 def number(value: Any) -> Any:

@@ -57,4 +57,17 @@ class Code:
         return TEXT[of[0]].format(*map(self._operand, of[1:]))
 
     def _operand(self, of: Term) -> str:
-        return str(of) if type(of) is int and of >= 0 else self.variable(of)
+        if type(of) is int and of >= 0:
+            return str(of)
+        if is_node(of) and of not in self._variables and _is_short(of):
+            return self._expression(of) if of[0] == "get" else f"({self._expression(of)})"  # cheaper than a variable
+        return self.variable(of)
+
+
+def _is_short(of: Node, depth: int = 2) -> bool:
+    """Whether a term is little arithmetic with numbers that are read."""
+    if of[0] == "get":
+        return True
+    return depth > 0 and of[0] in ("+", "-", "*", "%") and all(
+        not is_node(o) or o[0] == "read" or _is_short(o, depth - 1) for o in of[1:]
+    )

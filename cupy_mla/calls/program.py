@@ -168,7 +168,8 @@ def run(call: TracedCall) -> Any:
     device = place.device
     with library.to_device(device):
         driver.current_device()
-        made = {id(slot): Place.new(place, slot.name, _numbers(slot.shape), slot.dtype) for slot in place.results}
+        here = Place(*place)
+        made = {id(slot): here.new(slot.name, _numbers(slot.shape), slot.dtype) for slot in place.results}
         starts = {key: array.ptr for key, array in made.items()}
         if call.scratch:
             memory = [library.empty(device, (number(slot.nbytes),), np.dtype(np.uint8)) for slot in call.scratch]
@@ -296,14 +297,16 @@ def _write_memory(code: Code, call: TracedCall) -> dict[int, str]:
 
     def write_shared(slots: Sequence[Slot], name: str) -> list[str]:
         """One piece of memory for several slots; returns the offsets as text."""
-        offsets, size = [], 0
+        offsets: list[str] = []
+        start, end = 0, 0
         for slot in slots:
-            offsets.append(code.variable(term(size)))
-            size = size + aligned_up(slot.nbytes)
-        code.line(f"{name} = {code.name(allocate)}({code.variable(term(size))})")
+            start = aligned_up(end) if offsets else 0
+            offsets.append(f" + {code.variable(term(start))}" if offsets else "")
+            end = start + slot.nbytes
+        code.line(f"{name} = {code.name(allocate)}({code.variable(term(end))})")
         code.line(f"start_{name} = {address.format(a=name)}")
         for slot, offset in zip(slots, offsets, strict=True):
-            starts[id(slot)] = f"start_{name} + {offset}"
+            starts[id(slot)] = f"start_{name}{offset}"
         return offsets
 
     def shape_of(lengths: Sequence[Any]) -> str:
@@ -312,7 +315,7 @@ def _write_memory(code: Code, call: TracedCall) -> dict[int, str]:
     if results and library.results_share_memory:
         for k, (slot, offset) in enumerate(zip(results, write_shared(results, "memory"), strict=True)):
             dtype = code.name(library.native_dtype(slot.dtype))
-            code.line(f"r{k} = {make}({shape_of(slot.shape)}, {dtype}, memory + {offset})")
+            code.line(f"r{k} = {make}({shape_of(slot.shape)}, {dtype}, memory{offset})")
     else:
         for k, slot in enumerate(results):
             dtype = code.name(library.native_dtype(slot.dtype))
@@ -377,9 +380,16 @@ def _write_result(code: Code, call: TracedCall, starts: dict[int, str]) -> None:
 
 def in_graphs(program: Program, device: int) -> Iterator[Step | list[Launch]]:
     """A program's steps; neighbouring launches that one CUDA graph can make come as a list."""
-    for joins, steps in groupby(program, lambda s: isinstance(s, Launch) and s.kernel.joins_graphs(device)):
+    for joins, steps in groupby(program, lambda step: isinstance(step, Launch) and joins_graphs(step, device)):
         neighbours: list[Any] = list(steps)
         if joins and len(neighbours) > 1:
             yield neighbours
         else:
             yield from neighbours
+
+
+def joins_graphs(launch: Launch, device: int) -> bool:
+    """Whether a launch may stand in a CUDA graph of ours: it has no attributes in any call."""
+    kernel, cluster = launch.kernel, launch.cluster
+    alone = type(cluster) is int and cluster == 1
+    return alone and not kernel.cooperative and not driver.overlaps(kernel, device)

@@ -82,7 +82,7 @@ def operation(function: Operation) -> Operation:
             return in_graph(function.__name__)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         written = (len(args), *kwargs)
-        forms = recent.get(written, ())
+        forms = () if arrays.CHECK_VALUES else recent.get(written, ())
         for place, form in enumerate(forms):
             result = form(*values)
             if result is not NotImplemented:
@@ -105,7 +105,9 @@ class Signatures:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._names = list(signature(function).parameters)
+        parameters = signature(function).parameters.values()
+        self._names = [p.name for p in parameters]
+        self._positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         self.forms: dict[Any, list[Compiled]] = {}
         self.recent: dict[tuple[Any, ...], list[Compiled]] = {}
 
@@ -115,10 +117,10 @@ class Signatures:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: tuple[Any, ...]) -> Any:
         """Make a call that none of the recent forms holds for."""
-        if len(args) > len(self._names) or not any(map(_on_gpu, values)):
+        if not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
         names = [*self._names[: len(args)], *kwargs]
-        if not kwargs.keys() <= set(self._names[len(args) :]):
+        if len(args) > self._positional or not kwargs.keys() <= set(self._names[len(args) :]):
             return self._function(*args, **kwargs)  # Python says what is wrong
         if arrays.CHECK_VALUES:
             return run(TracedCall(self._function, names, values))

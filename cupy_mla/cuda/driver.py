@@ -166,23 +166,37 @@ def plain_submitter(handle: int, threads: int, shared_bytes: int, cooperative: b
 def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlapping: bool) -> Submit:
     """Launches with attributes: clusters, and overlap with the launch before."""
     launch, as_pointer, address = api().cuLaunchKernelEx, ctypes.c_char_p, ctypes.addressof
-
-    @lru_cache(maxsize=512)  # a thread does not write what another one is launching with
-    def config_of(stream: int, x: int, y: int, z: int, cluster: int) -> Any:
-        attributes = [cluster_attribute(cluster)] if cluster > 1 else []
-        if overlapping:
-            attributes.append(overlap_attribute())
-        config = launch_config(threads, shared_bytes, attributes)
-        config.gridDimX, config.gridDimY, config.gridDimZ, config.hStream = x, y, z, stream
-        return config
+    configs = _Configs(threads, shared_bytes, overlapping)
 
     def submit(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
         pointer = as_pointer(params)
-        (status,) = launch(config_of(stream, x, y, z, cluster), handle, address(pointer), 0)
+        (status,) = launch(configs.of(stream, x, y, z, cluster), handle, address(pointer), 0)
         if status:
             raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {int(status)} (grid {(x, y, z)})")
 
     return submit
+
+
+class _Configs(threading.local):
+    """A thread's CUlaunchConfig of a kernel for each cluster size: its grid and stream change from launch to launch."""
+
+    def __init__(self, threads: int, shared_bytes: int, overlapping: bool) -> None:
+        self._make = lambda attributes: launch_config(threads, shared_bytes, attributes)
+        self._overlapping = overlapping
+        self._configs: dict[int, Any] = {}
+        self._given: dict[int, tuple[int, int, int, int]] = {}
+
+    def of(self, stream: int, x: int, y: int, z: int, cluster: int) -> Any:
+        """The configuration of one launch."""
+        config = self._configs.get(cluster)
+        if config is None:
+            attributes = [cluster_attribute(cluster)] if cluster > 1 else []
+            config = self._configs[cluster] = self._make(attributes + [overlap_attribute()] * self._overlapping)
+        given = (stream, x, y, z)
+        if self._given.get(cluster) != given:
+            config.hStream, config.gridDimX, config.gridDimY, config.gridDimZ = given
+            self._given[cluster] = given
+        return config
 
 
 def launch_config(threads: int, shared_bytes: int, attributes: list[Any]) -> Any:

@@ -191,10 +191,6 @@ class Kernel:
         loaded = self._loaded.get(device)
         return (loaded or self.load(device)).submit
 
-    def joins_graphs(self, device: int) -> bool:
-        """Whether its launches may stand in a CUDA graph of ours: they have no attributes."""
-        return not self.cooperative and self.max_cluster == 1 and not driver.overlaps(self, device)
-
     def loaded(self, device: int) -> bool:
         """Whether it is ready to be launched on a device."""
         return device in self._loaded

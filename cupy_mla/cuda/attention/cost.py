@@ -16,6 +16,9 @@ from ..driver import MAX_CLUSTER
 from ..paging import ceil_div
 
 
+KNOWN_QUERIES = 512  # up to which all batches are decided at once: a server meets another one at every step
+
+
 class Division(NamedTuple):
     """How a launch is cut up.
 
@@ -79,12 +82,20 @@ class Candidates:
         self._share = self._clusters * np.array([d.cluster for d in divisions]) / at_once[0]  # of the GPU, of a query
         self._combine = np.where(partials > 1, combine, 0.0)
         self._per_query = np.where(partials > 1, np.array(per_partial) * h_q * partials / 1000, 0.0)
+        self._known = self._best(np.arange(1, KNOWN_QUERIES + 1)).tolist()
 
     def cheapest(self, queries: int) -> Division:
         """The division that takes the least time for so many queries."""
+        if queries <= KNOWN_QUERIES:
+            return self._divisions[self._known[queries - 1]]
+        return self._divisions[int(self._best(np.array([queries]))[0])]
+
+    def _best(self, queries: np.ndarray) -> np.ndarray:
+        """The cheapest divisions' numbers."""
+        queries = queries[:, None]
         waves = (queries * self._clusters + (self._at_once - 1)) // self._at_once
         time = (self._cta + self._more * np.minimum(1.0, queries * self._share)) * waves
-        return self._divisions[int(np.argmin(time + self._combine + queries * self._per_query))]
+        return np.argmin(time + self._combine + queries * self._per_query, axis=1)
 
 
 def divisions(heads: tuple[int, ...], most: int, splits: int | None) -> list[Division]:

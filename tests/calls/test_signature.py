@@ -1,0 +1,575 @@
+"""Compiled calls: a call of a signature that was seen before does what it would do by itself, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla import layouts
+from cupy_mla.arrays import aligned_up
+from cupy_mla.bridges import describe
+from cupy_mla.calls import signature
+from cupy_mla.calls.program import Compiled, TracedCall, run
+from cupy_mla.calls.signature import Signatures, forget_calls
+from cupy_mla.cuda.structs import ATTENTION, PACK
+from cupy_mla.layouts import BFLOAT16
+from tests.fake_gpu import FakeGPU, HostCuPy, Submitted
+from tests.kinds import NumPy, Torch
+from tests.operations import OPERATIONS, Call
+
+torch = pytest.importorskip("torch")
+
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[FakeGPU]:
+    forget_calls()
+    yield FakeGPU(monkeypatch)
+    forget_calls()
+    gc.collect()  # graphs are destroyed by the stand-in's driver
+
+
+@pytest.fixture
+def repeats(monkeypatch) -> list[Compiled]:
+    """The compiled forms that calls ran, those that were compiled for them included."""
+    seen: list[Compiled] = []
+    make = signature.compiled
+
+    def noted(call: TracedCall) -> Compiled:
+        form = make(call)
+
+        def run(*arguments: Any) -> Any:
+            result = form(*arguments)
+            if result is not NotImplemented:
+                seen.append(form)
+            return result
+
+        return run
+
+    monkeypatch.setattr(signature, "compiled", noted)
+    return seen
+
+
+@pytest.fixture
+def traces(monkeypatch) -> list[TracedCall]:
+    """The calls that were traced."""
+    seen: list[TracedCall] = []
+    trace = TracedCall.__init__
+
+    def noted(call: TracedCall, *arguments: Any) -> None:
+        trace(call, *arguments)
+        seen.append(call)
+
+    monkeypatch.setattr(TracedCall, "__init__", noted)
+    return seen
+
+
+@pytest.fixture(params=["torch", "cupy"])
+def kind(request, gpu) -> Iterator[NumPy]:
+    """Arrays that pass for some on a GPU."""
+    if request.param == "torch":
+        yield Torch()
+        return
+    cupy = pytest.importorskip("cupy")
+    with cupy.cuda.using_allocator(gpu.malloc):
+        yield HostCuPy()
+
+
+def put(kind: NumPy, call: Call) -> dict[str, Any]:
+    return {name: kind.put(a) for name, a in call.arrays.items()}
+
+
+def submit(gpu: FakeGPU, call: Call, arrays: dict[str, Any]) -> tuple[list[Submitted], list[Any]]:
+    """What one call hands to the driver, and where what it returns lies."""
+    gpu.log.clear()
+    gpu.used = 0
+    result = call.operation(**arrays, **call.settings)
+    leaves = [describe("leaf", a) for a in (result if isinstance(result, tuple) else (result,)) if a is not None]
+    return list(gpu.log), [(a.kind, a.ptr, a.shape, a.strides, a.dtype) for a in leaves]
+
+
+@every_operation
+@pytest.mark.parametrize("given", [False, True], ids=["allocates", "writes"])
+def test_a_call_seen_before_does_the_same(gpu, repeats, traces, rng, kind, name, given):
+    """What a compiled form hands to the driver is what the interpreter of a fresh trace does."""
+    first, second = (OPERATIONS[name](rng) for _ in range(2))
+    first, second = (call.with_outputs() if given else call for call in (first, second))
+    second.settings = first.settings  # one schedule
+    for _ in range(3):  # flash_mla makes its schedule at the first
+        submit(gpu, first, put(kind, first))
+    arrays = put(kind, second)
+    del repeats[:], traces[:]
+    got = submit(gpu, second, arrays)
+    assert len(repeats) == 1
+    assert not traces
+    forget_calls()
+    fresh = submit(gpu, second, arrays)
+    gpu.log.clear()
+    gpu.used = 0
+    run(traces[0])
+    assert got == fresh
+    assert [launch for launch in gpu.log if launch.kernel] == [launch for launch in got[0] if launch.kernel]
+    assert got[0]
+
+
+@every_operation
+def test_the_interpreter_returns_what_the_compiled_form_does(gpu, rng, kind, name, monkeypatch):
+    """Under CUPY_MLA_CHECK every call is traced and interpreted."""
+    call = OPERATIONS[name](rng)
+    arrays = put(kind, call)
+    submit(gpu, call, arrays)
+    _, compiled = submit(gpu, call, arrays)
+    monkeypatch.setattr("cupy_mla.arrays.CHECK_VALUES", True)
+    monkeypatch.setattr("cupy_mla.ops.cache._check_slots", lambda *checked: None)
+    for module in ("gather._check_rows", "gather._check_tail", "indexer._check_slots", "indexer._check_starts",
+                   "indices._check_requests"):  # fmt: skip
+        monkeypatch.setattr(f"cupy_mla.ops.{module}", lambda *checked: None)
+    _, interpreted = submit(gpu, call, arrays)
+    assert [(kind, shape, strides, dtype) for kind, _, shape, strides, dtype in interpreted] == [
+        (kind, shape, strides, dtype) for kind, _, shape, strides, dtype in compiled
+    ]
+
+
+def sizes_of_a_decode(b: int, s_q: int, topk: int, blocks: int) -> dict[str, Any]:
+    return tensors(
+        q=((b, s_q, 128, 576), torch.bfloat16), k_cache=((blocks, 64, 656), torch.uint8),
+        indices=((b, s_q, topk), torch.int32),
+    )  # fmt: skip
+
+
+def test_a_compiled_form_serves_every_size(gpu, traces):
+    """Batches, lists and caches of a hundred sizes are traced a few times, and each call gets its own parameters."""
+    sizes = np.random.default_rng(0)
+    for _ in range(100):
+        b, topk, blocks = (int(n) for n in sizes.integers(2, 200, 3))
+        gpu.used = 0
+        gpu.log.clear()
+        arrays = sizes_of_a_decode(b, 1, topk, blocks)
+        out, lse = cupy_mla.sparse_decode(**arrays)
+        assert (tuple(out.shape), tuple(lse.shape)) == ((b, 1, 128, 512), (b, 128, 1))
+        params = struct.unpack_from(AS_ATTENTION, gpu.log[0].params)
+        number = ATTENTION.index
+        assert params[number["num_queries"]] == b
+        assert params[number["main.topk"]] == topk
+        assert params[number["main.num_slots"]] == 64 * blocks
+        assert params[number["q"]] == arrays["q"].data_ptr()
+    assert len(traces) <= 6
+
+
+AS_ATTENTION = "=" + "".join(ATTENTION.codes)
+
+
+def test_sizes_leave_no_forms_behind(gpu, traces):
+    """However much traffic: a signature keeps as many forms as there are ways to serve it."""
+    kvc, kpe = torch.zeros(3000, 512, dtype=torch.bfloat16), torch.zeros(3000, 64, dtype=torch.bfloat16)
+    cache, slots = torch.zeros(64, 64, 656, dtype=torch.uint8), torch.zeros(3000, dtype=torch.int64)
+    for n in range(1, 3000, 7):
+        cupy_mla.concat_and_cache_mla(kvc[:n], kpe[:n], cache, slots[:n])
+    assert len(traces) <= 2
+    assert sum(map(len, kept_by(cupy_mla.concat_and_cache_mla).forms.values())) <= 2
+
+
+def test_results_of_cupy_share_memory_and_nothing_else_does(gpu, rng):
+    """Partial results are let go with the call, results as the caller likes."""
+    cupy = pytest.importorskip("cupy")
+    asked = []
+
+    def malloc(nbytes: int) -> Any:
+        asked.append(nbytes)
+        return gpu.malloc(nbytes)
+
+    arrays = put(HostCuPy(), OPERATIONS["sparse_prefill"](rng)) | {"sm_scale": 0.1}
+    with cupy.cuda.using_allocator(malloc):
+        for _ in range(2):
+            del asked[:]
+            results = cupy_mla.sparse_prefill(**arrays)
+    assert asked[0] == sum(aligned_up(a.nbytes) for a in results[:-1]) + results[-1].nbytes
+    assert len({id(a.data.mem) for a in results}) == 1
+
+
+# --- graphs of launches -----------------------------------------------------------------------------------------
+
+
+def grouped() -> dict[str, Any]:
+    """Prefill in query groups, which are three launches."""
+    return tensors(
+        q=((512, 16, 576), torch.bfloat16), kv=((999, 1, 576), torch.bfloat16), indices=((512, 1, 700), torch.int32)
+    ) | {"sm_scale": 0.1}
+
+
+def prefill_in_groups(gpu: FakeGPU, arrays: dict[str, Any]) -> list[Submitted]:
+    gpu.log.clear()
+    gpu.used = 0
+    cupy_mla.sparse_prefill(**arrays)
+    return list(gpu.log)
+
+
+def test_launches_in_a_row_are_one_graph(gpu, traces):
+    first, second = grouped(), grouped()
+    launched = prefill_in_groups(gpu, first)
+    assert len(launched) == 3
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (1, 0)
+    assert prefill_in_groups(gpu, first) == launched
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (2, 0)
+    changed = prefill_in_groups(gpu, second)
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (3, 3)
+    assert prefill_in_groups(gpu, second) == changed != launched
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (4, 3)
+    gpu.stream = 7
+    assert prefill_in_groups(gpu, first) == [launch._replace(stream=7) for launch in launched]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (5, 6)
+    gpu.capturing = True
+    assert prefill_in_groups(gpu, second) == [launch._replace(stream=7) for launch in changed]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (5, 6)
+    assert len(traces) == 1
+
+
+def test_a_graph_serves_every_size(gpu, traces):
+    """Other sizes change the grids of its launches."""
+    whole = grouped()
+    prefill_in_groups(gpu, whole)
+    smaller = {name: a[:500] if name in ("q", "indices") else a for name, a in whole.items()}
+    with_graph = prefill_in_groups(gpu, smaller)
+    assert gpu.graphs.changes == 3
+    assert len(traces) == 1
+    forget_calls()
+    assert prefill_in_groups(gpu, smaller) == with_graph
+
+
+def test_graphs_are_let_go_with_their_calls(gpu):
+    for _ in range(2):
+        cupy_mla.sparse_prefill(**grouped())
+    assert len(gpu.graphs.made) == 2  # one and its executable
+    forget_calls()
+    gc.collect()
+    assert not gpu.graphs.made
+
+
+def test_threads_share_a_graph(gpu):
+    """Each finds its own parameters in what it launched."""
+    calls = [grouped() for _ in range(4)]
+    cupy_mla.sparse_prefill(**calls[0])
+    gpu.log.clear()
+
+    def run(arrays: dict[str, Any]) -> None:
+        for _ in range(50):
+            gpu.used = 0
+            cupy_mla.sparse_prefill(**arrays)
+
+    threads = [threading.Thread(target=run, args=(arrays,)) for arrays in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(gpu.log) == 3 * 50 * len(calls)
+    owners = [
+        [i for i, arrays in enumerate(calls) if struct.pack("Q", arrays["q"].data_ptr()) in launch.params]
+        for launch in gpu.log
+    ]
+    assert all(len(owner) == 1 for owner in owners)
+    assert all(owners[i] == owners[i + 1] == owners[i + 2] for i in range(0, len(owners), 3)), "two calls in one graph"
+    assert [owners.count([i]) for i in range(len(calls))] == [150] * len(calls)
+
+
+def test_the_driver_refuses_a_graph(gpu, monkeypatch):
+    monkeypatch.setattr(gpu.graphs, "cuGraphInstantiate", lambda *arguments: (2, None))
+    with pytest.raises(RuntimeError, match=r"^cuGraphInstantiate failed: CUDA driver error 2$"):
+        cupy_mla.sparse_prefill(**grouped())
+
+
+# --- what no compiled form of another call may serve ------------------------------------------------------------
+
+
+def tensors(**shapes: tuple[Any, ...]) -> dict[str, Any]:
+    """Tensors by name, each of a shape and a dtype."""
+    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def prefill(s_q: int = 3, **change: Any) -> dict[str, Any]:
+    arrays = tensors(
+        q=((s_q, 4, 576), torch.bfloat16), kv=((9, 1, 576), torch.bfloat16), indices=((s_q, 1, 7), torch.int32)
+    )
+    return {**arrays, "sm_scale": 0.1, **change}
+
+
+@pytest.fixture
+def seen(gpu, repeats, traces) -> list[Compiled]:
+    """The compiled forms that calls ran, once a call has been seen."""
+    cupy_mla.sparse_prefill(**prefill())
+    cupy_mla.sparse_prefill(**prefill())
+    assert (len(repeats), len(traces)) == (2, 1)
+    del repeats[:], traces[:]
+    return repeats
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: {"sm_scale": 0.2},
+        lambda: {"sm_scale": np.float64(0.1)},
+        lambda: {"q": torch.zeros(3 * 4 * 576 + 1, dtype=torch.bfloat16)[1:].view(3, 4, 576)},
+        lambda: {"attn_sink": torch.zeros(4)},
+        lambda: {"topk_length": torch.zeros(3, dtype=torch.int32)},
+        lambda: {"out": torch.zeros(3, 4, 512, dtype=torch.bfloat16)},
+    ],
+    ids=["setting", "type of a setting", "alignment", "sink", "length", "out"],
+)
+def test_another_signature_is_another_form(seen, traces, change):
+    for _ in range(3):
+        cupy_mla.sparse_prefill(**prefill(**change()))
+    assert len(traces) == 1
+    cupy_mla.sparse_prefill(**prefill())
+    assert seen[0] is seen[1] is seen[2] is not seen[3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: {"s_q": 4},
+        lambda: {"q": torch.zeros(3, 8, 576, dtype=torch.bfloat16)[:, ::2]},
+        lambda: {"kv": torch.zeros(8, 1, 576, dtype=torch.bfloat16)},
+        lambda: {"indices": torch.zeros(3, 1, 70, dtype=torch.int32)[..., :9]},
+    ],
+    ids=["queries", "strides", "rows", "topk"],
+)
+def test_sizes_and_strides_are_no_part_of_a_signature(gpu, seen, traces, change):
+    arrays = prefill(**change())
+    gpu.used = 0
+    gpu.log.clear()
+    cupy_mla.sparse_prefill(**arrays)
+    assert not traces
+    (by_form,) = gpu.log
+    forget_calls()
+    gpu.used = 0
+    cupy_mla.sparse_prefill(**arrays)
+    assert gpu.log[1] == by_form
+
+
+def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
+    gpu.log.clear()
+    names = ("bf16_sm90", "portable", "bf16_sm90", "portable")
+    for name in names:
+        monkeypatch.setenv("CUPY_MLA_KERNELS", name)
+        cupy_mla.sparse_prefill(**prefill())
+    assert tuple(launch.kernel.name for launch in gpu.log) == names
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "bf16_sm9")
+    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS must be one of .*portable, got 'bf16_sm9'$"):
+        cupy_mla.sparse_prefill(**prefill())
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "fp8_sm90")
+    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is fp8_sm90, which cannot serve this call: prefill of 4"):
+        cupy_mla.sparse_prefill(**prefill())
+
+
+def test_checks_stay_on(seen):
+    for wrong, error in (
+        ({"indices": torch.zeros(3, 1, 7)}, TypeError),
+        ({"indices": torch.zeros(4, 1, 7, dtype=torch.int32)}, ValueError),
+        ({"kv": torch.zeros(9, 1, 512, dtype=torch.bfloat16)}, ValueError),
+        ({"q": torch.zeros(3, 4, 576, dtype=torch.bfloat16).to_sparse()}, TypeError),
+        ({"q": np.zeros((3, 4, 576))}, TypeError),
+        ({"q": torch.zeros(3, 4, 1152, dtype=torch.bfloat16)[..., ::2]}, ValueError),
+        ({"out": torch.zeros(1, 1, 1, dtype=torch.bfloat16).expand(3, 4, 512)}, ValueError),
+        ({"d_v": [512]}, ValueError),
+        ({"d_v": 511}, ValueError),
+    ):
+        for _ in range(2):
+            with pytest.raises(error):
+                cupy_mla.sparse_prefill(**prefill(**wrong))
+    assert not seen
+
+
+def test_too_many_arguments_are_said_by_python(seen):
+    arrays = prefill()
+    with pytest.raises(TypeError, match="positional"):
+        cupy_mla.sparse_prefill(*arrays.values(), 512, arrays["q"], arrays["q"])
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        cupy_mla.sparse_prefill(**arrays, scale=1.0)
+
+
+def test_values_are_checked_when_asked(seen, traces, monkeypatch):
+    monkeypatch.setattr("cupy_mla.arrays.CHECK_VALUES", True)
+    cupy_mla.sparse_prefill(**prefill())
+    assert not seen
+    assert len(traces) == 1
+
+
+def test_the_value_of_a_tensor_is_no_setting(gpu, seen):
+    """A scale that is a tensor is read at every call."""
+    for value in (0.5, 0.25):
+        gpu.log.clear()
+        gpu.used = 0
+        arguments = prefill()
+        cupy_mla.sparse_prefill(**{**arguments, "sm_scale": torch.tensor(value)})
+        as_tensor = gpu.log.pop()
+        del seen[:]
+        gpu.used = 0
+        cupy_mla.sparse_prefill(**{**arguments, "sm_scale": value})
+        assert as_tensor == gpu.log[-1]
+        assert len(seen) == 1
+
+
+def test_one_array_under_two_names(gpu):
+    """In place once, not in place the next time: both write where they are told."""
+    arrays = tensors(req_id=((4,), torch.int32), block_table=((2, 3), torch.int32), token_indices=((4, 8), torch.int32))
+    other = torch.zeros(4, 8, dtype=torch.int32)
+    for out in (arrays["token_indices"], other, arrays["token_indices"], other):
+        gpu.log.clear()
+        got = cupy_mla.convert_req_index_to_global_index(**arrays, block_size=4, out=out)
+        assert got is out
+        addresses = np.frombuffer(gpu.log[0].params[: len(gpu.log[0].params) // 8 * 8], np.uint64)
+        assert out.data_ptr() in addresses
+        assert (other.data_ptr() in addresses) == (out is other)
+
+
+def test_gradients(seen, traces):
+    """A parameter that wants one is served where autograd is off, at the price of any other call."""
+    wanting = prefill()["q"].requires_grad_()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^q requires a gradient, and cupy_mla has no backward: call under"):
+            cupy_mla.sparse_prefill(**prefill(q=wanting))
+        with torch.no_grad():
+            cupy_mla.sparse_prefill(**prefill(q=wanting))
+    assert len(seen) == 2
+    assert len(traces) == 1
+
+
+def test_the_stream_is_that_of_the_moment(gpu, seen):
+    gpu.log.clear()
+    for gpu.stream in (0, 77, 5):
+        cupy_mla.sparse_prefill(**prefill())
+    assert [s.stream for s in gpu.log] == [0, 77, 5]
+    assert len(seen) == 3
+
+
+def test_a_thread_has_a_context_before_it_launches(gpu, seen):
+    """A driver's launch does not make one, and a thread's first call may run a form of another's."""
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: cupy_mla.sparse_prefill(**prefill()))
+        thread.start()
+        thread.join()
+        assert gpu.threads.count(thread) == 1
+    assert gpu.threads.count(threading.current_thread()) == 1
+    assert len(seen) == 2
+
+
+def test_cupy_strides_in_bytes(gpu):
+    """With and without gaps, every array is read where it lies."""
+    cupy = pytest.importorskip("cupy")
+    kind = HostCuPy()
+    slots = kind.put(np.zeros(5, np.int64))
+    with cupy.cuda.using_allocator(gpu.malloc):
+        for columns in (512, 520):
+            latent = kind.put(np.zeros((5, columns), BFLOAT16))[:, :512]
+            gpu.log.clear()
+            cupy_mla.concat_and_cache_mla(
+                latent, kind.put(np.zeros((5, 64), BFLOAT16)), kind.put(np.zeros((2, 4, 656), np.uint8)), slots
+            )
+            (launch,) = gpu.log
+            offset = PACK.offsets[PACK.index["latent_stride"]]
+            assert struct.unpack_from("q", launch.params, offset) == (columns,)
+
+
+def test_parameters_are_tensors(gpu, traces):
+    sink = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    for _ in range(2):
+        cupy_mla.sparse_prefill(**prefill(attn_sink=sink))
+    assert len(traces) == 1
+
+
+def kept_by(operation: Any) -> Signatures:
+    """The signatures of an operation."""
+    return operation.signatures
+
+
+def test_signatures_do_not_pile_up(gpu, seen, monkeypatch):
+    monkeypatch.setattr(signature, "MAX_SIGNATURES", 5)
+    for number in range(20):
+        cupy_mla.sparse_prefill(**prefill(sm_scale=0.1 + number))
+    assert 0 < len(kept_by(cupy_mla.sparse_prefill).forms) <= 5
+    assert len(kept_by(cupy_mla.sparse_prefill).recent[0, "q", "kv", "indices", "sm_scale"]) <= signature.RECENT
+
+
+def test_many_signatures_in_turn(gpu, seen, traces):
+    """More than are found at a glance: each finds its form, in inference mode too."""
+    scales = [0.5 + number for number in range(3 + signature.RECENT)]
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for scale in (*scales, *scales):
+            gpu.log.clear()
+            with mode():
+                cupy_mla.sparse_prefill(**prefill(sm_scale=scale))
+            (launch,) = gpu.log
+            offset = ATTENTION.offsets[ATTENTION.index["scale_log2"]]
+            assert struct.unpack_from("f", launch.params, offset)[0] == pytest.approx(scale * np.log2(np.e), rel=1e-6)
+    assert len(traces) == len(scales)
+
+
+def test_cpu_arrays_are_not_traced(rng, traces):
+    for _ in range(3):
+        cupy_mla.sparse_prefill(**prefill())
+        OPERATIONS["sparse_prefill"](rng).run(NumPy())
+    assert not traces
+
+
+# --- calls whose bits do not depend on the batch ---------------------------------------------------------------
+
+
+def launches(
+    gpu: FakeGPU, layout: layouts.Layout, h_q: int, topk: int, b: int, batch_invariant: bool
+) -> list[tuple[Any, ...]]:
+    """What the arithmetic of one request depends on in the launches of a decode: kernels, splits, clusters."""
+    shape, dtype = (1, 64, layout.last_axis), torch.uint8 if layout.quantized else torch.bfloat16
+    arrays = tensors(
+        q=((b, 1, h_q, layout.d_qk), torch.bfloat16), k_cache=(shape, dtype), indices=((b, 1, topk), torch.int32)
+    )
+    gpu.log.clear()
+    gpu.used = 0
+    cupy_mla.sparse_decode(**arrays, batch_invariant=batch_invariant)
+    return [(launch.kernel, launch.grid[1:]) for launch in gpu.log]
+
+
+@pytest.mark.parametrize("layout", layouts.ATTENTION_LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("h_q", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("topk", [64, 1000, 2048])
+def test_batch_invariant_decode_takes_the_same_kernels(gpu, layout, h_q, topk):
+    seen = [launches(gpu, layout, h_q, topk, b, True) for b in (1, 3, 40, 300)]
+    assert seen[0]
+    assert all(launched == seen[0] for launched in seen)
+
+
+def test_other_decode_takes_what_suits_the_batch(gpu):
+    few, many = (launches(gpu, layouts.V32_FP8, 64, 2048, b, False) for b in (1, 300))
+    assert few != many
+
+
+# --- decode of a cache that is one array of rows ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_decode_of_flat_bf16_rows_is_prefill_of_them(gpu, d_qk):
+    """The same kernel gets the same parameters, but for pages, max_logits, and where lse lies."""
+    arrays = tensors(
+        q=((80, 1, 64, d_qk), torch.bfloat16), k_cache=((3, 16, d_qk), torch.bfloat16),
+        indices=((80, 1, 90), torch.int32), topk_length=((80,), torch.int32), attn_sink=((64,), torch.float32),
+        out=((80, 1, 64, 512), torch.bfloat16),
+    )  # fmt: skip
+    gpu.log.clear()
+    cupy_mla.sparse_decode(**arrays, sm_scale=0.1, num_splits=1)
+    flat = {name: arrays[name] for name in ("indices", "topk_length", "attn_sink")}
+    kv = arrays["k_cache"].view(48, 1, d_qk)
+    cupy_mla.sparse_prefill(arrays["q"][:, 0], kv, sm_scale=0.1, out=arrays["out"][:, 0], **flat)
+    decode, prefill = gpu.log
+    assert decode.kernel is prefill.kernel
+    assert decode.kernel.name == "bf16_sm90"
+    assert decode.grid == prefill.grid
+    a, b = (struct.unpack(AS_ATTENTION, launch.params) for launch in gpu.log)
+    differ = {name for name, number in ATTENTION.index.items() if a[number] != b[number]}
+    assert differ <= {"main.block_stride", "main.index_stride_s", "main.block_size", "q_s", "out_s", "lse",
+                      "max_logits", "lse_s"}  # fmt: skip
