@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from functools import cache
+
+# Before NumPy and torch come. Beside other processes, their threads wait for each other most of the time.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
 
 import hypothesis
 import numpy as np
