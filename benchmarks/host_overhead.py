@@ -1,4 +1,4 @@
-"""What a call costs the host, from arrays to the last launch: of sizes that were seen before, and of ones that were not.
+"""What a call costs the host, from arrays to the last launch, of sizes that were seen before and of ones that were not.
 
 python benchmarks/host_overhead.py [--quick] [--only REGEX]
 
@@ -230,8 +230,9 @@ def main() -> None:
     new = [{name: new_us(calls) for name, calls in columns.items()} for columns in fresh]
     seen = [
         {
-            "torch_us": case.call and case.call(lambda tensor: tensor), "cupy_us": case.call and case.call(cupy_mla.to_cupy),
-            "peer_us": case.peer, "peer_operator_us": case.operator,
+            "torch_us": case.call and case.call(lambda tensor: tensor),
+            "cupy_us": case.call and case.call(cupy_mla.to_cupy), "peer_us": case.peer,
+            "peer_operator_us": case.operator,
         }
         for case in cases
     ]  # fmt: skip
@@ -248,7 +249,8 @@ def main() -> None:
         targets |= {} if case.new is None else {"target_new_us": wanted_new}
         columns = (*calls, "torch_new_us", "cupy_new_us", "peer_new_us")
         shown = [f"{times[name]:9.2f}" if name in times else f"{'-':>9}" for name in columns]
-        record.add_row({"case": case.name, **times, **targets}, " ".join([*shown, " ".join(map(str, targets.values()))]))
+        shown += map(str, targets.values())
+        record.add_row({"case": case.name, **times, **targets}, " ".join(shown))
     print(record.write())
 
 
