@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from types import ModuleType
@@ -73,6 +73,14 @@ class Library:
     @cached_property
     def _read_facts(self) -> Callable[[Any], tuple[Any, ...]]:
         return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
+
+    def like(self, arrays: Sequence[Any]) -> Callable[..., bool]:
+        """Tells whether arrays agree with these in everything but their addresses."""
+        facts = (*self.facts, self.shape, self.strides)
+        names = [f"a{i}" for i in range(len(arrays))]
+        read = eval(f"lambda {', '.join(names)}: ({' '.join(f'{f},'.format(a=a) for a in names for f in facts)})")
+        known = read(*arrays)
+        return lambda *others: read(*others) == known
 
     def on_gpu(self, obj: Any) -> bool:
         """Whether an array lies on a GPU."""
@@ -196,6 +204,9 @@ class TorchLibrary(Library):
         if device is None:
             raise TypeError(f"{name}: expected a CPU or CUDA tensor, got device {obj.device}")
         return Array(name, obj, Place("torch", device), dtype, tuple(obj.shape), obj.stride(), obj.data_ptr())
+
+    def like(self, arrays: Sequence[Any]) -> Callable[..., bool]:
+        return private.torch_guards(arrays) or super().like(arrays)
 
     def device_of(self, obj: Any) -> int | None:
         """The number of a tensor's device; None where it is neither the CPU nor a CUDA device."""

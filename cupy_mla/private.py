@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,17 @@ def public_torch_stream_reader(device: int) -> Callable[[], int]:
     """`torch_stream_reader` by public names."""
     current = sys.modules["torch"].cuda.current_stream
     return lambda: current(device).cuda_stream
+
+
+def torch_guards(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """Tells whether tensors have the dtypes, devices, shapes and strides of these: the guards of torch.compile, which
+    compare all in one call. None where they are not to be had; `Library.like` has the public way."""
+    try:
+        guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except (AttributeError, TypeError):
+        return None
 
 
 def torch_empty() -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:

@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 
 from .. import arrays
 from ..bridges import library_of
-from .program import Compiled, TracedCall, compiled, run
+from .form import Form
+from .program import TracedCall, run
 
+Run = Callable[..., Any]  # of a `Form`
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
-RECENT = 4  # compiled forms that a call is offered before its signature is looked up
-MAX_SIGNATURES, MAX_FORMS = 256, 16  # of an operation, and compiled forms of a signature
+RECENT = 4  # forms that a call is offered before its signature is looked up
+MAX_SIGNATURES, MAX_FORMS = 256, 16  # of an operation, and forms of a signature
 
 _graph_operation: Callable[[str], Callable[..., Any]] | None = None
 
@@ -108,8 +110,8 @@ class Signatures:
         parameters = signature(function).parameters.values()
         self._names = [p.name for p in parameters]
         self._positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-        self.forms: dict[Any, list[Compiled]] = {}
-        self.recent: dict[tuple[Any, ...], list[Compiled]] = {}
+        self.forms: dict[Any, list[Run]] = {}
+        self.recent: dict[tuple[Any, ...], list[Run]] = {}
 
     def forget(self) -> None:
         self.forms.clear()
@@ -138,13 +140,13 @@ class Signatures:
         traced = TracedCall(self._function, names, values)
         if not traced.holds_for_others:
             return run(traced)
-        form = compiled(traced)
+        form = Form(traced).run
         result = form(*values)
         assert result is not NotImplemented, f"{self._function.__name__}: a call does not meet its own guards"
         self._remember(key, written, form)
         return result
 
-    def _remember(self, key: Any, written: tuple[Any, ...], form: Compiled) -> None:
+    def _remember(self, key: Any, written: tuple[Any, ...], form: Run) -> None:
         """Make a form that a call ran the first to be asked."""
         if key not in self.forms and len(self.forms) >= MAX_SIGNATURES:
             self.forget()

@@ -21,8 +21,8 @@ from .. import layouts
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
-from ..cuda.attention import launch as cuda
 from ..cuda import driver
+from ..cuda.attention import launch as cuda
 from ..layouts import BFLOAT16, D_V
 from ..reference import attention as reference
 from .validate import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads

@@ -16,8 +16,9 @@ from cupy_mla import layouts
 from cupy_mla.arrays import aligned_up
 from cupy_mla.bridges import describe
 from cupy_mla.calls import signature
-from cupy_mla.calls.program import Compiled, TracedCall, run
-from cupy_mla.calls.signature import Signatures, forget_calls
+from cupy_mla.calls.form import Form
+from cupy_mla.calls.program import TracedCall, run
+from cupy_mla.calls.signature import Run, Signatures, forget_calls
 from cupy_mla.cuda.structs import ATTENTION, PACK
 from cupy_mla.layouts import BFLOAT16
 from tests.fake_gpu import FakeGPU, HostCuPy, Submitted
@@ -38,23 +39,24 @@ def gpu(monkeypatch) -> Iterator[FakeGPU]:
 
 
 @pytest.fixture
-def repeats(monkeypatch) -> list[Compiled]:
+def repeats(monkeypatch) -> list[Run]:
     """The compiled forms that calls ran, those that were compiled for them included."""
-    seen: list[Compiled] = []
-    make = signature.compiled
+    seen: list[Run] = []
+    make = Form.__init__
 
-    def noted(call: TracedCall) -> Compiled:
-        form = make(call)
+    def noted(form: Form, call: TracedCall) -> None:
+        make(form, call)
+        run = form.run
 
-        def run(*arguments: Any) -> Any:
-            result = form(*arguments)
+        def noting(*arguments: Any) -> Any:
+            result = run(*arguments)
             if result is not NotImplemented:
-                seen.append(form)
+                seen.append(run)
             return result
 
-        return run
+        form.run = noting
 
-    monkeypatch.setattr(signature, "compiled", noted)
+    monkeypatch.setattr(Form, "__init__", noted)
     return seen
 
 
@@ -301,7 +303,7 @@ def prefill(s_q: int = 3, **change: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def seen(gpu, repeats, traces) -> list[Compiled]:
+def seen(gpu, repeats, traces) -> list[Run]:
     """The compiled forms that calls ran, once a call has been seen."""
     cupy_mla.sparse_prefill(**prefill())
     cupy_mla.sparse_prefill(**prefill())

@@ -15,7 +15,6 @@ import numpy as np
 from ..driver import MAX_CLUSTER
 from ..paging import ceil_div
 
-
 KNOWN_QUERIES = 512  # up to which all batches are decided at once: a server meets another one at every step
 
 
