@@ -155,6 +155,10 @@ class CuPyLibrary(Library):
     def on_gpu(self, obj: Any) -> bool:
         return True
 
+    def device_of(self, obj: Any) -> int:
+        """The number of an array's GPU."""
+        return obj.data.device_id
+
     def describe(self, name: str, obj: Any) -> Array:
         return _described_by_bytes(name, obj, Place("cupy", obj.data.device_id), obj.data.ptr)
 

@@ -1,15 +1,14 @@
-"""Compiled forms: a traced call as Python functions of straight lines, for later calls of its signature.
+"""Forms: a traced call as Python functions of straight lines, for the calls that meet its guards.
 
-A form has two functions. `measure` is given the sizes, strides and integer settings of a call; it checks the guards and
-computes all that follows from them: shapes of results, grids, the bytes of parameter structs between the pointers. It
-runs once for sizes that were not seen before, and the form remembers what it returned. `run` is the call: are the
-arguments like those of the last call, or of one that is remembered, allocate, put the pointers in their places, launch.
+`measure` is given the sizes, strides and integer settings of a call; it checks the guards and computes all that follows
+from them: shapes of results, grids, the bytes of parameter structs between the pointers. It runs once for sizes that
+were not seen before. `body` is given what `measure` returned and the arrays: it allocates, puts pointers in their
+places and launches.
 """
 
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -24,77 +23,25 @@ from .code import Code
 from .graph import LaunchGraph
 from .program import TracedCall
 
-MAX_SIZES = 1024  # that a form remembers
-
-# What a form knows of a call: whether arrays are like the call's, its integers and what else a choice depends on, and
-# what `measure` returned.
-Seen = tuple[Callable[..., bool], tuple[Any, ...], tuple[Any, ...]]
-
-
-def _never(*arrays: Any) -> bool:
-    return False
-
 
 class Form:
     """The compiled form of a traced call.
 
     Attributes:
-        run: takes a call's arguments; NotImplemented for a call that the form does not hold for.
+        measure: of shapes, strides, addresses modulo `ALIGNMENT`, and integers; None for a call that it does not hold
+            for, else what `body` wants.
+        body: of what `measure` returned, the arrays' addresses and the arrays; what the operation returns.
+        choices: tell what functions that are looked up depend on beside their arguments.
     """
 
     def __init__(self, call: TracedCall) -> None:
-        self._library = call.place.library
-        self._integers = [i for i, value in enumerate(call.values) if type(value) is int]
-        self._arrays = call.arrays
-        self._seen: dict[Any, Seen] = {}
-        self._last: list[Seen] = [(_never, (), ())]
-        self._choices = _choices(call)
-        arrays, integers = _names(self._arrays), _names(self._integers)
-        read = [f"{self._library.shape}, {self._library.strides}".format(a=a) for a in arrays]
-        bits = [f"{self._library.address} % {ALIGNMENT}".format(a=a) for a in arrays]
-        self._key = _lambda([*arrays, *integers], [*read, *bits, *integers])
-        self._facts = _lambda(arrays, [fact.format(a=a) for a in arrays for fact in (*self._library.facts, RANK)])
-        self._known_facts = self._facts(*(call.values[i] for i in self._arrays))
-        body = _Body(call)
-        self._measure = body.measure()
-        self.run = body.run(self._last, self._find, self._choices)
-
-    def _find(self, *arguments: Any) -> Seen | None:
-        """What is known of a call that is not like the last one: of its arrays and integers. None: nothing holds."""
-        arrays, integers = arguments[: len(self._arrays)], arguments[len(self._arrays) :]
-        if self._facts(*arrays) != self._known_facts:
-            return None
-        numbers, chosen = self._key(*arguments), tuple(choice() for choice in self._choices)
-        key = (numbers, chosen)
-        seen = self._seen.get(key)
-        if seen is None:
-            sizes = self._measure(*numbers)
-            if sizes is None:
-                return None
-            if len(self._seen) >= MAX_SIZES:
-                self._seen.clear()
-            seen = self._seen[key] = _never, (*integers, *chosen), sizes
-        elif not any(numbers[2 * len(arrays) : 3 * len(arrays)]):  # addresses are aligned, as `run` wants the last one
-            if seen[0] is _never:
-                seen = self._seen[key] = self._library.like(arrays), *seen[1:]
-            self._last[0] = seen
-        return seen
-
-
-RANK = "len({a}.shape)"
-
-
-def _names(numbers: Sequence[int]) -> list[str]:
-    return [f"a{i}" for i in numbers]
-
-
-def _lambda(parameters: Sequence[str], results: Sequence[str]) -> Any:
-    """A function that returns a tuple of these expressions."""
-    return eval(f"lambda {', '.join(parameters)}: ({' '.join(f'{text},' for text in results)})")
+        writer = _Writer(call)
+        self.measure = writer.measure()
+        self.body = writer.body()
+        self.choices = _choices(call)
 
 
 def _choices(call: TracedCall) -> list[Callable[[], Any]]:
-    """What functions that are looked up depend on beside their arguments."""
     found = [node[1].depends_on for node in _calls(call) if hasattr(node[1], "depends_on")]
     return list(dict.fromkeys(found))
 
@@ -113,11 +60,11 @@ def _calls(call: TracedCall) -> Iterator[Node]:
         yield from within(guard)
 
 
-class _Body:
+class _Writer:
     """Writes the two functions of a form.
 
     Attributes:
-        code: of `run`.
+        code: of `body`.
         sizes: of `measure`.
     """
 
@@ -128,21 +75,21 @@ class _Body:
         self.code = Code()
         self.sizes = Code()
         self._values: list[str] = []  # what `measure` returns, as expressions in it
-        self._starts: dict[int, str] = {}  # addresses of slots in `run`, by their id
+        self._starts: dict[int, str] = {}  # addresses of slots in `body`, by their id
         self._write_guards()
         self._write_memory()
         self._write_steps()
         self._write_result()
 
-    # values that go from `measure` to `run`
+    # values that go from `measure` to `body`
 
     def _value(self, expression: str) -> str:
-        """The name in `run` of an expression in `measure`."""
+        """The name in `body` of an expression in `measure`."""
         self._values.append(expression)
         return f"x{len(self._values) - 1}"
 
     def _number(self, size: Any) -> str:
-        """The name in `run` of a size."""
+        """The name in `body` of a size."""
         of = term(size)
         return self._value(self.sizes.variable(of)) if is_node(of) else self.code.name(of)
 
@@ -280,36 +227,12 @@ class _Body:
         result = f"return ({' '.join(f'{value},' for value in self._values)})"
         return self.sizes.function("measure", parameters, [*head, *self.sizes.lines, result])
 
-    def run(
-        self, last: list[Seen], find: Callable[..., Seen | None], choices: Sequence[Callable[[], Any]]
-    ) -> Callable[..., Any]:
-        """The function of a call's arguments."""
-        call, code, library = self.call, self.code, self.library
-        parameters = _names(range(len(call.values)))
-        arrays = _names(call.arrays)
-        integers = _names([i for i, value in enumerate(call.values) if type(value) is int])
-        others = [i for i, v in enumerate(call.values) if i not in call.arrays and type(v) is not int]
-        settings = [*(f"type({a})" for a in parameters), *_names(others)]
-        known = (*map(type, call.values), *(call.values[i] for i in others))
-        lines = [f"if ({' '.join(f'{s},' for s in settings)}) != {code.name(known)}:", "    return NotImplemented"]
-        if any(getattr(call.values[i], "requires_grad", False) for i in call.arrays):  # it was under torch.no_grad
-            lines += [f"if {code.name(sys.modules['torch'].is_grad_enabled)}():", "    return NotImplemented"]
-        seen, searched = code.name(last), code.name(find)
-        lines += [f"like, numbers, sizes = {seen}[0]", f"if like({', '.join(arrays)}):"]
-        lines += [f"    p{i} = {library.address.format(a=f'a{i}')}" for i in call.arrays]
-        compared = [*integers, *(f"{code.name(choice)}()" for choice in choices)]
-        same = f" and ({' '.join(f'{c},' for c in compared)}) == numbers" if compared else ""
-        addresses = " | ".join(f"p{i}" for i in call.arrays)
-        lines += [f"    found = ({addresses}) % {ALIGNMENT} == 0{same}", "else:", "    found = False", "if not found:"]
-        lines += [f"    known = {searched}({', '.join([*arrays, *integers])})", "    if known is None:"]
-        lines += ["        return NotImplemented", "    sizes = known[2]"]
-        lines += [f"    p{i} = {library.address.format(a=f'a{i}')}" for i in call.arrays]
-        if self._values:
-            lines.append(f"{' '.join(f'x{k},' for k in range(len(self._values)))} = sizes")
-        lines += [f"if {code.name(driver.THREAD)}.current_device() != {self.place.device}:"]
-        lines += [f"    with {code.name(library.to_device)}({self.place.device}):"]
-        lines += [f"        return run({', '.join(parameters)})"]
-        return code.function("run", parameters, [*lines, *code.lines])
+    def body(self) -> Callable[..., Any]:
+        """The function that does what the call does."""
+        arrays = self.call.arrays
+        lines = [f"{' '.join(f'x{k},' for k in range(len(self._values)))} = sizes"] if self._values else []
+        parameters = ["sizes", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
+        return self.code.function("body", parameters, [*lines, *self.code.lines])
 
 
 def _fields(params: Packed) -> Iterator[tuple[str, Any]]:

@@ -33,6 +33,7 @@ def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
     )  # fmt: skip
 
 
+@cache
 def cluster_kernel() -> Kernel:
     """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
     return kernel(V32_FP8, max(HEADS), True)
