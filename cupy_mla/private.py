@@ -18,7 +18,7 @@ import numpy as np
 def environment_reader(name: str) -> Callable[[], str | None]:
     """Tells, at any time, the value of a variable of the environment, None where there is none."""
     try:
-        data, key = os.environ._data, os.environ.encodekey(name)  # type: ignore[attr-defined]
+        data, key = os.environ._data, os.environ.encodekey(name)
         decode = os.environ.decodevalue  # type: ignore[attr-defined]
     except AttributeError:
         return public_environment_reader(name)
@@ -91,4 +91,8 @@ def cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:
 def public_cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:
     """`cupy_empty` by public names."""
     ndarray = sys.modules["cupy"].ndarray
-    return lambda shape, dtype, memory=None: ndarray(shape, np.dtype(dtype), memory)
+
+    def make(shape: tuple[int, ...], dtype: Any, memory: Any = None) -> Any:
+        return ndarray(shape, np.dtype(dtype), memory)
+
+    return make

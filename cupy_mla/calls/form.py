@@ -16,7 +16,7 @@ from typing import Any
 from ..arrays import aligned_up
 from ..bridges import dense_strides
 from ..cuda import driver
-from ..cuda.program import ALIGNMENT, Clear, Launch, Pointer, Program, Slot, Step
+from ..cuda.program import Clear, Launch, Pointer, Program, Slot, Step
 from ..cuda.structs import Packed
 from ..sizes import Node, is_node, term
 from .code import Code
@@ -100,7 +100,8 @@ class _Writer:
 
     def _write_guards(self) -> None:
         """Does the call meet the guards? What a guard needs is computed only when those before it are met."""
-        code, pending = self.sizes, []
+        code = self.sizes
+        pending: list[str] = []
 
         def flush(at: int) -> None:
             if pending:

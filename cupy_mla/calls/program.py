@@ -174,8 +174,8 @@ def run(call: TracedCall) -> Any:
                 driver.clear(address_of(step.pointer), 0, number(step.nbytes), stream)
             else:
                 packed = step.params.of.chunks([*map(address_of, step.params.values)], lambda value: True)
-                submit = step.kernel.submitter(device)
-                submit(stream, *_numbers(step.grid), b"".join(value for _, value in packed), number(step.cluster))
+                submit, (x, y, z) = step.kernel.submitter(device), _numbers(step.grid)
+                submit(stream, x, y, z, b"".join(value for _, value in packed), number(step.cluster))
     leaves = tuple(made[id(leaf)].obj if id(leaf) in made else number(leaf) for leaf in call.leaves)
     return leaves if type(call.result) is tuple else leaves[0]
 
