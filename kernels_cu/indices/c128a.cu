@@ -1,8 +1,8 @@
-// Lists of every complete compressed row: slots for decode tokens, the rows' numbers for prefill tokens.
-//
-//   one block  a token; 256 threads write its row side by side
+// Lists of every complete compressed row: slots for decode tokens, row numbers for prefill tokens.
+// One CTA a token; 256 threads write its row side by side.
 #include "rows/block_table.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct C128aParams {
     BlockTable table;
     const int64_t* positions;      // [num_tokens]
@@ -16,7 +16,7 @@ struct C128aParams {
     int32_t decode_width, prefill_width;
     int32_t num_decode_tokens;
     int32_t ratio;
-    int32_t most;                  // rows a list may have
+    int32_t most;                  // rows that a list may have
     int32_t unused;
 };
 

@@ -1,7 +1,8 @@
-// The slot of the compressed row that a query token owns, -1 where it owns none. One thread an entry of `out`.
+// The slot of the compressed row that a query token completes, -1 where it completes none. One thread an entry of `out`.
 #include "indices/queries.cuh"
 #include "rows/block_table.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct CompressedSlotsParams {
     BlockTable table;
     Queries queries;
