@@ -140,7 +140,7 @@ struct Work : WorkItem {
 
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t split, uint32_t splits) {
     Work w;
-    find_item(p, w, query_by_branch(p, query), head_tile, split, splits);
+    find_item(p, w, query, head_tile, split, splits);
     w.split = split;
     w.pairs = ceil_div(w.end - w.begin, 2);
     w.turn = 0;
@@ -299,7 +299,7 @@ __device__ __forceinline__ bool is_alone(int n) { return 64 * n >= D_NOPE / 128 
 __device__ __forceinline__ uint32_t q_line(int n, int j, int head) {
     const bool alone = is_alone(n);
     const int block = alone ? n : n / 2 * 2 + j / 2 % 2, t = alone ? j / 2 : n % 2 * 2 + j / 4, first_chunk = j % 2 * 4;
-    return shared_address(shared) + Q_AT + block * LINES_BYTES + swizzled(head, first_chunk) + 4 * t;
+    return swizzled(shared_address(shared) + Q_AT + block * LINES_BYTES, head, first_chunk) + 4 * t;
 }
 
 // Stores eight columns times `factor`, a pair of powers of two. `line` is the address of the first of the four chunks; the
@@ -660,7 +660,7 @@ __device__ __forceinline__ bool store_p(
     const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[OWN_HEADS]) {
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
-    const uint32_t to = shared_address(shared) + P_AT + r.warpgroup * LINES_BYTES + swizzled(line, chunk);
+    const uint32_t to = swizzled(shared_address(shared) + P_AT + r.warpgroup * LINES_BYTES, line, chunk);
     float2 refs[HEADS / 8];  // loaded all at once, or each would wait behind the stores before it
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) refs[j] = *reinterpret_cast<const float2*>(&small().ref[r.head(2 * j)]);

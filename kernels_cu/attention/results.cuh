@@ -33,26 +33,17 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, Query q, 
     }
 }
 
-// Four neighbouring output values of a head.
-__device__ __forceinline__ void write_output_4(const AttentionParams& p, Query q, int head, int column, const float (&v)[4]) {
-    if (p.flags & WIDE_OUT) {
-        *reinterpret_cast<Vec8*>(out_of(p, q, head, column)) = {pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3])};
-    } else {
-        write_output(p, q, head, column, v[0], v[1]);
-        write_output(p, q, head, column + 2, v[2], v[3]);
-    }
-}
-
 // --- a split's partial result, for combine.cu -----------------------------------------------------------------
 
 // Its number in part_lse and part_max; its line in part_out.
-__device__ __forceinline__ int64_t partial_index(const AttentionParams& p, int split, Query q, int head) {
+template <typename T>
+__device__ __forceinline__ int64_t partial_index(const AttentionParams& p, const T& split, const Query& q, const int& head) {
     return (int64_t(split) * p.num_queries + q.index) * p.h_q + head;
 }
 
-__device__ __forceinline__ void write_partial_statistics(const AttentionParams& p, int64_t index, HeadResult r) {
+__device__ __forceinline__ void write_partial_statistics(const AttentionParams& p, const int64_t& index, HeadResult r) {
     p.part_lse[index] = r.lse;
     if (p.part_max != nullptr) p.part_max[index] = r.max;
 }
 
-__device__ __forceinline__ float* partial_out(const AttentionParams& p, int64_t index) { return p.part_out + index * D_V; }
+__device__ __forceinline__ float* partial_out(const AttentionParams& p, const int64_t& index) { return p.part_out + index * D_V; }

@@ -28,9 +28,9 @@ __device__ __forceinline__ int find_lists(const AttentionParams& p, Lists& w) {
 }
 
 // Split `split` of `splits`. The first few have a tile more than the others.
-__device__ __forceinline__ void find_item(const AttentionParams& p, WorkItem& w, Query query, int head_tile,
+__device__ __forceinline__ void find_item(const AttentionParams& p, WorkItem& w, int query, int head_tile,
                                           uint32_t split, uint32_t splits) {
-    w.query = query;
+    w.query = query_by_branch(p, query);
     w.first_head = head_tile * HEADS;
     const uint32_t tiles = find_lists(p, w), each = tiles / splits, more = tiles % splits;
     w.begin = split * each + min(split, more);

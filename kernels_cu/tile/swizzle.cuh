@@ -11,5 +11,7 @@ constexpr int LINE_BYTES = 128;  // of a column block: 64 16-bit values
 // Where a chunk stands in its 128 bytes.
 __device__ __forceinline__ uint32_t swizzle(int line, int chunk) { return (chunk ^ (line & 7)) << 4; }
 
-// Where chunk `chunk` of line `line` of a column block stands: lines of 128 bytes, eight chunks each.
-__device__ __forceinline__ uint32_t swizzled(int line, int chunk) { return line * LINE_BYTES + swizzle(line, chunk); }
+// The address of chunk `chunk` of line `line` of a column block: lines of 128 bytes, eight chunks each.
+__device__ __forceinline__ uint32_t swizzled(uint32_t block, const int& line, const int& chunk) {
+    return block + line * LINE_BYTES + ((chunk ^ (line & 7)) << 4);
+}
