@@ -59,12 +59,13 @@ struct Cluster : SingleQueries {
     }
 
     template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Small& sm, const Work& w, int warp, int lane, int turn,
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t, int turn,
                                                  const Softmax& state, const float (&o)[128]) {
+        const Small& sm = small<Cluster>();
         float sums[2], maxima[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = 16 * warp + lane / 4 + 8 * i;
+            const int row = 16 * warp + g + 8 * i;
             sums[i] = sm.sum[turn][0][row] + sm.sum[turn][1][row];
             maxima[i] = fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]);
         }

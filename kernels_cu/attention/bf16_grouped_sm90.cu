@@ -44,25 +44,24 @@ struct Grouped {
     static __device__ __forceinline__ int query_of_line(const Params& p, int row) { return min(row / p.h_q, p.queries - 1); }
 
     static constexpr int VALIDITY_LANES = 4;
-    using Validity = uint32_t;  // `excluded` of row 16 (lane % 8) + row
-    static __device__ __forceinline__ Validity load_validity(const Params& p, const Work& w, int lane, int row, int tile) {
-        const int entry = tile * TILE_ROWS + 16 * (lane % 4) + row;
+    using Validity = uint32_t;  // `excluded` of row 16 (lane % 8) + c.row
+    static __device__ __forceinline__ Validity load_validity(const Params& p, const Work& w, const Copier& c, int tile) {
+        const int entry = tile * TILE_ROWS + 16 * (c.lane % 4) + c.row;
         return entry < w.length ? p.excluded[int64_t(w.number) * p.capacity + entry] : 0xff;
     }
-    static __device__ __forceinline__ void store_validity(Small& sm, const Params& p, const Work& w, int lane, int row,
-                                                          int number, int tile, const uint8_t* const (&)[4],
-                                                          Validity excluded) {
+    static __device__ __forceinline__ void store_validity(const Params& p, const Work& w, const Copier& c, int number,
+                                                          int tile, const uint8_t* const (&)[4], Validity excluded) {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint32_t two = excluded >> 2 * i & 3;
             words[i] = ((two | two << 15) & 0x10001) * EXCLUDED;
         }
-        *reinterpret_cast<Vec16*>(shared + FACTOR_K + tile * FACTOR_BYTES + (16 * (lane % 8) + row) * 16) = {
+        *reinterpret_cast<Vec16*>(shared + FACTOR_K + tile * FACTOR_BYTES + (16 * (c.lane % 8) + c.row) * 16) = {
             words[0], words[1], words[2], words[3]};
-        if (lane % 8 == 0 && row < p.queries)
-            cp_async_8(shared_address(&sm.twice[tile][row]),
-                       p.twice + int64_t(w.number) * p.twice_capacity + number * p.queries + row,
+        if (c.lane % 8 == 0 && c.row < p.queries)
+            cp_async_8(shared_address(&small<Grouped>().twice[tile][c.row]),
+                       p.twice + int64_t(w.number) * p.twice_capacity + number * p.queries + c.row,
                        number * TILE_ROWS < w.length);
     }
     static __device__ __forceinline__ void exclude(int tile, float (&s)[32]) {
@@ -86,11 +85,11 @@ struct Grouped {
         uint32_t twice[2][2];
         bool once;  // none does, in the whole warp
 
-        __device__ __forceinline__ Columns(const Small& sm, const Reader& reader, int tile, int t) {
+        __device__ __forceinline__ Columns(const Reader& reader, int tile, int t) {
             uint32_t any = 0;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-                const Vec8 words = *reinterpret_cast<const Vec8*>(&sm.twice[tile][reader.queries >> 16 * row & 0xffff]);
+                const Vec8 words = *reinterpret_cast<const Vec8*>(&small<Grouped>().twice[tile][reader.queries >> 16 * row & 0xffff]);
                 twice[row][0] = words.x >> 2 * t;
                 twice[row][1] = words.y >> 2 * t;
                 any |= twice[row][0] | twice[row][1];
@@ -117,9 +116,9 @@ struct Grouped {
     }
 
     template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Small& sm, const Work& w, int warp, int lane, int turn,
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t, int turn,
                                                  const Softmax& state, const float (&o)[128]) {
-        write_lines<Grouped, W>(p, sm, w, warp, lane, turn, state, o);
+        write_lines<Grouped, W>(p, w, warp, g, t, turn, state, o);
         // A row that is not finite has reached all queries of the group, whether they list it or not: all are left after all.
         float probe = 0.0f;
 #pragma unroll

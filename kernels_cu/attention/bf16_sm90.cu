@@ -18,9 +18,9 @@ struct Plain : SingleQueries {
     }
 
     template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Small& sm, const Work& w, int warp, int lane, int turn,
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t, int turn,
                                                  const Softmax& state, const float (&o)[128]) {
-        write_lines<Plain, W>(p, sm, w, warp, lane, turn, state, o);
+        write_lines<Plain, W>(p, w, warp, g, t, turn, state, o);
     }
 };
 

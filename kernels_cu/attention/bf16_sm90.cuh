@@ -86,6 +86,13 @@ struct Small {
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
+template <typename K>
+__device__ __forceinline__ Small& small() {
+    return *reinterpret_cast<Small*>(shared + EXTRA_AT + K::EXTRA_BYTES);
+}
+template <typename K>
+constexpr int SHARED_BYTES = EXTRA_AT + K::EXTRA_BYTES + int(sizeof(Small));
+
 __device__ __forceinline__ uint32_t tile_address(int tile) {
     return shared_address(shared) + TILE_AT + tile * TILE_BYTES;
 }
@@ -116,6 +123,21 @@ constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE &&
 // Whether it stands for the validity of the tile's rows too, which the warpgroup that makes S of the tile reads.
 constexpr __device__ bool has_validity(int tile, int region) { return region == tile; }
 
+// A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
+struct Copier {
+    int warp, lane, row;
+    uint32_t offset;  // of the chunk of row `row` in a column block
+
+    static __device__ __forceinline__ Copier here() {
+        Copier c;
+        c.warp = threadIdx.x / 32 - 8;
+        c.lane = threadIdx.x % 32;
+        c.row = 4 * c.warp + c.lane / 8;
+        c.offset = swizzled(0, c.row, c.lane % 8);  // 16 rows further the swizzle is the same
+        return c;
+    }
+};
+
 // --- kinds ----------------------------------------------------------------------------------------------------
 
 // A kernel's `K` has:
@@ -143,11 +165,11 @@ struct SingleQueries {
 
     static constexpr int VALIDITY_LANES = 1;  // of each eight producer threads, those that bring validity
     struct Validity {};
-    static __device__ __forceinline__ Validity load_validity(const Params&, const Work&, int, int, int) { return {}; }
-    static __device__ __forceinline__ void store_validity(Small& sm, const Params&, const Work&, int, int row, int, int tile,
+    static __device__ __forceinline__ Validity load_validity(const Params&, const Work&, const Copier&, int) { return {}; }
+    static __device__ __forceinline__ void store_validity(const Params&, const Work&, const Copier& c, int, int tile,
                                                           const uint8_t* const (&rows)[4], Validity) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sm.valid[tile][16 * i + row] = rows[i] != nullptr;
+        for (int i = 0; i < 4; ++i) small<SingleQueries>().valid[tile][16 * i + c.row] = rows[i] != nullptr;
     }
     static __device__ __forceinline__ void exclude(int, float (&)[32]) {}
 
@@ -158,7 +180,8 @@ struct SingleQueries {
     struct Columns {
         const uint8_t* valid;
 
-        __device__ __forceinline__ Columns(const Small& sm, const Reader&, int tile, int t) : valid(sm.valid[tile] + 2 * t) {}
+        __device__ __forceinline__ Columns(const Reader&, int tile, int t)
+            : valid(small<SingleQueries>().valid[tile] + 2 * t) {}
     };
     // Takes out invalid rows. Returns the scale that is still to be multiplied by.
     static __device__ __forceinline__ float mask_tile(const Params& p, const Columns& columns, float (&s)[32]) {
@@ -184,29 +207,7 @@ struct SingleQueries {
     static __device__ __forceinline__ void init(const Params&) {}
 };
 
-template <typename K>
-__device__ __forceinline__ Small& small() {
-    return *reinterpret_cast<Small*>(shared + EXTRA_AT + K::EXTRA_BYTES);
-}
-template <typename K>
-constexpr int SHARED_BYTES = EXTRA_AT + K::EXTRA_BYTES + int(sizeof(Small));
-
 // --- producer -------------------------------------------------------------------------------------------------
-
-// A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
-struct Copier {
-    int warp, lane, row;
-    uint32_t offset;  // of the chunk of row `row` in a column block
-
-    static __device__ __forceinline__ Copier here() {
-        Copier c;
-        c.warp = threadIdx.x / 32 - 8;
-        c.lane = threadIdx.x % 32;
-        c.row = 4 * c.warp + c.lane / 8;
-        c.offset = swizzled(0, c.row, c.lane % 8);  // 16 rows further the swizzle is the same
-        return c;
-    }
-};
 
 // Start the copies of column blocks BEGIN to END - 1 of this thread's four rows. Null rows become zeros.
 template <int BEGIN, int END>
@@ -243,7 +244,7 @@ __device__ __forceinline__ void copy_region(
     if constexpr (has_rope(TILE, REGION)) copy_blocks<8, 9>(c, tile_address(TILE), rows);
     if constexpr (has_validity(TILE, REGION)) {
         if (c.lane % 8 < K::VALIDITY_LANES) {
-            K::store_validity(sm, p, w, c.lane, c.row, 2 * pair + TILE, TILE, rows, validity);
+            K::store_validity(p, w, c, 2 * pair + TILE, TILE, rows, validity);
             mbarrier_arrive(shared_address(&sm.full[TILE][REGION]));
         }
     }
@@ -264,17 +265,18 @@ __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * i + c.row);
-        const bf16* q = q_of(p, line.query, line.head);
+        const bf16* q = p.q + line.query.b * p.q_b + line.query.s * p.q_s + line.head * p.q_h;
         rows[i] = line.head < p.h_q ? reinterpret_cast<const uint8_t*>(q) : nullptr;
     }
 }
 
 // Tells the consumers what they work on next.
-__device__ __forceinline__ void announce(Small& sm, int work, int length) {
+template <typename K>
+__device__ __forceinline__ void announce(int work, int length) {
     if (threadIdx.x % 128 != 0) return;
-    sm.work = work;
-    sm.length = length;
-    mbarrier_arrive(shared_address(&sm.q_full));
+    small<K>().work = work;
+    small<K>().length = length;
+    mbarrier_arrive(shared_address(&small<K>().q_full));
 }
 
 template <typename K>
@@ -295,18 +297,18 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         find_q<K>(p, w, c, rows);
         mbarrier_wait(shared_address(&sm.q_empty), q_parity);
         q_parity ^= 1;
-        announce(sm, index, w.length);
+        announce<K>(index, w.length);
         copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
         for (int pair = 0; pair < w.pairs; ++pair) {
             find_rows(p, even, rows);
-            const typename K::Validity even_validity = K::load_validity(p, w, c.lane, c.row, 2 * pair);
+            const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
             load_slots<K>(p, w, c, 2 * pair + K::AHEAD, K::AHEAD == 2 ? even : odd);
             copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, parity);
             copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, parity);
             find_rows(p, odd, rows);
-            const typename K::Validity odd_validity = K::load_validity(p, w, c.lane, c.row, 2 * pair + 1);
+            const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
             load_slots<K>(p, w, c, 2 * pair + 1 + K::AHEAD, K::AHEAD == 2 ? odd : even);
             copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, parity);
             copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, parity);
@@ -314,7 +316,7 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         }
     });
     mbarrier_wait(shared_address(&sm.q_empty), q_parity);
-    announce(sm, -1, 0);
+    announce<K>(-1, 0);
     mbarrier_arrive(shared_address(&sm.q_full));
 }
 
@@ -412,7 +414,8 @@ __device__ __forceinline__ uint32_t& p_word(int tile, int line, int chunk, int t
 }
 
 // Publishes P and its reference for the other warpgroup.
-__device__ __forceinline__ void publish_p(Small& sm, int tile, int warp, int lane, const uint32_t (&prob)[4][4],
+template <typename K>
+__device__ __forceinline__ void publish_p(int tile, int warp, int lane, const uint32_t (&prob)[4][4],
                                           const float (&ref)[2]) {
     const int g = lane / 4, t = lane % 4, row = 16 * warp + g;
 #pragma unroll
@@ -423,19 +426,20 @@ __device__ __forceinline__ void publish_p(Small& sm, int tile, int warp, int lan
         }
     }
     if (t == 0) {
-        sm.ref[tile][row] = ref[0];
-        sm.ref[tile][row + 8] = ref[1];
+        small<K>().ref[tile][row] = ref[0];
+        small<K>().ref[tile][row + 8] = ref[1];
     }
     fence_proxy_async();
     named_barrier_arrive(P_READY + tile, CONSUMERS);
 }
 
 // Waits for the other warpgroup's P and its reference.
-__device__ __forceinline__ void take_p(Small& sm, int tile, int warp, int lane, float (&ref)[2]) {
+template <typename K>
+__device__ __forceinline__ void take_p(int tile, int warp, int lane, float (&ref)[2]) {
     named_barrier_sync(P_READY + tile, CONSUMERS);
     const int row = 16 * warp + lane / 4;
-    ref[0] = sm.ref[tile][row];
-    ref[1] = sm.ref[tile][row + 8];
+    ref[0] = small<K>().ref[tile][row];
+    ref[1] = small<K>().ref[tile][row + 8];
 }
 
 // Before the product with a P relative to `ref`: accumulators are brought to the higher of the two references. Rarely there is
@@ -505,9 +509,9 @@ __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
 
 // Writes the output and statistics of one work item: warpgroup W's half of the columns.
 template <typename K, int W>
-__device__ __forceinline__ void write_lines(const typename K::Params& p, const Small& sm, const Work& w, int warp, int lane,
-                                            int turn, const Softmax& state, const float (&o)[128]) {
-    const int g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warp, int g, int t, int turn,
+                                            const Softmax& state, const float (&o)[128]) {
+    const Small& sm = small<K>();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = 16 * warp + g + 8 * i;
@@ -550,7 +554,7 @@ __device__ __forceinline__ void finish(const typename K::Params& p, const Work& 
         }
     }
     sync_consumers();
-    K::template write<W>(p, sm, w, warp, lane, turn, state, o);
+    K::template write<W>(p, w, warp, lane, g, t, turn, state, o);
 }
 
 template <typename K, int W>
@@ -581,14 +585,14 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
                 wgmma_wait<0>();
             } else {
                 // P_0 is ready by now: its product runs while this warpgroup computes P_1.
-                take_p(sm, 0, warp, lane, other_ref);
+                take_p<K>(0, warp, lane, other_ref);
                 raise_and_move(0, warp, lane, state, other_ref, o);
                 start_pv(0, W, o);
                 wgmma_wait<1>();
             }
             if (pair + 1 == w.pairs) release(sm.q_empty, lane);
-            softmax_tile<K>(p, typename K::Columns(sm, reader, W, lane % 4), s, state, my_ref, my_sum, mine);
-            publish_p(sm, W, warp, lane, mine, my_ref);
+            softmax_tile<K>(p, typename K::Columns(reader, W, lane % 4), s, state, my_ref, my_sum, mine);
+            publish_p<K>(W, warp, lane, mine, my_ref);
             if constexpr (W == 1) {
                 wgmma_wait<0>();
                 release(sm.empty[0][1], lane);
@@ -600,7 +604,7 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
             wgmma_wait<0>();
             mbarrier_arrive(shared_address(&sm.empty[W][W]));  // every thread: each has read validity
             if constexpr (W == 0) {
-                take_p(sm, 1, warp, lane, other_ref);
+                take_p<K>(1, warp, lane, other_ref);
                 raise_and_move(1, warp, lane, state, other_ref, o);
                 start_pv(1, W, o);
                 wgmma_wait<0>();
