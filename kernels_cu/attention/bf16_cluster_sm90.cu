@@ -1,5 +1,6 @@
-// Sparse attention of flat bf16 rows on Hopper for few work items: a cluster works on 64 heads of a query. Its CTAs have
-// neighbouring pairs of tiles each and merge their partial results (merge.cuh). Pipeline and shared memory: bf16_sm90.cuh.
+// Sparse attention of flat bf16 rows on Hopper for few work items: a cluster works on 64 heads of a query. Its CTAs
+// have neighbouring pairs of tiles each and merge their partial results (merge.cuh). Pipeline and shared memory:
+// bf16_sm90.cuh.
 //
 // grid: x = (query * head tiles + head tile) * CTAs of the cluster + rank.
 #include "attention/bf16_sm90.cuh"
@@ -25,8 +26,9 @@ struct Cluster : SingleQueries {
 
     // Writes this CTA's partial result and merges a share of the cluster's.
     template <int W>
-    static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warp, int lane, const float (&sum)[2],
-                                                 const float (&max)[2], const Softmax& state, const float (&o)[128]) {
+    static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warp, int lane,
+                                                 const float (&sum)[2], const float (&max)[2], const Softmax& state,
+                                                 const float (&o)[128]) {
         const ClusterResults<4> partials(p, w.query.index, w.head_tile, num_head_tiles(p));
         const int thread = 128 * W + 32 * warp + lane;
         // Chunk 512 j + 256 i + thread: of line i columns 2 t and 2 t + 1 of the eights 2 j and 2 j + 1.
@@ -59,8 +61,8 @@ struct Cluster : SingleQueries {
     }
 
     template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t, int turn,
-                                                 const Softmax& state, const float (&o)[128]) {
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
+                                                 int turn, const Softmax& state, const float (&o)[128]) {
         const Small& sm = small<Cluster>();
         float sums[2], maxima[2];
 #pragma unroll
@@ -73,7 +75,9 @@ struct Cluster : SingleQueries {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_cluster_sm90(const __grid_constant__ AttentionParams p) { run<Cluster>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_cluster_sm90(const __grid_constant__ AttentionParams p) {
+    run<Cluster>(p);
+}
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;

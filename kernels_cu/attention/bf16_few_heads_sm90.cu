@@ -1,15 +1,17 @@
-// Sparse attention of few heads over bf16 rows on Hopper, large batches and prefill: wgmma with the heads as its N side.
+// Sparse attention of few heads over bf16 rows on Hopper, large batches and prefill: wgmma with the heads as its N
+// side.
 //
 // Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64:
 //
 //   S^T = K . Q^T     64 rows x heads       A = the tile, K-major      36 x m64nHk16
 //   O^T = V^T . P^T   512 columns x heads   A = the tile, MN-major     8 x 4 x m64nHk16
 //
-// Warpgroups 0 and 1 are consumers, each with its own tile of 64 rows in shared memory and its own softmax. QUERIES 1: they take
-// the tiles of a query in turn. QUERIES 2: each works on a query of its own. Warpgroups 2 and 3 are producers, one for each.
+// Warpgroups 0 and 1 are consumers, each with its own tile of 64 rows in shared memory and its own softmax. QUERIES 1:
+// they take the tiles of a query in turn. QUERIES 2: each works on a query of its own. Warpgroups 2 and 3 are
+// producers, one for each.
 //
-//   producer            rows to the tile by cp.async, stage by stage, as stages are released. A stage is two column blocks
-//                       of all 64 rows; the last stage has the RoPE columns as well
+//   producer            rows to the tile by cp.async, stage by stage, as stages are released. A stage is two column
+//                       blocks of all 64 rows; the last stage has the RoPE columns as well
 //   consumer
 //     S^T               as the stages come in
 //     vote              a logit above the reference by 2^REF_SLACK? Only then the reference rises, and O^T follows
@@ -18,14 +20,14 @@
 //
 //   full[w][stage]        copies done         the 128 producer threads of warpgroup w's tile
 //   empty[w][stage]       stage released      the 4 warps of consumer warpgroup w
-//   multiplying           a lock in shared memory: from Q . K to the end of P . V one warpgroup multiplies, while the other waits
-//                         for rows
+//   multiplying           a lock in shared memory: from Q . K to the end of P . V one warpgroup multiplies, while the
+//                         other waits for rows
 //   WARPGROUP_SYNC + w    named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC         named: both, if they share a query
 //
-// At the end the warpgroups of a query, 2 a CTA times the CTAs of the cluster, store their O^T in shared memory, and every CTA
-// merges a share of the columns through distributed shared memory. Splits that do not fit a cluster lie along gridDim.y and are
-// merged by combine.cu.
+// At the end the warpgroups of a query, 2 a CTA times the CTAs of the cluster, store their O^T in shared memory, and
+// every CTA merges a share of the columns through distributed shared memory. Splits that do not fit a cluster lie
+// along gridDim.y and are merged by combine.cu.
 //
 // Shared memory: Q QUERIES x heads x D_QK x 2; 2 tiles of 64 x D_QK x 2 (and P where V has no RoPE columns behind it);
 // statistics and mbarriers.
@@ -76,9 +78,9 @@ struct Statistics {
 };
 struct Small {
     uint64_t full[2 * STAGES], empty[2 * STAGES];  // [warpgroup][stage]
-    float across[2][2][4][HEADS];  // between the warps of a warpgroup
+    float across[2][2][4][HEADS];                  // between the warps of a warpgroup
     Statistics own[2];
-    int multiplying;               // warps that have not finished their turn
+    int multiplying;  // warps that have not finished their turn
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(HEADS * O_LINE * 4 <= TILE_BYTES, "O^T is stored in the space of the tile");
@@ -96,8 +98,12 @@ __device__ __forceinline__ Role consumer_role() {
 __device__ __forceinline__ uint32_t q_lines(const Role& r) {
     return shared_address(shared) + Q_AT + (QUERIES == 2 ? r.warpgroup * Q_BYTES : 0);
 }
-__device__ __forceinline__ uint32_t tile_of(const Role& r) { return shared_address(shared) + TILE_AT + r.warpgroup * TILE_BYTES; }
-__device__ __forceinline__ void sync_warpgroup(const Role& r) { named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP); }
+__device__ __forceinline__ uint32_t tile_of(const Role& r) {
+    return shared_address(shared) + TILE_AT + r.warpgroup * TILE_BYTES;
+}
+__device__ __forceinline__ void sync_warpgroup(const Role& r) {
+    named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
+}
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, 2 * WARPGROUP); }
 
 __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
@@ -107,7 +113,8 @@ struct Work : WorkItem {
     int step;
 };
 
-__device__ __forceinline__ Work find_work(const AttentionParams& p, int index, int head_tiles, int warpgroup, int split, int splits) {
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int index, int head_tiles, int warpgroup,
+                                          int split, int splits) {
     Work w;
     w.query = query_of(p, index / head_tiles);
     w.first_head = index % head_tiles * HEADS;
@@ -126,8 +133,8 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int index, i
 
 // --- producer --------------------------------------------------------------------------------------------------
 
-// A producer warp copies rows 16 `quarter` .. + 15 of its warpgroup's tiles. Lane l holds row l % 16 of them; eight lanes copy
-// 128 bytes of a row.
+// A producer warp copies rows 16 `quarter` .. + 15 of its warpgroup's tiles. Lane l holds row l % 16 of them; eight
+// lanes copy 128 bytes of a row.
 __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int warpgroup, int quarter,
                                            uint32_t& parity) {
     const int lane = threadIdx.x % 32, chunk = lane % 8, my_row = 16 * quarter + lane % 16;
@@ -246,9 +253,9 @@ __device__ __forceinline__ void start_pv(const Role& r, float (&o)[V_BLOCKS][HEA
 using Softmax = HeadsSoftmax<OWN_HEADS>;
 
 // References rise to the tile's maxima; sums and O^T follow. The whole warpgroup calls.
-__device__ __forceinline__ void raise_references(
-    const Role& r, const float (&s)[HEADS / 2], Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
-    float(&across)[4][HEADS] = small().across[r.warpgroup][0];
+__device__ __forceinline__ void raise_references(const Role& r, const float (&s)[HEADS / 2], Softmax& state,
+                                                 float (&o)[V_BLOCKS][HEADS / 2]) {
+    float (&across)[4][HEADS] = small().across[r.warpgroup][0];
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
@@ -272,9 +279,8 @@ __device__ __forceinline__ void raise_references(
 }
 
 // S^T to P^T before rounding.
-__device__ __forceinline__ void softmax_tile(
-    const AttentionParams& p, const Role& r, const bool (&valid)[2], float (&s)[HEADS / 2], Softmax& state,
-    float (&o)[V_BLOCKS][HEADS / 2]) {
+__device__ __forceinline__ void softmax_tile(const AttentionParams& p, const Role& r, const bool (&valid)[2],
+                                             float (&s)[HEADS / 2], Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
     bool high = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -321,8 +327,8 @@ __device__ __forceinline__ void release(const Role& r, int stage) {
     mbarrier_arrive_for_warp(shared_address(&small().empty[r.warpgroup * STAGES + stage]), r.lane);
 }
 
-// A warpgroup's turn at the tensor cores, from a tile's Q . K to P . V. Without turns both warpgroups soon wait for rows at the
-// same time and multiply at the same time.
+// A warpgroup's turn at the tensor cores, from a tile's Q . K to P . V. Without turns both warpgroups soon wait for
+// rows at the same time and multiply at the same time.
 __device__ __forceinline__ void begin_turn(const Role& r) {
     if (threadIdx.x % WARPGROUP == 0)
         while (atomicCAS(&small().multiplying, 0, WARPGROUP / 32) != 0) __nanosleep(20);
@@ -351,8 +357,8 @@ __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)
 }
 
 // `turns` counts the tiles of this warpgroup over all its work items.
-__device__ __forceinline__ void attend(
-    const AttentionParams& p, const Work& w, const Role& r, int& turns, Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
+__device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, const Role& r, int& turns,
+                                       Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
     int32_t entries[2] = {load_entry(p, w, w.begin, r.row(0)), load_entry(p, w, w.begin, r.row(1))};
     copy_q(p, w, r);
     wait_for_q(r);
@@ -375,7 +381,8 @@ __device__ __forceinline__ void attend(
 // --- results --------------------------------------------------------------------------------------------------
 
 // Stores O^T, [head][column] float32, over the warpgroup's tile, and its statistics.
-__device__ __forceinline__ void store_output(const Role& r, const Softmax& state, const float (&o)[V_BLOCKS][HEADS / 2]) {
+__device__ __forceinline__ void store_output(const Role& r, const Softmax& state,
+                                             const float (&o)[V_BLOCKS][HEADS / 2]) {
     Small& sm = small();
     float* to = reinterpret_cast<float*>(shared + TILE_AT + r.warpgroup * TILE_BYTES);
 #pragma unroll
@@ -396,7 +403,7 @@ __device__ __forceinline__ void store_output(const Role& r, const Softmax& state
     sync_warpgroup(r);
     const int head = threadIdx.x % WARPGROUP;
     if (head < HEADS) {
-        const float(&sums)[4][HEADS] = sm.across[r.warpgroup][0], (&maxima)[4][HEADS] = sm.across[r.warpgroup][1];
+        const float (&sums)[4][HEADS] = sm.across[r.warpgroup][0], (&maxima)[4][HEADS] = sm.across[r.warpgroup][1];
         sm.own[r.warpgroup].sum[head] = (sums[0][head] + sums[1][head]) + (sums[2][head] + sums[3][head]);
         sm.own[r.warpgroup].max[head] =
             fmaxf(fmaxf(maxima[0][head], maxima[1][head]), fmaxf(maxima[2][head], maxima[3][head]));
@@ -412,9 +419,10 @@ __device__ __forceinline__ void sync_writers(const Role& r) {
     }
 }
 
-// Merges the warpgroups that share the query and writes this CTA's share of the results. Source i is warpgroup i % 2 of CTA
-// i / 2 of the cluster, or (QUERIES 2) this warpgroup alone.
-__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r, int rank, int ctas) {
+// Merges the warpgroups that share the query and writes this CTA's share of the results. Source i is warpgroup i % 2
+// of CTA i / 2 of the cluster, or (QUERIES 2) this warpgroup alone.
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r, int rank,
+                                              int ctas) {
     constexpr int WRITERS = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
     const int sources = QUERIES == 2 ? 1 : 2 * ctas, thread = threadIdx.x % WRITERS;
     const uint32_t own = shared_address(&small().own[QUERIES == 2 ? r.warpgroup : 0]);
@@ -427,7 +435,8 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
         reinterpret_cast<float*>(gathered + source)[word] = load_cluster_float(from);
     }
     sync_writers(r);
-    // A chunk is four columns of a head. If there are more threads than chunks, several threads share the sources of a chunk.
+    // A chunk is four columns of a head. If there are more threads than chunks, several threads share the sources of a
+    // chunk.
     const int chunks = HEADS * D_V / 4, share = ceil_div(chunks, ctas);
     int sharers = 1;
     while (2 * sharers <= min(sources, 8) && 2 * sharers * share <= WRITERS) sharers *= 2;
@@ -447,12 +456,14 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const int source = min(i + k * sharers, sources - 1);
-                o4[k] = load_cluster_float4(cluster_address(o + source % 2 * TILE_BYTES + (head * O_LINE + column) * 4, source / 2));
+                o4[k] = load_cluster_float4(
+                    cluster_address(o + source % 2 * TILE_BYTES + (head * O_LINE + column) * 4, source / 2));
             }
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const int source = min(i + k * sharers, sources - 1);
-                const float weight = i + k * sharers < sources ? rescale_factor(gathered[source].ref[head], ref) : 0.0f;
+                const float weight =
+                    i + k * sharers < sources ? rescale_factor(gathered[source].ref[head], ref) : 0.0f;
                 sum += weight * gathered[source].sum[head];
                 v[0] += weight * o4[k].x;
                 v[1] += weight * o4[k].y;
@@ -492,8 +503,7 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
 
 // Calls `act` with the work items of this CTA: one, or (QUERIES 2) those of this warpgroup.
 template <typename Act>
-__device__ __forceinline__ void for_each_work(const AttentionParams& p, int warpgroup, int rank, int ctas,
-                                              Act act) {
+__device__ __forceinline__ void for_each_work(const AttentionParams& p, int warpgroup, int rank, int ctas, Act act) {
     const int head_tiles = ceil_div(p.h_q, HEADS);
     auto find = [&](int item) { return find_head_tile(p, item, head_tiles); };
     auto attend = [&](int index) {
@@ -508,8 +518,10 @@ __device__ __forceinline__ void for_each_work(const AttentionParams& p, int warp
     }
 }
 
-// grid: QUERIES 1: x = (query * head tiles + head tile) * CTAs of the cluster + rank, y = split. QUERIES 2: x persistent CTAs.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_few_heads_sm90(const __grid_constant__ AttentionParams p) {
+// grid: QUERIES 1: x = (query * head tiles + head tile) * CTAs of the cluster + rank, y = split. QUERIES 2: x
+// persistent CTAs.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    bf16_few_heads_sm90(const __grid_constant__ AttentionParams p) {
     if (QUERIES == 1 && find_head_tile(p, blockIdx.x / cluster_size(), ceil_div(p.h_q, HEADS)) < 0)
         return;  // the whole cluster does
     Small& sm = small();

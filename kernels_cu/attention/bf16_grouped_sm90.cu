@@ -1,16 +1,18 @@
-// Sparse attention of flat bf16 rows on Hopper, few heads: the 64 lines of Q are the heads of several neighbouring queries, a
-// query group, and the rows are the union of their lists (group_lists.cu). Pipeline and shared memory: bf16_sm90.cuh.
+// Sparse attention of flat bf16 rows on Hopper, few heads: the 64 lines of Q are the heads of several neighbouring
+// queries, a query group, and the rows are the union of their lists (group_lists.cu). Pipeline and shared memory:
+// bf16_sm90.cuh.
 //
-// One more step of Q . K adds -2^120 where a line's query does not list a row. So softmax is as for a single query, but for rows
-// that count twice. A row that one query lists meets the P of the others, which is 0 there. A row that is not finite would reach
-// them all the same, so a group with such a result is left to the kernel that runs after this one.
+// One more step of Q . K adds -2^120 where a line's query does not list a row. So softmax is as for a single query,
+// but for rows that count twice. A row that one query lists meets the P of the others, which is 0 there. A row that is
+// not finite would reach them all the same, so a group with such a result is left to the kernel that runs after this
+// one.
 //
 // grid: x persistent CTAs over query groups.
 #include "attention/bf16_sm90.cuh"
 #include "attention/grouped.cuh"
 
-// The step more: 16 columns, to Q the number of a line's query as a unit vector of 8, to K what is added for each query, 0 or
-// EXCLUDED. The second 8 of the 16 columns are zeros.
+// The step more: 16 columns, to Q the number of a line's query as a unit vector of 8, to K what is added for each
+// query, 0 or EXCLUDED. The second 8 of the 16 columns are zeros.
 constexpr int FACTOR_BYTES = TILE_ROWS * 16;  // 64 lines of 8 columns, without swizzle
 constexpr int FACTOR_Q = EXTRA_AT, FACTOR_K = FACTOR_Q + FACTOR_BYTES, FACTOR_ZEROS = FACTOR_K + 2 * FACTOR_BYTES;
 constexpr uint32_t ONE = 0x3f80, EXCLUDED = 0xfb80;  // bfloat16: 1, -2^120
@@ -41,11 +43,14 @@ struct Grouped {
         return {query_of(p, index), query < p.queries && index < p.num_queries ? row % p.h_q : p.h_q};
     }
     // Lines beyond the last may belong to any query.
-    static __device__ __forceinline__ int query_of_line(const Params& p, int row) { return min(row / p.h_q, p.queries - 1); }
+    static __device__ __forceinline__ int query_of_line(const Params& p, int row) {
+        return min(row / p.h_q, p.queries - 1);
+    }
 
     static constexpr int VALIDITY_LANES = 4;
     using Validity = uint32_t;  // `excluded` of row 16 (lane % 8) + c.row
-    static __device__ __forceinline__ Validity load_validity(const Params& p, const Work& w, const Copier& c, int tile) {
+    static __device__ __forceinline__ Validity load_validity(const Params& p, const Work& w, const Copier& c,
+                                                             int tile) {
         const int entry = tile * TILE_ROWS + 16 * (c.lane % 4) + c.row;
         return entry < w.length ? p.excluded[int64_t(w.number) * p.capacity + entry] : 0xff;
     }
@@ -89,7 +94,8 @@ struct Grouped {
             uint32_t any = 0;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-                const Vec8 words = *reinterpret_cast<const Vec8*>(&small<Grouped>().twice[tile][reader.queries >> 16 * row & 0xffff]);
+                const Vec8 words =
+                    *reinterpret_cast<const Vec8*>(&small<Grouped>().twice[tile][reader.queries >> 16 * row & 0xffff]);
                 twice[row][0] = words.x >> 2 * t;
                 twice[row][1] = words.y >> 2 * t;
                 any |= twice[row][0] | twice[row][1];
@@ -98,8 +104,12 @@ struct Grouped {
         }
     };
     // Rows that are not listed are taken out by the step more.
-    static __device__ __forceinline__ float mask_tile(const Params& p, const Columns&, float (&)[32]) { return p.scale_log2; }
-    static __device__ __forceinline__ float top_of(float top, float scale) { return top < LEAST_LISTED ? -INF : top * scale; }
+    static __device__ __forceinline__ float mask_tile(const Params& p, const Columns&, float (&)[32]) {
+        return p.scale_log2;
+    }
+    static __device__ __forceinline__ float top_of(float top, float scale) {
+        return top < LEAST_LISTED ? -INF : top * scale;
+    }
     static __device__ __forceinline__ void count_twice(const Columns& columns, int row, float (&s)[32]) {
         if (columns.once) return;
 #pragma unroll
@@ -116,10 +126,11 @@ struct Grouped {
     }
 
     template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t, int turn,
-                                                 const Softmax& state, const float (&o)[128]) {
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
+                                                 int turn, const Softmax& state, const float (&o)[128]) {
         write_lines<Grouped, W>(p, w, warp, g, t, turn, state, o);
-        // A row that is not finite has reached all queries of the group, whether they list it or not: all are left after all.
+        // A row that is not finite has reached all queries of the group, whether they list it or not: all are left
+        // after all.
         float probe = 0.0f;
 #pragma unroll
         for (int i = 0; i < 128; ++i) probe += o[i] * 0.0f;
@@ -129,7 +140,9 @@ struct Grouped {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_grouped_sm90(const __grid_constant__ GroupedParams p) { run<Grouped>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_grouped_sm90(const __grid_constant__ GroupedParams p) {
+    run<Grouped>(p);
+}
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;

@@ -1,4 +1,5 @@
-// Sparse attention of flat bf16 rows on Hopper: a work item is 64 heads of a query. Pipeline and shared memory: bf16_sm90.cuh.
+// Sparse attention of flat bf16 rows on Hopper: a work item is 64 heads of a query. Pipeline and shared memory:
+// bf16_sm90.cuh.
 //
 // grid: x persistent CTAs over queries x head tiles.
 #include "attention/bf16_sm90.cuh"
@@ -6,7 +7,9 @@
 struct Plain : SingleQueries {
     static constexpr bool CLUSTER = false;
 
-    static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) { return p.num_queries * head_tiles; }
+    static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) {
+        return p.num_queries * head_tiles;
+    }
     static __device__ __forceinline__ int find_item(const Params& p, int item, int head_tiles) {
         return find_head_tile(p, item, head_tiles);
     }
@@ -18,13 +21,15 @@ struct Plain : SingleQueries {
     }
 
     template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t, int turn,
-                                                 const Softmax& state, const float (&o)[128]) {
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
+                                                 int turn, const Softmax& state, const float (&o)[128]) {
         write_lines<Plain, W>(p, w, warp, g, t, turn, state, o);
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_sm90(const __grid_constant__ AttentionParams p) { run<Plain>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_sm90(const __grid_constant__ AttentionParams p) {
+    run<Plain>(p);
+}
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;

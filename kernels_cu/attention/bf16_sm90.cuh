@@ -1,5 +1,5 @@
-// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by three kernels, which differ
-// in what the 64 lines of Q and the rows of a work item are, and in what is done with its result:
+// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by three kernels,
+// which differ in what the 64 lines of Q and the rows of a work item are, and in what is done with its result:
 //
 //   bf16_sm90.cu           64 heads of a query, all its rows
 //   bf16_cluster_sm90.cu   64 heads of a query; the CTAs of a cluster share its rows and merge their results
@@ -14,27 +14,32 @@
 //          left half of the columns       O += P_1 . V_1                        by region, as regions are released
 //     O += P_1 . V_1
 //
-//   P_w is in registers where it is computed, and in shared memory, over the RoPE columns of K_w, for the other warpgroup.
-//   KEPT steps of k of Q are in registers as well, so that Q . K reads less from shared memory, whose rate is its limit.
+//   P_w is in registers where it is computed, and in shared memory, over the RoPE columns of K_w, for the other
+//   warpgroup.
+//   KEPT steps of k of Q are in registers as well, so that Q . K reads less from shared memory, whose rate is its
+//   limit.
 //
-//   A tile has two regions. Region w is what warpgroup w reads last, columns 256 w .. + 255. Region 1 - w of tile w holds the RoPE
-//   columns as well, over which P_w is stored. With D_QK 512 there are no columns behind V: P has a space of its own.
+//   A tile has two regions. Region w is what warpgroup w reads last, columns 256 w .. + 255. Region 1 - w of tile w
+//   holds the RoPE columns as well, over which P_w is stored. With D_QK 512 there are no columns behind V: P has a
+//   space of its own.
 //
-//   full[tile][region]    copies done      128 arrivals after cp.async; region w of tile w 16 x VALIDITY_LANES more, for validity
-//   empty[tile][region]   region released  by warpgroup `region`: region w of tile w by its 128 threads, else by its 4 warps
+//   full[tile][region]    copies done      128 arrivals after cp.async; region w of tile w 16 x VALIDITY_LANES more,
+//                                          for validity
+//   empty[tile][region]   region released  by warpgroup `region`: region w of tile w by its 128 threads, else by its 4
+//                                          warps
 //   q_full                Q has come       128 arrivals after cp.async, and 1 for the work item's number
 //   q_empty               Q released       the 8 consumer warps
 //   P_READY + w           named: P_w is published: warpgroup w arrives, the other one waits
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
 //
-// Softmax without a running maximum to exchange: P_w is relative to ref_w, which stays as it is until a logit passes it by
-// 2^REF_SLACK, and is published with P_w. Who multiplies P_w brings its accumulators, or P_w, to the higher of the two references.
-// That happens in the first tiles and then hardly ever, and needs no waiting.
+// Softmax without a running maximum to exchange: P_w is relative to ref_w, which stays as it is until a logit passes
+// it by 2^REF_SLACK, and is published with P_w. Who multiplies P_w brings its accumulators, or P_w, to the higher of
+// the two references. That happens in the first tiles and then hardly ever, and needs no waiting.
 //
-// Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB; bf16_grouped_sm90
-// 4 KB more.
-// Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch; no spills, and no wgmma serialised
-// by the compiler (both asserted by the compile test).
+// Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB;
+// bf16_grouped_sm90 4 KB more.
+// Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch; no spills, and no
+// wgmma serialised by the compiler (both asserted by the compile test).
 // What was tried, what bounds it: docs/kernels/bf16_sm90.md.
 #pragma once
 #include "attention/params.cuh"
@@ -77,7 +82,8 @@ struct Small {
     int work, length;  // what Q is of: the number of a work item, -1 behind the last, and its list's length
     union {
         uint8_t valid[2][TILE_ROWS];  // whether a row of a tile is valid
-        uint64_t twice[2][8];         // bf16_grouped_sm90: for each query, a bit for each row of a tile that counts twice
+        // Bf16_grouped_sm90: for each query, a bit for each row of a tile that counts twice.
+        uint64_t twice[2][8];
     };
     float ref[2][HEADS];     // what P_w is relative to
     float sum[2][2][HEADS];  // at the end, alternating between work items: sums and maxima of each warpgroup's tiles
@@ -161,11 +167,15 @@ struct SingleQueries {
     static __device__ __forceinline__ const int32_t* list_of(const Params& p, const Work& w) {
         return p.main.indices + w.query.b * p.main.index_stride_b + w.query.s * p.main.index_stride_s + w.first;
     }
-    static __device__ __forceinline__ Line line_at(const Params& p, const Work& w, int head) { return {w.query, head}; }
+    static __device__ __forceinline__ Line line_at(const Params& p, const Work& w, int head) {
+        return {w.query, head};
+    }
 
     static constexpr int VALIDITY_LANES = 1;  // of each eight producer threads, those that bring validity
     struct Validity {};
-    static __device__ __forceinline__ Validity load_validity(const Params&, const Work&, const Copier&, int) { return {}; }
+    static __device__ __forceinline__ Validity load_validity(const Params&, const Work&, const Copier&, int) {
+        return {};
+    }
     static __device__ __forceinline__ void store_validity(const Params&, const Work&, const Copier& c, int, int tile,
                                                           const uint8_t* const (&rows)[4], Validity) {
 #pragma unroll
@@ -223,7 +233,8 @@ __device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, cons
 
 // The list entries of this thread's rows of one tile; -1 where there is none.
 template <typename K>
-__device__ __forceinline__ void load_slots(const typename K::Params& p, const Work& w, const Copier& c, int tile, int32_t (&slots)[4]) {
+__device__ __forceinline__ void load_slots(const typename K::Params& p, const Work& w, const Copier& c, int tile,
+                                           int32_t (&slots)[4]) {
     const int32_t* list = K::list_of(p, w);
     const int first = opaque(tile * TILE_ROWS + c.row);
 #pragma unroll
@@ -235,9 +246,9 @@ __device__ __forceinline__ void load_slots(const typename K::Params& p, const Wo
 
 // Copies region `REGION` of tile `TILE` once it is released: half of V's columns, and maybe the RoPE columns.
 template <typename K, int TILE, int REGION>
-__device__ __forceinline__ void copy_region(
-    const typename K::Params& p, const Work& w, const Copier& c, int pair, const uint8_t* const (&rows)[4],
-    typename K::Validity validity, uint32_t parity) {
+__device__ __forceinline__ void copy_region(const typename K::Params& p, const Work& w, const Copier& c, int pair,
+                                            const uint8_t* const (&rows)[4], typename K::Validity validity,
+                                            uint32_t parity) {
     Small& sm = small<K>();
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION]), parity);
     copy_blocks<4 * REGION, 4 * REGION + 4>(c, tile_address(TILE), rows);
@@ -251,7 +262,8 @@ __device__ __forceinline__ void copy_region(
     mbarrier_arrive_after_copies(shared_address(&sm.full[TILE][REGION]));
 }
 
-__device__ __forceinline__ void find_rows(const AttentionParams& p, const int32_t (&slots)[4], const uint8_t* (&rows)[4]) {
+__device__ __forceinline__ void find_rows(const AttentionParams& p, const int32_t (&slots)[4],
+                                          const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const bool valid = slots[i] >= 0 && slots[i] < p.main.num_slots;
@@ -261,7 +273,8 @@ __device__ __forceinline__ void find_rows(const AttentionParams& p, const int32_
 
 // The lines of Q that this thread copies, null for nobody's.
 template <typename K>
-__device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c, const uint8_t* (&rows)[4]) {
+__device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c,
+                                       const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * i + c.row);
@@ -322,8 +335,8 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
 
 // --- consumers ------------------------------------------------------------------------------------------------
 
-// The softmax of a thread's two lines (g and g + 8 of its warp's 16). Accumulators and `sum` are relative to `ref`. `sum` and `max`
-// cover this thread's columns of this warpgroup's tiles only.
+// The softmax of a thread's two lines (g and g + 8 of its warp's 16). Accumulators and `sum` are relative to `ref`.
+// `sum` and `max` cover this thread's columns of this warpgroup's tiles only.
 struct Softmax {
     float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF};
 };
@@ -377,9 +390,9 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
 
 // S becomes P relative to `ref`, rounded, as the A operands of four steps of k. `sum` is that of P before rounding.
 template <typename K>
-__device__ __forceinline__ void softmax_tile(
-    const typename K::Params& p, const typename K::Columns& columns, float (&s)[32], Softmax& state, float (&ref)[2], float (&sum)[2],
-    uint32_t (&prob)[4][4]) {
+__device__ __forceinline__ void softmax_tile(const typename K::Params& p, const typename K::Columns& columns,
+                                             float (&s)[32], Softmax& state, float (&ref)[2], float (&sum)[2],
+                                             uint32_t (&prob)[4][4]) {
     const float scale = K::mask_tile(p, columns, s);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -442,8 +455,8 @@ __device__ __forceinline__ void take_p(int tile, int warp, int lane, float (&ref
     ref[1] = small<K>().ref[tile][row + 8];
 }
 
-// Before the product with a P relative to `ref`: accumulators are brought to the higher of the two references. Rarely there is
-// anything to do; then this waits until no product is under way. Returns false if there was nothing to do.
+// Before the product with a P relative to `ref`: accumulators are brought to the higher of the two references. Rarely
+// there is anything to do; then this waits until no product is under way. Returns false if there was nothing to do.
 __device__ __forceinline__ bool raise(Softmax& state, const float (&ref)[2], float (&o)[128]) {
     if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) return false;
     wgmma_wait<0>();
@@ -509,16 +522,15 @@ __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
 
 // Writes the output and statistics of one work item: warpgroup W's half of the columns.
 template <typename K, int W>
-__device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warp, int g, int t, int turn,
-                                            const Softmax& state, const float (&o)[128]) {
+__device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warp, int g, int t,
+                                            int turn, const Softmax& state, const float (&o)[128]) {
     const Small& sm = small<K>();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = 16 * warp + g + 8 * i;
         const Line line = K::line_at(p, w, w.head_tile * HEADS + row);
         const float sum = sm.sum[turn][0][row] + sm.sum[turn][1][row];
-        const HeadResult result = {fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]),
-                                   log2_sum_exp(state.ref[i], sum)};
+        const HeadResult result = {fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]), log2_sum_exp(state.ref[i], sum)};
         const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
         const float scale = !here || sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / sum;
         bf16* out = out_of(p, line.query, line.head, 256 * W);

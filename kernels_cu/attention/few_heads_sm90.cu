@@ -1,37 +1,40 @@
-// Sparse attention of few heads on Hopper, V32_FP8 and bf16 rows, decode and prefill: rows go from the ring into registers.
+// Sparse attention of few heads on Hopper, V32_FP8 and bf16 rows, decode and prefill: rows go from the ring into
+// registers.
 //
-// Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64. Rows or value columns are the M side
-// and come from registers, widened on the way (tile/fragments.cuh). So shared memory holds rows as they lie in the cache and
-// nothing else:
+// Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64. Rows or value columns are the
+// M side and come from registers, widened on the way (tile/fragments.cuh). So shared memory holds rows as they lie in
+// the cache and nothing else:
 //
 //   S^T = K . Q^T     a warp: 16 rows x heads        A = its own rows            d / 16 steps of m16n8k16
 //   O^T = V^T . P^T   a warp: 128 columns x heads    A = pairs of rows a column  8 mma tiles x 4 steps
 //
-//   4 producer warps       each a quarter of every tile of 64 rows, by cp.async, as far ahead as its ring of STAGES x 8 rows
-//                          reaches
+//   4 producer warps       each a quarter of every tile of 64 rows, by cp.async, as far ahead as its ring of STAGES x
+//                          8 rows reaches
 //   CONSUMERS warpgroups   (3; 2 for 32 heads) take tiles in turn, each with a softmax of its own:
-//     S^T                  V32_FP8: the 128 columns of one scale after the other, times the row's float32 scale, so that no
-//                          scaled value is ever rounded
-//     P^T                  to shared memory. V32_FP8: f16, a copy for each scale, relative to a reference for each head and
-//                          scale
-//     vote                 if a value is far above its reference, references rise, O^T follows, and P^T is computed again
+//     S^T                  V32_FP8: the 128 columns of one scale after the other, times the row's float32 scale, so
+//                          that no scaled value is ever rounded
+//     P^T                  to shared memory. V32_FP8: f16, a copy for each scale, relative to a reference for each
+//                          head and scale
+//     vote                 if a value is far above its reference, references rise, O^T follows, and P^T is computed
+//                          again
 //     O^T += V^T . P^T     quarter after quarter; each stage is released when it has been read
 //
-//   While one warpgroup waits, the others multiply. At the end they merge their O^T in shared memory, and the CTAs of a cluster
-//   merge theirs (merge.cuh). Splits that do not fit a cluster lie along gridDim.y and are merged by combine.cu.
+//   While one warpgroup waits, the others multiply. At the end they merge their O^T in shared memory, and the CTAs of
+//   a cluster merge theirs (merge.cuh). Splits that do not fit a cluster lie along gridDim.y and are merged by
+//   combine.cu.
 //
 //   full[quarter][stage]    copies done          32 arrivals after the copies of the producer warp
 //   empty[quarter][stage]   stage released       the 4 warps of the warpgroup that has the tile
 //   WARPGROUP_SYNC + w      named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC           named: all consumer threads
 //
-// Products are mma.sync: wgmma with A in registers takes a warpgroup 60 cycles or more whatever N is, and its fences keep the
-// next fragments from being widened in the meantime.
+// Products are mma.sync: wgmma with A in registers takes a warpgroup 60 cycles or more whatever N is, and its fences
+// keep the next fragments from being widened in the meantime.
 //
-// Shared memory: Q heads x D_QK x 2; P CONSUMERS x copies x heads x 128; 4 rings of STAGES x 8 staged rows of 656 bytes (bf16:
-// 2 x D_QK + 16); statistics and mbarriers.
-// Registers: 160 (32 heads: 232) a consumer thread, 32 (40) a producer thread, together 512 x 128 (384 x 168): setmaxnreg hands
-// out no more than the launch had.
+// Shared memory: Q heads x D_QK x 2; P CONSUMERS x copies x heads x 128; 4 rings of STAGES x 8 staged rows of 656
+// bytes (bf16: 2 x D_QK + 16); statistics and mbarriers.
+// Registers: 160 (32 heads: 232) a consumer thread, 32 (40) a producer thread, together 512 x 128 (384 x 168):
+// setmaxnreg hands out no more than the launch had.
 // What was tried, what bounds it: docs/kernels/few_heads_sm90.md.
 #include "attention/merge.cuh"
 #include "attention/results.cuh"
@@ -102,8 +105,8 @@ using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(STAGES >= 4, "two tiles");
 
-// Once all rows are read, the rings hold O^T in float32, [head][column]: the halves that warpgroups 0 and 1 exchange, and those
-// that warpgroup 2 gives them. Four columns more a line spread the heads over the banks.
+// Once all rows are read, the rings hold O^T in float32, [head][column]: the halves that warpgroups 0 and 1 exchange,
+// and those that warpgroup 2 gives them. Four columns more a line spread the heads over the banks.
 constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
 static_assert(EXCHANGE_AT + 2 * (CONSUMERS - 1) * EXCHANGE_BYTES <= SMALL_AT, "");
 
@@ -121,12 +124,15 @@ __device__ __forceinline__ uint32_t q_lines() { return shared_address(shared) + 
 __device__ __forceinline__ uint32_t p_lines(const Role& r) {
     return shared_address(shared) + P_AT + r.warpgroup * P_COPIES * P_BYTES;
 }
-__device__ __forceinline__ void sync_warpgroup(const Role& r) { named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP); }
+__device__ __forceinline__ void sync_warpgroup(const Role& r) {
+    named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
+}
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMER_THREADS); }
 
 // --- producer --------------------------------------------------------------------------------------------------
 
-// Start the copies of the eight rows that lanes `first` .. + 7 hold, the whole warp a row at a time. Invalid rows become zeros.
+// Start the copies of the eight rows that lanes `first` .. + 7 hold, the whole warp a row at a time. Invalid rows
+// become zeros.
 __device__ __forceinline__ void copy_stage(uint32_t to, const Row& row, int first, int lane) {
     constexpr int ROW_CHUNKS = COPIED_BYTES / 16;
 #pragma unroll
@@ -141,7 +147,8 @@ __device__ __forceinline__ void copy_stage(uint32_t to, const Row& row, int firs
     }
 }
 
-// A producer warp copies rows 16 `quarter` .. + 15 of every tile. Lane l holds row l % 16 of one tile or (l >= 16) of the next.
+// A producer warp copies rows 16 `quarter` .. + 15 of every tile. Lane l holds row l % 16 of one tile or (l >= 16) of
+// the next.
 __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const WorkItem& w, int quarter) {
     const int lane = threadIdx.x % 32, my_row = 16 * quarter + lane % 16, my_tile = lane / 16;
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
@@ -169,7 +176,8 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const WorkI
     }
 }
 
-// The power of two that brings the largest |q| of a head to just below 2^14, so that f16 holds all that counts, and its inverse.
+// The power of two that brings the largest |q| of a head to just below 2^14, so that f16 holds all that counts, and
+// its inverse.
 struct QScale {
     float up, down;
 };
@@ -178,8 +186,8 @@ __device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
     return {__uint_as_float(uint32_t(127 + exponent) << 23), __uint_as_float(uint32_t(127 - exponent) << 23)};
 }
 
-// Q to shared memory, each warp a head at a time, in the order of the fragments: a line a head, in column blocks of 64. Heads
-// beyond the last are zeros.
+// Q to shared memory, each warp a head at a time, in the order of the fragments: a line a head, in column blocks of
+// 64. Heads beyond the last are zeros.
 __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem& w, const Role& r) {
     constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
     if (r.warpgroup >= 2) {
@@ -229,8 +237,8 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
 
 // --- products -------------------------------------------------------------------------------------------------
 
-// B operands of a step of k, from lines of 128 bytes, one a head: two fragments for every 8 heads. `place` is this lane's
-// address in the first step.
+// B operands of a step of k, from lines of 128 bytes, one a head: two fragments for every 8 heads. `place` is this
+// lane's address in the first step.
 constexpr int HEAD_TILES = HEADS / 8;
 struct HeadFragments {
     uint32_t b[HEAD_TILES][2];
@@ -268,8 +276,8 @@ __device__ __forceinline__ void multiply(float (&acc)[HEAD_TILES][4], const uint
 
 // acc += 16 rows times a column block of Q. Q's fragments are read a step ahead; `f` are those of the first step.
 template <bool NARROW>
-__device__ __forceinline__ void multiply_block(
-    uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4], float (&acc)[HEAD_TILES][4]) {
+__device__ __forceinline__ void multiply_block(uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4],
+                                               float (&acc)[HEAD_TILES][4]) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
         HeadFragments next;
@@ -294,8 +302,8 @@ __device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
     return {__uint_as_float(load_shared_4(row)), __uint_as_float(load_shared_4(row + STAGED))};
 }
 
-// S^T of a warp's 16 rows. SUMS sums run beside one another. V32_FP8: those of different scales, each then added times its scale.
-// Loops stay loops: a batch of one pays for every instruction fetched.
+// S^T of a warp's 16 rows. SUMS sums run beside one another. V32_FP8: those of different scales, each then added times
+// its scale. Loops stay loops: a batch of one pays for every instruction fetched.
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEAD_TILES][4]) {
     constexpr int SUMS = HEADS == 32 ? 1 : FOLDED && HEADS == 8 ? 4 : 2, EACH = FOLDED ? 2 : 1;
     constexpr int BLOCK_BYTES = FOLDED ? 64 : 128;
@@ -320,7 +328,8 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (
             if (NOPE_BLOCKS % (SUMS * EACH) != 0 && block >= NOPE_BLOCKS) break;
             f = load_head_fragments(q + block * Q_BLOCK_BYTES, 0);
             qk_nope(raw, a);
-            const int next = i + 1 < SUMS * EACH ? first + (i + 1) % SUMS * EACH + (i + 1) / SUMS : first + SUMS * EACH;
+            const int next =
+                i + 1 < SUMS * EACH ? first + (i + 1) % SUMS * EACH + (i + 1) / SUMS : first + SUMS * EACH;
             raw = load_qk(row, min(next, NOPE_BLOCKS - 1) * BLOCK_BYTES, !FOLDED, r.t);
             if (i == SUMS * EACH - 1) {
 #pragma unroll
@@ -340,7 +349,8 @@ __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (
 }
 
 // O^T += V^T . P^T, and release of the tile, whose two stages of each quarter stand at `place` in the rings.
-__device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&place)[2], float (&o)[V_TILES][HEAD_TILES][4]) {
+__device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&place)[2],
+                                            float (&o)[V_TILES][HEAD_TILES][4]) {
     const uint32_t p = head_fragments_place(p_lines(r) + (FOLDED ? r.warp * P_BYTES : 0), r.lane);
     const uint32_t ring = shared_address(shared) + RING_AT;
     StagedRows rows = {{ring + place[0] * STAGE_BYTES, ring + place[1] * STAGE_BYTES}};
@@ -372,15 +382,17 @@ using Softmax = HeadsSoftmax<OWN_HEADS>;
 
 // The element of row (S^T) or column (O^T) i of a thread's two and its c-th head.
 template <typename T>
-__device__ __forceinline__ T& at(T (&acc)[HEAD_TILES][4], int i, int c) { return acc[c / 2][2 * i + c % 2]; }
+__device__ __forceinline__ T& at(T (&acc)[HEAD_TILES][4], int i, int c) {
+    return acc[c / 2][2 * i + c % 2];
+}
 
 // References rise to the tile's maxima; sums and O^T follow. The whole warpgroup calls.
-__device__ __forceinline__ void raise_references(
-    const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4], Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+__device__ __forceinline__ void raise_references(const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4],
+                                                 Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
     constexpr int REFS = FOLDED ? 1 + P_COPIES : 1;
     Small& sm = small();
-    float(&across)[1 + P_COPIES][4][HEADS] = sm.across[r.warpgroup];
-    float(&refs)[1 + P_COPIES][HEADS] = sm.ref[r.warpgroup], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.warpgroup];
+    float (&across)[1 + P_COPIES][4][HEADS] = sm.across[r.warpgroup];
+    float (&refs)[1 + P_COPIES][HEADS] = sm.ref[r.warpgroup], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.warpgroup];
 #pragma unroll 1
     for (int k = 0; k < REFS; ++k) {
         const TwoScales scales = k == 0 ? TwoScales{1.0f, 1.0f} : load_scales(row, k - 1);
@@ -431,10 +443,10 @@ __device__ __forceinline__ void raise_references(
     sync_warpgroup(r);
 }
 
-// P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where a
-// reference is too low for a value.
-__device__ __forceinline__ bool store_p(
-    const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4], const Softmax& state, float (&sums)[OWN_HEADS]) {
+// P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where
+// a reference is too low for a value.
+__device__ __forceinline__ bool store_p(const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4],
+                                        const Softmax& state, float (&sums)[OWN_HEADS]) {
     bool high = false;
     float e[HEAD_TILES][4];
 #pragma unroll
@@ -455,7 +467,8 @@ __device__ __forceinline__ bool store_p(
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             float2 f = {1.0f, 1.0f};
-            if (FOLDED) f = *reinterpret_cast<const float2*>(&small().chunk_factor[r.warpgroup][copy][8 * j + 2 * r.t]);
+            if (FOLDED)
+                f = *reinterpret_cast<const float2*>(&small().chunk_factor[r.warpgroup][copy][8 * j + 2 * r.t]);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float scale = i == 0 ? scales.x : scales.y;
@@ -469,16 +482,18 @@ __device__ __forceinline__ bool store_p(
         } else {
 #pragma unroll
             for (int j = 0; j < HEADS / 8; j += 2)
-                stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2], rounded[2 * j + 3]);
+                stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2],
+                                  rounded[2 * j + 3]);
         }
     }
     return high || (FOLDED && top > P_LIMIT);
 }
 
-// S^T to P^T in shared memory; the warpgroup has met when this returns. `first`: its first tile, without references yet.
-__device__ __forceinline__ void softmax_tile(
-    const Role& r, bool first, const bool (&valid)[2], uint32_t row, float (&s)[HEAD_TILES][4], Softmax& state,
-    float (&o)[V_TILES][HEAD_TILES][4]) {
+// S^T to P^T in shared memory; the warpgroup has met when this returns. `first`: its first tile, without references
+// yet.
+__device__ __forceinline__ void softmax_tile(const Role& r, bool first, const bool (&valid)[2], uint32_t row,
+                                             float (&s)[HEAD_TILES][4], Softmax& state,
+                                             float (&o)[V_TILES][HEAD_TILES][4]) {
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(&small().q_scale[8 * j + 2 * r.t]);
@@ -507,12 +522,13 @@ __device__ __forceinline__ void softmax_tile(
 
 // --- a query's tiles ------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void attend(
-    const AttentionParams& p, const WorkItem& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+__device__ __forceinline__ void attend(const AttentionParams& p, const WorkItem& w, const Role& r, Softmax& state,
+                                       float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     const FirstRow first = first_qk_row(r.g);
     const int my_row = 16 * r.warp + 8 * first.stage + first.row;
-    const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES, full = shared_address(sm.full[r.warp]);
+    const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES,
+                   full = shared_address(sm.full[r.warp]);
     int32_t entries[2] = {load_entry(p, w, w.begin + r.warpgroup, my_row),
                           load_entry(p, w, w.begin + r.warpgroup, my_row + 1)};
 #pragma unroll 1
@@ -536,7 +552,7 @@ __device__ __forceinline__ void attend(
 
 // Stores the sums (and maxima) of each warp's rows.
 __device__ __forceinline__ void store_statistics(const Role& r, const Softmax& state) {
-    float(&across)[1 + P_COPIES][4][HEADS] = small().across[r.warpgroup];
+    float (&across)[1 + P_COPIES][4][HEADS] = small().across[r.warpgroup];
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         const float sum = rows_sum(state.sum[c]), max = KEEPS_MAX ? rows_max(state.max[c]) : 0.0f;
@@ -547,8 +563,8 @@ __device__ __forceinline__ void store_statistics(const Role& r, const Softmax& s
     }
 }
 
-// Merges the warpgroups' softmax of a head, and finds what their columns 128 k .. are multiplied with. A thread for each head
-// and k.
+// Merges the warpgroups' softmax of a head, and finds what their columns 128 k .. are multiplied with. A thread for
+// each head and k.
 __device__ __forceinline__ Statistics merge_statistics(int k, int head) {
     Small& sm = small();
     float ref = -INF, sum = 0.0f, max = -INF;
@@ -558,7 +574,7 @@ __device__ __forceinline__ Statistics merge_statistics(int k, int head) {
     for (int wg = 0; wg < CONSUMERS; ++wg) {
         const float own = sm.ref[wg][0][head];
         sm.weight[wg][k][head] = rescale_factor(sm.ref[wg][FOLDED ? 1 + k % P_COPIES : 0][head], ref);
-        const float(&across)[1 + P_COPIES][4][HEADS] = sm.across[wg];
+        const float (&across)[1 + P_COPIES][4][HEADS] = sm.across[wg];
         sum += rescale_factor(own, ref) *
                ((across[0][0][head] + across[0][1][head]) + (across[0][2][head] + across[0][3][head]));
         if (KEEPS_MAX) {
@@ -570,8 +586,8 @@ __device__ __forceinline__ Statistics merge_statistics(int k, int head) {
 }
 
 // Writes a head's statistics if `write`, and returns what its O^T is multiplied with in the end.
-__device__ __forceinline__ float finish_head(const AttentionParams& p, const WorkItem& w, int head, bool write, float ref,
-                                             float sum, float max) {
+__device__ __forceinline__ float finish_head(const AttentionParams& p, const WorkItem& w, int head, bool write,
+                                             float ref, float sum, float max) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q || sum == 0.0f && !write) return 0.0f;
     const HeadResult result = {max, log2_sum_exp(ref, sum)};
@@ -583,8 +599,8 @@ __device__ __forceinline__ float finish_head(const AttentionParams& p, const Wor
 }
 
 // Four columns of a head, times `f`.
-__device__ __forceinline__ void write_columns(const AttentionParams& p, const WorkItem& w, int head, int column, float4 v,
-                                              float f) {
+__device__ __forceinline__ void write_columns(const AttentionParams& p, const WorkItem& w, int head, int column,
+                                              float4 v, float f) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q) return;
     v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
@@ -593,12 +609,12 @@ __device__ __forceinline__ void write_columns(const AttentionParams& p, const Wo
         *reinterpret_cast<float4*>(partial_out(p, at) + column) = v;
     } else {
         if (p.flags & WIDE_OUT) {
-        bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
-        *reinterpret_cast<Vec8*>(out) = {pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)};
-    } else {
-        write_output(p, w.query, global_head, column, v.x, v.y);
-        write_output(p, w.query, global_head, column + 2, v.z, v.w);
-    }
+            bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
+            *reinterpret_cast<Vec8*>(out) = {pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)};
+        } else {
+            write_output(p, w.query, global_head, column, v.x, v.y);
+            write_output(p, w.query, global_head, column + 2, v.z, v.w);
+        }
     }
 }
 
@@ -619,15 +635,15 @@ __device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][H
     for (int c = 0; c < OWN_HEADS; ++c) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
-            const float(&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
-            four_columns(to, c, k) =
-                make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
+            const float (&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
+            const float (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
+            four_columns(to, c, k) = make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
         }
     }
 }
 
-// Warpgroup HALF merges half `HALF` of the columns of all warpgroups, and calls act(c, k, where a value may stay, value).
+// Warpgroup HALF merges half `HALF` of the columns of all warpgroups, and calls act(c, k, where a value may stay,
+// value).
 template <int HALF, typename Act>
 __device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows,
                                            const float (&o)[V_TILES][HEAD_TILES][4], Act act) {
@@ -639,8 +655,8 @@ __device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows,
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const float a = sm.weight[HALF][r.warp][head], b = sm.weight[1 - HALF][r.warp][head];
-            const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
-            const float(&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
+            const float (&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
+            const float (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
             float4& four = four_columns(both, c, k);
             float4 v = four;
             v = make_float4(a * at(first, 0, c) + b * v.x, a * at(first, 1, c) + b * v.y,
@@ -660,7 +676,8 @@ __device__ __forceinline__ void write_merged(const AttentionParams& p, const Wor
 #pragma unroll 4
     for (int i = threadIdx.x; i < HEADS * D_V / 4; i += CONSUMER_THREADS) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
-        const int half = FOLDED ? column / 8 % 2 : column / 256, at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
+        const int half = FOLDED ? column / 8 % 2 : column / 256,
+                  at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
         const auto* v = reinterpret_cast<const float4*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES +
                                                         (head * HALF_LINE + at) * 4);
         write_columns(p, w, head, column, *v, small().scale[head]);
@@ -668,8 +685,8 @@ __device__ __forceinline__ void write_merged(const AttentionParams& p, const Wor
 }
 
 // Merges the warpgroups of a CTA, then the CTAs of a cluster.
-__device__ __forceinline__ void write_results(
-    const AttentionParams& p, const WorkItem& w, const Role& r, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
+__device__ __forceinline__ void write_results(const AttentionParams& p, const WorkItem& w, const Role& r,
+                                              const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     sync_consumers();  // all rows have been read
     store_statistics(r, state);
@@ -684,7 +701,8 @@ __device__ __forceinline__ void write_results(
         const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
         const Statistics merged = merge_statistics(k, head);
         if (k == 0 && partials.ctas > 1) partials.write_statistics(head, merged.ref, merged.sum, merged.max);
-        if (k == 0 && partials.ctas == 1) sm.scale[head] = finish_head(p, w, head, true, merged.ref, merged.sum, merged.max);
+        if (k == 0 && partials.ctas == 1)
+            sm.scale[head] = finish_head(p, w, head, true, merged.ref, merged.sum, merged.max);
     }
     sync_consumers();
     // Chunk 128 (4 c + q) + thread: word q of the columns of head c of a thread of warpgroup 0 or 1.

@@ -1,34 +1,36 @@
 // Sparse attention of FP8 rows on Hopper, 32 or 64 heads of a query at a time: wgmma with KV rows from registers.
 //
-// Rows stay in shared memory as they lie in the cache; no tile of 16-bit rows is ever written. The consumer warps widen a
-// row's bytes on their way into the A operand. In both products the M side is KV rows or value columns:
+// Rows stay in shared memory as they lie in the cache; no tile of 16-bit rows is ever written. The consumer warps
+// widen a row's bytes on their way into the A operand. In both products the M side is KV rows or value columns:
 //
-//   S^T = K . Q^T     64 rows x heads       a thread reads 16 bytes of its two rows; columns of Q are permuted to match
+//   S^T = K . Q^T     64 rows x heads       a thread reads 16 bytes of its two rows; columns of Q are permuted to
+//                                           match
 //   O^T = V^T . P^T   512 columns x heads   ldmatrix.trans of byte pairs, which prmt puts in order
 //
 //   warpgroup 0 (consumer)          warpgroup 1 (consumer)          warpgroup 2 (producer)
-//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by cp.async into a ring of STAGES x 16 rows, as
-//     O += V_1 . P_1   columns        O += V_1 . P_1   columns        stages are released
+//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by cp.async into a ring of
+//     O += V_1 . P_1   columns        O += V_1 . P_1   columns        STAGES x 16 rows, as stages are released
 //     softmax, P_2     0 .. 255       S_3 = K_3 . Q^T  256 .. 511
 //     O += V_2 . P_2                  O += V_2 . P_2
 //     S_4 = ...                       softmax, P_3 ...
 //
-//   Warpgroup w computes S of every second tile of 64 rows. Both multiply every P with their half of the value columns. So the
-//   softmax of one runs beside the products of the other.
+//   Warpgroup w computes S of every second tile of 64 rows. Both multiply every P with their half of the value
+//   columns. So the softmax of one runs beside the products of the other.
 //
-// e4m3 is exact in f16. Scales: r of a row is a power of two at or above its largest scale. Value columns are widened to f16 as
-// e4m3 * (scale / r), and r goes into the exponent of P^T = 2^(logit + log2 r - ref). P^T fits f16 too, because ref is a
-// reference for that sum, which rises when a P^T passes MAX_P. The denominator adds P^T / r.
+// e4m3 is exact in f16. Scales: r of a row is a power of two at or above its largest scale. Value columns are widened
+// to f16 as e4m3 * (scale / r), and r goes into the exponent of P^T = 2^(logit + log2 r - ref). P^T fits f16 too,
+// because ref is a reference for that sum, which rises when a P^T passes MAX_P. The denominator adds P^T / r.
 //   V32_FP8: S^T is exact: between chunks of 128 columns it is multiplied by scale_c / scale_c+1. RoPE in bfloat16.
-//   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, which is exact. RoPE becomes f16 divided by r
-//            and goes back to where it lay in the ring; as a value column it needs no more.
+//   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, which is exact. RoPE becomes f16
+//            divided by r and goes back to where it lay in the ring; as a value column it needs no more.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
-// Instructions issued beside wgmma take turns with it: float32 arithmetic takes issue slots from it, the others wait until it
-// leaves some (uniform instructions cost nothing). So the time of large batches is the number of instructions.
+// Instructions issued beside wgmma take turns with it: float32 arithmetic takes issue slots from it, the others wait
+// until it leaves some (uniform instructions cost nothing). So the time of large batches is the number of
+// instructions.
 //
-// MERGES: the splits of a query are the CTAs of a cluster, which merge their partial results (merge.cuh). Without it, splits
-// are merged by combine.cu.
+// MERGES: the splits of a query are the CTAs of a cluster, which merge their partial results (merge.cuh). Without it,
+// splits are merged by combine.cu.
 //
 //   full[stage]          copies done          SHARES warps: 32 arrivals after the copies, and one for `valid`
 //   empty[stage]         stage released       the 8 consumer warps
@@ -38,8 +40,8 @@
 //   WARPGROUP_SYNC + w   named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC        named: all 256 consumer threads
 //
-// Shared memory, HEADS 64, V32_FP8: Q 73,728; two P of heads x 64 f16, 16,384; 12 stages of 16 rows x 656, 125,952; the rest
-// 5,632. V4_FP8: Q 65,536; rows of 592.
+// Shared memory, HEADS 64, V32_FP8: Q 73,728; two P of heads x 64 f16, 16,384; 12 stages of 16 rows x 656, 125,952;
+// the rest 5,632. V4_FP8: Q 65,536; rows of 592.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
 #include "attention/merge.cuh"
@@ -66,7 +68,8 @@
 
 constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-// SHARES producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer instructions.
+// SHARES producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
+// instructions.
 constexpr int STAGE_ROWS = 16, SHARES = MERGES ? 4 : 1, WARP_ROWS = STAGE_ROWS / SHARES;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS, PAIR_STAGES = 2 * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
@@ -74,15 +77,16 @@ constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column 
 constexpr int LINES_BYTES = HEADS * LINE_BYTES;  // a swizzled line for each head: a column block of Q, or a P
 constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;    // ranges of columns with a scale of their own
 constexpr int OWN_HEADS = HEADS / 4;             // of S^T and O^T in a thread (tile/heads.cuh)
-// Denominators in a thread: of all its heads, over its own rows. With 64 heads there are no registers for that: of two heads,
-// over the rows of eight lanes.
+// Denominators in a thread: of all its heads, over its own rows. With 64 heads there are no registers for that: of two
+// heads, over the rows of eight lanes.
 constexpr int SUMS = HEADS == 64 ? 2 : OWN_HEADS;
 // Smaller scales count as this one, so that neither a quotient of two scales nor P^T / r of a row of zeros overflows.
 constexpr float LEAST_SCALE = 0x1p-60f;
 constexpr int LEAST_EXPONENT = 127 - 60;
 constexpr uint32_t MAX_P = 0x7800;  // 2^15 as f16
 constexpr float REF_NONE = -1e30f;
-constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from f16's least values
+// A raised reference brings the largest P^T to 2^HEADROOM, far from f16's least values.
+constexpr float HEADROOM = 8.0f;
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
 // Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
@@ -94,15 +98,16 @@ constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINE
 template <int STAGES>
 struct alignas(16) SmallOf {
     uint64_t full[STAGES], empty[STAGES];
-    float ref[HEADS];                      // what P^T and O^T are relative to
-    float factor[2][HEADS];                // of P of each warpgroup's tile: O^T before it is multiplied by this, if `raised`
+    float ref[HEADS];  // what P^T and O^T are relative to
+    // Of P of each warpgroup's tile: O^T before it is multiplied by this, if `raised`.
+    float factor[2][HEADS];
     float across[2][4][HEADS];             // between the warps of a warpgroup
     float scale[HEADS];                    // at the end: of O^T
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
     uint64_t q_full, q_empty;
     float q_max[8];
     uint32_t raised[2];
-    uint32_t valid[STAGES];                // a bit a row, place valid_bit(row)
+    uint32_t valid[STAGES];  // a bit a row, place valid_bit(row)
 };
 
 // Stages of the ring: whole tiles, as many as there is space for.
@@ -129,7 +134,9 @@ __device__ __forceinline__ Role consumer_role() {
     const int thread = opaque(threadIdx.x);
     return Role::of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
 }
-__device__ __forceinline__ void sync_warpgroup(const Role& r) { named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP); }
+__device__ __forceinline__ void sync_warpgroup(const Role& r) {
+    named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
+}
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMERS); }
 
 // `turn` counts the CTA's earlier work items, `stage` the stages that they took.
@@ -138,7 +145,8 @@ struct Work : WorkItem {
     uint32_t stage;
 };
 
-__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t split, uint32_t splits) {
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t split,
+                                          uint32_t splits) {
     Work w;
     find_item(p, w, query, head_tile, split, splits);
     w.split = split;
@@ -209,9 +217,9 @@ __device__ __forceinline__ void store_valid(int place, int share, uint32_t bits)
 // The number in a tile of the i-th of SHARES stages that producer warp `warp` copies rows of.
 __device__ __forceinline__ int stage_of_share(int i, int warp) { return SHARES == 1 ? warp : i; }
 
-// Start the copies of a warp's 16 rows of the tile that begins with stage `first`. Lanes l and l + 16 hold row l % WARP_ROWS of
-// those in share l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round is copied by the lane
-// that holds the row.
+// Start the copies of a warp's 16 rows of the tile that begins with stage `first`. Lanes l and l + 16 hold row l %
+// WARP_ROWS of those in share l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round
+// is copied by the lane that holds the row.
 __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int warp, int lane) {
     constexpr int ROW_CHUNKS = ROW_STRIDE / 16, ONE_LEFT = ROW_CHUNKS % 8 == 1;
     Small& sm = small();
@@ -240,8 +248,8 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
     }
 }
 
-// Bulk copies of Q, [head][D_QK], into the space where load_q will store it again in the order of multiply_qk. They start once
-// the CTA's previous work item has released its Q.
+// Bulk copies of Q, [head][D_QK], into the space where load_q will store it again in the order of multiply_qk. They
+// start once the CTA's previous work item has released its Q.
 __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w, int lane) {
     if (w.turn > 0) mbarrier_wait(shared_address(&small().q_empty), (w.turn - 1) & 1);
     const bf16* q = q_of(p, w.query, w.first_head);
@@ -254,15 +262,16 @@ __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w,
         copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
-// Each of the four producer warps copies 16 rows of every tile. List entries are loaded AHEAD tiles before their rows: under
-// load they take 2,000 cycles. Warp 0 also fetches Q in the meantime.
+// Each of the four producer warps copies 16 rows of every tile. List entries are loaded AHEAD tiles before their rows:
+// under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime.
 __device__ __forceinline__ void copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const int my_row =
         STAGE_ROWS * stage_of_share(lane % 16 / WARP_ROWS, warp) + warp % SHARES * WARP_ROWS + lane % WARP_ROWS;
     const int end = w.begin + 2 * w.pairs;
     // As load_entry of work.cuh, with as few instructions as possible: they take turns with wgmma.
-    const int32_t *main = list_of(p.main, w.query) + my_row, *extra = list_of(p.extra, w.query) + my_row - w.main_tiles * TILE_ROWS;
+    const int32_t *main = list_of(p.main, w.query) + my_row,
+                  *extra = list_of(p.extra, w.query) + my_row - w.main_tiles * TILE_ROWS;
     const int main_rows = w.main_length - my_row, rows = w.main_tiles * TILE_ROWS + w.extra_length - my_row;
     auto entry_of = [&](int tile) {
         const bool second = tile >= w.main_tiles;
@@ -294,16 +303,18 @@ __device__ __forceinline__ void copy_rows(const AttentionParams& p, const Work& 
 // Whether columns 64 n .. + 63 of Q are a column block of their own. Otherwise they share two with the 64 beside them.
 __device__ __forceinline__ bool is_alone(int n) { return 64 * n >= D_NOPE / 128 * 128; }
 
-// Where columns 64 n + 8 j .. + 7 of Q go in a head's lines: column block, first of four chunks, and word t of them. In
-// multiply_qk, k = 16 i + 2 t + e (e = 0, 1) is what thread t holds as item 4 i + e of a row's columns, 8 further item 4 i + 2 + e.
+// Where columns 64 n + 8 j .. + 7 of Q go in a head's lines: column block, first of four chunks, and word t of them.
+// In multiply_qk, k = 16 i + 2 t + e (e = 0, 1) is what thread t holds as item 4 i + e of a row's columns, 8 further
+// item 4 i + 2 + e.
 __device__ __forceinline__ uint32_t q_line(int n, int j, int head) {
     const bool alone = is_alone(n);
-    const int block = alone ? n : n / 2 * 2 + j / 2 % 2, t = alone ? j / 2 : n % 2 * 2 + j / 4, first_chunk = j % 2 * 4;
+    const int block = alone ? n : n / 2 * 2 + j / 2 % 2, t = alone ? j / 2 : n % 2 * 2 + j / 4,
+              first_chunk = j % 2 * 4;
     return swizzled(shared_address(shared) + Q_AT + block * LINES_BYTES, head, first_chunk) + 4 * t;
 }
 
-// Stores eight columns times `factor`, a pair of powers of two. `line` is the address of the first of the four chunks; the
-// swizzle makes that of chunk k line ^ 16 k.
+// Stores eight columns times `factor`, a pair of powers of two. `line` is the address of the first of the four chunks;
+// the swizzle makes that of chunk k line ^ 16 k.
 __device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, uint32_t factor, bool f16) {
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
@@ -317,9 +328,9 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_abs_bf16x2(max_abs_bf16x2(q.x, q.y), max_abs_bf16x2(q.z, q.w));
 }
 
-// Q in place, to f16 and in the order of multiply_qk. A warp does four heads at a time, 64 columns of each. Where 128 columns
-// share two column blocks, half of the lanes begin with the second 64, so that a warp's stores meet all banks. Returns what a
-// logit is to be multiplied with.
+// Q in place, to f16 and in the order of multiply_qk. A warp does four heads at a time, 64 columns of each. Where 128
+// columns share two column blocks, half of the lanes begin with the second 64, so that a warp's stores meet all banks.
+// Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const AttentionParams& p, const Work& w, const Role& r) {
     constexpr int ROUNDS = HEADS / 32 * Q_BLOCKS;
     static_assert(Q_BLOCKS * 64 == D_QK, "");
@@ -365,8 +376,8 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, const Work& w,
 
 // --- S^T ------------------------------------------------------------------------------------------------------
 
-// The scales of a thread's two rows, g and g + 8 of its warp's stage: r, and scale / r as f16, both rows in a word, of chunk t
-// and (V4_FP8) t + 4.
+// The scales of a thread's two rows, g and g + 8 of its warp's stage: r, and scale / r as f16, both rows in a word, of
+// chunk t and (V4_FP8) t + 4.
 struct RowScales {
     float r[2], logit[2];  // S^T times `logit` are the logits
     uint32_t ratio[V32 ? 1 : 2];
@@ -410,7 +421,9 @@ __device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (
     }
 }
 
-__device__ __forceinline__ uint64_t q_operand() { return wgmma_operand(opaque(shared_address(shared) + Q_AT), 1024, 16); }
+__device__ __forceinline__ uint64_t q_operand() {
+    return wgmma_operand(opaque(shared_address(shared) + Q_AT), 1024, 16);
+}
 
 // Starts four steps of k against column block `block` of Q. SUM: whether the first of them sets S or adds.
 template <Values VALUES, Sum SUM>
@@ -418,7 +431,8 @@ __device__ __forceinline__ void start_qk(uint64_t q, int block, const uint32_t (
     wgmma_fence();
     wgmma<VALUES, SUM, Major::K>(s, a[0], wgmma_further(q, block * LINES_BYTES));
 #pragma unroll
-    for (int i = 1; i < 4; ++i) wgmma<VALUES, Sum::ADD, Major::K>(s, a[i], wgmma_further(q, block * LINES_BYTES + 32 * i));
+    for (int i = 1; i < 4; ++i)
+        wgmma<VALUES, Sum::ADD, Major::K>(s, a[i], wgmma_further(q, block * LINES_BYTES + 32 * i));
     wgmma_commit();
 }
 
@@ -458,7 +472,8 @@ __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint3
 
 // A thread's bytes of NoPE column block `block`.
 __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
-    const uint32_t at = row + (block < D_NOPE / 128 * 2 ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
+    const uint32_t at =
+        row + (block < D_NOPE / 128 * 2 ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
     return {load_shared_16(at), load_shared_16(at + 8 * STRIDE)};
 }
 
@@ -504,7 +519,8 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
     float ratio[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int exponent = __float_as_uint(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3]))) >> 23;
+        const int exponent =
+            __float_as_uint(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3]))) >> 23;
         const float own = t < 2 ? (t == 0 ? scale[i][0] : scale[i][1]) : (t == 2 ? scale[i][2] : scale[i][3]);
         result.r[i] = power_of_two(exponent);
         result.logit[i] = logit_scale;
@@ -542,8 +558,8 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
         auto ratio_of = [&](int biased) { return power_of_two(max(biased - exponent + 127, 0)); };
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            const uint32_t biased = c < 3 ? (c < 2 ? scales.x : scales.y) >> (16 * (c % 2) + t / 2 * 8) & 0xff
-                                          : scales.y >> 16 & 0xff;
+            const uint32_t biased =
+                c < 3 ? (c < 2 ? scales.x : scales.y) >> (16 * (c % 2) + t / 2 * 8) & 0xff : scales.y >> 16 & 0xff;
             const float f = ratio_of(biased);
             ratio[c][i] = pack_f16x2(f, f);
         }
@@ -559,7 +575,7 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
     start_qk<Values::F16, Sum::SET>(q, NOPE_BLOCKS, a[0], s);
 #pragma unroll
     for (int block = 0; block < NOPE_BLOCKS; ++block) {
-        uint32_t(&buffer)[4][4] = a[(block + 1) % 2];
+        uint32_t (&buffer)[4][4] = a[(block + 1) % 2];
         widen_bytes(bytes, ratio[block / 2], buffer);
         if (block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
         start_qk<Values::F16, Sum::ADD>(q, block, buffer, s);
@@ -572,7 +588,8 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
 }
 
 // S^T of the tile whose first stage is `stage`, each warp its 16 rows. Rows that are not valid will get a P of 0.
-__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, float logit_scale, float (&s)[HEADS / 2]) {
+__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, float logit_scale,
+                                                 float (&s)[HEADS / 2]) {
     stage += r.warp;
     Small& sm = small();
     mbarrier_wait(shared_address(&sm.full[place_of(stage)]), phase_of(stage));
@@ -616,7 +633,9 @@ __device__ __forceinline__ void add_lanes(const Role& r, float (&v)[OWN_HEADS]) 
         share_sums<OWN_HEADS / 8>(v, r.g & 1, 4);
     }
 }
-__device__ __forceinline__ int sum_head(const Role& r, int c) { return SUMS == OWN_HEADS ? r.head(c) : 8 * r.g + 2 * r.t + c; }
+__device__ __forceinline__ int sum_head(const Role& r, int c) {
+    return SUMS == OWN_HEADS ? r.head(c) : 8 * r.g + 2 * r.t + c;
+}
 
 // References rise to the tile's largest logit + log2 r. O^T and sums so far are to be multiplied by `factor`. Rare.
 __device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
@@ -624,14 +643,14 @@ __device__ __forceinline__ void raise_references(const Role& r, const RowScales&
     const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
-        const float top = rows_max(fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0],
-                                         s[element(1, c)] * scales.logit[1] + log2_r[1]));
+        const float top = rows_max(
+            fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]));
         if (r.g == 0) sm.across[r.warpgroup][r.warp][r.head(c)] = top;
     }
     sync_warpgroup(r);
     const int head = threadIdx.x % WARPGROUP;
     if (head < HEADS) {
-        const float(&tops)[4][HEADS] = sm.across[r.warpgroup];
+        const float (&tops)[4][HEADS] = sm.across[r.warpgroup];
         const float old = sm.ref[head];
         const float top = fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
         const float to = fmaxf(old, top - HEADROOM);
@@ -641,8 +660,8 @@ __device__ __forceinline__ void raise_references(const Role& r, const RowScales&
     sync_warpgroup(r);
 }
 
-// Stores a row's ratios, each quad those of its row, where load_columns reads them: those of a thread's four of 16 rows stand
-// side by side.
+// Stores a row's ratios, each quad those of its row, where load_columns reads them: those of a thread's four of 16
+// rows stand side by side.
 __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& scales) {
     Small& sm = small();
     const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; that of row g + 8 is two further
@@ -655,9 +674,10 @@ __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& sca
     }
 }
 
-// P^T = r 2^(logit - ref) to shared memory, rounded. `sums` gets the sums of P^T / r. Returns true if a value is above MAX_P.
-__device__ __forceinline__ bool store_p(
-    const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[OWN_HEADS]) {
+// P^T = r 2^(logit - ref) to shared memory, rounded. `sums` gets the sums of P^T / r. Returns true if a value is above
+// MAX_P.
+__device__ __forceinline__ bool store_p(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2],
+                                        float (&sums)[OWN_HEADS]) {
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
     const uint32_t to = swizzled(shared_address(shared) + P_AT + r.warpgroup * LINES_BYTES, line, chunk);
@@ -677,16 +697,17 @@ __device__ __forceinline__ bool store_p(
             rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
             top = max_f16x2(top, rounded[j % 2][i]);
         }
-        if (j % 2 == 1) stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
+        if (j % 2 == 1)
+            stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
     }
     return larger_half(top) > MAX_P;
 }
 
-// S^T of one of this warpgroup's tiles becomes P^T and is published. `sums` gets what this thread's rows add to denominators.
-// P^T is computed with the references as they are. In the rare case that they are too low, they rise, P^T is computed again, and
-// the function returns true.
-__device__ __forceinline__ bool softmax_tile(
-    const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[OWN_HEADS]) {
+// S^T of one of this warpgroup's tiles becomes P^T and is published. `sums` gets what this thread's rows add to
+// denominators. P^T is computed with the references as they are. In the rare case that they are too low, they rise,
+// P^T is computed again, and the function returns true.
+__device__ __forceinline__ bool softmax_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2],
+                                             float (&sums)[OWN_HEADS]) {
     store_ratios(r, scales);
     const bool too_large = store_p(r, scales, s, sums);
     fence_proxy_async();
@@ -733,11 +754,12 @@ __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint3
     odd = multiply_f16x2(odd, ratio);
 }
 
-// 16 rows and this warp's 16 columns of column blocks 2 i and 2 i + 1 as they come from shared memory, and the rows' ratios.
+// 16 rows and this warp's 16 columns of column blocks 2 i and 2 i + 1 as they come from shared memory, and the rows'
+// ratios.
 struct Columns {
     uint32_t bytes[4];
     Vec8 ratio[V32 ? 1 : 2];  // of the thread's four rows: for both column blocks, or for each
-    uint32_t rope[4];  // V4_FP8: the last column block's A operand
+    uint32_t rope[4];         // V4_FP8: the last column block's A operand
 };
 
 __device__ __forceinline__ uint32_t ratio_address(int owner, int chunk, int k, int t) {
@@ -752,7 +774,8 @@ __device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, i
         ldmatrix_x4_trans(c.bytes, from + 128 * i);
         c.ratio[0] = load_shared_8(ratio_address(owner, 2 * r.warpgroup + i, k, r.t));
     } else {
-        ldmatrix_x4_trans(c.bytes, i == 0 || (r.warpgroup == 1 && second) ? from : from + 128);  // the last column block is RoPE
+        // The last column block is RoPE.
+        ldmatrix_x4_trans(c.bytes, i == 0 || (r.warpgroup == 1 && second) ? from : from + 128);
 #pragma unroll
         for (int v = 0; v < 2; ++v)
             c.ratio[v] = load_shared_8(ratio_address(owner, min(4 * r.warpgroup + 2 * i + v, CHUNKS - 1), k, r.t));
@@ -778,8 +801,8 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, i
     }
 }
 
-// O^T += V^T . P^T of the tile of warpgroup `owner` whose first stage is `stage`, two column blocks at a time. Stages are
-// released one by one. `meanwhile` runs beside the first products.
+// O^T += V^T . P^T of the tile of warpgroup `owner` whose first stage is `stage`, two column blocks at a time. Stages
+// are released one by one. `meanwhile` runs beside the first products.
 template <typename Act>
 __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t stage, int owner, bool raised, Output& out,
                                             Act meanwhile) {
@@ -802,7 +825,8 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t stage, int o
             }
             wgmma_fence();
 #pragma unroll
-            for (int v = 0; v < 2; ++v) wgmma<Values::F16, Sum::ADD, Major::K>(out.o[2 * i + v], a[i][v], wgmma_further(prob, 32 * k));
+            for (int v = 0; v < 2; ++v)
+                wgmma<Values::F16, Sum::ADD, Major::K>(out.o[2 * i + v], a[i][v], wgmma_further(prob, 32 * k));
             wgmma_commit();
         }
         if (k == 0) meanwhile();
@@ -829,7 +853,8 @@ __device__ __forceinline__ float sum_of(int local) {
 }
 
 // Denominators to statistics, and to the factors that O^T is multiplied with.
-__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Work& w, const Role& r, const Output& out) {
+__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Work& w, const Role& r,
+                                            const Output& out) {
     Small& sm = small();
     gather_sums(r, out);
     const int local = threadIdx.x, head = w.first_head + local;
@@ -857,17 +882,20 @@ __device__ __forceinline__ float to_f16_range(float largest) {
 }
 
 // Writes this CTA's partial result, as f16 times a power of two for each head, and merges a share of the cluster's.
-__device__ __forceinline__ void merge_results(const AttentionParams& p, const Work& w, const Role& r, const Output& out) {
+__device__ __forceinline__ void merge_results(const AttentionParams& p, const Work& w, const Role& r,
+                                              const Output& out) {
     Small& sm = small();
     const ClusterResults<8> partials(p, w.query.index, blockIdx.y, gridDim.y);
-    // In the space of Q, which is not read any more: weights, then the largest |O| in each warp's columns, [warp][head].
+    // In the space of Q, which is not read any more: weights, then the largest |O| in each warp's columns,
+    // [warp][head].
     float *weights = reinterpret_cast<float*>(shared), *largest = weights + MAX_CLUSTER * HEADS;
     static_assert((MAX_CLUSTER + 8) * HEADS * 4 <= P_AT, "");
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         float top = 0.0f;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) top = fmaxf(top, fmaxf(fabsf(out.o[v][element(0, c)]), fabsf(out.o[v][element(1, c)])));
+        for (int v = 0; v < 4; ++v)
+            top = fmaxf(top, fmaxf(fabsf(out.o[v][element(0, c)]), fabsf(out.o[v][element(1, c)])));
         top = rows_max(top);
         if (r.g == 0) largest[(4 * r.warpgroup + r.warp) * HEADS + r.head(c)] = top;
     }
@@ -932,17 +960,17 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
             if (head >= p.h_q) continue;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float(&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
-                *reinterpret_cast<float4*>(partial + head * D_V + 128 * i) =
-                    make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
+                const float (&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
+                *reinterpret_cast<float4*>(partial + head * D_V + 128 * i) = make_float4(
+                    first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
             }
         }
         return;
     }
     bf16* results = out_of(p, w.query, w.first_head);
     if (p.flags & WIDE_OUT) {
-        // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches of 32 bytes
-        // change places from one pair of heads to the next, so that a warp's stores meet all banks.
+        // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
+        // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
         constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
         static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
 #pragma unroll
@@ -960,7 +988,8 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
             for (int i = 0; i < 2; ++i) {
                 const int head = threadIdx.x / 64 + 4 * i, column = threadIdx.x % 64 * 8;
                 const Vec16 chunk = load_shared_16(lines + head * LINE + (2 * column ^ head / 2 << 5));
-                if (w.first_head + 8 * j + head < p.h_q) store_chunk(results + (8 * j + head) * p.out_h + column, chunk, true);
+                if (w.first_head + 8 * j + head < p.h_q)
+                    store_chunk(results + (8 * j + head) * p.out_h + column, chunk, true);
             }
             if (BUFFERS == 1) sync_consumers();
         }
@@ -971,7 +1000,8 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
             if (head >= p.h_q) continue;
 #pragma unroll
             for (int v = 0; v < 4; ++v)
-                write_output(p, w.query, head, first + 64 * v + 2 * r.g, out.o[v][element(0, c)], out.o[v][element(1, c)]);
+                write_output(p, w.query, head, first + 64 * v + 2 * r.g, out.o[v][element(0, c)],
+                             out.o[v][element(1, c)]);
         }
     }
 }

@@ -1,25 +1,30 @@
 // The union of the index lists of a query group, ascending, with a bit for each row and query: a CTA a group.
 //
-// Row numbers are looked at in windows of 65,536, which is the size of the bitmaps in shared memory, one for each query. If the
-// cache has very many rows the first window is an eighth of that: enough to judge lists that share little.
+// Row numbers are looked at in windows of 65,536, which is the size of the bitmaps in shared memory, one for each
+// query. If the cache has very many rows the first window is an eighth of that: enough to judge lists that share
+// little.
 //
 //   insert   each entry in the window sets its bit; an entry that finds it set is noted as a duplicate
-//   count    rows of the union before each word of the bitmaps: each warp in its share of the words, then over the warps
+//   count    rows of the union before each word of the bitmaps: each warp in its share of the words, then over the
+//            warps
 //   judge    lists that share too little, or repeat too much, are left to another kernel, as early as possible
-//   write    the rows of the union and the queries that do not list them: a warp 256 row numbers at a time, a lane 8 of them
+//   write    the rows of the union and the queries that do not list them: a warp 256 row numbers at a time, a lane 8
+//            of them
 //   repeat   a duplicate marks its row as `twice`; rows listed more often than twice are appended, in order
 //
 // The order in which threads find duplicates does not reach the results: duplicates set bits, or are sorted.
 //
-// Threads and shared memory are in proportion to the queries, so that a multiprocessor always works on 16 queries: 228 KB hold
-// no more. Bytes for each query: bitmap 8,192, staged or appended rows 2,048, duplicates 1,536; and 4,096 for counts.
+// Threads and shared memory are in proportion to the queries, so that a multiprocessor always works on 16 queries: 228
+// KB hold no more. Bytes for each query: bitmap 8,192, staged or appended rows 2,048, duplicates 1,536; and 4,096 for
+// counts.
 #include "attention/grouped.cuh"
 #include "tile/warp.cuh"
 
 constexpr int THREADS = 128 * QUERIES, WARPS = THREADS / 32;
-constexpr int WORDS = 2048;  // of a bitmap
+constexpr int WORDS = 2048;                                                  // of a bitmap
 constexpr int MAX_DUPLICATES = 384 * QUERIES, MAX_APPENDED = 128 * QUERIES;  // of a window
-constexpr int ROUNDS = QUERIES < 8 ? 8 / QUERIES : 1;  // of loads, an entry of each query's list, that a thread has under way
+// Of loads, an entry of each query's list, that a thread has under way.
+constexpr int ROUNDS = QUERIES < 8 ? 8 / QUERIES : 1;
 constexpr int ENOUGH = 128;  // entries that must be seen before a window that is not the last is judged
 constexpr int MANY = 8;      // cache rows for each list entry, from which the first window is a small one
 
@@ -37,7 +42,7 @@ struct Shared {
     };
     uint32_t duplicates[MAX_DUPLICATES];
     int rows[32], entries[32], first[32];  // of a warp's share: rows, bits in all bitmaps, rows before the share
-    int length[QUERIES];  // of the queries' lists
+    int length[QUERIES];                   // of the queries' lists
     int num_duplicates, num_found;
     int num_rows, num_entries;  // rows of the window, entries of the windows so far
 };
@@ -174,7 +179,8 @@ __device__ __forceinline__ void write_rows(const Group& g, int32_t begin, int en
 
 // Clears the `twice` bits of the tiles that begin with rows `begin` .. end - 1 of the union.
 __device__ __forceinline__ void clear_twice(const Group& g, int begin, int end) {
-    for (int i = num_tiles(begin) * 2 * QUERIES + threadIdx.x; i < num_tiles(end) * 2 * QUERIES; i += THREADS) g.twice[i] = 0;
+    for (int i = num_tiles(begin) * 2 * QUERIES + threadIdx.x; i < num_tiles(end) * 2 * QUERIES; i += THREADS)
+        g.twice[i] = 0;
 }
 
 // Duplicates mark their row as `twice`. A duplicate that finds it marked goes to `found`.
@@ -186,7 +192,8 @@ __device__ __forceinline__ void mark_duplicates(const Group& g, int end) {
         if (n * THREADS + threadIdx.x >= sm().num_duplicates) continue;
         const uint32_t key = sm().duplicates[n * THREADS + threadIdx.x], row = key / MAX_QUERIES;
         const int word = row / 32;
-        const int i = end + sm().first[word / g.share] + sm().before[word] + __popc(any_query(word) & ((1u << (row % 32)) - 1));
+        const int i =
+            end + sm().first[word / g.share] + sm().before[word] + __popc(any_query(word) & ((1u << (row % 32)) - 1));
         bit[n] = 1u << (i % 32);
         was[n] = atomicOr(g.twice + (i / 64 * QUERIES + key % MAX_QUERIES) * 2 + i / 32 % 2, bit[n]);
     }
@@ -205,7 +212,8 @@ __device__ __forceinline__ void sort_found(int warp, int lane) {
     for (int i = warp; i < n; i += WARPS) {
         const uint32_t key = sm().appended.found[i];
         int place = 0;
-        for (int j = lane; j < n; j += 32) place += sm().appended.found[j] < key || (sm().appended.found[j] == key && j < i);
+        for (int j = lane; j < n; j += 32)
+            place += sm().appended.found[j] < key || (sm().appended.found[j] == key && j < i);
         place = __reduce_add_sync(~0u, place);
         if (lane == 0) sm().appended.sorted[place] = key;
     }
@@ -218,9 +226,12 @@ __device__ __forceinline__ int unite(Group& g) {
     const int64_t slots = min(g.p.main.num_slots, int64_t(0x7fffffff));
     int rows = 0;
     if (threadIdx.x == 0) sm().num_entries = 0;
-    if (threadIdx.x < QUERIES) sm().length[threadIdx.x] = threadIdx.x < g.queries ? call_length(g.p, g.first_query + threadIdx.x) : 0;
+    if (threadIdx.x < QUERIES)
+        sm().length[threadIdx.x] = threadIdx.x < g.queries ? call_length(g.p, g.first_query + threadIdx.x) : 0;
     for (int64_t begin = 0; begin < slots; begin += 32 * g.words) {
-        g.words = begin == 0 && slots >= int64_t(MANY) * g.p.main.topk ? WORDS / 8 : min(WORDS, int((slots - begin + 1023) / 1024) * 32);
+        g.words = begin == 0 && slots >= int64_t(MANY) * g.p.main.topk
+                      ? WORDS / 8
+                      : min(WORDS, int((slots - begin + 1023) / 1024) * 32);
         g.share = (g.words + WARPS - 1) / WARPS;
         insert(g, begin, min(slots - begin, int64_t(32 * g.words)));
         count(g, warp, lane);
@@ -248,9 +259,15 @@ __device__ __forceinline__ int unite(Group& g) {
     return rows;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 16 / QUERIES) group_lists(const __grid_constant__ GroupedParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 16 / QUERIES)
+    group_lists(const __grid_constant__ GroupedParams p) {
     const int index = blockIdx.x, first = (p.first_group + index) * QUERIES;
-    Group g = {p, first, min(QUERIES, p.num_queries - first), 0, 0, p.rows + int64_t(index) * p.capacity,
+    Group g = {p,
+               first,
+               min(QUERIES, p.num_queries - first),
+               0,
+               0,
+               p.rows + int64_t(index) * p.capacity,
                p.excluded + int64_t(index) * p.capacity,
                reinterpret_cast<uint32_t*>(p.twice + int64_t(index) * num_tiles(p.capacity) * QUERIES)};
     const int rows = unite(g);

@@ -5,8 +5,9 @@
 // Query group n has queries n * queries, ... of the call. In the base, main.lengths is `left`.
 // cupy_mla/cuda/structs.py declares the same fields.
 struct GroupedParams : AttentionParams {
-    const int32_t* list_lengths;      // [num_queries], or null
-    int32_t* rows;                    // [num_groups, capacity] the union; a row listed more than twice comes several times
+    const int32_t* list_lengths;  // [num_queries], or null
+    // [num_groups, capacity] the union; a row listed more than twice comes several times.
+    int32_t* rows;
     uint8_t* excluded;                // [num_groups, capacity] bit q: query q of the group does not list the row
     uint64_t* twice;                  // [num_groups, tile, queries] bit i: row i of the tile counts twice
     int32_t* group_lengths;           // [num_groups] rows of the union; 0: the queries are left to another kernel
@@ -15,7 +16,7 @@ struct GroupedParams : AttentionParams {
     int32_t first_group, num_groups;  // of this launch; `rows` to `group_lengths` begin with its first
     int32_t capacity;                 // queries * topk
     int32_t twice_capacity;           // ceil(capacity / 64) * queries
-    float most;  // a group is left if its union has more rows than this share of its list entries
+    float most;                       // a group is left if its union has more rows than this share of its list entries
 };
 
 __device__ __forceinline__ int call_length(const GroupedParams& p, int query) {

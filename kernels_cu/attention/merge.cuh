@@ -1,10 +1,10 @@
-// Merge of a cluster. Each CTA leaves the partial result of its rows in global memory, which L2 holds, the CTAs wait for one
-// another, and each merges a share of the output. (Distributed shared memory moves 10 bytes a cycle and multiprocessor, L2
-// several times as much.)
+// Merge of a cluster. Each CTA leaves the partial result of its rows in global memory, which L2 holds, the CTAs wait
+// for one another, and each merges a share of the output. (Distributed shared memory moves 10 bytes a cycle and
+// multiprocessor, L2 several times as much.)
 //
-// A partial result is chunks of 16 bytes of O, VALUES of them in a chunk (four float32 or eight float16), in the order in which
-// threads hold them, relative to the head's `ref` and times 1 / `scale`; and {ref, sum, max, scale} for each head. A chunk
-// has the same values of O in every partial result.
+// A partial result is chunks of 16 bytes of O, VALUES of them in a chunk (four float32 or eight float16), in the order
+// in which threads hold them, relative to the head's `ref` and times 1 / `scale`; and {ref, sum, max, scale} for each
+// head. A chunk has the same values of O in every partial result.
 #pragma once
 #include "attention/params.cuh"
 #include "attention/results.cuh"
@@ -13,8 +13,8 @@
 #include "ptx/convert.cuh"
 
 // Writes a merged head's statistics if `write`, and returns what its O is multiplied with in the end.
-__device__ __forceinline__ float finish_merged_head(const AttentionParams& p, Query query, int head, bool write, float ref,
-                                                    float sum, float max) {
+__device__ __forceinline__ float finish_merged_head(const AttentionParams& p, Query query, int head, bool write,
+                                                    float ref, float sum, float max) {
     if (head >= p.h_q) return 0.0f;
     const HeadResult result = {max, log2_sum_exp(ref, sum)};
     if (write) write_statistics(p, query, head, result);
@@ -50,12 +50,14 @@ struct ClusterResults {
         first += (int64_t(query) * head_tiles + head_tile) * ctas * STEP;
     }
     __device__ __forceinline__ void write(int chunk, float4 v) const { first[int64_t(rank) * STEP + chunk] = v; }
-    __device__ __forceinline__ void write_statistics(int head, float ref, float sum, float max, float scale = 1.0f) const {
+    __device__ __forceinline__ void write_statistics(int head, float ref, float sum, float max,
+                                                     float scale = 1.0f) const {
         first[int64_t(rank) * STEP + CHUNKS + head] = make_float4(ref, sum, max, scale);
     }
 
-    // Wait for the cluster's partial results and merge this CTA's share of the chunks. The CTA's first THREADS threads merge;
-    // `sync` is their barrier. The other threads call cluster_sync_with_one_fence(false): cluster barriers count every thread.
+    // Wait for the cluster's partial results and merge this CTA's share of the chunks. The CTA's first THREADS threads
+    // merge; `sync` is their barrier. The other threads call cluster_sync_with_one_fence(false): cluster barriers
+    // count every thread.
     //   weights                                 MAX_CLUSTER x HEADS floats of shared memory that are free
     //   head_of(chunk), column_of(chunk)          a chunk's head in the head tile, and its first column
     //   finish(head, write, ref, sum, max)      returns the factor of O; with `write` it writes the head's statistics
@@ -90,7 +92,8 @@ struct ClusterResults {
 #pragma unroll
                 for (int i = 0; i < CTAS; ++i) {
                     o[u][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (i < ctas && chunk + u * THREADS < end) o[u][i] = __ldcg(first + i * STEP + chunk + u * THREADS);
+                    if (i < ctas && chunk + u * THREADS < end)
+                        o[u][i] = __ldcg(first + i * STEP + chunk + u * THREADS);
                 }
             }
         };
@@ -111,10 +114,11 @@ struct ClusterResults {
         }
     }
 
-    // With so many CTAs that a thread has hardly more than one chunk, each thread computes the weights of its head itself,
-    // instead of one thread for all. 0.4 us of 11 faster with 16 CTAs, up to 5 us slower with fewer.
+    // With so many CTAs that a thread has hardly more than one chunk, each thread computes the weights of its head
+    // itself, instead of one thread for all. 0.4 us of 11 faster with 16 CTAs, up to 5 us slower with fewer.
     template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Act>
-    __device__ __forceinline__ void merge_chunk_by_chunk(HeadOf head_of, ColumnOf column_of, Finish finish, Act act) const {
+    __device__ __forceinline__ void merge_chunk_by_chunk(HeadOf head_of, ColumnOf column_of, Finish finish,
+                                                         Act act) const {
         const int share = ceil_div(CHUNKS, ctas), end = min(CHUNKS, (rank + 1) * share);
 #pragma unroll 1
         for (int chunk = rank * share + threadIdx.x; chunk < end; chunk += THREADS) {
@@ -133,8 +137,8 @@ struct ClusterResults {
         }
     }
 
-    // Fills weights [partial result][head]: what O of each partial result is multiplied with. Several threads read a head's
-    // statistics; each stores its share of the weights.
+    // Fills weights [partial result][head]: what O of each partial result is multiplied with. Several threads read a
+    // head's statistics; each stores its share of the weights.
     template <int CTAS, int THREADS, typename Finish>
     __device__ __forceinline__ void find_weights(float* weights, Finish finish) const {
         constexpr int READERS = THREADS / HEADS;

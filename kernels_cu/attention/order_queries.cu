@@ -1,8 +1,8 @@
-// The queries of a call in order of list length, the longest lists first, for kernels whose CTAs take several queries in a
-// fixed order.
+// The queries of a call in order of list length, the longest lists first, for kernels whose CTAs take several queries
+// in a fixed order.
 //
-// One CTA counts the queries in each of BINS ranges of length, sums up, and gives every query a place. The order within a bin
-// is left to chance: it decides when a query is worked on, and nothing else.
+// One CTA counts the queries in each of BINS ranges of length, sums up, and gives every query a place. The order
+// within a bin is left to chance: it decides when a query is worked on, and nothing else.
 #include "attention/params.cuh"
 #include "tile/warp.cuh"
 
@@ -28,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) order_queries(const __g
     const int end = inclusive_sum(count, lane);
     if (lane == 31) warp_sums[warp] = end;
     __syncthreads();
-    const int before = __shfl_sync(~0u, inclusive_sum(warp_sums[lane], lane), (warp + 31) % 32);  // up to the previous warp
+    // Up to the previous warp.
+    const int before = __shfl_sync(~0u, inclusive_sum(warp_sums[lane], lane), (warp + 31) % 32);
     places[threadIdx.x] = end - count + (warp > 0 ? before : 0);
     __syncthreads();
 #pragma unroll 4

@@ -61,6 +61,7 @@ __device__ __forceinline__ const int32_t* list_of(const Source& source, Query qu
 __device__ __forceinline__ const bf16* q_of(const AttentionParams& p, Query query, int head) {
     return p.q + query.b * p.q_b + query.s * p.q_s + head * p.q_h;
 }
-__device__ __forceinline__ bf16* out_of(const AttentionParams& p, const Query& query, const int& head, const int& column = 0) {
+__device__ __forceinline__ bf16* out_of(const AttentionParams& p, const Query& query, const int& head,
+                                        const int& column = 0) {
     return p.out + query.b * p.out_b + query.s * p.out_s + head * p.out_h + column;
 }

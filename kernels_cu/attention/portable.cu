@@ -9,14 +9,15 @@
 //   Q stays in registers (72 a thread), so do the accumulators (128 a thread). Shared memory holds rows only.
 //
 //   for each tile  all warps   wait for the tile's rows; start the copies of the next ones
-//                              FP8: widen the staged rows into the bf16 tile, which is exact; float32 scales stay apart
+//                              FP8: widen the staged rows into the bf16 tile, which is exact; float32 scales stay
+//                              apart
 //                  a warp      S_half = Q_half . K_half^T           ldmatrix + mma
 //                  a pair      S = S_0 + S_1 through shared memory  (then both warps hold all of S)
 //                  a warp      online softmax, P in registers       (both warps compute it, P is not exchanged)
 //                              O += P . V of its columns            ldmatrix.trans + mma
 //                  V32_FP8: float32 scales are folded into S, one scale after the other, and into a copy of P for each
-//                  scale of V's columns, so that no scaled row is ever rounded to 16 bits. V4_FP8: scales are powers of
-//                  two, and widening is exact
+//                  scale of V's columns, so that no scaled row is ever rounded to 16 bits. V4_FP8: scales are powers
+//                  of two, and widening is exact
 //   at the end     row shares merge through shared memory; the CTA writes the output or its partial result
 //
 // Barriers: __syncthreads between tiles; PAIR_SUMS + pair, 64 threads: both halves of S are in shared memory.
@@ -41,22 +42,23 @@
 constexpr int M_TILES = HEADS / 16, SHARES = HEADS == 64 ? 1 : 2;
 constexpr int WARPS = 2 * M_TILES * SHARES;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = TILE_ROWS / SHARES;                       // rows of a tile that a pair works on
-constexpr int N_TILES = ROWS / 8;                              // mma column tiles of S
-constexpr int K_STEPS = D_QK / 16 / 2;                         // mma steps of a warp's half of Q.K
-constexpr int V_TILES = D_V / 2 / 8;                           // mma column tiles of a warp's half of O
-constexpr int WARP_ROWS = TILE_ROWS / WARPS;                   // rows that a warp copies
-constexpr int STAGES = 2, VALID_RING = 4;                      // tiles whose rows, and whose validity, are held
-constexpr int PREFETCH = Row::FOLDED_SCALES ? 1 : 2;           // fragments that ldmatrix is ahead of mma
-constexpr int COPIES_AHEAD = Row::QUANTIZED ? 2 : 1;           // tiles whose copies are under way
+constexpr int ROWS = TILE_ROWS / SHARES;              // rows of a tile that a pair works on
+constexpr int N_TILES = ROWS / 8;                     // mma column tiles of S
+constexpr int K_STEPS = D_QK / 16 / 2;                // mma steps of a warp's half of Q.K
+constexpr int V_TILES = D_V / 2 / 8;                  // mma column tiles of a warp's half of O
+constexpr int WARP_ROWS = TILE_ROWS / WARPS;          // rows that a warp copies
+constexpr int STAGES = 2, VALID_RING = 4;             // tiles whose rows, and whose validity, are held
+constexpr int PREFETCH = Row::FOLDED_SCALES ? 1 : 2;  // fragments that ldmatrix is ahead of mma
+constexpr int COPIES_AHEAD = Row::QUANTIZED ? 2 : 1;  // tiles whose copies are under way
 static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "a warp copies four rows at once");
 
 constexpr int PAIR_SUMS = 1;  // named barriers PAIR_SUMS + pair
 
 constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int STAGE_BYTES = Row::QUANTIZED ? TILE_ROWS * Row::STAGED_BYTES : TILE_BYTES;
-// Shared memory, in bytes: stages, the tile of widened rows (FP8; bf16 rows are used where they are staged), halves of S
-// (float4 [WARPS][N_TILES][32]), validity (int32 [VALID_RING][TILE_ROWS]), scales (float32 [FOLDED_SCALES][TILE_ROWS]).
+// Shared memory, in bytes: stages, the tile of widened rows (FP8; bf16 rows are used where they are staged), halves of
+// S (float4 [WARPS][N_TILES][32]), validity (int32 [VALID_RING][TILE_ROWS]), scales (float32
+// [FOLDED_SCALES][TILE_ROWS]).
 constexpr int HALF_BYTES = N_TILES * 32 * 16;
 constexpr int TILE_AT = STAGES * STAGE_BYTES;
 constexpr int HALVES_AT = TILE_AT + (Row::QUANTIZED ? TILE_BYTES : 0);
@@ -121,8 +123,8 @@ __device__ __forceinline__ int32_t load_slot(const AttentionParams& p, int tile)
     return slot >= 0 && slot < source.num_slots ? slot : -1;
 }
 
-// Start the copies of a tile's rows into its stage and note which rows are valid. Lane i < WARP_ROWS passes the slot of the
-// warp's row i.
+// Start the copies of a tile's rows into its stage and note which rows are valid. Lane i < WARP_ROWS passes the slot
+// of the warp's row i.
 __device__ __forceinline__ void copy_tile(const AttentionParams& p, int tile, int32_t slot) {
     const Role r = Role::here();
     if (tile < work.end) {
@@ -136,8 +138,7 @@ __device__ __forceinline__ void copy_tile(const AttentionParams& p, int tile, in
             copy_to_stage(from, stage, r.warp * WARP_ROWS + row, r.lane, p.flags & ALIGNED_ROWS);
         }
         if (r.lane < WARP_ROWS) {
-            auto* valid =
-                reinterpret_cast<int32_t*>(shared + VALID_AT) + (tile - work.begin) % VALID_RING * TILE_ROWS;
+            auto* valid = reinterpret_cast<int32_t*>(shared + VALID_AT) + (tile - work.begin) % VALID_RING * TILE_ROWS;
             valid[r.warp * WARP_ROWS + r.lane] = slot >= 0;
         }
     }
@@ -168,9 +169,9 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, Query query, ui
 
 // --- S = Q.K^T ------------------------------------------------------------------------------------------------
 
-// Where a warp's fragments of K are. The matrices of one ldmatrix: rows 0-7 of the two chunks of a slice, then rows 8-15 of
-// them. Slice k of this warp is chunks 4k + 2 half and the next; 4k changes the swizzled address by a constant, or flips its
-// bit 6.
+// Where a warp's fragments of K are. The matrices of one ldmatrix: rows 0-7 of the two chunks of a slice, then rows
+// 8-15 of them. Slice k of this warp is chunks 4k + 2 half and the next; 4k changes the swizzled address by a
+// constant, or flips its bit 6.
 struct KFragments {
     uint32_t even, odd;
 
@@ -215,22 +216,24 @@ __device__ __forceinline__ void multiply_qk(uint32_t tile, const uint32_t (&q)[K
     for (int n = 0; n < N_TILES; ++n) clear(s[n]);
     if constexpr (Row::FOLDED_SCALES == 0) {
         prefetched<K_STEPS * PAIRS>(
-            [&](uint32_t(&b)[4], int round) { fragments.load(b, round / PAIRS, round % PAIRS); },
-            [&](uint32_t(&b)[4], int round) {
+            [&](uint32_t (&b)[4], int round) { fragments.load(b, round / PAIRS, round % PAIRS); },
+            [&](uint32_t (&b)[4], int round) {
                 mma_m16n8k16(s[round % PAIRS * 2], q[round / PAIRS], b[0], b[1]);
                 mma_m16n8k16(s[round % PAIRS * 2 + 1], q[round / PAIRS], b[2], b[3]);
             });
         return;
     }
-    // The sum over the columns of a scale is multiplied by the scale. RoPE has no scale: it comes last and is added as it is.
+    // The sum over the columns of a scale is multiplied by the scale. RoPE has no scale: it comes last and is added as
+    // it is.
     constexpr int SCALE_STEPS = SCALE_TILE == 0 ? 1 : SCALE_TILE / 32, NOPE_STEPS = D_NOPE / 32;
     const Role r = Role::here();
     float partial[2][4];
     prefetched<PAIRS * K_STEPS>(
-        [&](uint32_t(&b)[4], int round) { fragments.load(b, round % K_STEPS, round / K_STEPS); },
-        [&](uint32_t(&b)[4], int round) {
+        [&](uint32_t (&b)[4], int round) { fragments.load(b, round % K_STEPS, round / K_STEPS); },
+        [&](uint32_t (&b)[4], int round) {
             const int pair = round / K_STEPS, k = round % K_STEPS;
-            const bool rope = k >= NOPE_STEPS, first = !rope && k % SCALE_STEPS == 0, last = !rope && (k + 1) % SCALE_STEPS == 0;
+            const bool rope = k >= NOPE_STEPS, first = !rope && k % SCALE_STEPS == 0,
+                       last = !rope && (k + 1) % SCALE_STEPS == 0;
             if (first) {
                 clear(partial[0]);
                 clear(partial[1]);
@@ -323,7 +326,8 @@ __device__ __forceinline__ void update_softmax(Softmax& state, float (&s)[N_TILE
 // --- O += P.V -------------------------------------------------------------------------------------------------
 
 // P as A fragments of mma, times the folded scales (if any) of the columns of V that share scale number `scale_index`.
-__device__ __forceinline__ void round_p(int scale_index, const float (&s)[N_TILES][4], uint32_t (&prob)[N_TILES / 2][4]) {
+__device__ __forceinline__ void round_p(int scale_index, const float (&s)[N_TILES][4],
+                                        uint32_t (&prob)[N_TILES / 2][4]) {
     const Role r = Role::here();
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
@@ -336,8 +340,8 @@ __device__ __forceinline__ void round_p(int scale_index, const float (&s)[N_TILE
 
 __device__ __forceinline__ void multiply_pv(uint32_t tile, const float (&s)[N_TILES][4], float (&o)[V_TILES][4]) {
     const Role r = Role::here();
-    // The matrices of one ldmatrix: a chunk of rows 0-7 and of rows 8-15, then the next chunk of them. v chunks further on,
-    // the swizzled address differs by flips of its bits 4 to 6 and a constant.
+    // The matrices of one ldmatrix: a chunk of rows 0-7 and of rows 8-15, then the next chunk of them. v chunks
+    // further on, the swizzled address differs by flips of its bits 4 to 6 and a constant.
     const uint32_t first =
         chunk_address(tile, r.share * ROWS + r.lane / 8 % 2 * 8 + r.lane % 8, r.half * V_TILES + r.lane / 16);
     constexpr int SCALES = Row::FOLDED_SCALES == 0 ? 1 : Row::FOLDED_SCALES / 2;  // of half of the columns
@@ -348,11 +352,11 @@ __device__ __forceinline__ void multiply_pv(uint32_t tile, const float (&s)[N_TI
         round_p(r.half * SCALES + scale, s, prob);
         const int begin = scale * SCALE_TILES;
         prefetched<ROUNDS>(
-            [&](uint32_t(&b)[4], int round) {
+            [&](uint32_t (&b)[4], int round) {
                 const int k = round / (SCALE_TILES / 2), v = begin + round % (SCALE_TILES / 2) * 2;
                 ldmatrix_x4_trans(b, (first ^ (v % 8 * 16)) + v / 8 * 128 + k * 16 * ROW_BYTES);
             },
-            [&](uint32_t(&b)[4], int round) {
+            [&](uint32_t (&b)[4], int round) {
                 const int k = round / (SCALE_TILES / 2), v = begin + round % (SCALE_TILES / 2) * 2;
                 mma_m16n8k16(o[v], prob[k], b[0], b[1]);
                 mma_m16n8k16(o[v + 1], prob[k], b[2], b[3]);
@@ -362,7 +366,8 @@ __device__ __forceinline__ void multiply_pv(uint32_t tile, const float (&s)[N_TI
 
 // --- results out ----------------------------------------------------------------------------------------------
 
-// Adds the results of the other row shares to those of share 0, one share after the other, through the space of the rows.
+// Adds the results of the other row shares to those of share 0, one share after the other, through the space of the
+// rows.
 __device__ __forceinline__ void merge_shares(Softmax& state, float (&o)[V_TILES][4]) {
     const Role r = Role::here();
     auto* space = reinterpret_cast<float4*>(shared) + (r.m * 2 + r.half) * V_TILES * 32 + r.lane;
@@ -399,8 +404,8 @@ __device__ __forceinline__ void merge_shares(Softmax& state, float (&o)[V_TILES]
 }
 
 // The results of a thread's two heads: the output, or the partial result of a split for combine.cu.
-__device__ __forceinline__ void write_results(
-    const AttentionParams& p, Query q, int split, const Softmax& state, const float (&o)[V_TILES][4]) {
+__device__ __forceinline__ void write_results(const AttentionParams& p, Query q, int split, const Softmax& state,
+                                              const float (&o)[V_TILES][4]) {
     const Role r = Role::here();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -432,7 +437,8 @@ __device__ __forceinline__ void write_results(
 // --- the kernel -----------------------------------------------------------------------------------------------
 
 // grid: x = query * head tiles + head tile, y = split
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) portable(const __grid_constant__ AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    portable(const __grid_constant__ AttentionParams p) {
     const int head_tiles = (p.h_q + 16 * M_TILES - 1) / (16 * M_TILES);
     if (threadIdx.x == 0) work = find_work(p, query_of(p, blockIdx.x / head_tiles), blockIdx.y);
     __syncthreads();

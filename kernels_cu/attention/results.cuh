@@ -22,7 +22,8 @@ __device__ __forceinline__ void write_statistics(const AttentionParams& p, Query
 }
 
 // Two neighbouring output values of a head.
-__device__ __forceinline__ void write_output(const AttentionParams& p, Query q, int head, int column, float x, float y) {
+__device__ __forceinline__ void write_output(const AttentionParams& p, Query q, int head, int column, float x,
+                                             float y) {
     bf16* to = out_of(p, q, head, column);
     const uint32_t packed = pack_bf16x2(x, y);
     if (p.flags & ALIGNED_OUT) {
@@ -37,13 +38,17 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, Query q, 
 
 // Its number in part_lse and part_max; its line in part_out.
 template <typename T>
-__device__ __forceinline__ int64_t partial_index(const AttentionParams& p, const T& split, const Query& q, const int& head) {
+__device__ __forceinline__ int64_t partial_index(const AttentionParams& p, const T& split, const Query& q,
+                                                 const int& head) {
     return (int64_t(split) * p.num_queries + q.index) * p.h_q + head;
 }
 
-__device__ __forceinline__ void write_partial_statistics(const AttentionParams& p, const int64_t& index, HeadResult r) {
+__device__ __forceinline__ void write_partial_statistics(const AttentionParams& p, const int64_t& index,
+                                                         HeadResult r) {
     p.part_lse[index] = r.lse;
     if (p.part_max != nullptr) p.part_max[index] = r.max;
 }
 
-__device__ __forceinline__ float* partial_out(const AttentionParams& p, const int64_t& index) { return p.part_out + index * D_V; }
+__device__ __forceinline__ float* partial_out(const AttentionParams& p, const int64_t& index) {
+    return p.part_out + index * D_V;
+}

@@ -4,7 +4,8 @@
 
 constexpr int WARPGROUP = 128;  // threads
 
-// Warpgroup, warp of it, and lane 4 g + t, which holds rows g and g + 8 of its warp's 16 and columns 2 t, 2 t + 1 of eight.
+// Warpgroup, warp of it, and lane 4 g + t, which holds rows g and g + 8 of its warp's 16 and columns 2 t, 2 t + 1 of
+// eight.
 struct Role {
     int warpgroup, warp, lane, g, t;
 

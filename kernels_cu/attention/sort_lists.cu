@@ -1,9 +1,9 @@
-// Sorts index lists by the range of the cache that their rows lie in, for caches that L2 does not hold: CTAs that work on
-// different queries then read the same range at about the same time.
+// Sorts index lists by the range of the cache that their rows lie in, for caches that L2 does not hold: CTAs that work
+// on different queries then read the same range at about the same time.
 //
-// A CTA sorts SEGMENT entries of a list by the upper bits of the row number, into at most RANGES ranges. Entries of a range stay
-// in order, so the result is the same every time. Each warp counts the ranges in its share of the segment, the counts give its
-// entries their places, and it stores them there.
+// A CTA sorts SEGMENT entries of a list by the upper bits of the row number, into at most RANGES ranges. Entries of a
+// range stay in order, so the result is the same every time. Each warp counts the ranges in its share of the segment,
+// the counts give its entries their places, and it stores them there.
 #include "attention/params.cuh"
 #include "tile/warp.cuh"
 
@@ -20,7 +20,8 @@ struct SortParams : AttentionParams {
 __shared__ int32_t staged[SEGMENT];
 __shared__ int places[WARPS][RANGES];
 
-// The lanes whose entries are in the same range as this lane's. (match.any looks at one range after the other: 40 us more.)
+// The lanes whose entries are in the same range as this lane's. (match.any looks at one range after the other: 40 us
+// more.)
 __device__ __forceinline__ uint32_t alike(bool here, int range) {
     uint32_t lanes = __ballot_sync(~0u, here);
 #pragma unroll

@@ -1,5 +1,5 @@
-// Work items: a query, a tile of its heads, and a split of its rows, which come in tiles of TILE_ROWS list entries: those of
-// the main list, then those of the extra list.
+// Work items: a query, a tile of its heads, and a split of its rows, which come in tiles of TILE_ROWS list entries:
+// those of the main list, then those of the extra list.
 #pragma once
 #include "attention/params.cuh"
 #include "rows/reader.cuh"
@@ -37,8 +37,8 @@ __device__ __forceinline__ void find_item(const AttentionParams& p, WorkItem& w,
     w.end = w.begin + each + (split < more);
 }
 
-// The list entry of row `row` of a tile, -1 where there is none. The entry is not looked at here, so that nothing waits for
-// it before it is used.
+// The list entry of row `row` of a tile, -1 where there is none. The entry is not looked at here, so that nothing
+// waits for it before it is used.
 __device__ __forceinline__ int32_t load_entry(const AttentionParams& p, const Split& w, int tile, int row) {
     const bool extra = tile >= w.main_tiles;
     const Source& source = extra ? p.extra : p.main;
@@ -60,11 +60,11 @@ __device__ __forceinline__ Row find_row(const AttentionParams& p, const Lists& w
 
 // --- persistent CTAs ------------------------------------------------------------------------------------------
 
-// Deals `total` items out to workers (CTAs or warpgroups) and calls `act` with what `find(item)` returns for each of this
-// worker's items, unless that is negative: nothing to do. All lanes of the warp call.
+// Deals `total` items out to workers (CTAs or warpgroups) and calls `act` with what `find(item)` returns for each of
+// this worker's items, unless that is negative: nothing to do. All lanes of the warp call.
 //
-// The direction changes from round to round: if items are ordered by length, no worker gets the longest item of every round.
-// The lanes of a warp look 32 items up at once: to wait for memory at each item would cost 1 us of about 30.
+// The direction changes from round to round: if items are ordered by length, no worker gets the longest item of every
+// round. The lanes of a warp look 32 items up at once: to wait for memory at each item would cost 1 us of about 30.
 template <typename Workers, typename Find, typename Act>
 __device__ __forceinline__ void for_each_item(int total, int worker, Workers workers, Find find, Act act) {
 #pragma unroll 1

@@ -10,15 +10,15 @@
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct ConcatParams {
-    const bf16* nope;       // [T, heads, 512]
-    const bf16* rope;       // [T, heads, 64]
-    bf16* out;              // [T, heads, 576]
+    const bf16* nope;        // [T, heads, 512]
+    const bf16* rope;        // [T, heads, 64]
+    bf16* out;               // [T, heads, 576]
     int64_t nope_t, nope_h;  // strides in items
     int64_t rope_t, rope_h;
     int64_t out_t, out_h;
-    int64_t num_rows;       // T * heads
+    int64_t num_rows;  // T * heads
     int32_t heads;
-    int32_t aligned;        // all three arrays allow 16-byte accesses
+    int32_t aligned;  // all three arrays allow 16-byte accesses
 };
 
 constexpr int ROWS = 4, THREADS = 32 * (ROWS_PER_BLOCK / ROWS);

@@ -5,8 +5,8 @@
 //     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
 //     load       NoPE: 2 x 8 bytes of e4m3 of each row a lane, consecutive lanes consecutive bytes, and their scales
 //                RoPE: 16 bytes of one of the 4 rows a lane; 17 loads are under way in every lane
-//     store      8 e4m3 become 16 bytes of bf16. The 16-byte stores of neighbouring lanes stand side by side, which they
-//                would not if a lane loaded 16 bytes
+//     store      8 e4m3 become 16 bytes of bf16. The 16-byte stores of neighbouring lanes stand side by side, which
+//                they would not if a lane loaded 16 bytes
 //
 // Tokens whose block does not exist become rows of zeros. Rows beyond dst are not written.
 // Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 656 bytes under way.
@@ -27,7 +27,7 @@ struct GatherParams {
     int64_t dst_stride;       // items
     int64_t dst_rows;
     int32_t num_blocks;
-    int32_t aligned;          // rows of dst start at multiples of 16 bytes
+    int32_t aligned;  // rows of dst start at multiples of 16 bytes
 };
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
@@ -54,9 +54,10 @@ __device__ __forceinline__ Copy find_copy(const GatherParams& p, int first_reque
     const auto at = tokens.find(item);
     const int request = first_request + at.request;
     Copy copy = {Row::none(), p.dst + (p.starts[request] + int64_t(at.token)) * p.dst_stride};
-    with_block_of(p.table, request, at.token, p.cache, p.block_stride, p.num_blocks, [&](const uint8_t* block, int32_t offset) {
-        copy.from = Row::in_block(block, offset, p.table.block_size.value);
-    });
+    with_block_of(p.table, request, at.token, p.cache, p.block_stride, p.num_blocks,
+                  [&](const uint8_t* block, int32_t offset) {
+                      copy.from = Row::in_block(block, offset, p.table.block_size.value);
+                  });
     return copy;
 }
 

@@ -3,8 +3,9 @@
 //   grid         as many CTAs as the GPU runs at a time; the tokens of all requests are dealt out among their warps
 //   one warp     4 tokens at a time
 //     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
-//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, where the last 8
-//                lanes have the 64 RoPE values; every lane loads the row's 8 bytes of scales. 12 loads are under way
+//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, where the
+//                last 8 lanes have the 64 RoPE values; every lane loads the row's 8 bytes of scales. 12 loads are
+//                under way
 //     store      16 bytes of bf16 a chunk, side by side with the neighbours' chunks
 //
 // Tokens whose block does not exist become rows of zeros. Rows beyond those of a request in dst are not written.
@@ -27,13 +28,14 @@ struct GatherTailParams {
     int64_t row_stride;          // items
     int32_t dst_rows;            // rows of a request from `offset` on
     int32_t num_blocks;
-    int32_t aligned;             // rows of dst start at multiples of 16 bytes
+    int32_t aligned;  // rows of dst start at multiples of 16 bytes
     int32_t unused;
 };
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
-static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32, "two chunks a lane, the first all NoPE");
+static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32,
+              "two chunks a lane, the first all NoPE");
 
 __shared__ RequestTokens<THREADS> tokens;
 
@@ -52,9 +54,10 @@ __device__ __forceinline__ Copy find_copy(const GatherTailParams& p, int first_r
     const int request = first_request + at.request;
     Copy copy = {Row::none(), p.dst + request * p.dst_stride + at.token * p.row_stride};
     const int32_t position = max(p.seq_lens[request], 0) - gathered(p, request) + at.token;
-    with_block_of(p.table, request, position, p.cache, p.block_stride, p.num_blocks, [&](const uint8_t* block, int32_t offset) {
-        copy.from = Row::in_block(block, offset, p.table.block_size.value);
-    });
+    with_block_of(p.table, request, position, p.cache, p.block_stride, p.num_blocks,
+                  [&](const uint8_t* block, int32_t offset) {
+                      copy.from = Row::in_block(block, offset, p.table.block_size.value);
+                  });
     return copy;
 }
 

@@ -1,35 +1,37 @@
 // Packs new tokens into a paged KV cache; compiled for one layout and ALIGNED.
 //
 //   one warp     4 tokens
-//     load       a latent row is 64 chunks of 8 values, two a lane: chunk `lane` and chunk 32 + lane. The RoPE values of the
-//                4 tokens (V32_FP8 and BF16: from k_pe) are 32 chunks, one a lane. All loads are under way at once
+//     load       a latent row is 64 chunks of 8 values, two a lane: chunk `lane` and chunk 32 + lane. The RoPE values
+//                of the 4 tokens (V32_FP8 and BF16: from k_pe) are 32 chunks, one a lane. All loads are under way at
+//                once
 //     find       lane l finds where token l % 4 goes: one division of a slot for 4 tokens
-//     quantize   a scale tile is 16 lanes (V32_FP8, 128 values) or 8 lanes (V4_FP8, 64 values) of either half of the row. The
-//                largest magnitudes of two scale tiles, one of each half, are found by shuffles in one register
+//     quantize   a scale tile is 16 lanes (V32_FP8, 128 values) or 8 lanes (V4_FP8, 64 values) of either half of the
+//                row. The largest magnitudes of two scale tiles, one of each half, are found by shuffles in one
+//                register
 //     store      8 bytes of e4m3 or 16 of bf16 a chunk, side by side with the neighbours' chunks
 //                V4_FP8: the last 8 chunks are RoPE and stay bf16
 //
-// ALIGNED: all arrays allow 16-byte accesses. Known at compile time, because the compiler waits for a load that may be eight
-// loads before it starts the next one, and the eight take registers. No shared memory. Slots that are negative or beyond the
-// cache are skipped.
+// ALIGNED: all arrays allow 16-byte accesses. Known at compile time, because the compiler waits for a load that may be
+// eight loads before it starts the next one, and the eight take registers. No shared memory. Slots that are negative
+// or beyond the cache are skipped.
 #include "rows/chunk.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct PackParams {
-    const bf16* latent;      // [num_tokens, 512]
-    const bf16* rope;        // [num_tokens, 64]; V4_FP8: part of the latent row
+    const bf16* latent;  // [num_tokens, 512]
+    const bf16* rope;    // [num_tokens, 64]; V4_FP8: part of the latent row
     uint8_t* cache;
-    const int64_t* slots;    // [num_tokens]
-    int64_t latent_stride;   // items
+    const int64_t* slots;   // [num_tokens]
+    int64_t latent_stride;  // items
     int64_t rope_stride;
-    int64_t block_stride;    // bytes
+    int64_t block_stride;  // bytes
     int64_t row_stride;
     int64_t num_slots;
     int32_t block_size;
     int32_t num_tokens;
-    int32_t power_of_two;    // V32_FP8: round scales up to powers of two
+    int32_t power_of_two;  // V32_FP8: round scales up to powers of two
     int32_t unused;
 };
 
@@ -41,8 +43,8 @@ static_assert(ROPE_CHUNKS * ROWS == 32, "the RoPE values of a warp's tokens are 
 
 #if NUM_SCALES == 0
 
-__device__ __forceinline__ void store_token(
-    const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first, const Vec16& second) {
+__device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
+                                            const Vec16& second) {
     bf16* row = reinterpret_cast<bf16*>(p.cache + to.data) + threadIdx.x % 32 * CHUNK;
     store_chunk(row, first, ALIGNED);
     store_chunk(row + 32 * CHUNK, second, ALIGNED);
@@ -64,8 +66,8 @@ __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float sca
     }
 }
 
-__device__ __forceinline__ void store_token(
-    const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first, const Vec16& second) {
+__device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
+                                            const Vec16& second) {
     constexpr int TILE_LANES = SCALE_TILE / CHUNK;
     const int lane = threadIdx.x % 32, rope_chunk = 32 + lane - D_NOPE / CHUNK;  // V32_FP8: never reaches 0
     const uint32_t amax = tile_amax<TILE_LANES>(first, second);
@@ -85,8 +87,7 @@ __device__ __forceinline__ void store_token(
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
-pack(const __grid_constant__ PackParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1) pack(const __grid_constant__ PackParams p) {
     const int lane = threadIdx.x % 32, last = p.num_tokens - 1;
     const int token = (blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
     const int64_t slot = token + lane % ROWS <= last ? p.slots[token + lane % ROWS] : -1;

@@ -1,7 +1,7 @@
 // The tokens of all requests as one list of items, so that CTAs share them evenly whatever the requests' lengths.
 //
-// A CTA looks at THREADS requests at a time, a thread a request: an inclusive sum over their lengths. Items are then dealt out
-// to warps, and whoever has an item finds its request by bisection of the sums.
+// A CTA looks at THREADS requests at a time, a thread a request: an inclusive sum over their lengths. Items are then
+// dealt out to warps, and whoever has an item finds its request by bisection of the sums.
 #pragma once
 #include "tile/warp.cuh"
 
@@ -36,8 +36,9 @@ struct RequestTokens {
         return {request, int32_t(item - (request > 0 ? ends[request - 1] : 0))};
     }
 
-    // The loop of a persistent CTA. `length_of(request)` is the tokens of a request (0 for requests there are not); each warp
-    // takes ITEMS items at a time and calls act(first request, item of lane % ITEMS, whether there is such an item).
+    // The loop of a persistent CTA. `length_of(request)` is the tokens of a request (0 for requests there are not);
+    // each warp takes ITEMS items at a time and calls act(first request, item of lane % ITEMS, whether there is such
+    // an item).
     template <int ITEMS, typename LengthOf, typename Act>
     __device__ __forceinline__ void for_each(int num_requests, LengthOf length_of, Act act) {
         constexpr int WARPS = THREADS / 32;

@@ -1,10 +1,11 @@
 // Quantizes a whole tensor to e4m3 under one scale: s = 448 / max(amax, 1e-10), codes of clamp(x * s), and 1 / s.
 //
 //   grid       launched cooperatively: all CTAs run at the same time and may wait for each other
-//   pass 1     a CTA takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread. Its largest magnitude goes to
-//              state->amax by one atomic maximum of the bits (order does not matter; NaN has the largest bits)
+//   pass 1     a CTA takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread. Its largest magnitude goes
+//              to state->amax by one atomic maximum of the bits (order does not matter; NaN has the largest bits)
 //   meeting    each CTA counts itself in and waits until all have
-//   pass 2     the same tiles in reverse order, so that what pass 1 read last is found in L2; 8 codes a thread and store
+//   pass 2     the same tiles in reverse order, so that what pass 1 read last is found in L2; 8 codes a thread and
+//              store
 //
 // Shared memory: 32 bytes. `state` is cleared before the launch.
 #include "rows/quantize.cuh"
@@ -17,13 +18,13 @@ struct State {
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct TensorQuantParams {
-    const void* x;     // [size] bf16, or float32 with FLOAT32
-    uint8_t* codes;    // [size]
-    float* scale;      // 1 / s
+    const void* x;   // [size] bf16, or float32 with FLOAT32
+    uint8_t* codes;  // [size]
+    float* scale;    // 1 / s
     State* state;
     int64_t size;
     int64_t tiles;
-    int32_t aligned;   // x allows 16-byte accesses; codes always allow 8-byte ones
+    int32_t aligned;  // x allows 16-byte accesses; codes always allow 8-byte ones
 };
 
 constexpr int ROUNDS = 2, THREADS = VALUES_PER_TILE / (ROUNDS * CHUNK);
@@ -84,13 +85,15 @@ __device__ __forceinline__ void meet(const TensorQuantParams& p) {
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&p.state->arrived, 1u);
-        while (*reinterpret_cast<volatile uint32_t*>(&p.state->arrived) < gridDim.x) {}
+        while (*reinterpret_cast<volatile uint32_t*>(&p.state->arrived) < gridDim.x) {
+        }
         __threadfence();
     }
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) tensor_quant(const __grid_constant__ TensorQuantParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    tensor_quant(const __grid_constant__ TensorQuantParams p) {
     uint32_t amax = 0;
     for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float v[ROUNDS][CHUNK];

@@ -6,9 +6,9 @@
 //     copy       8 lanes a token, 16 bytes of keys each: 4 loads under way in every lane, then 4 stores
 //                lane l < 16 copies the scale of token l
 //
-// ALIGNED: both sides allow 16-byte accesses; 4-byte ones always are allowed. Known at compile time, because the compiler waits
-// for a load that may be four loads before it starts the next one. Tokens whose block does not exist become zeros. Rows beyond
-// dst are not written. Shared memory: 8 bytes a thread.
+// ALIGNED: both sides allow 16-byte accesses; 4-byte ones always are allowed. Known at compile time, because the
+// compiler waits for a load that may be four loads before it starts the next one. Tokens whose block does not exist
+// become zeros. Rows beyond dst are not written. Shared memory: 8 bytes a thread.
 #include "cache/request_tokens.cuh"
 #include "rows/block_table.cuh"
 #include "rows/place.cuh"
@@ -18,10 +18,10 @@
 struct GatherKeysParams {
     BlockTable table;
     const uint8_t* cache;
-    uint8_t* keys;                // [rows, 128]
-    float* scales;                // [rows]
-    const int32_t* cu_seq_lens;   // [num_requests + 1]
-    int64_t block_stride;         // bytes
+    uint8_t* keys;               // [rows, 128]
+    float* scales;               // [rows]
+    const int32_t* cu_seq_lens;  // [num_requests + 1]
+    int64_t block_stride;        // bytes
     int64_t keys_stride;
     int64_t rows;
     int32_t num_blocks;
@@ -51,11 +51,12 @@ __device__ __forceinline__ Token find_token(const GatherKeysParams& p, int first
     const auto at = tokens.find(item);
     const int request = first_request + at.request;
     Token token = {nullptr, nullptr, p.cu_seq_lens[request] + int64_t(at.token)};
-    with_block_of(p.table, request, at.token, p.cache, p.block_stride, p.num_blocks, [&](const uint8_t* block, int32_t offset) {
-        const auto place = place_in_block(block, offset, p.table.block_size.value, ROW_STRIDE);
-        token.from = place.data;
-        token.scale = place.scales;
-    });
+    with_block_of(p.table, request, at.token, p.cache, p.block_stride, p.num_blocks,
+                  [&](const uint8_t* block, int32_t offset) {
+                      const auto place = place_in_block(block, offset, p.table.block_size.value, ROW_STRIDE);
+                      token.from = place.data;
+                      token.scale = place.scales;
+                  });
     return token;
 }
 

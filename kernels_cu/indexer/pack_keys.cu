@@ -2,27 +2,27 @@
 //
 //   one warp     8 tokens: half a warp has a token in each of 4 rounds, whose loads are all under way at once
 //     find       lane l finds where token l % 8 goes
-//     a lane     16 bytes of keys in, 8 bytes of e4m3 out. The largest magnitudes of two rounds are found by shuffles in one
-//                register
+//     a lane     16 bytes of keys in, 8 bytes of e4m3 out. The largest magnitudes of two rounds are found by shuffles
+//                in one register
 //
-// ALIGNED: keys allow 16-byte loads and the cache 8-byte stores. Known at compile time, because the compiler waits for a load
-// that may be eight loads before it starts the next one. In a block of the cache the keys of all tokens come first, then their
-// scales. No shared memory. Slots that are negative or beyond the cache are skipped.
+// ALIGNED: keys allow 16-byte loads and the cache 8-byte stores. Known at compile time, because the compiler waits for
+// a load that may be eight loads before it starts the next one. In a block of the cache the keys of all tokens come
+// first, then their scales. No shared memory. Slots that are negative or beyond the cache are skipped.
 #include "rows/chunk.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct PackKeysParams {
-    const bf16* k;           // [num_tokens, 128]
+    const bf16* k;  // [num_tokens, 128]
     uint8_t* cache;
-    const int64_t* slots;    // [num_tokens]
-    int64_t k_stride;        // items
-    int64_t block_stride;    // bytes
+    const int64_t* slots;  // [num_tokens]
+    int64_t k_stride;      // items
+    int64_t block_stride;  // bytes
     int64_t num_slots;
     int32_t block_size;
     int32_t num_tokens;
-    int32_t power_of_two;    // round scales up to powers of two
+    int32_t power_of_two;  // round scales up to powers of two
     int32_t unused;
 };
 
@@ -39,7 +39,8 @@ __device__ __forceinline__ void store_keys(uint8_t* to, const Vec8& v, bool alig
     }
 }
 
-__device__ __forceinline__ void store_token(const PackKeysParams& p, const RowPlace<int64_t>& to, const Vec16& keys, float amax) {
+__device__ __forceinline__ void store_token(const PackKeysParams& p, const RowPlace<int64_t>& to, const Vec16& keys,
+                                            float amax) {
     if (to.data < 0) return;
     const int lane = threadIdx.x % LANES;
     const float ratio = scale_from_amax(fmaxf(amax, AMAX_FLOOR));
@@ -49,7 +50,7 @@ __device__ __forceinline__ void store_token(const PackKeysParams& p, const RowPl
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
-pack_keys(const __grid_constant__ PackKeysParams p) {
+    pack_keys(const __grid_constant__ PackKeysParams p) {
     const int lane = threadIdx.x % 32, half = lane / LANES, last = p.num_tokens - 1;
     const int token = (blockIdx.x * WARPS + threadIdx.x / 32) * TOKENS;
     const int64_t slot = token + lane % TOKENS <= last ? p.slots[token + lane % TOKENS] : -1;

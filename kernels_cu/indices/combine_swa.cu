@@ -12,8 +12,8 @@ struct CombineSwaParams {
     int64_t chosen_stride;       // items
     int64_t out_stride;
     int32_t window, ratio, topk;
-    int32_t rows;                // of the workspace for each request
-    int32_t compressed_rows;     // of those, the first ones
+    int32_t rows;             // of the workspace for each request
+    int32_t compressed_rows;  // of those, the first ones
     int32_t width;
 };
 

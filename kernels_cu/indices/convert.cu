@@ -1,12 +1,12 @@
 // Positions in a request to slots of the paged cache, or to rows of a prefill's workspace.
 //
 //   grid     a CTA takes a few consecutive tokens, which mostly belong to one request
-//   CTA      256 threads walk each token's row of k entries, 2 x 4 entries a thread at a time: two 16-byte loads under way,
-//            then the look-ups, then two 16-byte stores
+//   CTA      256 threads walk each token's row of k entries, 2 x 4 entries a thread at a time: two 16-byte loads under
+//            way, then the look-ups, then two 16-byte stores
 //   table    STAGED > 0: the request's row of the block table is copied to shared memory first, and again whenever the
-//            request changes. The look-ups of a warp then cost a few bank conflicts; scattered reads of global memory would
-//            cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches, where copying the row costs
-//            more than it saves, and for rows wider than STAGED.
+//            request changes. The look-ups of a warp then cost a few bank conflicts; scattered reads of global memory
+//            would cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches, where copying the
+//            row costs more than it saves, and for rows wider than STAGED.
 //   counts   valid entries, by a warp reduction and one atomic add in shared memory a warp and token
 //
 // Shared memory (static): 4 * STAGED bytes, and 4 bytes a token.
@@ -25,8 +25,8 @@ struct ConvertParams {
     int64_t positions_stride;       // items
     int64_t out_stride;
     int32_t num_tokens, k, num_prefills;
-    int32_t rows;                   // tokens a CTA
-    int32_t aligned;                // every row starts at a multiple of 16 bytes, in and out
+    int32_t rows;     // tokens a CTA
+    int32_t aligned;  // every row starts at a multiple of 16 bytes, in and out
 };
 
 constexpr int THREADS = 256, WIDE = 4, LOADS = 2;
@@ -38,8 +38,9 @@ __shared__ int32_t valid[MAX_TOKENS_PER_BLOCK];
 
 // Where a token's entries are looked up.
 struct Lookup {
-    const int32_t* blocks;  // the request's row of the block table; null for prefills and for requests that do not exist
-    int32_t start;          // prefills: the first workspace row, else -1
+    // The request's row of the block table; null for prefills and for requests that do not exist.
+    const int32_t* blocks;
+    int32_t start;  // prefills: the first workspace row, else -1
 };
 
 __device__ __forceinline__ int32_t slot_of_position(const ConvertParams& p, const Lookup& in, int32_t position) {
@@ -94,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(con
                 for (int i = 0; i < LOADS; ++i) {
                     const int at = begin + i * WIDE * THREADS;
                     if (at >= p.k) break;
-                    const int4 w = {slot_of_position(p, in, v[i].x), slot_of_position(p, in, v[i].y), slot_of_position(p, in, v[i].z), slot_of_position(p, in, v[i].w)};
+                    const int4 w = {slot_of_position(p, in, v[i].x), slot_of_position(p, in, v[i].y),
+                                    slot_of_position(p, in, v[i].z), slot_of_position(p, in, v[i].w)};
                     *reinterpret_cast<int4*>(to + at) = w;
                     count += (w.x >= 0) + (w.y >= 0) + (w.z >= 0) + (w.w >= 0);
                 }

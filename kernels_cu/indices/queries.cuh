@@ -10,13 +10,16 @@ struct Queries {
     int32_t num_tokens;
 };
 
-// The request of a token, which is counted as `starts` counts. -1: the token is before the first request's or beyond the last
-// one's.
+// The request of a token, which is counted as `starts` counts. -1: the token is before the first request's or beyond
+// the last one's.
 __device__ __forceinline__ int32_t request_of(const Queries& q, int32_t token) {
     int32_t low = 0, high = q.num_requests + 1;  // starts[low - 1] <= token < starts[high]
     while (low < high) {
         const int32_t middle = (low + high) / 2;
-        if (q.starts[middle] <= token) low = middle + 1; else high = middle;
+        if (q.starts[middle] <= token)
+            low = middle + 1;
+        else
+            high = middle;
     }
     return low - 1 < q.num_requests ? low - 1 : -1;
 }

@@ -25,7 +25,8 @@ __device__ __forceinline__ int cluster_index() {
     return index;
 }
 
-// Wait for all threads of the cluster. What they wrote before to shared or global memory is then visible to all of them.
+// Wait for all threads of the cluster. What they wrote before to shared or global memory is then visible to all of
+// them.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.release.aligned;\n"

@@ -41,14 +41,18 @@ __device__ __forceinline__ uint32_t bf16x2_to_f16x2(uint32_t packed) {
 
 // The power of two with a biased exponent (2^(exponent - 127)), and its inverse.
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent) << 23); }
-__device__ __forceinline__ float inverse_power_of_two(int exponent) { return __uint_as_float(uint32_t(254 - exponent) << 23); }
+__device__ __forceinline__ float inverse_power_of_two(int exponent) {
+    return __uint_as_float(uint32_t(254 - exponent) << 23);
+}
 
 // The same twice, as bfloat16.
 __device__ __forceinline__ uint32_t power_of_two_bf16x2(int exponent) { return uint32_t(exponent) * 0x00800080; }
 
 // A UE8M0 byte to the power of two it stands for. 0 is 2^-127, 255 is NaN.
 __device__ __forceinline__ float ue8m0_to_float(uint32_t byte) {
-    return byte == 0 ? __uint_as_float(0x00400000u) : byte == 255 ? __uint_as_float(0x7fffffffu) : __uint_as_float(byte << 23);
+    return byte == 0     ? __uint_as_float(0x00400000u)
+           : byte == 255 ? __uint_as_float(0x7fffffffu)
+                         : __uint_as_float(byte << 23);
 }
 
 // Four e4m3 bytes to two pairs of f16, exact. sm_89.
@@ -83,9 +87,9 @@ __device__ __forceinline__ void e4m3x4_to_float(uint32_t bytes, float (&v)[4]) {
         : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
         : "r"(bytes));
 #else
-    // There is no conversion instruction before sm_89. s eeee mmm is shifted to the f16 s 0eeee mmm0..., which is 2^8 too
-    // small; cvt to float32 keeps its subnormals, and one multiplication by 2^8 follows. (Shifted to a float32 directly,
-    // subnormals would be flushed to zero.)
+    // There is no conversion instruction before sm_89. s eeee mmm is shifted to the f16 s 0eeee mmm0..., which is 2^8
+    // too small; cvt to float32 keeps its subnormals, and one multiplication by 2^8 follows. (Shifted to a float32
+    // directly, subnormals would be flushed to zero.)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const uint32_t b = bytes >> (8 * i);

@@ -2,7 +2,8 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// cp.async.cg: 16 bytes from global to shared memory past L1. If `valid` is false, zeros are written and nothing is read.
+// cp.async.cg: 16 bytes from global to shared memory past L1. If `valid` is false, zeros are written and nothing is
+// read.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }

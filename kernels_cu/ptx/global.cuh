@@ -1,5 +1,5 @@
-// PTX ISA: ld.relaxed.gpu.global. Loads that the assembler keeps in the order of the source: of ordinary loads it puts some
-// off until registers are free.
+// PTX ISA: ld.relaxed.gpu.global. Loads that the assembler keeps in the order of the source: of ordinary loads it puts
+// some off until registers are free.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,5 +1,5 @@
-// PTX ISA: ldmatrix (sm_75), stmatrix (sm_90): matrices of 8 x 8 16-bit items between shared memory and fragments.
-// A fragment holds row g, columns 2 t and 2 t + 1 in lane 4 g + t. Lanes 8 i .. 8 i + 7 give the addresses of the lines
+// PTX ISA: ldmatrix (sm_75), stmatrix (sm_90): matrices of 8 x 8 16-bit items between shared memory and fragments. A
+// fragment holds row g, columns 2 t and 2 t + 1 in lane 4 g + t. Lanes 8 i .. 8 i + 7 give the addresses of the lines
 // of matrix i.
 #pragma once
 #include "ptx/types.cuh"
@@ -22,8 +22,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
 
 // stmatrix .x4.trans: a line is a column.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
+                 "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
 

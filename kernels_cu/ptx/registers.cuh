@@ -2,8 +2,8 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// The value, of which the compiler knows nothing from here on. What is derived from it cannot be hoisted out of a loop,
-// where it would occupy registers.
+// The value, of which the compiler knows nothing from here on. What is derived from it cannot be hoisted out of a
+// loop, where it would occupy registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;

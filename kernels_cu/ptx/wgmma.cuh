@@ -1,8 +1,8 @@
 // PTX ISA: wgmma.mma_async m64nNk16 with float32 accumulators, N = 8, 16, 32, 64 or 256, on bfloat16 or float16, A in
 // registers or in shared memory; wgmma.fence, .commit_group, .wait_group. sm_90a.
 //
-// A warpgroup multiplies together. Accumulators of warp w, lane 4 g + t: c[4 j + 2 i + k] is row 16 w + g + 8 i, column
-// 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
+// A warpgroup multiplies together. Accumulators of warp w, lane 4 g + t: c[4 j + 2 i + k] is row 16 w + g + 8 i,
+// column 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
 #pragma once
 #include "ptx/registers.cuh"
 #include "ptx/types.cuh"
@@ -16,13 +16,14 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t lin
            (address & 0x3ffff) >> 4;
 }
 
-// The same of a K-major operand without swizzle: 8 lines of 16 bytes make 128 bytes; `columns` = bytes to the next 8 of k.
+// The same of a K-major operand without swizzle: 8 lines of 16 bytes make 128 bytes; `columns` = bytes to the next 8
+// of k.
 __device__ __forceinline__ uint64_t wgmma_plain_operand(uint32_t address, uint32_t line_groups, uint32_t columns) {
     return uint64_t(line_groups >> 4) << 32 | uint64_t(columns >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The description of an operand that starts `bytes` further on, a multiple of 16. Cheaper than a new description: that takes
-// four uniform instructions, each waiting for the one before, in front of every wgmma.
+// The description of an operand that starts `bytes` further on, a multiple of 16. Cheaper than a new description: that
+// takes four uniform instructions, each waiting for the one before, in front of every wgmma.
 __device__ __forceinline__ uint64_t wgmma_further(uint64_t operand, uint32_t bytes) {
     const uint32_t high = uint32_t(operand >> 32);
     const uint32_t low = opaque_value(uint32_t(operand));  // or the compiler makes more than an addition of it
@@ -47,8 +48,8 @@ enum class Sum { SET, ADD };
 // How an operand lies in shared memory: K, the values of one row or column side by side; MN, those of one step of k.
 enum class Major { K, MN };
 
-// An instruction names each register, so lists of them are spelled out, once: R<n> is the text, C<n>(k) the accumulators
-// with constraint k.
+// An instruction names each register, so lists of them are spelled out, once: R<n> is the text, C<n>(k) the
+// accumulators with constraint k.
 #define C4_AT(k, i) k(c[i]), k(c[i + 1]), k(c[i + 2]), k(c[i + 3])
 #define C16_AT(k, i) C4_AT(k, i), C4_AT(k, i + 4), C4_AT(k, i + 8), C4_AT(k, i + 12)
 #define C32_AT(k, i) C16_AT(k, i), C16_AT(k, i + 16)
@@ -60,66 +61,78 @@ enum class Major { K, MN };
 #define R4 "%0, %1, %2, %3"
 #define R8 R4 ", %4, %5, %6, %7"
 #define R16 R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define R32 R16 ", "  \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define R128 R32 ", "  \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define R32  \
+    R16 ", " \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define R128                                                                                           \
+    R32 ", "                                                                                           \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define WGMMA_AS(shape, type, registers, outputs, inputs, ...) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k16.f32." type "." type " {" registers "}, " inputs ";" : outputs : __VA_ARGS__)
-// The instruction for VALUES and SUM, the template parameters of the function that this stands in. `inputs` is the text of
-// the operands behind c, the last inputs are immediates: whether c is read, and which operands are transposed.
-#define WGMMA(shape, registers, outputs, inputs, ...)                                                          \
-    if constexpr (VALUES == Values::BF16 && SUM == Sum::SET) {                                                 \
-        WGMMA_AS(shape, "bf16", registers, outputs("=f"), inputs, __VA_ARGS__);                                \
-    } else if constexpr (VALUES == Values::BF16) {                                                             \
-        WGMMA_AS(shape, "bf16", registers, outputs("+f"), inputs, __VA_ARGS__);                                \
-    } else if constexpr (SUM == Sum::SET) {                                                                    \
-        WGMMA_AS(shape, "f16", registers, outputs("=f"), inputs, __VA_ARGS__);                                 \
-    } else {                                                                                                   \
-        WGMMA_AS(shape, "f16", registers, outputs("+f"), inputs, __VA_ARGS__);                                 \
+#define WGMMA_AS(shape, type, registers, outputs, inputs, ...)                                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k16.f32." type "." type " {" registers "}, " inputs ";" \
+                 : outputs                                                                                         \
+                 : __VA_ARGS__)
+// The instruction for VALUES and SUM, the template parameters of the function that this stands in. `inputs` is the
+// text of the operands behind c, the last inputs are immediates: whether c is read, and which operands are transposed.
+#define WGMMA(shape, registers, outputs, inputs, ...)                           \
+    if constexpr (VALUES == Values::BF16 && SUM == Sum::SET) {                  \
+        WGMMA_AS(shape, "bf16", registers, outputs("=f"), inputs, __VA_ARGS__); \
+    } else if constexpr (VALUES == Values::BF16) {                              \
+        WGMMA_AS(shape, "bf16", registers, outputs("+f"), inputs, __VA_ARGS__); \
+    } else if constexpr (SUM == Sum::SET) {                                     \
+        WGMMA_AS(shape, "f16", registers, outputs("=f"), inputs, __VA_ARGS__);  \
+    } else {                                                                    \
+        WGMMA_AS(shape, "f16", registers, outputs("+f"), inputs, __VA_ARGS__);  \
     }
 #define A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 
 // 64 x N, N = 2 * (accumulators of a thread). A in shared memory, ...
 template <Values VALUES, Sum SUM, Major A, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[4], uint64_t a, uint64_t b) {
-    WGMMA("n8", R4, C4, "%4, %5, %6, 1, 1, %7, %8", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN), "n"(B == Major::MN));
+    WGMMA("n8", R4, C4, "%4, %5, %6, 1, 1, %7, %8", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
+          "n"(B == Major::MN));
 }
 template <Values VALUES, Sum SUM, Major A, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[8], uint64_t a, uint64_t b) {
-    WGMMA("n16", R8, C8, "%8, %9, %10, 1, 1, %11, %12", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN), "n"(B == Major::MN));
+    WGMMA("n16", R8, C8, "%8, %9, %10, 1, 1, %11, %12", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
+          "n"(B == Major::MN));
 }
 template <Values VALUES, Sum SUM, Major A, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[16], uint64_t a, uint64_t b) {
-    WGMMA("n32", R16, C16, "%16, %17, %18, 1, 1, %19, %20", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN), "n"(B == Major::MN));
+    WGMMA("n32", R16, C16, "%16, %17, %18, 1, 1, %19, %20", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
+          "n"(B == Major::MN));
 }
 template <Values VALUES, Sum SUM, Major A, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
-    WGMMA("n64", R32, C32, "%32, %33, %34, 1, 1, %35, %36", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN), "n"(B == Major::MN));
+    WGMMA("n64", R32, C32, "%32, %33, %34, 1, 1, %35, %36", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
+          "n"(B == Major::MN));
 }
 template <Values VALUES, Sum SUM, Major A, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b) {
-    WGMMA("n256", R128, C128, "%128, %129, %130, 1, 1, %131, %132", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN), "n"(B == Major::MN));
+    WGMMA("n256", R128, C128, "%128, %129, %130, 1, 1, %131, %132", "l"(a), "l"(b), "n"(SUM == Sum::ADD),
+          "n"(A == Major::MN), "n"(B == Major::MN));
 }
 
 // ... or in registers.
 template <Values VALUES, Sum SUM, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("n32", R16, C16, "{%16, %17, %18, %19}, %20, %21, 1, 1, %22", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD), "n"(B == Major::MN));
+    WGMMA("n32", R16, C16, "{%16, %17, %18, %19}, %20, %21, 1, 1, %22", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD),
+          "n"(B == Major::MN));
 }
 template <Values VALUES, Sum SUM, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("n64", R32, C32, "{%32, %33, %34, %35}, %36, %37, 1, 1, %38", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD), "n"(B == Major::MN));
+    WGMMA("n64", R32, C32, "{%32, %33, %34, %35}, %36, %37, 1, 1, %38", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD),
+          "n"(B == Major::MN));
 }
 template <Values VALUES, Sum SUM, Major B>
 __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("n256", R128, C128, "{%128, %129, %130, %131}, %132, %133, 1, 1, %134", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD), "n"(B == Major::MN));
+    WGMMA("n256", R128, C128, "{%128, %129, %130, %131}, %132, %133, 1, 1, %134", A_REGISTERS, "l"(b),
+          "n"(SUM == Sum::ADD), "n"(B == Major::MN));
 }
 
 #undef C4_AT

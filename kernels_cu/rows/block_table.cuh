@@ -2,7 +2,8 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// A divisor that the host knows: n / value = n * multiplier >> shift, exact for 0 <= n < 2^31 (cupy_mla/cuda/structs.py).
+// A divisor that the host knows: n / value = n * multiplier >> shift, exact for 0 <= n < 2^31
+// (cupy_mla/cuda/structs.py).
 struct Divisor {
     uint32_t value, multiplier, shift;
 };
@@ -43,8 +44,9 @@ __device__ __forceinline__ int32_t slot_in_block(const BlockTable& t, int32_t bl
 
 // Calls `act(start of the block, offset in it)` for a request's position, if the cache has its block.
 template <typename Act>
-__device__ __forceinline__ void with_block_of(const BlockTable& t, int request, int32_t position, const uint8_t* const& cache,
-                                              const int64_t& block_stride, const int32_t& num_blocks, Act act) {
+__device__ __forceinline__ void with_block_of(const BlockTable& t, int request, int32_t position,
+                                              const uint8_t* const& cache, const int64_t& block_stride,
+                                              const int32_t& num_blocks, Act act) {
     const Position at = find_position(t, position);
     if (at.column >= 0) {
         const int32_t block = t.blocks[request * t.stride + at.column];

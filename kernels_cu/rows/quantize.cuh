@@ -7,8 +7,8 @@
 constexpr float E4M3_MAX = 448.0f;
 constexpr float AMAX_FLOOR = 1e-4f;  // keeps power-of-two scales from vanishing with the values
 
-// amax / 448 rounded as a division rounds it, for amax a bf16 or AMAX_FLOOR. Tried for all of them: only quotients below the
-// least normal float32 may differ. NaN stays NaN.
+// amax / 448 rounded as a division rounds it, for amax a bf16 or AMAX_FLOOR. Tried for all of them: only quotients
+// below the least normal float32 may differ. NaN stays NaN.
 __device__ __forceinline__ float scale_from_amax(float amax) {
     const float scale = divide_by_constant(amax, E4M3_MAX);
     return amax < INF ? scale : amax;
@@ -25,8 +25,8 @@ __device__ __forceinline__ uint32_t amax_pair(const Vec16& v) {
     return max_bf16x2(max_bf16x2(abs_bf16x2(v.x), abs_bf16x2(v.y)), max_bf16x2(abs_bf16x2(v.z), abs_bf16x2(v.w)));
 }
 
-// The largest magnitudes of two scale tiles at once. LANES neighbouring lanes pass eight bf16 of each. The result is a bf16 for
-// the first tile in the low half, for the second in the high half. It is NaN if all values are NaN.
+// The largest magnitudes of two scale tiles at once. LANES neighbouring lanes pass eight bf16 of each. The result is a
+// bf16 for the first tile in the low half, for the second in the high half. It is NaN if all values are NaN.
 template <int LANES>
 __device__ __forceinline__ uint32_t tile_amax(const Vec16& first, const Vec16& second) {
     const uint32_t a = amax_pair(first), b = amax_pair(second);
@@ -65,14 +65,15 @@ __device__ __forceinline__ Vec16 dequantize_8(const Vec8& codes, float scale) {
             pack_bf16x2(hi[0] * scale, hi[1] * scale), pack_bf16x2(hi[2] * scale, hi[3] * scale)};
 }
 
-// Eight bf16 divided by the scale of their scale tile, as e4m3. The bytes are those of a correctly rounded float32 division.
+// Eight bf16 divided by the scale of their scale tile, as e4m3. The bytes are those of a correctly rounded float32
+// division.
 //
-// The quotient is a product with the reciprocal, corrected by its remainder; very small and very large scales are brought to
-// the middle of the range first. Tried on the CPU, with subnormals flushed to zero as the compiler's options have it, for
-// every bf16 x up to amax and every scale amax / 448 (amax a finite bf16 or AMAX_FLOOR) of at least 2^-126, and the power of
-// two from there, with reciprocals up to two units in the last place off, as rcp.approx may be: of 5.3e9 bytes none differs.
-// The product alone fails where x / scale is a tie. Under an infinite scale, numbers become 0 and infinities NaN. The
-// corrected quotient of -0 is +0, hence the sign bits.
+// The quotient is a product with the reciprocal, corrected by its remainder; very small and very large scales are
+// brought to the middle of the range first. Tried on the CPU, with subnormals flushed to zero as the compiler's
+// options have it, for every bf16 x up to amax and every scale amax / 448 (amax a finite bf16 or AMAX_FLOOR) of at
+// least 2^-126, and the power of two from there, with reciprocals up to two units in the last place off, as rcp.approx
+// may be: of 5.3e9 bytes none differs. The product alone fails where x / scale is a tie. Under an infinite scale,
+// numbers become 0 and infinities NaN. The corrected quotient of -0 is +0, hence the sign bits.
 __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
     float v[CHUNK];
     widen_8(x, v);

@@ -1,9 +1,9 @@
-// The row of the cache layout that this file is compiled for (constants: cupy_mla/layouts.py). Every layout has a struct
-// `Row` with the same members:
+// The row of the cache layout that this file is compiled for (constants: cupy_mla/layouts.py). Every layout has a
+// struct `Row` with the same members:
 //   QUANTIZED      false if the row in the cache is the bf16 row already
 //   FOLDED_SCALES  float32 scales of a row that are not multiplied into its values but folded into S and P
-//   STAGED_BYTES   shared memory that a copy of the row takes, with scales that stand apart behind it; odd multiples of 16,
-//                  so that eight rows read at the same column meet all banks
+//   STAGED_BYTES   shared memory that a copy of the row takes, with scales that stand apart behind it; odd multiples
+//                  of 16, so that eight rows read at the same column meet all banks
 //   data           the row in the cache, null for none
 //   scales()       its scales
 //   in_block       the row with a number in a block

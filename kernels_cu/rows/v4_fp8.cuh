@@ -1,4 +1,5 @@
-// Layout V4_FP8: 448 e4m3 and 64 bfloat16 a row. Its 7 UE8M0 scales and a padding byte stand behind all rows of the block.
+// Layout V4_FP8: 448 e4m3 and 64 bfloat16 a row. Its 7 UE8M0 scales and a padding byte stand behind all rows of the
+// block.
 #pragma once
 #include "rows/paged.cuh"
 #include "rows/place.cuh"

@@ -4,9 +4,9 @@
 
 constexpr int ROWS_AT_ONCE = 4;  // of a warp
 
-// Eight lanes copy a row of CHUNKS 16-byte chunks: lane l chunks l % 8, l % 8 + 8, ... of row l / 8 of every four. So eight
-// lanes touch 128 neighbouring bytes. Chunk 8 * i + l % 8 goes to `to` + 128 * i. If `from` is null (no row), zeros are
-// written and nothing is read.
+// Eight lanes copy a row of CHUNKS 16-byte chunks: lane l chunks l % 8, l % 8 + 8, ... of row l / 8 of every four. So
+// eight lanes touch 128 neighbouring bytes. Chunk 8 * i + l % 8 goes to `to` + 128 * i. If `from` is null (no row),
+// zeros are written and nothing is read.
 template <int CHUNKS>
 __device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, int lane) {
     const bool valid = from != nullptr;

@@ -1,5 +1,5 @@
-// Accumulators of products whose N side is the heads: S^T and O^T. Lane 4 g + t has rows g and g + 8 of its warp's 16, and
-// heads 8 j + 2 t + k: number 2 j + k of its own.
+// Accumulators of products whose N side is the heads: S^T and O^T. Lane 4 g + t has rows g and g + 8 of its warp's 16,
+// and heads 8 j + 2 t + k: number 2 j + k of its own.
 #pragma once
 #include "ptx/types.cuh"
 

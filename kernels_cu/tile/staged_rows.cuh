@@ -1,6 +1,6 @@
-// Rows on their way into a tile of bf16 rows, every layout. bf16 rows are copied into the tile itself. FP8 rows are copied to
-// a staging area as they lie in the cache and widened from there: every e4m3 value, and every power of two times one, is
-// exact in bfloat16.
+// Rows on their way into a tile of bf16 rows, every layout. bf16 rows are copied into the tile itself. FP8 rows are
+// copied to a staging area as they lie in the cache and widened from there: every e4m3 value, and every power of two
+// times one, is exact in bfloat16.
 #pragma once
 #include "ptx/shared.cuh"
 #include "rows/quantize.cuh"
@@ -8,8 +8,8 @@
 #include "tile/copy_row.cuh"
 #include "tile/row_tile.cuh"
 
-// Start the copy of a row to row `row` of the tile (bf16) or of the staging area (FP8). Eight lanes copy a row. `aligned`:
-// every bf16 row starts at a multiple of 16 bytes; other rows are copied value by value.
+// Start the copy of a row to row `row` of the tile (bf16) or of the staging area (FP8). Eight lanes copy a row.
+// `aligned`: every bf16 row starts at a multiple of 16 bytes; other rows are copied value by value.
 __device__ __forceinline__ void copy_to_stage(const Row& from, uint32_t stage, int row, int lane, bool aligned) {
     if constexpr (Row::QUANTIZED) {
         const uint32_t to = stage + row * Row::STAGED_BYTES;
@@ -36,9 +36,9 @@ __device__ __forceinline__ void copy_to_stage(const Row& from, uint32_t stage, i
     }
 }
 
-// Widens ROWS staged FP8 rows to rows of the tile. A thread does 8 values of every (THREADS / 64)-th row, always of the same
-// columns, so that addresses differ by constants. `scale_of(row address, chunk)` is the power of two that a chunk of 8 values
-// is multiplied with.
+// Widens ROWS staged FP8 rows to rows of the tile. A thread does 8 values of every (THREADS / 64)-th row, always of
+// the same columns, so that addresses differ by constants. `scale_of(row address, chunk)` is the power of two that a
+// chunk of 8 values is multiplied with.
 template <int ROWS, int THREADS, typename Scale>
 __device__ __forceinline__ void widen_rows(uint32_t stage, uint32_t tile, Scale scale_of) {
     constexpr int NOPE_CHUNKS = D_NOPE / 8, ROPE_CHUNKS = D_ROPE / 8, STEP = THREADS / 64;
@@ -60,7 +60,8 @@ __device__ __forceinline__ void widen_rows(uint32_t stage, uint32_t tile, Scale 
     }
 }
 
-// Staged FP8 rows to the tile. V32_FP8: values are not scaled; the scales go to `scales`, [FOLDED_SCALES][ROWS] float32.
+// Staged FP8 rows to the tile. V32_FP8: values are not scaled; the scales go to `scales`, [FOLDED_SCALES][ROWS]
+// float32.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void dequantize_stage(uint32_t stage, uint32_t tile, uint32_t scales) {
     if constexpr (Row::FOLDED_SCALES > 0) {

@@ -1,8 +1,8 @@
 // The swizzle of tiles in shared memory: 16-byte chunk c of line r stands at place c ^ (r & 7) of its 128 bytes.
 //
-// A line takes a multiple of 128 bytes, so that without it the same column of all lines would lie in the same banks. With it
-// both eight lines of one column (what ldmatrix reads) and eight chunks of one line (what a copy writes) meet all banks. It
-// is the 128-byte swizzle of wgmma (ptx/wgmma.cuh).
+// A line takes a multiple of 128 bytes, so that without it the same column of all lines would lie in the same banks.
+// With it both eight lines of one column (what ldmatrix reads) and eight chunks of one line (what a copy writes) meet
+// all banks. It is the 128-byte swizzle of wgmma (ptx/wgmma.cuh).
 #pragma once
 #include "ptx/types.cuh"
 
