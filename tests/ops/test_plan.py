@@ -449,7 +449,7 @@ def test_decode_of_flat_bf16_rows_is_prefill_of_them(gpu, d_qk):
     cupy_mla.sparse_prefill(arrays["q"][:, 0], kv, sm_scale=0.1, out=arrays["out"][:, 0], **flat)
     decode, prefill = gpu.log
     assert decode.kernel is prefill.kernel
-    assert decode.kernel.file == "attention/sparse_prefill_sm90.cu"
+    assert decode.kernel.file == "attention/bf16_sm90.cu"
     assert decode.grid == prefill.grid
     a, b = (attention._PARAMS.struct.unpack(launch.params) for launch in gpu.log)
     block_stride, index_stride_s, block_size = 3, 6, 9  # of struct Source
