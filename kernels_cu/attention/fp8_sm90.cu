@@ -41,7 +41,7 @@
 //   CONSUMER_SYNC        named: all 256 consumer threads
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728; two P of heads x 64 f16, 16,384; 12 stages of 16 rows x 656, 125,952;
-// the rest 5,632. V4_FP8: Q 65,536; rows of 592.
+// the rest 4,400. V4_FP8: Q 65,536; rows of 592.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
 #include "attention/merge.cuh"

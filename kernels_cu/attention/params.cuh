@@ -54,7 +54,7 @@ __device__ __forceinline__ bool has_lengths(const AttentionParams& p) {
     return p.main.lengths != nullptr || p.extra.lengths != nullptr;
 }
 
-__device__ __forceinline__ const int32_t* list_of(const Source& source, Query query) {
+__device__ __forceinline__ const int32_t* list_of(const Source& source, const Query& query) {
     return source.indices + query.b * source.index_stride_b + query.s * source.index_stride_s;
 }
 

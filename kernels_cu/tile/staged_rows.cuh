@@ -49,7 +49,8 @@ __device__ __forceinline__ void widen_rows(uint32_t stage, uint32_t tile, Scale 
         for (int row = first; row < ROWS; row += STEP) {
             const uint32_t from = stage + row * Row::STAGED_BYTES;
             const Vec8 codes = load_shared_8(from + 8 * chunk);
-            store_shared_16(chunk_address(tile, row, chunk), dequantize_8(codes, scale_of(from, chunk)));
+            const Vec16 values = dequantize_8(codes, scale_of(from, chunk));
+            store_shared_16(chunk_address(tile, row, chunk), values);
         }
     }
 #pragma unroll 1
