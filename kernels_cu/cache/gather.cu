@@ -90,18 +90,24 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
         if (to == nullptr) continue;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            store_chunk(to + (i * 32 + lane) * CHUNK, dequantize_8(nope[r][i], scale[r][i]), p.aligned);
+            const Vec16 values = dequantize_8(nope[r][i], scale[r][i]);
+            store_chunk(to + (i * 32 + lane) * CHUNK, values, p.aligned);
         }
     }
     if (rope_to != nullptr) store_chunk(rope_to + D_NOPE + rope_chunk * CHUNK, rope, p.aligned);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ GatherParams p) {
-    tokens.for_each<ROWS>(
-        p.table.num_requests, [&](int request) { return rows_of_request(p, request); },
-        [&](int request, int64_t item, bool here) {
-            copy_rows(p, here ? find_copy(p, request, item) : Copy{Row::none(), nullptr});
-        });
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int request = 0; request < p.table.num_requests; request += THREADS) {
+        const int64_t total = tokens.sum_up(rows_of_request(p, request + threadIdx.x));
+        const int64_t stride = int64_t(gridDim.x) * WARPS * ROWS;
+        for (int64_t first = (int64_t(blockIdx.x) * WARPS + warp) * ROWS; first < total; first += stride) {
+            const int64_t item = first + lane % ROWS;
+            copy_rows(p, item < total ? find_copy(p, request, item) : Copy{Row::none(), nullptr});
+        }
+        __syncthreads();  // all have read the sums
+    }
 }
 
 // Read by the launcher.

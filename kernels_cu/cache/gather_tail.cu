@@ -99,12 +99,17 @@ __device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Copy&
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather_tail(const __grid_constant__ GatherTailParams p) {
-    auto rows_of_request = [&](int request) {
-        return request < p.table.num_requests ? min(gathered(p, request), p.dst_rows) : 0;
-    };
-    tokens.for_each<ROWS>(p.table.num_requests, rows_of_request, [&](int request, int64_t item, bool here) {
-        copy_rows(p, here ? find_copy(p, request, item) : Copy{Row::none(), nullptr});
-    });
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int request = 0; request < p.table.num_requests; request += THREADS) {
+        const int mine = request + threadIdx.x;
+        const int64_t total = tokens.sum_up(mine < p.table.num_requests ? min(gathered(p, mine), p.dst_rows) : 0);
+        const int64_t stride = int64_t(gridDim.x) * WARPS * ROWS;
+        for (int64_t first = (int64_t(blockIdx.x) * WARPS + warp) * ROWS; first < total; first += stride) {
+            const int64_t item = first + lane % ROWS;
+            copy_rows(p, item < total ? find_copy(p, request, item) : Copy{Row::none(), nullptr});
+        }
+        __syncthreads();  // all have read the sums
+    }
 }
 
 // Read by the launcher.

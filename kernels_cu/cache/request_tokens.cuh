@@ -35,22 +35,4 @@ struct RequestTokens {
             if (ends[request + step - 1] <= item) request += step;
         return {request, int32_t(item - (request > 0 ? ends[request - 1] : 0))};
     }
-
-    // The loop of a persistent CTA. `length_of(request)` is the tokens of a request (0 for requests there are not);
-    // each warp takes ITEMS items at a time and calls act(first request, item of lane % ITEMS, whether there is such
-    // an item).
-    template <int ITEMS, typename LengthOf, typename Act>
-    __device__ __forceinline__ void for_each(int num_requests, LengthOf length_of, Act act) {
-        constexpr int WARPS = THREADS / 32;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        for (int request = 0; request < num_requests; request += THREADS) {
-            const int64_t total = sum_up(length_of(request + threadIdx.x));
-            const int64_t stride = int64_t(gridDim.x) * WARPS * ITEMS;
-            for (int64_t first = (int64_t(blockIdx.x) * WARPS + warp) * ITEMS; first < total; first += stride) {
-                const int64_t item = first + lane % ITEMS;
-                act(request, item, item < total);
-            }
-            __syncthreads();  // all have read the sums
-        }
-    }
 };

@@ -12,7 +12,6 @@
 #include "cache/request_tokens.cuh"
 #include "rows/block_table.cuh"
 #include "rows/place.cuh"
-#include "tile/warp.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct GatherKeysParams {
@@ -51,12 +50,16 @@ __device__ __forceinline__ Token find_token(const GatherKeysParams& p, int first
     const auto at = tokens.find(item);
     const int request = first_request + at.request;
     Token token = {nullptr, nullptr, p.cu_seq_lens[request] + int64_t(at.token)};
-    with_block_of(p.table, request, at.token, p.cache, p.block_stride, p.num_blocks,
-                  [&](const uint8_t* block, int32_t offset) {
-                      const auto place = place_in_block(block, offset, p.table.block_size.value, ROW_STRIDE);
-                      token.from = place.data;
-                      token.scale = place.scales;
-                  });
+    const Position position = find_position(p.table, at.token);
+    if (position.column >= 0) {
+        const int32_t block = p.table.blocks[request * p.table.stride + position.column];
+        if (uint32_t(block) < uint32_t(p.num_blocks)) {
+            const uint8_t* start = p.cache + block * p.block_stride;
+            const auto place = place_in_block(start, position.offset, p.table.block_size.value, ROW_STRIDE);
+            token.from = place.data;
+            token.scale = place.scales;
+        }
+    }
     return token;
 }
 
@@ -81,7 +84,8 @@ __device__ __forceinline__ void copy_tokens(const GatherKeysParams& p, const Tok
     const float scale = mine.scale != nullptr ? *reinterpret_cast<const float*>(mine.scale) : 0.0f;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        const uint8_t* from = shuffle_pointer(mine.from, (i * 32 + lane) / LANES);
+        const auto from = reinterpret_cast<const uint8_t*>(
+            __shfl_sync(~0u, reinterpret_cast<uint64_t>(mine.from), (i * 32 + lane) / LANES));
         keys[i] = {0, 0, 0, 0};
         if (from != nullptr) keys[i] = load_keys(from + lane % LANES * 16);
     }
@@ -94,11 +98,16 @@ __device__ __forceinline__ void copy_tokens(const GatherKeysParams& p, const Tok
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather_keys(const __grid_constant__ GatherKeysParams p) {
-    tokens.for_each<TOKENS>(
-        p.table.num_requests, [&](int request) { return rows_of_request(p, request); },
-        [&](int request, int64_t item, bool here) {
-            copy_tokens(p, here ? find_token(p, request, item) : Token{nullptr, nullptr, -1});
-        });
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int request = 0; request < p.table.num_requests; request += THREADS) {
+        const int64_t total = tokens.sum_up(rows_of_request(p, request + threadIdx.x));
+        const int64_t stride = int64_t(gridDim.x) * WARPS * TOKENS;
+        for (int64_t first = (int64_t(blockIdx.x) * WARPS + warp) * TOKENS; first < total; first += stride) {
+            const int64_t item = first + lane % TOKENS;
+            copy_tokens(p, item < total ? find_token(p, request, item) : Token{nullptr, nullptr, -1});
+        }
+        __syncthreads();  // all have read the sums
+    }
 }
 
 // Read by the launcher.
