@@ -18,8 +18,8 @@ import numpy as np
 def environment_reader(name: str) -> Callable[[], str | None]:
     """Tells, at any time, the value of a variable of the environment, None where there is none."""
     try:
-        data, key = os.environ._data, os.environ.encodekey(name)
-        decode = os.environ.decodevalue  # type: ignore[attr-defined]
+        data, key = os.environ._data, os.environ.encodekey(name)  # type: ignore[attr-defined]
+        decode = os.environ.decodevalue
     except AttributeError:
         return public_environment_reader(name)
 

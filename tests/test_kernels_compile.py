@@ -44,8 +44,8 @@ def test_every_source_file_belongs_to_a_kernel():
 
 
 def test_a_wrong_source_gives_the_words_of_the_compiler():
-    kernel = Kernel("attention/combine.cu", "combine_splits", {"max": "not_a_name ("}, threads=128)
-    with pytest.raises(RuntimeError, match=r"combine|finish|params|convert") as error:
+    kernel = Kernel("attention/combine.cu", "combine", {"D_V": 512, "max": "not_a_name ("}, threads=128)
+    with pytest.raises(RuntimeError, match=r"combine|results|params|convert") as error:
         kernel.compile("80")
     assert "error" in str(error.value)
 

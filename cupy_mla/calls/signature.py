@@ -88,11 +88,11 @@ def operation(function: Operation) -> Operation:
         values = (*args, *kwargs.values()) if kwargs else args
         written = (len(args), *kwargs)
         asked = () if arrays.CHECK_VALUES else recent.get(written, ())
-        for place, run in enumerate(asked):
-            result = run(*values)
+        for place, make in enumerate(asked):
+            result = make(*values)
             if result is not NotImplemented:
                 if place > 1:  # two in turn, as of two kinds of layers, stay where they are
-                    recent[written] = [run, *(other for other in asked if other is not run)]
+                    recent[written] = [make, *(other for other in asked if other is not make)]
                 return result
         return signatures.call(args, kwargs, values)
 
@@ -152,8 +152,8 @@ class Signatures:
             self.recent[written] = [known.run, *(other for other in recent if other is not known.run)][:RECENT]
 
 
-# What is known of a call: whether other arrays are like its arrays, its integers, what choices depended on, and the body
-# of the form that holds for it with what its `measure` returned.
+# What is known of a call: whether other arrays are like its arrays, its integers, what choices depended on, and the
+# body of the form that holds for it with what its `measure` returned.
 Seen = tuple[Callable[..., bool], tuple[int, ...], tuple[Any, ...], Callable[..., Any], tuple[Any, ...]]
 
 

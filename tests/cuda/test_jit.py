@@ -40,7 +40,7 @@ def test_the_first_load_is_logged_in_one_line(monkeypatch, caplog):
         kernel.load(0)
     (record,) = caplog.records
     assert record.name == "cupy_mla"
-    assert "combine.cu:combine_splits ready for sm_90 in " in record.message
+    assert "combine.cu:combine D_V=512 ready for sm_90 in " in record.message
     assert kernel.loaded(0)
     assert not kernel.loaded(1)
 

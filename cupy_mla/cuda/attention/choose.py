@@ -85,7 +85,7 @@ class Facts(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes that a choice depends on: heads, query tokens, entries of a query's lists, splits that the caller wants."""
+    """The sizes that a choice depends on: heads, query tokens, entries of a query's lists, splits asked for."""
 
     h_q: int
     queries: int
