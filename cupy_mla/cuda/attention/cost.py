@@ -140,8 +140,9 @@ def few_heads_candidates(
 
 
 # In steps of the portable kernel's main loop (about 4 us on an H200): what a CTA costs besides its steps (Q, first
-# rows, results), what the launch that merges splits costs, and what each split adds to it, once and for each CTA. Fitted
-# to 2048 rows at 16, 64 and 128 heads, batch 1 to 64, 1 to 64 splits: the choice is within 10 % of the best of those.
+# rows, results), what the launch that merges splits costs, and what each split adds to it, once and for each CTA.
+# Fitted to 2048 rows at 16, 64 and 128 heads, batch 1 to 64, 1 to 64 splits: the choice is within 10 % of the best of
+# those.
 CTA_OVERHEAD = 2.0
 COMBINE_OVERHEAD = 0.5
 SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.08, 0.01
