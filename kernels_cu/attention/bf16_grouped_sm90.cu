@@ -11,13 +11,13 @@
 #include "attention/bf16_sm90.cuh"
 #include "attention/grouped.cuh"
 
-// The step more: 16 columns, to Q the number of a line's query as a unit vector of 8, to K what is added for each
-// query, 0 or EXCLUDED. The second 8 of the 16 columns are zeros.
+// The last step of Q . K adds 16 columns: to Q the number of a line's query as a unit vector of 8, to K what is added
+// for each query, 0 or EXCLUDED. The second 8 of the 16 columns are zeros.
 constexpr int FACTOR_BYTES = TILE_ROWS * 16;  // 64 lines of 8 columns, without swizzle
 constexpr int FACTOR_Q = EXTRA_AT, FACTOR_K = FACTOR_Q + FACTOR_BYTES, FACTOR_ZEROS = FACTOR_K + 2 * FACTOR_BYTES;
 constexpr uint32_t ONE = 0x3f80, EXCLUDED = 0xfb80;  // bfloat16: 1, -2^120
 constexpr float LEAST_LISTED = -0x1p100f;
-static_assert(MAX_QUERIES == 8, "a bit of `excluded` and a column of the step more for each query");
+static_assert(MAX_QUERIES == 8, "a bit of `excluded` and a column of the last step for each query");
 
 struct Grouped {
     using Params = GroupedParams;
@@ -103,7 +103,7 @@ struct Grouped {
             once = __all_sync(~0u, (any & 0x03030303) == 0);
         }
     };
-    // Rows that are not listed are taken out by the step more.
+    // Rows that are not listed are taken out by the last step of Q . K.
     static __device__ __forceinline__ float mask_tile(const Params& p, const Columns&, float (&)[32]) {
         return p.scale_log2;
     }

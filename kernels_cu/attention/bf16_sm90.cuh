@@ -118,15 +118,16 @@ __device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE
 
 __device__ __forceinline__ int num_head_tiles(const AttentionParams& p) { return (p.h_q + HEADS - 1) / HEADS; }
 
-// Whose one of the 64 lines of Q, S and O is.
+// The query and head that one of the 64 lines of Q, S and O belongs to.
 struct Line {
     Query query;
-    int head;  // h_q or more: nobody's
+    int head;  // h_q or more: the line is padding
 };
 
 // Whether region `region` of a tile holds the RoPE columns too, over which P of the tile is stored.
 constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE && region != tile; }
-// Whether it stands for the validity of the tile's rows too, which the warpgroup that makes S of the tile reads.
+// Whether its barriers also cover the validity of the tile's rows, which the warpgroup that computes S of the tile
+// reads.
 constexpr __device__ bool has_validity(int tile, int region) { return region == tile; }
 
 // A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
@@ -152,9 +153,9 @@ struct Copier {
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
 //   CLUSTER              whether a CTA belongs to a cluster, and the launch overlaps the one before
 //   num_items, find_item, length_of, work_of      its work items
-//   list_of, line_at                              their list, and whose the lines of Q are
+//   list_of, line_at                              their list, and the query and head of each line of Q
 //   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
-//   EXCLUDES, exclude                             whether Q . K gets a step more, and that step
+//   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
 //   Reader, Columns, mask_tile, top_of, count_twice            how softmax applies validity
 //   init, write                                   before the first work item, and the results of one
 
@@ -271,7 +272,7 @@ __device__ __forceinline__ void find_rows(const AttentionParams& p, const int32_
     }
 }
 
-// The lines of Q that this thread copies, null for nobody's.
+// The lines of Q that this thread copies, null for padding.
 template <typename K>
 __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c,
                                        const uint8_t* (&rows)[4]) {

@@ -120,6 +120,7 @@ __host__ __device__ constexpr int most_stages() {
     }
 }
 constexpr int STAGES = most_stages<64>(), SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
+static_assert(STAGES >= 3 * TILE_STAGES, "three tiles");
 using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 

@@ -10,10 +10,10 @@
 //
 // Tokens whose block does not exist become rows of zeros. Rows beyond dst are not written.
 // Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 656 bytes under way.
-#include "cache/request_tokens.cuh"
 #include "rows/block_table.cuh"
 #include "rows/quantize.cuh"
 #include "rows/reader.cuh"
+#include "tile/request_tokens.cuh"
 #include "tile/warp.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.

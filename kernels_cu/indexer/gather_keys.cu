@@ -9,9 +9,9 @@
 // ALIGNED: both sides allow 16-byte accesses; 4-byte ones always are allowed. Known at compile time, because the
 // compiler waits for a load that may be four loads before it starts the next one. Tokens whose block does not exist
 // become zeros. Rows beyond dst are not written. Shared memory: 8 bytes a thread.
-#include "cache/request_tokens.cuh"
 #include "rows/block_table.cuh"
 #include "rows/place.cuh"
+#include "tile/request_tokens.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct GatherKeysParams {

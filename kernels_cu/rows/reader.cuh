@@ -6,7 +6,7 @@
 //                  of 16, so that eight rows read at the same column meet all banks
 //   data           the row in the cache, null for none
 //   scales()       its scales
-//   in_block       the row with a number in a block
+//   in_block       row number `offset` of a block
 //   of_slot        the row of a slot
 //   none           no row
 #pragma once

@@ -65,5 +65,4 @@ def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
 def test_every_layout_and_size_fits():
     for kernel in few_heads_sm90.kernels():
         assert kernel.shared_bytes <= SM90_SHARED_BYTES
-        assert kernel.defines.get("UNITS", 4) >= 4
     assert all(2 in few_heads_sm90.queries_per_block(layouts.BF16_512, heads) for heads in few_heads_sm90.HEADS)
