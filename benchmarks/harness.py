@@ -151,7 +151,12 @@ class Record:
         self.options = options
         self.rows: list[dict[str, Any]] = []
         self.wrong: list[str] = []
+        self.notes: dict[str, Any] = {}
         print(f"{'case':<52}", *(f"{column:>9}" for column in columns.split(",")))
+
+    def note(self, name: str, value: Any) -> None:
+        """Put something into the record's head, as the seed of drawn sizes."""
+        self.notes[name] = value
 
     def wants(self, case: str) -> bool:
         """Whether the command line asks for this row."""
@@ -195,7 +200,7 @@ class Record:
         """
         part = ".part" if any(self.options) else ""
         path = Path(os.environ.get("OUT", RESULTS)) / f"{self.name}{part}.json"
-        path.write_text(json.dumps({**environment(), "rows": self.rows}, indent=1) + "\n")
+        path.write_text(json.dumps({**environment(), **self.notes, "rows": self.rows}, indent=1) + "\n")
         if self.wrong:
             sys.exit("\n".join(self.wrong))
         return path

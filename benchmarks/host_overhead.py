@@ -1,4 +1,4 @@
-"""What a call costs the host, from arrays to the last launch, for shapes that were seen before.
+"""What a call costs the host, from arrays to the last launch, of sizes that were seen before and of ones that were not.
 
 python benchmarks/host_overhead.py [--quick] [--only REGEX]
 
@@ -6,10 +6,17 @@ Microseconds, median over the calls of a round, and of the rounds, which go thro
 least: a virtual machine's CPU is slower by a third for seconds at a time, whatever it runs. The GPU is waited for
 between batches of calls, untimed, so that its queue never fills, and results are freed untimed, too: their owner does
 that, not the call. Beside ours stand FlashMLA's Python functions and, alone, the C++ operators these call.
+
+The columns `new` are of calls whose sizes the process has not seen: each of them is made once, behind WARM_UP others of
+the same operation, and has other numbers of requests or tokens and other lengths of lists; attention has a schedule of
+its own each time, as a serving step does. The median over all of them. The sizes are drawn at random, the seed is in
+the record.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,18 +35,27 @@ from cupy_mla import flash_mla
 BATCH = 32  # calls between waits
 BATCHES = 4  # of a case in a round
 ROUNDS = 30
-TARGETS = {"decode": 15.0, "prefill": 12.0, "dynamic_per_batched_tensor_quant": None}
-TARGET = 10.0  # of the cache and index operations
-TOKENS = 4096
+WARM_UP, NEW_SIZES = 48, 96  # calls of other sizes before those that are timed, and these
+SEED = 20261122
+NEW_TARGETS = {"decode": 40.0, "prefill": 40.0}
+NEW_TARGET = 25.0
+TARGETS = {"dynamic_per_batched_tensor_quant": None}
+TARGET = 12.0  # of all but that, a cooperative launch
 
 
 class Case(NamedTuple):
-    """A call of ours, given a way to turn torch arrays into others', and the peer's two ways to do the same."""
+    """A call of ours, given a way to turn torch arrays into others', and the peer's two ways to do the same.
+
+    Attributes:
+        new, peer_new: the calls of sizes that were not seen before.
+    """
 
     name: str
-    call: Callable[[Callable[[torch.Tensor], Any]], Call]
+    call: Callable[[Callable[[torch.Tensor], Any]], Call] | None
     peer: Call | None = None
     operator: Call | None = None
+    new: Callable[[Callable[[torch.Tensor], Any]], Iterator[Call]] | None = None
+    peer_new: Callable[[], Iterator[Call]] | None = None
 
 
 def host_us(call: Call) -> float:
@@ -54,6 +70,34 @@ def host_us(call: Call) -> float:
             del result
     torch.cuda.synchronize()
     return statistics.median(taken) / 1e3
+
+
+def new_us(calls: Iterator[Call]) -> float:
+    """Median over calls that are made once each."""
+    taken = []
+    for number, call in enumerate(calls):
+        torch.cuda.synchronize()
+        started = time.perf_counter_ns()
+        result = call()
+        if number >= WARM_UP:
+            taken.append(time.perf_counter_ns() - started)
+        del result
+    torch.cuda.synchronize()
+    return statistics.median(taken) / 1e3
+
+
+def drawn_sizes(name: str, *ranges: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Sizes from these ranges, no two alike."""
+    rng = random.Random(f"{SEED} {name}")
+    drawn: dict[tuple[int, ...], None] = {}
+    while len(drawn) < WARM_UP + NEW_SIZES:
+        drawn[tuple(rng.randint(*bounds) for bounds in ranges)] = None
+    return list(drawn)
+
+
+def part(whole: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An array without gaps over the first items of a flat one."""
+    return whole[: math.prod(shape)].view(shape)
 
 
 def decode_cases(peer: Any) -> Iterator[Case]:
@@ -84,6 +128,22 @@ def decode_cases(peer: Any) -> Iterator[Case]:
                 q, cache, i, None, None, *planned, None, None, None, 512, 576**-0.5, None
             ),
         )  # fmt: skip
+    qs, lists = normal(264 * 128 * 576), random_slots(264 * 2048, slots=1 << 15)
+
+    def decodes(door: Any, of: Callable, h: int) -> Iterator[Call]:
+        ours = of(cache)
+        for b, blocks in drawn_sizes(f"decode {h}", (1, 264), (1, 32)):
+            arrays = of(part(qs, b, 1, h, 576)), ours, of(part(lists, b, 1, 64 * blocks))
+            yield lambda arrays=arrays: door.flash_mla_with_kvcache(
+                arrays[0], arrays[1], None, None, 512, door.get_mla_metadata()[0], is_fp8_kvcache=True,
+                indices=arrays[2],
+            )  # fmt: skip
+
+    for h in (128, 16):
+        yield Case(
+            f"decode V32 h {h} b 1 to 264 topk 64 to 2048", None, new=lambda of, h=h: decodes(flash_mla, of, h),
+            peer_new=lambda h=h: decodes(peer, lambda tensor: tensor, max(h, 64)),
+        )  # fmt: skip
 
 
 def prefill_cases(peer: Any) -> Iterator[Case]:
@@ -107,18 +167,33 @@ def prefill_cases(peer: Any) -> Iterator[Case]:
         )  # fmt: skip
 
 
+    kv, qs, lists = normal(8192, 1, 576), normal(1024 * 64 * 576), random_slots(1024 * 2048, slots=8192)
+
+    def prefills(door: Any, of: Callable, h: int) -> Iterator[Call]:
+        rows = of(kv)
+        for s_q, blocks in drawn_sizes(f"prefill {h}", (1, 1024), (1, 16)):
+            q, chosen = of(part(qs, s_q, h, 576)), of(part(lists, s_q, 1, 128 * blocks))
+            yield lambda q=q, chosen=chosen: door.flash_mla_sparse_fwd(q, rows, chosen, 576**-0.5)
+
+    for h in (64, 16):
+        yield Case(
+            f"prefill h {h} s_q 1 to 1024 topk 128 to 2048", None, new=lambda of, h=h: prefills(flash_mla, of, h),
+            peer_new=lambda h=h: prefills(peer, lambda tensor: tensor, max(h, 64)),
+        )  # fmt: skip
+
+
 def operation_cases() -> Iterator[Case]:
     """The cache and index operations, on the inputs of their own benchmark."""
     makers = (
-        lambda: cache_ops.pack_cases(TOKENS), lambda: cache_ops.indexer_pack_cases(TOKENS),
-        lambda: cache_ops.gather_cases(TOKENS, 4), lambda: cache_ops.indexer_gather_cases(TOKENS, 4),
-        lambda: cache_ops.v4_gather_cases(TOKENS, 4), lambda: cache_ops.concat_cases(16, 128),
-        lambda: cache_ops.convert_cases(16, 2048), lambda: cache_ops.v4_index_cases(16),
-        lambda: cache_ops.quant_cases(16, 128),
+        (lambda n: cache_ops.pack_cases(64 * n), 64), (lambda n: cache_ops.indexer_pack_cases(64 * n), 64),
+        (lambda n: cache_ops.gather_cases(64 * n, 4), 64), (lambda n: cache_ops.indexer_gather_cases(64 * n, 4), 64),
+        (lambda n: cache_ops.v4_gather_cases(64 * n, 4), 64), (lambda n: cache_ops.concat_cases(n, 128), 16),
+        (lambda n: cache_ops.convert_cases(n, 2048), 16), (lambda n: cache_ops.v4_index_cases(n), 16),
+        (lambda n: cache_ops.quant_cases(n, 128), 16),
     )  # fmt: skip
     seen = set()
-    for make in makers:
-        for case in make():
+    for make, usual in makers:
+        for case in make(usual):
             if case.operation in seen:
                 continue
             seen.add(case.operation)
@@ -127,30 +202,55 @@ def operation_cases() -> Iterator[Case]:
                 arguments = {name: of(a) for name, a in case.arrays.items()} | case.settings
                 return lambda: case.operation(**arguments)
 
-            yield Case(case.operation.__name__, call)
+            def new(of: Callable, make: Callable = make, operation: Callable = case.operation) -> Iterator[Call]:
+                for (n,) in drawn_sizes(operation.__name__, (2, 300)):
+                    other = next(case for case in make(n) if case.operation is operation)
+                    arguments = {name: of(a) for name, a in other.arrays.items()} | other.settings
+                    yield lambda other=other, arguments=arguments: other.operation(**arguments)
+
+            yield Case(case.operation.__name__, call, new=new)
 
 
 def main() -> None:
     options = Options.parse(__doc__)
-    record = Record("host_overhead", options, "torch us,CuPy us,peer us,its C++,target")
+    record = Record("host_overhead", options, "torch us,CuPy us,peer us,its C++,torch new,CuPy new,peer new,target")
+    record.note("seed", SEED)
     peer = flash_mla_peer()
     cases = [
-        (case, {
-            "torch_us": case.call(lambda tensor: tensor), "cupy_us": case.call(cupy_mla.to_cupy),
-            "peer_us": case.peer, "peer_operator_us": case.operator,
-        })
-        for case in (*decode_cases(peer), *prefill_cases(peer), *operation_cases()) if record.wants(case.name)
+        case for case in (*decode_cases(peer), *prefill_cases(peer), *operation_cases()) if record.wants(case.name)
+    ]
+    fresh = [
+        {
+            **({} if case.new is None else {"torch_new_us": case.new(lambda tensor: tensor)}),
+            **({} if case.new is None else {"cupy_new_us": case.new(cupy_mla.to_cupy)}),
+            **({} if case.peer_new is None else {"peer_new_us": case.peer_new()}),
+        }
+        for case in cases
+    ]
+    new = [{name: new_us(calls) for name, calls in columns.items()} for columns in fresh]
+    seen = [
+        {
+            "torch_us": case.call and case.call(lambda tensor: tensor),
+            "cupy_us": case.call and case.call(cupy_mla.to_cupy), "peer_us": case.peer,
+            "peer_operator_us": case.operator,
+        }
+        for case in cases
     ]  # fmt: skip
     rounds = [
-        [{name: host_us(call) for name, call in calls.items() if call is not None} for _, calls in cases]
+        [{name: host_us(call) for name, call in calls.items() if call is not None} for calls in seen]
         for _ in range(6 if options.quick else ROUNDS)
     ]
-    for (case, calls), taken in zip(cases, zip(*rounds, strict=True), strict=True):
-        least = {name: round(min(times[name] for times in taken), 2) for name in taken[0]}
-        target = next((us for name, us in TARGETS.items() if case.name.startswith(name)), TARGET)
-        shown = [f"{least[name]:9.2f}" if name in least else f"{'-':>9}" for name in calls]
-        row = {"case": case.name, **least, **({} if target is None else {"target_us": target})}
-        record.add_row(row, " ".join([*shown, f"{'-' if target is None else target:>9}"]))
+    for case, calls, of_new, taken in zip(cases, seen, new, zip(*rounds, strict=True), strict=True):
+        times = {name: round(min(round_[name] for round_ in taken), 2) for name in taken[0]}
+        times |= {name: round(us, 2) for name, us in of_new.items()}
+        wanted = next((us for name, us in TARGETS.items() if case.name.startswith(name)), TARGET)
+        wanted_new = next((us for name, us in NEW_TARGETS.items() if case.name.startswith(name)), NEW_TARGET)
+        targets = {} if wanted is None or case.call is None else {"target_us": wanted}
+        targets |= {} if case.new is None else {"target_new_us": wanted_new}
+        columns = (*calls, "torch_new_us", "cupy_new_us", "peer_new_us")
+        shown = [f"{times[name]:9.2f}" if name in times else f"{'-':>9}" for name in columns]
+        shown += map(str, targets.values())
+        record.add_row({"case": case.name, **times, **targets}, " ".join(shown))
     print(record.write())
 
 

@@ -65,6 +65,17 @@ def host_table() -> str:
     return table("call | torch tensors | CuPy arrays | FlashMLA's function | its C++ operator", rows)
 
 
+def new_sizes_table() -> str:
+    """What calls of sizes that were never seen cost the host."""
+    columns = ("torch_new_us", "cupy_new_us", "peer_new_us")
+    rows = [
+        [row["case"], *(f"{row[name]:.1f}" if name in row else "" for name in columns)]
+        for row in load("host_overhead")["rows"]
+        if "torch_new_us" in row
+    ]
+    return table("call of sizes never seen | torch tensors | CuPy arrays | FlashMLA's function", rows)
+
+
 def readme() -> str:
     head = load("portable")
     parts = [
@@ -87,7 +98,7 @@ def readme() -> str:
             "Microseconds of host time of a call, shapes seen before, freeing the results not counted; median of the "
             "quietest of many rounds:"
         )
-        parts.append(host_table())
+        parts += [host_table(), new_sizes_table()]
     return "\n\n".join(parts)
 
 

@@ -1,9 +1,9 @@
 """The only module that knows NumPy, CuPy and torch apart.
 
 Three things live here. The *bridges* (`to_numpy`, `to_cupy`, `to_torch`) hand an array from one library to another
-through DLPack. A `Library` says what the package needs of one of the three: how to describe an array of it, to allocate
-one, to find the caller's current stream. A `Place` is a library and a device; `bind` looks at the arguments of one call,
-makes sure that they are all in one place, and describes each as an `Array`.
+through DLPack. A `Library` says what the package needs of one of the three: how to describe an array of it, to
+allocate one, to find the caller's current stream. A `Place` is a library and a device; `bind` looks at the arguments of
+one call, makes sure that they are all in one place, and describes each as an `Array`.
 
 Neither CuPy nor torch is imported here unless the caller's arrays are theirs or a bridge to them is asked for.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from types import ModuleType
@@ -74,9 +74,21 @@ class Library:
     def _read_facts(self) -> Callable[[Any], tuple[Any, ...]]:
         return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
 
+    def like(self, arrays: Sequence[Any]) -> Callable[..., bool]:
+        """Tells whether arrays agree with these in everything but their addresses."""
+        facts = (*self.facts, self.shape, self.strides)
+        names = [f"a{i}" for i in range(len(arrays))]
+        read = eval(f"lambda {', '.join(names)}: ({' '.join(f'{f},'.format(a=a) for a in names for f in facts)})")
+        known = read(*arrays)
+        return lambda *others: read(*others) == known
+
+    def device_of(self, obj: Any) -> int | None:
+        """The number of an array's device; None where the package cannot use it."""
+        raise NotImplementedError
+
     def on_gpu(self, obj: Any) -> bool:
         """Whether an array lies on a GPU."""
-        raise NotImplementedError
+        return self.device_of(obj) not in (HOST, None)
 
     def writable(self, obj: Any) -> bool:
         """Whether the array may be written."""
@@ -120,8 +132,8 @@ class NumPyLibrary(Library):
 
     name = "numpy"
 
-    def on_gpu(self, obj: Any) -> bool:
-        return False
+    def device_of(self, obj: Any) -> int | None:
+        return HOST
 
     def describe(self, name: str, obj: Any) -> Array:
         return _described_by_bytes(name, obj, Place("numpy", HOST), obj.__array_interface__["data"][0])
@@ -144,8 +156,8 @@ class CuPyLibrary(Library):
     address = "{a}.data.ptr"
     results_share_memory = True
 
-    def on_gpu(self, obj: Any) -> bool:
-        return True
+    def device_of(self, obj: Any) -> int | None:
+        return obj.data.device_id
 
     def describe(self, name: str, obj: Any) -> Array:
         return _described_by_bytes(name, obj, Place("cupy", obj.data.device_id), obj.data.ptr)
@@ -181,9 +193,6 @@ class TorchLibrary(Library):
     address = "{a}.data_ptr()"
     strides_in_bytes = False
 
-    def on_gpu(self, obj: Any) -> bool:
-        return self.device_of(obj) not in (HOST, None)
-
     def describe(self, name: str, obj: Any) -> Array:
         torch = sys.modules["torch"]
         try:
@@ -197,8 +206,10 @@ class TorchLibrary(Library):
             raise TypeError(f"{name}: expected a CPU or CUDA tensor, got device {obj.device}")
         return Array(name, obj, Place("torch", device), dtype, tuple(obj.shape), obj.stride(), obj.data_ptr())
 
+    def like(self, arrays: Sequence[Any]) -> Callable[..., bool]:
+        return private.torch_guards(arrays) or super().like(arrays)
+
     def device_of(self, obj: Any) -> int | None:
-        """The number of a tensor's device; None where it is neither the CPU nor a CUDA device."""
         device = obj.device
         return HOST if device.type == "cpu" else device.index if device.type == "cuda" else None
 

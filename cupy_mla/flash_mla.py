@@ -114,10 +114,9 @@ def flash_mla_with_kvcache(
     if causal:
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
     shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices_in_kvcache, is_fp8_kvcache)
-    if meta.shapes is not None and meta.shapes != shapes:
-        name, value, planned_for = next(
-            (name, mine, theirs) for name, mine, theirs in zip(FACTS, shapes, meta.shapes, strict=True) if mine != theirs
-        )
+    if meta.shapes is not None and shapes is not None and meta.shapes != shapes:
+        both = zip(FACTS, shapes, meta.shapes, strict=True)
+        name, value, planned_for = next(fact for fact in both if fact[1] != fact[2])
         raise ValueError(
             f"tile_scheduler_metadata was planned for {name} = {planned_for}, this call has {value}; "
             "take a fresh one from get_mla_metadata"

@@ -83,7 +83,7 @@ class Layout:
         return -(-self.token_bytes * block_size // self.block_align) * self.block_align
 
     def defines(self) -> dict[str, int]:
-        """The layout as the constants that `kernels_cu/layout/*.cuh` are compiled with."""
+        """The layout as the constants that `kernels_cu` are compiled with."""
         return {
             "D_QK": self.d_qk,
             "D_NOPE": self.d_nope,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 from ..sizes import TEXT, Node, Term, is_node
@@ -24,6 +27,11 @@ class Code:
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name
+
+    def function(self, name: str, parameters: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
+        """A function of these lines, which knows the named objects."""
+        exec(_code_of("\n    ".join([f"def {name}({', '.join(parameters)}):", *lines])), self.names)
+        return self.names[name]
 
     def line(self, text: str) -> None:
         """Add a line."""
@@ -71,3 +79,8 @@ def _is_short(of: Node, depth: int = 2) -> bool:
     return depth > 0 and of[0] in ("+", "-", "*", "%") and all(
         not is_node(o) or o[0] == "read" or _is_short(o, depth - 1) for o in of[1:]
     )
+
+
+@lru_cache(maxsize=1024)
+def _code_of(text: str) -> CodeType:
+    return compile(text, "<compiled call>", "exec")

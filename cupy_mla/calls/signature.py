@@ -1,29 +1,34 @@
 """What an operation costs the host, paid once for each signature.
 
-Checks, shapes of results, the choice of kernels and their parameters depend on what a call is like. The first call of
-a signature is traced (`program.py`) and compiled; later ones run the compiled form. A signature is what can not differ
-from one call to the next of a serving engine: the arrays' library, dtypes, ranks and devices, which arguments are
-there, and settings that are no integers. Sizes, strides, addresses and integers are the compiled form's arguments, and
-its guards say for which of them it holds. A call that fails leaves nothing behind, so whatever a compiled form repeats
-has been checked.
+A signature is what does not differ from one step of a serving engine to the next: the arrays' library, dtypes, ranks
+and devices, which arguments are there, and settings that are no integers. Sizes, strides, addresses and integers are
+arguments of its forms (`form.py`). A call whose sizes no form holds for is traced (`program.py`), which makes another
+one: a signature has as many as there are ways to serve it. It also remembers the sizes it has seen, and the last of
+them stand in front. A call that fails leaves nothing behind, so whatever a form repeats has been checked.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
 
 from .. import arrays
 from ..bridges import library_of
-from .program import Compiled, TracedCall, compiled, run
+from ..cuda import driver
+from ..cuda.program import ALIGNMENT
+from .code import Code
+from .form import Form
+from .program import TracedCall, run
 
+Run = Callable[..., Any]  # of a `Signature`
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
-RECENT = 4  # compiled forms that a call is offered before its signature is looked up
-MAX_SIGNATURES, MAX_FORMS = 256, 16  # of an operation, and compiled forms of a signature
+RECENT = 4  # signatures that are asked before a call's own is looked up
+MAX_SIGNATURES = 256  # of an operation
+MAX_FORMS, MAX_SIZES = 32, 1024  # of a signature
 
 _graph_operation: Callable[[str], Callable[..., Any]] | None = None
 
@@ -56,7 +61,7 @@ def traceable(operation: Operation) -> Operation:
     return call  # type: ignore[return-value]
 
 
-_every: list[Signatures] = []
+_every: list[Signatures] = []  # of every operation
 
 
 def forget_calls() -> None:
@@ -82,12 +87,12 @@ def operation(function: Operation) -> Operation:
             return in_graph(function.__name__)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         written = (len(args), *kwargs)
-        forms = () if arrays.CHECK_VALUES else recent.get(written, ())
-        for place, form in enumerate(forms):
-            result = form(*values)
+        asked = () if arrays.CHECK_VALUES else recent.get(written, ())
+        for place, make in enumerate(asked):
+            result = make(*values)
             if result is not NotImplemented:
                 if place > 1:  # two in turn, as of two kinds of layers, stay where they are
-                    recent[written] = [form, *(other for other in forms if other is not form)]
+                    recent[written] = [make, *(other for other in asked if other is not make)]
                 return result
         return signatures.call(args, kwargs, values)
 
@@ -96,27 +101,27 @@ def operation(function: Operation) -> Operation:
 
 
 class Signatures:
-    """The signatures of one operation, and their compiled forms.
+    """The signatures of one operation.
 
     Attributes:
-        forms: compiled forms by signature, the last one that a call ran first.
-        recent: those that the last calls ran, by how the arguments are written.
+        known: by what they are of.
+        recent: `Signature.run` of those that the last calls were of, by how the arguments are written.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
         parameters = signature(function).parameters.values()
+        self._function = function
         self._names = [p.name for p in parameters]
         self._positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-        self.forms: dict[Any, list[Compiled]] = {}
-        self.recent: dict[tuple[Any, ...], list[Compiled]] = {}
+        self.known: dict[Any, Signature] = {}
+        self.recent: dict[tuple[Any, ...], list[Run]] = {}
 
     def forget(self) -> None:
-        self.forms.clear()
+        self.known.clear()
         self.recent.clear()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: tuple[Any, ...]) -> Any:
-        """Make a call that none of the recent forms holds for."""
+        """Make a call that is of none of the recent signatures."""
         if not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
         names = [*self._names[: len(args)], *kwargs]
@@ -126,31 +131,164 @@ class Signatures:
             return run(TracedCall(self._function, names, values))
         try:
             key = (tuple(names), *map(_facts, values))
-            forms = self.forms.get(key, [])
+            known = self.known.get(key)
         except (RuntimeError, TypeError, AttributeError):  # a setting without hash, a tensor without memory
             return run(TracedCall(self._function, names, values))  # the checks say it better
-        written = (len(args), *kwargs)
-        for form in forms:
-            result = form(*values)
-            if result is not NotImplemented:
-                self._remember(key, written, form)
-                return result
-        traced = TracedCall(self._function, names, values)
-        if not traced.holds_for_others:
-            return run(traced)
-        form = compiled(traced)
-        result = form(*values)
-        assert result is not NotImplemented, f"{self._function.__name__}: a call does not meet its own guards"
-        self._remember(key, written, form)
+        if known is None:
+            known = Signature(self._function, names, values)
+        result = known.run(*values)
+        if result is NotImplemented:  # a setting that does not equal itself, as NaN
+            return run(TracedCall(self._function, names, values))
+        self._remember(key, (len(args), *kwargs), known)
         return result
 
-    def _remember(self, key: Any, written: tuple[Any, ...], form: Compiled) -> None:
-        """Make a form that a call ran the first to be asked."""
-        if key not in self.forms and len(self.forms) >= MAX_SIGNATURES:
+    def _remember(self, key: Any, written: tuple[Any, ...], known: Signature) -> None:
+        """Make a signature that a call was of the first to be asked."""
+        if key not in self.known and len(self.known) >= MAX_SIGNATURES:
             self.forget()
-        forms, recent = self.forms.get(key, []), self.recent.get(written, [])
-        self.forms[key] = [form, *(other for other in forms if other is not form)][:MAX_FORMS]
-        self.recent[written] = [form, *(other for other in recent if other is not form)][:RECENT]
+        if known.forms:
+            self.known[key] = known
+            recent = self.recent.get(written, [])
+            self.recent[written] = [known.run, *(other for other in recent if other is not known.run)][:RECENT]
+
+
+# What is known of a call: whether other arrays are like its arrays, its integers, what choices depended on, and the
+# body of the form that holds for it with what its `measure` returned.
+Seen = tuple[Callable[..., bool], tuple[int, ...], tuple[Any, ...], Callable[..., Any], tuple[Any, ...]]
+
+
+def _never(*arrays: Any) -> bool:
+    return False
+
+
+class Signature:
+    """Calls of an operation that differ in sizes, strides, addresses and integers alone.
+
+    Args:
+        function: the operation's body.
+        names: of the parameters that were given.
+        values: of one call.
+
+    Attributes:
+        run: takes a call's arguments; NotImplemented for a call of another signature.
+        forms: the last one that was made first.
+    """
+
+    def __init__(self, function: Callable[..., Any], names: Sequence[str], values: Sequence[Any]) -> None:
+        self._function, self._names = function, names
+        self._arrays = [i for i, value in enumerate(values) if library_of(value) is not None]
+        self._library = next(library for i in self._arrays if (library := library_of(values[i])) and _on_gpu(values[i]))
+        self._integers = [i for i, value in enumerate(values) if type(value) is int]
+        self.forms: list[Form] = []
+        self._choices: list[Callable[[], Any]] = []
+        self._chosen: list[Callable[[], tuple[Any, ...]]] = [tuple]  # what the choices depend on now
+        self._seen: dict[Any, Seen] = {}
+        self._last: list[Seen] = [(_never, (), (), run, ())]
+        parameters, a = [f"a{i}" for i in range(len(values))], [f"a{i}" for i in self._arrays]
+        library = self._library
+        self._facts = tuple_of(parameters, [fact.format(a=x) for x in a for fact in (*library.facts, RANK)])
+        read = [f"{library.shape}, {library.strides}".format(a=x) for x in a]
+        bits = [f"{library.address} % {ALIGNMENT}".format(a=x) for x in a]
+        self._numbers = tuple_of(parameters, [*read, *bits, *(f"a{i}" for i in self._integers)])
+        self._known_facts = None if any(library_of(values[i]) is not library for i in self._arrays) else (
+            self._facts(*values)
+        )
+        self.run = self._written(values)
+
+    def _written(self, values: Sequence[Any]) -> Run:
+        """The function of a call's arguments."""
+        code, library = Code(), self._library
+        parameters = [f"a{i}" for i in range(len(values))]
+        arrays, addresses = ([f"{letter}{i}" for i in self._arrays] for letter in "ap")
+        integers = [f"a{i}" for i in self._integers]
+        others = [i for i in range(len(values)) if i not in self._arrays and i not in self._integers]
+        settings = [*(f"type({a})" for a in parameters), *(f"a{i}" for i in others)]
+        known = (*map(type, values), *(values[i] for i in others))
+        code.line(f"if ({' '.join(f'{s},' for s in settings)}) != {code.name(known)}:")
+        code.line("    return NotImplemented")
+        if any(getattr(values[i], "requires_grad", False) for i in self._arrays):
+            code.line(f"if {code.name(sys.modules['torch'].is_grad_enabled)}():")  # the checks say what is wrong
+            code.line("    return NotImplemented")
+        device = library.device_of(values[next(i for i in self._arrays if _on_gpu(values[i]))])
+        code.line(f"if {code.name(driver.THREAD)}.current_device() != {device}:")
+        code.line(f"    with {code.name(library.to_device)}({device}):")
+        code.line(f"        return run({', '.join(parameters)})")
+        code.line(f"like, integers, chosen, body, sizes = {code.name(self._last)}[0]")
+        code.line(f"found = like({', '.join(arrays)})")
+        code.line("if found:")
+        for array, address in zip(arrays, addresses, strict=True):
+            code.line(f"    {address} = {library.address.format(a=array)}")
+        code.line(f"    found = ({' | '.join(addresses)}) % {ALIGNMENT} == 0")
+        same = f"({' '.join(f'{n},' for n in integers)}) == integers and " if integers else ""
+        code.line(f"if not (found and {same}{code.name(self._chosen)}[0]() == chosen):")
+        code.line(f"    seen = {code.name(self._find)}({', '.join(parameters)})")
+        code.line("    if seen is None:")
+        code.line("        return NotImplemented")
+        code.line("    _, _, _, body, sizes = seen")
+        for array, address in zip(arrays, addresses, strict=True):
+            code.line(f"    {address} = {library.address.format(a=array)}")
+        code.line(f"return body(sizes, {', '.join([*addresses, *arrays])})")
+        return code.function("run", parameters, code.lines)
+
+    def _find(self, *values: Any) -> Seen | None:
+        """What is known of a call that is not like the last one; None for a call of another signature."""
+        if self._known_facts is None or self._facts(*values) != self._known_facts:
+            return None if self._known_facts is not None else self._traced(values)
+        try:
+            numbers, chosen = self._numbers(*values), self._chosen[0]()
+        except RuntimeError:  # a tensor without memory: the checks say what is wrong
+            return self._traced(values)
+        key = (numbers, chosen)
+        seen = self._seen.get(key)
+        if seen is not None:
+            bits = numbers[2 * len(self._arrays) : 3 * len(self._arrays)]
+            if not any(bits):  # `run` looks at the last one only where addresses are aligned
+                if seen[0] is _never:
+                    like = self._library.like([values[i] for i in self._arrays])
+                    seen = self._seen[key] = like, *seen[1:]
+                self._last[0] = seen
+            return seen
+        found = self._form_for(numbers)
+        if found is None:
+            return self._traced(values)
+        if len(self._seen) >= MAX_SIZES:
+            self._seen.clear()
+        seen = self._seen[key] = _never, tuple([values[i] for i in self._integers]), chosen, *found
+        return seen
+
+    def _form_for(self, numbers: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """The body of the form that holds for these numbers, and what its `measure` returned."""
+        for form in self.forms:
+            sizes = form.measure(*numbers)
+            if sizes is not None:
+                return form.body, sizes
+        return None
+
+    def _traced(self, values: tuple[Any, ...]) -> Seen:
+        """Trace a call that no form holds for."""
+        call = TracedCall(self._function, self._names, values)
+        if not call.holds_for_others or self._known_facts is None:
+            return _never, (), (), lambda *arguments: run(call), ()
+        form = Form(call)
+        self.forms[MAX_FORMS - 1 :] = []
+        self.forms.insert(0, form)
+        self._choices += [choice for choice in form.choices if choice not in self._choices]
+        if self._choices:
+            self._chosen[0] = tuple_of([], [f"choice{i}()" for i in range(len(self._choices))], self._choices)
+        sizes = form.measure(*self._numbers(*values))
+        assert sizes is not None, f"{self._function.__name__}: a call does not meet its own guards"
+        return _never, (), (), form.body, sizes
+
+
+RANK = "len({a}.shape)"
+
+
+def tuple_of(
+    parameters: Sequence[str], expressions: Sequence[str], choices: Sequence[Callable[[], Any]] = ()
+) -> Callable[..., tuple[Any, ...]]:
+    """A function that returns a tuple of these expressions; `choices` go by `choice0`, `choice1` ... in them."""
+    text = f"lambda {', '.join(parameters)}: ({' '.join(f'{expression},' for expression in expressions)})"
+    return eval(text, {f"choice{i}": choice for i, choice in enumerate(choices)})
 
 
 def _on_gpu(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The CUDA driver as the package uses it: facts of a GPU, launches, clearing memory, graphs of launches.
 
-The driver's structures and calls come from cuda-bindings, but for the plain launch, which CuPy has. Nothing here imports
-either before a GPU is used.
+The driver's structures and calls come from cuda-bindings, but for the plain launch, which CuPy has. Neither is imported
+here before a GPU is used.
 """
 
 from __future__ import annotations

@@ -227,7 +227,8 @@ class Kernel:
                     "pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
                 ) from error
             _KEEP.append((module, kernel))
-            self._loaded[device] = self._prepared(kernel, device, *(_exported(module, n) for n in (THREADS, SHARED_BYTES)))
+            threads, shared_bytes = _exported(module, THREADS), _exported(module, SHARED_BYTES)
+            self._loaded[device] = self._prepared(kernel, device, threads, shared_bytes)
             log.info("%r ready for sm_%s in %.2f s", self, self.target or capability, time.perf_counter() - started)
             return self._loaded[device]
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .kernel import Kernel
 
 
+ALIGNMENT = 16  # bytes
+
+
 class Slot:
     """Memory that a program works on: an argument, a result, or scratch.
 
@@ -76,7 +79,9 @@ class Pointer:
     __radd__ = __add__
 
     def __mod__(self, nbytes: int) -> int:
-        """What is left over a multiple of `nbytes`, at most 256."""
+        """What is left over a multiple of `nbytes`, a divisor of `ALIGNMENT`: of an address no more is looked at."""
+        if ALIGNMENT % nbytes:
+            raise ValueError(f"alignment to {nbytes} bytes: calls that are alike agree on addresses modulo {ALIGNMENT}")
         start = 0 if self.address is None else self.address
         return (start + self.offset) % nbytes
 

@@ -1,4 +1,4 @@
-"""Launches the index kernels of the sliding window: `swa_decode`, `gather_lens`, `combine_swa` of `kernels_cu/indices`."""
+"""Launches the index kernels of the sliding window: swa_decode, gather_lens and combine_swa of `kernels_cu/indices`."""
 
 from __future__ import annotations
 

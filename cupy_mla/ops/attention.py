@@ -182,7 +182,8 @@ def decode(
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits must be >= 1, got {num_splits}")
-    splits, division = num_splits or 1, num_splits or 1
+    splits = num_splits or 1
+    division: Any = splits  # how the call is cut up
     if place.on_gpu:
         division = cuda.decode_choice(
             driver.gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx, extra_length, batch_invariant,

@@ -1,8 +1,84 @@
-#define GROUPED 0
-#define SPLIT 1
-#define ENTRY bf16_cluster_sm90
+// Sparse attention of flat bf16 rows on Hopper for few work items: a cluster works on 64 heads of a query. Its CTAs
+// have neighbouring pairs of tiles each and merge their partial results (merge.cuh). Pipeline and shared memory:
+// bf16_sm90.cuh.
+//
+// grid: x = (query * head tiles + head tile) * CTAs of the cluster + rank.
 #include "attention/bf16_sm90.cuh"
+#include "attention/merge.cuh"
+
+struct Cluster : SingleQueries {
+    static constexpr bool CLUSTER = true;
+
+    static __device__ __forceinline__ int num_items(const Params&, int) { return read_num_ctas(); }
+    static __device__ __forceinline__ int find_item(const Params&, int item, int) { return item; }
+    static __device__ __forceinline__ int first_entry(const Params& p, int index, int head_tiles, int rank) {
+        const int ctas = cluster_size(), length = list_length(p.main, query_of(p, index / ctas / head_tiles).b);
+        return min(num_pairs(length) * rank / ctas * 2 * TILE_ROWS, length);
+    }
+    static __device__ __forceinline__ int length_of(const Params& p, int index, int head_tiles) {
+        const int rank = cluster_rank();
+        return first_entry(p, index, head_tiles, rank + 1) - first_entry(p, index, head_tiles, rank);
+    }
+    static __device__ __forceinline__ Work work_of(const Params& p, int index, int head_tiles, int length) {
+        const int item = index / cluster_size(), first = first_entry(p, index, head_tiles, cluster_rank());
+        return {query_of(p, item / head_tiles), item % head_tiles, length, num_pairs(length), index, first};
+    }
+
+    // Writes this CTA's partial result and merges a share of the cluster's.
+    template <int W>
+    static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warp, int lane,
+                                                 const float (&sum)[2], const float (&max)[2], const Softmax& state,
+                                                 const float (&o)[128]) {
+        const ClusterResults<4> partials(p, w.query.index, w.head_tile, num_head_tiles(p));
+        const int thread = 128 * W + 32 * warp + lane;
+        // Chunk 512 j + 256 i + thread: of line i columns 2 t and 2 t + 1 of the eights 2 j and 2 j + 1.
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float *first = &o[8 * j + 2 * i], *second = first + 4;
+                partials.write(512 * j + 256 * i + thread, make_float4(first[0], first[1], second[0], second[1]));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (W == 0 && lane % 4 == 0)
+                partials.write_statistics(16 * warp + lane / 4 + 8 * i, state.ref[i], sum[i], max[i]);
+        }
+        auto head_of = [](int chunk) { return chunk % 128 / 32 * 16 + chunk % 32 / 4 + chunk / 256 % 2 * 8; };
+        auto finish = [&](int local, bool write, float ref, float total, float largest) {
+            return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, total, largest);
+        };
+        auto column_of = [](int chunk) { return chunk % 256 / 128 * 256 + chunk / 512 * 16 + chunk % 4 * 2; };
+        auto store = [&](int local, int column, const float (&v)[4]) {
+            const int head = w.head_tile * HEADS + local;
+            if (head >= p.h_q) return;
+            write_output(p, w.query, head, column, v[0], v[1]);
+            write_output(p, w.query, head, column + 8, v[2], v[3]);
+        };
+        auto* weights = reinterpret_cast<float*>(shared);  // in the space of Q
+        partials.merge<CONSUMERS>(weights, head_of, column_of, finish, [] { sync_consumers(); }, store);
+    }
+
+    template <int W>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
+                                                 int turn, const Softmax& state, const float (&o)[128]) {
+        const Small& sm = small<Cluster>();
+        float sums[2], maxima[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 16 * warp + g + 8 * i;
+            sums[i] = sm.sum[turn][0][row] + sm.sum[turn][1][row];
+            maxima[i] = fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]);
+        }
+        merge<W>(p, w, warp, lane, sums, maxima, state, o);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_cluster_sm90(const __grid_constant__ AttentionParams p) {
+    run<Cluster>(p);
+}
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;
-extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES<Cluster>;

@@ -1,8 +1,149 @@
-#define GROUPED 1
-#define SPLIT 0
-#define ENTRY bf16_grouped_sm90
+// Sparse attention of flat bf16 rows on Hopper, few heads: the 64 lines of Q are the heads of several neighbouring
+// queries, a query group, and the rows are the union of their lists (group_lists.cu). Pipeline and shared memory:
+// bf16_sm90.cuh.
+//
+// One more step of Q . K adds -2^120 where a line's query does not list a row. So softmax is as for a single query,
+// but for rows that count twice. A row that one query lists meets the P of the others, which is 0 there. A row that is
+// not finite would reach them all the same, so a group with such a result is left to the kernel that runs after this
+// one.
+//
+// grid: x persistent CTAs over query groups.
 #include "attention/bf16_sm90.cuh"
+#include "attention/grouped.cuh"
+
+// The last step of Q . K adds 16 columns: to Q the number of a line's query as a unit vector of 8, to K what is added
+// for each query, 0 or EXCLUDED. The second 8 of the 16 columns are zeros.
+constexpr int FACTOR_BYTES = TILE_ROWS * 16;  // 64 lines of 8 columns, without swizzle
+constexpr int FACTOR_Q = EXTRA_AT, FACTOR_K = FACTOR_Q + FACTOR_BYTES, FACTOR_ZEROS = FACTOR_K + 2 * FACTOR_BYTES;
+constexpr uint32_t ONE = 0x3f80, EXCLUDED = 0xfb80;  // bfloat16: 1, -2^120
+constexpr float LEAST_LISTED = -0x1p100f;
+static_assert(MAX_QUERIES == 8, "a bit of `excluded` and a column of the last step for each query");
+
+struct Grouped {
+    using Params = GroupedParams;
+    static constexpr int EXTRA_BYTES = 4 * FACTOR_BYTES, AHEAD = 1, KEPT = 4;  // registers are short
+    static constexpr bool CLUSTER = false, EXCLUDES = true;
+
+    static __device__ __forceinline__ int num_items(const Params& p, int) { return p.num_groups; }
+    static __device__ __forceinline__ int find_item(const Params& p, int item, int) {
+        return p.group_lengths[item] > 0 ? item : -1;
+    }
+    static __device__ __forceinline__ int length_of(const Params& p, int index, int) { return p.group_lengths[index]; }
+    static __device__ __forceinline__ Work work_of(const Params& p, int index, int, int length) {
+        return {{}, 0, length, num_pairs(length), index, 0};
+    }
+    static __device__ __forceinline__ const int32_t* list_of(const Params& p, const Work& w) {
+        return p.rows + int64_t(w.number) * p.capacity;
+    }
+    static __device__ __forceinline__ int first_query(const Params& p, const Work& w) {
+        return (p.first_group + w.number) * p.queries;
+    }
+    static __device__ __forceinline__ Line line_at(const Params& p, const Work& w, int row) {
+        const int query = row / p.h_q, index = first_query(p, w) + query;
+        return {query_of(p, index), query < p.queries && index < p.num_queries ? row % p.h_q : p.h_q};
+    }
+    // Lines beyond the last may belong to any query.
+    static __device__ __forceinline__ int query_of_line(const Params& p, int row) {
+        return min(row / p.h_q, p.queries - 1);
+    }
+
+    static constexpr int VALIDITY_LANES = 4;
+    using Validity = uint32_t;  // `excluded` of row 16 (lane % 8) + c.row
+    static __device__ __forceinline__ Validity load_validity(const Params& p, const Work& w, const Copier& c,
+                                                             int tile) {
+        const int entry = tile * TILE_ROWS + 16 * (c.lane % 4) + c.row;
+        return entry < w.length ? p.excluded[int64_t(w.number) * p.capacity + entry] : 0xff;
+    }
+    static __device__ __forceinline__ void store_validity(const Params& p, const Work& w, const Copier& c, int number,
+                                                          int tile, const uint8_t* const (&)[4], Validity excluded) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t two = excluded >> 2 * i & 3;
+            words[i] = ((two | two << 15) & 0x10001) * EXCLUDED;
+        }
+        *reinterpret_cast<Vec16*>(shared + FACTOR_K + tile * FACTOR_BYTES + (16 * (c.lane % 8) + c.row) * 16) = {
+            words[0], words[1], words[2], words[3]};
+        if (c.lane % 8 == 0 && c.row < p.queries)
+            cp_async_8(shared_address(&small<Grouped>().twice[tile][c.row]),
+                       p.twice + int64_t(w.number) * p.twice_capacity + number * p.queries + c.row,
+                       number * TILE_ROWS < w.length);
+    }
+    static __device__ __forceinline__ void exclude(int tile, float (&s)[32]) {
+        const int k = FACTOR_K + tile * FACTOR_BYTES;
+        wgmma<Values::BF16, Sum::ADD, Major::K, Major::K>(
+            s, wgmma_plain_operand(shared_address(shared) + FACTOR_Q, 128, FACTOR_ZEROS - FACTOR_Q),
+            wgmma_plain_operand(shared_address(shared) + k, 128, FACTOR_ZEROS - k));
+    }
+
+    // The queries that a thread's two lines belong to.
+    struct Reader {
+        uint32_t queries;  // 16 bits each
+
+        static __device__ __forceinline__ Reader here(const Params& p, int warp, int lane) {
+            const int row = 16 * warp + lane / 4;
+            return {uint32_t(query_of_line(p, row) | query_of_line(p, row + 8) << 16)};
+        }
+    };
+    // Which of a thread's columns count twice: bit 8 (n % 4) + k of word n / 4 for the two columns of its n-th eight.
+    struct Columns {
+        uint32_t twice[2][2];
+        bool once;  // none does, in the whole warp
+
+        __device__ __forceinline__ Columns(const Reader& reader, int tile, int t) {
+            uint32_t any = 0;
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const Vec8 words =
+                    *reinterpret_cast<const Vec8*>(&small<Grouped>().twice[tile][reader.queries >> 16 * row & 0xffff]);
+                twice[row][0] = words.x >> 2 * t;
+                twice[row][1] = words.y >> 2 * t;
+                any |= twice[row][0] | twice[row][1];
+            }
+            once = __all_sync(~0u, (any & 0x03030303) == 0);
+        }
+    };
+    // Rows that are not listed are taken out by the last step of Q . K.
+    static __device__ __forceinline__ float mask_tile(const Params& p, const Columns&, float (&)[32]) {
+        return p.scale_log2;
+    }
+    static __device__ __forceinline__ float top_of(float top, float scale) {
+        return top < LEAST_LISTED ? -INF : top * scale;
+    }
+    static __device__ __forceinline__ void count_twice(const Columns& columns, int row, float (&s)[32]) {
+        if (columns.once) return;
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            if (i / 2 % 2 == row && columns.twice[row][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1) s[i] += s[i];
+    }
+
+    static __device__ __forceinline__ void init(const Params& p) {
+        for (int i = threadIdx.x; i < TILE_ROWS * 8; i += THREADS) {
+            reinterpret_cast<bf16*>(shared + FACTOR_Q)[i] = i % 8 == query_of_line(p, i / 8) ? ONE : 0;
+            reinterpret_cast<bf16*>(shared + FACTOR_ZEROS)[i] = 0;
+        }
+        fence_proxy_async();
+    }
+
+    template <int W>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
+                                                 int turn, const Softmax& state, const float (&o)[128]) {
+        write_lines<Grouped, W>(p, w, warp, g, t, turn, state, o);
+        // A row that is not finite has reached all queries of the group, whether they list it or not: all are left
+        // after all.
+        float probe = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 128; ++i) probe += o[i] * 0.0f;
+        const int query = first_query(p, w) + lane;
+        if (__any_sync(~0u, probe != 0.0f) && lane < p.queries && query < p.num_queries)
+            p.left[query] = call_length(p, query);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_grouped_sm90(const __grid_constant__ GroupedParams p) {
+    run<Grouped>(p);
+}
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;
-extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES<Grouped>;

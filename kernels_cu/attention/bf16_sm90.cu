@@ -1,8 +1,36 @@
-#define GROUPED 0
-#define SPLIT 0
-#define ENTRY bf16_sm90
+// Sparse attention of flat bf16 rows on Hopper: a work item is 64 heads of a query. Pipeline and shared memory:
+// bf16_sm90.cuh.
+//
+// grid: x persistent CTAs over queries x head tiles.
 #include "attention/bf16_sm90.cuh"
+
+struct Plain : SingleQueries {
+    static constexpr bool CLUSTER = false;
+
+    static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) {
+        return p.num_queries * head_tiles;
+    }
+    static __device__ __forceinline__ int find_item(const Params& p, int item, int head_tiles) {
+        return find_head_tile(p, item, head_tiles);
+    }
+    static __device__ __forceinline__ int length_of(const Params& p, int index, int head_tiles) {
+        return list_length(p.main, query_of(p, index / head_tiles).b);
+    }
+    static __device__ __forceinline__ Work work_of(const Params& p, int index, int head_tiles, int length) {
+        return {query_of(p, index / head_tiles), index % head_tiles, length, num_pairs(length), index, 0};
+    }
+
+    template <int W>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
+                                                 int turn, const Softmax& state, const float (&o)[128]) {
+        write_lines<Plain, W>(p, w, warp, g, t, turn, state, o);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_sm90(const __grid_constant__ AttentionParams p) {
+    run<Plain>(p);
+}
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;
-extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES;
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES<Plain>;

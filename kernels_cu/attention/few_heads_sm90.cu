@@ -1,96 +1,114 @@
-// Sparse attention of few heads on Hopper, of V32_FP8 and bf16 rows, decode and prefill: rows go from staging into registers.
+// Sparse attention of few heads on Hopper, V32_FP8 and bf16 rows, decode and prefill: rows go from the ring into
+// registers.
 //
-// Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64; rows or value columns are the M
-// side and come from registers, widened on the way (tile/fragments.cuh), so that shared memory holds rows as they lie in
+// Heads are the N side of the products, 8, 16 or 32 of them, so nothing is padded to 64. Rows or value columns are the
+// M side and come from registers, widened on the way (tile/fragments.cuh). So shared memory holds rows as they lie in
 // the cache and nothing else:
 //
 //   S^T = K . Q^T     a warp: 16 rows x heads        A = its own rows            d / 16 steps of m16n8k16
-//   O^T = V^T . P^T   a warp: 128 columns x heads    A = pairs of rows a column  8 tiles x 4 steps
+//   O^T = V^T . P^T   a warp: 128 columns x heads    A = pairs of rows a column  8 mma tiles x 4 steps
 //
-//   4 copying warps        a quarter of every tile of 64 rows each, by cp.async, as far ahead as its ring of UNITS x 8 rows
-//                          goes
-//   3 warpgroups multiply  (2 for 32 heads) a tile each in turn, with a softmax of their own:
-//     S^T                  V32_FP8: one scale's 128 columns after the other, times the row's float32 scale, so that no
-//                          scaled value is ever rounded
-//     P^T                  to shared memory; V32_FP8: f16, a copy for each scale, relative to a reference a head and scale
-//     vote                 a value far above its reference? Only then references rise, O^T follows, and P^T is computed
+//   4 producer warps       each a quarter of every tile of 64 rows, by cp.async, as far ahead as its ring of STAGES x
+//                          8 rows reaches
+//   CONSUMERS warpgroups   (3; 2 for 32 heads) take tiles in turn, each with a softmax of its own:
+//     S^T                  V32_FP8: the 128 columns of one scale after the other, times the row's float32 scale, so
+//                          that no scaled value is ever rounded
+//     P^T                  to shared memory. V32_FP8: f16, a copy for each scale, relative to a reference for each
+//                          head and scale
+//     vote                 if a value is far above its reference, references rise, O^T follows, and P^T is computed
 //                          again
-//     O^T += V^T . P^T     quarter after quarter, which are let go
+//     O^T += V^T . P^T     quarter after quarter; each stage is released when it has been read
 //
-//   full, empty            mbarriers [quarter][unit]: copies to readers and back
-//   named 1 to 3           the 128 threads of a multiplying warpgroup; 4: all of them
+//   While one warpgroup waits, the others multiply. At the end they merge their O^T in shared memory, and the CTAs of
+//   a cluster merge theirs (merge.cuh). Splits that do not fit a cluster lie along gridDim.y and are merged by
+//   combine.cu.
 //
-// While one warpgroup waits the others multiply. At the end they put their O^T together in shared memory, and the blocks
-// of a cluster merge theirs (cluster_merge.cuh). What a cluster does not hold is split over gridDim.y and merged by combine.cu.
+//   full[quarter][stage]    copies done          32 arrivals after the copies of the producer warp
+//   empty[quarter][stage]   stage released       the 4 warps of the warpgroup that has the tile
+//   WARPGROUP_SYNC + w      named: the 128 threads of consumer warpgroup w
+//   CONSUMER_SYNC           named: all consumer threads
 //
-// Products are mma.sync: wgmma with A in registers takes a warpgroup 60 cycles and more whatever N is, and its fences keep
-// the next fragments from being widened meanwhile.
+// Products are mma.sync: wgmma with A in registers takes a warpgroup 60 cycles or more whatever N is, and its fences
+// keep the next fragments from being widened in the meantime.
 //
-// Shared memory: Q (heads x D_QK x 2) + P (warpgroups x copies x heads x 128) + 4 rings of UNITS x 8 staged rows +
-// statistics and barriers.
-// Registers: 160 (232) a multiplying thread, 32 (40) a copying one, together 512 x 128 (384 x 168); setmaxnreg hands out no
-// more than the launch had.
-// What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
-#include "attention/cluster_merge.cuh"
-#include "attention/lists.cuh"
-#include "ptx/barrier.cuh"
+// Shared memory: Q heads x D_QK x 2; P CONSUMERS x copies x heads x 128; 4 rings of STAGES x 8 staged rows of 656
+// bytes (bf16: 2 x D_QK + 16); statistics and mbarriers.
+// Registers: 160 (32 heads: 232) a consumer thread, 32 (40) a producer thread, together 512 x 128 (384 x 168):
+// setmaxnreg hands out no more than the launch had.
+// What was tried, what bounds it: docs/kernels/few_heads_sm90.md.
+#include "attention/merge.cuh"
+#include "attention/results.cuh"
+#include "attention/role.cuh"
+#include "attention/work.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/grid.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/limits.cuh"
+#include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
-#include "ptx/stmatrix.cuh"
-#include "tile/chunk.cuh"
-#include "tile/finish.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/shared.cuh"
 #include "tile/fragments.cuh"
 #include "tile/heads.cuh"
+#include "tile/softmax.cuh"
+#include "tile/swizzle.cuh"
+#include "tile/warp.cuh"
 
-// Warpgroups that multiply: what one waits for, another hides. 32 heads take the registers of two.
-constexpr int GROUPS = CONSUMERS, REGISTERS = GROUPS == 2 ? 232 : 160, COPY_REGISTERS = GROUPS == 2 ? 40 : 32;
-constexpr int WARPGROUP = 128, MULTIPLYING = GROUPS * WARPGROUP, THREADS = MULTIPLYING + WARPGROUP;
-constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;
-constexpr int Q_BLOCK_BYTES = HEADS * 128, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
-constexpr int P_COPIES = FOLDED ? Rows::FOLDED_SCALES : 1, P_BYTES = HEADS * 128;
-constexpr int COLUMNS = HEADS / 4;     // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
+// Several consumer warpgroups: while one waits, the others multiply. 32 heads take the registers of two.
+static_assert(CONSUMERS == (HEADS == 32 ? 2 : 3), "");
+constexpr int REGISTERS = CONSUMERS == 2 ? 232 : 160, PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, THREADS = CONSUMER_THREADS + WARPGROUP;
+constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;  // mma tiles of a warp's value columns; column blocks
+constexpr int Q_BLOCK_BYTES = HEADS * LINE_BYTES, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
+constexpr int P_COPIES = FOLDED ? Row::FOLDED_SCALES : 1, P_BYTES = HEADS * LINE_BYTES;
+constexpr int OWN_HEADS = HEADS / 4;  // of S^T and O^T in a thread (tile/heads.cuh)
 constexpr int UNROLLED_COPIES = HEADS == 32 ? 2 : 4;
 constexpr bool KEEPS_MAX = !FOLDED;  // prefill asks for the largest logits
-constexpr float REF_SLACK = 8.0f;      // a sum's terms stay below 2^this
-constexpr float P_LIMIT = 32768.0f;    // and what is rounded to f16 below this
+constexpr float REF_SLACK = 8.0f;    // the terms of a sum stay below 2^REF_SLACK, ...
+constexpr float P_LIMIT = 32768.0f;  // ... and values that are rounded to f16 below this
 
-constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + GROUPS * P_COPIES * P_BYTES;
+// Named barriers; WARPGROUP_SYNC: + warpgroup.
+enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 4 };
+
+// Shared memory: Q, P of each warpgroup, the rings, and the rest.
+constexpr int Q_AT = 0, P_AT = Q_BYTES, RING_AT = P_AT + CONSUMERS * P_COPIES * P_BYTES;
 
 // A head's softmax over some rows, relative to `ref` like its O^T.
 struct Statistics {
     float ref, sum, max;
 };
-template <int UNITS>
+template <int STAGES>
 struct SmallOf {
-    uint64_t full[4][UNITS], empty[4][UNITS];
-    float q_scale[HEADS];                     // from S^T to logits in base 2
-    float ref[GROUPS][1 + P_COPIES][HEADS];        // what a warpgroup's sums, and a scale's columns of its O^T, are relative to
-    float rise[GROUPS][1 + P_COPIES][HEADS];       // 2^(last reference - reference)
-    float chunk_factor[GROUPS][P_COPIES][HEADS];   // 2^(ref - a scale's reference)
-    float across[GROUPS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
-    float weight[GROUPS][4][HEADS], scale[HEADS];  // of the warpgroups' columns 128 k .. in the block's result; of that in the end
+    uint64_t full[4][STAGES], empty[4][STAGES];
+    float q_scale[HEADS];  // from S^T to logits in base 2
+    // What a warpgroup's sums (0), and the columns of each scale in its O^T (1 ..), are relative to.
+    float ref[CONSUMERS][1 + P_COPIES][HEADS];
+    float rise[CONSUMERS][1 + P_COPIES][HEADS];       // 2^(last reference - reference)
+    float chunk_factor[CONSUMERS][P_COPIES][HEADS];   // 2^(ref - reference of a scale)
+    float across[CONSUMERS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
+    float weight[CONSUMERS][4][HEADS];                // of a warpgroup's columns 128 k .. in the CTA's result
+    float scale[HEADS];                               // of the CTA's result in the end
 };
-// Units of each ring: as many as there is space for.
-template <int UNITS>
-__host__ __device__ constexpr int most_units() {
-    if constexpr (RING_AT + 4 * UNITS * UNIT_BYTES + int(sizeof(SmallOf<UNITS>)) <= SM90_SHARED_BYTES) {
-        return UNITS;
+// Stages of each ring: as many as there is space for.
+template <int STAGES>
+__host__ __device__ constexpr int most_stages() {
+    if constexpr (RING_AT + 4 * STAGES * STAGE_BYTES + int(sizeof(SmallOf<STAGES>)) <= SM90_SHARED_BYTES) {
+        return STAGES;
     } else {
-        return most_units<UNITS - 1>();
+        return most_stages<STAGES - 1>();
     }
 }
-constexpr int UNITS = most_units<64>(), RING_BYTES = UNITS * UNIT_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
-using Small = SmallOf<UNITS>;
+constexpr int STAGES = most_stages<64>(), RING_BYTES = STAGES * STAGE_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
+using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(UNITS >= 4, "two tiles");
+static_assert(STAGES >= 4, "two tiles");
 
-// When all rows are read, the rings hold parts of O^T in float32, [head][column]: halves that warpgroups 0 and 1 exchange, and
-// what warpgroup 2 gives them. Four columns more a line spread the heads over the banks.
+// Once all rows are read, the rings hold O^T in float32, [head][column]: the halves that warpgroups 0 and 1 exchange,
+// and those that warpgroup 2 gives them. Four columns more a line spread the heads over the banks.
 constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
-static_assert(EXCHANGE_AT + 2 * (GROUPS - 1) * EXCHANGE_BYTES <= SMALL_AT, "");
+static_assert(EXCHANGE_AT + 2 * (CONSUMERS - 1) * EXCHANGE_BYTES <= SMALL_AT, "");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -98,74 +116,59 @@ extern __shared__ __align__(1024) uint8_t shared[];
 
 __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
 
-// A multiplying thread's place: warpgroup, warp of it, and rows g, g + 8 and columns 2 t, 2 t + 1 of the warp's 16 rows.
-struct Role {
-    int group, warp, lane, g, t;
-
-    static __device__ __forceinline__ Role here() {
-        const int thread = threadIdx.x;
-        return {thread / WARPGROUP, thread / 32 % 4, thread % 32, thread % 32 / 4, thread % 4};
-    }
-    __device__ __forceinline__ uint32_t q() const { return shared_address(shared) + Q_AT; }
-    __device__ __forceinline__ uint32_t p() const { return shared_address(shared) + P_AT + group * P_COPIES * P_BYTES; }
-    __device__ __forceinline__ void sync() const { named_barrier_sync(1 + group, WARPGROUP); }
-    __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
-};
-
-__device__ __forceinline__ void sync_multiplying() { named_barrier_sync(4, MULTIPLYING); }
-
-// A query and 8 to 32 of its heads; tiles of the main list, then of the extra one, of which this block takes `begin` to end - 1.
-struct Work {
-    Query query;
-    int first_head, main_length, extra_length, main_tiles, begin, end;
-};
-
-__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t rank, uint32_t ranks) {
-    Work w;
-    w.query = query_at_once(p, query);
-    w.first_head = head_tile * HEADS;
-    find_tiles(p, w, rank, ranks);
-    return w;
+__device__ __forceinline__ Role consumer_role() {
+    const int thread = threadIdx.x;
+    return Role::of(thread, thread / WARPGROUP, thread / 32 % 4);
 }
+__device__ __forceinline__ uint32_t q_lines() { return shared_address(shared) + Q_AT; }
+__device__ __forceinline__ uint32_t p_lines(const Role& r) {
+    return shared_address(shared) + P_AT + r.warpgroup * P_COPIES * P_BYTES;
+}
+__device__ __forceinline__ void sync_warpgroup(const Role& r) {
+    named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
+}
+__device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMER_THREADS); }
 
-// --- copying --------------------------------------------------------------------------------------------------
+// --- producer --------------------------------------------------------------------------------------------------
 
-// Start the copies of eight rows that lanes `first` .. + 7 know, the whole warp a row at a time. Invalid ones become zeros.
-template <typename R>
-__device__ __forceinline__ void copy_unit(uint32_t to, const R& row, int first, int lane) {
-    constexpr int PIECES = COPIED_BYTES / 16;
+// Start the copies of the eight rows that lanes `first` .. + 7 hold, the whole warp a row at a time. Invalid rows
+// become zeros.
+__device__ __forceinline__ void copy_stage(uint32_t to, const Row& row, int first, int lane) {
+    constexpr int ROW_CHUNKS = COPIED_BYTES / 16;
 #pragma unroll
-    for (int i = 0; i < UNIT_ROWS; ++i, to += STAGED) {
+    for (int i = 0; i < STAGE_ROWS; ++i, to += STAGED) {
         const uint8_t* data = shuffle_pointer(row.data, first + i);
         const bool valid = data != nullptr;
 #pragma unroll
-        for (int piece = 0; piece + 32 <= PIECES; piece += 32)
-            cp_async_16(to + (piece + lane) * 16, data + (piece + lane) * 16, valid);
-        constexpr int REST = PIECES / 32 * 32;
-        if (lane < PIECES - REST) cp_async_16(to + (REST + lane) * 16, data + (REST + lane) * 16, valid);
+        for (int chunk = 0; chunk + 32 <= ROW_CHUNKS; chunk += 32)
+            cp_async_16(to + (chunk + lane) * 16, data + (chunk + lane) * 16, valid);
+        constexpr int REST = ROW_CHUNKS / 32 * 32;
+        if (lane < ROW_CHUNKS - REST) cp_async_16(to + (REST + lane) * 16, data + (REST + lane) * 16, valid);
     }
 }
 
-// A copying warp brings the rows 16 `quarter` .. of every tile. Lane l knows row l % 16 of one tile and (l >= 16) of the next.
-__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int quarter) {
+// A producer warp copies rows 16 `quarter` .. + 15 of every tile. Lane l holds row l % 16 of one tile or (l >= 16) of
+// the next.
+__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const WorkItem& w, int quarter) {
     const int lane = threadIdx.x % 32, my_row = 16 * quarter + lane % 16, my_tile = lane / 16;
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
     const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
-    int32_t entry = load_entry(p, w, w.begin + my_tile, my_row), next_entry = load_entry(p, w, w.begin + 2 + my_tile, my_row);
+    int32_t entry = load_entry(p, w, w.begin + my_tile, my_row);
+    int32_t next_entry = load_entry(p, w, w.begin + 2 + my_tile, my_row);
     int at = 0;
-    uint32_t parity = 1;  // the first wait for an empty unit is no wait
+    uint32_t parity = 1;  // the first wait for each stage returns at once
 #pragma unroll 1
     for (int pair = w.begin; pair < w.end; pair += 2) {
-        const Rows row = find_row(p, w, pair + my_tile, entry);
+        const Row row = find_row(p, w, pair + my_tile, entry);
         entry = next_entry;
         next_entry = load_entry(p, w, pair + 4 + my_tile, my_row);
-        const int units = min(w.end - pair, 2) * 2;
+        const int stages = min(w.end - pair, 2) * 2;
 #pragma unroll 1
-        for (int i = 0; i < units; ++i) {
+        for (int i = 0; i < stages; ++i) {
             mbarrier_wait(empty + 8 * at, parity);
-            copy_unit(ring + at * UNIT_BYTES, row, 8 * i, lane);
+            copy_stage(ring + at * STAGE_BYTES, row, 8 * i, lane);
             mbarrier_arrive_after_copies(full + 8 * at);
-            if (++at == UNITS) {
+            if (++at == STAGES) {
                 at = 0;
                 parity ^= 1;
             }
@@ -173,7 +176,8 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
     }
 }
 
-// The largest |q| of a head to just below 2^14, by a power of two, so that f16 holds all that counts.
+// The power of two that brings the largest |q| of a head to just below 2^14, so that f16 holds all that counts, and
+// its inverse.
 struct QScale {
     float up, down;
 };
@@ -182,16 +186,16 @@ __device__ __forceinline__ QScale q_scale_of(uint32_t largest) {
     return {__uint_as_float(uint32_t(127 + exponent) << 23), __uint_as_float(uint32_t(127 - exponent) << 23)};
 }
 
-// Q to shared memory, a head a warp at a time, in the order of the fragments: line = head, blocks of 64 columns. Heads
-// beyond the last are zeros.
-__device__ __forceinline__ void load_q(const AttentionParams& p, const Work& w, const Role& r) {
+// Q to shared memory, each warp a head at a time, in the order of the fragments: a line a head, in column blocks of
+// 64. Heads beyond the last are zeros.
+__device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem& w, const Role& r) {
     constexpr int FOURS = D_QK / 4, EACH = ceil_div(FOURS, 32);
-    if (r.group >= 2) {
-        sync_multiplying();
+    if (r.warpgroup >= 2) {
+        sync_consumers();
         return;
     }
-    const int first = 4 * r.group + r.warp;
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h + 4 * r.lane;
+    const int first = 4 * r.warpgroup + r.warp;
+    const bf16* q = q_of(p, w.query, w.first_head) + 4 * r.lane;
     Vec8 v[HEADS / 8][EACH];
 #pragma unroll
     for (int k = 0; k < HEADS / 8; ++k) {
@@ -210,7 +214,8 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const Work& w, 
         if (FOLDED) {
             uint32_t most = 0;
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) most = max_bf16x2(most, max_bf16x2(abs_bf16x2(v[k][i].x), abs_bf16x2(v[k][i].y)));
+            for (int i = 0; i < EACH; ++i)
+                most = max_bf16x2(most, max_bf16x2(abs_bf16x2(v[k][i].x), abs_bf16x2(v[k][i].y)));
             scale = q_scale_of(__reduce_max_sync(~0u, larger_half(most)));
         }
         if (r.lane == 0) small().q_scale[head] = scale.down * p.scale_log2;
@@ -222,24 +227,25 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const Work& w, 
             const int item = q_item(n % 16, rope || !FOLDED);
             const float x = bf16_low(v[k][i].x) * scale.up, y = bf16_high(v[k][i].x) * scale.up;
             const float z = bf16_low(v[k][i].y) * scale.up, u = bf16_high(v[k][i].y) * scale.up;
-            const uint32_t to = r.q() + n / 16 * Q_BLOCK_BYTES + head * 128 + ((item / 8 ^ (head & 7)) << 4) + item % 8 * 2;
+            const uint32_t to = swizzled(q_lines() + n / 16 * Q_BLOCK_BYTES, head, item / 8) + item % 8 * 2;
             store_shared_4(to, narrow ? pack_f16x2(x, y) : pack_bf16x2(x, y));
             store_shared_4(to ^ 16, narrow ? pack_f16x2(z, u) : pack_bf16x2(z, u));
         }
     }
-    sync_multiplying();
+    sync_consumers();
 }
 
 // --- products -------------------------------------------------------------------------------------------------
 
-// B of a step of k, from lines of 128 bytes, a head each: two fragments a head tile of 8. `place`: of the first step.
+// B operands of a step of k, from lines of 128 bytes, one a head: two fragments for every 8 heads. `place` is this
+// lane's address in the first step.
 constexpr int HEAD_TILES = HEADS / 8;
 struct HeadFragments {
     uint32_t b[HEAD_TILES][2];
 };
 __device__ __forceinline__ uint32_t head_fragments_place(uint32_t lines, int lane) {
     const int line = lane % 8 + (HEADS > 8 ? lane / 16 * 8 : 0), chunk = lane / 8 % 2;
-    return lines + line * 128 + ((chunk ^ (line & 7)) << 4);
+    return swizzled(lines, line, chunk);
 }
 __device__ __forceinline__ HeadFragments load_head_fragments(uint32_t place, int step) {
     HeadFragments f;
@@ -255,7 +261,7 @@ __device__ __forceinline__ HeadFragments load_head_fragments(uint32_t place, int
     return f;
 }
 
-// acc += A . B^T over 16 of k, all heads. NARROW: float16.
+// acc += A . B^T over 16 of k, all heads. NARROW: in float16.
 template <bool NARROW>
 __device__ __forceinline__ void multiply(float (&acc)[HEAD_TILES][4], const uint32_t (&a)[4], const HeadFragments& f) {
 #pragma unroll
@@ -268,10 +274,10 @@ __device__ __forceinline__ void multiply(float (&acc)[HEAD_TILES][4], const uint
     }
 }
 
-// acc += 16 rows times Q over 64 columns, a block of Q. Q's fragments are read a step ahead; `f`: those of the first.
+// acc += 16 rows times a column block of Q. Q's fragments are read a step ahead; `f` are those of the first step.
 template <bool NARROW>
-__device__ __forceinline__ void multiply_block(
-    uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4], float (&acc)[HEAD_TILES][4]) {
+__device__ __forceinline__ void multiply_block(uint32_t q_place, HeadFragments f, const uint32_t (&a)[4][4],
+                                               float (&acc)[HEAD_TILES][4]) {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
         HeadFragments next;
@@ -296,57 +302,59 @@ __device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
     return {__uint_as_float(load_shared_4(row)), __uint_as_float(load_shared_4(row + STAGED))};
 }
 
-// S^T of a warp's 16 rows. Several sums run beside one another, V32_FP8: those of different scales, which are added times their
-// scales. Loops stay loops: a batch of one pays for every instruction fetched.
+// S^T of a warp's 16 rows. SUMS sums run beside one another. V32_FP8: those of different scales, each then added times
+// its scale. Loops stay loops: a batch of one pays for every instruction fetched.
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEAD_TILES][4]) {
-    constexpr int PARTS = HEADS == 32 ? 1 : FOLDED && HEADS == 8 ? 4 : 2, EACH = FOLDED ? 2 : 1;
+    constexpr int SUMS = HEADS == 32 ? 1 : FOLDED && HEADS == 8 ? 4 : 2, EACH = FOLDED ? 2 : 1;
     constexpr int BLOCK_BYTES = FOLDED ? 64 : 128;
-    const uint32_t q = head_fragments_place(r.q(), r.lane);
+    const uint32_t q = head_fragments_place(q_lines(), r.lane);
     const uint32_t q_rope = q + NOPE_BLOCKS * Q_BLOCK_BYTES;
     uint32_t a[4][4];
     const QkRaw rope = load_qk(row, ROPE_OFFSET, true, r.t);
     HeadFragments f = load_head_fragments(q_rope, 0);
-    QkRaw raw = load_qk(row, 0, !FOLDED, r.t);  // always a block ahead
+    QkRaw raw = load_qk(row, 0, !FOLDED, r.t);  // always a column block ahead
     clear(s);
     qk_wide(rope, a);
     multiply_block<false>(q_rope, f, a, s);
 #pragma unroll 1
-    for (int first = 0; first < NOPE_BLOCKS; first += PARTS * EACH) {
-        float part[PARTS][HEAD_TILES][4];
-        TwoScales scales[PARTS];
+    for (int first = 0; first < NOPE_BLOCKS; first += SUMS * EACH) {
+        float sum[SUMS][HEAD_TILES][4];
+        TwoScales scales[SUMS];
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) clear(part[i]);
+        for (int i = 0; i < SUMS; ++i) clear(sum[i]);
 #pragma unroll
-        for (int i = 0; i < PARTS * EACH; ++i) {
-            const int block = first + i % PARTS * EACH + i / PARTS;
-            if (NOPE_BLOCKS % (PARTS * EACH) != 0 && block >= NOPE_BLOCKS) break;
+        for (int i = 0; i < SUMS * EACH; ++i) {
+            const int block = first + i % SUMS * EACH + i / SUMS;
+            if (NOPE_BLOCKS % (SUMS * EACH) != 0 && block >= NOPE_BLOCKS) break;
             f = load_head_fragments(q + block * Q_BLOCK_BYTES, 0);
             qk_nope(raw, a);
-            const int next = i + 1 < PARTS * EACH ? first + (i + 1) % PARTS * EACH + (i + 1) / PARTS : first + PARTS * EACH;
+            const int next =
+                i + 1 < SUMS * EACH ? first + (i + 1) % SUMS * EACH + (i + 1) / SUMS : first + SUMS * EACH;
             raw = load_qk(row, min(next, NOPE_BLOCKS - 1) * BLOCK_BYTES, !FOLDED, r.t);
-            if (i == PARTS * EACH - 1) {
+            if (i == SUMS * EACH - 1) {
 #pragma unroll
-                for (int k = 0; k < PARTS; ++k) scales[k] = load_scales(row, first / EACH + k);
+                for (int k = 0; k < SUMS; ++k) scales[k] = load_scales(row, first / EACH + k);
             }
-            multiply_block<FOLDED>(q + block * Q_BLOCK_BYTES, f, a, part[i % PARTS]);
+            multiply_block<FOLDED>(q + block * Q_BLOCK_BYTES, f, a, sum[i % SUMS]);
         }
 #pragma unroll
-        for (int k = 0; k < PARTS; ++k) {
+        for (int k = 0; k < SUMS; ++k) {
 #pragma unroll
             for (int i = 0; i < HEADS / 2; ++i) {
                 const float scale = FOLDED ? (i % 4 / 2 == 0 ? scales[k].x : scales[k].y) : 1.0f;
-                s[i / 4][i % 4] += part[k][i / 4][i % 4] * scale;
+                s[i / 4][i % 4] += sum[k][i / 4][i % 4] * scale;
             }
         }
     }
 }
 
-// O^T += V^T . P^T, letting go of the tile, whose units stand at `slot` in each ring.
-__device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot)[2], float (&o)[V_TILES][HEAD_TILES][4]) {
-    const uint32_t p = head_fragments_place(r.p() + (FOLDED ? r.warp * P_BYTES : 0), r.lane);
+// O^T += V^T . P^T, and release of the tile, whose two stages of each quarter stand at `place` in the rings.
+__device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&place)[2],
+                                            float (&o)[V_TILES][HEAD_TILES][4]) {
+    const uint32_t p = head_fragments_place(p_lines(r) + (FOLDED ? r.warp * P_BYTES : 0), r.lane);
     const uint32_t ring = shared_address(shared) + RING_AT;
-    StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
-    uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? slot[0] : slot[1]);
+    StagedRows rows = {{ring + place[0] * STAGE_BYTES, ring + place[1] * STAGE_BYTES}};
+    uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? place[0] : place[1]);
     PvRaw raw = load_pv(rows, r.warp, r.g, r.t);
 #pragma unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {
@@ -354,7 +362,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot
         const PvRaw mine = raw;
         const StagedRows here = rows;
         if (quarter < 3) {
-            rows = {{rows.unit[0] + RING_BYTES, rows.unit[1] + RING_BYTES}};
+            rows = {{rows.stage[0] + RING_BYTES, rows.stage[1] + RING_BYTES}};
             raw = load_pv(rows, r.warp, r.g, r.t);
         }
         for_pv_fragments(mine, here, r.warp, r.g, r.t, [&](int q, const uint32_t (&a)[2][4]) {
@@ -363,37 +371,39 @@ __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&slot
         });
         __syncwarp();
         mbarrier_arrive_for_warp_at_two(empty, r.lane);
-        empty += 8 * UNITS;
+        empty += 8 * STAGES;
     }
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// Of a thread's heads; `sum` covers its rows only. O^T is relative to `ref`, V32_FP8: chunk_ref.
-using Softmax = HeadsSoftmax<COLUMNS>;
+// The softmax of a thread's heads. V32_FP8: the columns of a scale in O^T are relative to that scale's reference.
+using Softmax = HeadsSoftmax<OWN_HEADS>;
 
 // The element of row (S^T) or column (O^T) i of a thread's two and its c-th head.
 template <typename T>
-__device__ __forceinline__ T& at(T (&acc)[HEAD_TILES][4], int i, int c) { return acc[c / 2][2 * i + c % 2]; }
+__device__ __forceinline__ T& at(T (&acc)[HEAD_TILES][4], int i, int c) {
+    return acc[c / 2][2 * i + c % 2];
+}
 
-// References rise to the tile's maxima; sums and O^T follow. All of the warpgroup comes here together.
-__device__ __forceinline__ void raise_references(
-    const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4], Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+// References rise to the tile's maxima; sums and O^T follow. The whole warpgroup calls.
+__device__ __forceinline__ void raise_references(const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4],
+                                                 Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
     constexpr int REFS = FOLDED ? 1 + P_COPIES : 1;
     Small& sm = small();
-    float(&across)[1 + P_COPIES][4][HEADS] = sm.across[r.group];
-    float(&refs)[1 + P_COPIES][HEADS] = sm.ref[r.group], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.group];
+    float (&across)[1 + P_COPIES][4][HEADS] = sm.across[r.warpgroup];
+    float (&refs)[1 + P_COPIES][HEADS] = sm.ref[r.warpgroup], (&rise)[1 + P_COPIES][HEADS] = sm.rise[r.warpgroup];
 #pragma unroll 1
     for (int k = 0; k < REFS; ++k) {
         const TwoScales scales = k == 0 ? TwoScales{1.0f, 1.0f} : load_scales(row, k - 1);
         const float x = log2_approx(scales.x), y = log2_approx(scales.y);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
+        for (int c = 0; c < OWN_HEADS; ++c) {
             const float top = rows_max(fmaxf(at(s, 0, c) + x, at(s, 1, c) + y));
             if (r.g == 0) across[k][r.warp][r.head(c)] = top;
         }
     }
-    r.sync();
+    sync_warpgroup(r);
 #pragma unroll 1
     for (int i = threadIdx.x % WARPGROUP; i < REFS * HEADS; i += WARPGROUP) {
         const int k = i / HEADS, head = i % HEADS;
@@ -401,20 +411,22 @@ __device__ __forceinline__ void raise_references(
         const float low = fmaxf(across[k][0][head], across[k][1][head]);
         const float to = fmaxf(fmaxf(from, low), fmaxf(across[k][2][head], across[k][3][head]));
         refs[k][head] = to;
-        rise[k][head] = factor(from, to);
+        rise[k][head] = rescale_factor(from, to);
     }
-    r.sync();
+    sync_warpgroup(r);
     if constexpr (FOLDED) {
 #pragma unroll 1
         for (int i = threadIdx.x % WARPGROUP; i < P_COPIES * HEADS; i += WARPGROUP) {
             const int k = i / HEADS, head = i % HEADS;
-            sm.chunk_factor[r.group][k][head] = refs[1 + k][head] == -INF ? 0.0f : exp2_approx(refs[0][head] - refs[1 + k][head]);
+            const float to = refs[1 + k][head];
+            sm.chunk_factor[r.warpgroup][k][head] = to == -INF ? 0.0f : exp2_approx(refs[0][head] - to);
         }
     }
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const int head = 8 * j + 2 * r.t;
-        const float2 ref = *reinterpret_cast<const float2*>(&refs[0][head]), f = *reinterpret_cast<const float2*>(&rise[0][head]);
+        const float2 ref = *reinterpret_cast<const float2*>(&refs[0][head]);
+        const float2 f = *reinterpret_cast<const float2*>(&rise[0][head]);
         state.ref[2 * j] = ref.x;
         state.ref[2 * j + 1] = ref.y;
         state.sum[2 * j] *= f.x;
@@ -428,17 +440,17 @@ __device__ __forceinline__ void raise_references(
             o[v][j][3] *= by.y;
         }
     }
-    r.sync();
+    sync_warpgroup(r);
 }
 
-// P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where a
-// reference is too low for a value.
-__device__ __forceinline__ bool store_p(
-    const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4], const Softmax& state, float (&sums)[COLUMNS]) {
+// P^T of the logits `s` to shared memory, and the sums of a thread's rows. Line = head, chunk = eight rows. True where
+// a reference is too low for a value.
+__device__ __forceinline__ bool store_p(const Role& r, uint32_t row, const float (&s)[HEAD_TILES][4],
+                                        const Softmax& state, float (&sums)[OWN_HEADS]) {
     bool high = false;
     float e[HEAD_TILES][4];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < OWN_HEADS; ++c) {
         const float x = at(s, 0, c), y = at(s, 1, c), base = state.ref[c] == -INF ? 0.0f : state.ref[c];
         high |= fmaxf(x, y) > state.ref[c] + REF_SLACK;
         at(e, 0, c) = exp2_approx(x - base);
@@ -446,7 +458,7 @@ __device__ __forceinline__ bool store_p(
         sums[c] = at(e, 0, c) + at(e, 1, c);
     }
     const int line = r.lane % 8 + (HEADS > 8 ? r.lane / 16 * 8 : 0), chunk = 2 * r.warp + r.lane / 8 % 2;
-    uint32_t to = r.p() + line * 128 + ((chunk ^ (line & 7)) << 4);
+    uint32_t to = swizzled(p_lines(r), line, chunk);
     float top = 0.0f;
 #pragma unroll UNROLLED_COPIES
     for (int copy = 0; copy < P_COPIES; ++copy, to += P_BYTES) {
@@ -455,7 +467,8 @@ __device__ __forceinline__ bool store_p(
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             float2 f = {1.0f, 1.0f};
-            if (FOLDED) f = *reinterpret_cast<const float2*>(&small().chunk_factor[r.group][copy][8 * j + 2 * r.t]);
+            if (FOLDED)
+                f = *reinterpret_cast<const float2*>(&small().chunk_factor[r.warpgroup][copy][8 * j + 2 * r.t]);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float scale = i == 0 ? scales.x : scales.y;
@@ -469,16 +482,18 @@ __device__ __forceinline__ bool store_p(
         } else {
 #pragma unroll
             for (int j = 0; j < HEADS / 8; j += 2)
-                stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2], rounded[2 * j + 3]);
+                stmatrix_x4_trans(to + j * 1024, rounded[2 * j], rounded[2 * j + 1], rounded[2 * j + 2],
+                                  rounded[2 * j + 3]);
         }
     }
     return high || (FOLDED && top > P_LIMIT);
 }
 
-// S^T to P^T in shared memory, behind a sync of the warpgroup. `first`: its first tile, without references yet.
-__device__ __forceinline__ void softmax_tile(
-    const Role& r, bool first, const bool (&valid)[2], uint32_t row, float (&s)[HEAD_TILES][4], Softmax& state,
-    float (&o)[V_TILES][HEAD_TILES][4]) {
+// S^T to P^T in shared memory; the warpgroup has met when this returns. `first`: its first tile, without references
+// yet.
+__device__ __forceinline__ void softmax_tile(const Role& r, bool first, const bool (&valid)[2], uint32_t row,
+                                             float (&s)[HEAD_TILES][4], Softmax& state,
+                                             float (&o)[V_TILES][HEAD_TILES][4]) {
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
         const float2 f = *reinterpret_cast<const float2*>(&small().q_scale[8 * j + 2 * r.t]);
@@ -488,18 +503,18 @@ __device__ __forceinline__ void softmax_tile(
             s[j][2 * i + 1] = valid[i] ? s[j][2 * i + 1] * f.y : -INF;
         }
     }
-    float sums[COLUMNS];
-    r.sync();  // the last tile's P^T has been read
+    float sums[OWN_HEADS];
+    sync_warpgroup(r);  // the previous tile's P^T has been read
     bool raise = first;
 #pragma unroll 1
     while (true) {
         if (__builtin_expect(raise, 0)) raise_references(r, row, s, state, o);
-        const bool high = named_barrier_any(1 + r.group, WARPGROUP, store_p(r, row, s, state, sums));
+        const bool high = named_barrier_any(WARPGROUP_SYNC + r.warpgroup, WARPGROUP, store_p(r, row, s, state, sums));
         if (raise || !high) break;
         raise = true;
     }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < OWN_HEADS; ++c) {
         state.sum[c] += sums[c];
         if (KEEPS_MAX) state.max[c] = fmaxf(state.max[c], fmaxf(at(s, 0, c), at(s, 1, c)));
     }
@@ -507,37 +522,39 @@ __device__ __forceinline__ void softmax_tile(
 
 // --- a query's tiles ------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void attend(
-    const AttentionParams& p, const Work& w, const Role& r, Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+__device__ __forceinline__ void attend(const AttentionParams& p, const WorkItem& w, const Role& r, Softmax& state,
+                                       float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     const FirstRow first = first_qk_row(r.g);
-    const int my_row = 16 * r.warp + 8 * first.unit + first.row;
-    const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES, full = shared_address(sm.full[r.warp]);
-    int32_t entries[2] = {load_entry(p, w, w.begin + r.group, my_row), load_entry(p, w, w.begin + r.group, my_row + 1)};
+    const int my_row = 16 * r.warp + 8 * first.stage + first.row;
+    const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES,
+                   full = shared_address(sm.full[r.warp]);
+    int32_t entries[2] = {load_entry(p, w, w.begin + r.warpgroup, my_row),
+                          load_entry(p, w, w.begin + r.warpgroup, my_row + 1)};
 #pragma unroll 1
-    for (int tile = w.begin + r.group; tile < w.end; tile += GROUPS) {
-        const uint32_t number = 2 * (tile - w.begin), slot[2] = {number % UNITS, (number + 1) % UNITS};
+    for (int tile = w.begin + r.warpgroup; tile < w.end; tile += CONSUMERS) {
+        const uint32_t number = 2 * (tile - w.begin), place[2] = {number % STAGES, (number + 1) % STAGES};
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
-        const StagedRows rows = {{ring + slot[0] * UNIT_BYTES, ring + slot[1] * UNIT_BYTES}};
+        const StagedRows rows = {{ring + place[0] * STAGE_BYTES, ring + place[1] * STAGE_BYTES}};
         const uint32_t row = rows.qk_row(r.g);
         float s[HEAD_TILES][4];
-        mbarrier_wait(full + 8 * slot[0], number / UNITS & 1);
-        mbarrier_wait(full + 8 * slot[1], (number + 1) / UNITS & 1);
+        mbarrier_wait(full + 8 * place[0], number / STAGES & 1);
+        mbarrier_wait(full + 8 * place[1], (number + 1) / STAGES & 1);
         multiply_qk(r, row, s);
-        softmax_tile(r, tile == w.begin + r.group, valid, row, s, state, o);
-        entries[0] = load_entry(p, w, tile + GROUPS, my_row);  // behind the fence, which would wait for them
-        entries[1] = load_entry(p, w, tile + GROUPS, my_row + 1);
-        multiply_pv(r, slot, o);
+        softmax_tile(r, tile == w.begin + r.warpgroup, valid, row, s, state, o);
+        entries[0] = load_entry(p, w, tile + CONSUMERS, my_row);  // behind the barrier, which would wait for them
+        entries[1] = load_entry(p, w, tile + CONSUMERS, my_row + 1);
+        multiply_pv(r, place, o);
     }
 }
 
 // --- results --------------------------------------------------------------------------------------------------
 
-// The softmax of a thread's rows to shared memory.
-__device__ __forceinline__ void lay_down_statistics(const Role& r, const Softmax& state) {
-    float(&across)[1 + P_COPIES][4][HEADS] = small().across[r.group];
+// Stores the sums (and maxima) of each warp's rows.
+__device__ __forceinline__ void store_statistics(const Role& r, const Softmax& state) {
+    float (&across)[1 + P_COPIES][4][HEADS] = small().across[r.warpgroup];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < OWN_HEADS; ++c) {
         const float sum = rows_sum(state.sum[c]), max = KEEPS_MAX ? rows_max(state.max[c]) : 0.0f;
         if (r.g == 0) {
             across[0][r.warp][r.head(c)] = sum;
@@ -546,18 +563,20 @@ __device__ __forceinline__ void lay_down_statistics(const Role& r, const Softmax
     }
 }
 
-// Both warpgroups' softmax of a head together, and what their columns 128 k .. are multiplied with. By a thread a head and k.
+// Merges the warpgroups' softmax of a head, and finds what their columns 128 k .. are multiplied with. A thread for
+// each head and k.
 __device__ __forceinline__ Statistics merge_statistics(int k, int head) {
     Small& sm = small();
     float ref = -INF, sum = 0.0f, max = -INF;
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) ref = fmaxf(ref, sm.ref[group][0][head]);
+    for (int wg = 0; wg < CONSUMERS; ++wg) ref = fmaxf(ref, sm.ref[wg][0][head]);
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        const float own = sm.ref[group][0][head];
-        sm.weight[group][k][head] = factor(sm.ref[group][FOLDED ? 1 + k % P_COPIES : 0][head], ref);
-        const float(&across)[1 + P_COPIES][4][HEADS] = sm.across[group];
-        sum += factor(own, ref) * ((across[0][0][head] + across[0][1][head]) + (across[0][2][head] + across[0][3][head]));
+    for (int wg = 0; wg < CONSUMERS; ++wg) {
+        const float own = sm.ref[wg][0][head];
+        sm.weight[wg][k][head] = rescale_factor(sm.ref[wg][FOLDED ? 1 + k % P_COPIES : 0][head], ref);
+        const float (&across)[1 + P_COPIES][4][HEADS] = sm.across[wg];
+        sum += rescale_factor(own, ref) *
+               ((across[0][0][head] + across[0][1][head]) + (across[0][2][head] + across[0][3][head]));
         if (KEEPS_MAX) {
 #pragma unroll
             for (int warp = 0; warp < 4; ++warp) max = fmaxf(max, across[1][warp][head]);
@@ -566,80 +585,84 @@ __device__ __forceinline__ Statistics merge_statistics(int k, int head) {
     return {ref, sum, max};
 }
 
-// What a head's O^T is multiplied with in the end; `write`: lse and the like are written, too.
-__device__ __forceinline__ float finish_head(const AttentionParams& p, const Work& w, int head, bool write, float ref, float sum, float max) {
+// Writes a head's statistics if `write`, and returns what its O^T is multiplied with in the end.
+__device__ __forceinline__ float finish_head(const AttentionParams& p, const WorkItem& w, int head, bool write,
+                                             float ref, float sum, float max) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q || sum == 0.0f && !write) return 0.0f;
-    const HeadResult result = {max, sum == 0.0f ? -INF : ref + log2_approx(sum)};
+    const HeadResult result = {max, log2_sum_exp(ref, sum)};
     if (write && p.num_splits == 1) write_statistics(p, w.query, global_head, result);
-    if (write && p.num_splits > 1) {
-        const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
-        p.part_lse[at] = result.lse;
-        if (p.part_max != nullptr) p.part_max[at] = result.max;
-    }
+    if (write && p.num_splits > 1)
+        write_partial_statistics(p, partial_index(p, blockIdx.y, w.query, global_head), result);
     if (sum == 0.0f) return 0.0f;
     return (p.num_splits == 1 ? sink_factor(p, global_head, result.lse) : 1.0f) / sum;
 }
 
 // Four columns of a head, times `f`.
-__device__ __forceinline__ void write_columns(const AttentionParams& p, const Work& w, int head, int column, float4 v, float f) {
+__device__ __forceinline__ void write_columns(const AttentionParams& p, const WorkItem& w, int head, int column,
+                                              float4 v, float f) {
     const int global_head = w.first_head + head;
     if (global_head >= p.h_q) return;
     v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
     if (p.num_splits > 1) {
-        const int64_t at = (int64_t(blockIdx.y) * p.num_queries + w.query.index) * p.h_q + global_head;
-        *reinterpret_cast<float4*>(p.part_out + at * D_V + column) = v;
-    } else if (p.flags & WIDE_OUT) {
-        bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
-        *reinterpret_cast<Vec8*>(out) = {pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)};
+        const int64_t at = partial_index(p, blockIdx.y, w.query, global_head);
+        *reinterpret_cast<float4*>(partial_out(p, at) + column) = v;
     } else {
-        write_output(p, w.query, global_head, column, v.x, v.y);
-        write_output(p, w.query, global_head, column + 2, v.z, v.w);
-    }
-}
-
-// A thread's place in half `half` of the columns as warpgroup 0 or 1 (`by` 0) or warpgroup 2 gives them.
-__device__ __forceinline__ float* given_half(const Role& r, int by, int half) {
-    auto* columns = reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES);
-    return columns + 2 * r.t * HALF_LINE + pv_column(r.warp, r.g, 0) / (FOLDED ? 2 : 1);
-}
-// Of head c, word 2 half + k of the columns. Words of a half stand beside one another as they do in a row.
-__device__ __forceinline__ float4& four_columns(float* half, int c, int k) {
-    return *reinterpret_cast<float4*>(half + (c / 2 * 8 + c % 2) * HALF_LINE + (FOLDED ? 4 : 128) * k);
-}
-
-// Half `HALF` of a warpgroup's columns to shared memory.
-template <int HALF>
-__device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][HEAD_TILES][4]) {
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k], (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
-            four_columns(to, c, k) =
-                make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
+        if (p.flags & WIDE_OUT) {
+            bf16* out = p.out + w.query.b * p.out_b + w.query.s * p.out_s + global_head * p.out_h + column;
+            *reinterpret_cast<Vec8*>(out) = {pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)};
+        } else {
+            write_output(p, w.query, global_head, column, v.x, v.y);
+            write_output(p, w.query, global_head, column + 2, v.z, v.w);
         }
     }
 }
 
-// Half `HALF` of the columns of all warpgroups together, by warpgroup HALF: act(c, k, where it may be kept, value).
+// A thread's place in half `half` of the columns, which warpgroups 0 and 1 (`by` 0) or warpgroup 2 (`by` 1) give.
+__device__ __forceinline__ float* given_half(const Role& r, int by, int half) {
+    auto* columns = reinterpret_cast<float*>(shared + EXCHANGE_AT + (2 * by + half) * EXCHANGE_BYTES);
+    return columns + 2 * r.t * HALF_LINE + pv_column(r.warp, r.g, 0) / (FOLDED ? 2 : 1);
+}
+// Word 2 half + k of the columns of head c. The words of a half stand side by side as they do in a row.
+__device__ __forceinline__ float4& four_columns(float* half, int c, int k) {
+    return *reinterpret_cast<float4*>(half + (c / 2 * 8 + c % 2) * HALF_LINE + (FOLDED ? 4 : 128) * k);
+}
+
+// Stores half `HALF` of a warpgroup's columns.
+template <int HALF>
+__device__ __forceinline__ void give_half(float* to, const float (&o)[V_TILES][HEAD_TILES][4]) {
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const float (&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
+            const float (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
+            four_columns(to, c, k) = make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
+        }
+    }
+}
+
+// Warpgroup HALF merges half `HALF` of the columns of all warpgroups, and calls act(c, k, where a value may stay,
+// value).
 template <int HALF, typename Act>
-__device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, const float (&o)[V_TILES][HEAD_TILES][4], Act act) {
+__device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows,
+                                           const float (&o)[V_TILES][HEAD_TILES][4], Act act) {
     const Small& sm = small();
     float *both = given_half(r, 0, HALF), *third = given_half(r, 1, HALF);
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < OWN_HEADS; ++c) {
         const int head = r.head(c);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const float a = sm.weight[HALF][r.warp][head], b = sm.weight[1 - HALF][r.warp][head];
-            const float(&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k], (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
+            const float (&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
+            const float (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
             float4& four = four_columns(both, c, k);
             float4 v = four;
             v = make_float4(a * at(first, 0, c) + b * v.x, a * at(first, 1, c) + b * v.y,
                             a * at(second, 0, c) + b * v.z, a * at(second, 1, c) + b * v.w);
-            if (GROUPS == 3 && third_has_rows) {
-                const float w = sm.weight[GROUPS - 1][r.warp][head];
+            if (CONSUMERS == 3 && third_has_rows) {
+                const float w = sm.weight[CONSUMERS - 1][r.warp][head];
                 const float4 x = four_columns(third, c, k);
                 v = make_float4(v.x + w * x.x, v.y + w * x.y, v.z + w * x.z, v.w + w * x.w);
             }
@@ -648,93 +671,100 @@ __device__ __forceinline__ void merge_half(const Role& r, bool third_has_rows, c
     }
 }
 
-// The block's result, [half][head][column] in shared memory, written.
-__device__ __forceinline__ void write_block(const AttentionParams& p, const Work& w) {
+// Writes the CTA's result, [half][head][column] in shared memory.
+__device__ __forceinline__ void write_merged(const AttentionParams& p, const WorkItem& w) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < HEADS * D_V / 4; i += MULTIPLYING) {
+    for (int i = threadIdx.x; i < HEADS * D_V / 4; i += CONSUMER_THREADS) {
         const int head = i / (D_V / 4), column = i % (D_V / 4) * 4;
-        const int half = FOLDED ? column / 8 % 2 : column / 256, at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
-        const auto* v = reinterpret_cast<const float4*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES + (head * HALF_LINE + at) * 4);
+        const int half = FOLDED ? column / 8 % 2 : column / 256,
+                  at = FOLDED ? column / 16 * 8 + column % 8 : column % 256;
+        const auto* v = reinterpret_cast<const float4*>(shared + EXCHANGE_AT + half * EXCHANGE_BYTES +
+                                                        (head * HALF_LINE + at) * 4);
         write_columns(p, w, head, column, *v, small().scale[head]);
     }
 }
 
-// Merge the warpgroups of a block, then the blocks of a cluster.
-__device__ __forceinline__ void write_results(
-    const AttentionParams& p, const Work& w, const Role& r, const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
+// Merges the warpgroups of a CTA, then the CTAs of a cluster.
+__device__ __forceinline__ void write_results(const AttentionParams& p, const WorkItem& w, const Role& r,
+                                              const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
-    sync_multiplying();  // all rows have been read
-    lay_down_statistics(r, state);
+    sync_consumers();  // all rows have been read
+    store_statistics(r, state);
     const bool third_has_rows = w.end - w.begin > 2;
-    if (r.group < 2 || third_has_rows) {
-        if (r.group != 1) give_half<1>(given_half(r, r.group / 2, 1), o);
-        if (r.group != 0) give_half<0>(given_half(r, r.group / 2, 0), o);
+    if (r.warpgroup < 2 || third_has_rows) {
+        if (r.warpgroup != 1) give_half<1>(given_half(r, r.warpgroup / 2, 1), o);
+        if (r.warpgroup != 0) give_half<0>(given_half(r, r.warpgroup / 2, 0), o);
     }
-    sync_multiplying();
-    const Parts<4> parts(p, blockIdx.y * p.num_queries + w.query.index, blockIdx.z, gridDim.z);
+    sync_consumers();
+    const ClusterResults<4> partials(p, blockIdx.y * p.num_queries + w.query.index, blockIdx.z, gridDim.z);
     if (threadIdx.x < 4 * HEADS) {
         const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
-        const Statistics block = merge_statistics(k, head);
-        if (k == 0 && parts.blocks > 1) parts.write_statistics(head, block.ref, block.sum, block.max);
-        if (k == 0 && parts.blocks == 1) sm.scale[head] = finish_head(p, w, head, true, block.ref, block.sum, block.max);
+        const Statistics merged = merge_statistics(k, head);
+        if (k == 0 && partials.ctas > 1) partials.write_statistics(head, merged.ref, merged.sum, merged.max);
+        if (k == 0 && partials.ctas == 1)
+            sm.scale[head] = finish_head(p, w, head, true, merged.ref, merged.sum, merged.max);
     }
-    sync_multiplying();
-    // Unit 128 (4 c + q) + thread: of head c word q of the columns of the first or second warpgroup's thread.
+    sync_consumers();
+    // Chunk 128 (4 c + q) + thread: word q of the columns of head c of a thread of warpgroup 0 or 1.
     auto keep = [&](int c, int k, float4& place, float4 v) {
-        if (parts.blocks > 1) {
-            parts.write(128 * (4 * c + 2 * r.group + k) + threadIdx.x % WARPGROUP, v);
+        if (partials.ctas > 1) {
+            partials.write(128 * (4 * c + 2 * r.warpgroup + k) + threadIdx.x % WARPGROUP, v);
         } else {
             place = v;
         }
     };
-    if (r.group == 0) {
+    if (r.warpgroup == 0) {
         merge_half<0>(r, third_has_rows, o, keep);
-    } else if (r.group == 1) {
+    } else if (r.warpgroup == 1) {
         merge_half<1>(r, third_has_rows, o, keep);
     }
-    if (parts.blocks == 1) {
-        sync_multiplying();
-        write_block(p, w);
+    if (partials.ctas == 1) {
+        sync_consumers();
+        write_merged(p, w);
         return;
     }
-    auto head_of = [](int unit) { return unit / 512 / 2 * 8 + unit % 4 * 2 + unit / 512 % 2; };
-    auto finish = [&](int head, bool write, float ref, float sum, float max) { return finish_head(p, w, head, write, ref, sum, max); };
-    auto column_of = [](int unit) { return pv_column(unit % 128 / 32, unit % 32 / 4, unit / 128 % 4); };
-    auto weights = reinterpret_cast<float*>(shared);  // over Q
-    static_assert(Parts<4>::MAX_BLOCKS * HEADS * 4 <= Q_BYTES, "");
-    parts.merge<MULTIPLYING>(weights, head_of, column_of, finish, sync_multiplying, [&](int head, int column, const float (&v)[4]) {
+    auto head_of = [](int chunk) { return chunk / 512 / 2 * 8 + chunk % 4 * 2 + chunk / 512 % 2; };
+    auto finish = [&](int head, bool write, float ref, float sum, float max) {
+        return finish_head(p, w, head, write, ref, sum, max);
+    };
+    auto column_of = [](int chunk) { return pv_column(chunk % 128 / 32, chunk % 32 / 4, chunk / 128 % 4); };
+    auto weights = reinterpret_cast<float*>(shared);  // in the space of Q
+    static_assert(MAX_CLUSTER * HEADS * 4 <= Q_BYTES, "");
+    auto store = [&](int head, int column, const float (&v)[4]) {
         write_columns(p, w, head, column, make_float4(v[0], v[1], v[2], v[3]), 1.0f);
-    });
+    };
+    partials.merge<CONSUMER_THREADS>(weights, head_of, column_of, finish, sync_consumers, store);
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x a cluster a query, y splits that clusters do not hold, z head tiles.
+// grid: x a cluster a query, y splits beyond those of a cluster, z head tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
-    if (threadIdx.x % 32 == 0) {  // one lane: a barrier a thread would be done one after the other too
+    if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns
 #pragma unroll 1
-        for (int i = threadIdx.x / 32; i < 4 * UNITS; i += THREADS / 32) {
+        for (int i = threadIdx.x / 32; i < 4 * STAGES; i += THREADS / 32) {
             mbarrier_init(shared_address(&sm.full[0][0] + i), 32);
             mbarrier_init(shared_address(&sm.empty[0][0] + i), 4 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < GROUPS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
+    for (int i = threadIdx.x; i < CONSUMERS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
     __syncthreads();
-    const int blocks = cluster_size(), rank = cluster_rank();
+    const int ctas = cluster_size(), rank = cluster_rank();
     if (has_lengths(p)) wait_for_earlier_kernels();
-    const Work w = find_work(p, cluster_index(), blockIdx.z, blockIdx.y * blocks + rank, p.num_splits * blocks);
+    WorkItem w;
+    find_item(p, w, cluster_index(), blockIdx.z, blockIdx.y * ctas + rank, p.num_splits * ctas);
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    if (threadIdx.x >= MULTIPLYING) {
-        give_registers<COPY_REGISTERS>();
+    if (threadIdx.x >= CONSUMER_THREADS) {
+        decrease_registers_to<PRODUCER_REGISTERS>();
         copy_tiles(p, w, threadIdx.x / 32 % 4);
-        if (blocks > 1) cluster_sync_with_one_fence(false);  // barriers of the cluster count every thread
+        if (ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
-        take_registers<REGISTERS>();
-        const Role r = Role::here();
+        increase_registers_to<REGISTERS>();
+        const Role r = consumer_role();
         Softmax state;
         state.clear();
         load_q(p, w, r);

@@ -1,105 +1,127 @@
 // Sparse attention of FP8 rows on Hopper, 32 or 64 heads of a query at a time: wgmma with KV rows from registers.
 //
-// Rows stay in shared memory as they lie in the cache. No tile of 16-bit rows is ever written: the multiplying warps widen
-// a row's bytes on their way into the A operand, for both products with KV rows or value columns as the M side,
+// Rows stay in shared memory as they lie in the cache; no tile of 16-bit rows is ever written. The consumer warps
+// widen a row's bytes on their way into the A operand. In both products the M side is KV rows or value columns:
 //
-//   S^T = K . Q^T     64 rows x heads       a thread reads 16 bytes of its two rows; columns of Q are permuted to match
-//   O^T = V^T . P^T   512 columns x heads   ldmatrix.trans of byte pairs, sorted out by prmt
+//   S^T = K . Q^T     64 rows x heads       a thread reads 16 bytes of its two rows; columns of Q are permuted to
+//                                           match
+//   O^T = V^T . P^T   512 columns x heads   ldmatrix.trans of byte pairs, which prmt puts in order
 //
-//   warpgroup 0 (multiplies)        warpgroup 1 (multiplies)        warpgroup 2 (copies)
-//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by cp.async into a ring of UNITS x 16 rows, as
-//     O += V_1 . P_1   columns        O += V_1 . P_1   columns        units come free
+//   warpgroup 0 (consumer)          warpgroup 1 (consumer)          warpgroup 2 (producer)
+//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by cp.async into a ring of
+//     O += V_1 . P_1   columns        O += V_1 . P_1   columns        STAGES x 16 rows, as stages are released
 //     softmax, P_2     0 .. 255       S_3 = K_3 . Q^T  256 .. 511
 //     O += V_2 . P_2                  O += V_2 . P_2
 //     S_4 = ...                       softmax, P_3 ...
 //
-//   Warpgroup w makes S of every second tile of 64 rows; both multiply every P with their half of the columns. So one's
-//   softmax runs beside the other's products.
+//   Warpgroup w computes S of every second tile of 64 rows. Both multiply every P with their half of the value
+//   columns. So the softmax of one runs beside the products of the other.
 //
-// e4m3 is exact in f16. Scales: a row's r is a power of two at or above its largest scale; its value columns are widened to
-// f16 as e4m3 * (scale / r), and r goes into the exponent of P^T = 2^(logit + log2 r - ref), which f16 holds too, since ref
-// is a reference for just that sum, raised when a P^T passes MAX_P. The denominator adds P^T / r.
-//   V32_FP8: S^T is exact: chunks of 128 columns, S^T is multiplied by scale_c / scale_c+1 between them; RoPE in bfloat16.
-//   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, exact; RoPE as f16, divided by r, which goes
-//            back to where it lay and is a value column as it is.
+// e4m3 is exact in f16. Scales: r of a row is a power of two at or above its largest scale. Value columns are widened
+// to f16 as e4m3 * (scale / r), and r goes into the exponent of P^T = 2^(logit + log2 r - ref). P^T fits f16 too,
+// because ref is a reference for that sum, which rises when a P^T passes MAX_P. The denominator adds P^T / r.
+//   V32_FP8: S^T is exact: between chunks of 128 columns it is multiplied by scale_c / scale_c+1. RoPE in bfloat16.
+//   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, which is exact. RoPE becomes f16
+//            divided by r and goes back to where it lay in the ring; as a value column it needs no more.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
-// What is issued beside wgmma takes turns with it: float32 arithmetic takes its time, the rest waits until it leaves room
-// (uniform instructions cost nothing). So large batches take as long as there are instructions.
+// Instructions issued beside wgmma take turns with it: float32 arithmetic takes issue slots from it, the others wait
+// until it leaves some (uniform instructions cost nothing). So the time of large batches is the number of
+// instructions.
 //
-// MERGES: the splits of a query are the blocks of a cluster, which merge what they found (cluster_merge.cuh). Without,
-// combine.cu merges splits.
+// MERGES: the splits of a query are the CTAs of a cluster, which merge their partial results (merge.cuh). Without it,
+// splits are merged by combine.cu.
 //
-//   full[unit], empty[unit]   mbarriers: copies done (a share: 32 lanes, and one for `valid`); read for the last time (8 warps)
-//   q_full, q_free            mbarriers: Q's bulk copies have come; the last product with it is done (8 warps)
-//   named 1, 2                P of warpgroup 0's, 1's tiles is there: 128 arrive, the other 128 wait
-//   named 3, 4                the 128 threads of a multiplying warpgroup
-//   named 5                   all multiplying threads
+//   full[stage]          copies done          SHARES warps: 32 arrivals after the copies, and one for `valid`
+//   empty[stage]         stage released       the 8 consumer warps
+//   q_full               Q has come           bulk copies
+//   q_empty              Q released           the 8 consumer warps, after the last product with it
+//   P_READY + w          named: P of warpgroup w's tile is published: its 128 threads arrive, the other 128 wait
+//   WARPGROUP_SYNC + w   named: the 128 threads of consumer warpgroup w
+//   CONSUMER_SYNC        named: all 256 consumer threads
 //
-// Shared memory: Q, two P (heads x 64 f16), the ring, statistics.
-// Registers: 232 a multiplying thread, 40 a copying one, together the 384 x 168 of the launch.
-// What was tried, what bounds it: docs/kernels/sparse_decode_sm90.md.
-#include "attention/cluster_merge.cuh"
-#include "attention/lists.cuh"
-#include "ptx/barrier.cuh"
+// Shared memory, HEADS 64, V32_FP8: Q 73,728; two P of heads x 64 f16, 16,384; 12 stages of 16 rows x 656, 125,952;
+// the rest 4,400. V4_FP8: Q 65,536; rows of 592.
+// Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
+// What was tried, what bounds it: docs/kernels/fp8_sm90.md.
+#include "attention/merge.cuh"
+#include "attention/results.cuh"
+#include "attention/role.cuh"
+#include "attention/work.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/grid.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/limits.cuh"
+#include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/mma_sync.cuh"
-#include "ptx/stmatrix.cuh"
-#include "ptx/wgmma_registers.cuh"
-#include "tile/chunk.cuh"
-#include "tile/finish.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/wgmma.cuh"
+#include "rows/chunk.cuh"
+#include "tile/copy_row.cuh"
 #include "tile/heads.cuh"
-#include "tile/row_tile.cuh"
+#include "tile/swizzle.cuh"
+#include "tile/warp.cuh"
 
-constexpr bool V32 = Rows::FOLDED_SCALES != 0;  // else V4_FP8
-constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP;
-// Of a unit SHARES copying warps bring WARP_ROWS rows each. Four have it there sooner; one takes fewer instructions.
-constexpr int UNIT_ROWS = 16, SHARES = MERGES ? 4 : 1, WARP_ROWS = UNIT_ROWS / SHARES;
-constexpr int STRIDE = Rows::STAGED_BYTES, UNIT_BYTES = UNIT_ROWS * STRIDE;
-constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // blocks of 64 columns; the last is RoPE
-constexpr int LINES_BYTES = HEADS * 128;  // a line of 64 16-bit values for each head, swizzled: a block of Q, or a P
-constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;  // columns with a scale of their own
-constexpr int COLUMNS = HEADS / 4;             // heads a thread holds of S^T and O^T: 8 j + 2 t + k at 2 j + k
-// Denominators a thread holds: of all its heads, over its own rows. 64 heads: of two, over the rows of eight lanes, for there
-// are no registers for more.
-constexpr int SUMS = HEADS == 64 ? 2 : COLUMNS;
-// Smaller scales count as this one, so that no quotient of two overflows, nor P^T / r of a row of zeros.
+constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
+constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
+// SHARES producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
+// instructions.
+constexpr int STAGE_ROWS = 16, SHARES = MERGES ? 4 : 1, WARP_ROWS = STAGE_ROWS / SHARES;
+constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS, PAIR_STAGES = 2 * TILE_STAGES;
+constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
+constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column blocks of 64; the last is RoPE
+constexpr int LINES_BYTES = HEADS * LINE_BYTES;  // a swizzled line for each head: a column block of Q, or a P
+constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;    // ranges of columns with a scale of their own
+constexpr int OWN_HEADS = HEADS / 4;             // of S^T and O^T in a thread (tile/heads.cuh)
+// Denominators in a thread: of all its heads, over its own rows. With 64 heads there are no registers for that: of two
+// heads, over the rows of eight lanes.
+constexpr int SUMS = HEADS == 64 ? 2 : OWN_HEADS;
+// Smaller scales count as this one, so that neither a quotient of two scales nor P^T / r of a row of zeros overflows.
 constexpr float LEAST_SCALE = 0x1p-60f;
 constexpr int LEAST_EXPONENT = 127 - 60;
 constexpr uint32_t MAX_P = 0x7800;  // 2^15 as f16
 constexpr float REF_NONE = -1e30f;
-constexpr float HEADROOM = 8.0f;  // a raised reference brings the largest P^T to 2^HEADROOM, far from where f16 ends below
+// A raised reference brings the largest P^T to 2^HEADROOM, far from f16's least values.
+constexpr float HEADROOM = 8.0f;
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
+// Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
+enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5 };
+
+// Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
 
-template <int UNITS>
+template <int STAGES>
 struct alignas(16) SmallOf {
-    uint64_t full[UNITS], empty[UNITS];
-    float ref[HEADS];                      // what P^T and O^T are relative to
-    float factor[2][HEADS];                // what P of a tile brings: O^T before it times this, if `raised`
+    uint64_t full[STAGES], empty[STAGES];
+    float ref[HEADS];  // what P^T and O^T are relative to
+    // Of P of each warpgroup's tile: O^T before it is multiplied by this, if `raised`.
+    float factor[2][HEADS];
     float across[2][4][HEADS];             // between the warps of a warpgroup
     float scale[HEADS];                    // at the end: of O^T
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
-    uint64_t q_full, q_free;               // mbarriers: Q's bulk copies; its last product is done (8 warps)
+    uint64_t q_full, q_empty;
     float q_max[8];
     uint32_t raised[2];
-    uint32_t valid[UNITS];                 // a bit a row, place valid_bit(row)
+    uint32_t valid[STAGES];  // a bit a row, place valid_bit(row)
 };
-// Units of the ring: whole tiles, as many as there is space for.
-template <int UNITS>
-__host__ __device__ constexpr int most_units() {
-    if constexpr (RING_AT + UNITS * UNIT_BYTES + int(sizeof(SmallOf<UNITS>)) <= SM90_SHARED_BYTES) {
-        return UNITS;
+
+// Stages of the ring: whole tiles, as many as there is space for.
+template <int STAGES>
+__host__ __device__ constexpr int most_stages() {
+    if constexpr (RING_AT + STAGES * STAGE_BYTES + int(sizeof(SmallOf<STAGES>)) <= SM90_SHARED_BYTES) {
+        return STAGES;
     } else {
-        return most_units<UNITS - 4>();
+        return most_stages<STAGES - TILE_STAGES>();
     }
 }
-constexpr int UNITS = most_units<64>(), SMALL_AT = RING_AT + UNITS * UNIT_BYTES;
-using Small = SmallOf<UNITS>;
+constexpr int STAGES = most_stages<64>(), SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
+static_assert(STAGES >= 3 * TILE_STAGES, "three tiles");
+using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 
 extern __shared__ __align__(1024) uint8_t shared[];
@@ -108,85 +130,84 @@ __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(sha
 
 // --- who and what ---------------------------------------------------------------------------------------------
 
-// A multiplying thread's place: warpgroup, warp of it, lane 4 g + t. Shuffles tell the compiler what a warp agrees on.
-struct Role {
-    int group, warp, lane, g, t;
+// `uniform` tells the compiler what a warp agrees on; `opaque` keeps the rest from being hoisted.
+__device__ __forceinline__ Role consumer_role() {
+    const int thread = opaque(threadIdx.x);
+    return Role::of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
+}
+__device__ __forceinline__ void sync_warpgroup(const Role& r) {
+    named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
+}
+__device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMERS); }
 
-    static __device__ __forceinline__ Role here() {
-        const int thread = here_only(threadIdx.x);
-        return {__shfl_sync(~0u, thread / WARPGROUP, 0), __shfl_sync(~0u, thread / 32 % 4, 0), thread % 32, thread % 32 / 4, thread % 4};
-    }
-    __device__ __forceinline__ void sync() const { named_barrier_sync(3 + group, WARPGROUP); }
-    __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
+// `turn` counts the CTA's earlier work items, `stage` the stages that they took.
+struct Work : WorkItem {
+    int split, pairs, turn;
+    uint32_t stage;
 };
 
-// A query, a tile of its heads and a split of its rows: tiles begin .. end - 1 of the main list and then the extra one.
-// `turn` counts the block's earlier pieces of work, `unit` the units that they took.
-struct Work {
-    Query query;
-    int first_head, split, main_length, extra_length, main_tiles, begin, end, pairs, turn;
-    uint32_t unit;
-};
-
-__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t split, uint32_t splits) {
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t split,
+                                          uint32_t splits) {
     Work w;
-    w.query = query_at_once(p, query);
-    w.first_head = head_tile * HEADS;
+    find_item(p, w, query, head_tile, split, splits);
     w.split = split;
-    find_tiles(p, w, split, splits);
     w.pairs = ceil_div(w.end - w.begin, 2);
     w.turn = 0;
-    w.unit = 0;
+    w.stage = 0;
     return w;
 }
 
-// With MERGES a cluster has one piece of work, and its blocks are the splits.
-__device__ __forceinline__ Work find_only_work(const AttentionParams& p) { return find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size()); }
+// With MERGES a cluster works on one query and head tile, and its CTAs are the splits.
+__device__ __forceinline__ Work find_only_work(const AttentionParams& p) {
+    return find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size());
+}
 
-// `only`: the one piece of work, with MERGES.
-template <typename Do>
-__device__ __forceinline__ void for_each_work(const AttentionParams& p, const Work& only, Do act) {
+// Calls `act` with this CTA's work items; with MERGES it has one, `only`.
+template <typename Act>
+__device__ __forceinline__ void for_each_work(const AttentionParams& p, const Work& only, Act act) {
     if constexpr (MERGES) {
         act(only);
     } else {
         const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * p.num_splits;
         int turn = 0;
-        uint32_t unit = 0;
+        uint32_t stage = 0;
 #pragma unroll 1
         for (int index = blockIdx.x; index < total; index += gridDim.x) {
             const int rest = index / head_tiles;
             Work w = find_work(p, rest / p.num_splits, index % head_tiles, rest % p.num_splits, p.num_splits);
             w.turn = turn++;
-            w.unit = unit;
-            unit += 8 * w.pairs;
+            w.stage = stage;
+            stage += PAIR_STAGES * w.pairs;
             act(w);
         }
     }
 }
 
-__device__ __forceinline__ int slot_of(uint32_t unit) { return unit % UNITS; }
-__device__ __forceinline__ uint32_t phase_of(uint32_t unit) { return unit / UNITS & 1; }
-__device__ __forceinline__ uint32_t unit_address(uint32_t unit) { return shared_address(shared) + RING_AT + slot_of(unit) * UNIT_BYTES; }
+// Stages are numbered over all work items. Where stage number `stage` is in the ring, and the parity of its phase.
+__device__ __forceinline__ int place_of(uint32_t stage) { return stage % STAGES; }
+__device__ __forceinline__ uint32_t phase_of(uint32_t stage) { return stage / STAGES & 1; }
+__device__ __forceinline__ uint32_t stage_address(uint32_t stage) {
+    return shared_address(shared) + RING_AT + place_of(stage) * STAGE_BYTES;
+}
 
-// --- copying --------------------------------------------------------------------------------------------------
+// --- producer --------------------------------------------------------------------------------------------------
 
-// As find_row of lists.cuh, with the source chosen once, which spills less here and more in the kernels for few heads.
-__device__ __forceinline__ Rows row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry) {
+// As find_row of work.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
+__device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry) {
     const Source& source = tile >= w.main_tiles ? p.extra : p.main;
-    return entry >= 0 && entry < source.num_slots ? Rows::row_of(source, entry) : Rows::none();
+    return entry >= 0 && entry < source.num_slots ? Row::of_slot(source, entry) : Row::none();
 }
 
-// Scales that stand apart from their row.
-template <typename R>
-__device__ __forceinline__ void copy_scales(const R& row, uint32_t to) {
-    if constexpr (R::FOLDED_SCALES == 0) cp_async_8(to, row.scales, row.scales != nullptr);
+// Copies scales that stand apart from their row.
+__device__ __forceinline__ void copy_scales(const Row& row, uint32_t to) {
+    if constexpr (Row::FOLDED_SCALES == 0) cp_async_8(to, row.scales(), row.scales() != nullptr);
 }
 
-// Validity of a unit's rows, with several shares a byte each.
+// The validity bits of a stage's rows: with several shares a byte for each share.
 constexpr uint32_t ALL_VALID = SHARES == 1 ? 0xffff : 0x0f0f0f0f;
 __device__ __forceinline__ int valid_bit(int row) { return row / WARP_ROWS * 8 + row % WARP_ROWS; }
-__device__ __forceinline__ void store_valid(int slot, int share, uint32_t bits) {
-    uint32_t& word = small().valid[slot];
+__device__ __forceinline__ void store_valid(int place, int share, uint32_t bits) {
+    uint32_t& word = small().valid[place];
     if (SHARES == 1) {
         word = bits;
     } else {
@@ -194,58 +215,64 @@ __device__ __forceinline__ void store_valid(int slot, int share, uint32_t bits) 
     }
 }
 
-// Where in a tile the i-th of SHARES units stands that copying warp `warp` brings WARP_ROWS rows of.
-__device__ __forceinline__ int unit_of_share(int i, int warp) { return SHARES == 1 ? warp : i; }
+// The number in a tile of the i-th of SHARES stages that producer warp `warp` copies rows of.
+__device__ __forceinline__ int stage_of_share(int i, int warp) { return SHARES == 1 ? warp : i; }
 
-// Start the copies of a warp's 16 rows of the tile that begins with unit `first`. Lanes l and l + 16 know row l % WARP_ROWS of
-// those in share l / WARP_ROWS. Eight lanes copy a row; a chunk that they would need one more round for goes by a lane a row.
-__device__ __forceinline__ void copy_tile(const Rows& row, uint32_t first, int warp, int lane) {
-    constexpr int PIECES = ROW_STRIDE / 16, ONE_LEFT = PIECES % 8 == 1;
+// Start the copies of a warp's 16 rows of the tile that begins with stage `first`. Lanes l and l + 16 hold row l %
+// WARP_ROWS of those in share l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round
+// is copied by the lane that holds the row.
+__device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int warp, int lane) {
+    constexpr int ROW_CHUNKS = ROW_STRIDE / 16, ONE_LEFT = ROW_CHUNKS % 8 == 1;
     Small& sm = small();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
 #pragma unroll
     for (int i = 0; i < SHARES; ++i) {
-        const uint32_t unit = first + unit_of_share(i, warp);
-        const int slot = slot_of(unit);
-        const uint32_t to = unit_address(unit) + warp % SHARES * WARP_ROWS * STRIDE, full = shared_address(&sm.full[slot]);
-        mbarrier_wait(shared_address(&sm.empty[slot]), phase_of(unit) ^ 1);
+        const uint32_t stage = first + stage_of_share(i, warp);
+        const int place = place_of(stage);
+        const uint32_t to = stage_address(stage) + warp % SHARES * WARP_ROWS * STRIDE;
+        const uint32_t full = shared_address(&sm.full[place]);
+        mbarrier_wait(shared_address(&sm.empty[place]), phase_of(stage) ^ 1);
 #pragma unroll
         for (int j = 0; j < WARP_ROWS; j += ROWS_AT_ONCE)
-            copy_row<PIECES - ONE_LEFT>(to + (j + lane / 8) * STRIDE + lane % 8 * 16, shuffle_pointer(row.data, WARP_ROWS * i + j + lane / 8), lane);
+            copy_row<ROW_CHUNKS - ONE_LEFT>(to + (j + lane / 8) * STRIDE + lane % 8 * 16,
+                                            shuffle_pointer(row.data, WARP_ROWS * i + j + lane / 8), lane);
         if (lane / WARP_ROWS == i) {
             const uint32_t own = to + lane % WARP_ROWS * STRIDE;
             if (ONE_LEFT) cp_async_16(own + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
             copy_scales(row, own + ROW_STRIDE);
         }
         if (lane == 0) {
-            store_valid(slot, warp % SHARES, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1);
+            store_valid(place, warp % SHARES, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1);
             mbarrier_arrive(full);
         }
         mbarrier_arrive_after_copies(full);
     }
 }
 
-// Q as it is comes by bulk copies of a copying warp, [head][D_QK], to where it will be in the order of multiply_qk, as soon as
-// the block's piece of work before this one has done with its own.
+// Bulk copies of Q, [head][D_QK], into the space where load_q will store it again in the order of multiply_qk. They
+// start once the CTA's previous work item has released its Q.
 __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w, int lane) {
-    if (w.turn > 0) mbarrier_wait(shared_address(&small().q_free), (w.turn - 1) & 1);
-    const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s + w.first_head * p.q_h;
+    if (w.turn > 0) mbarrier_wait(shared_address(&small().q_empty), (w.turn - 1) & 1);
+    const bf16* q = q_of(p, w.query, w.first_head);
     const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
-    const int heads = min(HEADS, p.h_q - w.first_head), each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of a copy
+    const int heads = min(HEADS, p.h_q - w.first_head);
+    const int each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of one copy
     if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
     __syncwarp();
     for (int head = lane * each; head < heads; head += 32 * each)
         copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
-// A warp of four brings 16 rows of every tile. List entries are loaded AHEAD tiles before their rows: under load they take 2,000
-// cycles to come. Warp 0 brings Q, too, while they do.
+// Each of the four producer warps copies 16 rows of every tile. List entries are loaded AHEAD tiles before their rows:
+// under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime.
 __device__ __forceinline__ void copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
-    const int my_row = UNIT_ROWS * unit_of_share(lane % 16 / WARP_ROWS, warp) + warp % SHARES * WARP_ROWS + lane % WARP_ROWS;
+    const int my_row =
+        STAGE_ROWS * stage_of_share(lane % 16 / WARP_ROWS, warp) + warp % SHARES * WARP_ROWS + lane % WARP_ROWS;
     const int end = w.begin + 2 * w.pairs;
-    // As load_entry of lists.cuh, with as few instructions as can be: they take turns with wgmma.
-    const int32_t *main = list_of(p.main, w.query) + my_row, *extra = list_of(p.extra, w.query) + my_row - w.main_tiles * TILE_ROWS;
+    // As load_entry of work.cuh, with as few instructions as possible: they take turns with wgmma.
+    const int32_t *main = list_of(p.main, w.query) + my_row,
+                  *extra = list_of(p.extra, w.query) + my_row - w.main_tiles * TILE_ROWS;
     const int main_rows = w.main_length - my_row, rows = w.main_tiles * TILE_ROWS + w.extra_length - my_row;
     auto entry_of = [&](int tile) {
         const bool second = tile >= w.main_tiles;
@@ -258,34 +285,37 @@ __device__ __forceinline__ void copy_rows(const AttentionParams& p, const Work& 
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) entries[i] = entry_of(w.begin + i);
     if (warp == 0) fetch_q(p, w, lane);
-    uint32_t unit = w.unit;
+    uint32_t stage = w.stage;
 #pragma unroll 1
     for (int first = w.begin; first < end; first += AHEAD) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i, unit += 4) {
+        for (int i = 0; i < AHEAD; ++i, stage += TILE_STAGES) {
             const int tile = first + i;
             if (tile >= end) return;
-            const Rows row = row_of_entry(p, w, tile, entries[i]);
+            const Row row = row_of_entry(p, w, tile, entries[i]);
             entries[i] = entry_of(tile + AHEAD);
-            copy_tile(row, unit, warp, lane);
+            copy_tile(row, stage, warp, lane);
         }
     }
 }
 
 // --- Q --------------------------------------------------------------------------------------------------------
 
-// Whether columns 64 p .. + 63 of Q are a block of their own, or share two with the 64 beside them.
-__device__ __forceinline__ bool is_alone(int p) { return 64 * p >= D_NOPE / 128 * 128; }
+// Whether columns 64 n .. + 63 of Q are a column block of their own. Otherwise they share two with the 64 beside them.
+__device__ __forceinline__ bool is_alone(int n) { return 64 * n >= D_NOPE / 128 * 128; }
 
-// Where columns 64 p + 8 j .. + 7 of Q go in a head's lines: block, first of four chunks, and place in them. k = 16 i + 2 t + e
-// is what thread t holds as item 4 i + e (e = 0, 1) or, 8 further, 4 i + 2 + e, of a row's columns in multiply_qk.
-__device__ __forceinline__ uint32_t q_line(int p, int j, int head) {
-    const bool alone = is_alone(p);
-    const int block = alone ? p : p / 2 * 2 + j / 2 % 2, t = alone ? j / 2 : p % 2 * 2 + j / 4, first_chunk = j % 2 * 4;
-    return shared_address(shared) + Q_AT + block * LINES_BYTES + head * 128 + ((first_chunk ^ (head & 7)) << 4) + 4 * t;
+// Where columns 64 n + 8 j .. + 7 of Q go in a head's lines: column block, first of four chunks, and word t of them.
+// In multiply_qk, k = 16 i + 2 t + e (e = 0, 1) is what thread t holds as item 4 i + e of a row's columns, 8 further
+// item 4 i + 2 + e.
+__device__ __forceinline__ uint32_t q_line(int n, int j, int head) {
+    const bool alone = is_alone(n);
+    const int block = alone ? n : n / 2 * 2 + j / 2 % 2, t = alone ? j / 2 : n % 2 * 2 + j / 4,
+              first_chunk = j % 2 * 4;
+    return swizzled(shared_address(shared) + Q_AT + block * LINES_BYTES, head, first_chunk) + 4 * t;
 }
 
-// Eight columns times `factor`, a pair of powers of two, to where `line` says; chunk c of the four is c ^ (head & 7).
+// Stores eight columns times `factor`, a pair of powers of two. `line` is the address of the first of the four chunks;
+// the swizzle makes that of chunk k line ^ 16 k.
 __device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, uint32_t factor, bool f16) {
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
@@ -299,32 +329,36 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
     return max_abs_bf16x2(max_abs_bf16x2(q.x, q.y), max_abs_bf16x2(q.z, q.w));
 }
 
-// Q to shared memory. A warp does four heads at a time, 64 columns of each; where 128 share two blocks, half of the lanes begin
-// with the second 64, so that a warp's stores hit all banks. Returns what a logit is to be multiplied with.
+// Q in place, to f16 and in the order of multiply_qk. A warp does four heads at a time, 64 columns of each. Where 128
+// columns share two column blocks, half of the lanes begin with the second 64, so that a warp's stores meet all banks.
+// Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const AttentionParams& p, const Work& w, const Role& r) {
-    constexpr int PIECES = D_QK / 64, ROUNDS = HEADS / 32 * PIECES;
-    const int warp = 4 * r.group + r.warp, j = r.lane % 8;
-    auto head_of = [&](int round) { return warp * (HEADS / 8) + round / PIECES * 4 + r.lane / 8; };
-    auto piece_of = [&](int round) { return is_alone(round % PIECES) ? round % PIECES : round % PIECES ^ j / 2 % 2; };
+    constexpr int ROUNDS = HEADS / 32 * Q_BLOCKS;
+    static_assert(Q_BLOCKS * 64 == D_QK, "");
+    const int warp = 4 * r.warpgroup + r.warp, j = r.lane % 8;
+    auto head_of = [&](int round) { return warp * (HEADS / 8) + round / Q_BLOCKS * 4 + r.lane / 8; };
+    auto columns_of = [&](int round) {  // which 64
+        return is_alone(round % Q_BLOCKS) ? round % Q_BLOCKS : round % Q_BLOCKS ^ j / 2 % 2;
+    };
     auto is_there = [&](int round) { return w.first_head + head_of(round) < p.h_q; };
     mbarrier_wait(shared_address(&small().q_full), w.turn & 1);
     const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
-    Vec16 pieces[ROUNDS];
+    Vec16 values[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) pieces[i] = load_shared_16(raw + (head_of(i) * PIECES + piece_of(i)) * 128);
+    for (int i = 0; i < ROUNDS; ++i) values[i] = load_shared_16(raw + (head_of(i) * Q_BLOCKS + columns_of(i)) * 128);
     uint32_t top = 0;
 #pragma unroll
-    for (int first = 0; first < ROUNDS; first += PIECES) {
+    for (int first = 0; first < ROUNDS; first += Q_BLOCKS) {
         uint32_t of_head = 0;
 #pragma unroll
-        for (int i = 0; i < PIECES; ++i) of_head = max_abs_bf16x2(of_head, largest_bits(pieces[first + i]));
+        for (int i = 0; i < Q_BLOCKS; ++i) of_head = max_abs_bf16x2(of_head, largest_bits(values[first + i]));
         if (is_there(first)) top = max_abs_bf16x2(top, of_head);
     }
     top &= 0x7fff7fff;
     // Positive numbers are ordered as their bits are.
     top = __reduce_max_sync(~0u, larger_half(top));
     if (r.lane == 0) small().q_max[warp] = __uint_as_float(top << 16);
-    named_barrier_sync(5, 2 * WARPGROUP);
+    sync_consumers();
     float max = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
@@ -333,8 +367,9 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, const Work& w,
     const uint32_t factor = power_of_two_bf16x2(shift + 127);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        // Of heads that there are not, whatever was there becomes zeros and NaN, which raise no reference.
-        store_q(q_line(piece_of(i), j, head_of(i)), pieces[i], is_there(i) ? factor : 0, !V32 || i % PIECES < NOPE_BLOCKS);
+        // Heads that do not exist: whatever was there becomes zeros and NaN, which raise no reference.
+        store_q(q_line(columns_of(i), j, head_of(i)), values[i], is_there(i) ? factor : 0,
+                !V32 || i % Q_BLOCKS < NOPE_BLOCKS);
     }
     const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
     return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
@@ -342,18 +377,14 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, const Work& w,
 
 // --- S^T ------------------------------------------------------------------------------------------------------
 
-// What multiply_qk finds out of a thread's two rows, g and g + 8 of its warp's unit: r, and scale / r as f16, of both rows
-// in a word, of chunk t and (V4_FP8) t + 4.
+// The scales of a thread's two rows, g and g + 8 of its warp's stage: r, and scale / r as f16, both rows in a word, of
+// chunk t and (V4_FP8) t + 4.
 struct RowScales {
     float r[2], logit[2];  // S^T times `logit` are the logits
     uint32_t ratio[V32 ? 1 : 2];
 };
 
-// 2^(exponent - 127), and its inverse.
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent) << 23); }
-__device__ __forceinline__ float inverse_power_of_two(int exponent) { return __uint_as_float(uint32_t(254 - exponent) << 23); }
-
-// Float32 scales of a row, none below LEAST_SCALE.
+// V32_FP8: a row's scales, none below LEAST_SCALE.
 __device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4]) {
     const Vec16 v = load_shared_16(row + SCALE_OFFSET);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -364,16 +395,18 @@ __device__ __forceinline__ void load_v32_scales(uint32_t row, float (&scale)[4])
     }
 }
 
-// V4_FP8: exponents of a row's scales as they stand, biased by 127.
-__device__ __forceinline__ int v4_exponent(const Vec8& bytes, int chunk) { return (chunk < 4 ? bytes.x : bytes.y) >> (chunk % 4 * 8) & 0xff; }
+// V4_FP8: the exponent, biased by 127, of one of a row's scales.
+__device__ __forceinline__ int v4_exponent(const Vec8& bytes, int chunk) {
+    return (chunk < 4 ? bytes.x : bytes.y) >> (chunk % 4 * 8) & 0xff;
+}
 
-// 16 e4m3 of each of a thread's two rows: four k-steps.
+// 16 e4m3 of each of a thread's two rows: four steps of k.
 struct Bytes {
     Vec16 x, y;
 };
 
-// They as A operands; V4_FP8: times the f16 pairs `ratio`.
-__device__ __forceinline__ void widen_rows(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
+// Widens them to A operands. V4_FP8: times the f16 pairs `ratio`.
+__device__ __forceinline__ void widen_bytes(const Bytes& bytes, const uint32_t (&ratio)[2], uint32_t (&a)[4][4]) {
     const Vec16 &x = bytes.x, &y = bytes.y;
     const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
 #pragma unroll
@@ -389,15 +422,18 @@ __device__ __forceinline__ void widen_rows(const Bytes& bytes, const uint32_t (&
     }
 }
 
-__device__ __forceinline__ uint64_t q_operand() { return wgmma_operand(here_only(shared_address(shared) + Q_AT), 1024, 16); }
+__device__ __forceinline__ uint64_t q_operand() {
+    return wgmma_operand(opaque(shared_address(shared) + Q_AT), 1024, 16);
+}
 
-// s = or += four k-steps against block `block` of Q.
-template <Step FIRST, Step NEXT>
+// Starts four steps of k against column block `block` of Q. SUM: whether the first of them sets S or adds.
+template <Values VALUES, Sum SUM>
 __device__ __forceinline__ void start_qk(uint64_t q, int block, const uint32_t (&a)[4][4], float (&s)[HEADS / 2]) {
     wgmma_fence();
-    wgmma_registers<FIRST>(s, a[0], wgmma_further(q, block * LINES_BYTES));
+    wgmma<VALUES, SUM, Major::K>(s, a[0], wgmma_further(q, block * LINES_BYTES));
 #pragma unroll
-    for (int i = 1; i < 4; ++i) wgmma_registers<NEXT>(s, a[i], wgmma_further(q, block * LINES_BYTES + 32 * i));
+    for (int i = 1; i < 4; ++i)
+        wgmma<VALUES, Sum::ADD, Major::K>(s, a[i], wgmma_further(q, block * LINES_BYTES + 32 * i));
     wgmma_commit();
 }
 
@@ -406,7 +442,7 @@ __device__ __forceinline__ void scale_rows(float (&s)[HEADS / 2], float x, float
     for (int i = 0; i < HEADS / 2; ++i) s[i] *= i % 4 < 2 ? x : y;
 }
 
-// 16 values of a row's RoPE: words 2 i and 2 i + 1 for k-step i.
+// 16 values of a row's RoPE: words 2 i and 2 i + 1 for step i of k.
 __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)[8]) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -415,13 +451,14 @@ __device__ __forceinline__ void load_rope(uint32_t row, int t, uint32_t (&words)
     }
 }
 
-// V4_FP8: where it was, for load_columns: of 16 columns the even ones and then the odd ones.
+// V4_FP8: stores it where it was, in the order of load_columns: of 16 columns the even ones, then the odd ones.
 __device__ __forceinline__ void store_rope(uint32_t row, int t, const uint32_t (&words)[8]) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
         const uint32_t bytes = odd ? 0x7632 : 0x5410;
-        store_shared(row + ROPE_OFFSET + 16 * (2 * t + odd), {__byte_perm(words[0], words[1], bytes), __byte_perm(words[2], words[3], bytes),
-                                                                 __byte_perm(words[4], words[5], bytes), __byte_perm(words[6], words[7], bytes)});
+        store_shared_16(row + ROPE_OFFSET + 16 * (2 * t + odd),
+                        {__byte_perm(words[0], words[1], bytes), __byte_perm(words[2], words[3], bytes),
+                         __byte_perm(words[4], words[5], bytes), __byte_perm(words[6], words[7], bytes)});
     }
 }
 
@@ -434,12 +471,14 @@ __device__ __forceinline__ void arrange_rope(const uint32_t (&rope)[2][8], uint3
     }
 }
 
+// A thread's bytes of NoPE column block `block`.
 __device__ __forceinline__ Bytes load_block(uint32_t row, int t, int block) {
-    const uint32_t at = row + (block < D_NOPE / 128 * 2 ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
+    const uint32_t at =
+        row + (block < D_NOPE / 128 * 2 ? 128 * (block / 2) + 16 * (2 * t + block % 2) : 64 * block + 16 * t);
     return {load_shared_16(at), load_shared_16(at + 8 * STRIDE)};
 }
 
-// In all of these, bytes are loaded and widened for the block after next while wgmma works.
+// Below, bytes are loaded and widened for the column block after next while wgmma works.
 
 __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float logit_scale, float (&s)[HEADS / 2]) {
     const uint32_t none[2] = {0, 0};
@@ -449,21 +488,21 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
     float scale[2][4];
     load_v32_scales(row, scale[0]);
     load_v32_scales(row + 8 * STRIDE, scale[1]);
-    widen_rows(bytes, none, a[0]);
+    widen_bytes(bytes, none, a[0]);
     bytes = load_block(row, t, 1);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         if (c == 0) {
-            start_qk<Step::FIRST, Step::F16>(q, 0, a[0], s);
+            start_qk<Values::F16, Sum::SET>(q, 0, a[0], s);
         } else {
-            start_qk<Step::F16, Step::F16>(q, 2 * c, a[0], s);
+            start_qk<Values::F16, Sum::ADD>(q, 2 * c, a[0], s);
         }
-        widen_rows(bytes, none, a[1]);
+        widen_bytes(bytes, none, a[1]);
         if (c < 3) bytes = load_block(row, t, 2 * c + 2);
-        start_qk<Step::F16, Step::F16>(q, 2 * c + 1, a[1], s);
+        start_qk<Values::F16, Sum::ADD>(q, 2 * c + 1, a[1], s);
         wgmma_wait<1>();
         if (c < 3) {
-            widen_rows(bytes, none, a[0]);
+            widen_bytes(bytes, none, a[0]);
             bytes = load_block(row, t, 2 * c + 3);
         } else {
             uint32_t rope[2][8];
@@ -476,12 +515,13 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
         wgmma_wait<0>();
         scale_rows(s, x, y);
     }
-    start_qk<Step::BF16, Step::BF16>(q, NOPE_BLOCKS, a[0], s);
+    start_qk<Values::BF16, Sum::ADD>(q, NOPE_BLOCKS, a[0], s);
     RowScales result;
     float ratio[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int exponent = __float_as_uint(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3]))) >> 23;
+        const int exponent =
+            __float_as_uint(fmaxf(fmaxf(scale[i][0], scale[i][1]), fmaxf(scale[i][2], scale[i][3]))) >> 23;
         const float own = t < 2 ? (t == 0 ? scale[i][0] : scale[i][1]) : (t == 2 ? scale[i][2] : scale[i][3]);
         result.r[i] = power_of_two(exponent);
         result.logit[i] = logit_scale;
@@ -494,7 +534,7 @@ __device__ __forceinline__ RowScales multiply_qk_v32(uint32_t row, int t, float 
 
 __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float logit_scale, float (&s)[HEADS / 2]) {
     const uint64_t q = q_operand();
-    uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, as pairs of f16
+    uint32_t rope[2][8], ratio[4][2];  // of columns 128 c + 32 t .. + 31, pairs of f16
     RowScales result;
     float own[2][2];
     Bytes bytes = load_block(row, t, 0);
@@ -519,7 +559,9 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
         auto ratio_of = [&](int biased) { return power_of_two(max(biased - exponent + 127, 0)); };
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            const float f = ratio_of(c < 3 ? (c < 2 ? scales.x : scales.y) >> (16 * (c % 2) + t / 2 * 8) & 0xff : scales.y >> 16 & 0xff);
+            const uint32_t biased =
+                c < 3 ? (c < 2 ? scales.x : scales.y) >> (16 * (c % 2) + t / 2 * 8) & 0xff : scales.y >> 16 & 0xff;
+            const float f = ratio_of(biased);
             ratio[c][i] = pack_f16x2(f, f);
         }
         own[0][i] = ratio_of(scales.x >> 8 * t & 0xff);
@@ -531,13 +573,13 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
     }
     uint32_t a[2][4][4];
     arrange_rope(rope, a[0]);
-    start_qk<Step::FIRST, Step::F16>(q, NOPE_BLOCKS, a[0], s);
+    start_qk<Values::F16, Sum::SET>(q, NOPE_BLOCKS, a[0], s);
 #pragma unroll
     for (int block = 0; block < NOPE_BLOCKS; ++block) {
-        uint32_t(&buffer)[4][4] = a[(block + 1) % 2];
-        widen_rows(bytes, ratio[block / 2], buffer);
+        uint32_t (&buffer)[4][4] = a[(block + 1) % 2];
+        widen_bytes(bytes, ratio[block / 2], buffer);
         if (block + 1 < NOPE_BLOCKS) bytes = load_block(row, t, block + 1);
-        start_qk<Step::F16, Step::F16>(q, block, buffer, s);
+        start_qk<Values::F16, Sum::ADD>(q, block, buffer, s);
         wgmma_wait<1>();
     }
     wgmma_wait<0>();
@@ -546,26 +588,27 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
     return result;
 }
 
-// S^T of the tile whose first unit is `unit`, each warp its 16 rows; what stands for rows that are not valid becomes a P of 0.
-__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, float logit_scale, float (&s)[HEADS / 2]) {
-    unit += r.warp;
+// S^T of the tile whose first stage is `stage`, each warp its 16 rows. Rows that are not valid will get a P of 0.
+__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, float logit_scale,
+                                                 float (&s)[HEADS / 2]) {
+    stage += r.warp;
     Small& sm = small();
-    mbarrier_wait(shared_address(&sm.full[slot_of(unit)]), phase_of(unit));
-    const uint32_t row = unit_address(unit) + r.g * STRIDE;
+    mbarrier_wait(shared_address(&sm.full[place_of(stage)]), phase_of(stage));
+    const uint32_t row = stage_address(stage) + r.g * STRIDE;
     RowScales scales;
     if constexpr (V32) {
         scales = multiply_qk_v32(row, r.t, logit_scale, s);
     } else {
         scales = multiply_qk_v4(row, r.t, logit_scale, s);
     }
-    const uint32_t valid = sm.valid[slot_of(unit)];
+    const uint32_t valid = sm.valid[place_of(stage)];
     if (valid != ALL_VALID) {
         const float mask = logit_scale < 0.0f ? INF : -INF;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (valid >> valid_bit(r.g + 8 * i) & 1) continue;
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) s[element(i, c)] = mask;
+            for (int c = 0; c < OWN_HEADS; ++c) s[element(i, c)] = mask;
         }
     }
     return scales;
@@ -573,9 +616,9 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t unit, f
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// Of 2 HALF sums, each half of the lanes, by a bit of g, keeps HALF, added over both.
+// Of 2 HALF sums each half of the lanes, chosen by a bit of g, keeps HALF, summed over both halves.
 template <int HALF>
-__device__ __forceinline__ void share_sums(float (&v)[COLUMNS], bool high, int distance) {
+__device__ __forceinline__ void share_sums(float (&v)[OWN_HEADS], bool high, int distance) {
 #pragma unroll
     for (int c = 0; c < HALF; ++c) {
         const float first = v[c], second = v[c + HALF];
@@ -583,57 +626,63 @@ __device__ __forceinline__ void share_sums(float (&v)[COLUMNS], bool high, int d
     }
 }
 
-// Adds sums over the lanes with the same t until a thread has SUMS of them, of heads sum_head(r, 0), sum_head(r, 1) ...
-__device__ __forceinline__ void add_lanes(const Role& r, float (&v)[COLUMNS]) {
-    if constexpr (SUMS < COLUMNS) {
-        share_sums<COLUMNS / 2>(v, r.g & 4, 16);
-        share_sums<COLUMNS / 4>(v, r.g & 2, 8);
-        share_sums<COLUMNS / 8>(v, r.g & 1, 4);
+// Adds sums over lanes with the same t until a thread has SUMS of them, of heads sum_head(r, 0), sum_head(r, 1) ...
+__device__ __forceinline__ void add_lanes(const Role& r, float (&v)[OWN_HEADS]) {
+    if constexpr (SUMS < OWN_HEADS) {
+        share_sums<OWN_HEADS / 2>(v, r.g & 4, 16);
+        share_sums<OWN_HEADS / 4>(v, r.g & 2, 8);
+        share_sums<OWN_HEADS / 8>(v, r.g & 1, 4);
     }
 }
-__device__ __forceinline__ int sum_head(const Role& r, int c) { return SUMS == COLUMNS ? r.head(c) : 8 * r.g + 2 * r.t + c; }
+__device__ __forceinline__ int sum_head(const Role& r, int c) {
+    return SUMS == OWN_HEADS ? r.head(c) : 8 * r.g + 2 * r.t + c;
+}
 
-// References rise to the tile's largest logit + log2 r; everything before, O^T and sums, is to be multiplied by `factor`. Rare.
+// References rise to the tile's largest logit + log2 r. O^T and sums so far are to be multiplied by `factor`. Rare.
 __device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
     Small& sm = small();
     const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const float top = rows_max(fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]));
-        if (r.g == 0) sm.across[r.group][r.warp][r.head(c)] = top;
+    for (int c = 0; c < OWN_HEADS; ++c) {
+        const float top = rows_max(
+            fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]));
+        if (r.g == 0) sm.across[r.warpgroup][r.warp][r.head(c)] = top;
     }
-    r.sync();
+    sync_warpgroup(r);
     const int head = threadIdx.x % WARPGROUP;
     if (head < HEADS) {
-        const float(&tops)[4][HEADS] = sm.across[r.group];
-        const float old = sm.ref[head], top = fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
+        const float (&tops)[4][HEADS] = sm.across[r.warpgroup];
+        const float old = sm.ref[head];
+        const float top = fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
         const float to = fmaxf(old, top - HEADROOM);
         sm.ref[head] = to;
-        sm.factor[r.group][head] = exp2_approx(old - to);
+        sm.factor[r.warpgroup][head] = exp2_approx(old - to);
     }
-    r.sync();
+    sync_warpgroup(r);
 }
 
-// A row's ratios, by its quad, where load_columns wants them: a thread's four of 16 rows stand next to one another.
+// Stores a row's ratios, each quad those of its row, where load_columns reads them: those of a thread's four of 16
+// rows stand side by side.
 __device__ __forceinline__ void store_ratios(const Role& r, const RowScales& scales) {
     Small& sm = small();
-    const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; row g + 8 two further
+    const int place = 16 * r.warp + r.g / 2 * 4 + r.g % 2;  // of row g; that of row g + 8 is two further
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        sm.ratio[r.group][r.t][place + 2 * i] = uint16_t(scales.ratio[0] >> 16 * i);
+        sm.ratio[r.warpgroup][r.t][place + 2 * i] = uint16_t(scales.ratio[0] >> 16 * i);
         if constexpr (!V32) {
-            if (r.t < 3) sm.ratio[r.group][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
+            if (r.t < 3) sm.ratio[r.warpgroup][r.t + 4][place + 2 * i] = uint16_t(scales.ratio[1] >> 16 * i);
         }
     }
 }
 
-// P^T = r 2^(logit - ref) to shared memory, rounded; `sums` is that of P / r. True if one is above MAX_P.
-__device__ __forceinline__ bool store_p(
-    const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
+// P^T = r 2^(logit - ref) to shared memory, rounded. `sums` gets the sums of P^T / r. Returns true if a value is above
+// MAX_P.
+__device__ __forceinline__ bool store_p(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2],
+                                        float (&sums)[OWN_HEADS]) {
     // Line = head, chunk = eight rows.
     const int line = r.lane % 8 + r.lane / 16 * 8, chunk = 2 * r.warp + r.lane / 8 % 2;
-    const uint32_t to = shared_address(shared) + P_AT + r.group * LINES_BYTES + line * 128 + ((chunk ^ (line & 7)) << 4);
-    float2 refs[HEADS / 8];  // all loaded at once, lest each wait behind the stores before it
+    const uint32_t to = swizzled(shared_address(shared) + P_AT + r.warpgroup * LINES_BYTES, line, chunk);
+    float2 refs[HEADS / 8];  // loaded all at once, or each would wait behind the stores before it
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) refs[j] = *reinterpret_cast<const float2*>(&small().ref[r.head(2 * j)]);
     uint32_t top = 0, rounded[2][2];
@@ -649,43 +698,45 @@ __device__ __forceinline__ bool store_p(
             rounded[j % 2][i] = pack_f16x2(x * scales.r[i], y * scales.r[i]);
             top = max_f16x2(top, rounded[j % 2][i]);
         }
-        if (j % 2 == 1) stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
+        if (j % 2 == 1)
+            stmatrix_x4_trans(to + (j - 1) * 1024, rounded[0][0], rounded[0][1], rounded[1][0], rounded[1][1]);
     }
     return larger_half(top) > MAX_P;
 }
 
-// S^T of one of this warpgroup's tiles becomes P^T and is published; `sums` is what a thread's rows add to denominators.
-// P^T is made with the references as they are, and again in the rare case that they turn out too low: then true.
-__device__ __forceinline__ bool softmax_tile(
-    const Role& r, const RowScales& scales, const float (&s)[HEADS / 2], float (&sums)[COLUMNS]) {
+// S^T of one of this warpgroup's tiles becomes P^T and is published. `sums` gets what this thread's rows add to
+// denominators. P^T is computed with the references as they are. In the rare case that they are too low, they rise,
+// P^T is computed again, and the function returns true.
+__device__ __forceinline__ bool softmax_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2],
+                                             float (&sums)[OWN_HEADS]) {
     store_ratios(r, scales);
     const bool too_large = store_p(r, scales, s, sums);
     fence_proxy_async();
-    const bool raised = named_barrier_any(3 + r.group, WARPGROUP, too_large);
+    const bool raised = named_barrier_any(WARPGROUP_SYNC + r.warpgroup, WARPGROUP, too_large);
     if (raised) {
         raise_references(r, scales, s);
         store_p(r, scales, s, sums);
         fence_proxy_async();
     }
-    if (threadIdx.x % WARPGROUP == 0) small().raised[r.group] = raised;
-    if (raised) r.sync();
-    named_barrier_arrive(1 + r.group, 2 * WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0) small().raised[r.warpgroup] = raised;
+    if (raised) sync_warpgroup(r);
+    named_barrier_arrive(P_READY + r.warpgroup, CONSUMERS);
     return raised;
 }
 
 // --- O^T ------------------------------------------------------------------------------------------------------
 
-// A thread's part of O^T: four blocks of 64 value columns, and of the denominators.
+// A thread's share of O^T, four column blocks of 64 value columns, and of the denominators.
 struct Output {
     float o[4][HEADS / 2], sum[SUMS];
 };
 
-// References were raised for the P of a tile of warpgroup `owner`: O^T and sums come to them.
+// References were raised for P of a tile of warpgroup `owner`: O^T and sums follow.
 __device__ __forceinline__ void follow_references(const Role& r, int owner, Output& out) {
     const Small& sm = small();
     wgmma_wait<0>();
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < OWN_HEADS; ++c) {
         const float f = sm.factor[owner][r.head(c)];
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
@@ -697,41 +748,46 @@ __device__ __forceinline__ void follow_references(const Role& r, int owner, Outp
     for (int c = 0; c < SUMS; ++c) out.sum[c] *= sm.factor[owner][sum_head(r, c)];
 }
 
-// What two rows (2 t and 2 t + 1 of eight) hold of the columns 2 g, 2 g + 1, as bytes, becomes a pair for each column.
+// The bytes of two rows (2 t and 2 t + 1 of eight) in columns 2 g and 2 g + 1 become a pair of f16 for each column.
 __device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
     e4m3x4_to_f16x2(__byte_perm(bytes, 0, 0x3120), even, odd);
     even = multiply_f16x2(even, ratio);
     odd = multiply_f16x2(odd, ratio);
 }
 
-// 16 rows and this warp's 16 columns of blocks 2 i and 2 i + 1, as they come from shared memory, and the rows' ratios.
+// 16 rows and this warp's 16 columns of column blocks 2 i and 2 i + 1 as they come from shared memory, and the rows'
+// ratios.
 struct Columns {
     uint32_t bytes[4];
-    Vec8 ratio[V32 ? 1 : 2];  // of the thread's four rows: for both blocks, or for each
-    uint32_t rope[4];  // V4_FP8: the last block's A operand
+    Vec8 ratio[V32 ? 1 : 2];  // of the thread's four rows: for both column blocks, or for each
+    uint32_t rope[4];         // V4_FP8: the last column block's A operand
 };
 
 __device__ __forceinline__ uint32_t ratio_address(int owner, int chunk, int k, int t) {
     return shared_address(&small().ratio[owner][chunk][16 * k + 4 * t]);
 }
 
-__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t unit, int owner, int k, int i) {
-    const uint32_t rows = unit_address(unit) + r.lane % 16 * STRIDE, second = r.lane / 16;
-    const uint32_t from = rows + 256 * r.group + 64 * second + 16 * r.warp;
+__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, int owner, int k, int i) {
+    const uint32_t rows = stage_address(stage) + r.lane % 16 * STRIDE, second = r.lane / 16;
+    const uint32_t from = rows + 256 * r.warpgroup + 64 * second + 16 * r.warp;
     Columns c;
     if constexpr (V32) {
         ldmatrix_x4_trans(c.bytes, from + 128 * i);
-        c.ratio[0] = load_shared_8(ratio_address(owner, 2 * r.group + i, k, r.t));
+        c.ratio[0] = load_shared_8(ratio_address(owner, 2 * r.warpgroup + i, k, r.t));
     } else {
-        ldmatrix_x4_trans(c.bytes, i == 0 || (r.group == 1 && second) ? from : from + 128);  // the last block is RoPE
+        // The last column block is RoPE.
+        ldmatrix_x4_trans(c.bytes, i == 0 || (r.warpgroup == 1 && second) ? from : from + 128);
 #pragma unroll
-        for (int v = 0; v < 2; ++v) c.ratio[v] = load_shared_8(ratio_address(owner, min(4 * r.group + 2 * i + v, CHUNKS - 1), k, r.t));
-        if (i == 1) ldmatrix_x4_trans(c.rope, unit_address(unit) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_OFFSET + 32 * r.warp + r.lane / 8 % 2 * 16);
+        for (int v = 0; v < 2; ++v)
+            c.ratio[v] = load_shared_8(ratio_address(owner, min(4 * r.warpgroup + 2 * i + v, CHUNKS - 1), k, r.t));
+        if (i == 1)
+            ldmatrix_x4_trans(c.rope, stage_address(stage) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_OFFSET +
+                                          32 * r.warp + r.lane / 8 % 2 * 16);
     }
     return c;
 }
 
-// They as A operands.
+// Widens them to A operands.
 __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, int i, uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
@@ -740,20 +796,21 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, i
         widen_pair(c.bytes[2 * v + 1], ratio.y, a[v][2], a[v][3]);
     }
     if (!V32 && i == 1) {
-        // Chosen here, or the compiler does so behind the fence, between two wgmma, and serialises these.
+        // Chosen here, or the compiler chooses behind the fence, between two wgmma, and serialises them.
 #pragma unroll
-        for (int n = 0; n < 4; ++n) a[1][n] = here_only(r.group == 1 ? c.rope[n] : a[1][n]);
+        for (int n = 0; n < 4; ++n) a[1][n] = opaque(r.warpgroup == 1 ? c.rope[n] : a[1][n]);
     }
 }
 
-// O^T += V^T . P^T of the tile of warpgroup `owner` whose first unit is `unit`, two blocks at a time; its units are let go one
-// by one. `meanwhile` is done while wgmma works.
-template <typename Do>
-__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int owner, bool raised, Output& out, Do meanwhile) {
+// O^T += V^T . P^T of the tile of warpgroup `owner` whose first stage is `stage`, two column blocks at a time. Stages
+// are released one by one. `meanwhile` runs beside the first products.
+template <typename Act>
+__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t stage, int owner, bool raised, Output& out,
+                                            Act meanwhile) {
     if (raised) follow_references(r, owner, out);
-    const uint64_t prob = wgmma_operand(here_only(shared_address(shared) + P_AT) + owner * LINES_BYTES, 1024, 16);
+    const uint64_t prob = wgmma_operand(opaque(shared_address(shared) + P_AT) + owner * LINES_BYTES, 1024, 16);
     uint32_t a[2][2][4];
-    Columns columns = load_columns(r, unit, owner, 0, 0);
+    Columns columns = load_columns(r, stage, owner, 0, 0);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
@@ -761,15 +818,16 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
             if (k > 0) wgmma_wait<1>();
             widen_columns(r, columns, i, a[i]);
             if (i == 0) {
-                columns = load_columns(r, unit + k, owner, k, 1);
+                columns = load_columns(r, stage + k, owner, k, 1);
             } else {
                 __syncwarp();
-                mbarrier_arrive_for_warp(shared_address(&small().empty[slot_of(unit + k)]), r.lane);
-                if (k < 3) columns = load_columns(r, unit + k + 1, owner, k + 1, 0);
+                mbarrier_arrive_for_warp(shared_address(&small().empty[place_of(stage + k)]), r.lane);
+                if (k < 3) columns = load_columns(r, stage + k + 1, owner, k + 1, 0);
             }
             wgmma_fence();
 #pragma unroll
-            for (int v = 0; v < 2; ++v) wgmma_registers<Step::F16>(out.o[2 * i + v], a[i][v], wgmma_further(prob, 32 * k));
+            for (int v = 0; v < 2; ++v)
+                wgmma<Values::F16, Sum::ADD, Major::K>(out.o[2 * i + v], a[i][v], wgmma_further(prob, 32 * k));
             wgmma_commit();
         }
         if (k == 0) meanwhile();
@@ -779,14 +837,14 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t unit, int ow
 
 // --- results --------------------------------------------------------------------------------------------------
 
-// The sum of all warps for head `local` of the block.
+// Stores each warp's denominators; sum_of adds those of all warps for head `local` of the head tile.
 __device__ __forceinline__ void gather_sums(const Role& r, const Output& out) {
 #pragma unroll
     for (int c = 0; c < SUMS; ++c) {
-        const float sum = SUMS == COLUMNS ? rows_sum(out.sum[c]) : out.sum[c];
-        if (SUMS < COLUMNS || r.g == 0) small().across[r.group][r.warp][sum_head(r, c)] = sum;
+        const float sum = SUMS == OWN_HEADS ? rows_sum(out.sum[c]) : out.sum[c];
+        if (SUMS < OWN_HEADS || r.g == 0) small().across[r.warpgroup][r.warp][sum_head(r, c)] = sum;
     }
-    named_barrier_sync(5, 2 * WARPGROUP);
+    sync_consumers();
 }
 __device__ __forceinline__ float sum_of(int local) {
     float sum = 0.0f;
@@ -795,49 +853,52 @@ __device__ __forceinline__ float sum_of(int local) {
     return sum;
 }
 
-// Sums to statistics, and to the factor that O^T is multiplied with.
-__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Work& w, const Role& r, const Output& out) {
+// Denominators to statistics, and to the factors that O^T is multiplied with.
+__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Work& w, const Role& r,
+                                            const Output& out) {
     Small& sm = small();
     gather_sums(r, out);
     const int local = threadIdx.x, head = w.first_head + local;
     if (local < HEADS) {
         const float sum = sum_of(local);
-        const HeadResult result = {0.0f, sum == 0.0f ? -INF : sm.ref[local] + log2_approx(sum)};
+        const HeadResult result = {0.0f, log2_sum_exp(sm.ref[local], sum)};
         float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
         if (head < p.h_q) {
             if (p.num_splits == 1) {
                 if (sum != 0.0f) scale *= sink_factor(p, head, result.lse);
                 write_statistics(p, w.query, head, result);
             } else {
-                p.part_lse[(int64_t(w.split) * p.num_queries + w.query.index) * p.h_q + head] = result.lse;
+                p.part_lse[partial_index(p, w.split, w.query, head)] = result.lse;
             }
         }
         sm.scale[local] = scale;
     }
-    named_barrier_sync(5, 2 * WARPGROUP);
+    sync_consumers();
 }
 
-// 2^(14 - exponent of `largest`): brings it to just below what f16 holds.
+// 2^(14 - exponent of `largest`), which brings it to just below the largest f16.
 __device__ __forceinline__ float to_f16_range(float largest) {
     const int exponent = 268 - int(__float_as_uint(largest) >> 23);
     return __uint_as_float(uint32_t(max(1, min(exponent, 253))) << 23);
 }
 
-// What this block found goes to the cluster's parts, as f16 times a power of two a head, and a share of what all found to the
-// results.
-__device__ __forceinline__ void merge_results(const AttentionParams& p, const Work& w, const Role& r, const Output& out) {
+// Writes this CTA's partial result, as f16 times a power of two for each head, and merges a share of the cluster's.
+__device__ __forceinline__ void merge_results(const AttentionParams& p, const Work& w, const Role& r,
+                                              const Output& out) {
     Small& sm = small();
-    const Parts<8> parts(p, w.query.index, blockIdx.y, gridDim.y);
-    // Over Q, which nobody reads any more: weights, and behind them the largest |O| of a warp's columns, [warp][head].
-    float *weights = reinterpret_cast<float*>(shared), *largest = weights + Parts<8>::MAX_BLOCKS * HEADS;
-    static_assert((Parts<8>::MAX_BLOCKS + 8) * HEADS * 4 <= P_AT, "");
+    const ClusterResults<8> partials(p, w.query.index, blockIdx.y, gridDim.y);
+    // In the space of Q, which is not read any more: weights, then the largest |O| in each warp's columns,
+    // [warp][head].
+    float *weights = reinterpret_cast<float*>(shared), *largest = weights + MAX_CLUSTER * HEADS;
+    static_assert((MAX_CLUSTER + 8) * HEADS * 4 <= P_AT, "");
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < OWN_HEADS; ++c) {
         float top = 0.0f;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) top = fmaxf(top, fmaxf(fabsf(out.o[v][element(0, c)]), fabsf(out.o[v][element(1, c)])));
+        for (int v = 0; v < 4; ++v)
+            top = fmaxf(top, fmaxf(fabsf(out.o[v][element(0, c)]), fabsf(out.o[v][element(1, c)])));
         top = rows_max(top);
-        if (r.g == 0) largest[(4 * r.group + r.warp) * HEADS + r.head(c)] = top;
+        if (r.g == 0) largest[(4 * r.warpgroup + r.warp) * HEADS + r.head(c)] = top;
     }
     gather_sums(r, out);
     if (threadIdx.x < HEADS) {
@@ -846,42 +907,42 @@ __device__ __forceinline__ void merge_results(const AttentionParams& p, const Wo
         for (int i = 0; i < 8; ++i) top = fmaxf(top, largest[i * HEADS + threadIdx.x]);
         const float up = to_f16_range(top);
         sm.scale[threadIdx.x] = up;
-        parts.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
+        partials.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
     }
-    named_barrier_sync(5, 2 * WARPGROUP);
-    // Unit 256 c + thread: of head c the columns 2 g and 2 g + 1 of 16, of four blocks.
+    sync_consumers();
+    // Chunk 256 c + thread: of head c columns 2 g and 2 g + 1 of 16, of four column blocks.
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < OWN_HEADS; ++c) {
         const float up = sm.scale[r.head(c)];
         float words[4];
 #pragma unroll
         for (int v = 0; v < 4; ++v)
             words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, c)] * up, out.o[v][element(1, c)] * up));
-        parts.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
+        partials.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
     }
-    auto head_of = [](int unit) { return unit / 256 / 2 * 8 + unit % 4 * 2 + unit / 256 % 2; };
+    auto head_of = [](int chunk) { return chunk / 256 / 2 * 8 + chunk % 4 * 2 + chunk / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
         return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
     };
-    auto column_of = [](int unit) {
-        const int thread = unit % 256;
+    auto column_of = [](int chunk) {
+        const int thread = chunk % 256;
         return thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
     };
-    auto sync = [] { named_barrier_sync(5, 2 * WARPGROUP); };
-    parts.merge<2 * WARPGROUP>(weights, head_of, column_of, finish, sync, [&](int local, int column, const float (&v)[8]) {
+    auto store = [&](int local, int column, const float (&v)[8]) {
         const int head = w.first_head + local;
         if (head >= p.h_q) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) write_output(p, w.query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
-    });
+    };
+    partials.merge<CONSUMERS>(weights, head_of, column_of, finish, [] { sync_consumers(); }, store);
 }
 
 __device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r, Output& out) {
     finish_sums(p, w, r, out);
-    // Of block v this thread holds columns 2 g and 2 g + 1 of 16.
-    const int first = 256 * r.group + 16 * r.warp;
+    // Of column block v this thread holds columns 2 g and 2 g + 1 of 16.
+    const int first = 256 * r.warpgroup + 16 * r.warp;
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < OWN_HEADS; ++c) {
         const float f = small().scale[r.head(c)];
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
@@ -891,25 +952,26 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
     }
     if (p.num_splits > 1) {
         if (w.begin == w.end) return;
-        // PAIRED_PARTS: what this thread holds of two blocks stands together.
-        float* part = p.part_out + (int64_t(w.split) * p.num_queries + w.query.index) * p.h_q * D_V + 256 * r.group + 32 * r.warp + 4 * r.g;
+        // PAIRED_PARTS: this thread's columns of two column blocks stand side by side.
+        float* partial = p.part_out + (int64_t(w.split) * p.num_queries + w.query.index) * p.h_q * D_V +
+                         256 * r.warpgroup + 32 * r.warp + 4 * r.g;
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
+        for (int c = 0; c < OWN_HEADS; ++c) {
             const int head = w.first_head + r.head(c);
             if (head >= p.h_q) continue;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float(&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
-                *reinterpret_cast<float4*>(part + head * D_V + 128 * i) =
-                    make_float4(first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
+                const float (&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
+                *reinterpret_cast<float4*>(partial + head * D_V + 128 * i) = make_float4(
+                    first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
             }
         }
         return;
     }
-    bf16* results = p.out + w.query.b * p.out_b + w.query.s * p.out_s + w.first_head * p.out_h;
+    bf16* results = out_of(p, w.query, w.first_head);
     if (p.flags & WIDE_OUT) {
-        // Eight heads at a time over P, [head][column], and from there whole lines. Pieces of 32 bytes change places from one
-        // pair of heads to the next, so that a warp's stores hit all banks.
+        // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
+        // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
         constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
         static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
 #pragma unroll
@@ -922,40 +984,42 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
                     store_shared_4(lines + (2 * r.t + k) * LINE + (2 * (first + 64 * v + 2 * r.g) ^ r.t << 5),
                                    pack_bf16x2(out.o[v][element(0, 2 * j + k)], out.o[v][element(1, 2 * j + k)]));
             }
-            named_barrier_sync(5, 2 * WARPGROUP);
+            sync_consumers();
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int head = threadIdx.x / 64 + 4 * i, column = threadIdx.x % 64 * 8;
                 const Vec16 chunk = load_shared_16(lines + head * LINE + (2 * column ^ head / 2 << 5));
-                if (w.first_head + 8 * j + head < p.h_q) store_chunk(results + (8 * j + head) * p.out_h + column, chunk, true);
+                if (w.first_head + 8 * j + head < p.h_q)
+                    store_chunk(results + (8 * j + head) * p.out_h + column, chunk, true);
             }
-            if (BUFFERS == 1) named_barrier_sync(5, 2 * WARPGROUP);
+            if (BUFFERS == 1) sync_consumers();
         }
     } else {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
+        for (int c = 0; c < OWN_HEADS; ++c) {
             const int head = w.first_head + r.head(c);
             if (head >= p.h_q) continue;
 #pragma unroll
             for (int v = 0; v < 4; ++v)
-                write_output(p, w.query, head, first + 64 * v + 2 * r.g, out.o[v][element(0, c)], out.o[v][element(1, c)]);
+                write_output(p, w.query, head, first + 64 * v + 2 * r.g, out.o[v][element(0, c)],
+                             out.o[v][element(1, c)]);
         }
     }
 }
 
-// --- a piece of work ------------------------------------------------------------------------------------------
+// --- a work item ----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void let_go_of_q(const Role& r) {
+__device__ __forceinline__ void release_q(const Role& r) {
     __syncwarp();
-    mbarrier_arrive_for_warp(shared_address(&small().q_free), r.lane);
+    mbarrier_arrive_for_warp(shared_address(&small().q_empty), r.lane);
 }
 
-// Tile after tile: this warpgroup's next S before the product with the tile, the softmax of it after.
+// Tile after tile: this warpgroup's next S, then the product with the other's tile, then the softmax of its own.
 __device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, const Role& r) {
     const float logit_scale = load_q(p, w, r);
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
     fence_proxy_async();
-    named_barrier_sync(5, 2 * WARPGROUP);
+    sync_consumers();
 
     Output out;
 #pragma unroll
@@ -966,27 +1030,27 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, 
 #pragma unroll
     for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
 
-    if (w.pairs == 0) let_go_of_q(r);
-    const int other = 1 - r.group;
-    auto multiply_other = [&](uint32_t unit) {
-        named_barrier_sync(1 + other, 2 * WARPGROUP);
-        multiply_pv(r, unit, other, small().raised[other], out, [] {});
+    if (w.pairs == 0) release_q(r);
+    const int other = 1 - r.warpgroup;
+    auto multiply_other = [&](uint32_t stage) {
+        named_barrier_sync(P_READY + other, CONSUMERS);
+        multiply_pv(r, stage, other, small().raised[other], out, [] {});
     };
-    uint32_t unit = w.unit + 4 * r.group;  // of this warpgroup's tile
+    uint32_t stage = w.stage + TILE_STAGES * r.warpgroup;  // the first of this warpgroup's tile
 #pragma unroll 1
-    for (int pair = 0; pair < w.pairs; ++pair, unit += 8) {
-        float s[HEADS / 2], sums[COLUMNS];
-        const RowScales scales = multiply_qk(r, unit, logit_scale, s);
-        if (pair + 1 == w.pairs) let_go_of_q(r);
-        if (pair > 0 || r.group == 1) multiply_other(unit - 4);
+    for (int pair = 0; pair < w.pairs; ++pair, stage += PAIR_STAGES) {
+        float s[HEADS / 2], sums[OWN_HEADS];
+        const RowScales scales = multiply_qk(r, stage, logit_scale, s);
+        if (pair + 1 == w.pairs) release_q(r);
+        if (pair > 0 || r.warpgroup == 1) multiply_other(stage - TILE_STAGES);
         const bool raised = softmax_tile(r, scales, s, sums);
-        multiply_pv(r, unit, r.group, raised, out, [&] {
+        multiply_pv(r, stage, r.warpgroup, raised, out, [&] {
             add_lanes(r, sums);
 #pragma unroll
             for (int c = 0; c < SUMS; ++c) out.sum[c] += sums[c];
         });
     }
-    if (r.group == 0 && w.pairs > 0) multiply_other(unit - 4);
+    if (r.warpgroup == 0 && w.pairs > 0) multiply_other(stage - TILE_STAGES);
     if constexpr (MERGES) {
         merge_results(p, w, r, out);
     } else {
@@ -996,17 +1060,17 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, 
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x persistent blocks over queries x head tiles x splits, or (MERGES) x a cluster a query, y head tiles.
+// grid: x persistent CTAs over queries x head tiles x splits; or (MERGES) x a cluster a query, y head tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
-    if (threadIdx.x % 32 == 0) {  // a lane a warp: the lanes of one would take turns, 40 cycles each
-        for (int unit = threadIdx.x / 32; unit < UNITS; unit += THREADS / 32) {
-            mbarrier_init(shared_address(&sm.full[unit]), SHARES * 33);
-            mbarrier_init(shared_address(&sm.empty[unit]), 8 * WARP_ARRIVALS);
+    if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns, 40 cycles each
+        for (int stage = threadIdx.x / 32; stage < STAGES; stage += THREADS / 32) {
+            mbarrier_init(shared_address(&sm.full[stage]), SHARES * 33);
+            mbarrier_init(shared_address(&sm.empty[stage]), 8 * WARP_ARRIVALS);
         }
         if (threadIdx.x == 0) {
             mbarrier_init(shared_address(&sm.q_full), 1);
-            mbarrier_init(shared_address(&sm.q_free), 8 * WARP_ARRIVALS);
+            mbarrier_init(shared_address(&sm.q_empty), 8 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }
@@ -1018,16 +1082,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     }
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    if (threadIdx.x >= 2 * WARPGROUP) {
-        give_registers<40>();
+    if (threadIdx.x >= CONSUMERS) {
+        decrease_registers_to<40>();
         for_each_work(p, only, [&](const Work& w) {
-            const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+            const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
             copy_rows(p, w, warp, lane);
         });
-        if constexpr (MERGES) cluster_sync_with_one_fence(false);  // barriers of the cluster count every thread
+        if constexpr (MERGES) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
-        take_registers<232>();
-        for_each_work(p, only, [&](const Work& w) { attend(p, w, Role::here()); });
+        increase_registers_to<232>();
+        for_each_work(p, only, [&](const Work& w) { attend(p, w, consumer_role()); });
     }
 }
 

@@ -1,15 +1,17 @@
-// The queries of a call, those with the longest lists first, for kernels whose blocks take several in a fixed order.
+// The queries of a call in order of list length, the longest lists first, for kernels whose CTAs take several queries
+// in a fixed order.
 //
-// One block counts the queries of each of BINS ranges of length, sums, and gives every query a place. Which of a range
-// comes first is left to chance: the order says when a query is worked on, and nothing else.
+// One CTA counts the queries in each of BINS ranges of length, sums up, and gives every query a place. The order
+// within a bin is left to chance: it decides when a query is worked on, and nothing else.
 #include "attention/params.cuh"
+#include "tile/warp.cuh"
 
 constexpr int THREADS = 1024, BINS = THREADS;
 
 __shared__ int places[BINS];
 __shared__ int warp_sums[32];
 
-// Longest first; without a list, or a negative length (there is nothing to do): last.
+// Longest first. A query without a list or with a negative length (nothing to do) comes last.
 __device__ __forceinline__ int bin_of(const AttentionParams& p, int query) {
     const int length = list_length(p.main, query_of(p, query).b);
     return int(int64_t(p.main.topk - length) * (BINS - 1) / max(p.main.topk, 1));
@@ -23,21 +25,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) order_queries(const __g
     for (int i = threadIdx.x; i < p.num_queries; i += THREADS) atomicAdd(&places[bin_of(p, i)], 1);
     __syncthreads();
     const int count = places[threadIdx.x];
-    int end = count;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, end, step);
-        if (lane >= step) end += other;
-    }
+    const int end = inclusive_sum(count, lane);
     if (lane == 31) warp_sums[warp] = end;
     __syncthreads();
-    int before = warp_sums[lane];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, before, step);
-        if (lane >= step) before += other;
-    }
-    before = __shfl_sync(~0u, before, (warp + 31) % 32);  // up to the warp before this one
+    // Up to the previous warp.
+    const int before = __shfl_sync(~0u, inclusive_sum(warp_sums[lane], lane), (warp + 31) % 32);
     places[threadIdx.x] = end - count + (warp > 0 ? before : 0);
     __syncthreads();
 #pragma unroll 4

@@ -1,76 +1,88 @@
-// Sparse attention on mma.sync, for every GPU from sm_80 on, prefill and decode, every cache layout.
+// Sparse attention on mma.sync, for every GPU from sm_80 on: decode and prefill, every cache layout.
 //
-// One block: one query, 16 * M_TILES heads, one split of its index list, in steps of 32 rows. Warps come in pairs:
+// A CTA: one query, HEADS heads, one split of its index lists, in tiles of 32 rows. Warps come in pairs:
 //
-//   pair (group, m)    16 heads and, of every step, the 32 / GROUPS rows of its group
+//   pair (share, m)    16 heads, and of every tile the 32 / SHARES rows of its row share
 //     warp half 0      Q.K over the even slices of 16 of D_QK     output columns   0 .. 255
 //     warp half 1      Q.K over the odd slices                    output columns 256 .. 511
 //
-//   Q stays in registers (72 a thread), so do the accumulators (128 a thread); shared memory holds rows only.
+//   Q stays in registers (72 a thread), so do the accumulators (128 a thread). Shared memory holds rows only.
 //
-//   a step   all warps    wait for the step's rows; start the copies of the next ones
-//                         FP8: widen the staged rows into the bf16 tile, which is exact; float32 scales stay apart
-//            a warp       S_half = Q_half . K_half^T           ldmatrix + mma
-//            a pair       S = S_0 + S_1 through shared memory  (both halves then hold all of S)
-//            a warp       online softmax, P in registers       (computed by both, no P exchange)
-//                         O += P . V of its columns            ldmatrix.trans + mma
-//            float32 scales (V32_FP8) are folded into S, tile by tile of Q.K, and into a copy of P for each tile of V's
-//            columns, so no scaled row is ever rounded to 16 bits; power-of-two scales (V4_FP8) widen exactly
-//   at the end            groups merge through shared memory; the block writes out or its partial result
+//   for each tile  all warps   wait for the tile's rows; start the copies of the next ones
+//                              FP8: widen the staged rows into the bf16 tile, which is exact; float32 scales stay
+//                              apart
+//                  a warp      S_half = Q_half . K_half^T           ldmatrix + mma
+//                  a pair      S = S_0 + S_1 through shared memory  (then both warps hold all of S)
+//                  a warp      online softmax, P in registers       (both warps compute it, P is not exchanged)
+//                              O += P . V of its columns            ldmatrix.trans + mma
+//                  V32_FP8: float32 scales are folded into S, one scale after the other, and into a copy of P for each
+//                  scale of V's columns, so that no scaled row is ever rounded to 16 bits. V4_FP8: scales are powers
+//                  of two, and widening is exact
+//   at the end     row shares merge through shared memory; the CTA writes the output or its partial result
+//
+// Barriers: __syncthreads between tiles; PAIR_SUMS + pair, 64 threads: both halves of S are in shared memory.
 //
 // Shared memory, D_QK 576 (99 KB is the limit of sm_86, 89 and 120):
-//            bf16: 2 stages of 32 rows 73,728   FP8: tile 36,864 + 2 stages of 656 x 32 41,984
-//            partial S 2 KB a warp at 32 rows a group (16,384 for 8 warps), validity of 4 steps 512, scales 512
-// Registers: 255; some compilers spill a few words of softmax state once a step (bound asserted by the compile test).
+//                  bf16: 2 stages of 32 rows 73,728   FP8: tile 36,864 + 2 stages of 656 x 32 41,984
+//                  partial S 2 KB a warp at 32 rows a share (16,384 for 8 warps), validity of 4 tiles 512, scales 512
+// Registers: 255. Some compilers spill a few words of softmax state once a tile (the compile test asserts the bound).
 //
-// Entries that are invalid are not read: their rows are zeros in the tile and their logits become -inf.
+// List entries that are invalid are not read: their rows are zeros in the tile and their logits become -inf.
 #include "attention/params.cuh"
-#include "rows/reader.cuh"
-#include "ptx/barrier.cuh"
+#include "attention/results.cuh"
+#include "attention/work.cuh"
+#include "ptx/matrix.cuh"
 #include "ptx/mma_sync.cuh"
-#include "tile/finish.cuh"
-#include "tile/quad.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/registers.cuh"
+#include "tile/softmax.cuh"
+#include "tile/staged_rows.cuh"
+#include "tile/warp.cuh"
 
-constexpr int M_TILES = HEADS / 16, GROUPS = HEADS == 64 ? 1 : 2;
-constexpr int WARPS = 2 * M_TILES * GROUPS;
+constexpr int M_TILES = HEADS / 16, SHARES = HEADS == 64 ? 1 : 2;
+constexpr int WARPS = 2 * M_TILES * SHARES;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = TILE_ROWS / GROUPS;   // rows of a step that a pair works on
-constexpr int N_TILES = ROWS / 8;          // mma column tiles of S
-constexpr int K_STEPS = D_QK / 16 / 2;     // mma steps of a warp's half of Q.K
-constexpr int V_TILES = D_V / 2 / 8;       // mma column tiles of a warp's half of O
-constexpr int WARP_ROWS = TILE_ROWS / WARPS;  // rows a warp gathers
-constexpr int VALID_RING = 4;
-constexpr int PREFETCH = Rows::FOLDED_SCALES ? 1 : 2;  // fragments that ldmatrix is ahead of mma
-static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "a warp gathers four rows at once");
+constexpr int ROWS = TILE_ROWS / SHARES;              // rows of a tile that a pair works on
+constexpr int N_TILES = ROWS / 8;                     // mma column tiles of S
+constexpr int K_STEPS = D_QK / 16 / 2;                // mma steps of a warp's half of Q.K
+constexpr int V_TILES = D_V / 2 / 8;                  // mma column tiles of a warp's half of O
+constexpr int WARP_ROWS = TILE_ROWS / WARPS;          // rows that a warp copies
+constexpr int STAGES = 2, VALID_RING = 4;             // tiles whose rows, and whose validity, are held
+constexpr int PREFETCH = Row::FOLDED_SCALES ? 1 : 2;  // fragments that ldmatrix is ahead of mma
+constexpr int COPIES_AHEAD = Row::QUANTIZED ? 2 : 1;  // tiles whose copies are under way
+static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "a warp copies four rows at once");
+
+constexpr int PAIR_SUMS = 1;  // named barriers PAIR_SUMS + pair
 
 constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
-constexpr int STAGE_BYTES = Rows::QUANTIZED ? TILE_ROWS * Rows::STAGED_BYTES : TILE_BYTES;
-constexpr int STAGES = 2;
-constexpr int TILE_AT = STAGES * STAGE_BYTES;  // quantized layouts: the tile stands behind the stages
-constexpr int EXCHANGE_AT = TILE_AT + (Rows::QUANTIZED ? TILE_BYTES : 0);
-constexpr int EXCHANGE_BYTES = N_TILES * 32 * 16;  // a warp's partial S
-constexpr int VALID_AT = EXCHANGE_AT + WARPS * EXCHANGE_BYTES;
-constexpr int SCALES_AT = VALID_AT + VALID_RING * TILE_ROWS * 4;  // [Rows::FOLDED_SCALES][TILE_ROWS] float32
-constexpr int SHARED_BYTES = SCALES_AT + Rows::FOLDED_SCALES * TILE_ROWS * 4;
-static_assert(M_TILES * 16 * D_V * 4 <= EXCHANGE_AT || GROUPS == 1, "groups merge in the space of the rows");
+constexpr int STAGE_BYTES = Row::QUANTIZED ? TILE_ROWS * Row::STAGED_BYTES : TILE_BYTES;
+// Shared memory, in bytes: stages, the tile of widened rows (FP8; bf16 rows are used where they are staged), halves of
+// S (float4 [WARPS][N_TILES][32]), validity (int32 [VALID_RING][TILE_ROWS]), scales (float32
+// [FOLDED_SCALES][TILE_ROWS]).
+constexpr int HALF_BYTES = N_TILES * 32 * 16;
+constexpr int TILE_AT = STAGES * STAGE_BYTES;
+constexpr int HALVES_AT = TILE_AT + (Row::QUANTIZED ? TILE_BYTES : 0);
+constexpr int VALID_AT = HALVES_AT + WARPS * HALF_BYTES;
+constexpr int SCALES_AT = VALID_AT + VALID_RING * TILE_ROWS * 4;
+constexpr int SHARED_BYTES = SCALES_AT + Row::FOLDED_SCALES * TILE_ROWS * 4;
+static_assert(M_TILES * 16 * D_V * 4 <= HALVES_AT || SHARES == 1, "row shares merge in the space of the rows");
 
 extern __shared__ __align__(128) uint8_t shared[];
 
 // --- who a thread is ------------------------------------------------------------------------------------------
 
-// Made anew wherever it is used: %tid is read through a volatile asm, so that nothing derived from it stays in
+// Computed anew wherever it is used: %tid is read through a volatile asm, so that nothing derived from it stays in
 // registers, which Q and O fill.
 struct Role {
-    int warp, lane, group, m, half;
+    int warp, lane, share, m, half;
     int g, t;  // place in mma fragments: row g (and g + 8), columns 2t, 2t + 1
 
     static __device__ __forceinline__ Role here() {
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int thread = read_thread_index();
         Role r;
         r.warp = thread / 32;
         r.lane = thread % 32;
-        r.group = r.warp / (2 * M_TILES);
+        r.share = r.warp / (2 * M_TILES);
         r.m = r.warp / 2 % M_TILES;
         r.half = r.warp % 2;
         r.g = r.lane / 4;
@@ -87,54 +99,46 @@ struct Role {
 
 // --- rows in --------------------------------------------------------------------------------------------------
 
-// A block's query and its steps: those of the main list, then those of the extra list. In shared memory, because
-// registers are full and it is looked at only between steps.
-struct Work {
-    Query query;
-    int main_length, extra_length, main_steps, begin, end;
-};
-__shared__ Work work;
+// The CTA's query and split. In shared memory, because registers are full and it is looked at only between tiles.
+__shared__ Split work;
 
-__device__ __forceinline__ Work find_work(const AttentionParams& p, Query q, int split) {
-    Work s;
-    s.query = q;
-    s.main_length = list_length(p.main, q.b);
-    s.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, q.b);
-    s.main_steps = (s.main_length + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t total = s.main_steps + (s.extra_length + TILE_ROWS - 1) / TILE_ROWS;
-    s.begin = int(total * split / p.num_splits);
-    s.end = int(total * (split + 1) / p.num_splits);
-    return s;
+__device__ __forceinline__ Split find_work(const AttentionParams& p, Query q, int split) {
+    Split w;
+    w.query = q;
+    const int64_t tiles = find_lists(p, w);
+    w.begin = int(tiles * split / p.num_splits);
+    w.end = int(tiles * (split + 1) / p.num_splits);
+    return w;
 }
 
-// The entry of the index list for the row of `step` that this lane is to look after; -1 where there is none.
-__device__ __forceinline__ int32_t load_index(const AttentionParams& p, int step) {
+// The slot of the row of `tile` that this lane copies; -1 where there is none.
+__device__ __forceinline__ int32_t load_slot(const AttentionParams& p, int tile) {
     const Role r = Role::here();
-    if (r.lane >= WARP_ROWS || step >= work.end) return -1;
-    const bool extra = step >= work.main_steps;
+    if (r.lane >= WARP_ROWS || tile >= work.end) return -1;
+    const bool extra = tile >= work.main_tiles;
     const Source& source = extra ? p.extra : p.main;
-    const int entry = (extra ? step - work.main_steps : step) * TILE_ROWS + r.warp * WARP_ROWS + r.lane;
+    const int entry = (extra ? tile - work.main_tiles : tile) * TILE_ROWS + r.warp * WARP_ROWS + r.lane;
     if (entry >= (extra ? work.extra_length : work.main_length)) return -1;
-    const int32_t slot = source.indices[work.query.b * source.index_stride_b + work.query.s * source.index_stride_s + entry];
+    const int32_t slot = list_of(source, work.query)[entry];
     return slot >= 0 && slot < source.num_slots ? slot : -1;
 }
 
-// Start the copies of a step's rows into its stage and note which are valid. Lane i < WARP_ROWS brings the slot of the
-// warp's row i.
-__device__ __forceinline__ void gather_step(const AttentionParams& p, int step, int32_t slot) {
+// Start the copies of a tile's rows into its stage and note which rows are valid. Lane i < WARP_ROWS passes the slot
+// of the warp's row i.
+__device__ __forceinline__ void copy_tile(const AttentionParams& p, int tile, int32_t slot) {
     const Role r = Role::here();
-    if (step < work.end) {
-        const Source& source = step >= work.main_steps ? p.extra : p.main;
-        const uint32_t stage = shared_address(shared) + (step - work.begin) % STAGES * STAGE_BYTES;
+    if (tile < work.end) {
+        const Source& source = tile >= work.main_tiles ? p.extra : p.main;
+        const uint32_t stage = shared_address(shared) + (tile - work.begin) % STAGES * STAGE_BYTES;
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; i += ROWS_AT_ONCE) {
             const int row = i + r.lane / 8;
             const int32_t at = __shfl_sync(~0u, slot, row);
-            const Rows from = at >= 0 ? Rows::row_of(source, at) : Rows::none();
-            from.copy(stage, r.warp * WARP_ROWS + row, r.lane, p.flags & ALIGNED_ROWS);
+            const Row from = at >= 0 ? Row::of_slot(source, at) : Row::none();
+            copy_to_stage(from, stage, r.warp * WARP_ROWS + row, r.lane, p.flags & ALIGNED_ROWS);
         }
         if (r.lane < WARP_ROWS) {
-            auto* valid = reinterpret_cast<int32_t*>(shared + VALID_AT) + (step - work.begin) % VALID_RING * TILE_ROWS;
+            auto* valid = reinterpret_cast<int32_t*>(shared + VALID_AT) + (tile - work.begin) % VALID_RING * TILE_ROWS;
             valid[r.warp * WARP_ROWS + r.lane] = slot >= 0;
         }
     }
@@ -147,11 +151,11 @@ __device__ __forceinline__ uint32_t load_q_pair(const bf16* q, bool aligned) {
     return aligned ? *reinterpret_cast<const uint32_t*>(q) : q[0] | uint32_t(q[1]) << 16;
 }
 
-// A warp's half of Q as mma A fragments; heads beyond h_q are zeros.
+// A warp's half of Q as A fragments of mma. Heads beyond h_q are zeros.
 __device__ __forceinline__ void load_q(const AttentionParams& p, Query query, uint32_t (&q)[K_STEPS][4]) {
     const Role r = Role::here();
     const int head = r.head(p);
-    const bf16* row = p.q + query.b * p.q_b + query.s * p.q_s + head * p.q_h;
+    const bf16* row = q_of(p, query, head);
     const bool here = head < p.h_q, below = head + 8 < p.h_q, aligned = p.flags & ALIGNED_Q;
 #pragma unroll
     for (int k = 0; k < K_STEPS; ++k) {
@@ -165,40 +169,40 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, Query query, ui
 
 // --- S = Q.K^T ------------------------------------------------------------------------------------------------
 
-// Where a warp's fragments of K are. Matrices of one ldmatrix: rows 0-7 of the two chunks of a slice, then rows 8-15 of
-// them. Slice k of this warp is chunks 4k + 2 half and the next; 4k changes the swizzled address by a constant, or by a
-// flip of its bit 6.
+// Where a warp's fragments of K are. The matrices of one ldmatrix: rows 0-7 of the two chunks of a slice, then rows
+// 8-15 of them. Slice k of this warp is chunks 4k + 2 half and the next; 4k changes the swizzled address by a
+// constant, or flips its bit 6.
 struct KFragments {
     uint32_t even, odd;
 
     static __device__ __forceinline__ KFragments of(uint32_t tile) {
         const Role r = Role::here();
-        const int row = r.group * ROWS + r.lane / 16 * 8 + r.lane % 8;
+        const int row = r.share * ROWS + r.lane / 16 * 8 + r.lane % 8;
         const uint32_t even = chunk_address(tile, row, r.lane / 8 % 2 + 2 * r.half);
         return {even, even ^ 64};
     }
 
-    // Of slice k, the fragments of column tiles 2 pair and 2 pair + 1.
+    // The fragments of column tiles 2 pair and 2 pair + 1 in slice k.
     __device__ __forceinline__ void load(uint32_t (&b)[4], int k, int pair) const {
         ldmatrix_x4(b, (k % 2 ? odd : even) + k / 2 * 128 + pair * 16 * ROW_BYTES);
     }
 };
 
-// Multiply `TURNS` fragments that `load(b, turn)` brings, PREFETCH turns ahead of `multiply(b, turn)`.
-template <int TURNS, typename Load, typename Multiply>
+// For ROUNDS fragments, load(b, round) PREFETCH rounds ahead of multiply(b, round).
+template <int ROUNDS, typename Load, typename Multiply>
 __device__ __forceinline__ void prefetched(Load load, Multiply multiply) {
     uint32_t b[PREFETCH + 1][4];
 #pragma unroll
-    for (int turn = 0; turn < PREFETCH; ++turn) load(b[turn], turn);
+    for (int round = 0; round < PREFETCH; ++round) load(b[round], round);
 #pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-        if (turn + PREFETCH < TURNS) load(b[(turn + PREFETCH) % (PREFETCH + 1)], turn + PREFETCH);
-        multiply(b[turn % (PREFETCH + 1)], turn);
+    for (int round = 0; round < ROUNDS; ++round) {
+        if (round + PREFETCH < ROUNDS) load(b[(round + PREFETCH) % (PREFETCH + 1)], round + PREFETCH);
+        multiply(b[round % (PREFETCH + 1)], round);
     }
 }
 
 __device__ __forceinline__ float2 folded_scales(const Role& r, int tile, int n) {
-    auto* scales = reinterpret_cast<const float2*>(shared + SCALES_AT + (tile * TILE_ROWS + r.group * ROWS) * 4);
+    auto* scales = reinterpret_cast<const float2*>(shared + SCALES_AT + (tile * TILE_ROWS + r.share * ROWS) * 4);
     return scales[4 * n + r.t];
 }
 
@@ -210,50 +214,52 @@ __device__ __forceinline__ void multiply_qk(uint32_t tile, const uint32_t (&q)[K
     constexpr int PAIRS = N_TILES / 2;
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) clear(s[n]);
-    if constexpr (Rows::FOLDED_SCALES == 0) {
+    if constexpr (Row::FOLDED_SCALES == 0) {
         prefetched<K_STEPS * PAIRS>(
-            [&](uint32_t(&b)[4], int turn) { fragments.load(b, turn / PAIRS, turn % PAIRS); },
-            [&](uint32_t(&b)[4], int turn) {
-                mma_m16n8k16(s[turn % PAIRS * 2], q[turn / PAIRS], b[0], b[1]);
-                mma_m16n8k16(s[turn % PAIRS * 2 + 1], q[turn / PAIRS], b[2], b[3]);
+            [&](uint32_t (&b)[4], int round) { fragments.load(b, round / PAIRS, round % PAIRS); },
+            [&](uint32_t (&b)[4], int round) {
+                mma_m16n8k16(s[round % PAIRS * 2], q[round / PAIRS], b[0], b[1]);
+                mma_m16n8k16(s[round % PAIRS * 2 + 1], q[round / PAIRS], b[2], b[3]);
             });
         return;
     }
-    // The sum over a scale's values, then times the scale; RoPE, which has none, comes last and is added as it is.
-    constexpr int TILE_STEPS = SCALE_TILE == 0 ? 1 : SCALE_TILE / 32, NOPE_STEPS = D_NOPE / 32;
+    // The sum over the columns of a scale is multiplied by the scale. RoPE has no scale: it comes last and is added as
+    // it is.
+    constexpr int SCALE_STEPS = SCALE_TILE == 0 ? 1 : SCALE_TILE / 32, NOPE_STEPS = D_NOPE / 32;
     const Role r = Role::here();
-    float part[2][4];
+    float partial[2][4];
     prefetched<PAIRS * K_STEPS>(
-        [&](uint32_t(&b)[4], int turn) { fragments.load(b, turn % K_STEPS, turn / K_STEPS); },
-        [&](uint32_t(&b)[4], int turn) {
-            const int pair = turn / K_STEPS, k = turn % K_STEPS;
-            const bool rope = k >= NOPE_STEPS, first = !rope && k % TILE_STEPS == 0, last = !rope && (k + 1) % TILE_STEPS == 0;
+        [&](uint32_t (&b)[4], int round) { fragments.load(b, round % K_STEPS, round / K_STEPS); },
+        [&](uint32_t (&b)[4], int round) {
+            const int pair = round / K_STEPS, k = round % K_STEPS;
+            const bool rope = k >= NOPE_STEPS, first = !rope && k % SCALE_STEPS == 0,
+                       last = !rope && (k + 1) % SCALE_STEPS == 0;
             if (first) {
-                clear(part[0]);
-                clear(part[1]);
+                clear(partial[0]);
+                clear(partial[1]);
             }
-            mma_m16n8k16(rope ? s[2 * pair] : part[0], q[k], b[0], b[1]);
-            mma_m16n8k16(rope ? s[2 * pair + 1] : part[1], q[k], b[2], b[3]);
+            mma_m16n8k16(rope ? s[2 * pair] : partial[0], q[k], b[0], b[1]);
+            mma_m16n8k16(rope ? s[2 * pair + 1] : partial[1], q[k], b[2], b[3]);
             if (!last) return;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float2 scale = folded_scales(r, k / TILE_STEPS, 2 * pair + i);
-                s[2 * pair + i][0] += part[i][0] * scale.x;
-                s[2 * pair + i][1] += part[i][1] * scale.y;
-                s[2 * pair + i][2] += part[i][2] * scale.x;
-                s[2 * pair + i][3] += part[i][3] * scale.y;
+                const float2 scale = folded_scales(r, k / SCALE_STEPS, 2 * pair + i);
+                s[2 * pair + i][0] += partial[i][0] * scale.x;
+                s[2 * pair + i][1] += partial[i][1] * scale.y;
+                s[2 * pair + i][2] += partial[i][2] * scale.x;
+                s[2 * pair + i][3] += partial[i][3] * scale.y;
             }
         });
 }
 
-// Both warps of a pair end up with the sum of their halves. The step's __syncthreads lets the space be used again.
+// Both warps of a pair get the sum of their halves. The __syncthreads of the next tile frees the space.
 __device__ __forceinline__ void add_halves(float (&s)[N_TILES][4]) {
     const Role r = Role::here();
-    auto* mine = reinterpret_cast<float4*>(shared + EXCHANGE_AT + r.warp * EXCHANGE_BYTES) + r.lane;
-    auto* other = reinterpret_cast<const float4*>(shared + EXCHANGE_AT + (r.warp ^ 1) * EXCHANGE_BYTES) + r.lane;
+    auto* mine = reinterpret_cast<float4*>(shared + HALVES_AT + r.warp * HALF_BYTES) + r.lane;
+    auto* other = reinterpret_cast<const float4*>(shared + HALVES_AT + (r.warp ^ 1) * HALF_BYTES) + r.lane;
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) mine[32 * n] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
-    named_barrier_sync(1 + r.warp / 2, 64);
+    named_barrier_sync(PAIR_SUMS + r.warp / 2, 64);
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
         const float4 v = other[32 * n];
@@ -271,10 +277,10 @@ struct Softmax {
     float max[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f};
 };
 
-// Logits of invalid rows to -inf, the others to base 2.
+// Logits of invalid rows become -inf, the others are brought to base 2.
 __device__ __forceinline__ void scale_and_mask(const AttentionParams& p, int ring, float (&s)[N_TILES][4]) {
     const Role r = Role::here();
-    auto* valid = reinterpret_cast<const int2*>(shared + VALID_AT + (ring * TILE_ROWS + r.group * ROWS) * 4) + r.t;
+    auto* valid = reinterpret_cast<const int2*>(shared + VALID_AT + (ring * TILE_ROWS + r.share * ROWS) * 4) + r.t;
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
         const int2 v = valid[4 * n];
@@ -285,10 +291,7 @@ __device__ __forceinline__ void scale_and_mask(const AttentionParams& p, int rin
     }
 }
 
-// What is subtracted in the exponent: the maximum, but 0 while there is no valid row (-inf - -inf is NaN).
-__device__ __forceinline__ float finite_max(float max) { return max == -INF ? 0.0f : max; }
-
-// S becomes P = 2^(S - max); the accumulators follow when a maximum rises.
+// S becomes P = 2^(S - max). Accumulators are rescaled when a maximum rises.
 __device__ __forceinline__ void update_softmax(Softmax& state, float (&s)[N_TILES][4], float (&o)[V_TILES][4]) {
     float rescale[2];
 #pragma unroll
@@ -297,7 +300,7 @@ __device__ __forceinline__ void update_softmax(Softmax& state, float (&s)[N_TILE
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) top = fmaxf(top, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
         top = fmaxf(state.max[i], quad_max(top));
-        const float base = finite_max(top);
+        const float base = finite_reference(top);
         rescale[i] = exp2_approx(state.max[i] - base);
         float sum = 0.0f;
 #pragma unroll
@@ -322,13 +325,14 @@ __device__ __forceinline__ void update_softmax(Softmax& state, float (&s)[N_TILE
 
 // --- O += P.V -------------------------------------------------------------------------------------------------
 
-// P as mma A fragments, times the folded scales of one tile of V's columns where there are such.
-__device__ __forceinline__ void round_p(int scale_tile, const float (&s)[N_TILES][4], uint32_t (&prob)[N_TILES / 2][4]) {
+// P as A fragments of mma, times the folded scales (if any) of the columns of V that share scale number `scale_index`.
+__device__ __forceinline__ void round_p(int scale_index, const float (&s)[N_TILES][4],
+                                        uint32_t (&prob)[N_TILES / 2][4]) {
     const Role r = Role::here();
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
         float2 scale = make_float2(1.0f, 1.0f);
-        if constexpr (Rows::FOLDED_SCALES > 0) scale = folded_scales(r, scale_tile, n);
+        if constexpr (Row::FOLDED_SCALES > 0) scale = folded_scales(r, scale_index, n);
         prob[n / 2][n % 2 * 2] = pack_bf16x2(s[n][0] * scale.x, s[n][1] * scale.y);
         prob[n / 2][n % 2 * 2 + 1] = pack_bf16x2(s[n][2] * scale.x, s[n][3] * scale.y);
     }
@@ -336,24 +340,24 @@ __device__ __forceinline__ void round_p(int scale_tile, const float (&s)[N_TILES
 
 __device__ __forceinline__ void multiply_pv(uint32_t tile, const float (&s)[N_TILES][4], float (&o)[V_TILES][4]) {
     const Role r = Role::here();
-    // Matrices of one ldmatrix: a chunk of rows 0-7 and of rows 8-15, then the next chunk of them. Chunk v further on,
-    // the swizzled address differs by a flip of its bits 5 and 6 and a constant.
+    // The matrices of one ldmatrix: a chunk of rows 0-7 and of rows 8-15, then the next chunk of them. v chunks
+    // further on, the swizzled address differs by flips of its bits 4 to 6 and a constant.
     const uint32_t first =
-        chunk_address(tile, r.group * ROWS + r.lane / 8 % 2 * 8 + r.lane % 8, r.half * V_TILES + r.lane / 16);
-    constexpr int PARTS = Rows::FOLDED_SCALES == 0 ? 1 : Rows::FOLDED_SCALES / 2;  // scales of a half of the columns
-    constexpr int PART_TILES = V_TILES / PARTS, TURNS = N_TILES / 2 * PART_TILES / 2;
+        chunk_address(tile, r.share * ROWS + r.lane / 8 % 2 * 8 + r.lane % 8, r.half * V_TILES + r.lane / 16);
+    constexpr int SCALES = Row::FOLDED_SCALES == 0 ? 1 : Row::FOLDED_SCALES / 2;  // of half of the columns
+    constexpr int SCALE_TILES = V_TILES / SCALES, ROUNDS = N_TILES / 2 * SCALE_TILES / 2;
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
+    for (int scale = 0; scale < SCALES; ++scale) {
         uint32_t prob[N_TILES / 2][4];
-        round_p(r.half * PARTS + part, s, prob);
-        const int begin = part * PART_TILES;
-        prefetched<TURNS>(
-            [&](uint32_t(&b)[4], int turn) {
-                const int k = turn / (PART_TILES / 2), v = begin + turn % (PART_TILES / 2) * 2;
+        round_p(r.half * SCALES + scale, s, prob);
+        const int begin = scale * SCALE_TILES;
+        prefetched<ROUNDS>(
+            [&](uint32_t (&b)[4], int round) {
+                const int k = round / (SCALE_TILES / 2), v = begin + round % (SCALE_TILES / 2) * 2;
                 ldmatrix_x4_trans(b, (first ^ (v % 8 * 16)) + v / 8 * 128 + k * 16 * ROW_BYTES);
             },
-            [&](uint32_t(&b)[4], int turn) {
-                const int k = turn / (PART_TILES / 2), v = begin + turn % (PART_TILES / 2) * 2;
+            [&](uint32_t (&b)[4], int round) {
+                const int k = round / (SCALE_TILES / 2), v = begin + round % (SCALE_TILES / 2) * 2;
                 mma_m16n8k16(o[v], prob[k], b[0], b[1]);
                 mma_m16n8k16(o[v + 1], prob[k], b[2], b[3]);
             });
@@ -362,28 +366,29 @@ __device__ __forceinline__ void multiply_pv(uint32_t tile, const float (&s)[N_TI
 
 // --- results out ----------------------------------------------------------------------------------------------
 
-// Add the other groups' results to those of group 0: all of them through the space that held the rows.
-__device__ __forceinline__ void merge_groups(Softmax& state, float (&o)[V_TILES][4]) {
+// Adds the results of the other row shares to those of share 0, one share after the other, through the space of the
+// rows.
+__device__ __forceinline__ void merge_shares(Softmax& state, float (&o)[V_TILES][4]) {
     const Role r = Role::here();
     auto* space = reinterpret_cast<float4*>(shared) + (r.m * 2 + r.half) * V_TILES * 32 + r.lane;
-    auto* stats = reinterpret_cast<float4*>(shared + EXCHANGE_AT) + (r.m * 2 + r.half) * 32 + r.lane;
+    auto* stats = reinterpret_cast<float4*>(shared + HALVES_AT) + (r.m * 2 + r.half) * 32 + r.lane;
 #pragma unroll 1
-    for (int group = 1; group < GROUPS; ++group) {
+    for (int share = 1; share < SHARES; ++share) {
         __syncthreads();
-        if (r.group == group) {
+        if (r.share == share) {
 #pragma unroll
             for (int v = 0; v < V_TILES; ++v) space[32 * v] = make_float4(o[v][0], o[v][1], o[v][2], o[v][3]);
             *stats = make_float4(state.max[0], state.max[1], state.sum[0], state.sum[1]);
         }
         __syncthreads();
-        if (r.group != 0) continue;
+        if (r.share != 0) continue;
         const float4 other = *stats;
         float mine[2], theirs[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float their_max = i ? other.y : other.x, top = fmaxf(state.max[i], their_max);
-            mine[i] = exp2_approx(state.max[i] - finite_max(top));
-            theirs[i] = exp2_approx(their_max - finite_max(top));
+            mine[i] = exp2_approx(state.max[i] - finite_reference(top));
+            theirs[i] = exp2_approx(their_max - finite_reference(top));
             state.max[i] = top;
             state.sum[i] = state.sum[i] * mine[i] + (i ? other.w : other.z) * theirs[i];
         }
@@ -398,16 +403,16 @@ __device__ __forceinline__ void merge_groups(Softmax& state, float (&o)[V_TILES]
     }
 }
 
-// The results of a thread's two heads: final ones, or a split's partial ones for combine.cu.
-__device__ __forceinline__ void write_results(
-    const AttentionParams& p, Query q, int split, const Softmax& state, const float (&o)[V_TILES][4]) {
+// The results of a thread's two heads: the output, or the partial result of a split for combine.cu.
+__device__ __forceinline__ void write_results(const AttentionParams& p, Query q, int split, const Softmax& state,
+                                              const float (&o)[V_TILES][4]) {
     const Role r = Role::here();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float sum = quad_sum(state.sum[i]);
         const int head = r.head(p) + 8 * i;
         if (head >= p.h_q) continue;
-        const HeadResult result = {state.max[i], sum == 0.0f ? -INF : state.max[i] + log2_approx(sum)};
+        const HeadResult result = {state.max[i], log2_sum_exp(state.max[i], sum)};
         const bool writes_statistics = r.half == 0 && r.t == 0;
         const int column = r.half * (D_V / 2) + 2 * r.t;
         float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -419,15 +424,12 @@ __device__ __forceinline__ void write_results(
             if (writes_statistics) write_statistics(p, q, head, result);
             continue;
         }
-        const int64_t at = (int64_t(split) * p.num_queries + q.index) * p.h_q + head;
-        if (writes_statistics) {
-            p.part_lse[at] = result.lse;
-            if (p.part_max != nullptr) p.part_max[at] = result.max;
-        }
+        const int64_t at = partial_index(p, split, q, head);
+        if (writes_statistics) write_partial_statistics(p, at, result);
         if (result.lse == -INF) continue;
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v)
-            *reinterpret_cast<float2*>(p.part_out + at * D_V + column + 8 * v) =
+            *reinterpret_cast<float2*>(partial_out(p, at) + column + 8 * v) =
                 make_float2(o[v][2 * i] * factor, o[v][2 * i + 1] * factor);
     }
 }
@@ -435,15 +437,15 @@ __device__ __forceinline__ void write_results(
 // --- the kernel -----------------------------------------------------------------------------------------------
 
 // grid: x = query * head tiles + head tile, y = split
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) portable(const __grid_constant__ AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    portable(const __grid_constant__ AttentionParams p) {
     const int head_tiles = (p.h_q + 16 * M_TILES - 1) / (16 * M_TILES);
     if (threadIdx.x == 0) work = find_work(p, query_of(p, blockIdx.x / head_tiles), blockIdx.y);
     __syncthreads();
 
-    constexpr int AHEAD = Rows::QUANTIZED ? 2 : 1;  // steps whose copies are under way
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) gather_step(p, work.begin + i, load_index(p, work.begin + i));
-    int32_t next = load_index(p, work.begin + AHEAD);
+    for (int i = 0; i < COPIES_AHEAD; ++i) copy_tile(p, work.begin + i, load_slot(p, work.begin + i));
+    int32_t next = load_slot(p, work.begin + COPIES_AHEAD);
 
     uint32_t q[K_STEPS][4];
     load_q(p, work.query, q);
@@ -453,29 +455,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) portable(co
     Softmax softmax;
 
 #pragma unroll 1
-    for (int step = work.begin; step < work.end; ++step) {
-        const int i = step - work.begin;
+    for (int tile = work.begin; tile < work.end; ++tile) {
+        const int i = tile - work.begin;
         const uint32_t stage = shared_address(shared) + i % STAGES * STAGE_BYTES;
-        const uint32_t tile = Rows::QUANTIZED ? shared_address(shared) + TILE_AT : stage;
-        cp_async_wait<AHEAD - 1>();
+        const uint32_t rows = Row::QUANTIZED ? shared_address(shared) + TILE_AT : stage;
+        cp_async_wait<COPIES_AHEAD - 1>();
         __syncthreads();
-        if constexpr (Rows::QUANTIZED) {
-            Rows::dequantize<TILE_ROWS, THREADS>(stage, tile, shared_address(shared) + SCALES_AT);
+        if constexpr (Row::QUANTIZED) {
+            dequantize_stage<TILE_ROWS, THREADS>(stage, rows, shared_address(shared) + SCALES_AT);
             __syncthreads();
         }
-        gather_step(p, step + AHEAD, next);
-        next = load_index(p, step + AHEAD + 1);
+        copy_tile(p, tile + COPIES_AHEAD, next);
+        next = load_slot(p, tile + COPIES_AHEAD + 1);
 
         float s[N_TILES][4];
-        multiply_qk(tile, q, s);
+        multiply_qk(rows, q, s);
         add_halves(s);
         scale_and_mask(p, i % VALID_RING, s);
         update_softmax(softmax, s, o);
-        multiply_pv(tile, s, o);
+        multiply_pv(rows, s, o);
     }
     cp_async_wait<0>();
-    if constexpr (GROUPS > 1) merge_groups(softmax, o);
-    if (Role::here().group == 0) write_results(p, work.query, blockIdx.y, softmax, o);
+    if constexpr (SHARES > 1) merge_shares(softmax, o);
+    if (Role::here().share == 0) write_results(p, work.query, blockIdx.y, softmax, o);
 }
 
 // Read by the launcher.

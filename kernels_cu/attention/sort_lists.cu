@@ -1,35 +1,38 @@
-// Index lists by the part of the cache that their rows lie in, for caches that L2 does not hold: blocks that work on
-// different queries then read the same part at about the same time.
+// Sorts index lists by the range of the cache that their rows lie in, for caches that L2 does not hold: CTAs that work
+// on different queries then read the same range at about the same time.
 //
-// A block sorts SEGMENT entries of a list by the upper bits of the row number, RANGES of them or less. Within a part
-// entries stay in order, so the result is the same every time. Each warp counts the parts of its share of the segment,
-// which gives its entries their places, and then lays them there.
+// A CTA sorts SEGMENT entries of a list by the upper bits of the row number, into at most RANGES ranges. Entries of a
+// range stay in order, so the result is the same every time. Each warp counts the ranges in its share of the segment,
+// the counts give its entries their places, and it stores them there.
 #include "attention/params.cuh"
+#include "tile/warp.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int SHARE = SEGMENT / WARPS, BATCH = 8;  // entries of a warp, and those that a lane asks for at once
+constexpr int SHARE = SEGMENT / WARPS, BATCH = 8;  // entries of a warp; loads of a lane under way
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct SortParams : AttentionParams {
     int32_t* sorted;   // [num_queries, topk]
     int32_t segments;  // of a list
-    int32_t shift;     // from a row number to its part
+    int32_t shift;     // of a row number, which gives its range
 };
 
 __shared__ int32_t staged[SEGMENT];
 __shared__ int places[WARPS][RANGES];
 
-// The lanes whose entries are of the same part as this lane's. (match.any asks for one part after the other: 40 us more.)
-__device__ __forceinline__ uint32_t alike(bool here, int part) {
+// The lanes whose entries are in the same range as this lane's. (match.any looks at one range after the other: 40 us
+// more.)
+__device__ __forceinline__ uint32_t alike(bool here, int range) {
     uint32_t lanes = __ballot_sync(~0u, here);
 #pragma unroll
     for (int bit = 1; bit < RANGES; bit *= 2) {
-        const uint32_t set = __ballot_sync(~0u, part & bit);
-        lanes &= part & bit ? set : ~set;
+        const uint32_t set = __ballot_sync(~0u, range & bit);
+        lanes &= range & bit ? set : ~set;
     }
     return lanes;
 }
 
-// Calls `act` with this lane's entries and their parts, where `here`; all lanes together.
+// Calls act(here, entry, range) for this lane's entries, all lanes together; not `here`: beyond the end.
 template <typename Do>
 __device__ __forceinline__ void for_each_entry(const int32_t* list, int count, int shift, Do act) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -53,34 +56,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(const __grid_co
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Query query = query_of(p, blockIdx.x / p.segments);
     const int begin = blockIdx.x % p.segments * SEGMENT, count = min(list_length(p.main, query.b) - begin, SEGMENT);
-    const int32_t* list = p.main.indices + query.b * p.main.index_stride_b + query.s * p.main.index_stride_s + begin;
+    const int32_t* list = list_of(p.main, query) + begin;
 
     places[warp][lane] = 0;
     __syncwarp();
-    for_each_entry(list, count, p.shift, [&](bool here, int32_t, int part) {
-        if (here) atomicAdd(&places[warp][part], 1);
+    for_each_entry(list, count, p.shift, [&](bool here, int32_t, int range) {
+        if (here) atomicAdd(&places[warp][range], 1);
     });
     __syncthreads();
-    int before = 0, all = 0;  // of part `lane`: entries of the warps before this one, of all warps
+    int before = 0, all = 0;  // entries in range `lane` of the warps before this one, of all warps
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
         before += w < warp ? places[w][lane] : 0;
         all += places[w][lane];
     }
-    int place = all;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, place, step);
-        if (lane >= step) place += other;
-    }
+    const int place = inclusive_sum(all, lane);
     __syncthreads();
     places[warp][lane] = place - all + before;
     __syncwarp();
-    for_each_entry(list, count, p.shift, [&](bool here, int32_t entry, int part) {
-        const uint32_t same = alike(here, part), earlier = same & ((1u << lane) - 1);
-        const int first = places[warp][part];
+    for_each_entry(list, count, p.shift, [&](bool here, int32_t entry, int range) {
+        const uint32_t same = alike(here, range), earlier = same & ((1u << lane) - 1);
+        const int first = places[warp][range];
         __syncwarp();
-        if (here && earlier == 0) places[warp][part] = first + __popc(same);
+        if (here && earlier == 0) places[warp][range] = first + __popc(same);
         if (here) staged[first + __popc(earlier)] = entry;
         __syncwarp();
     });

@@ -1,20 +1,22 @@
-// Copies requests' tokens out of a paged V32_FP8 cache into consecutive bf16 rows (constants: cupy_mla/layouts.py).
+// Copies requests' tokens out of a paged V32_FP8 cache into consecutive bf16 rows.
 //
-//   grid         as many blocks as the GPU runs at a time; all tokens are dealt out among their warps
-//   one warp     4 tokens a turn
-//     find       lane l looks up token l % 4: request (bisection), block table, addresses from and to
-//     load       NoPE: a row is 2 x 8 bytes of e4m3 a lane, consecutive lanes consecutive bytes, and the scale of each
-//                RoPE: 4 rows of 8 x 16 bytes at once, 16 bytes a lane; 17 loads are under way in every lane
-//     store      8 e4m3 become 16 bytes of bf16: a lane's 16-byte stores stand side by side with its neighbours', which
+//   grid         as many CTAs as the GPU runs at a time; the tokens of all requests are dealt out among their warps
+//   one warp     4 tokens at a time
+//     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
+//     load       NoPE: 2 x 8 bytes of e4m3 of each row a lane, consecutive lanes consecutive bytes, and their scales
+//                RoPE: 16 bytes of one of the 4 rows a lane; 17 loads are under way in every lane
+//     store      8 e4m3 become 16 bytes of bf16. The 16-byte stores of neighbouring lanes stand side by side, which
 //                they would not if a lane loaded 16 bytes
 //
-// Tokens whose block does not exist become rows of zeros; rows beyond dst are not written.
-// Shared memory: 8 bytes a thread. A block of 256 threads keeps 8 x 4 x 656 bytes under way.
-#include "cache/request_tokens.cuh"
+// Tokens whose block does not exist become rows of zeros. Rows beyond dst are not written.
+// Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 656 bytes under way.
 #include "rows/block_table.cuh"
-#include "ptx/convert.cuh"
-#include "tile/chunk.cuh"
+#include "rows/quantize.cuh"
+#include "rows/reader.cuh"
+#include "tile/request_tokens.cuh"
+#include "tile/warp.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct GatherParams {
     BlockTable table;
     const uint8_t* cache;
@@ -25,13 +27,13 @@ struct GatherParams {
     int64_t dst_stride;       // items
     int64_t dst_rows;
     int32_t num_blocks;
-    int32_t aligned;          // rows of dst start at multiples of 16 bytes
+    int32_t aligned;  // rows of dst start at multiples of 16 bytes
 };
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int TURNS = D_NOPE / (32 * CHUNK);  // loads of a row a lane makes
 constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
-static_assert(D_NOPE % (32 * CHUNK) == 0 && ROPE_CHUNKS * ROWS == 32, "lanes share out a row's values without rest");
+static_assert(D_NOPE % (32 * CHUNK) == 0 && ROPE_CHUNKS * ROWS == 32, "every lane has as many values");
 
 __shared__ RequestTokens<THREADS> tokens;
 
@@ -43,31 +45,29 @@ __device__ __forceinline__ int64_t rows_of_request(const GatherParams& p, int re
     return max(int64_t(0), min(int64_t(p.seq_lens[request]), p.dst_rows - start));
 }
 
-struct Row {
-    const uint8_t* from;  // null where the token's block does not exist
-    bf16* to;             // null where there is no token
+struct Copy {
+    Row from;  // none where the token's block does not exist
+    bf16* to;  // null where there is no token
 };
 
-__device__ __forceinline__ Row find_row(const GatherParams& p, int first_request, int64_t item) {
+__device__ __forceinline__ Copy find_copy(const GatherParams& p, int first_request, int64_t item) {
     const auto at = tokens.find(item);
     const int request = first_request + at.request;
-    Row row = {nullptr, p.dst + (p.starts[request] + int64_t(at.token)) * p.dst_stride};
-    const Position position = find_position(p.table, at.token);
-    if (position.column >= 0) {
-        const int32_t block = p.table.blocks[request * p.table.stride + position.column];
-        if (uint32_t(block) < uint32_t(p.num_blocks))
-            row.from = p.cache + block * p.block_stride + int64_t(position.offset) * ROW_STRIDE;
-    }
-    return row;
+    Copy copy = {Row::none(), p.dst + (p.starts[request] + int64_t(at.token)) * p.dst_stride};
+    with_block_of(p.table, request, at.token, p.cache, p.block_stride, p.num_blocks,
+                  [&](const uint8_t* block, int32_t offset) {
+                      copy.from = Row::in_block(block, offset, p.table.block_size.value);
+                  });
+    return copy;
 }
 
-__device__ __forceinline__ void copy_rows(const GatherParams& p, const Row& mine) {
+__device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& mine) {
     const int lane = threadIdx.x % 32;
     Vec8 nope[ROWS][TURNS];
     float scale[ROWS][TURNS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const uint8_t* from = shuffle_pointer(mine.from, r);
+        const uint8_t* from = shuffle_pointer(mine.from.data, r);
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
             const int value = (i * 32 + lane) * CHUNK;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Row& mine
             scale[r][i] = *reinterpret_cast<const float*>(from + SCALE_OFFSET + 4 * (value / SCALE_TILE));
         }
     }
-    const uint8_t* rope_from = shuffle_pointer(mine.from, lane / ROPE_CHUNKS);
+    const uint8_t* rope_from = shuffle_pointer(mine.from.data, lane / ROPE_CHUNKS);
     bf16* rope_to = shuffle_pointer(mine.to, lane / ROPE_CHUNKS);
     const int rope_chunk = lane % ROPE_CHUNKS;
     Vec16 rope = {0, 0, 0, 0};
@@ -90,13 +90,8 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Row& mine
         if (to == nullptr) continue;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            const float s = scale[r][i];
-            float lo[4], hi[4];
-            e4m3x4_to_float(nope[r][i].x, lo);
-            e4m3x4_to_float(nope[r][i].y, hi);
-            const Vec16 v = {pack_bf16x2(lo[0] * s, lo[1] * s), pack_bf16x2(lo[2] * s, lo[3] * s),
-                             pack_bf16x2(hi[0] * s, hi[1] * s), pack_bf16x2(hi[2] * s, hi[3] * s)};
-            store_chunk(to + (i * 32 + lane) * CHUNK, v, p.aligned);
+            const Vec16 values = dequantize_8(nope[r][i], scale[r][i]);
+            store_chunk(to + (i * 32 + lane) * CHUNK, values, p.aligned);
         }
     }
     if (rope_to != nullptr) store_chunk(rope_to + D_NOPE + rope_chunk * CHUNK, rope, p.aligned);
@@ -109,9 +104,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_consta
         const int64_t stride = int64_t(gridDim.x) * WARPS * ROWS;
         for (int64_t first = (int64_t(blockIdx.x) * WARPS + warp) * ROWS; first < total; first += stride) {
             const int64_t item = first + lane % ROWS;
-            copy_rows(p, item < total ? find_row(p, request, item) : Row{nullptr, nullptr});
+            copy_rows(p, item < total ? find_copy(p, request, item) : Copy{Row::none(), nullptr});
         }
-        __syncthreads();  // the sums are done with
+        __syncthreads();  // all have read the sums
     }
 }
 

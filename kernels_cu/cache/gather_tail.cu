@@ -1,19 +1,22 @@
-// Copies the last tokens of requests out of a paged V4_FP8 cache into bf16 rows (constants: cupy_mla/layouts.py).
+// Copies the last tokens of requests out of a paged V4_FP8 cache into bf16 rows.
 //
-//   grid         as many blocks as the GPU runs at a time; all tokens are dealt out among their warps
-//   one warp     4 tokens a turn
-//     find       lane l looks up token l % 4: request (bisection), block table, addresses from and to
-//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, whose last 8
-//                lanes hold the 64 RoPE values; the row's scales, 8 bytes, go to all lanes. 12 loads are under way
+//   grid         as many CTAs as the GPU runs at a time; the tokens of all requests are dealt out among their warps
+//   one warp     4 tokens at a time
+//     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
+//     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, where the
+//                last 8 lanes have the 64 RoPE values; every lane loads the row's 8 bytes of scales. 12 loads are
+//                under way
 //     store      16 bytes of bf16 a chunk, side by side with the neighbours' chunks
 //
-// Tokens whose block does not exist become rows of zeros; rows beyond a request's part of dst are not written.
-// Shared memory: 8 bytes a thread. A block of 256 threads keeps 8 x 4 x 584 bytes under way.
-#include "cache/request_tokens.cuh"
+// Tokens whose block does not exist become rows of zeros. Rows beyond those of a request in dst are not written.
+// Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 584 bytes under way.
 #include "rows/block_table.cuh"
-#include "ptx/convert.cuh"
-#include "tile/chunk.cuh"
+#include "rows/quantize.cuh"
+#include "rows/reader.cuh"
+#include "tile/request_tokens.cuh"
+#include "tile/warp.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct GatherTailParams {
     BlockTable table;
     const uint8_t* cache;
@@ -25,13 +28,14 @@ struct GatherTailParams {
     int64_t row_stride;          // items
     int32_t dst_rows;            // rows of a request from `offset` on
     int32_t num_blocks;
-    int32_t aligned;             // rows of dst start at multiples of 16 bytes
+    int32_t aligned;  // rows of dst start at multiples of 16 bytes
     int32_t unused;
 };
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
-static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32, "two chunks a lane, the first all NoPE");
+static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32,
+              "two chunks a lane, the first all NoPE");
 
 __shared__ RequestTokens<THREADS> tokens;
 
@@ -40,47 +44,37 @@ __device__ __forceinline__ int32_t gathered(const GatherTailParams& p, int reque
     return p.gather_lens == nullptr ? seq_len : max(0, min(p.gather_lens[request], seq_len));
 }
 
-struct Row {
-    const uint8_t* data;    // null where the token's block does not exist
-    const uint8_t* scales;
-    bf16* to;               // null where there is no token
+struct Copy {
+    Row from;  // none where the token's block does not exist
+    bf16* to;  // null where there is no token
 };
 
-__device__ __forceinline__ Row find_row(const GatherTailParams& p, int first_request, int64_t item) {
+__device__ __forceinline__ Copy find_copy(const GatherTailParams& p, int first_request, int64_t item) {
     const auto at = tokens.find(item);
     const int request = first_request + at.request;
-    Row row = {nullptr, nullptr, p.dst + request * p.dst_stride + at.token * p.row_stride};
-    const Position position = find_position(p.table, max(p.seq_lens[request], 0) - gathered(p, request) + at.token);
-    if (position.column >= 0) {
-        const int32_t block = p.table.blocks[request * p.table.stride + position.column];
-        if (uint32_t(block) < uint32_t(p.num_blocks)) {
-            const uint8_t* start = p.cache + block * p.block_stride;
-            row.data = start + int64_t(position.offset) * ROW_STRIDE;
-            row.scales = start + int64_t(p.table.block_size.value) * ROW_STRIDE + int64_t(position.offset) * SCALE_STRIDE;
-        }
-    }
-    return row;
+    Copy copy = {Row::none(), p.dst + request * p.dst_stride + at.token * p.row_stride};
+    const int32_t position = max(p.seq_lens[request], 0) - gathered(p, request) + at.token;
+    with_block_of(p.table, request, position, p.cache, p.block_stride, p.num_blocks,
+                  [&](const uint8_t* block, int32_t offset) {
+                      copy.from = Row::in_block(block, offset, p.table.block_size.value);
+                  });
+    return copy;
 }
 
-// Eight e4m3 values times a power of two, exact in bfloat16 unless they under- or overflow there.
+// Exact in bfloat16 unless a value over- or underflows there.
 __device__ __forceinline__ Vec16 dequantize_chunk(const Vec8& codes, uint32_t exponent) {
-    const float s = ue8m0_to_float(exponent & 0xffu);
-    float lo[4], hi[4];
-    e4m3x4_to_float(codes.x, lo);
-    e4m3x4_to_float(codes.y, hi);
-    return {pack_bf16x2(lo[0] * s, lo[1] * s), pack_bf16x2(lo[2] * s, lo[3] * s),
-            pack_bf16x2(hi[0] * s, hi[1] * s), pack_bf16x2(hi[2] * s, hi[3] * s)};
+    return dequantize_8(codes, ue8m0_to_float(exponent & 0xffu));
 }
 
-__device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Row& mine) {
+__device__ __forceinline__ void copy_rows(const GatherTailParams& p, const Copy& mine) {
     const int lane = threadIdx.x % 32;
     const bool rope = 32 + lane >= NOPE_CHUNKS;
     Vec8 first[ROWS], scales[ROWS];
     Vec16 second[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const uint8_t* data = shuffle_pointer(mine.data, r);
-        const uint8_t* from = shuffle_pointer(mine.scales, r);
+        const uint8_t* data = shuffle_pointer(mine.from.data, r);
+        const uint8_t* from = shuffle_pointer(mine.from.scales(), r);
         first[r] = scales[r] = {0, 0};
         second[r] = {0, 0, 0, 0};
         if (data == nullptr) continue;
@@ -112,9 +106,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_tail(const __grid_c
         const int64_t stride = int64_t(gridDim.x) * WARPS * ROWS;
         for (int64_t first = (int64_t(blockIdx.x) * WARPS + warp) * ROWS; first < total; first += stride) {
             const int64_t item = first + lane % ROWS;
-            copy_rows(p, item < total ? find_row(p, request, item) : Row{nullptr, nullptr, nullptr});
+            copy_rows(p, item < total ? find_copy(p, request, item) : Copy{Row::none(), nullptr});
         }
-        __syncthreads();  // the sums are done with
+        __syncthreads();  // all have read the sums
     }
 }
 

@@ -1,60 +1,51 @@
-// Packs new tokens into a paged KV cache; compiled for one layout (constants: cupy_mla/layouts.py) and ALIGNED.
+// Packs new tokens into a paged KV cache; compiled for one layout and ALIGNED.
 //
 //   one warp     4 tokens
-//     load       a latent row is 64 chunks of 8 values, two a lane: chunk `lane` and chunk 32 + lane; the RoPE parts of
-//                4 tokens (V32_FP8 and BF16: from k_pe) are 32 chunks, one a lane. All loads are under way at once
+//     load       a latent row is 64 chunks of 8 values, two a lane: chunk `lane` and chunk 32 + lane. The RoPE values
+//                of the 4 tokens (V32_FP8 and BF16: from k_pe) are 32 chunks, one a lane. All loads are under way at
+//                once
 //     find       lane l finds where token l % 4 goes: one division of a slot for 4 tokens
-//     quantize   a tile is 16 lanes (V32_FP8, 128 values) or 8 lanes (V4_FP8, 64 values) of either half of the row; the
-//                largest magnitudes of two tiles, one of each half, meet by shuffles in one register
-//     store      8 bytes of e4m3 or 16 of bf16 a chunk, side by side with the neighbours'
+//     quantize   a scale tile is 16 lanes (V32_FP8, 128 values) or 8 lanes (V4_FP8, 64 values) of either half of the
+//                row. The largest magnitudes of two scale tiles, one of each half, are found by shuffles in one
+//                register
+//     store      8 bytes of e4m3 or 16 of bf16 a chunk, side by side with the neighbours' chunks
 //                V4_FP8: the last 8 chunks are RoPE and stay bf16
 //
-// ALIGNED: all arrays allow 16-byte accesses. Known at compile time because a load that may be eight is waited for
-// before the next one, and the eight take registers. No shared memory; 32 tokens a block. Slots that are negative or
-// beyond the cache are skipped.
-#include "tile/chunk.cuh"
-#include "tile/quantize.cuh"
+// ALIGNED: all arrays allow 16-byte accesses. Known at compile time, because the compiler waits for a load that may be
+// eight loads before it starts the next one, and the eight take registers. No shared memory. Slots that are negative
+// or beyond the cache are skipped.
+#include "rows/chunk.cuh"
+#include "rows/place.cuh"
+#include "rows/quantize.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct PackParams {
-    const bf16* latent;      // [num_tokens, 512]
-    const bf16* rope;        // [num_tokens, 64]; V4_FP8: part of the latent row
+    const bf16* latent;  // [num_tokens, 512]
+    const bf16* rope;    // [num_tokens, 64]; V4_FP8: part of the latent row
     uint8_t* cache;
-    const int64_t* slots;    // [num_tokens]
-    int64_t latent_stride;   // items
+    const int64_t* slots;   // [num_tokens]
+    int64_t latent_stride;  // items
     int64_t rope_stride;
-    int64_t block_stride;    // bytes
+    int64_t block_stride;  // bytes
     int64_t row_stride;
     int64_t num_slots;
     int32_t block_size;
     int32_t num_tokens;
-    int32_t power_of_two;    // V32_FP8: round scales up to powers of two
+    int32_t power_of_two;  // V32_FP8: round scales up to powers of two
     int32_t unused;
 };
 
 constexpr int ROWS = 4, WARPS = TOKENS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
 constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
-constexpr bool ROPE_APART = D_QK > D_V, SCALES_APART = SCALE_OFFSET < 0;
-static_assert(ROPE_CHUNKS * ROWS == 32, "the RoPE parts of a turn are a chunk a lane");
-
-// Where a token goes, in bytes from the start of the cache.
-struct Target {
-    int64_t row;     // -1: nowhere
-    int64_t scales;  // where they stand apart
-};
-
-__device__ __forceinline__ Target find_target(const PackParams& p, int64_t slot) {
-    if (slot < 0 || slot >= p.num_slots) return {-1, -1};
-    const int64_t block = slot / p.block_size, offset = slot - block * p.block_size;
-    const int64_t start = block * p.block_stride;
-    return {start + offset * p.row_stride, start + p.block_size * p.row_stride + offset * SCALE_STRIDE};
-}
+constexpr bool ROPE_APART = D_QK > D_V;
+static_assert(ROPE_CHUNKS * ROWS == 32, "the RoPE values of a warp's tokens are a chunk a lane");
 
 #if NUM_SCALES == 0
 
-__device__ __forceinline__ void store_token(
-    const PackParams& p, const Target& to, const Vec16& first, const Vec16& second) {
-    bf16* row = reinterpret_cast<bf16*>(p.cache + to.row) + threadIdx.x % 32 * CHUNK;
+__device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
+                                            const Vec16& second) {
+    bf16* row = reinterpret_cast<bf16*>(p.cache + to.data) + threadIdx.x % 32 * CHUNK;
     store_chunk(row, first, ALIGNED);
     store_chunk(row + 32 * CHUNK, second, ALIGNED);
 }
@@ -75,13 +66,13 @@ __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float sca
     }
 }
 
-__device__ __forceinline__ void store_token(
-    const PackParams& p, const Target& to, const Vec16& first, const Vec16& second) {
+__device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
+                                            const Vec16& second) {
     constexpr int TILE_LANES = SCALE_TILE / CHUNK;
     const int lane = threadIdx.x % 32, rope_chunk = 32 + lane - D_NOPE / CHUNK;  // V32_FP8: never reaches 0
     const uint32_t amax = tile_amax<TILE_LANES>(first, second);
     const float scale = scale_of(p, bf16_low(amax)), second_scale = scale_of(p, bf16_high(amax));
-    uint8_t *row = p.cache + to.row, *scales = p.cache + to.scales;
+    uint8_t *row = p.cache + to.data, *scales = p.cache + to.scales;
     *reinterpret_cast<Vec8*>(row + lane * CHUNK) = quantize_8(first, scale);
     if (rope_chunk < 0) {
         *reinterpret_cast<Vec8*>(row + (32 + lane) * CHUNK) = quantize_8(second, second_scale);
@@ -96,14 +87,13 @@ __device__ __forceinline__ void store_token(
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1)
-pack(const __grid_constant__ PackParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, ALIGNED ? 4 : 1) pack(const __grid_constant__ PackParams p) {
     const int lane = threadIdx.x % 32, last = p.num_tokens - 1;
     const int token = (blockIdx.x * WARPS + threadIdx.x / 32) * ROWS;
     const int64_t slot = token + lane % ROWS <= last ? p.slots[token + lane % ROWS] : -1;
     Vec16 first[ROWS], second[ROWS], rope;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {  // past the end the last token is loaded again, and goes nowhere
+    for (int r = 0; r < ROWS; ++r) {  // beyond the end the last token is loaded again and not stored
         const bf16* from = p.latent + min(token + r, last) * p.latent_stride + lane * CHUNK;
         first[r] = load_chunk(from, ALIGNED);
         second[r] = load_chunk(from + 32 * CHUNK, ALIGNED);
@@ -112,15 +102,15 @@ pack(const __grid_constant__ PackParams p) {
     if (ROPE_APART)
         rope = load_chunk(p.rope + min(token + rope_row, last) * p.rope_stride + rope_chunk * CHUNK, ALIGNED);
 
-    const Target mine = find_target(p, slot);
-    const int64_t rope_to = __shfl_sync(~0u, mine.row, rope_row);
+    const RowPlace<int64_t> mine = place_of_slot(slot, p.num_slots, p.block_size, p.block_stride, p.row_stride);
+    const int64_t rope_to = __shfl_sync(~0u, mine.data, rope_row);
     if (ROPE_APART && rope_to >= 0)
         store_chunk(reinterpret_cast<bf16*>(p.cache + rope_to + ROPE_OFFSET) + rope_chunk * CHUNK, rope, ALIGNED);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        Target to = {__shfl_sync(~0u, mine.row, r), 0};
-        to.scales = SCALES_APART ? __shfl_sync(~0u, mine.scales, r) : to.row + SCALE_OFFSET;
-        if (to.row >= 0) store_token(p, to, first[r], second[r]);
+        RowPlace<int64_t> to = {__shfl_sync(~0u, mine.data, r), 0};
+        to.scales = SCALES_APART ? __shfl_sync(~0u, mine.scales, r) : to.data + SCALE_OFFSET;
+        if (to.data >= 0) store_token(p, to, first[r], second[r]);
     }
 }
 

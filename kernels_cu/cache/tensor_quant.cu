@@ -1,35 +1,37 @@
 // Quantizes a whole tensor to e4m3 under one scale: s = 448 / max(amax, 1e-10), codes of clamp(x * s), and 1 / s.
 //
-//   grid       launched cooperatively: all blocks run at the same time and may wait for each other
-//   pass 1     every block takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread; its largest magnitude
-//              goes to state->amax by one atomic maximum of bits (order does not matter; NaN has the largest bits)
-//   meeting    each block counts itself in and waits until all have
-//   pass 2     the same tiles in reverse order, so that what pass 1 read last is found in L2; 8 codes a thread and store
+//   grid       launched cooperatively: all CTAs run at the same time and may wait for each other
+//   pass 1     a CTA takes every gridDim-th tile of 2 x 2048 values, 2 x 8 values a thread. Its largest magnitude goes
+//              to state->amax by one atomic maximum of the bits (order does not matter; NaN has the largest bits)
+//   meeting    each CTA counts itself in and waits until all have
+//   pass 2     the same tiles in reverse order, so that what pass 1 read last is found in L2; 8 codes a thread and
+//              store
 //
 // Shared memory: 32 bytes. `state` is cleared before the launch.
-#include "tile/chunk.cuh"
-#include "tile/quantize.cuh"
+#include "rows/quantize.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct State {
     uint32_t amax;     // bits of a float32
-    uint32_t arrived;  // blocks that are through with pass 1
+    uint32_t arrived;  // CTAs that have done pass 1
 };
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct TensorQuantParams {
-    const void* x;     // [size] bf16, or float32 with FLOAT32
-    uint8_t* codes;    // [size]
-    float* scale;      // 1 / s
+    const void* x;   // [size] bf16, or float32 with FLOAT32
+    uint8_t* codes;  // [size]
+    float* scale;    // 1 / s
     State* state;
     int64_t size;
     int64_t tiles;
-    int32_t aligned;   // x allows 16-byte accesses; codes always allow 8-byte ones
+    int32_t aligned;  // x allows 16-byte accesses; codes always allow 8-byte ones
 };
 
-constexpr int TURNS = 2, THREADS = VALUES_PER_TILE / (TURNS * CHUNK);
+constexpr int ROUNDS = 2, THREADS = VALUES_PER_TILE / (ROUNDS * CHUNK);
 constexpr int64_t TILE = VALUES_PER_TILE;
 constexpr float LEAST_AMAX = 1e-10f;
 
-// Eight values from `at` on, zeros past the end.
+// Eight values from `at` on, zeros beyond the end.
 __device__ __forceinline__ void load_values(const TensorQuantParams& p, int64_t at, float (&v)[CHUNK]) {
 #if FLOAT32
     const auto* x = static_cast<const float*>(p.x) + at;
@@ -51,9 +53,9 @@ __device__ __forceinline__ void load_values(const TensorQuantParams& p, int64_t 
 #endif
 }
 
-__device__ __forceinline__ void load_tile(const TensorQuantParams& p, int64_t tile, float (&v)[TURNS][CHUNK]) {
+__device__ __forceinline__ void load_tile(const TensorQuantParams& p, int64_t tile, float (&v)[ROUNDS][CHUNK]) {
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) load_values(p, tile * TILE + (i * THREADS + threadIdx.x) * CHUNK, v[i]);
+    for (int i = 0; i < ROUNDS; ++i) load_values(p, tile * TILE + (i * THREADS + threadIdx.x) * CHUNK, v[i]);
 }
 
 __device__ __forceinline__ void store_codes(const TensorQuantParams& p, int64_t at, const Vec8& codes) {
@@ -67,7 +69,7 @@ __device__ __forceinline__ void store_codes(const TensorQuantParams& p, int64_t 
         if (at + i < p.size) p.codes[at + i] = uint8_t(w[i / 4] >> (8 * (i % 4)));
 }
 
-// The block's largest magnitude, as bits, to state->amax.
+// The CTA's largest magnitude, as bits, to state->amax.
 __device__ __forceinline__ void publish_amax(const TensorQuantParams& p, uint32_t amax) {
     __shared__ uint32_t of_warp[THREADS / 32];
     amax = __reduce_max_sync(~0u, amax);
@@ -78,24 +80,26 @@ __device__ __forceinline__ void publish_amax(const TensorQuantParams& p, uint32_
     atomicMax(&p.state->amax, amax);
 }
 
-// Wait until every block has come here; what they published before is then seen.
+// Wait until every CTA has come here. What they published before is then visible.
 __device__ __forceinline__ void meet(const TensorQuantParams& p) {
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&p.state->arrived, 1u);
-        while (*reinterpret_cast<volatile uint32_t*>(&p.state->arrived) < gridDim.x) {}
+        while (*reinterpret_cast<volatile uint32_t*>(&p.state->arrived) < gridDim.x) {
+        }
         __threadfence();
     }
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) tensor_quant(const __grid_constant__ TensorQuantParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    tensor_quant(const __grid_constant__ TensorQuantParams p) {
     uint32_t amax = 0;
     for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-        float v[TURNS][CHUNK];
+        float v[ROUNDS][CHUNK];
         load_tile(p, tile, v);
 #pragma unroll
-        for (int i = 0; i < TURNS * CHUNK; ++i) amax = max(amax, __float_as_uint(fabsf(v[i / CHUNK][i % CHUNK])));
+        for (int i = 0; i < ROUNDS * CHUNK; ++i) amax = max(amax, __float_as_uint(fabsf(v[i / CHUNK][i % CHUNK])));
     }
     publish_amax(p, amax);
     meet(p);
@@ -103,14 +107,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) tensor_quan
     const float largest = __uint_as_float(*reinterpret_cast<volatile uint32_t*>(&p.state->amax));
     const float s = divide_exactly(E4M3_MAX, largest < LEAST_AMAX ? LEAST_AMAX : largest);
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.scale = divide_exactly(1.0f, s);
-    const int64_t last = (p.tiles - 1 - blockIdx.x) / gridDim.x * gridDim.x + blockIdx.x;  // of this block's tiles
+    const int64_t last = (p.tiles - 1 - blockIdx.x) / gridDim.x * gridDim.x + blockIdx.x;  // of this CTA's tiles
     for (int64_t tile = last; tile >= 0; tile -= gridDim.x) {
-        float v[TURNS][CHUNK];
+        float v[ROUNDS][CHUNK];
         load_tile(p, tile, v);
 #pragma unroll
-        for (int i = 0; i < TURNS; ++i) {
+        for (int i = 0; i < ROUNDS; ++i) {
 #pragma unroll
-            for (int j = 0; j < CHUNK; ++j) v[i][j] *= s;  // float_to_e4m3 saturates
+            for (int j = 0; j < CHUNK; ++j) v[i][j] *= s;  // the conversion saturates
             store_codes(p, tile * TILE + (i * THREADS + threadIdx.x) * CHUNK, pack_e4m3_8(v[i]));
         }
     }

@@ -1,24 +1,26 @@
 // Copies requests' tokens out of the indexer's paged key cache (layout INDEXER_FP8) into consecutive keys and scales.
 //
-//   grid         as many blocks as the GPU runs at a time; all tokens are dealt out among their warps
-//   one warp     16 tokens a turn
-//     find       lane l looks up token l % 16: request (bisection), block table, address from
+//   grid         as many CTAs as the GPU runs at a time; the tokens of all requests are dealt out among their warps
+//   one warp     16 tokens at a time
+//     find       lane l looks up token l % 16: request (bisection), block table, where from
 //     copy       8 lanes a token, 16 bytes of keys each: 4 loads under way in every lane, then 4 stores
 //                lane l < 16 copies the scale of token l
 //
-// ALIGNED: 16-byte accesses are allowed on both sides; 4-byte ones always are. Known at compile time because a load that
-// may be four is waited for before the next one. Tokens whose block does not exist become zeros; rows beyond dst are not
-// written. Shared memory: 8 bytes a thread.
-#include "cache/request_tokens.cuh"
+// ALIGNED: both sides allow 16-byte accesses; 4-byte ones always are allowed. Known at compile time, because the
+// compiler waits for a load that may be four loads before it starts the next one. Tokens whose block does not exist
+// become zeros. Rows beyond dst are not written. Shared memory: 8 bytes a thread.
 #include "rows/block_table.cuh"
+#include "rows/place.cuh"
+#include "tile/request_tokens.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct GatherKeysParams {
     BlockTable table;
     const uint8_t* cache;
-    uint8_t* keys;                // [rows, 128]
-    float* scales;                // [rows]
-    const int32_t* cu_seq_lens;   // [num_requests + 1]
-    int64_t block_stride;         // bytes
+    uint8_t* keys;               // [rows, 128]
+    float* scales;               // [rows]
+    const int32_t* cu_seq_lens;  // [num_requests + 1]
+    int64_t block_stride;        // bytes
     int64_t keys_stride;
     int64_t rows;
     int32_t num_blocks;
@@ -26,7 +28,8 @@ struct GatherKeysParams {
 };
 
 constexpr int TOKENS = 16, WARPS = TOKENS_PER_BLOCK / TOKENS, THREADS = 32 * WARPS;
-constexpr int LANES = ROW_STRIDE / 16, TURNS = TOKENS * LANES / 32;  // lanes that share a token's keys
+constexpr int LANES = ROW_STRIDE / 16;       // that share a token's keys
+constexpr int ROUNDS = TOKENS * LANES / 32;  // of loads
 
 __shared__ RequestTokens<THREADS> tokens;
 
@@ -39,7 +42,7 @@ __device__ __forceinline__ int64_t rows_of_request(const GatherKeysParams& p, in
 
 struct Token {
     const uint8_t* from;   // its keys, null where its block does not exist
-    const uint8_t* scale;  // the same of its scale
+    const uint8_t* scale;  // its scale, or null
     int64_t row;           // -1 where there is no token
 };
 
@@ -52,8 +55,9 @@ __device__ __forceinline__ Token find_token(const GatherKeysParams& p, int first
         const int32_t block = p.table.blocks[request * p.table.stride + position.column];
         if (uint32_t(block) < uint32_t(p.num_blocks)) {
             const uint8_t* start = p.cache + block * p.block_stride;
-            token.from = start + int64_t(position.offset) * ROW_STRIDE;
-            token.scale = start + int64_t(p.table.block_size.value) * ROW_STRIDE + int64_t(position.offset) * SCALE_STRIDE;
+            const auto place = place_in_block(start, position.offset, p.table.block_size.value, ROW_STRIDE);
+            token.from = place.data;
+            token.scale = place.scales;
         }
     }
     return token;
@@ -76,17 +80,17 @@ __device__ __forceinline__ void store_keys(uint8_t* to, const Vec16& v) {
 
 __device__ __forceinline__ void copy_tokens(const GatherKeysParams& p, const Token& mine) {
     const int lane = threadIdx.x % 32;
-    Vec16 keys[TURNS];
+    Vec16 keys[ROUNDS];
     const float scale = mine.scale != nullptr ? *reinterpret_cast<const float*>(mine.scale) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
+    for (int i = 0; i < ROUNDS; ++i) {
         const auto from = reinterpret_cast<const uint8_t*>(
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(mine.from), (i * 32 + lane) / LANES));
         keys[i] = {0, 0, 0, 0};
         if (from != nullptr) keys[i] = load_keys(from + lane % LANES * 16);
     }
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
+    for (int i = 0; i < ROUNDS; ++i) {
         const int64_t row = __shfl_sync(~0u, mine.row, (i * 32 + lane) / LANES);
         if (row >= 0) store_keys(p.keys + row * p.keys_stride + lane % LANES * 16, keys[i]);
     }
@@ -102,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_keys(const __grid_c
             const int64_t item = first + lane % TOKENS;
             copy_tokens(p, item < total ? find_token(p, request, item) : Token{nullptr, nullptr, -1});
         }
-        __syncthreads();  // the sums are done with
+        __syncthreads();  // all have read the sums
     }
 }
 

@@ -1,22 +1,22 @@
-// Lists of every complete compressed row: slots for decode tokens, the rows' numbers for prefill tokens.
-//
-//   one block  a token; 256 threads write its row side by side
+// Lists of every complete compressed row: slots for decode tokens, row numbers for prefill tokens.
+// One CTA a token; 256 threads write its row side by side.
 #include "rows/block_table.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct C128aParams {
     BlockTable table;
-    const int64_t* positions;      // [num_tokens]
-    const int64_t* slot_mapping;   // [num_tokens]
-    const int32_t* token_to_req;   // [num_tokens]
-    int32_t* decode_indices;       // [>= num_decode_tokens, decode_width]
-    int32_t* decode_lens;          // [>= num_decode_tokens]
-    int32_t* prefill_indices;      // [>= num_tokens - num_decode_tokens, prefill_width]
-    int64_t decode_stride;         // items
+    const int64_t* positions;     // [num_tokens]
+    const int64_t* slot_mapping;  // [num_tokens]
+    const int32_t* token_to_req;  // [num_tokens]
+    int32_t* decode_indices;      // [>= num_decode_tokens, decode_width]
+    int32_t* decode_lens;         // [>= num_decode_tokens]
+    int32_t* prefill_indices;     // [>= num_tokens - num_decode_tokens, prefill_width]
+    int64_t decode_stride;        // items
     int64_t prefill_stride;
     int32_t decode_width, prefill_width;
     int32_t num_decode_tokens;
     int32_t ratio;
-    int32_t most;                  // rows a list may have
+    int32_t most;  // rows that a list may have
     int32_t unused;
 };
 

@@ -1,8 +1,8 @@
 // A prefill token's list of workspace rows: the compressed rows its indexer chose, then its sliding window.
-//
-//   one block  a token; 256 threads write its row of `width` entries side by side
+// One CTA a token; 256 threads write its row of `width` entries side by side.
 #include "indices/queries.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct CombineSwaParams {
     Queries queries;
     const int32_t* chosen;       // [num_tokens, >= topk] compressed positions
@@ -12,8 +12,8 @@ struct CombineSwaParams {
     int64_t chosen_stride;       // items
     int64_t out_stride;
     int32_t window, ratio, topk;
-    int32_t rows;                // of the workspace, a request
-    int32_t compressed_rows;     // of those, the first ones
+    int32_t rows;             // of the workspace for each request
+    int32_t compressed_rows;  // of those, the first ones
     int32_t width;
 };
 

@@ -1,7 +1,9 @@
-// The slot of the compressed row that a query token owns, -1 where it owns none. One thread an entry of `out`.
+// The slot of the compressed row that a query token completes, -1 where it completes none. One thread an entry of
+// `out`.
 #include "indices/queries.cuh"
 #include "rows/block_table.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct CompressedSlotsParams {
     BlockTable table;
     Queries queries;
@@ -12,7 +14,8 @@ struct CompressedSlotsParams {
 
 constexpr int THREADS = TOKENS_PER_BLOCK;
 
-extern "C" __global__ void __launch_bounds__(THREADS) compressed_slots(const __grid_constant__ CompressedSlotsParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compressed_slots(const __grid_constant__ CompressedSlotsParams p) {
     const int32_t token = blockIdx.x * THREADS + threadIdx.x;
     if (token >= p.size) return;
     int64_t slot = -1;

@@ -1,17 +1,18 @@
 // Positions in a request to slots of the paged cache, or to rows of a prefill's workspace.
 //
-//   grid     one block a few consecutive tokens (ROWS at most): tokens of one request usually stand together
-//   block    256 threads walk each token's row of K entries, 2 x 4 entries a thread and turn: two 16-byte loads under
+//   grid     a CTA takes a few consecutive tokens, which mostly belong to one request
+//   CTA      256 threads walk each token's row of k entries, 2 x 4 entries a thread at a time: two 16-byte loads under
 //            way, then the look-ups, then two 16-byte stores
-//   table    STAGED > 0: the request's row of the block table is copied to shared memory first and again whenever
-//            the request changes; the look-ups of a warp then cost a few bank conflicts, where scattered reads
-//            of global memory would cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches,
-//            where copying the table row costs more than it saves, and for rows wider than STAGED.
-//   counts   valid entries by warp reduction and one shared-memory add a warp and token
+//   table    STAGED > 0: the request's row of the block table is copied to shared memory first, and again whenever the
+//            request changes. The look-ups of a warp then cost a few bank conflicts; scattered reads of global memory
+//            would cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches, where copying the
+//            row costs more than it saves, and for rows wider than STAGED.
+//   counts   valid entries, by a warp reduction and one atomic add in shared memory a warp and token
 //
-// Shared memory: 4 * STAGED bytes and 4 bytes a token.
+// Shared memory (static): 4 * STAGED bytes, and 4 bytes a token.
 #include "rows/block_table.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct ConvertParams {
     BlockTable table;
     const int32_t* req_id;          // [num_tokens]
@@ -24,21 +25,22 @@ struct ConvertParams {
     int64_t positions_stride;       // items
     int64_t out_stride;
     int32_t num_tokens, k, num_prefills;
-    int32_t rows;                   // tokens a block
-    int32_t aligned;                // every row starts at a multiple of 16 bytes, in and out
+    int32_t rows;     // tokens a CTA
+    int32_t aligned;  // every row starts at a multiple of 16 bytes, in and out
 };
 
-constexpr int THREADS = 256, ROWS = MAX_TOKENS_PER_BLOCK, WIDE = 4, TURN = 2;
+constexpr int THREADS = 256, WIDE = 4, LOADS = 2;
 
 #if STAGED > 0
 __shared__ int32_t staged[STAGED];
 #endif
-__shared__ int32_t valid[ROWS];
+__shared__ int32_t valid[MAX_TOKENS_PER_BLOCK];
 
-// What a token's entries are looked up in.
+// Where a token's entries are looked up.
 struct Lookup {
-    const int32_t* blocks;  // its request's row of the block table, null for prefills and where there is no such request
-    int32_t start;          // prefills: its first workspace row, else -1
+    // The request's row of the block table; null for prefills and for requests that do not exist.
+    const int32_t* blocks;
+    int32_t start;  // prefills: the first workspace row, else -1
 };
 
 __device__ __forceinline__ int32_t slot_of_position(const ConvertParams& p, const Lookup& in, int32_t position) {
@@ -59,7 +61,7 @@ __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, i
     const int32_t* row = p.table.blocks + request * p.table.stride;
 #if STAGED > 0
     if (request != staged_request) {
-        __syncthreads();  // nobody still reads the row before
+        __syncthreads();  // no thread still reads the previous row
         for (int i = threadIdx.x; i < p.table.width; i += THREADS) staged[i] = row[i];
         __syncthreads();
         staged_request = request;
@@ -71,7 +73,7 @@ __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(const __grid_constant__ ConvertParams p) {
-    if (threadIdx.x < ROWS) valid[threadIdx.x] = 0;
+    if (threadIdx.x < MAX_TOKENS_PER_BLOCK) valid[threadIdx.x] = 0;
     if (p.counts != nullptr) __syncthreads();
     const int first = blockIdx.x * p.rows, rows = min(p.rows, p.num_tokens - first);
     int32_t staged_request = -1;
@@ -82,18 +84,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(con
         int32_t* to = p.out + (first + row) * p.out_stride;
         int count = 0;
         if (p.aligned) {
-            for (int begin = WIDE * threadIdx.x; begin < p.k; begin += TURN * WIDE * THREADS) {
-                int4 v[TURN];
+            for (int begin = WIDE * threadIdx.x; begin < p.k; begin += LOADS * WIDE * THREADS) {
+                int4 v[LOADS];
 #pragma unroll
-                for (int i = 0; i < TURN; ++i) {
+                for (int i = 0; i < LOADS; ++i) {
                     const int at = begin + i * WIDE * THREADS;
                     if (at < p.k) v[i] = *reinterpret_cast<const int4*>(from + at);
                 }
 #pragma unroll
-                for (int i = 0; i < TURN; ++i) {
+                for (int i = 0; i < LOADS; ++i) {
                     const int at = begin + i * WIDE * THREADS;
                     if (at >= p.k) break;
-                    const int4 w = {slot_of_position(p, in, v[i].x), slot_of_position(p, in, v[i].y), slot_of_position(p, in, v[i].z), slot_of_position(p, in, v[i].w)};
+                    const int4 w = {slot_of_position(p, in, v[i].x), slot_of_position(p, in, v[i].y),
+                                    slot_of_position(p, in, v[i].z), slot_of_position(p, in, v[i].w)};
                     *reinterpret_cast<int4*>(to + at) = w;
                     count += (w.x >= 0) + (w.y >= 0) + (w.z >= 0) + (w.w >= 0);
                 }

@@ -1,7 +1,8 @@
-// Where a batch's query tokens stand: their requests, and their places in the requests' sequences.
+// The query tokens of a batch: their requests, and their positions in the requests' sequences.
 #pragma once
 #include "ptx/types.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct Queries {
     const int32_t* starts;    // [num_requests + 1] first token of each request
     const int32_t* seq_lens;  // [num_requests]
@@ -9,17 +10,21 @@ struct Queries {
     int32_t num_tokens;
 };
 
-// The request of a token, counted as `starts` counts; -1 for tokens before the first one's and past the last one's.
+// The request of a token, which is counted as `starts` counts. -1: the token is before the first request's or beyond
+// the last one's.
 __device__ __forceinline__ int32_t request_of(const Queries& q, int32_t token) {
     int32_t low = 0, high = q.num_requests + 1;  // starts[low - 1] <= token < starts[high]
     while (low < high) {
         const int32_t middle = (low + high) / 2;
-        if (q.starts[middle] <= token) low = middle + 1; else high = middle;
+        if (q.starts[middle] <= token)
+            low = middle + 1;
+        else
+            high = middle;
     }
     return low - 1 < q.num_requests ? low - 1 : -1;
 }
 
-// The place of a request's token in its sequence, of which the query is the end; -1 where it has none.
+// The position of a request's token in the sequence, whose end the query tokens are. -1 where it has none.
 __device__ __forceinline__ int32_t position_of(const Queries& q, int32_t request, int32_t token) {
     if (uint32_t(request) >= uint32_t(q.num_requests)) return -1;
     const int64_t position = int64_t(q.seq_lens[request]) - q.starts[request + 1] + token;

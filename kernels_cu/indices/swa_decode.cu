@@ -1,9 +1,9 @@
 // The sliding window of each decode token as slots of the paged cache.
-//
-//   one warp  a token; its lanes walk the window, so neighbours look up the same block and write side by side
+// One warp a token; its lanes walk the window, so that neighbours look up the same block and write side by side.
 #include "indices/queries.cuh"
 #include "rows/block_table.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct SwaDecodeParams {
     BlockTable table;
     Queries queries;

@@ -1,27 +1,32 @@
-// PTX ISA: thread-block clusters: rank and size, barrier.cluster, mapa, ld.shared::cluster. sm_90.
+// PTX ISA: thread-block clusters: %cluster_ctarank, %cluster_nctarank, %clusterid, barrier.cluster, mapa,
+// ld.shared::cluster. sm_90.
 #pragma once
+#include "ptx/fence.cuh"
 #include "ptx/types.cuh"
 
+// This CTA's number in its cluster.
 __device__ __forceinline__ int cluster_rank() {
     int rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
+// CTAs of the cluster.
 __device__ __forceinline__ int cluster_size() {
     int size;
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
     return size;
 }
 
-// The number of the block's cluster along x.
+// The cluster's number along x.
 __device__ __forceinline__ int cluster_index() {
     int index;
     asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
     return index;
 }
 
-// Wait for all threads of the cluster; what they wrote to shared or global memory before is then visible to all of them.
+// Wait for all threads of the cluster. What they wrote before to shared or global memory is then visible to all of
+// them.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.release.aligned;\n"
@@ -29,10 +34,10 @@ __device__ __forceinline__ void cluster_sync() {
             : "memory");
 }
 
-// The same where the blocks' writers have met at barriers of their own since: the fence of one thread of each block, which says
-// so, does for all of them.
-__device__ __forceinline__ void cluster_sync_with_one_fence(bool mine) {
-    if (mine) asm volatile("fence.acq_rel.cluster;" ::: "memory");
+// The same with a single fence a CTA, by the thread that passes true. The threads that wrote must have met that thread
+// at a barrier of their CTA.
+__device__ __forceinline__ void cluster_sync_with_one_fence(bool fences) {
+    if (fences) fence_cluster();
     __syncwarp();
     asm volatile(
         "barrier.cluster.arrive.relaxed.aligned;\n"
@@ -40,7 +45,7 @@ __device__ __forceinline__ void cluster_sync_with_one_fence(bool mine) {
             : "memory");
 }
 
-// The same place in the shared memory of block `rank` of the cluster.
+// The same place in the shared memory of CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

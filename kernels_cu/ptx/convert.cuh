@@ -1,4 +1,4 @@
-// Conversions between float32, bfloat16, float8_e4m3fn and UE8M0. PTX ISA: cvt, ex2, lg2, rcp; abs, max and mul of two.
+// PTX ISA: cvt. Conversions between float32, float16, bfloat16, float8_e4m3fn and UE8M0.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -9,7 +9,7 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float lo, float hi) {
     return packed;
 }
 
-// cvt.rn.f16x2.f32: the same to float16; what is too large becomes infinite.
+// cvt.rn.f16x2.f32: the same to float16; a value that is too large becomes infinite.
 __device__ __forceinline__ uint32_t pack_f16x2(float lo, float hi) {
     uint32_t packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
@@ -30,73 +30,29 @@ __device__ __forceinline__ float2 f16x2_to_float(uint32_t packed) {
     return v;
 }
 
-// mul.f16x2
-__device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
-    uint32_t product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
 __device__ __forceinline__ float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
-__device__ __forceinline__ uint32_t bf16x2_to_f16x2(uint32_t packed) { return pack_f16x2(bf16_low(packed), bf16_high(packed)); }
 __device__ __forceinline__ float bf16_to_float(bf16 v) { return __uint_as_float(uint32_t(v) << 16); }
 
-// ex2.approx, lg2.approx: base-2 exponential and logarithm.
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+// Two bfloat16 to two float16.
+__device__ __forceinline__ uint32_t bf16x2_to_f16x2(uint32_t packed) {
+    return pack_f16x2(bf16_low(packed), bf16_high(packed));
 }
 
-// rcp.approx: 1 / x with a relative error of at most 2^-23.
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+// The power of two with a biased exponent (2^(exponent - 127)), and its inverse.
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent) << 23); }
+__device__ __forceinline__ float inverse_power_of_two(int exponent) {
+    return __uint_as_float(uint32_t(254 - exponent) << 23);
 }
 
-// Two 16-bit numbers at once; of a number and a NaN the maximum is the number.
-__device__ __forceinline__ uint32_t abs_bf16x2(uint32_t x) {
-    uint32_t y;
-    asm("abs.bf16x2 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-__device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t y;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-// max(|a|, |b|), with any sign.
-__device__ __forceinline__ uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t y;
-    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
-    uint32_t y;
-    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t y;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-
-__device__ __forceinline__ uint32_t larger_half(uint32_t two) { return max(two & 0xffff, two >> 16); }
-
-// 2^(exponent - 127) twice, as bfloat16.
+// The same twice, as bfloat16.
 __device__ __forceinline__ uint32_t power_of_two_bf16x2(int exponent) { return uint32_t(exponent) * 0x00800080; }
 
-// A UE8M0 byte to the float32 power of two it stands for; 0 is 2^-127, 255 NaN.
+// A UE8M0 byte to the power of two it stands for. 0 is 2^-127, 255 is NaN.
 __device__ __forceinline__ float ue8m0_to_float(uint32_t byte) {
-    return byte == 0 ? __uint_as_float(0x00400000u) : byte == 255 ? __uint_as_float(0x7fffffffu) : __uint_as_float(byte << 23);
+    return byte == 0     ? __uint_as_float(0x00400000u)
+           : byte == 255 ? __uint_as_float(0x7fffffffu)
+                         : __uint_as_float(byte << 23);
 }
 
 // Four e4m3 bytes to two pairs of f16, exact. sm_89.
@@ -131,9 +87,9 @@ __device__ __forceinline__ void e4m3x4_to_float(uint32_t bytes, float (&v)[4]) {
         : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
         : "r"(bytes));
 #else
-    // No conversion instruction before sm_89: s eeee mmm is shifted to s 0000eeee mmm0.. of a float32, whose exponent
-    // is then 120 too small; one multiply mends that, subnormals included, but the shifted value must not be flushed,
-    // so it goes through f16 (s 0eeee mmm0..., 2^8 too small), whose subnormals cvt keeps.
+    // There is no conversion instruction before sm_89. s eeee mmm is shifted to the f16 s 0eeee mmm0..., which is 2^8
+    // too small; cvt to float32 keeps its subnormals, and one multiplication by 2^8 follows. (Shifted to a float32
+    // directly, subnormals would be flushed to zero.)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const uint32_t b = bytes >> (8 * i);

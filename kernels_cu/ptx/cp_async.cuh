@@ -1,25 +1,26 @@
-// PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group, cp.async.wait_all. sm_80 and later.
+// PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group, cp.async.wait_all. sm_80.
 #pragma once
 #include "ptx/types.cuh"
 
-// cp.async.cg: 16 bytes from global to shared memory past L1; `valid` false writes zeros and reads nothing.
+// cp.async.cg: 16 bytes from global to shared memory past L1. If `valid` is false, zeros are written and nothing is
+// read.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// cp.async.ca: 8 bytes.
+// cp.async.ca: the same for 8 bytes.
 __device__ __forceinline__ void cp_async_8(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid ? 8 : 0) : "memory");
 }
 
-// cp.async.commit_group: what this thread has started since the last commit becomes one group.
+// cp.async.commit_group: the copies that this thread has started since the last commit become one group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// cp.async.wait_group: until at most N of this thread's newest groups are still under way.
+// cp.async.wait_group: wait until at most N of this thread's newest groups are under way.
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// cp.async.wait_all: until all that this thread has started is done, committed or not.
+// cp.async.wait_all: wait until all copies that this thread has started are done, committed or not.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -1,5 +1,5 @@
-// PTX ISA: mbarrier.init, .arrive, .arrive.expect_tx, .try_wait.parity, cp.async.mbarrier.arrive.noinc, cp.async.bulk,
-// fence.proxy.async. sm_90.
+// PTX ISA: mbarrier.init, .arrive, .arrive.expect_tx, .try_wait.parity; cp.async.mbarrier.arrive.noinc; cp.async.bulk;
+// fence.mbarrier_init. sm_90.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -7,25 +7,30 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// One arrival, which releases what this thread has written.
+// fence.mbarrier_init: makes initialised barriers visible.
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// One arrival. It releases what this thread has written.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// A warp's arrivals. Those of its lanes would take turns, so one arrives for all. With EVERY_LANE_ARRIVES all do: racecheck does
-// not see that they have met before (benchmarks/racecheck.py).
+// Arrivals of a warp. Lanes that arrive take turns, so one lane arrives for all. With EVERY_LANE_ARRIVES all lanes do:
+// racecheck does not see that they have met before (benchmarks/racecheck.py).
 #ifdef EVERY_LANE_ARRIVES
 constexpr int WARP_ARRIVALS = 32;
 #else
 constexpr int WARP_ARRIVALS = 1;
 #endif
 
-// The arrival of a warp whose lanes have met (__syncwarp).
+// A warp's arrival. Its lanes must have met (__syncwarp).
 __device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t barrier, int lane) {
     if (WARP_ARRIVALS == 32 || lane == 0) mbarrier_arrive(barrier);
 }
 
-// The same at two barriers at once, those that lanes 0 and 1 name.
+// A warp's arrivals at two barriers: those that lanes 0 and 1 pass.
 __device__ __forceinline__ void mbarrier_arrive_for_warp_at_two(uint32_t barrier, int lane) {
     if constexpr (WARP_ARRIVALS == 32) {
         mbarrier_arrive(__shfl_sync(~0u, barrier, 0));
@@ -35,7 +40,7 @@ __device__ __forceinline__ void mbarrier_arrive_for_warp_at_two(uint32_t barrier
     }
 }
 
-// One arrival, which tells the phase to wait for `bytes` of bulk copies, too.
+// One arrival. The phase then also waits for `bytes` of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -45,10 +50,11 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Start to copy `bytes` from global to shared memory, all multiples of 16, which will count at a barrier.
+// cp.async.bulk: start to copy `bytes` from global to shared memory. Both addresses and the count are multiples of 16.
+// The copied bytes count at `barrier`.
 __device__ __forceinline__ void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "r"(bytes), "r"(barrier)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
@@ -66,9 +72,3 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         "r"(parity)
         : "memory");
 }
-
-// fence.mbarrier_init: makes initialised barriers visible.
-__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-// fence.proxy.async: orders accesses of shared memory by ordinary instructions before those of wgmma.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,7 +1,7 @@
-// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16, float32 accumulators, and ldmatrix. sm_80 and later.
+// PTX ISA: mma.sync.aligned.m16n8k16 on bfloat16 or float16, float32 accumulators. sm_80.
 //
 // Fragments of a warp, lane = 4 * g + t:
-//   A (16 x 16): a[0] row g, columns 2t 2t+1; a[1] row g + 8; a[2], a[3] the same 8 columns on
+//   A (16 x 16): a[0] row g, columns 2t 2t+1; a[1] row g + 8; a[2], a[3] the same rows, 8 columns on
 //   B (16 x 8):  b[0] rows 2t 2t+1, column g; b[1] 8 rows on
 //   C (16 x 8):  c[0] c[1] row g, columns 2t 2t+1; c[2] c[3] row g + 8
 #pragma once
@@ -19,20 +19,4 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// ldmatrix .x4: four 8 x 8 matrices of 16-bit items; lanes 8i .. 8i+7 give the row addresses of matrix i.
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-// ldmatrix .x4.trans: the same, each matrix transposed on the way.
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
 }

@@ -1,30 +1,32 @@
-// PTX ISA: wgmma.mma_async (m64nNk16, bfloat16, float32 accumulators), its fence, commit and wait. sm_90a.
+// PTX ISA: wgmma.mma_async m64nNk16 with float32 accumulators, N = 8, 16, 32, 64 or 256, on bfloat16 or float16, A in
+// registers or in shared memory; wgmma.fence, .commit_group, .wait_group. sm_90a.
 //
-// Four warps, one warpgroup, multiply together. Accumulators of warp w, lane 4 g + t: rows 16 w + g and + 8,
-// c[4 j + 0], c[4 j + 1] columns 8 j + 2 t and + 1 of the first row, c[4 j + 2], c[4 j + 3] the same of the second.
-// A from registers: the fragments of mma.m16n8k16 (mma_sync.cuh), each warp its 16 rows.
+// A warpgroup multiplies together. Accumulators of warp w, lane 4 g + t: c[4 j + 2 i + k] is row 16 w + g + 8 i,
+// column 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
 #pragma once
+#include "ptx/registers.cuh"
 #include "ptx/types.cuh"
 
-// The description of an operand in shared memory, 128-byte swizzle: 64 bf16 (128 bytes) by 8 lines make 1024 bytes, in
-// which 16-byte chunk c of line r stands at c ^ (r & 7).
+// The description of an operand in shared memory under the 128-byte swizzle: a core matrix is 8 lines of 128 bytes (64
+// values), and 16-byte chunk c of line r stands at c ^ (r & 7) (tile/swizzle.cuh).
 //   K-major (Q, K):  lines are rows; `line_groups` = bytes from 8 rows to the next 8.
 //   MN-major (V):    lines are steps of k, 64 columns wide; `line_groups` as above, `columns` = bytes to the next 64.
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t line_groups, uint32_t columns) {
-    return uint64_t(1) << 62 | uint64_t(line_groups >> 4) << 32 | uint64_t(columns >> 4) << 16 | (address & 0x3ffff) >> 4;
+    return uint64_t(1) << 62 | uint64_t(line_groups >> 4) << 32 | uint64_t(columns >> 4) << 16 |
+           (address & 0x3ffff) >> 4;
 }
 
-// The same of a K-major operand without swizzle: 8 lines of 16 bytes make 128 bytes; `columns` = bytes to the next 8 of k.
+// The same of a K-major operand without swizzle: 8 lines of 16 bytes make 128 bytes; `columns` = bytes to the next 8
+// of k.
 __device__ __forceinline__ uint64_t wgmma_plain_operand(uint32_t address, uint32_t line_groups, uint32_t columns) {
     return uint64_t(line_groups >> 4) << 32 | uint64_t(columns >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// The description of what lies `bytes` further, a multiple of 16. Cheaper than a new one: those take four uniform
-// instructions that wait for one another, in front of every wgmma.
+// The description of an operand that starts `bytes` further on, a multiple of 16. Cheaper than a new description: that
+// takes four uniform instructions, each waiting for the one before, in front of every wgmma.
 __device__ __forceinline__ uint64_t wgmma_further(uint64_t operand, uint32_t bytes) {
     const uint32_t high = uint32_t(operand >> 32);
-    uint32_t low = uint32_t(operand);
-    asm("" : "+r"(low));  // an addition is all that is to be made of it
+    const uint32_t low = opaque_value(uint32_t(operand));  // or the compiler makes more than an addition of it
     return uint64_t(high) << 32 | (low + (bytes >> 4));
 }
 
@@ -34,101 +36,118 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 // wgmma.commit_group
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// wgmma.wait_group: until at most N of the newest groups are still under way.
+// wgmma.wait_group: wait until at most N of the newest groups are under way.
 template <int N>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// 64 x 64 = A . B^T over 16 of k, both K-major in shared memory. What was in c is not read, so that the compiler sees no
-// dependence on it.
-__device__ __forceinline__ void wgmma_m64n64k16_first(float (&c)[32], uint64_t a, uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+enum class Values { BF16, F16 };
+// SET: c = A . B, and c is not read, so that the compiler sees no dependence on it. ADD: c += A . B.
+enum class Sum { SET, ADD };
+// How an operand lies in shared memory: K, the values of one row or column side by side; MN, those of one step of k.
+enum class Major { K, MN };
+
+// An instruction names each register, so lists of them are spelled out, once: R<n> is the text, C<n>(k) the
+// accumulators with constraint k.
+#define C4_AT(k, i) k(c[i]), k(c[i + 1]), k(c[i + 2]), k(c[i + 3])
+#define C16_AT(k, i) C4_AT(k, i), C4_AT(k, i + 4), C4_AT(k, i + 8), C4_AT(k, i + 12)
+#define C32_AT(k, i) C16_AT(k, i), C16_AT(k, i + 16)
+#define C4(k) C4_AT(k, 0)
+#define C8(k) C4_AT(k, 0), C4_AT(k, 4)
+#define C16(k) C16_AT(k, 0)
+#define C32(k) C32_AT(k, 0)
+#define C128(k) C32_AT(k, 0), C32_AT(k, 32), C32_AT(k, 64), C32_AT(k, 96)
+#define R4 "%0, %1, %2, %3"
+#define R8 R4 ", %4, %5, %6, %7"
+#define R16 R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define R32  \
+    R16 ", " \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, 0, 1, 1, 0, 0;"
-        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]), "=f"(c[6]), "=f"(c[7]),
-          "=f"(c[8]), "=f"(c[9]), "=f"(c[10]), "=f"(c[11]), "=f"(c[12]), "=f"(c[13]), "=f"(c[14]), "=f"(c[15]),
-          "=f"(c[16]), "=f"(c[17]), "=f"(c[18]), "=f"(c[19]), "=f"(c[20]), "=f"(c[21]), "=f"(c[22]), "=f"(c[23]),
-          "=f"(c[24]), "=f"(c[25]), "=f"(c[26]), "=f"(c[27]), "=f"(c[28]), "=f"(c[29]), "=f"(c[30]), "=f"(c[31])
-        : "l"(a), "l"(b));
-}
-
-// 64 x 64 += A . B^T.
-__device__ __forceinline__ void wgmma_m64n64k16(float (&c)[32], uint64_t a, uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, 1, 1, 1, 0, 0;"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
-          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
-          "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
-          "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
-        : "l"(a), "l"(b));
-}
-
-// 64 x 256 += A . B over 16 of k, A in registers, B MN-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n256k16(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+#define R128                                                                                           \
+    R32 ", "                                                                                           \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
-          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
-          "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
-          "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]),
-          "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]),
-          "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]),
-          "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]),
-          "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63]),
-          "+f"(c[64]), "+f"(c[65]), "+f"(c[66]), "+f"(c[67]), "+f"(c[68]), "+f"(c[69]), "+f"(c[70]), "+f"(c[71]),
-          "+f"(c[72]), "+f"(c[73]), "+f"(c[74]), "+f"(c[75]), "+f"(c[76]), "+f"(c[77]), "+f"(c[78]), "+f"(c[79]),
-          "+f"(c[80]), "+f"(c[81]), "+f"(c[82]), "+f"(c[83]), "+f"(c[84]), "+f"(c[85]), "+f"(c[86]), "+f"(c[87]),
-          "+f"(c[88]), "+f"(c[89]), "+f"(c[90]), "+f"(c[91]), "+f"(c[92]), "+f"(c[93]), "+f"(c[94]), "+f"(c[95]),
-          "+f"(c[96]), "+f"(c[97]), "+f"(c[98]), "+f"(c[99]), "+f"(c[100]), "+f"(c[101]), "+f"(c[102]), "+f"(c[103]),
-          "+f"(c[104]), "+f"(c[105]), "+f"(c[106]), "+f"(c[107]), "+f"(c[108]), "+f"(c[109]), "+f"(c[110]), "+f"(c[111]),
-          "+f"(c[112]), "+f"(c[113]), "+f"(c[114]), "+f"(c[115]), "+f"(c[116]), "+f"(c[117]), "+f"(c[118]), "+f"(c[119]),
-          "+f"(c[120]), "+f"(c[121]), "+f"(c[122]), "+f"(c[123]), "+f"(c[124]), "+f"(c[125]), "+f"(c[126]), "+f"(c[127])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+
+#define WGMMA_AS(shape, type, registers, outputs, inputs, ...)                                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k16.f32." type "." type " {" registers "}, " inputs ";" \
+                 : outputs                                                                                         \
+                 : __VA_ARGS__)
+// The instruction for VALUES and SUM, the template parameters of the function that this stands in. `inputs` is the
+// text of the operands behind c, the last inputs are immediates: whether c is read, and which operands are transposed.
+#define WGMMA(shape, registers, outputs, inputs, ...)                           \
+    if constexpr (VALUES == Values::BF16 && SUM == Sum::SET) {                  \
+        WGMMA_AS(shape, "bf16", registers, outputs("=f"), inputs, __VA_ARGS__); \
+    } else if constexpr (VALUES == Values::BF16) {                              \
+        WGMMA_AS(shape, "bf16", registers, outputs("+f"), inputs, __VA_ARGS__); \
+    } else if constexpr (SUM == Sum::SET) {                                     \
+        WGMMA_AS(shape, "f16", registers, outputs("=f"), inputs, __VA_ARGS__);  \
+    } else {                                                                    \
+        WGMMA_AS(shape, "f16", registers, outputs("+f"), inputs, __VA_ARGS__);  \
+    }
+#define A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+
+// 64 x N, N = 2 * (accumulators of a thread). A in shared memory, ...
+template <Values VALUES, Sum SUM, Major A, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[4], uint64_t a, uint64_t b) {
+    WGMMA("n8", R4, C4, "%4, %5, %6, 1, 1, %7, %8", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
+          "n"(B == Major::MN));
+}
+template <Values VALUES, Sum SUM, Major A, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[8], uint64_t a, uint64_t b) {
+    WGMMA("n16", R8, C8, "%8, %9, %10, 1, 1, %11, %12", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
+          "n"(B == Major::MN));
+}
+template <Values VALUES, Sum SUM, Major A, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[16], uint64_t a, uint64_t b) {
+    WGMMA("n32", R16, C16, "%16, %17, %18, 1, 1, %19, %20", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
+          "n"(B == Major::MN));
+}
+template <Values VALUES, Sum SUM, Major A, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
+    WGMMA("n64", R32, C32, "%32, %33, %34, 1, 1, %35, %36", "l"(a), "l"(b), "n"(SUM == Sum::ADD), "n"(A == Major::MN),
+          "n"(B == Major::MN));
+}
+template <Values VALUES, Sum SUM, Major A, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b) {
+    WGMMA("n256", R128, C128, "%128, %129, %130, 1, 1, %131, %132", "l"(a), "l"(b), "n"(SUM == Sum::ADD),
+          "n"(A == Major::MN), "n"(B == Major::MN));
 }
 
-// The same with A in shared memory, K-major.
-__device__ __forceinline__ void wgmma_m64n256k16(float (&c)[128], uint64_t a, uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, 1, 1, 1, 0, 1;"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
-          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
-          "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
-          "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]),
-          "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]),
-          "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]),
-          "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]),
-          "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63]),
-          "+f"(c[64]), "+f"(c[65]), "+f"(c[66]), "+f"(c[67]), "+f"(c[68]), "+f"(c[69]), "+f"(c[70]), "+f"(c[71]),
-          "+f"(c[72]), "+f"(c[73]), "+f"(c[74]), "+f"(c[75]), "+f"(c[76]), "+f"(c[77]), "+f"(c[78]), "+f"(c[79]),
-          "+f"(c[80]), "+f"(c[81]), "+f"(c[82]), "+f"(c[83]), "+f"(c[84]), "+f"(c[85]), "+f"(c[86]), "+f"(c[87]),
-          "+f"(c[88]), "+f"(c[89]), "+f"(c[90]), "+f"(c[91]), "+f"(c[92]), "+f"(c[93]), "+f"(c[94]), "+f"(c[95]),
-          "+f"(c[96]), "+f"(c[97]), "+f"(c[98]), "+f"(c[99]), "+f"(c[100]), "+f"(c[101]), "+f"(c[102]), "+f"(c[103]),
-          "+f"(c[104]), "+f"(c[105]), "+f"(c[106]), "+f"(c[107]), "+f"(c[108]), "+f"(c[109]), "+f"(c[110]), "+f"(c[111]),
-          "+f"(c[112]), "+f"(c[113]), "+f"(c[114]), "+f"(c[115]), "+f"(c[116]), "+f"(c[117]), "+f"(c[118]), "+f"(c[119]),
-          "+f"(c[120]), "+f"(c[121]), "+f"(c[122]), "+f"(c[123]), "+f"(c[124]), "+f"(c[125]), "+f"(c[126]), "+f"(c[127])
-        : "l"(a), "l"(b));
+// ... or in registers.
+template <Values VALUES, Sum SUM, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA("n32", R16, C16, "{%16, %17, %18, %19}, %20, %21, 1, 1, %22", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD),
+          "n"(B == Major::MN));
 }
+template <Values VALUES, Sum SUM, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA("n64", R32, C32, "{%32, %33, %34, %35}, %36, %37, 1, 1, %38", A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD),
+          "n"(B == Major::MN));
+}
+template <Values VALUES, Sum SUM, Major B>
+__device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA("n256", R128, C128, "{%128, %129, %130, %131}, %132, %133, 1, 1, %134", A_REGISTERS, "l"(b),
+          "n"(SUM == Sum::ADD), "n"(B == Major::MN));
+}
+
+#undef C4_AT
+#undef C16_AT
+#undef C32_AT
+#undef C4
+#undef C8
+#undef C16
+#undef C32
+#undef C128
+#undef R4
+#undef R8
+#undef R16
+#undef R32
+#undef R128
+#undef WGMMA_AS
+#undef WGMMA
+#undef A_REGISTERS

@@ -1,7 +1,8 @@
-// A paged cache, or a flat array of rows as a cache of one block, and the index lists that name its rows.
+// A paged cache (a flat array of rows is a cache of one block), and the index lists that name its rows.
 #pragma once
 #include "ptx/types.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
 struct Source {
     const uint8_t* cache;
     const int32_t* indices;  // [b, s_q, topk] slots
@@ -15,12 +16,12 @@ struct Source {
     int32_t block_size;
 };
 
-// Entries of the index list of a query of request `b` that count.
+// How many entries of the index list count, for a query of request `b`.
 __device__ __forceinline__ int list_length(const Source& s, int b) {
     return s.lengths == nullptr ? s.topk : max(0, min(s.lengths[b], s.topk));
 }
 
-// A slot's block and its place in the block.
+// A slot's block, and the row's number in the block.
 struct Slot {
     const uint8_t* block;
     int offset;

@@ -1,12 +1,14 @@
-// The KV-row reader of the cache layout that this file is compiled for (constants: cupy_mla/layouts.py).
-// Every reader is a struct `Rows` with the same members:
-//   QUANTIZED      false when a staged row is already the bf16 row
-//   STAGED_BYTES   bytes of shared memory a staged row takes (quantized layouts)
-//   row_of         where a slot's row lies in the paged cache
-//   none           the row of an invalid entry
-//   copy           start the copy of a row into shared memory, eight lanes a row
-//   FOLDED_SCALES  float32 scales of a row that are kept apart from its values, to be folded into S and P
-//   dequantize     staged rows to a tile of bf16 rows (quantized layouts)
+// The row of the cache layout that this file is compiled for (constants: cupy_mla/layouts.py). Every layout has a
+// struct `Row` with the same members:
+//   QUANTIZED      false if the row in the cache is the bf16 row already
+//   FOLDED_SCALES  float32 scales of a row that are not multiplied into its values but folded into S and P
+//   STAGED_BYTES   shared memory that a copy of the row takes, with scales that stand apart behind it; odd multiples
+//                  of 16, so that eight rows read at the same column meet all banks
+//   data           the row in the cache, null for none
+//   scales()       its scales
+//   in_block       row number `offset` of a block
+//   of_slot        the row of a slot
+//   none           no row
 #pragma once
 #if NUM_SCALES == 0
 #include "rows/bf16.cuh"

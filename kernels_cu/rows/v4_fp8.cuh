@@ -1,34 +1,27 @@
-// Layout V4_FP8: 448 e4m3 and 64 bfloat16 a token; its 7 UE8M0 scales and a pad byte stand after all tokens of the block.
+// Layout V4_FP8: 448 e4m3 and 64 bfloat16 a row. Its 7 UE8M0 scales and a padding byte stand behind all rows of the
+// block.
 #pragma once
-#include "tile/dequantize.cuh"
-#include "tile/gather.cuh"
+#include "rows/paged.cuh"
+#include "rows/place.cuh"
 
-struct Rows {
+struct Row {
     static constexpr bool QUANTIZED = true;
-    static constexpr int STAGED_BYTES = ROW_STRIDE + 16;  // 8 bytes of scales behind the data, rows stay 16-byte aligned
     static constexpr int FOLDED_SCALES = 0;
+    static constexpr int STAGED_BYTES = ROW_STRIDE + 16;  // 8 bytes of scales behind the data; rows stay aligned to 16
 
     const uint8_t* data;
-    const uint8_t* scales;
+    const uint8_t* scale_bytes;
 
-    static __device__ __forceinline__ Rows row_of(const Source& s, int32_t slot) {
+    __device__ __forceinline__ const uint8_t* scales() const { return scale_bytes; }
+
+    static __device__ __forceinline__ Row in_block(const uint8_t* block, int64_t offset, int64_t block_size,
+                                                   int64_t row_stride = ROW_STRIDE) {
+        const auto place = place_in_block(block, offset, block_size, row_stride);
+        return {place.data, place.scales};
+    }
+    static __device__ __forceinline__ Row of_slot(const Source& s, int32_t slot) {
         const Slot at = find_slot(s, slot);
-        return {at.block + int64_t(at.offset) * ROW_STRIDE,
-                at.block + int64_t(s.block_size) * ROW_STRIDE + int64_t(at.offset) * SCALE_STRIDE};
+        return in_block(at.block, at.offset, s.block_size);
     }
-
-    static __device__ __forceinline__ Rows none() { return {nullptr, nullptr}; }
-
-    // `row` is the staged row this lane copies to with seven others.
-    __device__ __forceinline__ void copy(uint32_t staged, int row, int lane, bool) const {
-        copy_row<ROW_STRIDE / 16>(staged + row * STAGED_BYTES + lane % 8 * 16, data, lane);
-        if (lane % 8 == 0) cp_async_8(staged + row * STAGED_BYTES + ROW_STRIDE, scales, scales != nullptr);
-    }
-
-    template <int ROWS, int THREADS>
-    static __device__ __forceinline__ void dequantize(uint32_t staged, uint32_t tile, uint32_t) {
-        dequantize_rows<ROWS, THREADS, STAGED_BYTES>(staged, tile, [](uint32_t row, int chunk) {
-            return ue8m0_to_float(load_shared_byte(row + ROW_STRIDE + chunk / (SCALE_TILE / 8)));
-        });
-    }
+    static __device__ __forceinline__ Row none() { return {nullptr, nullptr}; }
 };

@@ -16,8 +16,9 @@ from cupy_mla import layouts
 from cupy_mla.arrays import aligned_up
 from cupy_mla.bridges import describe
 from cupy_mla.calls import signature
-from cupy_mla.calls.program import Compiled, TracedCall, run
-from cupy_mla.calls.signature import Signatures, forget_calls
+from cupy_mla.calls.form import Form
+from cupy_mla.calls.program import TracedCall, run
+from cupy_mla.calls.signature import Run, Signatures, forget_calls
 from cupy_mla.cuda.structs import ATTENTION, PACK
 from cupy_mla.layouts import BFLOAT16
 from tests.fake_gpu import FakeGPU, HostCuPy, Submitted
@@ -38,23 +39,22 @@ def gpu(monkeypatch) -> Iterator[FakeGPU]:
 
 
 @pytest.fixture
-def repeats(monkeypatch) -> list[Compiled]:
+def repeats(monkeypatch) -> list[Run]:
     """The compiled forms that calls ran, those that were compiled for them included."""
-    seen: list[Compiled] = []
-    make = signature.compiled
+    seen: list[Run] = []
+    make = Form.__init__
 
-    def noted(call: TracedCall) -> Compiled:
-        form = make(call)
+    def noted(form: Form, call: TracedCall) -> None:
+        make(form, call)
+        body = form.body
 
-        def run(*arguments: Any) -> Any:
-            result = form(*arguments)
-            if result is not NotImplemented:
-                seen.append(form)
-            return result
+        def noting(*arguments: Any) -> Any:
+            seen.append(body)
+            return body(*arguments)
 
-        return run
+        form.body = noting
 
-    monkeypatch.setattr(signature, "compiled", noted)
+    monkeypatch.setattr(Form, "__init__", noted)
     return seen
 
 
@@ -174,7 +174,7 @@ def test_sizes_leave_no_forms_behind(gpu, traces):
     for n in range(1, 3000, 7):
         cupy_mla.concat_and_cache_mla(kvc[:n], kpe[:n], cache, slots[:n])
     assert len(traces) <= 2
-    assert sum(map(len, kept_by(cupy_mla.concat_and_cache_mla).forms.values())) <= 2
+    assert sum(len(s.forms) for s in kept_by(cupy_mla.concat_and_cache_mla).known.values()) <= 2
 
 
 def test_results_of_cupy_share_memory_and_nothing_else_does(gpu, rng):
@@ -301,7 +301,7 @@ def prefill(s_q: int = 3, **change: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def seen(gpu, repeats, traces) -> list[Compiled]:
+def seen(gpu, repeats, traces) -> list[Run]:
     """The compiled forms that calls ran, once a call has been seen."""
     cupy_mla.sparse_prefill(**prefill())
     cupy_mla.sparse_prefill(**prefill())
@@ -493,7 +493,7 @@ def test_signatures_do_not_pile_up(gpu, seen, monkeypatch):
     monkeypatch.setattr(signature, "MAX_SIGNATURES", 5)
     for number in range(20):
         cupy_mla.sparse_prefill(**prefill(sm_scale=0.1 + number))
-    assert 0 < len(kept_by(cupy_mla.sparse_prefill).forms) <= 5
+    assert 0 < len(kept_by(cupy_mla.sparse_prefill).known) <= 5
     assert len(kept_by(cupy_mla.sparse_prefill).recent[0, "q", "kv", "indices", "sm_scale"]) <= signature.RECENT
 
 

@@ -24,6 +24,7 @@ def kernel(layout: Layout) -> Kernel:
     )  # fmt: skip
 
 
+@cache
 def cluster_kernel() -> Kernel:
     """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
     return kernel(BF16_576)

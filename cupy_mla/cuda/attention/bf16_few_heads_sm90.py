@@ -1,4 +1,4 @@
-"""`kernels_cu/attention/bf16_few_heads_sm90.cu`: bf16 rows on Hopper, 8, 16 or 32 heads of one or two queries at a time."""
+"""`kernels_cu/attention/bf16_few_heads_sm90.cu`: bf16 rows on Hopper, 8, 16 or 32 heads of one or two queries a CTA."""
 
 from __future__ import annotations
 

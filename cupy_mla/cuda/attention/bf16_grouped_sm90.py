@@ -24,10 +24,10 @@ MAX_QUERIES = 8  # of a group
 MAX_HEADS = 32  # of a call
 REST_FEW_HEADS = 16  # up to which the queries that are left are for `bf16_few_heads_sm90`, above for `bf16_sm90`
 
-# The most rows of a united list, as a share of its lists' entries, with which a group is the faster way: the time that
-# an entry takes otherwise over that of a row of a united list: 0.74 on the kernel for few heads, 0.95 on this one. Clear
-# of what random lists come to, so that all groups of such a call go one way: with 4 and 16 rows of the cache for an
-# entry 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
+# A group is faster than its queries one by one up to this many rows in the united list, as a share of all list
+# entries. Measured: an entry takes 0.74 of the time of a united row on the kernel for few heads, 0.95 on this one.
+# The limits lie between the shares that random lists come to, so that all groups of such a call go one way: with 4
+# and 16 rows of the cache for each entry 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
 MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
 
 LEAST_SCALE = 2.0**-60  # sm_scale from which groups can be: times -2^120, it takes rows out of a softmax

@@ -85,7 +85,7 @@ class Facts(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes that a choice depends on: heads, query tokens, rows of a query's lists, splits that the caller wants."""
+    """The sizes that a choice depends on: heads, query tokens, entries of a query's lists, splits asked for."""
 
     h_q: int
     queries: int
@@ -298,7 +298,13 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None) -> Choice:
 
 
 class Chooser:
-    """`choose` for calls of one signature, which remembers what it chose."""
+    """`choose` for calls of one signature, which remembers what it chose.
+
+    Attributes:
+        depends_on: tells what a choice depends on beside the arguments.
+    """
+
+    depends_on = staticmethod(asked_kernel)
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts

@@ -1,8 +1,8 @@
 """How long a launch of an attention kernel takes on an H200, for `choose.py`: microseconds fitted to measurements.
 
 A query's rows may be split, so that a small batch fills the GPU. Splits of a query are CTAs of one cluster, which merge
-what they found, or they leave partial results, which `combine.cu` merges, or both. A `Division` says how a launch is cut
-up; the cheapest one is chosen.
+their results, or they leave partial results, which `combine.cu` merges, or both. A `Division` says how a launch is
+divided; the cheapest one is chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 
 from ..driver import MAX_CLUSTER
 from ..paging import ceil_div
-
 
 KNOWN_QUERIES = 512  # up to which all batches are decided at once: a server meets another one at every step
 
@@ -44,8 +43,8 @@ FP8_CTA, FP8_PAIR = {32: (4.0, 6.0), 64: (7.0, 0.0)}, {32: 3.0, 64: 4.1}
 FP8_MERGE = {32: (3.4, -3.0), 64: (3.5, 5.0)}
 FP8_COMBINE, FP8_PARTIAL = 4.0, {32: 0.3, 64: 1.0}
 
-# The same for the kernel for few heads: a CTA, what is added when the GPU is full, a tile, a round of a tile for each of
-# a CTA's consumer warpgroups, a cluster's merge by the heads of a CTA, combine.cu.
+# The same for the kernel for few heads: a CTA, what is added when the GPU is full, a tile, a round in which each
+# consumer warpgroup takes a tile, a cluster's merge by the heads of a CTA, combine.cu.
 FEW_CTA, FEW_FULL, FEW_TILE, FEW_ROUND = 2.9, 4.8, 1.2, 0.75
 FEW_MERGE = {8: 3.3, 16: 3.3, 32: 5.0}
 FEW_COMBINE, FEW_PARTIAL = 4.2, 1.0
@@ -140,9 +139,10 @@ def few_heads_candidates(
     return Candidates(found, h_q, at_once, list(map(cta, found)), more, FEW_COMBINE, per_partial)
 
 
-# In steps of the portable kernel's main loop (about 4 us on an H200): what a CTA costs besides its steps (Q, first rows,
-# results), what the launch that merges splits costs, and what each split adds to it, once and a CTA. Fitted to 2048 rows
-# at 16, 64 and 128 heads, batch 1 to 64, 1 to 64 splits: what is chosen is within 10 % of the best of those.
+# In steps of the portable kernel's main loop (about 4 us on an H200): what a CTA costs besides its steps (Q, first
+# rows, results), what the launch that merges splits costs, and what each split adds to it, once and for each CTA.
+# Fitted to 2048 rows at 16, 64 and 128 heads, batch 1 to 64, 1 to 64 splits: the choice is within 10 % of the best of
+# those.
 CTA_OVERHEAD = 2.0
 COMBINE_OVERHEAD = 0.5
 SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.08, 0.01

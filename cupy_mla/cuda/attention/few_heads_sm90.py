@@ -41,6 +41,7 @@ def kernel(layout: Layout, heads: int) -> Kernel:
     )  # fmt: skip
 
 
+@cache
 def cluster_kernel(heads: int) -> Kernel:
     """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
     return kernel(V32_FP8, heads)

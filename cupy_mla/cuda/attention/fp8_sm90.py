@@ -33,6 +33,7 @@ def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
     )  # fmt: skip
 
 
+@cache
 def cluster_kernel() -> Kernel:
     """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
     return kernel(V32_FP8, max(HEADS), True)
@@ -57,5 +58,6 @@ def launches(call: Call, heads: int, splits: int, cluster: int, uneven: bool) ->
     if cluster > 1:
         grid = (call.queries * cluster, head_tiles, 1)
         return [Launch(kernel(call.layout, heads, True), grid, call.params, cluster)]
-    work = call.queries * head_tiles * splits
-    return [Launch(kernel(call.layout, heads, False), (work if uneven else least(work, call.gpu.sms), 1, 1), call.params)]
+    items = call.queries * head_tiles * splits
+    ctas = items if uneven else least(items, call.gpu.sms)
+    return [Launch(kernel(call.layout, heads, False), (ctas, 1, 1), call.params)]

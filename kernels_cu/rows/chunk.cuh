@@ -21,9 +21,3 @@ __device__ __forceinline__ void store_chunk(bf16* to, const Vec16& v, bool align
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) to[i] = bf16(w[i / 2] >> (16 * (i % 2)));
 }
-
-// Another lane's pointer.
-template <typename T>
-__device__ __forceinline__ T* shuffle_pointer(T* p, int lane) {
-    return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(p), lane));
-}

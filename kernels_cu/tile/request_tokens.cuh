@@ -1,23 +1,19 @@
-// The tokens of all requests as one list of items, so that blocks share them evenly whatever the requests' lengths.
+// The tokens of all requests as one list of items, so that CTAs share them evenly whatever the requests' lengths.
 //
-// A block looks at THREADS requests at a time. One thread a request, an inclusive sum over their lengths; the items
-// are then dealt out to warps, and whoever has an item finds its request by bisection of the sums.
+// A CTA looks at THREADS requests at a time, a thread a request: an inclusive sum over their lengths. Items are then
+// dealt out to warps, and whoever has an item finds its request by bisection of the sums.
 #pragma once
-#include "ptx/types.cuh"
+#include "tile/warp.cuh"
 
 template <int THREADS>
 struct RequestTokens {
     int64_t ends[THREADS];
     int64_t warp_sums[THREADS / 32];
 
-    // Called by the whole block, each thread with its request's length, 0 where there is none. Returns their sum.
+    // Called by the whole CTA. Each thread passes its request's length, 0 where there is none. Returns the sum.
     __device__ __forceinline__ int64_t sum_up(int64_t length) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int64_t below = __shfl_up_sync(~0u, length, step);
-            if (lane >= step) length += below;
-        }
+        length = inclusive_sum(length, lane);
         if (lane == 31) warp_sums[warp] = length;
         __syncthreads();
         for (int w = 0; w < warp; ++w) length += warp_sums[w];
@@ -28,7 +24,7 @@ struct RequestTokens {
 
     struct Item {
         int request;    // among those looked at
-        int32_t token;  // its place in the request
+        int32_t token;  // its number in the request
     };
 
     // An item below the sum.

@@ -1,30 +1,16 @@
-// Values to e4m3 under a scale, and the scale itself, as the formats' writers compute them: to the bit.
+// Values to e4m3 under a scale and back, and the scale itself, to the bit as the formats' writers compute them.
 #pragma once
+#include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
-#include "tile/chunk.cuh"
+#include "rows/chunk.cuh"
 
 constexpr float E4M3_MAX = 448.0f;
-constexpr float AMAX_FLOOR = 1e-4f;  // keeps power-of-two scales from vanishing with a tile's values
+constexpr float AMAX_FLOOR = 1e-4f;  // keeps power-of-two scales from vanishing with the values
 
-// div.rn.f32, which flushes nothing to zero whatever the compiler's options.
-__device__ __forceinline__ float divide_exactly(float a, float b) {
-    float q;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
-    return q;
-}
-
-// amax / 448 as a division rounds it, for amax a bf16 or AMAX_FLOOR: a product mended by its remainder. Tried for all
-// of them; only quotients below the least normal float32 may differ, and NaN stays NaN. mul, fma: nothing is flushed.
+// amax / 448 rounded as a division rounds it, for amax a bf16 or AMAX_FLOOR. Tried for all of them: only quotients
+// below the least normal float32 may differ. NaN stays NaN.
 __device__ __forceinline__ float scale_from_amax(float amax) {
-    float scale;
-    asm("{\n"
-        ".reg .f32 q, rest;\n"
-        "mul.rn.f32 q, %1, %2;\n"
-        "fma.rn.f32 rest, q, %3, %1;\n"
-        "fma.rn.f32 %0, rest, %2, q;\n"
-        "}\n"
-        : "=f"(scale)
-        : "f"(amax), "f"(1.0f / E4M3_MAX), "f"(-E4M3_MAX));
+    const float scale = divide_by_constant(amax, E4M3_MAX);
     return amax < INF ? scale : amax;
 }
 
@@ -34,13 +20,13 @@ __device__ __forceinline__ float power_of_two_from(float x) {
     return __uint_as_float((bits + 0x7fffffu) & 0xff800000u);
 }
 
-// The largest magnitude of eight bf16 in either half of the result; NaN is left aside. max.bf16x2, abs.bf16x2.
+// The largest magnitudes of eight bf16, those of even and of odd values, in the halves of a word. NaN does not count.
 __device__ __forceinline__ uint32_t amax_pair(const Vec16& v) {
     return max_bf16x2(max_bf16x2(abs_bf16x2(v.x), abs_bf16x2(v.y)), max_bf16x2(abs_bf16x2(v.z), abs_bf16x2(v.w)));
 }
 
-// The largest magnitudes of two tiles at once, each spread over LANES neighbouring lanes that pass eight bf16 of it:
-// the first tile's as a bf16 in the low half, the second's in the high half. Only NaN gives NaN.
+// The largest magnitudes of two scale tiles at once. LANES neighbouring lanes pass eight bf16 of each. The result is a
+// bf16 for the first tile in the low half, for the second in the high half. It is NaN if all values are NaN.
 template <int LANES>
 __device__ __forceinline__ uint32_t tile_amax(const Vec16& first, const Vec16& second) {
     const uint32_t a = amax_pair(first), b = amax_pair(second);
@@ -70,21 +56,24 @@ __device__ __forceinline__ uint32_t sign_bits(uint32_t low, uint32_t high) {
     return __byte_perm(low, high, 0x7531) & 0x80808080u;
 }
 
-// mul.rn.f32, which flushes nothing to zero either.
-__device__ __forceinline__ float multiply_exactly(float a, float b) {
-    float product;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
-    return product;
+// Eight e4m3 bytes times a scale, to eight bf16.
+__device__ __forceinline__ Vec16 dequantize_8(const Vec8& codes, float scale) {
+    float lo[4], hi[4];
+    e4m3x4_to_float(codes.x, lo);
+    e4m3x4_to_float(codes.y, hi);
+    return {pack_bf16x2(lo[0] * scale, lo[1] * scale), pack_bf16x2(lo[2] * scale, lo[3] * scale),
+            pack_bf16x2(hi[0] * scale, hi[1] * scale), pack_bf16x2(hi[2] * scale, hi[3] * scale)};
 }
 
-// Eight bf16 divided by their tile's scale, as e4m3; the bytes are those of an exactly rounded float32 division.
+// Eight bf16 divided by the scale of their scale tile, as e4m3. The bytes are those of a correctly rounded float32
+// division.
 //
-// A product with the reciprocal, mended by its remainder, after very small and very large scales were brought to the
-// middle. Tried on the CPU, with subnormals flushed to zero as the compiler's options have it, for every bf16 x up to
-// amax and every scale that is amax / 448, amax a finite bf16 or AMAX_FLOOR, at least 2^-126, or the power of two from
-// there, with reciprocals up to two units in the last place off, as rcp.approx may be: of 5.3e9 bytes none differs. The
-// product alone fails where x / scale is a tie. Under an infinite scale numbers become 0 and infinities NaN. The mended
-// quotient of -0 is +0, hence the signs.
+// The quotient is a product with the reciprocal, corrected by its remainder; very small and very large scales are
+// brought to the middle of the range first. Tried on the CPU, with subnormals flushed to zero as the compiler's
+// options have it, for every bf16 x up to amax and every scale amax / 448 (amax a finite bf16 or AMAX_FLOOR) of at
+// least 2^-126, and the power of two from there, with reciprocals up to two units in the last place off, as rcp.approx
+// may be: of 5.3e9 bytes none differs. The product alone fails where x / scale is a tie. Under an infinite scale,
+// numbers become 0 and infinities NaN. The corrected quotient of -0 is +0, hence the sign bits.
 __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
     float v[CHUNK];
     widen_8(x, v);

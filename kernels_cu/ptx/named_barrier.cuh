@@ -1,28 +1,18 @@
-// PTX ISA: bar.sync and bar.arrive on a named barrier; setmaxnreg (sm_90a).
+// PTX ISA: bar.sync, bar.arrive and bar.red.or on a named barrier. Barriers are 1 to 15; 0 is __syncthreads.
 #pragma once
 #include "ptx/types.cuh"
 
-// Wait until `threads` threads have come to barrier `id` (1 to 15; 0 is __syncthreads).
+// bar.sync: wait until `threads` threads have arrived at barrier `id`, this one included.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Count as `threads` do, but go on at once.
+// bar.arrive: arrive, and go on at once.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// setmaxnreg: registers a thread of this warpgroup may use from here on.
-template <int N>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// bar.red.or: wait as named_barrier_sync does; true where any of the threads brought true.
+// bar.red.or: wait as named_barrier_sync does. Returns true if any of the threads passed true.
 __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine) {
     uint32_t any;
     asm volatile(

@@ -1,0 +1,266 @@
+"""Forms: a traced call as Python functions of straight lines, for the calls that meet its guards.
+
+`measure` is given the sizes, strides and integer settings of a call; it checks the guards and computes all that follows
+from them: shapes of results, grids, the bytes of parameter structs between the pointers. It runs once for sizes that
+were not seen before. `body` is given what `measure` returned and the arrays: it allocates, puts pointers in their
+places and launches.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from ..arrays import aligned_up
+from ..bridges import dense_strides
+from ..cuda import driver
+from ..cuda.program import Clear, Launch, Pointer, Program, Slot, Step
+from ..cuda.structs import Packed
+from ..sizes import Node, is_node, term
+from .code import Code
+from .graph import LaunchGraph
+from .program import TracedCall
+
+
+class Form:
+    """The compiled form of a traced call.
+
+    Attributes:
+        measure: of shapes, strides, addresses modulo `ALIGNMENT`, and integers; None for a call that it does not hold
+            for, else what `body` wants.
+        body: of what `measure` returned, the arrays' addresses and the arrays; what the operation returns.
+        choices: tell what functions that are looked up depend on beside their arguments.
+    """
+
+    def __init__(self, call: TracedCall) -> None:
+        writer = _Writer(call)
+        self.measure = writer.measure()
+        self.body = writer.body()
+        self.choices = _choices(call)
+
+
+def _choices(call: TracedCall) -> list[Callable[[], Any]]:
+    found = [node[1].depends_on for node in _calls(call) if hasattr(node[1], "depends_on")]
+    return list(dict.fromkeys(found))
+
+
+def _calls(call: TracedCall) -> Iterator[Node]:
+    """The nodes of guards that are calls of functions."""
+
+    def within(node: Any) -> Iterator[Node]:
+        if type(node) is tuple and node and node[0] == "call":
+            yield node
+        elif type(node) is tuple:
+            for part in node[1:]:
+                yield from within(part)
+
+    for guard in call.trace.guards:
+        yield from within(guard)
+
+
+class _Writer:
+    """Writes the two functions of a form.
+
+    Attributes:
+        code: of `body`.
+        sizes: of `measure`.
+    """
+
+    def __init__(self, call: TracedCall) -> None:
+        self.call = call
+        self.place = call.place
+        self.library = call.place.library
+        self.code = Code()
+        self.sizes = Code()
+        self._values: list[str] = []  # what `measure` returns, as expressions in it
+        self._starts: dict[int, str] = {}  # addresses of slots in `body`, by their id
+        self._write_guards()
+        self._write_memory()
+        self._write_steps()
+        self._write_result()
+
+    # values that go from `measure` to `body`
+
+    def _value(self, expression: str) -> str:
+        """The name in `body` of an expression in `measure`."""
+        self._values.append(expression)
+        return f"x{len(self._values) - 1}"
+
+    def _number(self, size: Any) -> str:
+        """The name in `body` of a size."""
+        of = term(size)
+        return self._value(self.sizes.variable(of)) if is_node(of) else self.code.name(of)
+
+    def _tuple(self, sizes: Sequence[Any]) -> str:
+        return self._value(f"({' '.join(f'{self.sizes.variable(term(n))},' for n in sizes)})")
+
+    # what is written
+
+    def _write_guards(self) -> None:
+        """Does the call meet the guards? What a guard needs is computed only when those before it are met."""
+        code = self.sizes
+        pending: list[str] = []
+
+        def flush(at: int) -> None:
+            if pending:
+                code.lines[at:at] = [f"if not ({' and '.join(pending)}):", "    return None"]
+                pending.clear()
+
+        for guard in self.call.trace.guards:
+            before = len(code.lines)
+            condition = code.condition(guard)
+            if len(code.lines) > before:
+                flush(before)
+            pending.append(condition)
+        flush(len(code.lines))
+
+    def _write_memory(self) -> None:
+        """Allocate results, and one piece of memory for all scratch."""
+        code, library, results = self.code, self.library, self.place.results
+        if not results and not self.call.scratch:
+            return
+        make = code.name(library.maker()) if results else ""
+        if results and library.results_share_memory:
+            for k, (slot, offset) in enumerate(zip(results, self._write_shared(results, "memory"), strict=True)):
+                dtype = code.name(library.native_dtype(slot.dtype))
+                code.line(f"r{k} = {make}({self._tuple(slot.shape)}, {dtype}, memory{offset})")
+        else:
+            for k, slot in enumerate(results):
+                shape, strides = self._tuple(slot.shape), self._tuple(dense_strides(slot.shape))
+                code.line(f"r{k} = {make}({shape}, {strides}, {code.name(library.native_dtype(slot.dtype))})")
+                code.line(f"start_r{k} = {library.address.format(a=f'r{k}')}")
+                self._starts[id(slot)] = f"start_r{k}"
+        if self.call.scratch:
+            self._write_shared(self.call.scratch, "scratch")
+
+    def _write_shared(self, slots: Sequence[Slot], name: str) -> list[str]:
+        """One piece of memory for several slots; returns what is added to its start for each."""
+        allocate, address = self.library.allocator()
+        offsets: list[str] = []
+        start, end = 0, 0
+        for slot in slots:
+            start = aligned_up(end) if offsets else 0
+            offsets.append(f" + {self._number(start)}" if offsets else "")
+            end = start + slot.nbytes
+        self.code.line(f"{name} = {self.code.name(allocate)}({self._number(end)})")
+        self.code.line(f"start_{name} = {address.format(a=name)}")
+        for slot, offset in zip(slots, offsets, strict=True):
+            self._starts[id(slot)] = f"start_{name}{offset}"
+        return offsets
+
+    def _address(self, pointer: Pointer) -> str:
+        start = f"p{pointer.slot.argument}" if pointer.slot.argument is not None else self._starts[id(pointer.slot)]
+        offset = term(pointer.offset)
+        return start if type(offset) is int and offset == 0 else f"{start} + {self._number(offset)}"
+
+    def _params(self, params: Packed) -> str:
+        """The expression of a parameter struct: its pointers, and the bytes between them."""
+        formats, values = [], []
+        for is_pointer, fields in groupby(_fields(params), lambda field: isinstance(field[1], Pointer)):
+            if is_pointer:
+                for code, pointer in fields:
+                    formats.append(code)
+                    values.append(self._address(pointer))
+            else:
+                codes, numbers = zip(*fields, strict=True)
+                packed = struct.Struct("=" + "".join(codes))
+                known = [n for n in numbers if n is not None]
+                formats.append(f"{packed.size}s")
+                if any(is_node(term(n)) for n in known):
+                    pack = self.sizes.name(packed.pack)
+                    values.append(self._value(f"{pack}({', '.join(self.sizes.variable(term(n)) for n in known)})"))
+                else:
+                    values.append(self.code.name(packed.pack(*known)))
+        pack = self.code.name(struct.Struct("=" + "".join(formats)).pack)
+        return f"{pack}({', '.join(values)})"
+
+    def _write_steps(self) -> None:
+        """Give the stream its work."""
+        code, place = self.code, self.place
+        if not place.program:
+            return
+        known: tuple[Packed | None, str] = (None, "")
+
+        def given(launch: Launch) -> str:
+            nonlocal known
+            if known[0] is not launch.params:  # launches in a row may share them
+                name = f"params{len(code.lines)}"
+                code.line(f"{name} = {self._params(launch.params)}")
+                known = launch.params, name
+            return ", ".join([*map(self._number, launch.grid), known[1]])
+
+        code.line(f"stream = {code.name(self.library.stream_reader(place.device))}()")
+        for step in in_graphs(place.program, place.device):
+            if isinstance(step, Clear):
+                clear = code.name(driver.clear)
+                code.line(f"{clear}({self._address(step.pointer)}, 0, {self._number(step.nbytes)}, stream)")
+            elif isinstance(step, Launch):
+                arguments, submit = given(step), code.name(step.kernel.submitter(place.device))
+                code.line(f"{submit}(stream, {arguments}, {self._number(step.cluster)})")
+            else:
+                graph = LaunchGraph([launch.kernel for launch in step], place.device)
+                launches = [f"({given(launch)})" for launch in step]
+                code.line(f"{code.name(graph)}(stream, {', '.join(launches)})")
+
+    def _write_result(self) -> None:
+        """Return what the operation returns."""
+        results = {id(slot): f"r{k}" for k, slot in enumerate(self.place.results)}
+        texts = []
+        for leaf in self.call.leaves:
+            argument = self.call.argument_of(leaf)
+            texts.append(results.get(id(leaf)) or (self._number(leaf) if argument is None else f"a{argument}"))
+        self.code.line(f"return {', '.join(texts)}" + ("," if type(self.call.result) is tuple else ""))
+
+    # the functions
+
+    def measure(self) -> Callable[..., tuple[Any, ...] | None]:
+        """The function of sizes: None for a call that does not meet the guards."""
+        call, head = self.call, []
+        parameters = [name for i in call.arrays for name in (f"h{i}", f"s{i}")] + [f"p{i}" for i in call.arrays]
+        parameters += [f"a{i}" for i, value in enumerate(call.values) if type(value) is int]
+        for i in call.arrays:
+            for letter, whole in (("n", f"h{i}"), ("t", f"s{i}")):
+                wanted = [f"{letter}{i}_{k}" for k in range(len(call.values[i].shape))]
+                if any(name in self.sizes.read for name in wanted):
+                    head.append(f"{' '.join(f'{name},' for name in wanted)} = {whole}")
+        result = f"return ({' '.join(f'{value},' for value in self._values)})"
+        return self.sizes.function("measure", parameters, [*head, *self.sizes.lines, result])
+
+    def body(self) -> Callable[..., Any]:
+        """The function that does what the call does."""
+        arrays = self.call.arrays
+        lines = [f"{' '.join(f'x{k},' for k in range(len(self._values)))} = sizes"] if self._values else []
+        parameters = ["sizes", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
+        return self.code.function("body", parameters, [*lines, *self.code.lines])
+
+
+def _fields(params: Packed) -> Iterator[tuple[str, Any]]:
+    """The fields of a struct: format and value, and padding with None for its value."""
+    end = 0
+    for code, offset, value in zip(params.of.codes, params.of.offsets, params.values, strict=True):
+        if offset > end:
+            yield f"{offset - end}x", None
+        end = offset + struct.calcsize(f"={code}")
+        yield code, value
+    if params.of.size > end:
+        yield f"{params.of.size - end}x", None
+
+
+def in_graphs(program: Program, device: int) -> Iterator[Step | list[Launch]]:
+    """A program's steps; neighbouring launches that one CUDA graph can make come as a list."""
+    for joins, steps in groupby(program, lambda step: isinstance(step, Launch) and joins_graphs(step, device)):
+        neighbours: list[Any] = list(steps)
+        if joins and len(neighbours) > 1:
+            yield neighbours
+        else:
+            yield from neighbours
+
+
+def joins_graphs(launch: Launch, device: int) -> bool:
+    """Whether a launch may stand in a CUDA graph of ours: it has no attributes in any call."""
+    kernel, cluster = launch.kernel, launch.cluster
+    alone = type(cluster) is int and cluster == 1
+    return alone and not kernel.cooperative and not driver.overlaps(kernel, device)
+

@@ -1,0 +1,177 @@
+// Merge of a cluster. Each CTA leaves the partial result of its rows in global memory, which L2 holds, the CTAs wait
+// for one another, and each merges a share of the output. (Distributed shared memory moves 10 bytes a cycle and
+// multiprocessor, L2 several times as much.)
+//
+// A partial result is chunks of 16 bytes of O, VALUES of them in a chunk (four float32 or eight float16), in the order
+// in which threads hold them, relative to the head's `ref` and times 1 / `scale`; and {ref, sum, max, scale} for each
+// head. A chunk has the same values of O in every partial result.
+#pragma once
+#include "attention/params.cuh"
+#include "attention/results.cuh"
+#include "ptx/arithmetic.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/convert.cuh"
+
+// Writes a merged head's statistics if `write`, and returns what its O is multiplied with in the end.
+__device__ __forceinline__ float finish_merged_head(const AttentionParams& p, Query query, int head, bool write,
+                                                    float ref, float sum, float max) {
+    if (head >= p.h_q) return 0.0f;
+    const HeadResult result = {max, log2_sum_exp(ref, sum)};
+    if (write) write_statistics(p, query, head, result);
+    return sum == 0.0f ? 0.0f : sink_factor(p, head, result.lse) / sum;
+}
+
+// v += weight * the values of a chunk.
+__device__ __forceinline__ void add_chunk(float (&v)[4], float weight, const float4& chunk) {
+    v[0] += weight * chunk.x;
+    v[1] += weight * chunk.y;
+    v[2] += weight * chunk.z;
+    v[3] += weight * chunk.w;
+}
+__device__ __forceinline__ void add_chunk(float (&v)[8], float weight, const float4& chunk) {
+    const float words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 two = f16x2_to_float(__float_as_uint(words[i]));
+        v[2 * i] += weight * two.x;
+        v[2 * i + 1] += weight * two.y;
+    }
+}
+
+// The partial results of a cluster that works on HEADS heads of a query.
+template <int VALUES>
+struct ClusterResults {
+    static constexpr int CHUNKS = HEADS * D_V / VALUES, STEP = CHUNKS + HEADS;  // from one partial result to the next
+    float4* first;
+    int ctas, rank;
+
+    __device__ __forceinline__ ClusterResults(const AttentionParams& p, int query, int head_tile, int head_tiles)
+        : first(p.cluster_parts), ctas(cluster_size()), rank(cluster_rank()) {
+        first += (int64_t(query) * head_tiles + head_tile) * ctas * STEP;
+    }
+    __device__ __forceinline__ void write(int chunk, float4 v) const { first[int64_t(rank) * STEP + chunk] = v; }
+    __device__ __forceinline__ void write_statistics(int head, float ref, float sum, float max,
+                                                     float scale = 1.0f) const {
+        first[int64_t(rank) * STEP + CHUNKS + head] = make_float4(ref, sum, max, scale);
+    }
+
+    // Wait for the cluster's partial results and merge this CTA's share of the chunks. The CTA's first THREADS threads
+    // merge; `sync` is their barrier. The other threads call cluster_sync_with_one_fence(false): cluster barriers
+    // count every thread.
+    //   weights                                 MAX_CLUSTER x HEADS floats of shared memory that are free
+    //   head_of(chunk), column_of(chunk)          a chunk's head in the head tile, and its first column
+    //   finish(head, write, ref, sum, max)      returns the factor of O; with `write` it writes the head's statistics
+    //   act(head, column, o)                    takes the result
+    template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Sync, typename Act>
+    __device__ __forceinline__ void merge(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish, Sync sync,
+                                          Act act) const {
+        sync();
+        cluster_sync_with_one_fence(threadIdx.x == 0);
+        if (ctas <= 4) {
+            merge_up_to<4, THREADS>(weights, head_of, column_of, finish, sync, act);
+        } else if (ctas <= 8) {
+            merge_up_to<8, THREADS>(weights, head_of, column_of, finish, sync, act);
+        } else if constexpr (CHUNKS <= MAX_CLUSTER * THREADS) {
+            merge_chunk_by_chunk<THREADS>(head_of, column_of, finish, act);
+        } else {
+            merge_up_to<MAX_CLUSTER, THREADS>(weights, head_of, column_of, finish, sync, act);
+        }
+    }
+
+    // The merge of at most CTAS partial results.
+    template <int CTAS, int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Sync, typename Act>
+    __device__ __forceinline__ void merge_up_to(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish,
+                                                Sync sync, Act act) const {
+        constexpr int AT_ONCE = MAX_CLUSTER / CTAS;  // chunks of a thread whose loads are under way at a time
+        const int share = ceil_div(CHUNKS, ctas), end = min(CHUNKS, (rank + 1) * share);
+        int chunk = rank * share + threadIdx.x;
+        float4 o[AT_ONCE][CTAS];
+        auto load = [&] {
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+                for (int i = 0; i < CTAS; ++i) {
+                    o[u][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (i < ctas && chunk + u * THREADS < end)
+                        o[u][i] = __ldcg(first + i * STEP + chunk + u * THREADS);
+                }
+            }
+        };
+        load();
+        find_weights<CTAS, THREADS>(weights, finish);
+        sync();
+#pragma unroll 1
+        for (; chunk < end; chunk += AT_ONCE * THREADS, load()) {
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+                const int at = chunk + u * THREADS, head = head_of(at);
+                if (at >= end) continue;
+                float v[VALUES] = {};
+#pragma unroll
+                for (int i = 0; i < CTAS; ++i) add_chunk(v, weights[i * HEADS + head], o[u][i]);
+                act(head, column_of(at), v);
+            }
+        }
+    }
+
+    // With so many CTAs that a thread has hardly more than one chunk, each thread computes the weights of its head
+    // itself, instead of one thread for all. 0.4 us of 11 faster with 16 CTAs, up to 5 us slower with fewer.
+    template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Act>
+    __device__ __forceinline__ void merge_chunk_by_chunk(HeadOf head_of, ColumnOf column_of, Finish finish,
+                                                         Act act) const {
+        const int share = ceil_div(CHUNKS, ctas), end = min(CHUNKS, (rank + 1) * share);
+#pragma unroll 1
+        for (int chunk = rank * share + threadIdx.x; chunk < end; chunk += THREADS) {
+            const int head = head_of(chunk), column = column_of(chunk);
+            float4 o[MAX_CLUSTER];
+#pragma unroll
+            for (int i = 0; i < MAX_CLUSTER; ++i) {
+                o[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (i < ctas) o[i] = __ldcg(first + i * STEP + chunk);
+            }
+            float weight[MAX_CLUSTER], v[VALUES] = {};
+            const float scale = weigh(head, weight, finish, column == 0);
+#pragma unroll
+            for (int i = 0; i < MAX_CLUSTER; ++i) add_chunk(v, weight[i] * scale, o[i]);
+            act(head, column, v);
+        }
+    }
+
+    // Fills weights [partial result][head]: what O of each partial result is multiplied with. Several threads read a
+    // head's statistics; each stores its share of the weights.
+    template <int CTAS, int THREADS, typename Finish>
+    __device__ __forceinline__ void find_weights(float* weights, Finish finish) const {
+        constexpr int READERS = THREADS / HEADS;
+        const int head = threadIdx.x % HEADS, reader = threadIdx.x / HEADS;
+        float weight[CTAS];
+        const float scale = weigh(head, weight, finish, rank == 0 && reader == 0);
+#pragma unroll
+        for (int i = 0; i < CTAS; ++i) {
+            if (i % READERS == reader) weights[i * HEADS + head] = weight[i] * scale;
+        }
+    }
+
+    // The weight of each partial result for a head. Returns a factor for all of them.
+    template <int CTAS, typename Finish>
+    __device__ __forceinline__ float weigh(int head, float (&weight)[CTAS], Finish finish, bool write) const {
+        float4 statistics[CTAS];
+#pragma unroll
+        for (int i = 0; i < CTAS; ++i) {
+            statistics[i] = make_float4(-INF, 0.0f, -INF, 1.0f);
+            if (i < ctas) statistics[i] = __ldcg(first + i * STEP + CHUNKS + head);
+        }
+        float ref = -INF, sum = 0.0f, max = -INF;
+#pragma unroll
+        for (int i = 0; i < CTAS; ++i) {
+            ref = fmaxf(ref, statistics[i].x);
+            max = fmaxf(max, statistics[i].z);
+        }
+#pragma unroll
+        for (int i = 0; i < CTAS; ++i) {
+            weight[i] = statistics[i].x == -INF ? 0.0f : exp2_approx(statistics[i].x - ref);
+            sum += weight[i] * statistics[i].y;
+            if (VALUES == 8) weight[i] *= statistics[i].w;  // float32 have scale 1
+        }
+        return finish(head, write, ref, sum, max);
+    }
+};

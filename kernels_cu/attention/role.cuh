@@ -1,0 +1,19 @@
+// Who a thread of a consumer warpgroup is.
+#pragma once
+#include "tile/warp.cuh"
+
+constexpr int WARPGROUP = 128;  // threads
+
+// Warpgroup, warp of it, and lane 4 g + t, which holds rows g and g + 8 of its warp's 16 and columns 2 t, 2 t + 1 of
+// eight.
+struct Role {
+    int warpgroup, warp, lane, g, t;
+
+    static __device__ __forceinline__ Role of(int thread, int warpgroup, int warp) {
+        return {warpgroup, warp, thread % 32, thread % 32 / 4, thread % 4};
+    }
+    // Row i of this thread's two, in a tile of 64.
+    __device__ __forceinline__ int row(int i) const { return 16 * warp + g + 8 * i; }
+    // The c-th head of this thread, where heads are columns (tile/heads.cuh).
+    __device__ __forceinline__ int head(int c) const { return c / 2 * 8 + 2 * t + c % 2; }
+};

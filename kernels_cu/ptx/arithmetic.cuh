@@ -1,0 +1,84 @@
+// PTX ISA: ex2, lg2, rcp, div, mul, fma of float32; abs, max and mul of two packed 16-bit numbers.
+#pragma once
+#include "ptx/types.cuh"
+
+// ex2.approx.ftz, lg2.approx.ftz: base-2 exponential and logarithm.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// rcp.approx.ftz: 1 / x with a relative error of at most 2^-23.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// div.rn, mul.rn: rounded to nearest. Subnormals stay, whatever the compiler's options say.
+__device__ __forceinline__ float divide_exactly(float a, float b) {
+    float q;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
+    return q;
+}
+__device__ __forceinline__ float multiply_exactly(float a, float b) {
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+}
+
+// a / divisor as a product with the reciprocal, corrected by the remainder (mul.rn, two fma.rn). Subnormals stay.
+__device__ __forceinline__ float divide_by_constant(float a, float divisor) {
+    float quotient;
+    asm("{\n"
+        ".reg .f32 q, rest;\n"
+        "mul.rn.f32 q, %1, %2;\n"
+        "fma.rn.f32 rest, q, %3, %1;\n"
+        "fma.rn.f32 %0, rest, %2, q;\n"
+        "}\n"
+        : "=f"(quotient)
+        : "f"(a), "f"(1.0f / divisor), "f"(-divisor));
+    return quotient;
+}
+
+// Two numbers in the halves of a word. The maximum of a number and a NaN is the number.
+__device__ __forceinline__ uint32_t abs_bf16x2(uint32_t x) {
+    uint32_t y;
+    asm("abs.bf16x2 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+// The larger magnitude, max(|a|, |b|). The sign is that of a xor b.
+__device__ __forceinline__ uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// The larger of the two halves, as bits: positive numbers are ordered as their bits are.
+__device__ __forceinline__ uint32_t larger_half(uint32_t two) { return max(two & 0xffff, two >> 16); }

@@ -1,0 +1,32 @@
+// PTX ISA: ld.relaxed.gpu.global. Loads that the assembler keeps in the order of the source: of ordinary loads it puts
+// some off until registers are free.
+#pragma once
+#include "ptx/types.cuh"
+
+// 16 bytes where `valid`, else zeros.
+__device__ __forceinline__ Vec16 load_in_order_16(const float* from, bool valid) {
+    Vec16 v = {0, 0, 0, 0};
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %5, 0;\n"
+        "@p ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(from), "r"(uint32_t(valid)));
+    return v;
+}
+
+// A float32 where `valid`, else `otherwise`.
+__device__ __forceinline__ float load_in_order(const float* from, bool valid, float otherwise) {
+    float v = otherwise;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "@p ld.relaxed.gpu.global.f32 %0, [%1];\n"
+        "}\n"
+        : "+f"(v)
+        : "l"(from), "r"(uint32_t(valid)));
+    return v;
+}

@@ -1,0 +1,30 @@
+// PTX ISA: mov from special registers (%tid, %nctaid), and an empty statement that hides a value from the compiler.
+#pragma once
+#include "ptx/types.cuh"
+
+// The value, of which the compiler knows nothing from here on. What is derived from it cannot be hoisted out of a
+// loop, where it would occupy registers.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// The same, but the compiler may move it or drop it.
+__device__ __forceinline__ uint32_t opaque_value(uint32_t x) {
+    asm("" : "+r"(x));
+    return x;
+}
+
+// threadIdx.x, read anew wherever it is asked for, so that nothing derived from it stays in registers.
+__device__ __forceinline__ int read_thread_index() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// gridDim.x, read anew wherever it is asked for.
+__device__ __forceinline__ int read_num_ctas() {
+    int ctas;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(ctas));
+    return ctas;
+}

@@ -1,0 +1,64 @@
+// Sums, maxima and exchanges among the lanes of a warp, lane = 4 g + t as in the accumulators of mma and wgmma.
+#pragma once
+#include "ptx/types.cuh"
+
+// The same in all lanes, and the compiler knows it.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// Another lane's pointer.
+template <typename T>
+__device__ __forceinline__ T* shuffle_pointer(T* p, int lane) {
+    return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(p), lane));
+}
+
+// The sum over the lanes up to this one.
+template <typename T>
+__device__ __forceinline__ T inclusive_sum(T x, int lane) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const T other = __shfl_up_sync(~0u, x, step);
+        if (lane >= step) x += other;
+    }
+    return x;
+}
+
+// Over the four lanes with the same g, a quad.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Word k of lane t of a quad goes to word t of lane k.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int t) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+#pragma unroll
+        for (int low = 0; low < 4; ++low) {
+            if (low & step) continue;
+            const int high = low | step;
+            const uint32_t sent = t & step ? v[low] : v[high];
+            const uint32_t received = __shfl_xor_sync(~0u, sent, step);
+            if (t & step) {
+                v[low] = received;
+            } else {
+                v[high] = received;
+            }
+        }
+    }
+}
+
+// Over the eight lanes with the same t: all g, the rows of an accumulator.
+__device__ __forceinline__ float rows_max(float x) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+__device__ __forceinline__ float rows_sum(float x) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
