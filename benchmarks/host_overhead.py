@@ -166,7 +166,6 @@ def prefill_cases(peer: Any) -> Iterator[Case]:
             lambda theirs=theirs: torch.ops._flashmla_C.sparse_prefill_fwd(*theirs, 512, None, None, None),
         )  # fmt: skip
 
-
     kv, qs, lists = normal(8192, 1, 576), normal(1024 * 64 * 576), random_slots(1024 * 2048, slots=8192)
 
     def prefills(door: Any, of: Callable, h: int) -> Iterator[Call]:

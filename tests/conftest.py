@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from functools import cache
-
-# Before NumPy and torch come, for subprocesses as well. Tests' matrices are small, and threads that wait for each other
-# on a busy machine take a hundred times as long as one alone.
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")
 
 import hypothesis
 import numpy as np

@@ -15,8 +15,8 @@ from cupy_mla.cuda.kernel import kernels_root
 
 PACKAGE = Path(cupy_mla.__file__).parent
 
-# What a module may import of the package, by the first name that fits: a module, or a package with all in it. Modules of
-# one package may import each other.
+# What a module may import of the package, by the first part of its name: a module, or a package with all in it.
+# Modules of one package may import each other.
 GROUND = ("_version", "layouts", "config", "sizes", "private", "arrays")
 ON_BRIDGES = (*GROUND, "bridges")
 ON_CUDA = (*ON_BRIDGES, "cuda", "calls")
@@ -172,7 +172,7 @@ def test_a_circle_and_an_import_upward_are_found(tmp_path):
     for name, text in (
         ("__init__", ""),
         ("layouts", "def f():\n    from .ops import attention\n"),
-        ("arrays", "from . import layouts\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.bridges\n"),
+        ("arrays", "from . import layouts\nif typing.TYPE_CHECKING:\n    import house.bridges\n"),
         ("bridges", "from house.arrays import Array\nfrom .cuda.kernel import Kernel\n"),
         ("cuda/__init__", ""),
         ("cuda/kernel", "from .. import bridges\nfrom ..reference import attention\n"),
@@ -285,8 +285,14 @@ def test_asm_statements_stand_in_ptx(path):
 
 def test_asm_is_found():
     """So that the test above would fail."""
-    for line in ('asm volatile("bar.sync 0;");', 'asm("mov.u32 %0, 1;" : "=r"(x));', 'asm volatile ("x");', "__asm__(x);"):
+    for line in (
+        'asm volatile("bar.sync 0;");',
+        'asm("mov.u32 %0, 1;" : "=r"(x));',
+        'asm volatile ("x");',
+        "__asm__(x);",
+    ):
         assert ASM.search(without_comments_and_strings(line)), line
-    assert instructions('asm volatile(\n"{\\n"\n".reg .pred p;\\n"\n"ld.global.b32 %0, [%1];\\n}" :: "r"(x));') == {"ld"}
+    block = 'asm volatile(\n"{\\n"\n".reg .pred p;\\n"\n"ld.global.b32 %0, [%1];\\n}" :: "r"(x));'
+    assert instructions(block) == {"ld"}
     for line in ("// asm volatile(", '"asm("', "/* asm(\n */", "plasm(x)"):
         assert not ASM.search(without_comments_and_strings(line)), line

@@ -67,7 +67,11 @@ def test_both_ways_tell_torchs_current_stream(torch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [private.torch_empty, private.public_torch_empty])
 def test_both_ways_make_the_same_tensors(torch, make):
-    for shape, strides, dtype in (((2, 3), (3, 1), torch.bfloat16), ((0, 4), (4, 1), torch.int32), ((5,), (1,), torch.uint8)):
+    for shape, strides, dtype in (
+        ((2, 3), (3, 1), torch.bfloat16),
+        ((0, 4), (4, 1), torch.int32),
+        ((5,), (1,), torch.uint8),
+    ):
         tensor = make()(shape, strides, dtype)
         assert (tuple(tensor.shape), tensor.stride(), tensor.dtype) == (shape, strides, dtype)
         assert tensor.device == torch.device("cuda", torch.cuda.current_device())

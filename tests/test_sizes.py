@@ -107,7 +107,6 @@ def test_what_is_a_term():
         (lambda n: n <= 11, False, ("not", ("<=", N, 11))),
         (lambda n: n > 11, True, ("<", 11, N)),
         (lambda n: n >= 13, False, ("not", ("<=", 13, N))),
-        (lambda n: 13 > n, True, ("<", N, 13)),
         (lambda n: 12 in (n,), True, ("==", N, 12)),
         (lambda n: bool(n), True, ("not", ("==", N, 0))),
         (lambda n: bool(n - 12), False, ("==", ("-", N, 12), 0)),
@@ -122,8 +121,8 @@ def test_comparisons_leave_guards(trace, n, compare, holds, guard):
 
 @pytest.mark.parametrize(
     "look",
-    [int, hash, float, operator.index, lambda n: range(20)[n], lambda n: [0] * n, lambda n: {12: "x"}[n], list(range(20)).__getitem__],
-    ids=["int", "hash", "float", "index", "in a range", "times a list", "as a key", "in a list"],
+    [int, hash, float, operator.index, range(20).__getitem__, lambda n: [0] * n, {12: "x"}.__getitem__],
+    ids=["int", "hash", "float", "index", "in a range", "times a list", "as a key"],
 )  # fmt: skip
 def test_where_python_needs_the_number_it_is_a_guard(trace, n, look):
     look(n)
@@ -163,7 +162,7 @@ def test_a_multiple_that_is_implied_is_no_guard(trace):
 def test_a_multiple_that_is_none_is_a_guard(trace):
     p = trace.read("p", 24)
     assert p % 8 == 0
-    assert not p % 16 == 0
+    assert p % 16 != 0
     assert guards(trace)[1:] == [("not", ("==", ("%", ("read", "p"), 16), 0))]
 
 

@@ -111,5 +111,3 @@ def _rest(call: Call, rest: tuple[str, int, int], ordered: bool) -> Program:
     if name == "bf16_sm90":
         return bf16_sm90.launches(call, ordered)
     return bf16_few_heads_sm90.launches(call, heads, queries, 1, 1, ordered)
-
-

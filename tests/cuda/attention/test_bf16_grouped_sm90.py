@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
+from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import bf16_grouped_sm90
 
