@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 
 import torch
+from cupy_mla.cuda.schedule import Shape, shapes
+from cupy_mla.ops._plan import forget_plans
 from harness import Options, Record, time_side_by_side
 from inputs import v4_cache, v32_cache
 from rows import Set, decode_sets, own_decode_calls
 
 from cupy_mla.cuda import few_heads_sm90, sparse_decode_sm90
-from cupy_mla.cuda.schedule import Shape, shapes
-from cupy_mla.ops._plan import forget_plans
 
 CHOSEN = few_heads_sm90.best_shape, sparse_decode_sm90.best_shape
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 16, 32)
