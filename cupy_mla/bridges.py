@@ -75,12 +75,13 @@ class Library:
         return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
 
     def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
-        """Tells whether arrays agree with these in facts and rank, and in shapes and strides."""
-        facts = (*self.facts, *((self.shape, self.strides) if sizes_too else ("len({a}.shape)",)))
-        names = [f"a{i}" for i in range(len(arrays))]
-        read = eval(f"lambda {', '.join(names)}: ({' '.join(f'{f},'.format(a=a) for a in names for f in facts)})")
-        known = read(*arrays)
-        return lambda *others: read(*others) == known
+        """Tells whether arrays agree with these in facts and rank, and in shapes and strides, which differ first."""
+        facts = (*((self.shape, self.strides) if sizes_too else ("len({a}.shape)",)), *self.facts)
+        compared = [fact.format(a=f"a{i}") for fact in facts for i in range(len(arrays))]
+        known = {f"a{i}": array for i, array in enumerate(arrays)}
+        values = {f"c{k}": eval(fact, known) for k, fact in enumerate(compared)}
+        condition = " and ".join(f"{fact} == c{k}" for k, fact in enumerate(compared))
+        return eval(f"lambda {', '.join(known)}: {condition}", values)
 
     def device_of(self, obj: Any) -> int | None:
         """The number of an array's device; None where the package cannot use it."""
