@@ -101,7 +101,7 @@ def part(whole: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def decode_cases(peer: Any) -> Iterator[Case]:
-    """Split over the blocks of clusters, and unsplit."""
+    """Split over the CTAs of clusters, and unsplit."""
     cache = v32_cache(1 << 15)
     for b, h in ((1, 128), (128, 128)):
         q, indices = normal(b, 1, h, 576), random_slots(b, 1, 2048, slots=1 << 15)
@@ -147,9 +147,9 @@ def decode_cases(peer: Any) -> Iterator[Case]:
 
 
 def prefill_cases(peer: Any) -> Iterator[Case]:
-    """Split over the blocks of clusters, unsplit, and in groups of queries, which are three launches.
+    """Split over the CTAs of clusters, unsplit, and in groups of queries, which are three launches.
 
-    A graph makes these (`cupy_mla.cuda.launch_graph`), for which it matters whether a call has the last one's arrays.
+    A graph makes these (`cupy_mla.calls.graph`), for which it matters whether a call has the last one's arrays.
     """
     for s_q, h, turns in ((4, 64, 1), (256, 128, 1), (512, 16, 1), (512, 16, 2)):
         kv, indices = normal(8192, 1, 576), random_slots(s_q, 1, 1024, slots=8192)
@@ -165,7 +165,6 @@ def prefill_cases(peer: Any) -> Iterator[Case]:
             lambda theirs=theirs: peer.flash_mla_sparse_fwd(*theirs),
             lambda theirs=theirs: torch.ops._flashmla_C.sparse_prefill_fwd(*theirs, 512, None, None, None),
         )  # fmt: skip
-
 
     kv, qs, lists = normal(8192, 1, 576), normal(1024 * 64 * 576), random_slots(1024 * 2048, slots=8192)
 

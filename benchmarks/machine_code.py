@@ -13,24 +13,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import struct
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from cupy_mla.cuda import all_kernels
-
-
-def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the sections of a 64-bit ELF file."""
-    start, entry, count, names = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HHH", cubin, 58))
-    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * entry) for i in range(count)]
-    strings = headers[names][4]
-    for name, kind, _, _, offset, size in headers:
-        text = cubin[strings + name : cubin.index(b"\0", strings + name)].decode()
-        yield text, b"" if kind == 8 else cubin[offset : offset + size]  # 8: no bits in the file
+from cupy_mla.cuda.kernel import sections
 
 
 def fingerprint(cubin: bytes) -> str:
@@ -78,7 +67,8 @@ def main() -> None:
         else:
             changed.append(f"sm_{arch}  {name}")
     gone = sum(left.values())
-    print(f"{len(now)} variants now, {len(before)} before: {len(now) - len(changed)} the same, {len(changed)} changed or new")
+    same = len(now) - len(changed)
+    print(f"{len(now)} variants now, {len(before)} before: {same} the same, {len(changed)} changed or new")
     print("\n".join(changed))
     if gone:
         missing = {(arch, code) for (arch, code), n in left.items() if n}

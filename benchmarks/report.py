@@ -73,7 +73,7 @@ def new_sizes_table() -> str:
         for row in load("host_overhead")["rows"]
         if "torch_new_us" in row
     ]
-    return table("call of sizes never seen | torch tensors | CuPy arrays | FlashMLA's function", rows)
+    return table("call of sizes never seen | torch tensors | CuPy arrays | FlashMLA's function", rows) if rows else ""
 
 
 def readme() -> str:
@@ -99,7 +99,7 @@ def readme() -> str:
             "quietest of many rounds:"
         )
         parts += [host_table(), new_sizes_table()]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def ways(record: str, heading: str, first: str, second: str, digits: int) -> str:

@@ -1,9 +1,9 @@
-"""Times of FP8 decodes in every shape of launch, to fit what `best_shape` estimates with.
+"""Times of FP8 decodes in every division of a launch, to fit the figures of `cupy_mla/cuda/attention/cost.py`.
 
 python benchmarks/shapes.py [--quick] [--only REGEX]
 
-A shape is heads a block / splits / blocks of a cluster that merge theirs. Prints the best of each decode beside what is
-chosen, and writes shapes.json.
+A division is heads of a CTA / splits / CTAs of a cluster that merge theirs. Prints the best of each decode beside what
+is chosen, and writes shapes.json.
 """
 
 from __future__ import annotations
@@ -15,34 +15,46 @@ from harness import Options, Record, time_side_by_side
 from inputs import v4_cache, v32_cache
 from rows import Set, decode_sets, own_decode_calls
 
-from cupy_mla.cuda import few_heads_sm90, sparse_decode_sm90
-from cupy_mla.cuda.schedule import Shape, shapes
-from cupy_mla.ops._plan import forget_plans
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda import driver
+from cupy_mla.cuda.attention import choose, few_heads_sm90, fp8_sm90
+from cupy_mla.cuda.attention.cost import (
+    Candidates,
+    Division,
+    divisions,
+    few_heads_candidates,
+    fp8_candidates,
+)
 
-CHOSEN = few_heads_sm90.best_shape, sparse_decode_sm90.best_shape
+CHEAPEST = Candidates.cheapest
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 16, 32)
-LEAST_BLOCKS = 14
+LEAST_CTAS = 14
 
 
-def take(shape: Shape | None) -> None:
-    """Launch every decode in this shape, or as it is chosen."""
-    few, many = CHOSEN if shape is None else (lambda *_: shape,) * 2
-    few_heads_sm90.best_shape, sparse_decode_sm90.best_shape = few, many
-    forget_plans()
+def take(division: Division | None) -> None:
+    """Launch every decode cut up like this, or as it is chosen."""
+    Candidates.cheapest = CHEAPEST if division is None else lambda candidates, queries: division
+    choose.chooser.cache_clear()
+    forget_calls()
 
 
 def measure(record: Record, case: str, sets: list[Set], tiles: int) -> None:
     if not record.wants(case):
         return
     b, s_q, h, _ = sets[0]["q"].shape
-    os.environ["CUPY_MLA_KERNELS"] = "few_heads" if h <= 16 else "sm90"
-    heads = (few_heads_sm90.block_heads(h),) if h <= 16 else sparse_decode_sm90.HEADS
-    at_once = sparse_decode_sm90.kernel(sparse_decode_sm90.V32_FP8, 64, True).clusters_at_once(0)
-    chosen = tuple(CHOSEN[h > 16](h, b * s_q, tiles, at_once, None))
+    few = h <= 16
+    os.environ[choose.VARIABLE] = "few_heads_sm90" if few else "fp8_sm90"
+    at_once = driver.gpu(0).clusters_at_once(fp8_sm90.cluster_kernel())
+    heads = (few_heads_sm90.block_heads(h),) if few else fp8_sm90.HEADS
+    if few:
+        candidates = few_heads_candidates(heads[0], h, tiles, at_once, None)
+    else:
+        candidates = fp8_candidates(heads, h, tiles, at_once, None)
+    chosen = tuple(candidates.cheapest(b * s_q))
     for splits in SPLITS:
-        for shape in shapes(heads, tiles, splits, splits):
-            clusters = b * s_q * -(-h // shape.heads) * shape.parts
-            if clusters > at_once[shape.cluster - 1] or clusters * shape.cluster < LEAST_BLOCKS or splits > tiles:
+        for shape in divisions(heads, splits, splits):
+            clusters = b * s_q * -(-h // shape.heads) * shape.partials
+            if clusters > at_once[shape.cluster - 1] or clusters * shape.cluster < LEAST_CTAS or splits > tiles:
                 continue
             take(shape)
             (time,) = time_side_by_side(own_decode_calls(sets, num_splits=splits))

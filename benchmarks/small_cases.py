@@ -17,7 +17,8 @@ import numpy as np
 
 import cupy_mla
 from cupy_mla import layouts
-from cupy_mla.cuda.jit import Kernel
+from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.ops.table import TABLE, Operation, Wanted
 
 BF16 = ml_dtypes.bfloat16
@@ -73,7 +74,7 @@ def operation_case(rng: np.random.Generator, operation: Operation) -> None:
             compare(name, *(np.ascontiguousarray(a).view(np.uint8) for a in pair))
 
 
-def prefill_case(rng: np.random.Generator, h: int, family: str, queries: int = 3, rows: int = 500) -> None:
+def prefill_case(rng: np.random.Generator, h: int, kernel: str, queries: int = 3, rows: int = 500) -> None:
     """Here and in decode lists are long enough for the Hopper kernels' rings to come round."""
     q = (10 * rng.standard_normal((queries, h, 576))).astype(BF16)
     kv = (0.1 * rng.standard_normal((rows, 1, 576))).astype(BF16)
@@ -82,29 +83,42 @@ def prefill_case(rng: np.random.Generator, h: int, family: str, queries: int = 3
     length[:3] = 0, 33, 200
     expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04, attn_sink=sink, topk_length=length)
     gpu = on_gpu(q, kv, indices, sink, length)
-    os.environ["CUPY_MLA_KERNELS"] = family
+    os.environ[VARIABLE] = kernel
     result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
     for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
-        compare(f"prefill h {h} {family} {name}", ours, reference)
+        compare(f"prefill h {h} {kernel} {name}", ours, reference)
 
 
-def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, family: str) -> None:
-    """With 1 and 3 splits of two caches; "flat": of one cache of bf16 rows, by the prefill kernel."""
-    flat = family == "flat"
+# Kernels that take one cache, whose rows are flat, and how many splits they take; the others take any.
+FLAT = {"bf16_sm90": (1,), "bf16_cluster_sm90": (2,)}
+
+
+def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str) -> None:
+    """With 1 and 3 splits of two caches, or of one, flat cache."""
     cache, gpu_cache = packed(rng, layout, 3, 61)
     extra, gpu_extra = packed(rng, layout, 20, 2)
     q = (10 * rng.standard_normal((2, 2, h, layout.d_qk))).astype(BF16)
     indices = rng.integers(-5, 190, (2, 2, 1025), dtype=np.int32)
     extra_indices = rng.integers(-5, 45, (2, 2, 33), dtype=np.int32)
     gpu_q, gpu_i, gpu_e = on_gpu(q, indices, extra_indices)
-    second = {} if flat else {"extra_k_cache": extra, "extra_indices": extra_indices}
-    gpu_second = {} if flat else {"extra_k_cache": gpu_extra, "extra_indices": gpu_e}
+    second = {} if kernel in FLAT else {"extra_k_cache": extra, "extra_indices": extra_indices}
+    gpu_second = {} if kernel in FLAT else {"extra_k_cache": gpu_extra, "extra_indices": gpu_e}
     expected = cupy_mla.sparse_decode(q, cache, indices, **second)
-    os.environ["CUPY_MLA_KERNELS"] = "sm90" if flat else family
-    for splits in (1, 2) if flat else (1, 3):
+    os.environ[VARIABLE] = kernel
+    for splits in FLAT.get(kernel, (1, 3)):
         result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, num_splits=splits, **gpu_second)
         for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-            compare(f"decode {layout.name} h {h} {family} splits {splits} {name}", ours, reference)
+            compare(f"decode {layout.name} h {h} {kernel} splits {splits} {name}", ours, reference)
+
+
+def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
+    """The kernels for Hopper that can serve a decode."""
+    if not layout.scales_apart:
+        yield "few_heads_sm90"
+    if layout.quantized:
+        yield "fp8_sm90"
+    else:
+        yield from ("bf16_few_heads_sm90", *FLAT)
 
 
 def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
@@ -115,18 +129,19 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         if operation.exact:  # attention has cases of its own, one for each of its kernels
             yield operation.name, partial(operation_case, operation=operation)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
-        for family in ("few_heads", "sm90"):
-            yield f"prefill of 140 queries {family}", partial(prefill_case, h=16, family=family, queries=140)
-        yield "prefill of a large cache grouped", partial(prefill_case, h=8, family="grouped", rows=60000)
+        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90"):
+            yield f"prefill of 140 queries {kernel}", partial(prefill_case, h=16, kernel=kernel, queries=140)
+        kernel = "bf16_grouped_sm90"
+        yield f"prefill of a large cache {kernel}", partial(prefill_case, h=8, kernel=kernel, rows=60000)
     for h in (7, 32, 70):
-        for family in ("few_heads", "sm90", *["grouped"] * (h <= 32)) if hopper else ():
-            yield f"prefill h {h} {family}", partial(prefill_case, h=h, family=family)
-        yield f"prefill h {h} portable", partial(prefill_case, h=h, family="portable")
+        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_grouped_sm90") if hopper else ():
+            if kernel != "bf16_grouped_sm90" or h <= 32:
+                yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
+        yield f"prefill h {h} portable", partial(prefill_case, h=h, kernel="portable")
     for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576):
         for h in (16, 32, 64, 128):
-            for family in (*["few_heads"] * (not layout.scales_apart), "sm90" if layout.quantized else "flat") * hopper:
-                yield f"decode {layout.name} h {h} {family}", partial(decode_case, layout=layout, h=h, family=family)
-            yield f"decode {layout.name} h {h} portable", partial(decode_case, layout=layout, h=h, family="portable")
+            for kernel in (*(decode_kernels(layout) if hopper else ()), "portable"):
+                yield f"decode {layout.name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
 
 
 def is_named(name: str, starts: Sequence[str]) -> bool:
@@ -145,7 +160,7 @@ def main() -> None:
     for name, act in cases():
         if is_named(name, arguments.names):
             act(rng)
-            os.environ.pop("CUPY_MLA_KERNELS", None)
+            os.environ.pop(VARIABLE, None)
 
 
 if __name__ == "__main__":

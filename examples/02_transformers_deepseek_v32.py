@@ -148,8 +148,9 @@ class Comparison:
             yield self.yardstick if name == YARDSTICK else self.model, None
             return
         with sparse_attention(self.model):
-            yield self.model, PagedLatentCache(
-                self.model.config, self.block_table, block_size=BLOCK_SIZE, layout=OURS[name]
+            yield (
+                self.model,
+                PagedLatentCache(self.model.config, self.block_table, block_size=BLOCK_SIZE, layout=OURS[name]),
             )
 
     def follow(self, tokens: torch.Tensor, prompt: int, replay: Rows | None) -> tuple[dict, dict]:

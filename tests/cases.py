@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -12,10 +12,11 @@ from unittest import mock
 import numpy as np
 
 import cupy_mla
-from cupy_mla.arrays import Place
+from cupy_mla.bridges import CuPyLibrary, NumPyLibrary, TorchLibrary
+from cupy_mla.calls.signature import forget_calls
 
 from . import oracle
-from .kinds import BF16, E4M3, NumPy, allocation, gapped, poisoned
+from .kinds import BF16, E4M3, POISON, NumPy, allocation, gapped, poisoned
 
 INVALID = np.array([-1, -2, -(2**31), 2**31 - 1, 2**30], np.int64)
 
@@ -158,19 +159,33 @@ def sinks(rng: np.random.Generator, h_q: int) -> np.ndarray:
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Within it, every array that an operation allocates starts as NaN."""
-    empty = Place.empty
+    """Within it, each array that an operation allocates starts as NaN, on the host and, in compiled calls, on a GPU."""
 
-    def poisoned_empty(place: Place, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        array = empty(place, shape, dtype)
+    def fill(array: Any) -> Any:
         flat = array.reshape(-1)
-        if place.kind == "torch":
-            flat.view(sys.modules["torch"].uint8).fill_(0xFF)
+        if type(array).__module__.partition(".")[0] == "torch":
+            flat.view(sys.modules["torch"].uint8).fill_(POISON)
         else:
-            flat.view(np.uint8).fill(0xFF)
+            flat.view(np.uint8).fill(POISON)
         return array
 
-    with mock.patch.object(Place, "empty", poisoned_empty):
+    def poisoned_maker(maker: Callable[..., Any]) -> Callable[..., Any]:
+        def maker_of_poison(library: Any) -> Callable[..., Any]:
+            make = maker(library)
+            return lambda *arguments: fill(make(*arguments))
+
+        return maker_of_poison
+
+    def poisoned_empty(empty: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda library, *arguments: fill(empty(library, *arguments))
+
+    with ExitStack() as patches:
+        for library in (NumPyLibrary, TorchLibrary):
+            patches.enter_context(mock.patch.object(library, "empty", poisoned_empty(library.empty)))
+        for library in (CuPyLibrary, TorchLibrary):
+            patches.enter_context(mock.patch.object(library, "maker", poisoned_maker(library.maker)))
+        forget_calls()  # compiled calls allocate by what they were compiled with
+        patches.callback(forget_calls)
         yield
 
 

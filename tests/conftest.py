@@ -33,13 +33,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(why_no_gpu())
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes minutes and was not asked for: `-m every_arch`."""
+    if "every_arch" in config.getoption("-m"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("every_arch")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
 @pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Fresh random numbers; pytest shows the seed of a test that fails."""
+def rng_seed(request: pytest.FixtureRequest) -> int:
+    """A fresh random number; pytest shows that of a test that fails."""
     seed = request.config.getoption("--seed")
     seed = secrets.randbits(32) if seed is None else seed
     print(f"rng: pytest --seed={seed}")
-    return np.random.default_rng(seed)
+    return seed
+
+
+@pytest.fixture
+def rng(rng_seed: int) -> np.random.Generator:
+    """Fresh random numbers."""
+    return np.random.default_rng(rng_seed)
 
 
 @pytest.fixture(

@@ -182,5 +182,3 @@ def _pointer(memory: np.ndarray, start: int) -> Any:
     """What CuPy has for an address on a GPU."""
     cuda = importlib.import_module("cupy").cuda
     return cuda.MemoryPointer(cuda.UnownedMemory(memory.ctypes.data, memory.nbytes, memory, 0), start)
-
-

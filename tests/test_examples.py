@@ -78,4 +78,4 @@ def test_ci_runs_the_readmes_test_command() -> None:
     shown = subprocess.run(["bash", ROOT / ".ci" / "run", "--show"], check=True, capture_output=True, text=True).stdout
     assert len(COMMANDS) == 2
     assert shown == COMMANDS[1]
-    assert shown.endswith("-m pytest\n")
+    assert shown.endswith("-m pytest -n 2\n")

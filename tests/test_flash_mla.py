@@ -9,7 +9,9 @@ import pytest
 
 import cupy_mla
 from cupy_mla import arrays, flash_mla
-from cupy_mla.arrays import Place
+from cupy_mla.bridges import Place
+from cupy_mla.calls.program import TracedPlace
+from cupy_mla.sizes import number
 
 from . import oracle
 from .cases import Paged, decode_oracle, entries, flat_rows, paged, queries, sinks, some
@@ -117,24 +119,27 @@ def test_block_table_and_lengths_are_ignored(kind, rng):
 @pytest.fixture
 def splits(monkeypatch) -> list[int]:
     """The `num_splits` that each call hands to the kernels or the reference."""
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)  # no call goes by a plan
+    monkeypatch.setattr(arrays, "CHECK_VALUES", True)  # no call runs a compiled form
     seen = []
-    call = Place.call
 
-    def counted(place, launcher, reference, *arguments):
-        seen.append(arguments[-3])
-        call(place, launcher, reference, *arguments)
+    def counted(call):
+        def counted_call(place, launcher, reference, *arguments):
+            seen.append(number(getattr(arguments[-3], "splits", arguments[-3])))
+            call(place, launcher, reference, *arguments)
 
-    monkeypatch.setattr(Place, "call", counted)
+        return counted_call
+
+    for place in (Place, TracedPlace):
+        monkeypatch.setattr(place, "call", counted(place.call))
     return seen
 
 
 def test_schedule_is_planned_once_and_reused(kind, rng, splits):
     meta, _ = flash_mla.get_mla_metadata()
-    for number in range(3):
+    for turn in range(3):
         main, q = paged(rng, oracle.V32, 2, 1, 70, 64), queries(rng, 2, 1, 8, 576)
         check(kind, oracle.V32, call(kind, q, main, meta), q, main)
-        if number == 0:
+        if turn == 0:
             assert meta.num_splits == cupy_mla.plan_splits(kind.put(q), kind.put(main.indices))
             meta.num_splits += 2
     assert splits == [meta.num_splits - 2, meta.num_splits, meta.num_splits]

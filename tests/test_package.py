@@ -23,7 +23,7 @@ import site, sys
 site.addsitedir(sys.argv[1])  # as a site-packages folder at start-up: .pth files run
 sys.path.append(sys.argv[2])  # where NumPy is; no .pth file of this environment runs
 import pathlib, cupy_mla
-from cupy_mla.cuda.jit import kernels_root
+from cupy_mla.cuda.kernel import kernels_root
 print(pathlib.Path(cupy_mla.__file__).parent)
 print(kernels_root())
 """

@@ -76,8 +76,10 @@ def _is_short(of: Node, depth: int = 2) -> bool:
     """Whether a term is little arithmetic with numbers that are read."""
     if of[0] == "get":
         return True
-    return depth > 0 and of[0] in ("+", "-", "*", "%") and all(
-        not is_node(o) or o[0] == "read" or _is_short(o, depth - 1) for o in of[1:]
+    return (
+        depth > 0
+        and of[0] in ("+", "-", "*", "%")
+        and all(not is_node(o) or o[0] == "read" or _is_short(o, depth - 1) for o in of[1:])
     )
 
 

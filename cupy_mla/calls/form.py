@@ -263,4 +263,3 @@ def joins_graphs(launch: Launch, device: int) -> bool:
     kernel, cluster = launch.kernel, launch.cluster
     alone = type(cluster) is int and cluster == 1
     return alone and not kernel.cooperative and not driver.overlaps(kernel, device)
-

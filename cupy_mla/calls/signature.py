@@ -190,8 +190,8 @@ class Signature:
         read = [f"{library.shape}, {library.strides}".format(a=x) for x in a]
         bits = [f"{library.address} % {ALIGNMENT}".format(a=x) for x in a]
         self._numbers = tuple_of(parameters, [*read, *bits, *(f"a{i}" for i in self._integers)])
-        self._known_facts = None if any(library_of(values[i]) is not library for i in self._arrays) else (
-            self._facts(*values)
+        self._known_facts = (
+            None if any(library_of(values[i]) is not library for i in self._arrays) else (self._facts(*values))
         )
         self.run = self._written(values)
 

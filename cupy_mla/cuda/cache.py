@@ -42,9 +42,7 @@ def quantize_and_insert_k_cache(gpu: Gpu, layout: Layout, k: Array, cache: Array
     return _pack(layout, k, None, cache, slots, True)
 
 
-def _pack(
-    layout: Layout, latent: Array, rope: Array | None, cache: Array, slots: Array, power_of_two: bool
-) -> Program:
+def _pack(layout: Layout, latent: Array, rope: Array | None, cache: Array, slots: Array, power_of_two: bool) -> Program:
     (tokens,) = slots.shape
     num_blocks, block_size, _ = cache.shape
     if tokens == 0 or num_blocks == 0:

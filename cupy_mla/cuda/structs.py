@@ -138,9 +138,7 @@ class Struct:
 
 
 DIVISOR = Struct("Divisor", value=UINT32, multiplier=UINT32, shift=UINT32)  # rows/block_table.cuh
-BLOCK_TABLE = Struct(
-    "BlockTable", blocks=POINTER, stride=INT64, num_requests=INT32, width=INT32, block_size=DIVISOR
-)
+BLOCK_TABLE = Struct("BlockTable", blocks=POINTER, stride=INT64, num_requests=INT32, width=INT32, block_size=DIVISOR)
 QUERIES = Struct("Queries", starts=POINTER, seq_lens=POINTER, num_requests=INT32, num_tokens=INT32)
 
 SOURCE = Struct(

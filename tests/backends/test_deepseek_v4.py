@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from cupy_mla import SparseMLAConfig
-from cupy_mla.arrays import Array, Place
 from cupy_mla.backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
 from cupy_mla.backends.workspace import Workspace
+from cupy_mla.bridges import Place, describe
 from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
 from cupy_mla.metadata.swa import SparseSWAMetadataBuilder
@@ -361,7 +361,7 @@ def test_addresses_survive_steps(kind, rng) -> None:
             swa.decode_swa_indices, swa.decode_swa_lens, swa.prefill_gather_lens, metadata[128].slot_mapping,
             metadata[128].c128a_global_decode_topk_indices, *engine.impls[4]._scratch(4, 5, 1),
         )  # fmt: skip
-        addresses.add(tuple(Array("x", a).ptr for a in arrays))
+        addresses.add(tuple(describe("x", a).ptr for a in arrays))
     assert len(addresses) == 1
 
 

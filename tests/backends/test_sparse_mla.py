@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from cupy_mla import SparseMLAConfig
-from cupy_mla.arrays import Array, Place
 from cupy_mla.backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from cupy_mla.backends.workspace import Workspace
+from cupy_mla.bridges import Place, describe
 from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
 from tests import oracle
@@ -346,5 +346,5 @@ def test_addresses_survive_steps(kind, rng) -> None:
         scratch = engine.impl._scratch(12, True, 96)
         prefill = metadata.fp8_extra_metadata.prefill
         arrays = (metadata.block_table, metadata.req_id_per_token, prefill.request_ids, *scratch)
-        addresses.add(tuple(Array("x", a).ptr for a in arrays))
+        addresses.add(tuple(describe("x", a).ptr for a in arrays))
     assert len(addresses) == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.arrays import Array, Place
 from cupy_mla.backends.workspace import Workspace
+from cupy_mla.bridges import Place, describe
 from tests.kinds import BF16
 
 
@@ -20,7 +20,7 @@ def test_views_do_not_overlap(kind) -> None:
     assert [tuple(v.shape) for v in views] == [(3, 5), (0, 7), (9,), (2, 2, 2)]
     for i, view in enumerate(views):
         assert kind.is_mine(view)
-        assert Array("view", view).ptr % 256 == 0 or 0 in view.shape
+        assert describe("view", view).ptr % 256 == 0 or 0 in view.shape
         view[...] = i
     for i, view in enumerate(views):
         assert (kind.take(view) == i).all()
@@ -32,10 +32,10 @@ def test_it_grows_and_keeps_its_place(kind) -> None:
     assert workspace.size == 0
     (large,) = workspace.get_simultaneous(((1000,), np.float32))
     assert workspace.size == 4096
-    start = Array("large", large).ptr
+    start = describe("large", large).ptr
     for shape in ((10,), (1024,)):
         (again,) = workspace.get_simultaneous((shape, np.float32))
-        assert Array("again", again).ptr == start
+        assert describe("again", again).ptr == start
     workspace.get_simultaneous(((1025,), np.float32))
     assert workspace.size > 4096
 

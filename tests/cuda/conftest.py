@@ -1,17 +1,63 @@
-"""What the tests of the Hopper kernels share."""
+"""What the tests of the kernels share: which ones were launched, and calls that are to run one of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from cupy_mla.calls.graph import LaunchGraph
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.kernel import Kernel
 
 from ..kinds import CuPy
 
 
 @pytest.fixture
-def hopper(request, monkeypatch) -> CuPy:
-    """CuPy arrays on a Hopper GPU, whose calls take the kernels that the test's module names in KERNELS."""
+def launched(monkeypatch) -> Iterator[set[str]]:
+    """The names of the kernels that were launched since the test began, alone or in a graph of launches."""
+    names: set[str] = set()
+    submitter, run_graph = Kernel.submitter, LaunchGraph.__call__
+
+    def noting_submitter(kernel, device):
+        submit = submitter(kernel, device)
+
+        def noting_submit(*launch):
+            names.add(kernel.name)
+            submit(*launch)
+
+        return noting_submit
+
+    def noting_graph(graph, stream, *launches):
+        names.update(kernel.name for kernel in graph.kernels)
+        run_graph(graph, stream, *launches)
+
+    monkeypatch.setattr(Kernel, "submitter", noting_submitter)
+    monkeypatch.setattr(LaunchGraph, "__call__", noting_graph)
+    forget_calls()  # compiled calls hold the submitters that they were compiled with
+    yield names
+    forget_calls()
+
+
+@pytest.fixture
+def hopper_gpu(monkeypatch) -> CuPy:
+    """CuPy arrays on a Hopper GPU, whose calls choose their kernels."""
     kind = CuPy()
     if kind.cupy.cuda.Device().compute_capability != "90":
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setenv("CUPY_MLA_KERNELS", request.module.KERNELS)
+    monkeypatch.delenv(VARIABLE, raising=False)
     return kind
+
+
+@pytest.fixture
+def hopper(request, hopper_gpu, launched, monkeypatch) -> Iterator[CuPy]:
+    """CuPy arrays on a Hopper GPU, whose calls are to run the kernel that the test's module names in KERNEL.
+
+    A test that wants another one says so: `@pytest.mark.parametrize("hopper", ["fp8_sm90"], indirect=True)`. A test
+    that never launched the kernel fails.
+    """
+    kernel = getattr(request, "param", None) or request.module.KERNEL
+    monkeypatch.setenv(VARIABLE, kernel)
+    yield hopper_gpu
+    assert kernel in launched, f"{kernel} was never launched, only {sorted(launched)}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupy_mla import SparseMLAConfig
-from cupy_mla.arrays import Array, Place
+from cupy_mla.bridges import Place, describe
 from cupy_mla.metadata import sparse_mla
 from cupy_mla.metadata.batch import BatchMetadata, split_decodes_and_prefills
 from cupy_mla.metadata.sparse_mla import (
@@ -59,7 +59,7 @@ def check_common(kind, built: SparseMLAMetadata, batch: BatchMetadata) -> None:
     types = {"query_start_loc": "int32", "slot_mapping": "int64", "block_table": "int32", "req_id_per_token": "int32"}
     for name, dtype in types.items():
         assert kind.is_mine(getattr(built, name))
-        assert Array(name, getattr(built, name)).dtype == dtype
+        assert describe(name, getattr(built, name)).dtype == dtype
 
 
 def check_separate(kind, separate: FP8SeparatePrefillDecode, batch: BatchMetadata, threshold: int) -> None:
@@ -150,16 +150,16 @@ def test_buffers_stay_where_they_are(kind, rng) -> None:
     large = batch_of(rng, [1] * 4 + [7] * 8, [30] * 12, 5)
     small = batch_of(rng, [1, 3], [9, 12], 2)
     buffers = builder._buffers.arrays
-    addresses = {name: Array(name, array).ptr for name, array in buffers.items()}
+    addresses = {name: describe(name, array).ptr for name, array in buffers.items()}
     first = builder.build(large)
-    assert Array("x", first.slot_mapping).ptr == addresses["slot_mapping"]
+    assert describe("x", first.slot_mapping).ptr == addresses["slot_mapping"]
     second = builder.build(small)
     for name in ("query_start_loc", "slot_mapping", "block_table", "req_id_per_token"):
-        assert Array(name, getattr(second, name)).ptr == addresses[name] == Array(name, getattr(first, name)).ptr
+        assert describe(name, getattr(second, name)).ptr == addresses[name] == describe(name, getattr(first, name)).ptr
     decode, prefill = second.fp8_extra_metadata.decode, second.fp8_extra_metadata.prefill
-    assert Array("x", decode.seq_lens).ptr == addresses["seq_lens"]
-    assert Array("x", prefill.request_ids).ptr == addresses["prefill_request_ids"]
-    assert Array("x", prefill.chunks[0].workspace_starts).ptr == addresses["prefill_workspace_starts"]
+    assert describe("x", decode.seq_lens).ptr == addresses["seq_lens"]
+    assert describe("x", prefill.request_ids).ptr == addresses["prefill_request_ids"]
+    assert describe("x", prefill.chunks[0].workspace_starts).ptr == addresses["prefill_workspace_starts"]
     np.testing.assert_array_equal(kind.take(buffers["req_id_per_token"]), [0, 1, 1, 1] + [0] * 56)
     assert (kind.take(buffers["slot_mapping"])[4:] == -1).all()
     np.testing.assert_array_equal(kind.take(buffers["query_start_loc"]), [0, 1] + [4] * 11)

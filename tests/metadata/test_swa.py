@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupy_mla import SparseMLAConfig, arrays
-from cupy_mla.arrays import Array
+from cupy_mla.bridges import describe
 from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.sparse_mla import FP8KernelMetadata, SparseMLAMetadataBuilder
 from cupy_mla.metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
@@ -63,7 +63,7 @@ def check_swa(kind, built: SparseSWAMetadata, batch: BatchMetadata, counts: tupl
     for name, (values, dtype) in want.items():
         array = getattr(built, name)
         assert kind.is_mine(array), name
-        assert Array(name, array).dtype == dtype
+        assert describe(name, array).dtype == dtype
         np.testing.assert_array_equal(kind.take(array), values, err_msg=name)
     np.testing.assert_array_equal(built.query_start_loc_cpu, starts)
 
@@ -101,7 +101,7 @@ def test_buffers_stay_where_they_are(kind, rng) -> None:
     first = builder.build(batch_of(rng, [1] * 8 + [7] * 4, [30] * 12, 4))
     second = builder.build(batch_of(rng, [1, 3], [9, 12], 4))
     for name in names:
-        assert Array(name, getattr(first, name)).ptr == Array(name, getattr(second, name)).ptr
+        assert describe(name, getattr(first, name)).ptr == describe(name, getattr(second, name)).ptr
     assert (kind.take(builder._decode_lens)[1:] == 0).all()
     assert not kind.take(builder._buffers.arrays["is_valid_token"])[4:].any()
 
@@ -187,6 +187,6 @@ def test_compressed_buffers_stay_where_they_are(kind, rng) -> None:
     second = builder.build(batch_of(rng, [1, 3], [9, 12], 128))
     for name in ("slot_mapping", "compressed_seq_lens", "c128a_decode_topk_lens", "c128a_prefill_topk_indices",
                  "c128a_global_decode_topk_indices"):  # fmt: skip
-        assert Array(name, getattr(first, name)).ptr == Array(name, getattr(second, name)).ptr
+        assert describe(name, getattr(first, name)).ptr == describe(name, getattr(second, name)).ptr
     assert (kind.take(builder._compressed._lens)[1:] == 0).all()
     assert (kind.take(builder._compressed._slots)[4:] == -1).all()

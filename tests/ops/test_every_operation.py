@@ -150,7 +150,7 @@ def test_cupy_graph(rng, name) -> None:
 def test_the_second_gpu(rng, name, library) -> None:
     """Arrays on device 1 are worked on there while device 0 is the current one."""
     kind = make(library)
-    if cupy_mla.arrays.require_cupy("this test").cuda.runtime.getDeviceCount() < 2:
+    if cupy_mla.bridges.require_cupy("this test").cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
     first = OPERATIONS[name](rng)
     for _ in range(4):
@@ -161,7 +161,7 @@ def test_the_second_gpu(rng, name, library) -> None:
         returned = call.operation(**arrays, **call.settings)
         returned = [a for a in (returned if isinstance(returned, tuple) else (returned,)) if a is not None]
         assert all(cupy_mla.Place.of(a).device == 1 for a in returned)
-        assert cupy_mla.arrays.require_cupy("this test").cuda.runtime.getDevice() == 0
+        assert cupy_mla.bridges.require_cupy("this test").cuda.runtime.getDevice() == 0
         with kind.on(1):
             got = [kind.take(a) for a in (*returned, *(arrays[n] for n in call.written))]
         check(got, reference(call))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cupy_mla import selfcheck
-from cupy_mla.cuda import all_kernels, jit
+from cupy_mla.cuda import all_kernels
+from cupy_mla.cuda.driver import Gpu
+from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.selfcheck import report
 
 from .stand_in import RUN, StandIn, python
@@ -31,9 +33,8 @@ def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None) -> 
 
     monkeypatch.setattr(report, "require_cupy", lambda why: cupy)
     monkeypatch.setattr(report, "nvrtc_version", lambda: "13.0")
-    monkeypatch.setattr(report, "compute_capability", lambda device: 90)
-    monkeypatch.setattr(report, "num_sms", lambda device: 4)
-    monkeypatch.setattr(jit.Kernel, "load", load)
+    monkeypatch.setattr(report, "gpu", lambda device: Gpu(device, 4, 90))
+    monkeypatch.setattr(Kernel, "load", load)
     return selfcheck.run()
 
 

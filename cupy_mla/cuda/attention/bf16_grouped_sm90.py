@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+from ...arrays import Array
 from ...layouts import BF16_512, BF16_576, Layout
 from ...sizes import least, most
 from .. import structs
@@ -67,7 +68,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def launches(
-    call: Call, queries: int, most_rows: float, rest: tuple[str, int, int], lengths: object, ordered: bool
+    call: Call, queries: int, most_rows: float, rest: tuple[str, int, int], lengths: Array | None, ordered: bool
 ) -> Program:
     """The launches for groups, and for the queries that are left.
 
@@ -93,7 +94,7 @@ def launches(
         first = number * groups
         here = least(total - first, groups)
         grouped = structs.GROUPED(
-            params, list_lengths=pointer(lengths), rows=rows, excluded=excluded, twice=twice,  # type: ignore[arg-type]
+            params, list_lengths=pointer(lengths), rows=rows, excluded=excluded, twice=twice,
             group_lengths=group_lengths, left=left.ptr, queries=queries, first_group=first, num_groups=here,
             capacity=capacity, twice_capacity=tile_bits, most=most_rows,
         )  # fmt: skip
@@ -111,5 +112,3 @@ def _rest(call: Call, rest: tuple[str, int, int], ordered: bool) -> Program:
     if name == "bf16_sm90":
         return bf16_sm90.launches(call, ordered)
     return bf16_few_heads_sm90.launches(call, heads, queries, 1, 1, ordered)
-
-

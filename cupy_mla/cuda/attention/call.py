@@ -8,7 +8,6 @@ from ...layouts import Layout
 from .. import structs
 from ..driver import Gpu
 from ..paging import ceil_div
-from ..program import Slot
 from ..structs import Packed
 
 # Flags of struct AttentionParams; kernels_cu/attention/params.cuh
@@ -41,8 +40,3 @@ class Call(NamedTuple):
 def no_source() -> Packed:
     """`struct Source` of a cache that is not there."""
     return structs.SOURCE(**{name: int(name == "block_size") for name in structs.SOURCE.index})
-
-
-def null(slot: Slot | None) -> object:
-    """Where memory starts; null for memory that is not there."""
-    return 0 if slot is None else slot.ptr

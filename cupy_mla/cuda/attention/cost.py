@@ -124,9 +124,7 @@ def fp8_candidates(
 
 
 @lru_cache(maxsize=1024)
-def few_heads_candidates(
-    heads: int, h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None
-) -> Candidates:
+def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> Candidates:
     """Divisions for `few_heads_sm90`, for queries of so many tiles; `splits` None: to be chosen."""
     found = divisions((heads,), max(1, min(tiles, at_once[0])), splits)
 

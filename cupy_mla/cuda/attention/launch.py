@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-
-import numpy as np
+from typing import NamedTuple
 
 from ...arrays import Array
 from ...layouts import D_V, Layout, by_name
@@ -27,7 +26,6 @@ from . import (
 from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, PAIRED_PARTS, SOME_DONE, WIDE_OUT, Call, no_source
 from .choose import Choice, Facts, chooser
 
-FLOAT32 = np.dtype(np.float32)
 CLUSTER_PARTIAL_BYTES = 4 * D_V + 16  # of a head, in what clusters merge; kernels_cu/attention/cluster_merge.cuh
 PAIRED = ("fp8_sm90", "bf16_sm90", "bf16_cluster_sm90")  # kernels whose partial results are paired
 
@@ -56,15 +54,13 @@ def sparse_prefill(
         groupable=sm_scale >= bf16_grouped_sm90.LEAST_SCALE,
     )  # fmt: skip
     choice = looked_up(chooser(facts), h_q, s_q, topk, None)
-    source = structs.SOURCE(
+    main = structs.SOURCE(
         cache=kv.ptr, indices=indices.ptr, lengths=pointer(length), block_stride=0, row_stride=2 * kv.strides[0],
         index_stride_b=indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk, block_size=most(s_kv, 1),
     )  # fmt: skip
-    return _launches(
-        gpu, layout, choice, (s_q, 1, h_q), (source, no_source()), (topk, s_kv), aligned,
-        q, (q.strides[0], 0, q.strides[1]), out, (out.strides[0], 0, out.strides[1]),
-        lse, max_logits, (lse.strides[0], 0, lse.strides[1]), sink, sm_scale, length, None,
-    )  # fmt: skip
+    rows = _Rows(main, no_source(), aligned, topk, s_kv, length, length is not None)
+    q_, out_, lse_ = (_View(a, a.strides[0], 0, a.strides[1]) for a in (q, out, lse))
+    return _launches(gpu, layout, choice, (s_q, 1, h_q), rows, q_, out_, lse_, max_logits, sink, sm_scale)
 
 
 def decode_choice(
@@ -113,14 +109,14 @@ def sparse_decode(
     if b == 0 or s_q == 0:
         return ()
     second = no_source()
-    aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     if extra is not None and extra_indices is not None:
         second = _paged(extra, extra_indices, extra_length)
-    return _launches(
-        gpu, layout, choice, (b, s_q, h_q), (_paged(cache, indices, length), second),
-        (indices.shape[2], cache.shape[0] * cache.shape[1]), aligned, q, q.strides[:3], out, out.strides[:3],
-        lse, None, (lse.strides[0], lse.strides[2], lse.strides[1]), sink, sm_scale, length, extra_length,
-    )  # fmt: skip
+    aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
+    uneven = length is not None or extra_length is not None
+    num_slots = cache.shape[0] * cache.shape[1]
+    rows = _Rows(_paged(cache, indices, length), second, aligned, indices.shape[2], num_slots, length, uneven)
+    views = _View(q, *q.strides[:3]), _View(out, *out.strides[:3]), _View(lse, *(lse.strides[i] for i in (0, 2, 1)))
+    return _launches(gpu, layout, choice, (b, s_q, h_q), rows, *views, None, sink, sm_scale)
 
 
 def planned_splits(
@@ -159,56 +155,73 @@ def _aligned_rows(layout: Layout, cache: Array) -> bool:
     return cache.ptr % 16 == 0 and layout.row_stride % 16 == 0 and (cache.shape[0] <= 1 or cache.strides[0] % 16 == 0)
 
 
+class _Rows(NamedTuple):
+    """The rows that queries attend to.
+
+    Attributes:
+        main, extra: struct Source of the caches and their lists.
+        aligned: every row starts at a multiple of 16 bytes.
+        topk, num_slots: entries of a main list, and the rows that they may name.
+        length: the call's topk_length.
+        uneven: queries have lengths of their own.
+    """
+
+    main: Packed
+    extra: Packed
+    aligned: bool
+    topk: int
+    num_slots: int
+    length: Array | None
+    uneven: bool
+
+
+class _View(NamedTuple):
+    """An array over requests, queries of a request, and heads: its strides along these."""
+
+    array: Array
+    b: int
+    s: int
+    h: int
+
+
 def _launches(
     gpu: Gpu,
     layout: Layout,
     choice: Choice,
     batch: tuple[int, int, int],
-    sources: tuple[Packed, Packed],
-    lists: tuple[int, int],
-    aligned_rows: bool,
-    q: Array,
-    q_strides: tuple[int, ...],
-    out: Array,
-    out_strides: tuple[int, ...],
-    lse: Array,
+    rows: _Rows,
+    q: _View,
+    out: _View,
+    lse: _View,
     max_logits: Array | None,
-    lse_strides: tuple[int, ...],
     sink: Array | None,
     sm_scale: float,
-    length: Array | None,
-    extra_length: Array | None,
 ) -> Program:
     """The program of a choice: parameters, the kernel's launches, and the one that merges partial results.
 
     Args:
         batch: requests, queries of each, heads.
-        lists: entries of a main list, and the rows that they may name.
-        length, extra_length: lengths of the queries' lists.
     """
     b, s_q, h_q = batch
-    queries = b * s_q
-    heads, splits, cluster = int(choice.heads), choice.splits, choice.cluster
-    partials = splits // cluster
-    merge = _Partials(queries, h_q, heads, splits, cluster)
-    flags = ALIGNED_ROWS * aligned_rows | ALIGNED_Q * q.aligned(4) | ALIGNED_OUT * out.aligned(4)
-    flags |= WIDE_OUT * out.aligned(16) | SOME_DONE * (choice.kernel == "bf16_grouped_sm90")
+    queries, heads, partials = b * s_q, int(choice.heads), choice.splits // choice.cluster
+    memory = _Partials(queries, h_q, heads, choice.splits, choice.cluster)
+    flags = ALIGNED_ROWS * rows.aligned | ALIGNED_Q * q.array.aligned(4) | ALIGNED_OUT * out.array.aligned(4)
+    flags |= WIDE_OUT * out.array.aligned(16) | SOME_DONE * (choice.kernel == "bf16_grouped_sm90")
     flags |= PAIRED_PARTS * (choice.kernel in PAIRED)
     params = structs.ATTENTION(
-        main=sources[0], extra=sources[1], q=q.ptr, q_b=q_strides[0], q_s=q_strides[1], q_h=q_strides[2],
-        out=out.ptr, out_b=out_strides[0], out_s=out_strides[1], out_h=out_strides[2],
-        lse=lse.ptr, max_logits=pointer(max_logits), lse_b=lse_strides[0], lse_s=lse_strides[1], lse_h=lse_strides[2],
-        part_out=merge.out, part_lse=merge.lse, part_max=merge.max_logits if max_logits else 0,
-        cluster_parts=merge.clusters, sink=pointer(sink), scale_log2=sm_scale * math.log2(math.e), s_q=s_q, h_q=h_q,
+        main=rows.main, extra=rows.extra, q=q.array.ptr, q_b=q.b, q_s=q.s, q_h=q.h, out=out.array.ptr, out_b=out.b,
+        out_s=out.s, out_h=out.h, lse=lse.array.ptr, max_logits=pointer(max_logits), lse_b=lse.b, lse_s=lse.s,
+        lse_h=lse.h, part_out=memory.out, part_lse=memory.lse, part_max=memory.max_logits if max_logits else 0,
+        cluster_parts=memory.clusters, sink=pointer(sink), scale_log2=sm_scale * math.log2(math.e), s_q=s_q, h_q=h_q,
         num_queries=queries, num_splits=partials, flags=flags, order=0,
     )  # fmt: skip
-    call = Call(gpu, layout, h_q, queries, *lists, params)
+    call = Call(gpu, layout, h_q, queries, rows.topk, rows.num_slots, params)
     if choice.kernel == "bf16_grouped_sm90":
         assert choice.rest is not None
         return bf16_grouped_sm90.launches(
-            call, int(choice.queries), choice.most_rows, choice.rest, length, choice.longest_first
+            call, int(choice.queries), choice.most_rows, choice.rest, rows.length, choice.longest_first
         )
-    steps = list(_of_kernel(call, choice, heads, partials, length is not None or extra_length is not None))
+    steps = list(_of_kernel(call, choice, heads, partials, rows.uneven))
     return [*steps, combine.launch(call)] if partials > 1 else steps
 
 

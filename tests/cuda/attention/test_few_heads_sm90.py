@@ -1,20 +1,17 @@
-"""The Hopper kernel for few heads against the oracle, and how it splits and what it fits."""
+"""`few_heads_sm90`, for V32_FP8 and bf16 rows, against the oracle. Needs a Hopper GPU."""
 
 from __future__ import annotations
 
 import pytest
 
-from cupy_mla import layouts
-from cupy_mla.cuda import few_heads_sm90
-from cupy_mla.cuda.jit import SM90_SHARED_BYTES
+from ... import oracle
+from ...cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
 
-from .. import oracle
-from ..cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
+pytestmark = pytest.mark.gpu
 
-KERNELS = "few_heads"
+KERNEL = "few_heads_sm90"
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize(
     ("s_q", "h_q", "topk"),
@@ -30,21 +27,19 @@ KERNELS = "few_heads"
         (300, 32, 70),
     ],
 )
-def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
+def test_prefill(hopper, rng, s_q, h_q, topk, d_qk):
+    """Also where by itself a call would run another kernel."""
     check_prefill(hopper, *prefill_inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("s_q", [40, 700])
 def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
-    """700 queries: warpgroups take several each, some of them without a row."""
     check_unequal_prefill(hopper, rng, s_q, 13, d_qk)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("num_splits", [1, 3, 17, None])
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 17, None])
 @pytest.mark.parametrize(
     ("b", "s_q", "h_q", "topk", "block_size"),
     [
@@ -57,12 +52,6 @@ def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     ],
 )
 def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
-    """Also where by itself a call would run the kernel for more heads. 17 splits are more than a cluster holds."""
+    """Also where by itself a call would run another kernel. 17 splits are more than a cluster holds."""
     main = paged(rng, fmt, b, s_q, topk, block_size, lengths=True)
     check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
-
-
-def test_every_layout_and_size_fits():
-    for kernel in few_heads_sm90.kernels():
-        assert kernel.shared_bytes <= SM90_SHARED_BYTES
-    assert all(2 in few_heads_sm90.queries_per_block(layouts.BF16_512, heads) for heads in few_heads_sm90.HEADS)

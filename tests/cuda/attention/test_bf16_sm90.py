@@ -1,4 +1,7 @@
-"""The Hopper prefill kernel against the oracle and against the portable kernel. Needs a Hopper GPU."""
+"""`bf16_sm90` and `bf16_cluster_sm90`, for flat bf16 rows, against the oracle and the portable kernel.
+
+Needs a Hopper GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import pytest
 
 import cupy_mla
 
-from .. import oracle
-from ..cases import check_decode, check_prefill, check_unequal_prefill, latent, paged, prefill_inputs, queries, sinks
+from ... import oracle
+from ...cases import check_decode, check_prefill, check_unequal_prefill, latent, paged, prefill_inputs, queries, sinks
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = "sm90"
+KERNEL = "bf16_sm90"
+
+on_clusters = pytest.mark.parametrize("hopper", ["bf16_cluster_sm90"], indirect=True)
 
 
 @pytest.mark.parametrize("d_qk", [576, 512])
@@ -81,16 +86,40 @@ def test_agrees_with_the_portable_kernel_and_with_itself(hopper, rng, monkeypatc
         np.testing.assert_allclose(a.astype(np.float32), c.astype(np.float32), rtol=0.02, atol=1e-3)
 
 
-@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize(("b", "s_q", "h_q", "block_size"), [(3, 2, 64, 64), (100, 1, 33, 2), (2, 1, 128, 61)])
-@pytest.mark.parametrize("num_splits", [None, 1, 2, 3, 7, 17])
-def test_decode_of_flat_caches(hopper, rng, fmt, b, s_q, h_q, block_size, num_splits):
-    """Blocks without a gap between them: the cache is one array of rows. Some splits have none."""
+FLAT = pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+
+
+def check_flat_decode(kind, rng, fmt, b, s_q, h_q, block_size, num_splits):
+    """Blocks without a gap between them: the cache is one array of rows."""
     main = paged(rng, fmt, b, s_q, 500, block_size, lengths=True)
     q = queries(rng, b, s_q, h_q, fmt.d_qk)
-    check_decode(hopper, fmt, q, main, sink=sinks(rng, h_q), num_splits=num_splits, out_gaps=(0, 1, 2, 3))
+    check_decode(kind, fmt, q, main, sink=sinks(rng, h_q), num_splits=num_splits, out_gaps=(0, 1, 2, 3))
 
 
+@FLAT
+@pytest.mark.parametrize(("b", "s_q", "h_q", "block_size"), [(3, 2, 64, 64), (100, 1, 33, 2), (2, 1, 128, 61)])
+@pytest.mark.parametrize("num_splits", [None, 1])
+def test_decode_of_flat_caches(hopper, rng, fmt, b, s_q, h_q, block_size, num_splits):
+    check_flat_decode(hopper, rng, fmt, b, s_q, h_q, block_size, num_splits)
+
+
+@on_clusters
+@FLAT
+@pytest.mark.parametrize(("b", "s_q", "h_q", "block_size"), [(3, 2, 64, 64), (100, 1, 33, 2), (2, 1, 128, 61)])
+@pytest.mark.parametrize("num_splits", [2, 3, 7, 17])
+def test_decode_of_flat_caches_on_clusters(hopper, rng, fmt, b, s_q, h_q, block_size, num_splits):
+    """Some splits have no rows; a cluster holds 16 of 17 splits, so 16 there are."""
+    check_flat_decode(hopper, rng, fmt, b, s_q, h_q, block_size, num_splits)
+
+
+@on_clusters
+@FLAT
+@pytest.mark.parametrize(("b", "s_q", "h_q", "block_size"), [(3, 2, 64, 64), (2, 1, 128, 61)])
+def test_decode_of_flat_caches_in_as_many_splits_as_it_chooses(hopper, rng, fmt, b, s_q, h_q, block_size):
+    check_flat_decode(hopper, rng, fmt, b, s_q, h_q, block_size, None)
+
+
+@on_clusters
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize(("s_q", "h_q"), [(1, 64), (30, 100)])
 def test_prefill_of_few_queries_is_split(hopper, rng, d_qk, s_q, h_q):

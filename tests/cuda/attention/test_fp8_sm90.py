@@ -1,15 +1,12 @@
-"""The Hopper kernel for FP8 rows against the oracle, and how it splits and what it fits."""
+"""`fp8_sm90`, for FP8 rows, against the oracle. Needs a Hopper GPU."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from cupy_mla.cuda import sparse_decode_sm90
-from cupy_mla.cuda.jit import SM90_SHARED_BYTES
-
-from .. import oracle
-from ..cases import (
+from ... import oracle
+from ...cases import (
     Paged,
     check_decode,
     check_nan_of_a_named_row,
@@ -20,14 +17,15 @@ from ..cases import (
     run_decode,
     sinks,
 )
-from ..kinds import gapped
+from ...kinds import gapped
+
+pytestmark = pytest.mark.gpu
 
 FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
 
-KERNELS = "sm90"
+KERNEL = "fp8_sm90"
 
 
-@pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_splits", [1, 3, 17, None])
 @pytest.mark.parametrize(
@@ -48,7 +46,6 @@ def test_sizes(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
     check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, num_splits=num_splits)
 
 
-@pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_two_caches_sinks_lengths_and_strides(hopper, rng, fmt, num_splits):
@@ -59,7 +56,6 @@ def test_two_caches_sinks_lengths_and_strides(hopper, rng, fmt, num_splits):
     check_decode(hopper, fmt, q, main, extra, sink=sinks(rng, 72), num_splits=num_splits, out_gaps=(0, 1, 2, 3))
 
 
-@pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_splits", [1, 5])
 def test_all_invalid_rows_and_nan_of_a_named_one(hopper, rng, fmt, num_splits):
@@ -70,7 +66,6 @@ def test_all_invalid_rows_and_nan_of_a_named_one(hopper, rng, fmt, num_splits):
     check_nan_of_a_named_row(hopper, fmt, q, main, num_splits)
 
 
-@pytest.mark.gpu
 def test_float32_scales_far_apart(hopper, rng):
     """Scales with all 24 bits, tiles of a row up to 10^4 apart, zero rows, and RoPE far above and below the rest."""
     codes = rng.integers(0, 256, (5, 16, 656), np.uint8)
@@ -84,7 +79,6 @@ def test_float32_scales_far_apart(hopper, rng):
     check_decode(hopper, oracle.V32, queries(rng, 2, 1, 64, 576), main)
 
 
-@pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("sm_scale", [0.0, -0.03, 8.0])
 def test_any_scale(hopper, rng, fmt, sm_scale):
@@ -92,7 +86,6 @@ def test_any_scale(hopper, rng, fmt, sm_scale):
     check_decode(hopper, fmt, queries(rng, 1, 2, 64, fmt.d_qk), main, sm_scale=sm_scale, num_splits=2)
 
 
-@pytest.mark.gpu
 @FORMATS
 def test_logits_that_rise_from_tile_to_tile(hopper, rng, fmt):
     """References are raised again and again, in both warpgroups and in every split."""
@@ -105,15 +98,9 @@ def test_logits_that_rise_from_tile_to_tile(hopper, rng, fmt):
     check_decode(hopper, fmt, q, main, sm_scale=2.0, num_splits=3)
 
 
-@pytest.mark.gpu
 @FORMATS
 def test_same_bits_every_time(hopper, rng, fmt):
     main, q = paged(rng, fmt, 3, 1, 1000, 64), queries(rng, 3, 1, 64, fmt.d_qk)
     for splits in (1, 4):
         first, second = ([r.tobytes() for r in run_decode(hopper, q, main, num_splits=splits)] for _ in range(2))
         assert first == second
-
-
-def test_every_layout_and_size_fits():
-    for kernel in sparse_decode_sm90.kernels():
-        assert kernel.shared_bytes <= SM90_SHARED_BYTES

@@ -1,4 +1,7 @@
-"""Groups of queries as one tile of 64 heads, on Hopper, against the oracle and against the kernel for few heads."""
+"""`bf16_grouped_sm90`, groups of queries as one tile of 64 heads, against the oracle and the kernel for few heads.
+
+Needs a Hopper GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla.cuda import few_heads_sm90, prefill_sm90
-from cupy_mla.ops._plan import forget_plans
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda import driver
+from cupy_mla.cuda.attention import bf16_grouped_sm90
 
-from .. import oracle
-from ..cases import (
+from ... import oracle
+from ...cases import (
     check_prefill,
     check_unequal_prefill,
     entries,
@@ -21,19 +25,18 @@ from ..cases import (
     queries,
     some,
 )
-from ..kinds import make
+from ...kinds import make
 
-KERNELS = "grouped"
+pytestmark = pytest.mark.gpu
+
+KERNEL = "bf16_grouped_sm90"
 
 
 @pytest.fixture
 def all_grouped(hopper, monkeypatch):
     """Fails where a query is left to another kernel, which does not run: outputs stay poisoned."""
-    forget_plans()
-    for module in (few_heads_sm90, prefill_sm90):
-        monkeypatch.setattr(module, "launch", lambda *arguments: None)
-    yield hopper
-    forget_plans()
+    monkeypatch.setattr(bf16_grouped_sm90, "_rest", lambda *arguments: [])
+    return hopper
 
 
 def local_lists(rng, s_q, topk, s_kv, repeats=0):
@@ -46,7 +49,6 @@ def local_lists(rng, s_q, topk, s_kv, repeats=0):
     return lists.astype(np.int32)[:, None]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize(
     ("s_q", "h_q", "topk"),
@@ -57,7 +59,6 @@ def test_sizes(hopper, rng, s_q, h_q, topk, d_qk):
     check_prefill(hopper, *prefill_inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("repeats", [0, 30])
 @pytest.mark.parametrize("h_q", [3, 8, 13, 16, 32])
 def test_groups_need_no_other_kernel(all_grouped, rng, h_q, repeats):
@@ -65,7 +66,6 @@ def test_groups_need_no_other_kernel(all_grouped, rng, h_q, repeats):
     check_prefill(all_grouped, q, kv, local_lists(rng, 43, 250, 400, repeats), 0.05)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("h_q", [9, 10, 12, 20, 32])
 def test_lists_longer_than_a_block_has_threads(all_grouped, rng, h_q):
     """Groups of 7, 6, 5, 3 and 2 queries."""
@@ -73,7 +73,6 @@ def test_lists_longer_than_a_block_has_threads(all_grouped, rng, h_q):
     check_prefill(all_grouped, q, kv, local_lists(rng, 15, 1000, 1700), 0.05)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1e-12, 0.05, 6.0])
 def test_a_row_counts_as_often_as_it_is_listed(all_grouped, rng, scale):
     """Rows listed up to five times, by some queries of a group and not by others."""
@@ -83,14 +82,12 @@ def test_a_row_counts_as_often_as_it_is_listed(all_grouped, rng, scale):
     check_prefill(all_grouped, q, kv, indices, scale)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("s_q", [40, 1501])
 def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
     check_unequal_prefill(hopper, rng, s_q, 13, d_qk, nothing=slice(8, 16))  # a group of nothing
 
 
-@pytest.mark.gpu
 def test_unaligned_outputs_and_queries_without_rows(all_grouped, rng):
     q, kv, indices = prefill_inputs(rng, 70, 8, 576, 300, 100)
     indices[rng.random(70) < 0.5] = -1
@@ -98,7 +95,6 @@ def test_unaligned_outputs_and_queries_without_rows(all_grouped, rng):
     check_prefill(all_grouped, q, kv, indices, 0.05, out_gaps=(0, 0, 1))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("h_q", [7, 8])
 def test_row_numbers_in_several_windows(all_grouped, rng, h_q):
     s_kv = 150_000
@@ -107,12 +103,11 @@ def test_row_numbers_in_several_windows(all_grouped, rng, h_q):
     check_prefill(all_grouped, queries(rng, 19, h_q, 512), kv, entries(rng, (19, 1, 777), live, s_kv), 0.05)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("s_q", "h_q"), [(9, 16), (300, 16), (150, 32), (9, 5)])
 def test_lists_that_are_left_of_a_large_cache_are_sorted(hopper, rng, s_q, h_q):
     """Left because they repeat rows too often; longer than what is sorted together, and of unequal lengths."""
     s_kv = 150_000
-    assert s_kv * 2 * 512 > prefill_sm90.SORTED_CACHE_BYTES
+    assert s_kv * 2 * 512 > bf16_grouped_sm90.SORTED_CACHE_BYTES
     live = some(rng, s_kv, 0.002)
     length = rng.integers(-1, 2103, s_q, dtype=np.int32)
     length[:3] = 0, 2048, 2100
@@ -122,14 +117,11 @@ def test_lists_that_are_left_of_a_large_cache_are_sorted(hopper, rng, s_q, h_q):
     check_prefill(hopper, q, kv, lists, 0.05, None, length)
 
 
-@pytest.mark.gpu
 def test_several_launches(hopper, rng, monkeypatch):
-    forget_plans()
-    monkeypatch.setattr(prefill_sm90, "SCRATCH_BYTES", 20_000)
+    monkeypatch.setattr(bf16_grouped_sm90, "SCRATCH_BYTES", 20_000)
     check_prefill(hopper, *prefill_inputs(rng, 150, 16, 512, 500, 300), 0.05)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_stays_with_the_queries_that_name_it(hopper, rng, bad):
     """Their neighbours' tiles hold it, too."""
@@ -146,7 +138,6 @@ def test_a_row_that_is_not_finite_stays_with_the_queries_that_name_it(hopper, rn
     assert not np.isfinite(results[0][5].astype(np.float32)).all()
 
 
-@pytest.mark.gpu
 def test_references_rise_late_and_far(all_grouped, rng):
     """Logits that grow, or fall, by hundreds from tile to tile, which neighbouring queries see in part."""
     s_kv, d = 640, 576
@@ -161,40 +152,38 @@ def test_references_rise_late_and_far(all_grouped, rng):
         check_prefill(all_grouped, q, kv[:, None], indices, scale)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.0, -0.05])
-def test_other_scales_are_for_the_kernel_for_few_heads(hopper, rng, scale):
-    check_prefill(hopper, *prefill_inputs(rng, 30, 16, 576, 200, 180), scale)
+def test_other_scales_are_for_other_kernels(hopper_gpu, launched, rng, monkeypatch, scale):
+    """600 queries of 16 heads would fill the GPU in groups."""
+    inputs = prefill_inputs(rng, 600, 16, 576, 200, 180)
+    check_prefill(hopper_gpu, *inputs, scale)
+    assert launched
+    assert KERNEL not in launched
+    monkeypatch.setenv("CUPY_MLA_KERNELS", KERNEL)
+    with pytest.raises(ValueError, match="CUPY_MLA_KERNELS is bf16_grouped_sm90, which cannot serve this call"):
+        cupy_mla.sparse_prefill(*map(hopper_gpu.put, inputs), scale)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["grouped", ""])
+@pytest.mark.parametrize("forced", [True, False])
 @pytest.mark.parametrize("h_q", [8, 32])
-def test_same_bits_every_time(hopper, rng, monkeypatch, h_q, kernels):
+def test_same_bits_every_time(hopper, rng, monkeypatch, h_q, forced):
     """Forced, and as the call chooses: about half of the groups share enough."""
-    if not kernels:
+    if not forced:
         monkeypatch.delenv("CUPY_MLA_KERNELS")
     q, kv, indices = prefill_inputs(rng, 1100, h_q, 576, 3000, 300)
     indices[:500] = local_lists(rng, 500, 300, 3000, 20)
     kv[np.isnan(kv.astype(np.float32))] = 0
     arrays = [hopper.put(a) for a in (q, kv, indices)]
     first, second = ([hopper.take(r) for r in cupy_mla.sparse_prefill(*arrays, 0.05)] for _ in range(2))
-    monkeypatch.setenv("CUPY_MLA_KERNELS", "few_heads")
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "bf16_few_heads_sm90")
     other = [hopper.take(r) for r in cupy_mla.sparse_prefill(*arrays, 0.05)]
     for a, b, c in zip(first, second, other, strict=True):
         assert a.tobytes() == b.tobytes()
         np.testing.assert_allclose(a.astype(np.float32), c.astype(np.float32), rtol=0.02, atol=1e-3)
 
 
-def test_how_many_queries_make_a_group():
-    assert [prefill_sm90.group_queries(h) for h in (1, 7, 8, 9, 16, 24, 32)] == [8, 8, 8, 7, 4, 2, 2]
-    assert prefill_sm90.full(8, 8 * 132, 132) == prefill_sm90.full(8, 16 * 132, 132) == 1
-    assert prefill_sm90.full(8, 8 * 133, 132) < 0.51
-
-
-@pytest.mark.gpu
-def test_a_plans_graph(hopper, rng):
-    """Calls by a graph of launches, alone, beside a capture and in one, give the bits of a call without a plan."""
+def test_launches_as_a_graph(hopper, rng, monkeypatch):
+    """Launches as one CUDA graph, alone, beside a capture and in one, give the bits of launches one by one."""
     torch = pytest.importorskip("torch")
     kind = make("torch_cuda")
     calls = [[kind.put(a) for a in prefill_inputs(rng, 300, 16, 576, 97, 300, share=1)] for _ in range(3)]
@@ -202,10 +191,9 @@ def test_a_plans_graph(hopper, rng):
     def prefill(arrays):
         return [tensor.clone() for tensor in cupy_mla.sparse_prefill(*arrays, 0.05)]
 
-    wanted = []
-    for arrays in calls:
-        forget_plans()
-        wanted.append(prefill(arrays))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "is_capturing", lambda stream: True)
+        wanted = [prefill(arrays) for arrays in calls]
 
     def check(results, i):
         torch.cuda.synchronize()
@@ -213,18 +201,16 @@ def test_a_plans_graph(hopper, rng):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
     capturing, other, held = torch.cuda.Stream(), torch.cuda.Stream(), calls[0][0].clone()
-    for times in (2, 1):  # so that torch has what a plan's call takes: nothing may be allocated beside a capture
-        forget_plans()
-        with torch.cuda.stream(other):
-            for _ in range(times):
-                cupy_mla.sparse_prefill(*calls[0], 0.05)
-        torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        cupy_mla.sparse_prefill(*calls[0], 0.05)  # torch has the memory now: nothing may be allocated beside a capture
+    torch.cuda.synchronize()
+    forget_calls()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(capturing):
         graph.capture_begin()  # torch.cuda.graph would free what torch has
         held.mul_(1)
         with torch.cuda.stream(other):
-            beside = cupy_mla.sparse_prefill(*calls[1], 0.05)  # makes the plan's graph
+            beside = cupy_mla.sparse_prefill(*calls[1], 0.05)  # makes the graph of launches
         graph.capture_end()
     check(beside, 1)
     for i in (0, 0, 2, 1, 2):

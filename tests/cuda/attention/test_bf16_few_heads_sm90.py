@@ -1,0 +1,66 @@
+"""`bf16_few_heads_sm90`, for bf16 rows in few splits, against the oracle. Needs a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from ... import oracle
+from ...cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "bf16_few_heads_sm90"
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "topk"),
+    [
+        (1, 1, 1),
+        (3, 7, 63),
+        (2, 8, 64),
+        (1, 16, 65),
+        (3, 33, 127),
+        (2, 64, 129),
+        (1, 128, 2100),
+        (300, 8, 64),
+        (300, 16, 130),
+        (300, 32, 70),
+        (90, 64, 70),
+    ],
+)
+def test_prefill(hopper, rng, s_q, h_q, topk, d_qk):
+    """Split, and unsplit with one and (300 and 90 queries) with two queries a CTA."""
+    check_prefill(hopper, *prefill_inputs(rng, s_q, h_q, d_qk, 97, topk), 0.05)
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize("s_q", [40, 700])
+def test_sinks_lengths_and_strides(hopper, rng, s_q, d_qk):
+    """700 queries: warpgroups take several each, the longest first, some of them without a row."""
+    check_unequal_prefill(hopper, rng, s_q, 13, d_qk)
+
+
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 17, None])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "block_size"),
+    [
+        (1, 1, 1, 1, 1),
+        (3, 1, 7, 63, 2),
+        (1, 2, 8, 64, 61),
+        (3, 1, 16, 65, 64),
+        (2, 2, 12, 1000, 256),
+        (3, 1, 40, 130, 64),
+        (150, 1, 16, 70, 64),
+    ],
+)
+def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
+    """17 splits are more than a cluster holds; 150 queries are more than a GPU has multiprocessors."""
+    main = paged(rng, fmt, b, s_q, topk, block_size, lengths=True)
+    check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
+
+
+def test_two_caches(hopper, rng):
+    main, extra = paged(rng, oracle.BF16_576, 5, 2, 130, 64, gap=1), paged(rng, oracle.BF16_576, 5, 2, 70, 2)
+    check_decode(hopper, oracle.BF16_576, queries(rng, 5, 2, 12, 576), main, extra, num_splits=2)

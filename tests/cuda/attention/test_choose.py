@@ -1,0 +1,440 @@
+"""The table of choices, row by row, as on an H200; needs no GPU.
+
+Each number of `choose.py` is held by calls on both of its sides.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from cupy_mla.cuda import driver
+from cupy_mla.cuda.attention import bf16_cluster_sm90, bf16_grouped_sm90, choose, few_heads_sm90, fp8_sm90
+from cupy_mla.cuda.attention.choose import NAMES, TABLE, VARIABLE, Choice, Facts, Row, Sizes
+from cupy_mla.cuda.driver import Gpu
+from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, V4_FP8, V32_FP8, Layout
+
+from .h200 import CLUSTERS_AT_ONCE, GPU
+
+BF16 = pytest.mark.parametrize("layout", [BF16_576, BF16_512], ids=lambda layout: layout.name)
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch):
+    """Clusters as on an H200, and the choices of calls that no one forces."""
+    monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: CLUSTERS_AT_ONCE)
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def prefill(h_q: int, queries: int, rows: int = 2048, *, asked: str | None = None, **facts: Any) -> Choice:
+    facts = {"gpu": GPU, "layout": BF16_576, "prefill": True} | facts
+    return choose.choose(Facts(**facts), Sizes(h_q, queries, rows), asked)
+
+
+def decode(
+    layout: Layout, h_q: int, queries: int, rows: int = 2048, splits: int | None = None, *,
+    asked: str | None = None, **facts: Any,
+) -> Choice:  # fmt: skip
+    facts = {"gpu": GPU, "layout": layout, "prefill": False} | facts
+    return choose.choose(Facts(**facts), Sizes(h_q, queries, rows, splits), asked)
+
+
+def row_of(facts: Facts, sizes: Sizes) -> Row:
+    """The row of the table that a call is for."""
+    return next(row for row in TABLE if row.can(facts, sizes) and row.wanted(facts, sizes))
+
+
+# --- every row ------------------------------------------------------------------------------------------------
+
+# What each row in turn is for: a prefill's or decode's layout, heads, queries, and what else is known of it.
+FOR_ROWS = [
+    ("prefill", BF16_576, 16, 1024, {}),
+    ("decode", V4_FP8, 128, 64, {}),
+    ("decode", BF16_576, 16, 128, {}),
+    ("decode", V32_FP8, 16, 128, {}),
+    ("decode", V32_FP8, 128, 64, {}),
+    ("decode", BF16_576, 128, 4, {}),
+    ("prefill", BF16_576, 128, 1024, {}),
+    ("decode", BF16_576, 128, 128, {"flat": False}),
+    ("decode", BF16_576, 128, 1, {"flat": False}),
+    ("decode", V32_FP8, 64, 1, {"aligned": False}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(TABLE)))
+def test_each_row_is_for_some_calls(number):
+    kind, layout, h_q, queries, facts = FOR_ROWS[number]
+    found = row_of(Facts(GPU, layout, kind == "prefill", **facts), Sizes(h_q, queries, 2048))
+    assert found is TABLE[number], f"it is for {found.kernel}"
+
+
+def test_every_kernel_has_a_name():
+    assert NAMES == (
+        "bf16_grouped_sm90", "fp8_sm90", "bf16_few_heads_sm90", "few_heads_sm90", "bf16_cluster_sm90", "bf16_sm90",
+        "portable",
+    )  # fmt: skip
+
+
+# --- query groups ---------------------------------------------------------------------------------------------
+
+
+def test_how_many_queries_make_a_group():
+    assert [bf16_grouped_sm90.group_queries(h) for h in (1, 7, 8, 9, 16, 24, 32)] == [8, 8, 8, 7, 4, 2, 2]
+
+
+@BF16
+@pytest.mark.parametrize(("h_q", "group"), [(1, 8), (8, 8), (9, 7), (16, 4), (32, 2)])
+def test_groups_are_for_prefills_that_fill_half_of_the_gpu(layout, h_q, group):
+    """66 groups on 132 multiprocessors; 133 groups take two rounds, the second nearly empty: 0.504 of the GPU."""
+    least = 65 * group + 1
+    assert prefill(h_q, least - 1, layout=layout).kernel != "bf16_grouped_sm90"
+    assert prefill(h_q, least, layout=layout).kernel == "bf16_grouped_sm90"
+    chosen = prefill(h_q, 133 * group, layout=layout)
+    assert (chosen.kernel, chosen.heads, chosen.queries, chosen.splits) == ("bf16_grouped_sm90", 64, group, 1)
+    assert chosen.most_rows == 133 / 264
+
+
+def test_groups_take_up_to_32_heads():
+    assert prefill(32, 2048).kernel == "bf16_grouped_sm90"
+    assert prefill(33, 2048).kernel == "bf16_sm90"
+
+
+def test_groups_need_a_scale_that_can_mask_rows():
+    assert prefill(16, 2048, groupable=False).kernel == "bf16_few_heads_sm90"
+    assert prefill(32, 2048, groupable=False).kernel == "bf16_sm90"
+    assert prefill(16, 2048).kernel == "bf16_grouped_sm90"
+
+
+def test_groups_are_for_prefills():
+    assert decode(BF16_576, 16, 2048).kernel == "bf16_few_heads_sm90"
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_what_groups_leave_is_for_another_kernel(uneven):
+    """Up to 16 heads for the one for few heads; those with the longest lists first where CTAs take several."""
+    few = prefill(16, 132 * 4, uneven=uneven)
+    assert few.rest == ("bf16_few_heads_sm90", 16, 2)
+    assert few.most_rows == bf16_grouped_sm90.MOST_ROWS_FEW_HEADS
+    many = prefill(17, 132 * 3, uneven=uneven)
+    assert many.rest == ("bf16_sm90", 64, 1)
+    assert many.most_rows == bf16_grouped_sm90.MOST_ROWS
+    assert few.longest_first == many.longest_first == uneven
+
+
+def test_forced_groups_are_worked_on_whatever_they_share(monkeypatch):
+    assert prefill(16, 132 * 4).most_rows < 1
+    monkeypatch.setenv(VARIABLE, "bf16_grouped_sm90")
+    assert prefill(16, 3, asked="bf16_grouped_sm90").most_rows == 1
+
+
+# --- FP8 rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("h_q", [1, 16, 64, 128])
+@pytest.mark.parametrize("queries", [1, 8, 128, 1000])
+def test_v4_rows_are_for_one_kernel(h_q, queries):
+    assert decode(V4_FP8, h_q, queries).kernel == "fp8_sm90"
+
+
+@pytest.mark.parametrize(
+    ("h_q", "queries", "kernel"),
+    [
+        (8, 1, "few_heads_sm90"),
+        (9, 1, "fp8_sm90"),
+        (9, 8, "fp8_sm90"),
+        (9, 9, "few_heads_sm90"),
+        (16, 8, "fp8_sm90"),
+        (16, 9, "few_heads_sm90"),
+        (17, 1, "fp8_sm90"),
+        (17, 1000, "fp8_sm90"),
+        (128, 1, "fp8_sm90"),
+    ],
+)
+def test_v32_rows_are_for_two(h_q, queries, kernel):
+    """Up to 8 queries of 9 to 16 heads are padded to 32."""
+    assert decode(V32_FP8, h_q, queries).kernel == kernel
+
+
+@pytest.mark.parametrize(("h_q", "queries"), [(128, 1), (128, 32), (64, 8), (16, 2)])
+def test_fp8_rows_are_split_as_is_cheapest(h_q, queries):
+    chosen = decode(V32_FP8, h_q, queries)
+    candidates = choose.fp8_candidates(fp8_sm90.HEADS, h_q, 32, CLUSTERS_AT_ONCE, None)
+    assert tuple(chosen[1:4]) == tuple(candidates.cheapest(queries))
+    assert chosen.splits > 1
+    assert decode(V32_FP8, h_q, queries, splits=7).splits == 7
+
+
+# --- few heads ------------------------------------------------------------------------------------------------
+
+
+@BF16
+def test_up_to_16_heads_are_few(layout):
+    assert decode(layout, 16, 4).kernel == "few_heads_sm90"
+    assert decode(layout, 17, 8).kernel == "bf16_cluster_sm90"
+
+
+@BF16
+@pytest.mark.parametrize(
+    ("h_q", "most"), [(17, 28), (32, 28), (33, 14), (64, 14), (65, 9), (128, 7)], ids=lambda value: str(value)
+)
+def test_prefills_of_few_work_items_are_for_the_kernels_for_few_heads(layout, h_q, most):
+    """28 items, each a query and a tile of up to 32 heads."""
+    few = ("few_heads_sm90", "bf16_few_heads_sm90")
+    assert prefill(h_q, most, layout=layout).kernel in few
+    assert prefill(h_q, most + 1, layout=layout).kernel not in few
+
+
+@BF16
+@pytest.mark.parametrize("splits", [1, 2])
+def test_bf16_rows_in_at_most_two_splits_are_for_a_kernel_of_their_own(layout, splits):
+    assert decode(layout, 16, 32, splits=splits).kernel == "bf16_few_heads_sm90"
+    assert decode(layout, 16, 32, splits=splits, flat=False).kernel == "bf16_few_heads_sm90"
+    assert decode(layout, 16, 32, splits=3).kernel == "few_heads_sm90"
+    assert decode(V32_FP8, 16, 32, splits=splits).kernel == "few_heads_sm90"
+
+
+@BF16
+def test_the_splits_that_are_chosen_count_likewise(layout):
+    kernels = {}
+    for queries in (1, 16, 33, 44, 64, 128, 500):
+        chosen = decode(layout, 16, queries)
+        kernels[chosen.splits] = chosen.kernel
+        assert chosen.kernel == ("bf16_few_heads_sm90" if chosen.splits <= 2 else "few_heads_sm90")
+    assert {1, 2} < kernels.keys()
+
+
+@pytest.mark.parametrize(("h_q", "heads"), [(1, 8), (8, 8), (9, 16), (16, 16)])
+def test_heads_of_a_cta_for_few(h_q, heads):
+    for queries in (1, 500):
+        assert decode(BF16_576, h_q, queries).heads == heads == few_heads_sm90.block_heads(h_q)
+
+
+def test_two_queries_a_cta_when_there_are_more_than_multiprocessors():
+    one, two = (decode(BF16_576, 16, queries, splits=1, uneven=True) for queries in (132, 133))
+    assert (one.queries, one.longest_first) == (1, False)
+    assert (two.queries, two.longest_first) == (2, True)
+    assert not decode(BF16_576, 16, 133, splits=1).longest_first
+
+
+# --- many heads, bf16 rows ------------------------------------------------------------------------------------
+
+
+@BF16
+@pytest.mark.parametrize(("h_q", "least"), [(17, 8), (32, 8), (33, 4), (64, 4), (65, 2), (128, 2)])
+def test_flat_rows_are_for_clusters_from_so_many_work_items_on(layout, h_q, least):
+    """4 items, each a query and a tile of up to 64 heads; 8 with up to 32 heads."""
+    few, many = decode(layout, h_q, least - 1), decode(layout, h_q, least)
+    assert few.kernel == "few_heads_sm90"
+    candidates = choose.few_heads_candidates(32, h_q, 32, CLUSTERS_AT_ONCE, None)
+    assert tuple(few[1:4]) == tuple(candidates.cheapest(least - 1))
+    assert many.kernel == "bf16_cluster_sm90"
+    assert (many.heads, many.splits) == (64, many.cluster)
+    assert many.splits > 1
+    assert decode(layout, h_q, least, flat=False).kernel == "few_heads_sm90"
+
+
+@pytest.mark.parametrize(
+    ("queries", "rows", "splits"),
+    [
+        (4, 2048, 8),
+        (4, 512, 2),  # each has two pairs of tiles
+        (4, 511, 2),
+        (4, 384, 1),
+        (15, 4096, 8),
+        (16, 4096, 6),
+        (17, 4096, 6),
+        (18, 4096, 5),
+        (23, 4096, 4),
+        (31, 4096, 3),
+        (40, 4096, 2),
+        (66, 4096, 2),
+        (67, 4096, 1),
+    ],
+)
+def test_clusters_have_as_many_splits_as_run_at_a_time(queries, rows, splits):
+    chosen = decode(BF16_576, 64, queries, rows)
+    assert chosen.splits == splits
+    assert chosen.kernel == ("bf16_sm90" if splits == 1 else "bf16_cluster_sm90")
+
+
+def test_splits_that_the_caller_wants():
+    assert decode(BF16_576, 64, 30, splits=1).kernel == "bf16_sm90"
+    assert decode(BF16_576, 64, 30, splits=2) == Choice("bf16_cluster_sm90", 64, 2, 2)
+    assert decode(BF16_576, 64, 30, splits=16) == Choice("bf16_cluster_sm90", 64, 16, 16)
+    assert decode(BF16_576, 64, 30, splits=17) == Choice("bf16_cluster_sm90", 64, 16, 16)
+
+
+def test_long_lists_first_when_ctas_take_several():
+    assert not prefill(64, 132, uneven=True).longest_first
+    assert prefill(64, 133, uneven=True).longest_first
+    assert not prefill(64, 133).longest_first
+    assert prefill(128, 67, uneven=True).longest_first
+
+
+# --- batch invariance -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("h_q", [8, 16, 32, 64, 128])
+def test_invariant_choices_do_not_depend_on_the_batch(layout, h_q):
+    chosen = {decode(layout, h_q, queries, batch_invariant=True) for queries in (1, 2, 8, 9, 33, 133, 1000)}
+    assert len(chosen) == 1
+    flat = {decode(layout, h_q, 4, batch_invariant=True, flat=flat) for flat in (True, False)}
+    assert flat == chosen
+
+
+@pytest.mark.parametrize(
+    ("layout", "h_q", "kernel"),
+    [
+        (BF16_576, 16, "few_heads_sm90"),
+        (BF16_576, 128, "few_heads_sm90"),
+        (V32_FP8, 16, "few_heads_sm90"),
+        (V32_FP8, 17, "fp8_sm90"),
+        (V4_FP8, 8, "fp8_sm90"),
+    ],
+)
+def test_kernels_of_invariant_calls(layout, h_q, kernel):
+    """Also where another kernel would be faster for few splits: it depends on the queries."""
+    for splits in (None, 1, 2):
+        assert decode(layout, h_q, 1, splits=splits, batch_invariant=True).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits"), [(0, 1), (1, 1), (512, 1), (513, 2), (2048, 4), (8192, 16), (8193, 16), (100_000, 16)]
+)
+def test_splits_of_invariant_calls_have_so_many_rows(rows, splits):
+    for layout in (V32_FP8, V4_FP8, BF16_576):
+        assert decode(layout, 128, 3, rows, batch_invariant=True).splits == splits
+    assert decode(V32_FP8, 128, 3, rows, 5, batch_invariant=True).splits == 5
+
+
+def test_invariant_calls_are_cut_up_as_if_for_32_queries():
+    """At 32 heads, 4 splits of 2048 rows are not for clusters then, but with fewer queries and with more."""
+    clusters = {queries: decode(V32_FP8, 32, queries, splits=4).cluster for queries in (8, 32, 60)}
+    assert clusters == {8: 4, 32: 1, 60: 4}
+    for queries in clusters:
+        assert decode(V32_FP8, 32, queries, batch_invariant=True) == Choice("fp8_sm90", 32, 4, 1)
+
+
+# --- what no kernel for Hopper can serve ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 100, 103, 120])
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS, ids=lambda layout: layout.name)
+def test_other_gpus_run_the_portable_kernel(layout, capability):
+    gpu = Gpu(0, 132, capability)
+    for h_q, heads in ((16, 16), (32, 32), (33, 64), (128, 64)):
+        chosen = decode(layout, h_q, 4, gpu=gpu)
+        assert (chosen.kernel, chosen.heads, chosen.cluster) == ("portable", heads, 1)
+        assert chosen.splits > 1
+        if not layout.quantized:
+            assert prefill(h_q, 2048, layout=layout, gpu=gpu) == Choice("portable", heads)
+
+
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS, ids=lambda layout: layout.name)
+def test_unaligned_rows_run_the_portable_kernel(layout):
+    assert decode(layout, 64, 64, aligned=False).kernel == "portable"
+    if not layout.quantized:
+        assert prefill(16, 2048, layout=layout, aligned=False).kernel == "portable"
+
+
+def test_splits_of_the_portable_kernel():
+    assert decode(V32_FP8, 128, 1, aligned=False, splits=9).splits == 9
+    assert decode(V32_FP8, 64, 132, aligned=False).splits == 1
+
+
+# --- CUPY_MLA_KERNELS -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", NAMES)
+def test_a_kernel_that_is_asked_for_runs(asked):
+    """Whatever would be faster."""
+    chosen = set()
+    for layout in ATTENTION_LAYOUTS:
+        for h_q in (1, 16, 32, 64, 128):
+            for queries in (1, 40, 1000):
+                with suppress(ValueError):
+                    chosen.add(decode(layout, h_q, queries, asked=asked).kernel)
+                with suppress(ValueError):
+                    chosen.add(prefill(h_q, queries, layout=BF16_512, asked=asked).kernel)
+    assert chosen == {asked}
+
+
+@pytest.mark.parametrize("asked", ["few_heads", "sm90", "grouped", "Portable", "portable ", "0"])
+def test_a_name_that_does_not_exist_is_an_error(asked):
+    with pytest.raises(ValueError, match=rf"^CUPY_MLA_KERNELS must be one of .*bf16_sm90.*portable, got '{asked}'$"):
+        decode(V32_FP8, 64, 1, asked=asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "call"),
+    [
+        ("bf16_sm90", lambda asked: decode(V32_FP8, 64, 1, asked=asked)),
+        ("bf16_sm90", lambda asked: decode(BF16_576, 64, 1, splits=2, asked=asked)),
+        ("bf16_sm90", lambda asked: decode(BF16_576, 64, 1, flat=False, asked=asked)),
+        ("bf16_cluster_sm90", lambda asked: decode(BF16_576, 64, 1, splits=1, asked=asked)),
+        ("bf16_cluster_sm90", lambda asked: decode(BF16_576, 64, 1, flat=False, asked=asked)),
+        ("bf16_few_heads_sm90", lambda asked: decode(V32_FP8, 16, 1, asked=asked)),
+        ("few_heads_sm90", lambda asked: decode(V4_FP8, 16, 1, asked=asked)),
+        ("fp8_sm90", lambda asked: decode(BF16_576, 16, 1, asked=asked)),
+        ("fp8_sm90", lambda asked: prefill(64, 100, asked=asked)),
+        ("bf16_grouped_sm90", lambda asked: decode(BF16_576, 16, 1000, asked=asked)),
+        ("bf16_grouped_sm90", lambda asked: prefill(33, 1000, asked=asked)),
+        ("bf16_grouped_sm90", lambda asked: prefill(16, 1000, groupable=False, asked=asked)),
+        *((name, lambda asked: prefill(16, 9, gpu=Gpu(0, 132, 100), asked=asked)) for name in NAMES[:-1]),
+        *((name, lambda asked: prefill(16, 9, aligned=False, asked=asked)) for name in NAMES[:-1]),
+    ],
+)
+def test_a_kernel_that_cannot_serve_the_call_is_an_error(asked, call):
+    with pytest.raises(ValueError, match=f"^CUPY_MLA_KERNELS is {asked}, which cannot serve this call: "):
+        call(asked)
+
+
+def test_the_error_says_what_the_call_is_like():
+    with pytest.raises(ValueError, match=r"decode of 64 heads over bf16 rows of 576, 3 queries, .*9\.0, rows not in"):
+        decode(BF16_576, 64, 3, flat=False, asked="bf16_sm90")
+    with pytest.raises(ValueError, match=r"prefill of 8 heads .* rows or q not aligned to 16 bytes$"):
+        prefill(8, 3, aligned=False, asked="bf16_sm90")
+
+
+def test_a_chooser_looks_at_the_environment_at_every_call(monkeypatch):
+    chooser = choose.Chooser(Facts(GPU, BF16_576, prefill=True))
+    fastest = chooser(64, 300, 1024, None)
+    assert fastest.kernel == "bf16_sm90"
+    monkeypatch.setenv(VARIABLE, "portable")
+    assert chooser(64, 300, 1024, None).kernel == "portable"
+    monkeypatch.setenv(VARIABLE, "")
+    assert chooser(64, 300, 1024, None) == fastest
+    monkeypatch.setenv(VARIABLE, "portabel")
+    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS must be one of"):
+        chooser(64, 300, 1024, None)
+    monkeypatch.delenv(VARIABLE)
+    assert chooser(64, 300, 1024, None) is fastest
+
+
+def test_an_empty_value_is_none_for_groups_as_well(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    assert prefill(16, 132 * 4).most_rows == bf16_grouped_sm90.MOST_ROWS_FEW_HEADS
+
+
+def test_a_chooser_does_not_grow_with_the_traffic(monkeypatch):
+    monkeypatch.setattr(choose, "MAX_CHOICES", 10)
+    chooser = choose.Chooser(Facts(GPU, V32_FP8, prefill=False))
+    for queries in range(1, 100):
+        chooser(128, queries, 2048, None)
+        assert len(chooser._known) <= 10
+
+
+def test_clusters_are_counted_for_the_kernels_that_have_them(monkeypatch):
+    """A GPU with other counts than an H200's gets other splits."""
+    asked = []
+
+    def counts(kernel, device):
+        asked.append(kernel)
+        return tuple(132 // n for n in range(1, 17))
+
+    monkeypatch.setattr(driver, "clusters_at_once", counts)
+    assert decode(BF16_576, 64, 16, 4096).splits == 8
+    assert asked == [bf16_cluster_sm90.cluster_kernel()] * len(asked) != []

@@ -1,0 +1,100 @@
+"""How launches are cut up: divisions, and the cheapest of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_mla.cuda.attention import fp8_sm90
+from cupy_mla.cuda.attention.cost import (
+    FEW_CONSUMERS,
+    KNOWN_QUERIES,
+    Division,
+    divisions,
+    few_heads_candidates,
+    fp8_candidates,
+    portable_splits,
+)
+
+from .h200 import CLUSTERS_AT_ONCE
+
+# Splits of the portable kernel that were within 10 % of the fastest on an H200 (132 multiprocessors), for 2048 rows:
+# CTAs unsplit, CTAs at a time, splits.
+MEASURED = [
+    (1, 264, range(16, 33)),
+    (8, 264, range(16, 23)),
+    (32, 264, range(8, 9)),
+    (64, 264, range(4, 5)),
+    (1, 132, range(22, 33)),
+    (8, 132, range(16, 17)),
+    (32, 132, range(4, 5)),
+    (64, 132, range(2, 3)),
+    (2, 132, range(22, 33)),
+    (16, 132, range(8, 9)),
+    (128, 132, range(1, 2)),
+]
+
+
+@pytest.mark.parametrize(("ctas", "slots", "good"), MEASURED)
+def test_what_was_measured_to_be_fast(ctas, slots, good):
+    assert portable_splits(ctas, 64, slots) in good
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 63])
+@pytest.mark.parametrize("ctas", [1, 7, 131, 132, 1000])
+def test_bounds_of_the_portable_kernels_splits(ctas, steps):
+    splits = portable_splits(ctas, steps, 132)
+    assert 1 <= splits <= max(1, steps)
+    if ctas % 132 == 0:
+        assert splits == 1
+
+
+def fp8(tiles: int, splits: int | None):
+    return fp8_candidates(fp8_sm90.HEADS, 16, tiles, CLUSTERS_AT_ONCE, splits)
+
+
+def few_heads(tiles: int, splits: int | None):
+    return few_heads_candidates(16, 16, tiles, CLUSTERS_AT_ONCE, splits)
+
+
+@pytest.mark.parametrize("candidates", [fp8, few_heads])
+@pytest.mark.parametrize("queries", [1, 3, 148, 5000])
+@pytest.mark.parametrize("tiles", [0, 1, 2, 5, 33, 256, 4000])
+def test_every_split_has_a_tile(candidates, queries, tiles):
+    chosen = candidates(tiles, None).cheapest(queries)
+    assert 1 <= chosen.splits <= max(tiles, 1)
+    assert chosen.splits == chosen.cluster * chosen.partials
+    assert candidates(tiles, 7).cheapest(queries).splits == 7
+
+
+@pytest.mark.parametrize("candidates", [fp8, few_heads])
+@pytest.mark.parametrize(("least", "most"), [(1, 32), (2, 16), (8, 16), (32, 4), (132, 1)])
+def test_larger_batches_are_split_less(candidates, least, most):
+    """2048 rows; a batch that fills the GPU is not split."""
+    splits = [candidates(32, None).cheapest(queries).splits for queries in (least, 2 * least)]
+    assert splits[1] <= splits[0] <= most
+
+
+@pytest.mark.parametrize("candidates", [fp8, few_heads])
+def test_batches_that_are_decided_ahead_are_like_those_that_are_not(candidates, monkeypatch):
+    ahead = [candidates(32, None).cheapest(queries) for queries in range(1, KNOWN_QUERIES + 3)]
+    made = candidates(32, None)
+    monkeypatch.setattr("cupy_mla.cuda.attention.cost.KNOWN_QUERIES", 0)
+    assert [made.cheapest(queries) for queries in range(1, KNOWN_QUERIES + 3)] == ahead
+
+
+def test_divisions():
+    """Each number of splits alone and in the largest clusters that it can be cut into."""
+    found = {(d.splits, d.cluster) for d in divisions((16,), 64, None)}
+    assert {(1, 1), (2, 1), (2, 2), (12, 12), (16, 16), (17, 1), (64, 16), (64, 1)} <= found
+    assert not {(17, 17), (32, 32), (12, 6)} & found
+    assert divisions((32, 64), 9, 6) == [Division(32, 6, 1), Division(32, 6, 6), Division(64, 6, 1), Division(64, 6, 6)]
+
+
+def test_partial_results():
+    assert Division(64, 1, 1).partials == Division(64, 16, 16).partials == 1
+    assert Division(64, 32, 16).partials == 2
+
+
+def test_every_size_of_cta_has_its_figures():
+    candidates = [few_heads_candidates(heads, heads, 32, CLUSTERS_AT_ONCE, None) for heads in FEW_CONSUMERS]
+    assert [c.cheapest(1).heads for c in candidates] == list(FEW_CONSUMERS)

@@ -1,0 +1,108 @@
+"""What a user is told when a kernel cannot be had, and what a cubin says. A stand-in for CuPy; needs no GPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from cupy_mla.cuda import driver, kernel, structs
+from cupy_mla.cuda.attention import combine
+from cupy_mla.cuda.kernel import Kernel, exported, read_source, sections
+
+from ..compiled import compile_kernel, needs_nvrtc
+
+
+def stand_in(capability: str, failure: Exception | None) -> SimpleNamespace:
+    @contextmanager
+    def device(number):
+        yield SimpleNamespace(compute_capability=capability)
+
+    def module(code, options):
+        def get_function(name):
+            if failure:
+                raise failure
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+
+        return SimpleNamespace(get_function=get_function)
+
+    return SimpleNamespace(cuda=SimpleNamespace(Device=device), RawModule=module)
+
+
+def load(monkeypatch, capability: str, failure: Exception | None = None) -> Kernel:
+    monkeypatch.setattr(kernel, "require_cupy", lambda why: stand_in(capability, failure))
+    monkeypatch.setattr(kernel, "_exported", lambda module, name: 128)
+    monkeypatch.setattr(driver, "plain_submitter", lambda *arguments: arguments)
+    monkeypatch.setattr(driver, "overlaps", lambda kernel, device: False)
+    made = combine.kernel.__wrapped__()
+    made.load(0)
+    return made
+
+
+def test_the_first_load_is_logged_in_one_line(monkeypatch, caplog):
+    with caplog.at_level("INFO", "cupy_mla"):
+        made = load(monkeypatch, "90")
+        made.load(0)
+    (record,) = caplog.records
+    assert record.name == "cupy_mla"
+    assert "attention/combine.cu D_V=512 ready for sm_90 in " in record.message
+    assert made.loaded(0)
+    assert not made.loaded(1)
+
+
+def test_nvrtc_is_missing(monkeypatch):
+    missing = RuntimeError("CuPy failed to load libnvrtc.so.12: OSError: cannot open shared object file")
+    with pytest.raises(RuntimeError, match=r"NVRTC.*was not found: pip install"):
+        load(monkeypatch, "90", missing)
+
+
+def test_other_failures_are_handed_on(monkeypatch):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        load(monkeypatch, "90", RuntimeError("out of memory"))
+
+
+def test_the_gpu_is_too_old(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"compute capability 8\.0 or later, this one has 7\.5"):
+        load(monkeypatch, "75", RuntimeError("not reached"))
+
+
+def test_a_kernel_has_the_name_of_its_file():
+    assert combine.kernel().name == "combine"
+    assert repr(combine.kernel()) == "attention/combine.cu D_V=512"
+
+
+def test_sources_include_each_header_behind_a_guard():
+    text = read_source("attention/combine.cu")
+    assert "#include" not in text
+    assert "#pragma once" not in text
+    assert text.count("#define INCLUDED_PTX_TYPES_CUH") > 1
+
+
+def test_a_file_that_includes_itself_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "a.cu").write_text('#include "b.cuh"\n')
+    (tmp_path / "b.cuh").write_text('#include "a.cu"\n')
+    monkeypatch.setattr(kernel, "kernels_root", lambda: tmp_path)
+    with pytest.raises(ValueError, match=r"kernels_cu/a\.cu includes itself through a\.cu -> b\.cuh"):
+        read_source("a.cu")
+    read_source.cache_clear()
+
+
+@needs_nvrtc
+def test_a_wrong_source_gives_the_words_of_the_compiler():
+    wrong = Kernel("attention/combine.cu", structs.ATTENTION, {"D_V": "not_a_name ("})
+    with pytest.raises(RuntimeError, match=r"combine|results|params|convert") as error:
+        wrong.compile("80")
+    assert "error" in str(error.value)
+
+
+@needs_nvrtc
+def test_what_a_cubin_says():
+    """Its exported numbers, zero included, and its machine code."""
+    cubin = compile_kernel(combine.kernel(), "80").cubin
+    assert exported(cubin, "kernel_threads") == 128
+    assert exported(cubin, "kernel_shared_bytes") == 0
+    with pytest.raises(KeyError, match="no_such_name"):
+        exported(cubin, "no_such_name")
+    found = dict(sections(cubin))
+    assert len(found[".text.combine"]) > 1000

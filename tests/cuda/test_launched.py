@@ -1,0 +1,71 @@
+"""The fixture `launched` sees what a call launches, and a kernel that is asked for runs. With a stand-in for a GPU."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
+from cupy_mla.layouts import BFLOAT16
+
+from ..fake_gpu import FakeGPU, HostCuPy
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture
+def kind(monkeypatch, launched):
+    cupy = pytest.importorskip("cupy")
+    gpu = FakeGPU(monkeypatch)
+    with cupy.cuda.using_allocator(gpu.malloc):
+        yield HostCuPy()
+    forget_calls()
+    gc.collect()  # graphs are destroyed by the stand-in's driver
+
+
+def prefill(kind: HostCuPy, s_q: int, h_q: int) -> None:
+    q, kv = np.zeros((s_q, h_q, 576), BFLOAT16), np.zeros((64, 1, 576), BFLOAT16)
+    cupy_mla.sparse_prefill(*map(kind.put, (q, kv, np.zeros((s_q, 1, 2048), np.int32))), 1.0)
+
+
+def decode(kind: HostCuPy, row: int, dtype: np.dtype, splits: int | None = None) -> None:
+    q, cache = np.zeros((2, 1, 16, 576), BFLOAT16), np.zeros((3, 64, row), dtype)
+    indices = np.zeros((2, 1, 512), np.int32)
+    cupy_mla.sparse_decode(*map(kind.put, (q, cache, indices)), num_splits=splits)
+
+
+def test_launches_one_by_one_and_in_a_graph(kind, launched):
+    """540 queries of 16 heads are worked on in groups."""
+    prefill(kind, 540, 16)
+    assert launched == {"group_lists", "bf16_grouped_sm90", "bf16_few_heads_sm90"}
+    launched.clear()
+    prefill(kind, 540, 16)
+    assert launched == {"group_lists", "bf16_grouped_sm90", "bf16_few_heads_sm90"}
+    launched.clear()
+    decode(kind, 656, np.uint8)
+    assert "fp8_sm90" in launched
+
+
+@pytest.mark.parametrize("asked", NAMES)
+def test_a_kernel_that_is_asked_for_runs(kind, launched, monkeypatch, asked):
+    monkeypatch.setenv(VARIABLE, asked)
+    if asked == "fp8_sm90":
+        decode(kind, 656, np.uint8)
+    elif asked == "bf16_cluster_sm90":
+        decode(kind, 576, BFLOAT16, 4)
+    else:
+        prefill(kind, 5, 16)
+    helpers = {"combine", "group_lists", "bf16_few_heads_sm90"} if asked != "bf16_few_heads_sm90" else {"combine"}
+    assert asked in launched
+    assert launched <= {asked} | helpers
+
+
+def test_a_kernel_that_cannot_serve_a_call_launches_nothing(kind, launched, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "bf16_sm90")
+    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is bf16_sm90, which cannot serve this call"):
+        decode(kind, 656, np.uint8)
+    assert not launched

@@ -1,0 +1,204 @@
+"""Symbolic sizes: what they are in this call, what they say of others, and what makes a guard."""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import pytest
+
+from cupy_mla.sizes import Size, Trace, is_node, least, looked_up, most, number, term
+
+
+@pytest.fixture
+def trace() -> Trace:
+    return Trace()
+
+
+@pytest.fixture
+def n(trace) -> Size:
+    return trace.read("n", 12)
+
+
+N, M = ("read", "n"), ("read", "m")
+
+
+def guards(trace: Trace) -> list:
+    return list(trace.guards)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compute", "value", "node"),
+    [
+        (lambda n, m: n + m, 17, ("+", N, M)),
+        (lambda n, m: n + 3, 15, ("+", N, 3)),
+        (lambda n, m: 3 + n, 15, ("+", 3, N)),
+        (lambda n, m: n - m, 7, ("-", N, M)),
+        (lambda n, m: 3 - n, -9, ("-", 3, N)),
+        (lambda n, m: n * m, 60, ("*", N, M)),
+        (lambda n, m: 2 * n, 24, ("*", 2, N)),
+        (lambda n, m: n // m, 2, ("//", N, M)),
+        (lambda n, m: 100 // n, 8, ("//", 100, N)),
+        (lambda n, m: n % m, 2, ("%", N, M)),
+        (lambda n, m: -n, -12, ("neg", N)),
+        (lambda n, m: abs(m - n), 7, ("abs", ("-", M, N))),
+        (lambda n, m: n.bit_length(), 4, ("bits", N)),
+        (lambda n, m: -(-n // 8), 2, ("neg", ("//", ("neg", N), 8))),
+        (lambda n, m: least(n, m), 5, ("min", N, M)),
+        (lambda n, m: most(n, 20), 20, ("max", N, 20)),
+    ],
+)
+def test_arithmetic_makes_sizes(trace, n, compute, value, node):
+    result = compute(n, trace.read("m", 5))
+    assert isinstance(result, Size)
+    assert (number(result), term(result)) == (value, node)
+    assert guards(trace) == []
+
+
+def test_what_changes_nothing_is_left_out(trace, n):
+    for same in (n + 0, 0 + n, n - 0, n * 1, 1 * n, n // 1):
+        assert same is n
+    assert guards(trace) == []
+
+
+def test_multiples_leave_no_rest(trace, n):
+    """Known of every call, whatever n is."""
+    assert (8 * n) % 4 == 0
+    assert type((8 * n) % 4) is int
+    assert isinstance((8 * n) % 16, Size)
+    assert isinstance(n % 4, Size)
+
+
+@pytest.mark.parametrize("function", [operator.add, operator.mul, operator.sub, operator.floordiv, operator.mod])
+def test_other_things_than_integers_are_refused(n, function):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        function(n, 1.5)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        function(n, None)
+
+
+def test_numbers_stay_numbers():
+    assert (least(3, 5), most(3, 5)) == (3, 5)
+    assert (number(3), number("x"), term(3), term(None)) == (3, "x", 3, None)
+
+
+def test_what_is_a_term():
+    assert is_node(N)
+    assert is_node(("+", N, 1))
+    assert is_node(("get", ("call", max, N), 0))
+    assert not is_node(3)
+    assert not is_node(())
+    assert not is_node(("a", "tuple"))
+
+
+# --- guards ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compare", "holds", "guard"),
+    [
+        (lambda n: n == 12, True, ("==", N, 12)),
+        (lambda n: n == 13, False, ("not", ("==", N, 13))),
+        (lambda n: n != 13, True, ("not", ("==", N, 13))),
+        (lambda n: n < 13, True, ("<", N, 13)),
+        (lambda n: n <= 11, False, ("not", ("<=", N, 11))),
+        (lambda n: n > 11, True, ("<", 11, N)),
+        (lambda n: n >= 13, False, ("not", ("<=", 13, N))),
+        (lambda n: 12 in (n,), True, ("==", N, 12)),
+        (lambda n: bool(n), True, ("not", ("==", N, 0))),
+        (lambda n: bool(n - 12), False, ("==", ("-", N, 12), 0)),
+        (lambda n: n == 12.0, True, ("==", N, 12.0)),
+        (lambda n: n == n + 0, True, ("==", N, N)),
+    ],
+)
+def test_comparisons_leave_guards(trace, n, compare, holds, guard):
+    assert compare(n) is holds
+    assert guards(trace) == [guard]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [int, hash, float, operator.index, range(20).__getitem__, lambda n: [0] * n, {12: "x"}.__getitem__],
+    ids=["int", "hash", "float", "index", "in a range", "times a list", "as a key"],
+)  # fmt: skip
+def test_where_python_needs_the_number_it_is_a_guard(trace, n, look):
+    look(n)
+    assert set(guards(trace)) == {("==", N, 12)}
+
+
+def test_what_is_no_number_is_not_equal(trace, n):
+    assert n != "12"
+    assert n != (12,)
+    assert n is not None
+    assert n != None  # noqa: E711
+    assert guards(trace) == []
+
+
+def test_showing_a_size_leaves_no_guard(trace, n):
+    """Messages end a call."""
+    assert f"{n} {n!r} {n:>4}" == "12 12   12"
+    assert str([n]) == "[12]"
+    assert guards(trace) == []
+
+
+def test_a_guard_is_noted_once(trace, n):
+    assert n > 3
+    assert n > 3
+    assert len(guards(trace)) == 1
+
+
+def test_a_multiple_that_is_implied_is_no_guard(trace):
+    p = trace.read("p", 256)
+    assert p % 16 == 0
+    assert p % 4 == 0
+    assert guards(trace) == [("==", ("%", ("read", "p"), 16), 0)]
+    assert p % 32 == 0
+    assert len(guards(trace)) == 2
+
+
+def test_a_multiple_that_is_none_is_a_guard(trace):
+    p = trace.read("p", 24)
+    assert p % 8 == 0
+    assert p % 16 != 0
+    assert guards(trace)[1:] == [("not", ("==", ("%", ("read", "p"), 16), 0))]
+
+
+# --- functions of sizes ---------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    name: str
+    count: int
+    share: float
+    sure: bool
+
+
+def find(a: int, b: int) -> Found:
+    assert type(a) is type(b) is int
+    return Found("many" if a > 10 else "few", a + b, a / b, True)
+
+
+def test_a_function_is_called_again_in_every_call(trace, n):
+    """Numbers of its result are sizes, all else guards."""
+    found = looked_up(find, n, 4)
+    assert type(found) is Found
+    node = ("call", find, N, 4)
+    assert (found.name, found.sure) == ("many", True)
+    assert (number(found.count), term(found.count)) == (16, ("get", node, 1))
+    assert (number(found.share), term(found.share)) == (3.0, ("get", node, 2))
+    assert guards(trace) == [("==", ("get", node, 0), "many"), ("==", ("get", node, 3), True)]
+
+
+def test_a_function_may_return_a_plain_tuple(trace, n):
+    result = looked_up(lambda a: (a, None), n)
+    assert type(result) is tuple
+    assert number(result[0]) == 12
+    assert result[1] is None
+
+
+def test_a_function_of_numbers_is_just_called():
+    assert looked_up(find, 11, 2) == find(11, 2)
+    assert type(looked_up(find, 11, 2).count) is int
