@@ -51,7 +51,7 @@ class Library:
             array. With the numbers below they are all that a call depends on.
         shape, strides, address: expressions for what differs from call to call.
         strides_in_bytes: whether `strides` counts bytes, not items.
-        results_share_memory: whether arrays in one piece of memory cost the host less than arrays with their own.
+        results_share_memory: whether one allocation for all results costs the host less than one for each.
     """
 
     name: str

@@ -39,5 +39,5 @@ def kernels() -> Iterator[Kernel]:
 
 
 def launches(call: Call, heads: int, partials: int) -> Program:
-    """The launch: a CTA a work item and partial result."""
+    """The launch: a CTA for each work item and split."""
     return [Launch(kernel(call.layout, heads), (call.items(heads), partials, 1), call.params)]
