@@ -170,7 +170,7 @@ def _bf16_few_heads(f: Facts, s: Sizes) -> Choice:
 
 
 def _bf16_few_heads_whole(f: Facts, s: Sizes) -> Choice:
-    """Unsplit: two queries a CTA where there are more work items than multiprocessors."""
+    """Unsplit: two queries a CTA where there are more work items than SMs."""
     heads = few_heads_sm90.block_heads(s.h_q)
     two = _items(s, heads) > f.gpu.sms
     return Choice("bf16_few_heads_sm90", heads, queries=1 + two, longest_first=two and f.uneven)
