@@ -74,9 +74,9 @@ class Library:
     def _read_facts(self) -> Callable[[Any], tuple[Any, ...]]:
         return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
 
-    def like(self, arrays: Sequence[Any]) -> Callable[..., bool]:
-        """Tells whether arrays agree with these in everything but their addresses."""
-        facts = (*self.facts, self.shape, self.strides)
+    def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
+        """Tells whether arrays agree with these in facts and rank, and in shapes and strides."""
+        facts = (*self.facts, *((self.shape, self.strides) if sizes_too else ("len({a}.shape)",)))
         names = [f"a{i}" for i in range(len(arrays))]
         read = eval(f"lambda {', '.join(names)}: ({' '.join(f'{f},'.format(a=a) for a in names for f in facts)})")
         known = read(*arrays)
@@ -206,8 +206,8 @@ class TorchLibrary(Library):
             raise TypeError(f"{name}: expected a CPU or CUDA tensor, got device {obj.device}")
         return Array(name, obj, Place("torch", device), dtype, tuple(obj.shape), obj.stride(), obj.data_ptr())
 
-    def like(self, arrays: Sequence[Any]) -> Callable[..., bool]:
-        return private.torch_guards(arrays) or super().like(arrays)
+    def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
+        return private.torch_guards(arrays, sizes_too=sizes_too) or super().like(arrays, sizes_too=sizes_too)
 
     def device_of(self, obj: Any) -> int | None:
         device = obj.device

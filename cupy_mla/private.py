@@ -48,12 +48,17 @@ def public_torch_stream_reader(device: int) -> Callable[[], int]:
     return lambda: current(device).cuda_stream
 
 
-def torch_guards(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """Tells whether tensors have the dtypes, devices, shapes and strides of these: the guards of torch.compile, which
-    compare all in one call. None where they are not to be had; `Library.like` has the public way."""
+def torch_guards(tensors: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
+    """Tells whether tensors have the dtypes, devices and ranks of these, and the shapes and strides.
+
+    These are the guards of torch.compile, which compare all in one call. None where they are not to be had; `Library`
+    has the public way.
+    """
     try:
         guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        anything: list[list[int | None]] = [[None] * t.dim() for t in tensors]
+        sizes = [list(t.shape) for t in tensors] if sizes_too else anything
+        strides = [list(t.stride()) for t in tensors] if sizes_too else anything
         return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError):
         return None

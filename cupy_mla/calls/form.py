@@ -28,10 +28,10 @@ class Form:
     """The compiled form of a traced call.
 
     Attributes:
-        measure: takes shapes, strides, addresses modulo `ALIGNMENT`, and integers; returns what `body` needs, or None
-            for a call that does not meet the guards.
-        body: takes what `measure` returned, the arrays' addresses and the arrays; returns what the operation returns.
-        choices: functions that return what a choice depends on beside its arguments (`depends_on`).
+        measure: of shapes and strides, integers, and addresses modulo `ALIGNMENT`; None for a call that it does not
+            hold for, else what `body` wants.
+        body: of what `measure` returned, the arrays' addresses and the arrays; what the operation returns.
+        choices: tell what functions that are looked up depend on beside their arguments.
     """
 
     def __init__(self, call: TracedCall) -> None:
@@ -218,8 +218,9 @@ class _Writer:
     def measure(self) -> Callable[..., tuple[Any, ...] | None]:
         """The function of sizes: None for a call that does not meet the guards."""
         call, head = self.call, []
-        parameters = [name for i in call.arrays for name in (f"h{i}", f"s{i}")] + [f"p{i}" for i in call.arrays]
+        parameters = [name for i in call.arrays for name in (f"h{i}", f"s{i}")]
         parameters += [f"a{i}" for i, value in enumerate(call.values) if type(value) is int]
+        parameters += [f"p{i}" for i in call.arrays]
         for i in call.arrays:
             for letter, whole in (("n", f"h{i}"), ("t", f"s{i}")):
                 wanted = [f"{letter}{i}_{k}" for k in range(len(call.values[i].shape))]

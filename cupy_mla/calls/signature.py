@@ -186,15 +186,13 @@ class Signature:
         self._chosen: list[Callable[[], tuple[Any, ...]]] = [tuple]  # what the choices depend on now
         self._seen: dict[Any, Seen] = {}
         self._last: list[Seen] = [(_never, (), (), run, ())]
-        parameters, a = [f"a{i}" for i in range(len(values))], [f"a{i}" for i in self._arrays]
-        library = self._library
-        self._facts = tuple_of(parameters, [fact.format(a=x) for x in a for fact in (*library.facts, RANK)])
-        read = [f"{library.shape}, {library.strides}".format(a=x) for x in a]
-        bits = [f"{library.address} % {ALIGNMENT}".format(a=x) for x in a]
-        self._numbers = tuple_of(parameters, [*read, *bits, *(f"a{i}" for i in self._integers)])
-        self._known_facts = (
-            None if any(library_of(values[i]) is not library for i in self._arrays) else (self._facts(*values))
-        )
+        self._mixed = any(library_of(values[i]) is not self._library for i in self._arrays)
+        self._alike: Callable[..., bool] = _never
+        self._facts = [_facts(values[i]) for i in self._arrays]
+        library, arrays = self._library, [f"a{i}" for i in self._arrays]
+        read = [f"{library.shape}, {library.strides}".format(a=a) for a in arrays]
+        self._numbers = tuple_of([f"a{i}" for i in range(len(values))], [*read, *(f"a{i}" for i in self._integers)])
+        self._addresses = tuple_of(arrays, [library.address.format(a=a) for a in arrays])
         self.run = self._written(values)
 
     def _written(self, values: Sequence[Any]) -> Run:
@@ -216,13 +214,15 @@ class Signature:
         code.line(f"    with {code.name(library.to_device)}({device}):")
         code.line(f"        return run({', '.join(parameters)})")
         code.line(f"like, integers, chosen, body, sizes = {code.name(self._last)}[0]")
-        code.line(f"found = like({', '.join(arrays)})")
+        same = [f"like({', '.join(arrays)})"]
+        same += [f"({' '.join(f'{n},' for n in integers)}) == integers"] if integers else []
+        same += [f"{code.name(self._chosen)}[0]() == chosen"]
+        code.line(f"found = {' and '.join(same)}")
         code.line("if found:")
         for array, address in zip(arrays, addresses, strict=True):
             code.line(f"    {address} = {library.address.format(a=array)}")
         code.line(f"    found = ({' | '.join(addresses)}) % {ALIGNMENT} == 0")
-        same = f"({' '.join(f'{n},' for n in integers)}) == integers and " if integers else ""
-        code.line(f"if not (found and {same}{code.name(self._chosen)}[0]() == chosen):")
+        code.line("if not found:")
         code.line(f"    seen = {code.name(self._find)}({', '.join(parameters)})")
         code.line("    if seen is None:")
         code.line("        return NotImplemented")
@@ -233,43 +233,49 @@ class Signature:
         return code.function("run", parameters, code.lines)
 
     def _find(self, *values: Any) -> Seen | None:
-        """What is known of a call that differs from the last one; None for a call of another signature."""
-        if self._known_facts is None or self._facts(*values) != self._known_facts:
-            return None if self._known_facts is not None else self._traced(values)
+        """What is known of a call that is not like the last one; None for a call of another signature."""
+        arrays = [values[i] for i in self._arrays]
+        if self._mixed:
+            return self._traced(values)
+        if not self._alike(*arrays):
+            if list(map(_facts, arrays)) != self._facts:
+                return None
+            self._alike = self._library.like(arrays, sizes_too=False)  # of another mode, as torch's inference mode
         try:
-            numbers, chosen = self._numbers(*values), self._chosen[0]()
+            addresses = self._addresses(*arrays)
         except RuntimeError:  # a tensor without memory: the checks say what is wrong
             return self._traced(values)
-        key = (numbers, chosen)
+        bits = tuple([address % ALIGNMENT for address in addresses])
+        numbers, chosen = self._numbers(*values), self._chosen[0]()
+        key = (numbers, bits, chosen)
         seen = self._seen.get(key)
-        if seen is not None:
-            bits = numbers[2 * len(self._arrays) : 3 * len(self._arrays)]
-            if not any(bits):  # `run` compares with the last call only where all addresses are aligned
-                if seen[0] is _never:
-                    like = self._library.like([values[i] for i in self._arrays])
-                    seen = self._seen[key] = like, *seen[1:]
-                self._last[0] = seen
-            return seen
-        found = self._form_for(numbers)
-        if found is None:
-            return self._traced(values)
-        if len(self._seen) >= MAX_SIZES:
-            self._seen.clear()
-        seen = self._seen[key] = _never, tuple([values[i] for i in self._integers]), chosen, *found
+        if seen is None:
+            return self._measured(values, key)
+        if not any(bits):  # `run` looks at the last one only where addresses are aligned
+            if not seen[0](*arrays):
+                seen = self._seen[key] = self._library.like(arrays, sizes_too=True), *seen[1:]
+            self._last[0] = seen
         return seen
 
-    def _form_for(self, numbers: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """The body of the form that holds for these sizes, and what its `measure` returned."""
-        for form in self.forms:
-            sizes = form.measure(*numbers)
+    def _measured(self, values: tuple[Any, ...], key: tuple[Any, ...]) -> Seen:
+        """What is to be known of a call whose sizes were not seen before."""
+        numbers, bits, chosen = key
+        for place, form in enumerate(self.forms):
+            sizes = form.measure(*numbers, *bits)
             if sizes is not None:
-                return form.body, sizes
-        return None
+                if place:
+                    self.forms.insert(0, self.forms.pop(place))
+                if len(self._seen) >= MAX_SIZES:
+                    self._seen.clear()
+                integers = tuple([values[i] for i in self._integers])
+                seen = self._seen[key] = _never, integers, chosen, form.body, sizes
+                return seen
+        return self._traced(values)
 
     def _traced(self, values: tuple[Any, ...]) -> Seen:
         """Trace a call that no form holds for."""
         call = TracedCall(self._function, self._names, values)
-        if not call.holds_for_others or self._known_facts is None:
+        if not call.holds_for_others or self._mixed:
             return _never, (), (), lambda *arguments: run(call), ()
         form = Form(call)
         self.forms[MAX_FORMS - 1 :] = []
@@ -277,12 +283,10 @@ class Signature:
         self._choices += [choice for choice in form.choices if choice not in self._choices]
         if self._choices:
             self._chosen[0] = tuple_of([], [f"choice{i}()" for i in range(len(self._choices))], self._choices)
-        sizes = form.measure(*self._numbers(*values))
+        bits = [address % ALIGNMENT for address in self._addresses(*(values[i] for i in self._arrays))]
+        sizes = form.measure(*self._numbers(*values), *bits)
         assert sizes is not None, f"{self._function.__name__}: a call does not meet its own guards"
         return _never, (), (), form.body, sizes
-
-
-RANK = "len({a}.shape)"
 
 
 def tuple_of(

@@ -213,35 +213,39 @@ def prefill_in_groups(gpu: FakeGPU, arrays: dict[str, Any]) -> list[Submitted]:
 
 
 def test_launches_in_a_row_are_one_graph(gpu, traces):
+    """From the second call of the same grids on."""
     first, second = grouped(), grouped()
     launched = prefill_in_groups(gpu, first)
     assert len(launched) == 3
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (1, 0)
+    assert gpu.graphs.runs == 0
     assert prefill_in_groups(gpu, first) == launched
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (2, 0)
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (1, 0)
     changed = prefill_in_groups(gpu, second)
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (3, 3)
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (2, 3)
     assert prefill_in_groups(gpu, second) == changed != launched
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (4, 3)
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (3, 3)
     gpu.stream = 7
     assert prefill_in_groups(gpu, first) == [launch._replace(stream=7) for launch in launched]
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (5, 6)
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (4, 6)
     gpu.capturing = True
     assert prefill_in_groups(gpu, second) == [launch._replace(stream=7) for launch in changed]
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (5, 6)
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (4, 6)
     assert len(traces) == 1
 
 
 def test_a_graph_serves_every_size(gpu, traces):
-    """Other sizes change the grids of its launches."""
+    """Other grids are launched one by one, and by the graph when they come again."""
     whole = grouped()
-    prefill_in_groups(gpu, whole)
+    for _ in range(2):
+        prefill_in_groups(gpu, whole)
     smaller = {name: a[:500] if name in ("q", "indices") else a for name, a in whole.items()}
-    with_graph = prefill_in_groups(gpu, smaller)
-    assert gpu.graphs.changes == 3
+    one_by_one = prefill_in_groups(gpu, smaller)
+    assert gpu.graphs.runs == 1
+    assert prefill_in_groups(gpu, smaller) == one_by_one
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (2, 3)
     assert len(traces) == 1
     forget_calls()
-    assert prefill_in_groups(gpu, smaller) == with_graph
+    assert prefill_in_groups(gpu, smaller) == one_by_one
 
 
 def test_graphs_are_let_go_with_their_calls(gpu):
@@ -281,6 +285,7 @@ def test_threads_share_a_graph(gpu):
 
 def test_the_driver_refuses_a_graph(gpu, monkeypatch):
     monkeypatch.setattr(gpu.graphs, "cuGraphInstantiate", lambda *arguments: (2, None))
+    cupy_mla.sparse_prefill(**grouped())
     with pytest.raises(RuntimeError, match=r"^cuGraphInstantiate failed: CUDA driver error 2$"):
         cupy_mla.sparse_prefill(**grouped())
 

@@ -210,7 +210,7 @@ def _cluster_splits(f: Facts, s: Sizes) -> int:
 
 
 def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
-    splits = _cluster_splits(f, s)
+    splits = max(2, _cluster_splits(f, s))
     return Choice("bf16_cluster_sm90", bf16_sm90.HEADS, splits, splits)
 
 

@@ -205,6 +205,9 @@ def test_launches_as_a_graph(hopper, rng, monkeypatch):
         cupy_mla.sparse_prefill(*calls[0], 0.05)  # torch has the memory now: nothing may be allocated beside a capture
     torch.cuda.synchronize()
     forget_calls()
+    with torch.cuda.stream(other):
+        cupy_mla.sparse_prefill(*calls[0], 0.05)  # the second call of the same grids makes the graph of launches
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(capturing):
         graph.capture_begin()  # torch.cuda.graph would free what torch has
