@@ -75,7 +75,7 @@ class Library:
         return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
 
     def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
-        """Tells whether arrays agree with these in facts and rank, and in shapes and strides."""
+        """Tells whether arrays agree with these in facts and rank and, with `sizes_too`, in shapes and strides."""
         facts = (*self.facts, *((self.shape, self.strides) if sizes_too else ("len({a}.shape)",)))
         names = [f"a{i}" for i in range(len(arrays))]
         read = eval(f"lambda {', '.join(names)}: ({' '.join(f'{f},'.format(a=a) for a in names for f in facts)})")

@@ -28,10 +28,10 @@ class Form:
     """The compiled form of a traced call.
 
     Attributes:
-        measure: of shapes and strides, integers, and addresses modulo `ALIGNMENT`; None for a call that it does not
-            hold for, else what `body` wants.
-        body: of what `measure` returned, the arrays' addresses and the arrays; what the operation returns.
-        choices: tell what functions that are looked up depend on beside their arguments.
+        measure: takes shapes and strides, integers, and addresses modulo `ALIGNMENT`; returns what `body` needs, or
+            None for a call that does not meet the guards.
+        body: takes what `measure` returned, the arrays' addresses and the arrays; returns what the operation returns.
+        choices: functions that return what a choice depends on beside its arguments (`depends_on`).
     """
 
     def __init__(self, call: TracedCall) -> None:

@@ -173,7 +173,7 @@ class Signature:
 
     Attributes:
         run: takes a call's arguments; NotImplemented for a call of another signature.
-        forms: the newest first.
+        forms: the one that was made or found last comes first.
     """
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str], values: Sequence[Any]) -> None:
@@ -233,7 +233,7 @@ class Signature:
         return code.function("run", parameters, code.lines)
 
     def _find(self, *values: Any) -> Seen | None:
-        """What is known of a call that is not like the last one; None for a call of another signature."""
+        """What is known of a call that differs from the last one; None for a call of another signature."""
         arrays = [values[i] for i in self._arrays]
         if self._mixed:
             return self._traced(values)
@@ -251,14 +251,14 @@ class Signature:
         seen = self._seen.get(key)
         if seen is None:
             return self._measured(values, key)
-        if not any(bits):  # `run` looks at the last one only where addresses are aligned
+        if not any(bits):  # `run` compares with the last call only where all addresses are aligned
             if not seen[0](*arrays):
                 seen = self._seen[key] = self._library.like(arrays, sizes_too=True), *seen[1:]
             self._last[0] = seen
         return seen
 
     def _measured(self, values: tuple[Any, ...], key: tuple[Any, ...]) -> Seen:
-        """What is to be known of a call whose sizes were not seen before."""
+        """What is known of a call whose sizes were not seen before."""
         numbers, bits, chosen = key
         for place, form in enumerate(self.forms):
             sizes = form.measure(*numbers, *bits)
