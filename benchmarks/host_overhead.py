@@ -1,16 +1,16 @@
-"""What a call costs the host, from arrays to the last launch, of sizes that were seen before and of ones that were not.
+"""Host time of a call, from arrays to the last launch, for sizes that were seen before and for sizes never seen.
 
 python benchmarks/host_overhead.py [--quick] [--only REGEX]
 
-Microseconds, median over the calls of a round, and of the rounds, which go through all cases again and again, the
-least: a virtual machine's CPU is slower by a third for seconds at a time, whatever it runs. The GPU is waited for
-between batches of calls, untimed, so that its queue never fills, and results are freed untimed, too: their owner does
-that, not the call. Beside ours stand FlashMLA's Python functions and, alone, the C++ operators these call.
+Microseconds. Rounds go through all cases again and again; a figure is the median over a round's calls, and the least of
+the rounds: a virtual machine's CPU is slower by a third for seconds at a time, whatever it runs. Waiting for the GPU
+between batches of calls, so that its queue never fills, is not timed, nor is freeing the results: their owner does
+that, not the call. Beside ours stand FlashMLA's Python functions, and alone the C++ operators that these call.
 
-The columns `new` are of calls whose sizes the process has not seen: each of them is made once, behind WARM_UP others of
-the same operation, and has other numbers of requests or tokens and other lengths of lists; attention has a schedule of
-its own each time, as a serving step does. The median over all of them. The sizes are drawn at random, the seed is in
-the record.
+The columns `new` are of calls whose sizes the process has not seen. Each call is made once, after WARM_UP others of the
+same operation, with other numbers of requests or tokens and other lengths of lists; attention has a schedule of its own
+each time, as a serving step does. A figure is the median over all of them. The sizes are drawn at random; the seed is
+in the record.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 python benchmarks/machine_code.py save FILE [--arch 90a ...]      compile everything here, write one line a kernel
 python benchmarks/machine_code.py compare FILE                    compile everything here, report what differs
 
-A change that moves or renames code without meaning to change a kernel is gated by this: the instructions of every
-variant must be the same bytes. Names of files, kernels and symbols do not count, so a variant is found again by its
-instructions; one that changed is listed by its new name.
+For changes that move or rename code and are not meant to change a kernel: the instructions of every variant must stay
+the same bytes. Names of files, kernels and symbols do not count, so a variant is found again by its instructions; one
+that changed is listed by its new name.
 """
 
 from __future__ import annotations

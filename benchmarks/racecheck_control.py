@@ -8,12 +8,12 @@ Without a race, and what was read is checked:
   ring            a warpgroup copies into a ring of two slots by cp.async, two others read; full and empty mbarriers
                   stand between, as in the Hopper kernels
   lanes           the same ring, but one lane arrives for its warp, behind __syncwarp
-  chain           what one warpgroup writes another reads, and is written anew when that has come round by way of a
-                  third: bar.arrive and bar.sync, an mbarrier, cp.async, an mbarrier
+  chain           a warpgroup writes, another reads, and the first writes again after a release that comes by way of
+                  a third: bar.arrive and bar.sync, an mbarrier, cp.async, an mbarrier
   stmatrix, ldmatrix, wgmma
                   write or read what another warpgroup reads or has written
   bulk            a bulk copy
-  cluster         a block reads another's shared memory
+  cluster         a CTA reads another's shared memory
 With one, which racecheck should report: planted_ring (copies start before their slot is empty), and planted_stmatrix,
 planted_ldmatrix, planted_wgmma, planted_bulk and planted_cluster (reads wait for nothing).
 """

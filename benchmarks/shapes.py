@@ -32,7 +32,7 @@ LEAST_CTAS = 14
 
 
 def take(division: Division | None) -> None:
-    """Launch every decode cut up like this, or as it is chosen."""
+    """Divide every decode like this; None: as it is chosen."""
     Candidates.cheapest = CHEAPEST if division is None else lambda candidates, queries: division
     choose.chooser.cache_clear()
     forget_calls()

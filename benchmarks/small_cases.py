@@ -122,8 +122,8 @@ def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
 
 
 def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
-    """The cache and index operations, then attention: each of the kernels that can serve a call in turn, chosen by
-    CUPY_MLA_KERNELS; but for Hopper that is one."""
+    """The cache and index operations, then attention by every kernel that can serve a call, named by CUPY_MLA_KERNELS;
+    on GPUs other than Hopper that is the portable one."""
     hopper = cupy.cuda.Device().compute_capability == "90"
     for operation in TABLE:
         if operation.exact:  # attention has cases of its own, one for each of its kernels

@@ -51,7 +51,7 @@ class Library:
             array. With the numbers below they are all that a call depends on.
         shape, strides, address: expressions for what differs from call to call.
         strides_in_bytes: whether `strides` counts bytes, not items.
-        results_share_memory: whether arrays in one piece of memory cost the host less than arrays with their own.
+        results_share_memory: whether one allocation for all results costs the host less than one for each.
     """
 
     name: str
@@ -75,13 +75,14 @@ class Library:
         return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
 
     def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
-        """Tells whether arrays agree with these in facts and rank, and in shapes and strides, which differ first."""
-        facts = (*((self.shape, self.strides) if sizes_too else ("len({a}.shape)",)), *self.facts)
-        compared = [fact.format(a=f"a{i}") for fact in facts for i in range(len(arrays))]
-        known = {f"a{i}": array for i, array in enumerate(arrays)}
-        values = {f"c{k}": eval(fact, known) for k, fact in enumerate(compared)}
+        """Tells whether arrays agree with these in facts and rank and, with `sizes_too`, in shapes and strides."""
+        facts = (*((self.shape, self.strides) if sizes_too else ("len({a}.shape)",)), *self.facts)  # sizes differ first
+        names = [f"a{i}" for i in range(len(arrays))]
+        compared = [fact.format(a=name) for fact in facts for name in names]
+        known = dict(zip(names, arrays, strict=True))
+        values = {f"c{k}": eval(fact, {}, known) for k, fact in enumerate(compared)}
         condition = " and ".join(f"{fact} == c{k}" for k, fact in enumerate(compared))
-        return eval(f"lambda {', '.join(known)}: {condition}", values)
+        return eval(f"lambda {', '.join(names)}: {condition}", values)
 
     def device_of(self, obj: Any) -> int | None:
         """The number of an array's device; None where the package cannot use it."""

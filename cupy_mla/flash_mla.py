@@ -28,7 +28,7 @@ class FlashMLASchedMeta:
 
     Attributes:
         shapes: what the schedule was planned for, in pairs of a name and a value; None before the first call.
-        num_splits: parts that each query's rows are split into.
+        num_splits: splits of each query's rows.
         batch_invariant: as for `cupy_mla.sparse_decode`.
     """
 
@@ -40,8 +40,8 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """An empty schedule for `flash_mla_with_kvcache`, which fills it at its first call.
 
-    Arguments are accepted and ignored, as in FlashMLA, but for one that FlashMLA has not; so is the pair that is
-    returned.
+    As in FlashMLA, positional and other keyword arguments are accepted and ignored, and the second value of the
+    returned pair is None.
 
     Args:
         batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch, see

@@ -1,11 +1,11 @@
 """Symbolic sizes: a call on a GPU is traced once, and what the trace found holds for calls of other sizes.
 
-While an operation checks its arguments and a launcher says what is to be launched, every length, stride, address and
-integer setting of the call is a `Size`: the number it is in this call, and how it follows from a call's arguments.
-Arithmetic with sizes makes sizes. Where Python has to know a number (a comparison, an index, a key), the size tells the
-one of this call, and the trace notes the condition under which another call would be told the same: its *guards*. A
-trace holds for every call of its signature that meets the guards. So checks of shapes, which compare, become guards by
-themselves, and whatever the code looks at, a call is never run by a trace that was made for others.
+While an operation checks its arguments and a launcher makes its program, every length, stride, address and integer
+setting of the call is a `Size`: its number in this call, and how it follows from a call's arguments. Arithmetic with
+sizes makes sizes. Where Python has to know a number (a comparison, an index, a key), the size gives that of this call,
+and the trace notes a *guard*: the condition under which the answer is the same in another call. A trace holds for every
+call of its signature that meets all guards. So the comparisons in checks of shapes become guards by themselves, and a
+call never runs a trace that was made for other answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXT = {
 
 
 class Trace:
-    """What one call was found to depend on.
+    """What a traced call depends on.
 
     Attributes:
         guards: conditions, as terms, in the order in which they were met.
@@ -60,7 +60,7 @@ class Size:
     # what Python wants to know
 
     def known(self) -> int:
-        """The number, which other calls of the trace will have as well."""
+        """The number; a guard makes sure that other calls of the trace have the same."""
         self.trace.guard(("==", self.node, self.value), True)
         return self.value
 
@@ -193,9 +193,10 @@ def most(a: int, b: int) -> int:
 
 
 def looked_up(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of numbers returns, a tuple: one that holds for calls to which it returns others.
+    """Call a function of numbers that returns a tuple, so that a trace holds for calls where it returns other numbers.
 
-    The function is called again in every call. Numbers of its result are sizes, the other entries are guards.
+    A form calls the function again with its own call's numbers. Numbers in the result are sizes; the other entries
+    become guards.
     """
     trace = next((a.trace for a in arguments if isinstance(a, Size)), None)
     result = function(*map(number, arguments))

@@ -13,7 +13,7 @@ from ..sizes import TEXT, Node, Term, is_node
 class Code:
     """A Python function under construction: straight lines, and a name for every object that they use.
 
-    Objects go by names and texts are compiled once, so functions that differ in nothing but objects share their code.
+    Objects are named in the text, and a text is compiled once, so functions that differ only in objects share code.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Code:
 
 
 def _is_short(of: Node, depth: int = 2) -> bool:
-    """Whether a term is little arithmetic with numbers that are read."""
+    """Whether a term is so little arithmetic that a variable for it would cost more."""
     if of[0] == "get":
         return True
     return (

@@ -1,9 +1,9 @@
 """Forms: a traced call as Python functions of straight lines, for the calls that meet its guards.
 
-`measure` is given the sizes, strides and integer settings of a call; it checks the guards and computes all that follows
-from them: shapes of results, grids, the bytes of parameter structs between the pointers. It runs once for sizes that
-were not seen before. `body` is given what `measure` returned and the arrays: it allocates, puts pointers in their
-places and launches.
+`measure` takes the sizes, strides and integer settings of a call; it checks the guards and computes all that follows
+from sizes: shapes of results, grids, the bytes of parameter structs between the pointers. It runs once for sizes that
+were not seen before. `body` takes what `measure` returned, and the arrays: it allocates, puts pointers into the structs
+and launches.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Form:
     """The compiled form of a traced call.
 
     Attributes:
-        measure: of shapes and strides, integers, and addresses modulo `ALIGNMENT`; None for a call that it does not
-            hold for, else what `body` wants.
-        body: of what `measure` returned, the arrays' addresses and the arrays; what the operation returns.
-        choices: tell what functions that are looked up depend on beside their arguments.
+        measure: takes shapes and strides, integers, and addresses modulo `ALIGNMENT`; returns what `body` needs, or
+            None for a call that does not meet the guards.
+        body: takes what `measure` returned, the arrays' addresses and the arrays; returns what the operation returns.
+        choices: functions that return what a choice depends on beside its arguments (`depends_on`).
     """
 
     def __init__(self, call: TracedCall) -> None:
@@ -47,14 +47,14 @@ def _choices(call: TracedCall) -> list[Callable[[], Any]]:
 
 
 def _calls(call: TracedCall) -> Iterator[Node]:
-    """The nodes of guards that are calls of functions."""
+    """The calls of functions among the nodes of guards."""
 
     def within(node: Any) -> Iterator[Node]:
         if type(node) is tuple and node and node[0] == "call":
             yield node
         elif type(node) is tuple:
-            for part in node[1:]:
-                yield from within(part)
+            for operand in node[1:]:
+                yield from within(operand)
 
     for guard in call.trace.guards:
         yield from within(guard)
@@ -99,7 +99,7 @@ class _Writer:
     # what is written
 
     def _write_guards(self) -> None:
-        """Does the call meet the guards? What a guard needs is computed only when those before it are met."""
+        """Write the guards. What a guard needs is computed only when those before it are met."""
         code = self.sizes
         pending: list[str] = []
 
@@ -117,7 +117,7 @@ class _Writer:
         flush(len(code.lines))
 
     def _write_memory(self) -> None:
-        """Allocate results, and one piece of memory for all scratch."""
+        """Allocate results, and scratch memory in one allocation."""
         code, library, results = self.code, self.library, self.place.results
         if not results and not self.call.scratch:
             return
@@ -136,7 +136,7 @@ class _Writer:
             self._write_shared(self.call.scratch, "scratch")
 
     def _write_shared(self, slots: Sequence[Slot], name: str) -> list[str]:
-        """One piece of memory for several slots; returns what is added to its start for each."""
+        """One allocation for several slots; returns what is added to its start for each of them."""
         allocate, address = self.library.allocator()
         offsets: list[str] = []
         start, end = 0, 0
@@ -177,7 +177,7 @@ class _Writer:
         return f"{pack}({', '.join(values)})"
 
     def _write_steps(self) -> None:
-        """Give the stream its work."""
+        """Write the launches."""
         code, place = self.code, self.place
         if not place.program:
             return

@@ -1,7 +1,8 @@
-"""Neighbouring launches of a call as one CUDA graph, which takes less of the host's time than one after the other.
+"""Neighbouring launches of a call as one CUDA graph, which takes less host time than single launches.
 
-On an H200's host a launch takes 4 to 5 us, a graph of three 3 us, and 1.2 us more for each launch whose parameters are
-not those of the run before. Launches of other grids go one by one: to change them in the graph took 29 us for three.
+On an H200's host a launch takes 4 to 5 us, a graph of three launches 3 us, and 1.2 us more for each launch whose
+parameters differ from the graph's last run. Launches whose grids differ are made one by one: to change three grids in
+the graph took 29 us.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def _destroy(name: str, handle: Any) -> None:
 
 
 class _Node:
-    """A launch of a graph, with memory of its own for the parameters.
+    """A launch in a graph, with memory of its own for the parameters.
 
     Attributes:
-        given: what the next run of the graph will take.
+        given: grid and parameters of the graph's next run.
         params: the driver's structure for it.
         handle: the driver's handle, once it is in a graph.
     """
@@ -58,10 +59,10 @@ class _Node:
 class LaunchGraph:
     """Launches one after the other, of the same kernels each time, with other grids and parameters.
 
-    Several threads and streams may share it; runs of it wait for each other on the GPU.
+    Several threads and streams may share it; its runs wait for each other on the GPU.
 
     Args:
-        kernels: that are launched, in order.
+        kernels: the kernels that are launched, in order.
         device: the GPU.
     """
 
@@ -76,8 +77,8 @@ class LaunchGraph:
     def __call__(self, stream: int, *launches: Given) -> None:
         """Launch on a stream of the current device.
 
-        Grids that are not the last call's would have to be changed in the graph, which takes longer than launches one
-        by one; so do launches into a capture, which takes no graph.
+        Launches are made one by one where a grid differs from the last call's, since changing it in the graph takes
+        longer, and on a stream that is being captured, which takes no graph.
         """
         grids: list[tuple[int, ...]] = [given[:3] for given in launches]
         same, self._grids = grids == self._grids, grids
@@ -107,6 +108,6 @@ class LaunchGraph:
         self._nodes, self._executable = nodes, executable
 
     def _own(self, destroy: str, handle: Any) -> Any:
-        """A handle that a function of the driver destroys together with this object."""
+        """A handle; the driver's function `destroy` destroys it together with this object."""
         weakref.finalize(self, _destroy, destroy, handle).atexit = False
         return handle

@@ -1,8 +1,8 @@
-"""Traced calls: what an operation's body finds out about a call on a GPU, and doing it.
+"""Traced calls: an operation's body run over symbolic sizes, and its program run for the call that was traced.
 
 The body of an operation runs once for a signature, over descriptions with symbolic sizes (`cupy_mla.sizes`) in a
 `TracedPlace`. There it allocates nothing and launches nothing: results become slots, and the launcher's `Program` is
-kept. `run` does what the program says with this call's numbers; `form.py` makes of it what later calls run.
+kept. `run` runs the program with this call's numbers; `form.py` compiles it for later calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TracedArray(Array):
     trace: Trace
 
     def __float__(self) -> float:
-        """The value, where a number is asked for: it is another one in every call."""
+        """The value, for code that needs a number. It differs from call to call, so the trace holds for no other."""
         self.trace.once = True
         return float(self.obj)
 
@@ -100,11 +100,11 @@ class TracedCall:
                 arguments[i] = self.trace.read(f"a{i}", value)
         self.result = function(**dict(zip(names, arguments, strict=True)))
         given = {id(values[i]) for i in self.arrays}
-        one_each = len(given) == len(self.arrays)  # what is one array under two names may be two in a later call
+        one_each = len(given) == len(self.arrays)  # one array under two names may be two arrays in a later call
         self.holds_for_others = one_each and not self.trace.once
 
     def _symbolic(self, i: int, array: Array) -> TracedArray:
-        """An array as the body gets it: argument i."""
+        """Argument i, an array, as the body gets it."""
         read, size = self.trace.read, array.dtype.itemsize
         shape = tuple(read(f"n{i}_{k}", n) for k, n in enumerate(array.shape))
         strides: list[Any]
@@ -134,7 +134,7 @@ class TracedCall:
         return self.result if type(self.result) is tuple else (self.result,)
 
     def argument_of(self, leaf: Any) -> int | None:
-        """Which argument a leaf of the result is, None for one that is none."""
+        """The number of the argument that a leaf of the result is; None where it is no argument."""
         return next((i for i in self.arrays if self.values[i] is leaf), None)
 
 
@@ -150,7 +150,7 @@ def pointers_of(step: Step) -> Iterator[Pointer]:
 
 
 def run(call: TracedCall) -> Any:
-    """Do what the program of a traced call says, for this call."""
+    """Run the program of a traced call for this call."""
     place, library = call.place, call.place.library
     device = place.device
     with library.to_device(device):

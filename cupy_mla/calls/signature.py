@@ -1,10 +1,10 @@
-"""What an operation costs the host, paid once for each signature.
+"""Signatures: checks and choices are paid for once, and later calls of the same signature repeat their outcome.
 
 A signature is what does not differ from one step of a serving engine to the next: the arrays' library, dtypes, ranks
 and devices, which arguments are there, and settings that are no integers. Sizes, strides, addresses and integers are
-arguments of its forms (`form.py`). A call whose sizes no form holds for is traced (`program.py`), which makes another
-one: a signature has as many as there are ways to serve it. It also remembers the sizes it has seen, and the last of
-them stand in front. A call that fails leaves nothing behind, so whatever a form repeats has been checked.
+arguments of its forms (`form.py`). A call for whose sizes no form holds is traced (`program.py`), which makes another
+form: a signature has as many forms as there are ways to serve it. It remembers the sizes it has seen; those of the last
+call are compared first. A call that fails leaves no form behind, so whatever a form repeats has been checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .program import TracedCall, run
 Run = Callable[..., Any]  # of a `Signature`
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
-RECENT = 4  # signatures that are asked before a call's own is looked up
+RECENT = 4  # recent signatures that are tried before a call's own is looked up
 MAX_SIGNATURES = 256  # of an operation
 MAX_FORMS, MAX_SIZES = 32, 1024  # of a signature
 
@@ -34,7 +34,7 @@ _graph_operation: Callable[[str], Callable[..., Any]] | None = None
 
 
 def register_graph_operations(find: Callable[[str], Callable[..., Any]]) -> None:
-    """Say what finds, by an operation's name, what it becomes in a graph of torch.compile."""
+    """Register a function that finds, by an operation's name, what it becomes in a graph of torch.compile."""
     global _graph_operation
     _graph_operation = find
 
@@ -73,9 +73,10 @@ def forget_calls() -> None:
 def operation(function: Operation) -> Operation:
     """Make a public operation of its body.
 
-    The body describes its arrays (`bind`, `Place.optional`), checks them, has results by `Place.output`, and hands
-    all to `Place.call`. It returns None, or a tuple or one of: its arguments, `obj` of its outputs, constants. On the
-    host it runs as it is. On a GPU it is traced; there it must not look at its arguments in other ways.
+    The body describes its arrays (`bind`, `Place.optional`), checks them, gets results from `Place.output`, and hands
+    all to `Place.call`. It returns None, one value, or a tuple of values; a value is one of its arguments, `obj` of one
+    of its outputs, or a constant. On the host it runs as it is. On a GPU it is traced; there it must not look at its
+    arguments in other ways.
     """
     signatures = Signatures(function)
     recent = signatures.recent
@@ -91,7 +92,7 @@ def operation(function: Operation) -> Operation:
         for place, make in enumerate(asked):
             result = make(*values)
             if result is not NotImplemented:
-                if place > 1:  # two in turn, as of two kinds of layers, stay where they are
+                if place > 1:  # two signatures in turn, as of two kinds of layers, keep their order
                     recent[written] = [make, *(other for other in asked if other is not make)]
                 return result
         return signatures.call(args, kwargs, values)
@@ -104,8 +105,9 @@ class Signatures:
     """The signatures of one operation.
 
     Attributes:
-        known: by what they are of.
-        recent: `Signature.run` of those that the last calls were of, by how the arguments are written.
+        known: every signature, by what it consists of.
+        recent: `Signature.run` of the last calls' signatures, the latest first, by how a call writes its arguments: the
+            number of positional ones and the names of the others.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -121,7 +123,7 @@ class Signatures:
         self.recent.clear()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: tuple[Any, ...]) -> Any:
-        """Make a call that is of none of the recent signatures."""
+        """Make a call of none of the recent signatures."""
         if not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
         names = [*self._names[: len(args)], *kwargs]
@@ -143,7 +145,7 @@ class Signatures:
         return result
 
     def _remember(self, key: Any, written: tuple[Any, ...], known: Signature) -> None:
-        """Make a signature that a call was of the first to be asked."""
+        """Make the signature of a call the first that is tried."""
         if key not in self.known and len(self.known) >= MAX_SIGNATURES:
             self.forget()
         if known.forms:
@@ -152,8 +154,8 @@ class Signatures:
             self.recent[written] = [known.run, *(other for other in recent if other is not known.run)][:RECENT]
 
 
-# What is known of a call: whether other arrays are like its arrays, its integers, what choices depended on, and the
-# body of the form that holds for it with what its `measure` returned.
+# What is known of a call: a function that tells whether other arrays are like its arrays, its integers, what its
+# choices depended on, the body of the form that holds for it, and what that form's `measure` returned.
 Seen = tuple[Callable[..., bool], tuple[int, ...], tuple[Any, ...], Callable[..., Any], tuple[Any, ...]]
 
 
@@ -171,7 +173,7 @@ class Signature:
 
     Attributes:
         run: takes a call's arguments; NotImplemented for a call of another signature.
-        forms: the last one that was made first.
+        forms: the one that was made or found last comes first.
     """
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str], values: Sequence[Any]) -> None:
@@ -231,7 +233,7 @@ class Signature:
         return code.function("run", parameters, code.lines)
 
     def _find(self, *values: Any) -> Seen | None:
-        """What is known of a call that is not like the last one; None for a call of another signature."""
+        """What is known of a call that differs from the last one; None for a call of another signature."""
         arrays = [values[i] for i in self._arrays]
         if self._mixed:
             return self._traced(values)
@@ -249,14 +251,14 @@ class Signature:
         seen = self._seen.get(key)
         if seen is None:
             return self._measured(values, key)
-        if not any(bits):  # `run` looks at the last one only where addresses are aligned
+        if not any(bits):  # `run` compares with the last call only where all addresses are aligned
             if not seen[0](*arrays):
                 seen = self._seen[key] = self._library.like(arrays, sizes_too=True), *seen[1:]
             self._last[0] = seen
         return seen
 
     def _measured(self, values: tuple[Any, ...], key: tuple[Any, ...]) -> Seen:
-        """What is to be known of a call whose sizes were not seen before."""
+        """What is known of a call whose sizes were not seen before."""
         numbers, bits, chosen = key
         for place, form in enumerate(self.forms):
             sizes = form.measure(*numbers, *bits)
@@ -290,7 +292,7 @@ class Signature:
 def tuple_of(
     parameters: Sequence[str], expressions: Sequence[str], choices: Sequence[Callable[[], Any]] = ()
 ) -> Callable[..., tuple[Any, ...]]:
-    """A function that returns a tuple of these expressions; `choices` go by `choice0`, `choice1` ... in them."""
+    """A function that returns a tuple of these expressions, in which `choices` are called `choice0`, `choice1` ..."""
     text = f"lambda {', '.join(parameters)}: ({' '.join(f'{expression},' for expression in expressions)})"
     return eval(text, {f"choice{i}": choice for i, choice in enumerate(choices)})
 
@@ -301,7 +303,7 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _facts(value: Any) -> Any:
-    """What a signature says of an argument."""
+    """What a signature holds of an argument."""
     if type(value) is int:
         return int
     library = library_of(value)

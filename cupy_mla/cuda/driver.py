@@ -19,10 +19,10 @@ from ..bridges import require_cupy
 if TYPE_CHECKING:
     from .kernel import Kernel
 
-# A launch that lacks its stream, the grid's x, y and z, the parameters, and the CTAs of a cluster.
+# Launches a kernel; takes the stream, the grid's x, y and z, the parameters, and the CTAs of a cluster.
 Submit = Callable[[int, int, int, int, bytes, int], None]
 
-PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16  # CTAs that a cluster may have on every GPU with clusters, and on Hopper by leave
+PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16  # most CTAs of a cluster: on every GPU with clusters; on Hopper, by opting in
 _OVERLAP_DRIVER = 12030  # the first whose graphs take launches that overlap
 
 
@@ -104,8 +104,8 @@ class Gpu:
     def clusters_at_once(self, kernel: Kernel) -> tuple[int, ...]:
         """How many clusters of 1, 2, ... `kernel.max_cluster` CTAs run at a time.
 
-        Clusters do not span the GPU's parts, some of which have fewer multiprocessors than others, so these are less
-        than its multiprocessors by the CTAs.
+        Clusters do not span GPCs, some of which have fewer SMs than others, so there are fewer than the GPU's SMs
+        divided by the CTAs of a cluster.
         """
         return clusters_at_once(kernel, self.device)
 
@@ -141,7 +141,7 @@ def clusters_at_once(kernel: Kernel, device: int) -> tuple[int, ...]:
 
 
 def overlaps(kernel: Kernel, device: int) -> bool:
-    """Whether CTAs of a kernel may come to a GPU while the launch before still runs (programmatic dependent launch)."""
+    """Whether a kernel's CTAs may start while the launch before still runs (programmatic dependent launch)."""
     return kernel.overlaps and gpu(device).capability >= 90 and driver_version() >= _OVERLAP_DRIVER
 
 
@@ -178,7 +178,7 @@ def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlappin
 
 
 class _Configs(threading.local):
-    """A thread's CUlaunchConfig of a kernel for each cluster size: its grid and stream change from launch to launch."""
+    """A thread's CUlaunchConfigs of a kernel, one a cluster size; grid and stream change from launch to launch."""
 
     def __init__(self, threads: int, shared_bytes: int, overlapping: bool) -> None:
         self._make = lambda attributes: launch_config(threads, shared_bytes, attributes)
@@ -234,7 +234,7 @@ def is_capturing(stream: int) -> bool:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Whatever other threads capture, this one may make and free what belongs to a graph."""
+    """Lets this thread make, free and copy while other threads capture."""
     mode = call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     try:
         yield

@@ -31,7 +31,7 @@ log = logging.getLogger("cupy_mla")
 # Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
 PORTABLE = ("80", "86", "89", "90", "100", "120")
 LEAST_ARCH = 80
-DEFAULT_SHARED_BYTES = 48 * 1024  # of dynamic shared memory a CTA may have without leave
+DEFAULT_SHARED_BYTES = 48 * 1024  # dynamic shared memory that a CTA may have without opting in to more
 
 # What every .cu file exports: `extern "C" __device__ int`.
 THREADS, SHARED_BYTES = "kernel_threads", "kernel_shared_bytes"
@@ -111,8 +111,8 @@ class Kernel:
         cooperative: all CTAs of a launch run at the same time, so that they may wait for each other; the grid must
             then fit the GPU.
         max_cluster: most CTAs of a thread-block cluster it is launched with.
-        overlaps: the kernel waits for the launches before it by itself (ptx/grid.cuh), so that its CTAs may come to
-            their multiprocessors while those still run ("programmatic dependent launch", from Hopper on).
+        overlaps: the kernel itself waits for the launches before it (ptx/griddepcontrol.cuh), so its CTAs may start on
+            free SMs while those still run ("programmatic dependent launch", from Hopper on).
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        """What the compiler gets: the file and its includes, and what holds its structs to `structs.py`."""
+        """What the compiler gets: the file with its includes, and the asserts of its structs (`structs.py`)."""
         return "\n".join([read_source(self.file), '#line 1 "cupy_mla/cuda/structs.py"', *self.params.asserts(), ""])
 
     @property
@@ -233,7 +233,7 @@ class Kernel:
             return self._loaded[device]
 
     def _prepared(self, kernel: Any, device: int, threads: int, shared_bytes: int) -> Loaded:
-        """A kernel of CuPy's with leave for what its launches need."""
+        """Opt in to the shared memory and clusters of its launches, and make what launches it."""
         handle = kernel.kernel.ptr
         if shared_bytes > DEFAULT_SHARED_BYTES:
             kernel.max_dynamic_shared_size_bytes = shared_bytes

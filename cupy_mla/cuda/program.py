@@ -1,4 +1,4 @@
-"""What a call does to the GPU, as a plain value: a launcher returns it, `cupy_mla.calls` runs it.
+"""Programs: what a call does on the GPU, as a plain value. A launcher returns it, `cupy_mla.calls` runs it.
 
 A `Program` is a list of steps: launches of kernels and memory to be cleared. A step names memory by `Pointer`s, each a
 slot and an offset in bytes. A slot is an array argument, a result, or scratch memory of the call. Grids, offsets and
@@ -79,7 +79,7 @@ class Pointer:
     __radd__ = __add__
 
     def __mod__(self, nbytes: int) -> int:
-        """What is left over a multiple of `nbytes`, a divisor of `ALIGNMENT`: of an address no more is looked at."""
+        """The address modulo `nbytes`, a divisor of `ALIGNMENT`: forms know addresses only modulo `ALIGNMENT`."""
         if ALIGNMENT % nbytes:
             raise ValueError(f"alignment to {nbytes} bytes: calls that are alike agree on addresses modulo {ALIGNMENT}")
         start = 0 if self.address is None else self.address

@@ -127,7 +127,7 @@ class Struct:
             yield f"{len(known)}s", known
 
     def asserts(self) -> Iterator[str]:
-        """What the compiler is to hold the C++ structs to."""
+        """The `static_assert`s that hold the C++ structs to these declarations."""
         for nested in self._nested:
             yield from nested.asserts()
         yield f'static_assert(sizeof({self.name}) == {self.size}, "cupy_mla/cuda/structs.py: {self.name}");'

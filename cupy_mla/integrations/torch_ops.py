@@ -157,7 +157,7 @@ def _with_kvcache(
     batch_invariant: bool,
     num_splits: int | None,
 ) -> Any:
-    """As in `cupy_mla.flash_mla`. A schedule that is there is followed; none is made, each run of a graph plans."""
+    """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made: each run of a graph chooses splits."""
     if is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
     results = _NAMED["sparse_decode"](

@@ -183,7 +183,7 @@ def split_decodes_and_prefills(
 
 
 def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
-    """Group consecutive requests greedily, each group as long as its sequences fit the workspace together.
+    """Cut prefills into chunks, greedily: consecutive requests whose sequences fit the workspace together.
 
     Args:
         seq_lens: [P] sequence lengths (host).

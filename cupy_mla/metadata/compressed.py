@@ -15,7 +15,7 @@ WIDTH_ALIGN = 128  # entries; widths of C128A's lists are a multiple of it
 
 
 def c128a_width(config: SparseMLAConfig) -> int:
-    """Columns of C128A's index lists: the rows of the longest sequence, rounded up to a multiple of 128."""
+    """Width of C128A's index lists: the rows of the longest sequence, rounded up to a multiple of 128."""
     return aligned_up(config.max_compressed_rows, WIDTH_ALIGN)
 
 

@@ -32,7 +32,7 @@ class FP8KernelMetadata:
     """The schedule of one FP8 decode launch, shared by all layers of a step.
 
     Attributes:
-        num_splits: parts that each query's rows are split into; None until the first layer plans it.
+        num_splits: splits of each query's rows; None until the first layer has chosen them.
     """
 
     num_splits: int | None = None
@@ -82,7 +82,7 @@ class FP8PrefillMetadata:
         seq_lens: [num_prefills] int32.
         request_ids: [T] int32, for every token of the batch the number of its prefill, -1 for decode tokens.
         workspace_starts: [num_prefills] int32, see `PrefillChunk`.
-        chunks: the prefills in groups that fit the workspace, in order.
+        chunks: consecutive prefills that fit the workspace together, in order.
     """
 
     seq_lens: Any
@@ -112,7 +112,7 @@ class SparseMLAMetadata:
         query_start_loc: [R + 1] int32.
         slot_mapping: [T] int64, where this step's tokens go; with compression, where the rows go that they complete,
             -1 for tokens that complete none.
-        block_table: [R, M] int32, M fixed by the config; -1 past the columns that the batch gave.
+        block_table: [R, M] int32, M fixed by the config; -1 past the blocks that the batch gave.
         req_id_per_token: [T] int32, the request of each token.
         block_size: tokens a block.
         topk_tokens: KV tokens chosen for each query token.
@@ -146,8 +146,8 @@ class SparseMLAMetadata:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """How a batch is worked on in separate mode, on the host."""
+class _SeparateMode:
+    """A batch in separate mode, on the host."""
 
     counts: tuple[int, int, int, int]  # decodes, prefills, decode tokens, prefill tokens
     chunks: list[tuple[int, int]] = field(default_factory=list)  # first request of the batch, end
@@ -159,7 +159,7 @@ class SparseMLAMetadataBuilder:
     """Builds `SparseMLAMetadata` from batches, into the same device arrays each time.
 
     A metadata object is valid until the next `build`, which rewrites the arrays behind it (on a GPU in order on the
-    caller's current stream). `build` never waits for the device; it is no part of a CUDA graph, whose replays read what
+    caller's current stream). `build` never waits for the device. It is not captured in a CUDA graph: replays read what
     the last `build` wrote.
 
     Args:
@@ -211,13 +211,13 @@ class SparseMLAMetadataBuilder:
         config = self.config
         check_batch(config, batch, self.num_blocks)
         separate = config.layout.quantized and not config.is_v4 and not config.use_mixed_batch
-        plan = self._plan(batch) if separate else None
-        self._buffers.upload(lambda host: self._write(host, batch, plan))
+        mode = self._separate_mode(batch) if separate else None
+        self._buffers.upload(lambda host: self._write(host, batch, mode))
 
         device, requests, tokens = self._buffers.arrays, batch.num_reqs, batch.num_actual_tokens
         extra: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
-        if plan is not None:
-            extra = self._separate(batch, plan)
+        if mode is not None:
+            extra = self._separate(batch, mode)
         elif config.use_mixed_batch:
             extra = FP8KernelMetadata()
         fields = {"slot_mapping": device["slot_mapping"][:tokens]}
@@ -239,11 +239,11 @@ class SparseMLAMetadataBuilder:
             **fields,
         )
 
-    def _plan(self, batch: BatchMetadata) -> _Plan:
+    def _separate_mode(self, batch: BatchMetadata) -> _SeparateMode:
         counts = split_decodes_and_prefills(batch, self.decode_threshold, require_uniform=True)
         num_decodes, num_prefills = counts[:2]
         if num_prefills == 0:
-            return _Plan(counts)
+            return _SeparateMode(counts)
         lens = batch.seq_lens[num_decodes:]
         chunks = split_prefill_chunks(lens, prefill_workspace_size(self.config.max_model_len), num_decodes)
         starts, rows = [], []
@@ -251,29 +251,29 @@ class SparseMLAMetadataBuilder:
             ends = np.cumsum(batch.seq_lens[first:end])
             starts.append(ends - batch.seq_lens[first:end])
             rows.append(int(ends[-1]))
-        return _Plan(counts, chunks, np.concatenate(starts).astype(INT32), rows)
+        return _SeparateMode(counts, chunks, np.concatenate(starts).astype(INT32), rows)
 
-    def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata, plan: _Plan | None) -> int:
-        """Fill the host's copies. What stands past the batch is set to what harms nobody: a captured graph reads it."""
+    def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata, mode: _SeparateMode | None) -> int:
+        """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
         requests, tokens = batch.num_reqs, batch.num_actual_tokens
         req_id = np.repeat(np.arange(requests, dtype=INT32), batch.query_lens)
         fill(host["query_start_loc"], batch.query_start_loc, tokens)
         fill(host["seq_lens"], batch.seq_lens, 0)
         fill(host["slot_mapping"], batch.slot_mapping, -1)
         fill(host["req_id_per_token"], req_id, 0)
-        num_decodes = requests if plan is None else plan.counts[0]
+        num_decodes = requests if mode is None else mode.counts[0]
         fill(host["prefill_request_ids"], np.maximum(req_id - num_decodes, -1), -1)
         fill(host["positions"], batch.positions, 0)
         fill(host["compressed_seq_lens"], batch.seq_lens // self.config.compress_ratio, 0)
-        fill(host["prefill_workspace_starts"], () if plan is None else plan.workspace_starts, 0)
+        fill(host["prefill_workspace_starts"], () if mode is None else mode.workspace_starts, 0)
         width = min(batch.block_table.shape[1], self._width)
         host["block_table"][:requests, :width] = batch.block_table[:, :width]
         host["block_table"][:requests, width:] = -1
         return requests
 
-    def _separate(self, batch: BatchMetadata, plan: _Plan) -> FP8SeparatePrefillDecode:
+    def _separate(self, batch: BatchMetadata, mode: _SeparateMode) -> FP8SeparatePrefillDecode:
         device, requests = self._buffers.arrays, batch.num_reqs
-        num_decodes, num_prefills, decode_tokens, _ = plan.counts
+        num_decodes, num_prefills, decode_tokens, _ = mode.counts
         decode = prefill = None
         if decode_tokens:
             decode = FP8DecodeMetadata(
@@ -293,10 +293,10 @@ class SparseMLAMetadataBuilder:
                         workspace_starts=device["prefill_workspace_starts"][first - num_decodes : end - num_decodes],
                         chunk_tot_seqlen=rows,
                     )
-                    for (first, end), rows in zip(plan.chunks, plan.chunk_rows, strict=True)
+                    for (first, end), rows in zip(mode.chunks, mode.chunk_rows, strict=True)
                 ],
             )
-        return FP8SeparatePrefillDecode(*plan.counts, decode, prefill)
+        return FP8SeparatePrefillDecode(*mode.counts, decode, prefill)
 
 
 def check_batch(

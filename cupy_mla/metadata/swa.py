@@ -41,8 +41,8 @@ class SparseSWAMetadata:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: how the batch is split.
         prefill_seq_lens: [P] int32.
         prefill_gather_lens: [P] int32 tokens at the end of each prefill's sequence that its queries' windows reach.
-        schedules: by compress ratio, one schedule for the decode launches of each kind of layer; planned by the first
-            layer of the kind, shared by all of it.
+        schedules: by compress ratio, the schedule of the decode launches of each kind of layer; filled by the first
+            layer of the kind, shared by all others.
     """
 
     block_table: Any
@@ -170,7 +170,7 @@ class SparseSWAMetadataBuilder:
         )
 
     def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata) -> int:
-        """Fill the host's copies. What stands past the batch is set to what harms nobody: a captured graph reads it."""
+        """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
         requests, tokens = batch.num_reqs, batch.num_actual_tokens
         fill(host["query_start_loc"], batch.query_start_loc, tokens)
         fill(host["seq_lens"], batch.seq_lens, 0)

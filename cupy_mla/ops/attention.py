@@ -68,7 +68,7 @@ def sparse_prefill(
 def prefill(
     q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any, out: Any
 ) -> tuple[Any, Any, Any]:
-    """What `sparse_prefill` does, for the front doors that plan its calls."""
+    """What `sparse_prefill` does, for the front doors."""
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     require_d_v("d_v", d_v)
@@ -116,10 +116,10 @@ def sparse_decode(
         extra_k_cache, extra_indices, extra_topk_length: a second cache of the same layout with its own block size
             and topk; one softmax runs over both row lists.
         out: [b, s_q, h_q, 512] bfloat16, written in place when given.
-        num_splits: parts that each query's rows are split into, merged by lse; default: planned from the shapes.
+        num_splits: splits of each query's rows, whose partial results are merged by lse; default: chosen from the
+            shapes.
         batch_invariant: choose kernel and splits by heads, layout and topk alone, so that the bits of a request do not
-            depend on what else is in the batch. Large batches are then split though they need not be, small ones less
-            than they could be.
+            depend on what else is in the batch. Large batches are then split more, small ones less than is fastest.
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
@@ -183,7 +183,7 @@ def decode(
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits must be >= 1, got {num_splits}")
     splits = num_splits or 1
-    division: Any = splits  # how the call is cut up
+    division: Any = splits  # how the call is divided
     if place.on_gpu:
         division = cuda.decode_choice(
             driver.gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx, extra_length, batch_invariant,
@@ -203,7 +203,7 @@ def decode(
 def plan_splits(
     q: Any, indices: Any, extra_indices: Any = None, *, quantized: bool = True, batch_invariant: bool = False
 ) -> int:
-    """Into how many parts `sparse_decode` would split each query's rows: enough to fill the GPU, 1 on the CPU.
+    """How many splits `sparse_decode` would choose for each query's rows: enough to fill the GPU, 1 on the CPU.
 
     Args: as for `sparse_decode`, and
         quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.
@@ -217,7 +217,7 @@ def plan_splits(
     layout = next(a for a in layouts.ATTENTION_LAYOUTS if (a.quantized, a.d_qk) == (quantized, d_qk))
     if not place.on_gpu:
         return 1
-    return cuda.planned_splits(
+    return cuda.decode_splits(
         driver.gpu(place.device), layout, h_q, b * s_q, rows, flat=extra_idx is None, batch_invariant=batch_invariant
     )
 

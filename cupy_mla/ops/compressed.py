@@ -1,6 +1,6 @@
-"""Operations on the index lists of DeepSeek V4's compressed rows, of which every `compress_ratio` tokens own one.
+"""Operations on the index lists of DeepSeek V4's compressed rows: one row for every `compress_ratio` tokens.
 
-The token that completes a group of `compress_ratio` owns its row: the one at position p with
+The token that completes a group of `compress_ratio` tokens owns their row: the one at position p with
 `(p + 1) % compress_ratio == 0` owns compressed position `p // compress_ratio`. A query token at position p may attend
 the `(p + 1) // compress_ratio` rows that are complete by then: those that an indexer chose (C4A) or all (C128A).
 

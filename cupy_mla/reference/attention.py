@@ -78,7 +78,7 @@ def _valid(
 def _attend(heads: np.ndarray, rows: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Softmax attention of heads [h, d_qk] over rows [n, d_qk]: out [h, 512], max_logits [h], lse [h].
 
-    Without rows out is 0 and both others are -inf, as `merge_partials` wants an empty part.
+    Without rows out is 0 and both others are -inf, as `merge_partials` wants it of an empty split.
     """
     if len(rows) == 0:
         nothing = np.full(len(heads), -np.inf)

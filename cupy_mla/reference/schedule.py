@@ -1,4 +1,4 @@
-"""Split-KV: how one query's rows are cut into parts, and how the parts' results become one."""
+"""Split-KV: how one query's rows are split, and how the partial results of the splits are merged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import numpy as np
 
-TILE = 32  # rows; a part is a whole number of tiles
+TILE = 32  # rows; a split is a whole number of tiles
 
 
 def split_rows(rows: int, num_splits: int) -> list[tuple[int, int]]:
-    """Cut `rows` rows into `num_splits` consecutive parts of whole tiles, as even as tiles allow.
+    """Cut `rows` rows into `num_splits` consecutive splits of whole tiles, as even as tiles allow.
 
     Returns:
-        `num_splits` pairs (start, stop). Parts are empty where there are fewer tiles than parts; only the last
-        part that is not empty may end inside a tile.
+        `num_splits` pairs (start, stop). Some splits are empty where there are fewer tiles than splits; only the last
+        split that is not empty may end inside a tile.
     """
     tiles = -(-rows // TILE)
     edges = [min(i * tiles // num_splits * TILE, rows) for i in range(num_splits + 1)]
@@ -28,12 +28,12 @@ def merge_partials(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Merge softmax-weighted sums over disjoint row lists into the one over all their rows.
 
-    A part without rows has lse -inf, and so has the result when no part has rows: merging stays associative.
+    A split without rows has lse -inf, and so has the result when no split has rows: merging stays associative.
     Turning that -inf into the +inf that callers see, and applying the sink, is left to whoever finishes the query.
 
     Args:
-        out_parts: [parts, ..., d] float32, each normalised over its own rows; 0 where a part has none.
-        lse_parts: [parts, ...] natural logarithm.
+        out_parts: [splits, ..., d] float32 partial results, each normalised over its own rows; 0 without rows.
+        lse_parts: [splits, ...] natural logarithm.
 
     Returns:
         out [..., d] float32 and lse [...] float64.

@@ -32,7 +32,7 @@
 // Shared memory: Q QUERIES x heads x D_QK x 2; 2 tiles of 64 x D_QK x 2 (and P where V has no RoPE columns behind it);
 // statistics and mbarriers.
 // Registers: 200 a consumer thread, 56 a producer thread (or 208 and 48), together 512 x 128.
-// What was tried, what bounds it: docs/kernels/few_heads_sm90.md; taking turns: docs/kernels/bf16_sm90.md.
+// What was tried, what bounds it, taking turns: docs/kernels/bf16_few_heads_sm90.md.
 #include "attention/results.cuh"
 #include "attention/role.cuh"
 #include "attention/work.cuh"

@@ -26,7 +26,7 @@ def kernel(layout: Layout) -> Kernel:
 
 @cache
 def cluster_kernel() -> Kernel:
-    """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
+    """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
     return kernel(BF16_576)
 
 

@@ -42,7 +42,7 @@ def launches(call: Call, heads: int, queries: int, cluster: int, partials: int, 
     """The launch: a cluster a work item and partial result; or, with two queries a CTA, CTAs that take pairs in turn.
 
     Args:
-        ordered: CTAs that take several queries find those with the longest lists first.
+        ordered: CTAs that take several queries begin with those that have the longest lists.
     """
     items = call.items(heads)
     if queries == 1:

@@ -1,8 +1,8 @@
 """`kernels_cu/attention/bf16_grouped_sm90.cu`: prefill of few heads on Hopper, in groups of neighbouring queries.
 
-Three launches: `group_lists.cu` unites the index lists of the queries of a group, this kernel works on the groups whose
-lists share enough, as many queries as fill its tile of 64 heads, and then another kernel works on the queries that are
-left.
+Three launches. `group_lists.cu` unites the index lists of the queries of a group: as many neighbouring queries as fill
+a tile of 64 heads. This kernel works on the groups whose lists share enough rows. Another kernel works on the queries
+that are left.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ MAX_QUERIES = 8  # of a group
 MAX_HEADS = 32  # of a call
 REST_FEW_HEADS = 16  # up to which the queries that are left are for `bf16_few_heads_sm90`, above for `bf16_sm90`
 
-# A group is faster than its queries one by one up to this many rows in the united list, as a share of all list
-# entries. Measured: an entry takes 0.74 of the time of a united row on the kernel for few heads, 0.95 on this one.
-# The limits lie between the shares that random lists come to, so that all groups of such a call go one way: with 4
-# and 16 rows of the cache for each entry 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
+# A group is faster than its queries one by one where the union has at most this share of the lists' entries. Measured:
+# a list entry takes 0.74 of the time of a row of the union on `bf16_few_heads_sm90`, and 0.95 on `bf16_sm90`. The
+# limits lie between the shares of random lists, so that all groups of such a call go one way. These shares are, with 4
+# and with 16 rows of the cache for each entry: 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
 MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
 
-LEAST_SCALE = 2.0**-60  # sm_scale from which groups can be: times -2^120, it takes rows out of a softmax
+LEAST_SCALE = 2.0**-60  # least sm_scale: the mask of -2^120, times it, must still take a row out of a softmax
 
-SORTED_CACHE_BYTES = 1 << 26  # rows from which the lists of the queries that are left are sorted: more than L2 holds
+SORTED_CACHE_BYTES = 1 << 26  # above so many bytes of rows, which L2 does not hold, lists that are left are sorted
 
-SCRATCH_BYTES = 1 << 28  # what the united lists of one launch may take, about
+SCRATCH_BYTES = 1 << 28  # memory for the united lists of one launch, about
 
 
 def group_queries(h_q: int) -> int:
@@ -77,7 +77,7 @@ def launches(
         most_rows: see `Choice`.
         rest: the kernel for the queries that are left, with heads and queries of a CTA.
         lengths: the call's topk_length, or None.
-        ordered: as for the kernel of the rest.
+        ordered: as for the kernel that takes the queries that are left.
     """
     sms = call.gpu.sms
     capacity = queries * call.topk

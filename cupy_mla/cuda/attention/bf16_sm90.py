@@ -37,7 +37,7 @@ def launches(call: Call, ordered: bool) -> Program:
     """The launch: CTAs that take work items in turn.
 
     Args:
-        ordered: CTAs that take several queries find those with the longest lists first.
+        ordered: CTAs that take several queries begin with those that have the longest lists.
     """
     order, params = longest_first(call) if ordered else (None, call.params)
     launch = Launch(kernel(call.layout), (least(call.items(HEADS), call.gpu.sms), 1, 1), params)

@@ -1,8 +1,8 @@
-"""Which attention kernel serves a call, and how the call is cut up: decided here, once a call, from one table.
+"""Which attention kernel serves a call, and how the call is divided: decided here, once a call, from one table.
 
-`Chooser` is made of the facts that a signature fixes and called with the sizes. Rows of `TABLE` are asked in order: the
-first kernel that can serve the call and was measured to be the fastest for such calls runs. The environment variable
-CUPY_MLA_KERNELS names one that is to run instead, for testing; it must be able to serve the call.
+`Chooser` is made from the facts that a signature fixes, and called with the sizes. The rows of `TABLE` are asked in
+order: the first kernel runs that can serve the call and was measured to be the fastest for such calls. The environment
+variable CUPY_MLA_KERNELS names a kernel that is to run instead, for testing; it must be able to serve the call.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from .cost import few_heads_candidates, fp8_candidates, portable_splits
 VARIABLE = "CUPY_MLA_KERNELS"
 asked_kernel = private.environment_reader(VARIABLE)
 
-# In calls whose bits must not depend on the batch: rows of a split, and the queries that a call is cut up for.
+# Of batch-invariant calls: rows of a split, and the number of queries for which kernel and division are chosen,
+# whatever the batch.
 INVARIANT_ROWS, INVARIANT_QUERIES = 512, 32
 
-# Queries of 9 to 16 heads up to which V32_FP8 decode is faster by the kernel for 32 heads, half of them padding.
+# With at most so many queries of 9 to 16 heads V32_FP8 decode is faster on `fp8_sm90` with 32 heads a CTA, half of them
+# padding.
 PADDED_QUERIES = 8
-FEW_ITEMS = 28  # work items up to which kernels for few heads are the faster ones for prefill of many heads, too
-BF16_FEW_HEADS_SPLITS = 2  # splits of a query up to which `bf16_few_heads_sm90` is the faster one for bf16 rows
-CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8  # work items from which a decode of flat bf16 rows is for `bf16_cluster_sm90`;
-# the second with up to 32 heads, where half of the tile is padding
+# Up to so many work items the kernels for few heads are faster for prefill of many heads, too.
+FEW_ITEMS = 28
+BF16_FEW_HEADS_SPLITS = 2  # up to so many splits of a query `bf16_few_heads_sm90` is the faster kernel for bf16 rows
+# From so many work items on `bf16_cluster_sm90` is the faster kernel for flat bf16 rows; the second number is for up to
+# 32 heads, where half of the tile is padding.
+CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 4096  # sizes that a chooser remembers
@@ -44,9 +48,9 @@ class Choice(NamedTuple):
         splits: of a query's rows.
         cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
         queries: of a CTA; of a query group.
-        longest_first: CTAs that take several queries find those with the longest lists first.
-        most_rows: of query groups: a group is worked on as one where its united list has at most this share of the
-            rows of its queries' lists.
+        longest_first: CTAs that take several queries begin with those that have the longest lists.
+        most_rows: of query groups: a group is worked on as one where the union of its lists has at most this share of
+            the lists' entries.
         rest: of query groups: the kernel, with heads and queries of a CTA, for the queries that are left.
     """
 
@@ -127,7 +131,7 @@ def _can_group(f: Facts, s: Sizes) -> bool:
 
 
 def _full(f: Facts, s: Sizes) -> float:
-    """Share of the GPU's CTAs that have a query group to work on, over all rounds."""
+    """Share of the GPU that query groups keep busy, over all waves of CTAs."""
     groups = ceil_div(s.queries, bf16_grouped_sm90.group_queries(s.h_q))
     return groups / (ceil_div(groups, f.gpu.sms) * f.gpu.sms)
 
@@ -166,7 +170,7 @@ def _bf16_few_heads(f: Facts, s: Sizes) -> Choice:
 
 
 def _bf16_few_heads_whole(f: Facts, s: Sizes) -> Choice:
-    """Unsplit: two queries a CTA where there are more work items than multiprocessors."""
+    """Unsplit: two queries a CTA where there are more work items than SMs."""
     heads = few_heads_sm90.block_heads(s.h_q)
     two = _items(s, heads) > f.gpu.sms
     return Choice("bf16_few_heads_sm90", heads, queries=1 + two, longest_first=two and f.uneven)
@@ -195,7 +199,7 @@ def _bf16(f: Facts, s: Sizes) -> Choice:
 
 
 def _cluster_splits(f: Facts, s: Sizes) -> int:
-    """Splits of queries that do not fill the GPU: as many as their clusters let run at a time; 1 for those that do."""
+    """Splits of a query: the most with which all clusters run at a time; 1 where work items fill half of the GPU."""
     if s.splits is not None:
         return min(s.splits, MAX_CLUSTER)
     work, pairs = _items(s, bf16_sm90.HEADS), ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)

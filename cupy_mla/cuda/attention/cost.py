@@ -1,8 +1,8 @@
 """How long a launch of an attention kernel takes on an H200, for `choose.py`: microseconds fitted to measurements.
 
-A query's rows may be split, so that a small batch fills the GPU. Splits of a query are CTAs of one cluster, which merge
-their results, or they leave partial results, which `combine.cu` merges, or both. A `Division` says how a launch is
-divided; the cheapest one is chosen.
+A query's rows may be split, so that a small batch fills the GPU. The splits of a query are CTAs of a cluster, which
+merges their results, or they leave partial results, which `combine.cu` merges, or both. A `Division` says how a launch
+is divided; the cheapest one is chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KNOWN_QUERIES = 512  # up to which all batches are decided at once: a server mee
 
 
 class Division(NamedTuple):
-    """How a launch is cut up.
+    """How a launch is divided.
 
     Attributes:
         heads: of a CTA.
@@ -37,22 +37,24 @@ class Division(NamedTuple):
         return self.splits // self.cluster
 
 
-# Fitted to 2048 rows, batch 1 to 64. By the heads of a CTA: a CTA besides its rows (Q, first rows, results) and what is
-# added as CTAs fill the GPU; a pair of tiles; a cluster's merge, likewise; combine.cu, and 1000 partial results in it.
+# Of `fp8_sm90`, fitted to 2048 rows, batch 1 to 64, by the heads of a CTA.
+# CTA: Q, first rows and results of a CTA, and what is added when CTAs fill the GPU. PAIR: a pair of tiles. MERGE: a
+# cluster's merge, and what is added when CTAs fill the GPU. COMBINE: the launch of combine.cu. PARTIAL: 1000 partial
+# results in it.
 FP8_CTA, FP8_PAIR = {32: (4.0, 6.0), 64: (7.0, 0.0)}, {32: 3.0, 64: 4.1}
 FP8_MERGE = {32: (3.4, -3.0), 64: (3.5, 5.0)}
 FP8_COMBINE, FP8_PARTIAL = 4.0, {32: 0.3, 64: 1.0}
 
-# The same for the kernel for few heads: a CTA, what is added when the GPU is full, a tile, a round in which each
-# consumer warpgroup takes a tile, a cluster's merge by the heads of a CTA, combine.cu.
+# The same of `few_heads_sm90`. FULL: what is added when CTAs fill the GPU. TILE: a tile. ROUND: each consumer warpgroup
+# takes a tile. MERGE: a cluster's merge, by the heads of a CTA.
 FEW_CTA, FEW_FULL, FEW_TILE, FEW_ROUND = 2.9, 4.8, 1.2, 0.75
 FEW_MERGE = {8: 3.3, 16: 3.3, 32: 5.0}
 FEW_COMBINE, FEW_PARTIAL = 4.2, 1.0
-FEW_CONSUMERS = {8: 3, 16: 3, 32: 2}  # warpgroups that multiply
+FEW_CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
 
 
 class Candidates:
-    """Every division of calls that differ in nothing but the number of queries, and how long each takes.
+    """The divisions of calls that differ only in the number of queries, and how long each takes.
 
     Args:
         divisions: the candidates.
@@ -60,7 +62,8 @@ class Candidates:
         at_once: clusters of 1, 2, ... MAX_CLUSTER CTAs that the GPU runs at a time.
         cta: microseconds of a CTA, a cluster's merge included, of each division.
         more_when_full: what is added in proportion as CTAs fill the GPU.
-        combine, per_partial: of combine.cu's launch, and of it for each thousand partial results of a head.
+        combine: microseconds of combine.cu's launch.
+        per_partial: microseconds of combine.cu for each thousand partial results, of each division.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Candidates:
         return self._divisions[int(self._best(np.array([queries]))[0])]
 
     def _best(self, queries: np.ndarray) -> np.ndarray:
-        """The cheapest divisions' numbers."""
+        """The index of the cheapest division, for each number of queries."""
         queries = queries[:, None]
         waves = (queries * self._clusters + (self._at_once - 1)) // self._at_once
         time = (self._cta + self._more * np.minimum(1.0, queries * self._share)) * waves
@@ -137,10 +140,9 @@ def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, .
     return Candidates(found, h_q, at_once, list(map(cta, found)), more, FEW_COMBINE, per_partial)
 
 
-# In steps of the portable kernel's main loop (about 4 us on an H200): what a CTA costs besides its steps (Q, first
-# rows, results), what the launch that merges splits costs, and what each split adds to it, once and for each CTA.
-# Fitted to 2048 rows at 16, 64 and 128 heads, batch 1 to 64, 1 to 64 splits: the choice is within 10 % of the best of
-# those.
+# Of the portable kernel, in steps of its main loop (about 4 us on an H200): Q, first rows and results of a CTA; the
+# launch of combine.cu; what each split adds to that launch, once and for each CTA of an unsplit launch. Fitted to 2048
+# rows at 16, 64 and 128 heads, batch 1 to 64, 1 to 64 splits: the choice is within 10 % of the best of those.
 CTA_OVERHEAD = 2.0
 COMBINE_OVERHEAD = 0.5
 SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.08, 0.01

@@ -1,6 +1,6 @@
 """`kernels_cu/attention/few_heads_sm90.cu`: V32_FP8 and bf16 rows on Hopper, 8, 16 or 32 heads of a query at a time.
 
-Rows may be split over clusters and partial results. V4_FP8 is faster on the kernel for more heads.
+Rows may be split over the CTAs of a cluster, over partial results, or both. V4_FP8 is faster on `fp8_sm90`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def kernel(layout: Layout, heads: int) -> Kernel:
 
 @cache
 def cluster_kernel(heads: int) -> Kernel:
-    """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
+    """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
     return kernel(V32_FP8, heads)
 
 

@@ -22,7 +22,7 @@ SPILL_BYTES = 64  # a few words of addresses, once a work item
 
 @cache
 def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
-    """The kernel for one cache layout and heads of a CTA; `merges`: the CTAs of a cluster are a query's splits."""
+    """The kernel for one cache layout and heads of a CTA; `merges`: the splits of a query are CTAs of a cluster."""
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "MERGES": int(merges),
         "MAX_CLUSTER": MAX_CLUSTER,
@@ -35,7 +35,7 @@ def kernel(layout: Layout, heads: int, merges: bool) -> Kernel:
 
 @cache
 def cluster_kernel() -> Kernel:
-    """The kernel whose clusters tell how many run at a time; a CTA of any takes a whole multiprocessor."""
+    """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
     return kernel(V32_FP8, max(HEADS), True)
 
 
@@ -52,7 +52,7 @@ def launches(call: Call, heads: int, splits: int, cluster: int, uneven: bool) ->
     """The launch: a cluster a query, or CTAs that take work items in turn.
 
     Args:
-        uneven: queries have lengths of their own, so that CTAs should not take several in a fixed order.
+        uneven: queries have lengths of their own. Then each CTA has one work item, for an even load.
     """
     head_tiles = ceil_div(call.h_q, heads)
     if cluster > 1:

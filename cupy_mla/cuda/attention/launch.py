@@ -26,8 +26,8 @@ from . import (
 from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, PAIRED_PARTS, SOME_DONE, WIDE_OUT, Call, no_source
 from .choose import Choice, Facts, chooser
 
-CLUSTER_PARTIAL_BYTES = 4 * D_V + 16  # of a head, in what clusters merge; kernels_cu/attention/cluster_merge.cuh
-PAIRED = ("fp8_sm90", "bf16_sm90", "bf16_cluster_sm90")  # kernels whose partial results are paired
+CLUSTER_PARTIAL_BYTES = 4 * D_V + 16  # of a head, in what clusters merge; kernels_cu/attention/merge.cuh
+PAIRED = ("fp8_sm90", "bf16_sm90", "bf16_cluster_sm90")  # kernels that leave partial results in PAIRED_PARTS order
 
 
 def sparse_prefill(
@@ -76,7 +76,7 @@ def decode_choice(
     batch_invariant: bool,
     num_splits: int | None,
 ) -> Choice:
-    """What serves a decode, and how it is cut up; `num_splits` None: to be chosen."""
+    """Which kernel serves a decode, and how it is divided; `num_splits` None: to be chosen."""
     b, s_q, h_q, _ = q.shape
     aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     facts = Facts(
@@ -119,10 +119,10 @@ def sparse_decode(
     return _launches(gpu, layout, choice, (b, s_q, h_q), rows, *views, None, sink, sm_scale)
 
 
-def planned_splits(
+def decode_splits(
     gpu: Gpu, layout: Layout, h_q: int, queries: int, rows: int, *, flat: bool, batch_invariant: bool
 ) -> int:
-    """Splits that a decode with these sizes, and rows and q aligned to 16 bytes, is cut into."""
+    """Splits of a query in a decode of these sizes, with rows and q aligned to 16 bytes."""
     facts = Facts(gpu, layout, prefill=False, flat=flat, batch_invariant=batch_invariant)
     return chooser(facts)(h_q, queries, rows, None).splits
 
@@ -242,7 +242,7 @@ def _of_kernel(call: Call, choice: Choice, heads: int, partials: int, uneven: bo
 
 
 class _Partials:
-    """Memory for what splits leave: in clusters that merge by themselves, and for `combine.cu`; pointers or null."""
+    """Memory for partial results: those that clusters merge, and those for `combine.cu`; pointers, or 0 for none."""
 
     def __init__(self, queries: int, h_q: int, heads: int, splits: int, cluster: int) -> None:
         self.clusters = self.out = self.lse = self.max_logits = 0

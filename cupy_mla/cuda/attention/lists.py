@@ -1,4 +1,4 @@
-"""What is done to a call's index lists before attention: in which order queries are worked on, and lists read."""
+"""What is done to index lists before attention: queries put in order of length, lists sorted by place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..program import Launch, Slot
 from ..structs import Packed
 from .call import Call
 
-SEGMENT, RANGES = 2048, 32  # entries that are sorted together, and ranges of the cache that they are sorted by
+SEGMENT, RANGES = 2048, 32  # entries that a CTA sorts, and the number of ranges of the cache that it sorts them by
 INT32 = np.dtype(np.int32)
 
 

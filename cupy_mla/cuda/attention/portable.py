@@ -12,7 +12,7 @@ from ..program import Launch, Program
 from .call import Call
 
 TILE_ROWS = 32  # rows of a step of the main loop
-BLOCKS_PER_SM = {16: 2, 32: 1, 64: 1}  # CTAs that run on a multiprocessor, by the heads of one
+BLOCKS_PER_SM = {16: 2, 32: 1, 64: 1}  # CTAs that an SM runs at a time, by the heads of a CTA
 
 SPILL_BYTES = 96  # Q and O fill the registers; some compilers put a few words of softmax state into local memory
 
@@ -39,5 +39,5 @@ def kernels() -> Iterator[Kernel]:
 
 
 def launches(call: Call, heads: int, partials: int) -> Program:
-    """The launch: a CTA a work item and partial result."""
+    """The launch: a CTA for each work item and split."""
     return [Launch(kernel(call.layout, heads), (call.items(heads), partials, 1), call.params)]
