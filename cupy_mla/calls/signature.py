@@ -264,7 +264,7 @@ class Signature:
             sizes = form.measure(*numbers, *bits)
             if sizes is not None:
                 if place:
-                    self.forms.insert(0, self.forms.pop(place))
+                    self._put_first(form)
                 if len(self._seen) >= MAX_SIZES:
                     self._seen.clear()
                 integers = tuple([values[i] for i in self._integers])
@@ -272,14 +272,17 @@ class Signature:
                 return seen
         return self._traced(values)
 
+    def _put_first(self, form: Form) -> None:
+        """Ask a form first from now on. Other threads see the list of before or the new one."""
+        self.forms = [form, *(other for other in self.forms if other is not form)][:MAX_FORMS]
+
     def _traced(self, values: tuple[Any, ...]) -> Seen:
         """Trace a call that no form holds for."""
         call = TracedCall(self._function, self._names, values)
         if not call.holds_for_others or self._mixed:
             return _never, (), (), lambda *arguments: run(call), ()
         form = Form(call)
-        self.forms[MAX_FORMS - 1 :] = []
-        self.forms.insert(0, form)
+        self._put_first(form)
         self._choices += [choice for choice in form.choices if choice not in self._choices]
         if self._choices:
             self._chosen[0] = tuple_of([], [f"choice{i}()" for i in range(len(self._choices))], self._choices)
