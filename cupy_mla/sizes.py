@@ -44,6 +44,9 @@ class Trace:
         """Note a condition that this call meets, or does not."""
         if holds and _is_multiple(condition) and any(_implies(known, condition) for known in self.guards):
             return
+        below_one = condition in (("==", condition[1], 0), ("<", condition[1], 1))
+        if not holds and below_one and ("<", 1, condition[1]) in self.guards:
+            return
         self.guards[condition if holds else ("not", condition)] = None
 
 

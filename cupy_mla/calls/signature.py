@@ -184,15 +184,20 @@ class Signature:
         self.forms: list[Form] = []
         self._choices: list[Callable[[], Any]] = []
         self._chosen: list[Callable[[], tuple[Any, ...]]] = [tuple]  # what the choices depend on now
-        self._seen: dict[Any, Seen] = {}
+        self._seen: dict[Any, list[Seen]] = {}  # one each; none for sizes that no form held for when they came
         self._last: list[Seen] = [(_never, (), (), run, ())]
         self._mixed = any(library_of(values[i]) is not self._library for i in self._arrays)
         self._alike: Callable[..., bool] = _never
         self._facts = [_facts(values[i]) for i in self._arrays]
         library, arrays = self._library, [f"a{i}" for i in self._arrays]
+        addresses = [library.address.format(a=a) for a in arrays]
         read = [f"{library.shape}, {library.strides}".format(a=a) for a in arrays]
-        self._numbers = tuple_of([f"a{i}" for i in range(len(values))], [*read, *(f"a{i}" for i in self._integers)])
-        self._addresses = tuple_of(arrays, [library.address.format(a=a) for a in arrays])
+        read += [f"a{i}" for i in self._integers]
+        # Addresses modulo ALIGNMENT stand last; mostly all are 0, which one look at all of them tells.
+        bits = ", ".join(f"{address} % {ALIGNMENT}" for address in addresses)
+        aligned = f"{', '.join('0' for _ in addresses)}"
+        read.append(f"*(({bits},) if ({' | '.join(addresses)}) % {ALIGNMENT} else ({aligned},))")
+        self._numbers = tuple_of([f"a{i}" for i in range(len(values))], read)
         self.run = self._written(values)
 
     def _written(self, values: Sequence[Any]) -> Run:
@@ -242,35 +247,33 @@ class Signature:
                 return None
             self._alike = self._library.like(arrays, sizes_too=False)  # of another mode, as torch's inference mode
         try:
-            addresses = self._addresses(*arrays)
+            numbers, chosen = self._numbers(*values), self._chosen[0]()
         except RuntimeError:  # a tensor without memory: the checks say what is wrong
             return self._traced(values)
-        bits = tuple([address % ALIGNMENT for address in addresses])
-        numbers, chosen = self._numbers(*values), self._chosen[0]()
-        key = (numbers, bits, chosen)
-        seen = self._seen.get(key)
-        if seen is None:
-            return self._measured(values, key)
-        if not any(bits):  # `run` compares with the last call only where all addresses are aligned
-            if not seen[0](*arrays):
-                seen = self._seen[key] = self._library.like(arrays, sizes_too=True), *seen[1:]
-            self._last[0] = seen
-        return seen
+        known = self._seen.setdefault((numbers, chosen), [])
+        if not known:
+            seen = self._measured(values, numbers, chosen)
+            if seen is None:
+                return self._traced(values)
+            known.append(seen)
+            if len(self._seen) > MAX_SIZES:
+                self._seen.clear()
+            return seen
+        if not any(numbers[-len(arrays) :]):  # `run` compares with the last call only where all addresses are aligned
+            if not known[0][0](*arrays):
+                known[0] = self._library.like(arrays, sizes_too=True), *known[0][1:]
+            self._last[0] = known[0]
+        return known[0]
 
-    def _measured(self, values: tuple[Any, ...], key: tuple[Any, ...]) -> Seen:
-        """What is known of a call whose sizes were not seen before."""
-        numbers, bits, chosen = key
+    def _measured(self, values: tuple[Any, ...], numbers: tuple[Any, ...], chosen: tuple[Any, ...]) -> Seen | None:
+        """What is to be known of a call whose sizes were not seen before; None where no form holds for them."""
         for place, form in enumerate(self.forms):
-            sizes = form.measure(*numbers, *bits)
+            sizes = form.measure(*numbers)
             if sizes is not None:
                 if place:
                     self._put_first(form)
-                if len(self._seen) >= MAX_SIZES:
-                    self._seen.clear()
-                integers = tuple([values[i] for i in self._integers])
-                seen = self._seen[key] = _never, integers, chosen, form.body, sizes
-                return seen
-        return self._traced(values)
+                return _never, tuple([values[i] for i in self._integers]), chosen, form.body, sizes
+        return None
 
     def _put_first(self, form: Form) -> None:
         """Ask a form first from now on. Other threads see the list of before or the new one."""
@@ -286,8 +289,7 @@ class Signature:
         self._choices += [choice for choice in form.choices if choice not in self._choices]
         if self._choices:
             self._chosen[0] = tuple_of([], [f"choice{i}()" for i in range(len(self._choices))], self._choices)
-        bits = [address % ALIGNMENT for address in self._addresses(*(values[i] for i in self._arrays))]
-        sizes = form.measure(*self._numbers(*values), *bits)
+        sizes = form.measure(*self._numbers(*values))
         assert sizes is not None, f"{self._function.__name__}: a call does not meet its own guards"
         return _never, (), (), form.body, sizes
 

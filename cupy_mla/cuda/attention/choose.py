@@ -283,10 +283,12 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None) -> Choice:
     if facts.batch_invariant:
         splits = sizes.splits or max(1, min(ceil_div(sizes.rows, INVARIANT_ROWS), MAX_CLUSTER))
         sizes = sizes._replace(queries=INVARIANT_QUERIES, splits=splits)
-    else:
-        sizes = sizes._replace(queries=max(1, sizes.queries))
+    elif sizes.queries < 1:
+        sizes = sizes._replace(queries=1)
     if not asked:
-        return next(row for row in TABLE if row.can(facts, sizes) and row.wanted(facts, sizes)).choice(facts, sizes)
+        for row in TABLE:
+            if row.can(facts, sizes) and row.wanted(facts, sizes):
+                return row.choice(facts, sizes)
     if asked not in NAMES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
     row = next(row for row in TABLE if row.kernel == asked)

@@ -81,7 +81,7 @@ def decode_choice(
     aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
     facts = Facts(
         gpu, layout, prefill=False, aligned=aligned and q.aligned(16), flat=flat_rows(cache, extra),
-        uneven=length is not None or extra_length is not None, batch_invariant=batch_invariant,
+        uneven=length is not None or extra_length is not None, batch_invariant=bool(batch_invariant),
     )  # fmt: skip
     rows = indices.shape[2] + (0 if extra_indices is None else extra_indices.shape[2])
     return looked_up(chooser(facts), h_q, b * s_q, rows, num_splits)
