@@ -19,7 +19,7 @@ from .ops.validate import require_d_v
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-Shapes = tuple[Any, ...]
+Shapes = tuple[int, ...]
 
 
 @dataclass
@@ -113,34 +113,27 @@ def flash_mla_with_kvcache(
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
     if causal:
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
-    shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices_in_kvcache, is_fp8_kvcache)
-    if meta.shapes is not None and shapes is not None and meta.shapes != shapes:
-        both = zip(FACTS, shapes, meta.shapes, strict=True)
-        name, value, planned_for = next(fact for fact in both if fact[1] != fact[2])
-        raise ValueError(
-            f"tile_scheduler_metadata was planned for {name} = {planned_for}, this call has {value}; "
-            "take a fresh one from get_mla_metadata"
-        )
-    out, lse, splits = _with_kvcache(
+    out, lse, shapes, splits = _with_kvcache(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
-        softmax_scale, is_fp8_kvcache, meta.batch_invariant, meta.num_splits,
+        softmax_scale, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits,
     )  # fmt: skip
     if splits is not None:  # in a graph of torch.compile each run decides anew
         meta.shapes, meta.num_splits = shapes, splits
     return out, lse
 
 
-# What a schedule is made for: of a call's arrays.
-FACTS = ("q", "block_size", "is_fp8_kvcache", "topk", "extra_block_size", "extra_topk")
+# What a schedule is made for: the axes of q, and others of a call's arrays; -1 for a cache that is not there.
+FACTS = ("q", "q", "q", "q", "block_size", "is_fp8_kvcache", "topk", "extra_block_size", "extra_topk")
 
 
 def _shapes(q: Any, k_cache: Any, indices: Any, extra_k_cache: Any, extra_indices: Any, is_fp8: bool) -> Shapes | None:
     """The values of `FACTS` for a call; None for arguments that the checks refuse."""
     try:
-        extra_block = None if extra_k_cache is None else extra_k_cache.shape[1]
-        extra_topk = None if extra_indices is None else extra_indices.shape[-1]
-        return q.shape, k_cache.shape[1], is_fp8, indices.shape[-1], extra_block, extra_topk
-    except (AttributeError, IndexError):
+        b, s_q, h_q, d_qk = q.shape
+        extra_block = -1 if extra_k_cache is None else extra_k_cache.shape[1]
+        extra_topk = -1 if extra_indices is None else extra_indices.shape[-1]
+        return b, s_q, h_q, d_qk, k_cache.shape[1], int(is_fp8), indices.shape[-1], extra_block, extra_topk
+    except (AttributeError, IndexError, ValueError):
         return None
 
 
@@ -158,10 +151,21 @@ def _with_kvcache(
     softmax_scale: float | None,
     is_fp8_kvcache: bool,
     batch_invariant: bool,
+    planned: Shapes | None,
     num_splits: int | None,
-) -> tuple[Any, Any, int | None]:
-    """out, lse, and the splits of the schedule: `num_splits` where it is given."""
-    return attention.decode(
+) -> tuple[Any, Any, Shapes | None, int | None]:
+    """out, lse, and the schedule: what it is made for, and `num_splits` where it is given."""
+    shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices, is_fp8_kvcache)
+    if planned is not None and shapes is not None:
+        for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):
+            if value != planned_for:
+                this, other = (shapes[:4], planned[:4]) if name == "q" else (value, planned_for)
+                raise ValueError(
+                    f"tile_scheduler_metadata was planned for {name} = {other}, this call has {this}; "
+                    "take a fresh one from get_mla_metadata"
+                )
+    out, lse, splits = attention.decode(
         q, k_cache, indices, softmax_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length,
         out, num_splits, batch_invariant, is_fp8_kvcache,
     )  # fmt: skip
+    return out, lse, shapes, splits

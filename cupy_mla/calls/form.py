@@ -21,7 +21,7 @@ from ..cuda.structs import Packed
 from ..sizes import Node, is_node, term
 from .code import Code
 from .graph import LaunchGraph
-from .program import TracedCall
+from .program import TracedCall, is_numbers
 
 
 class Form:
@@ -210,7 +210,8 @@ class _Writer:
         texts = []
         for leaf in self.call.leaves:
             argument = self.call.argument_of(leaf)
-            texts.append(results.get(id(leaf)) or (self._number(leaf) if argument is None else f"a{argument}"))
+            plain = self._tuple if type(leaf) is tuple else self._number
+            texts.append(results.get(id(leaf)) or (plain(leaf) if argument is None else f"a{argument}"))
         self.code.line(f"return {', '.join(texts)}" + ("," if type(self.call.result) is tuple else ""))
 
     # the functions
@@ -219,7 +220,7 @@ class _Writer:
         """The function of sizes: None for a call that does not meet the guards."""
         call, head = self.call, []
         parameters = [name for i in call.arrays for name in (f"h{i}", f"s{i}")]
-        parameters += [f"a{i}" for i, value in enumerate(call.values) if type(value) is int]
+        parameters += [f"a{i}" for i, value in enumerate(call.values) if is_numbers(value)]
         parameters += [f"p{i}" for i in call.arrays]
         for i in call.arrays:
             for letter, whole in (("n", f"h{i}"), ("t", f"s{i}")):

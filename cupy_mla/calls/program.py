@@ -98,6 +98,8 @@ class TracedCall:
                 arguments[i] = self._symbolic(i, described[i])
             elif type(value) is int:
                 arguments[i] = self.trace.read(f"a{i}", value)
+            elif is_numbers(value):
+                arguments[i] = tuple(self.trace.read(f"a{i}[{k}]", n) for k, n in enumerate(value))
         self.result = function(**dict(zip(names, arguments, strict=True)))
         given = {id(values[i]) for i in self.arrays}
         one_each = len(given) == len(self.arrays)  # one array under two names may be two arrays in a later call
@@ -138,6 +140,11 @@ class TracedCall:
         return next((i for i in self.arrays if self.values[i] is leaf), None)
 
 
+def is_numbers(value: Any) -> bool:
+    """Whether a setting is an integer or a tuple of integers, which differ from call to call as sizes do."""
+    return type(value) is int or (type(value) is tuple and all(type(n) is int for n in value))
+
+
 def pointers_of(step: Step) -> Iterator[Pointer]:
     """The places in memory that a step names."""
     if isinstance(step, Clear):
@@ -176,8 +183,12 @@ def run(call: TracedCall) -> Any:
                 packed = step.params.of.chunks([*map(address_of, step.params.values)], lambda value: True)
                 submit, (x, y, z) = step.kernel.submitter(device), _numbers(step.grid)
                 submit(stream, x, y, z, b"".join(value for _, value in packed), number(step.cluster))
-    leaves = tuple(made[id(leaf)].obj if id(leaf) in made else number(leaf) for leaf in call.leaves)
+    leaves = tuple(made[id(leaf)].obj if id(leaf) in made else _plain(leaf) for leaf in call.leaves)
     return leaves if type(call.result) is tuple else leaves[0]
+
+
+def _plain(leaf: Any) -> Any:
+    return _numbers(leaf) if type(leaf) is tuple else number(leaf)
 
 
 def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:

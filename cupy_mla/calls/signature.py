@@ -21,7 +21,7 @@ from ..cuda import driver
 from ..cuda.program import ALIGNMENT
 from .code import Code
 from .form import Form
-from .program import TracedCall, run
+from .program import TracedCall, is_numbers, run
 
 Run = Callable[..., Any]  # of a `Signature`
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -180,7 +180,7 @@ class Signature:
         self._function, self._names = function, names
         self._arrays = [i for i, value in enumerate(values) if library_of(value) is not None]
         self._library = next(library for i in self._arrays if (library := library_of(values[i])) and _on_gpu(values[i]))
-        self._integers = [i for i, value in enumerate(values) if type(value) is int]
+        self._integers = [i for i, value in enumerate(values) if is_numbers(value)]
         self.forms: list[Form] = []
         self._choices: list[Callable[[], Any]] = []
         self._chosen: list[Callable[[], tuple[Any, ...]]] = [tuple]  # what the choices depend on now
@@ -207,8 +207,9 @@ class Signature:
         arrays, addresses = ([f"{letter}{i}" for i in self._arrays] for letter in "ap")
         integers = [f"a{i}" for i in self._integers]
         others = [i for i in range(len(values)) if i not in self._arrays and i not in self._integers]
-        settings = [*(f"type({a})" for a in parameters), *(f"a{i}" for i in others)]
-        known = (*map(type, values), *(values[i] for i in others))
+        tuples = [i for i in self._integers if type(values[i]) is tuple]
+        settings = [*(f"type({a})" for a in parameters), *(f"a{i}" for i in others), *(f"len(a{i})" for i in tuples)]
+        known = (*map(type, values), *(values[i] for i in others), *(len(values[i]) for i in tuples))
         code.line(f"if ({' '.join(f'{s},' for s in settings)}) != {code.name(known)}:")
         code.line("    return NotImplemented")
         if any(getattr(values[i], "requires_grad", False) for i in self._arrays):
@@ -309,7 +310,7 @@ def _on_gpu(value: Any) -> bool:
 
 def _facts(value: Any) -> Any:
     """What a signature holds of an argument."""
-    if type(value) is int:
-        return int
+    if is_numbers(value):
+        return int if type(value) is int else (tuple, len(value))
     library = library_of(value)
     return (type(value), value) if library is None else (type(value), *library.facts_of(value), len(value.shape))

@@ -155,6 +155,7 @@ def _with_kvcache(
     softmax_scale: float | None,
     is_fp8_kvcache: bool,
     batch_invariant: bool,
+    planned: Any,
     num_splits: int | None,
 ) -> Any:
     """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made: each run of a graph chooses splits."""
@@ -165,7 +166,7 @@ def _with_kvcache(
         extra_indices=extra_indices, extra_topk_length=extra_topk_length, out=out, num_splits=num_splits,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    return *results, None
+    return *results, None, None
 
 
 # What an operation becomes while a graph is traced, by the name of the function that torch.compile meets.
