@@ -7,12 +7,9 @@ a call that is traced for a GPU (`cupy_mla.calls`) lengths, strides and addresse
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from .bridges import Library, Place
 
 HOST = -1  # the device number of host memory
 
@@ -26,7 +23,7 @@ class Array:
     Attributes:
         name: the parameter's, for errors.
         obj: the caller's array.
-        place: the library and the device it belongs to.
+        place: the library and the device it belongs to, a `bridges.Place`.
         dtype: as NumPy has it.
         shape: lengths of the axes.
         strides: from item to item along each axis, in items, not bytes.
@@ -39,7 +36,7 @@ class Array:
         self,
         name: str,
         obj: Any,
-        place: Place,
+        place: Any,
         dtype: np.dtype,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
@@ -65,7 +62,7 @@ class Array:
         return self.place.device
 
     @property
-    def library(self) -> Library:
+    def library(self) -> Any:
         """What the package knows of the array's library."""
         return self.place.library
 

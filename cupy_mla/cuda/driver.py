@@ -12,18 +12,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..bridges import require_cupy
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
 
 # Launches a kernel; takes the stream, the grid's x, y and z, the parameters, and the CTAs of a cluster.
 Submit = Callable[[int, int, int, int, bytes, int], None]
 
 PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16  # most CTAs of a cluster: on every GPU with clusters; on Hopper, by opting in
 _OVERLAP_DRIVER = 12030  # the first whose graphs take launches that overlap
+
+
+class Launchable(Protocol):
+    """What the driver asks of a kernel: `kernel.Kernel`."""
+
+    max_cluster: int
+    overlaps: bool
+
+    def load(self, device: int) -> Any: ...
+    def __hash__(self) -> int: ...
 
 
 @lru_cache(maxsize=1)
@@ -101,7 +108,7 @@ class Gpu:
     sms: int
     capability: int
 
-    def clusters_at_once(self, kernel: Kernel) -> tuple[int, ...]:
+    def clusters_at_once(self, kernel: Launchable) -> tuple[int, ...]:
         """How many clusters of 1, 2, ... `kernel.max_cluster` CTAs run at a time.
 
         Clusters do not span GPCs, some of which have fewer SMs than others, so there are fewer than the GPU's SMs
@@ -124,7 +131,7 @@ def driver_version() -> int:
 
 
 @cache
-def clusters_at_once(kernel: Kernel, device: int) -> tuple[int, ...]:
+def clusters_at_once(kernel: Launchable, device: int) -> tuple[int, ...]:
     """As `Gpu.clusters_at_once`."""
     current_device()
     loaded = kernel.load(device)
@@ -140,7 +147,7 @@ def clusters_at_once(kernel: Kernel, device: int) -> tuple[int, ...]:
 # --- launches -------------------------------------------------------------------------------------------------
 
 
-def overlaps(kernel: Kernel, device: int) -> bool:
+def overlaps(kernel: Launchable, device: int) -> bool:
     """Whether a kernel's CTAs may start while the launch before still runs (programmatic dependent launch)."""
     return kernel.overlaps and gpu(device).capability >= 90 and driver_version() >= _OVERLAP_DRIVER
 

@@ -9,15 +9,12 @@ so that one program serves every size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .kernel import Kernel
 from .structs import Packed
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-
 
 ALIGNMENT = 16  # bytes
 
