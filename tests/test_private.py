@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cupy_mla import private
+from cupy_mla.bridges import LIBRARIES
 
 from .kinds import BF16
 
@@ -53,6 +54,37 @@ def test_without_torchs_private_names_the_public_ones_are_taken(monkeypatch):
     assert private.torch_stream_reader(3)() == 103
     assert private.torch_empty()((2, 3), (3, 1), "dtype") == "tensor"
     assert made == [(((2, 3), (3, 1)), {"dtype": "dtype", "device": "cuda"})]
+
+
+def tensors(torch):
+    """Two tensors, the second with gaps, and calls that differ from them in one thing each."""
+
+    def pair(rows=4, gap=2, dtype=torch.float32, wanting=False):
+        first = torch.zeros(rows, 3, dtype=dtype, requires_grad=wanting)
+        return [first, torch.zeros(rows, 5 * gap, dtype=torch.int32)[:, ::gap]]
+
+    changed = {"sizes": pair(rows=5), "strides": pair(gap=3), "dtype": pair(dtype=torch.float64)}
+    return pair(), changed | {"gradient": pair(wanting=True), "rank": [pair()[0][None], pair()[1]]}
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["private", "public"])
+@pytest.mark.parametrize("sizes_too", [False, True])
+def test_both_ways_compare_tensors(torch, monkeypatch, public, sizes_too):
+    if public:
+        monkeypatch.setattr(private, "torch_guards", lambda tensors, sizes_too: None)
+    elif private.torch_guards([torch.zeros(1)], sizes_too=True) is None:
+        pytest.skip("this torch has no such guards")
+    same, changed = tensors(torch)
+    like = LIBRARIES["torch"].like(same, sizes_too=sizes_too)
+    assert like(*same)
+    assert like(*tensors(torch)[0])
+    for what, other in changed.items():
+        assert like(*other) == (not sizes_too and what in ("sizes", "strides")), what
+
+
+def test_without_torchs_guards_there_are_none(torch, monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    assert private.torch_guards([torch.zeros(1)], sizes_too=True) is None
 
 
 @pytest.mark.gpu
