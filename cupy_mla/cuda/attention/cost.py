@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..driver import MAX_CLUSTER
-from ..paging import ceil_div
 
 KNOWN_QUERIES = 512  # up to which all batches are decided at once: a server meets another one at every step
 
@@ -53,6 +52,33 @@ FEW_COMBINE, FEW_PARTIAL = 4.2, 1.0
 FEW_CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
 
 
+def _by_heads(values: dict[int, float]) -> np.ndarray:
+    """Numbers that depend on the heads of a CTA, to be indexed by them."""
+    found = np.zeros(max(values) + 1)
+    found[list(values)] = list(values.values())
+    return found
+
+
+class Divisions(NamedTuple):
+    """Many divisions, and what they are made of as arrays."""
+
+    all: list[Division]
+    heads: np.ndarray
+    splits: np.ndarray
+    cluster: np.ndarray
+
+
+@lru_cache(maxsize=1024)
+def divisions(heads: tuple[int, ...], most: int, splits: int | None) -> Divisions:
+    """Every division with 1 to `most` splits, or with `splits`."""
+    found = []
+    for n in heads:
+        for s in range(1, most + 1) if splits is None else (splits,):
+            cluster = max(c for c in range(1, MAX_CLUSTER + 1) if s % c == 0)
+            found += [Division(n, s, 1), Division(n, s, cluster)] if cluster > 1 else [Division(n, s, 1)]
+    return Divisions(found, *np.array(found).T)
+
+
 class Candidates:
     """The divisions of calls that differ only in the number of queries, and how long each takes.
 
@@ -63,34 +89,42 @@ class Candidates:
         cta: microseconds of a CTA, a cluster's merge included, of each division.
         more_when_full: what is added in proportion as CTAs fill the GPU.
         combine: microseconds of combine.cu's launch.
-        per_partial: microseconds of combine.cu for each thousand partial results, of each division.
+        per_partial: microseconds of combine.cu for each thousand partial results.
     """
 
     def __init__(
         self,
-        divisions: list[Division],
+        divisions: Divisions,
         h_q: int,
         at_once: tuple[int, ...],
-        cta: list[float],
-        more_when_full: list[float],
+        cta: np.ndarray,
+        more_when_full: np.ndarray | float,
         combine: float,
-        per_partial: list[float],
+        per_partial: np.ndarray | float,
     ) -> None:
-        self._divisions = divisions
-        self._cta, self._more = np.array(cta), np.array(more_when_full)
-        partials = np.array([d.partials for d in divisions])
-        self._clusters = np.array([ceil_div(h_q, d.heads) for d in divisions]) * partials  # of a query
-        self._at_once = np.array([at_once[d.cluster - 1] for d in divisions])
-        self._share = self._clusters * np.array([d.cluster for d in divisions]) / at_once[0]  # of the GPU, of a query
+        self._divisions = divisions.all
+        self._cta, self._more = cta, more_when_full
+        partials = divisions.splits // divisions.cluster
+        self._clusters = -(-h_q // divisions.heads) * partials  # of a query
+        self._at_once = np.array(at_once)[divisions.cluster - 1]
+        self._share = self._clusters * divisions.cluster / at_once[0]  # of the GPU, of a query
         self._combine = np.where(partials > 1, combine, 0.0)
-        self._per_query = np.where(partials > 1, np.array(per_partial) * h_q * partials / 1000, 0.0)
-        self._known = self._best(np.arange(1, KNOWN_QUERIES + 1)).tolist()
+        self._per_query = np.where(partials > 1, per_partial * h_q * partials / 1000, 0.0)
+        self._asked = 0
+        self._known: list[int] = []  # for 1, 2, ... KNOWN_QUERIES queries
 
     def cheapest(self, queries: int) -> Division:
-        """The division that takes the least time for so many queries."""
-        if queries <= KNOWN_QUERIES:
-            return self._divisions[self._known[queries - 1]]
-        return self._divisions[int(self._best(np.array([queries]))[0])]
+        """The division that takes the least time for so many queries.
+
+        Those of all batches are found together when a second one is asked for, which takes milliseconds. Calls whose
+        lists have another length each time are spared that.
+        """
+        self._asked += 1
+        if queries > KNOWN_QUERIES or self._asked == 1:
+            return self._divisions[int(self._best(np.array([queries]))[0])]
+        if not self._known:
+            self._known = self._best(np.arange(1, KNOWN_QUERIES + 1)).tolist()
+        return self._divisions[self._known[queries - 1]]
 
     def _best(self, queries: np.ndarray) -> np.ndarray:
         """The index of the cheapest division, for each number of queries."""
@@ -100,44 +134,29 @@ class Candidates:
         return np.argmin(time + self._combine + queries * self._per_query, axis=1)
 
 
-def divisions(heads: tuple[int, ...], most: int, splits: int | None) -> list[Division]:
-    """Every division with 1 to `most` splits, or with `splits`."""
-    found = []
-    for n in heads:
-        for s in range(1, most + 1) if splits is None else (splits,):
-            cluster = max(c for c in range(1, MAX_CLUSTER + 1) if s % c == 0)
-            found += [Division(n, s, 1), Division(n, s, cluster)] if cluster > 1 else [Division(n, s, 1)]
-    return found
-
-
 @lru_cache(maxsize=1024)
 def fp8_candidates(
     heads: tuple[int, ...], h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None
 ) -> Candidates:
     """Divisions for `fp8_sm90`, for queries of so many tiles; `splits` None: to be chosen."""
     found = divisions(heads, max(1, min(tiles, at_once[0])), splits)
-
-    def cta(d: Division) -> float:
-        pairs = ceil_div(ceil_div(tiles, d.splits), 2)
-        return FP8_CTA[d.heads][0] + FP8_PAIR[d.heads] * pairs + (FP8_MERGE[d.heads][0] if d.cluster > 1 else 0.0)
-
-    more = [FP8_CTA[d.heads][1] + (FP8_MERGE[d.heads][1] if d.cluster > 1 else 0.0) for d in found]
-    per_partial = [FP8_PARTIAL[d.heads] for d in found]
-    return Candidates(found, h_q, at_once, list(map(cta, found)), more, FP8_COMBINE, per_partial)
+    merges = found.cluster > 1
+    pairs = (-(-tiles // found.splits) + 1) // 2
+    alone, more = (_by_heads({n: times[i] for n, times in FP8_CTA.items()})[found.heads] for i in (0, 1))
+    merge, merge_more = (_by_heads({n: times[i] for n, times in FP8_MERGE.items()})[found.heads] for i in (0, 1))
+    cta = alone + _by_heads(FP8_PAIR)[found.heads] * pairs + merge * merges
+    per_partial = _by_heads(FP8_PARTIAL)[found.heads]
+    return Candidates(found, h_q, at_once, cta, more + merge_more * merges, FP8_COMBINE, per_partial)
 
 
 @lru_cache(maxsize=1024)
 def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> Candidates:
     """Divisions for `few_heads_sm90`, for queries of so many tiles; `splits` None: to be chosen."""
     found = divisions((heads,), max(1, min(tiles, at_once[0])), splits)
-
-    def cta(d: Division) -> float:
-        each = ceil_div(tiles, d.splits)
-        merge = FEW_MERGE[heads] if d.cluster > 1 else 0.0
-        return FEW_CTA + FEW_TILE * each + FEW_ROUND * ceil_div(each, FEW_CONSUMERS[heads]) + merge
-
-    more, per_partial = [FEW_FULL] * len(found), [FEW_PARTIAL] * len(found)
-    return Candidates(found, h_q, at_once, list(map(cta, found)), more, FEW_COMBINE, per_partial)
+    each = -(-tiles // found.splits)
+    rounds = -(-each // FEW_CONSUMERS[heads])
+    cta = FEW_CTA + FEW_TILE * each + FEW_ROUND * rounds + FEW_MERGE[heads] * (found.cluster > 1)
+    return Candidates(found, h_q, at_once, cta, FEW_FULL, FEW_COMBINE, FEW_PARTIAL)
 
 
 # Of the portable kernel, in steps of its main loop (about 4 us on an H200): Q, first rows and results of a CTA; the

@@ -84,10 +84,15 @@ def test_batches_that_are_decided_ahead_are_like_those_that_are_not(candidates, 
 
 def test_divisions():
     """Each number of splits alone and in the largest clusters that it can be cut into."""
-    found = {(d.splits, d.cluster) for d in divisions((16,), 64, None)}
+    found = {(d.splits, d.cluster) for d in divisions((16,), 64, None).all}
     assert {(1, 1), (2, 1), (2, 2), (12, 12), (16, 16), (17, 1), (64, 16), (64, 1)} <= found
     assert not {(17, 17), (32, 32), (12, 6)} & found
-    assert divisions((32, 64), 9, 6) == [Division(32, 6, 1), Division(32, 6, 6), Division(64, 6, 1), Division(64, 6, 6)]
+    assert divisions((32, 64), 9, 6).all == [
+        Division(32, 6, 1),
+        Division(32, 6, 6),
+        Division(64, 6, 1),
+        Division(64, 6, 6),
+    ]
 
 
 def test_partial_results():
@@ -98,3 +103,13 @@ def test_partial_results():
 def test_every_size_of_cta_has_its_figures():
     candidates = [few_heads_candidates(heads, heads, 32, CLUSTERS_AT_ONCE, None) for heads in FEW_CONSUMERS]
     assert [c.cheapest(1).heads for c in candidates] == list(FEW_CONSUMERS)
+
+
+@pytest.mark.parametrize("tiles", [1, 7, 32, 140])
+def test_a_batch_asked_for_first_and_one_asked_for_later_agree(tiles):
+    """The first is decided alone, the others together."""
+    for queries in (1, 5, 66, 512, 513):
+        first = few_heads_candidates.__wrapped__(16, 16, tiles, CLUSTERS_AT_ONCE, None)
+        later = few_heads_candidates.__wrapped__(16, 16, tiles, CLUSTERS_AT_ONCE, None)
+        later.cheapest(3)
+        assert first.cheapest(queries) == later.cheapest(queries) == later.cheapest(queries)
