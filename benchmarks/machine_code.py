@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from cupy_mla.cuda import all_kernels
@@ -39,11 +38,7 @@ def fingerprints(archs: list[str]) -> list[tuple[str, str, str]]:
     """Of every variant for each architecture it claims, or for those of `archs`."""
     work = [(i, a) for i, kernel in enumerate(all_kernels()) for a in kernel.archs if not archs or a in archs]
     with ProcessPoolExecutor() as pool:
-        return sorted(pool.map(partial(_unpack), work))
-
-
-def _unpack(work: tuple[int, str]) -> tuple[str, str, str]:
-    return compiled(*work)
+        return sorted(pool.map(compiled, *zip(*work, strict=True)))
 
 
 def main() -> None:

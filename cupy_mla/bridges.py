@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
@@ -42,7 +43,7 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 # --- the libraries --------------------------------------------------------------------------------------------
 
 
-class Library:
+class Library(ABC):
     """What the package needs of NumPy, CuPy or torch.
 
     Attributes:
@@ -62,9 +63,9 @@ class Library:
     strides_in_bytes = True
     results_share_memory = False
 
+    @abstractmethod
     def describe(self, name: str, obj: Any) -> Array:
         """The description of an array of this library."""
-        raise NotImplementedError
 
     def facts_of(self, obj: Any) -> tuple[Any, ...]:
         """The values of `facts` for an array."""
@@ -84,9 +85,9 @@ class Library:
         condition = " and ".join(f"{fact} == c{k}" for k, fact in enumerate(compared))
         return eval(f"lambda {', '.join(names)}: {condition}", values)
 
+    @abstractmethod
     def device_of(self, obj: Any) -> int | None:
         """The number of an array's device; None where the package cannot use it."""
-        raise NotImplementedError
 
     def on_gpu(self, obj: Any) -> bool:
         """Whether an array lies on a GPU."""
@@ -102,11 +103,11 @@ class Library:
 
     def host_view(self, obj: Any, dtype: np.dtype) -> np.ndarray:
         """The same host memory as a NumPy array."""
-        raise NotImplementedError
+        raise TypeError(f"{self.name} arrays do not lie in host memory")
 
+    @abstractmethod
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A new uninitialised array; fp8 as uint8 in CuPy."""
-        raise NotImplementedError
 
     def native_dtype(self, dtype: np.dtype) -> Any:
         """What the library itself calls a dtype."""
@@ -114,19 +115,22 @@ class Library:
 
     def to_device(self, device: int) -> AbstractContextManager[Any]:
         """Makes a GPU the current device for a while."""
-        raise NotImplementedError
+        raise self._no_gpu()
 
     def stream_reader(self, device: int) -> Callable[[], int]:
         """Tells, at any time, the handle of the caller's current stream of a GPU."""
-        raise NotImplementedError
+        raise self._no_gpu()
 
     def maker(self) -> Callable[..., Any]:
         """Makes results on the current GPU: of shape, strides and native dtype, or of shape, native dtype, memory."""
-        raise NotImplementedError
+        raise self._no_gpu()
 
     def allocator(self) -> tuple[Callable[[int], Any], str]:
         """Allocates bytes on the current GPU, and the expression for their address; `{a}` is what it returns."""
-        raise NotImplementedError
+        raise self._no_gpu()
+
+    def _no_gpu(self) -> TypeError:
+        return TypeError(f"{self.name} arrays do not lie on a GPU")
 
 
 class NumPyLibrary(Library):
@@ -301,9 +305,12 @@ def kind_of(array: Any) -> str:
     """
     library = library_of(array)
     if library is None:
-        of = type(array)
-        raise TypeError(f"expected a NumPy, CuPy or torch array, got {of.__module__}.{of.__qualname__}")
+        raise TypeError(_no_array(array))
     return library.name
+
+
+def _no_array(obj: Any) -> str:
+    return f"expected a NumPy, CuPy or torch array, got {type(obj).__module__}.{type(obj).__qualname__}"
 
 
 def require_cupy(why: str) -> ModuleType:
@@ -428,8 +435,7 @@ def describe(name: str, obj: Any) -> Array:
         return obj
     library = library_of(obj)
     if library is None:
-        of = type(obj)
-        raise TypeError(f"{name}: expected a NumPy, CuPy or torch array, got {of.__module__}.{of.__qualname__}")
+        raise TypeError(f"{name}: {_no_array(obj)}")
     return library.describe(name, obj)
 
 

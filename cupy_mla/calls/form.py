@@ -158,7 +158,7 @@ class _Writer:
     def _params(self, params: Packed) -> str:
         """The expression of a parameter struct: its pointers, and the bytes between them."""
         formats, values = [], []
-        for is_pointer, fields in groupby(_fields(params), lambda field: isinstance(field[1], Pointer)):
+        for is_pointer, fields in groupby(params.of.fields(params.values), lambda field: isinstance(field[1], Pointer)):
             if is_pointer:
                 for code, pointer in fields:
                     formats.append(code)
@@ -195,7 +195,7 @@ class _Writer:
         for step in in_graphs(place.program, place.device):
             if isinstance(step, Clear):
                 clear = code.name(driver.clear)
-                code.line(f"{clear}({self._address(step.pointer)}, 0, {self._number(step.nbytes)}, stream)")
+                code.line(f"{clear}({self._address(step.pointer)}, {self._number(step.nbytes)}, stream)")
             elif isinstance(step, Launch):
                 arguments, submit = given(step), code.name(step.kernel.submitter(place.device))
                 code.line(f"{submit}(stream, {arguments}, {self._number(step.cluster)})")
@@ -236,18 +236,6 @@ class _Writer:
         lines = [f"{' '.join(f'x{k},' for k in range(len(self._values)))} = sizes"] if self._values else []
         parameters = ["sizes", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
         return self.code.function("body", parameters, [*lines, *self.code.lines])
-
-
-def _fields(params: Packed) -> Iterator[tuple[str, Any]]:
-    """The fields of a struct: format and value, and padding with None for its value."""
-    end = 0
-    for code, offset, value in zip(params.of.codes, params.of.offsets, params.values, strict=True):
-        if offset > end:
-            yield f"{offset - end}x", None
-        end = offset + struct.calcsize(f"={code}")
-        yield code, value
-    if params.of.size > end:
-        yield f"{params.of.size - end}x", None
 
 
 def in_graphs(program: Program, device: int) -> Iterator[Step | list[Launch]]:

@@ -8,6 +8,7 @@ kept. `run` runs the program with this call's numbers; `form.py` compiles it for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ class TracedCall:
         traced.trace = self.trace
         return traced
 
-    @property
+    @cached_property
     def scratch(self) -> list[Slot]:
         """Memory that the program's steps name and the call does not return."""
         named = {id(p.slot): p.slot for step in self.place.program for p in pointers_of(step)}
@@ -178,7 +179,7 @@ def run(call: TracedCall) -> Any:
         stream = library.stream_reader(device)()
         for step in place.program:
             if isinstance(step, Clear):
-                driver.clear(address_of(step.pointer), 0, number(step.nbytes), stream)
+                driver.clear(address_of(step.pointer), number(step.nbytes), stream)
             else:
                 packed = step.params.of.chunks([*map(address_of, step.params.values)], lambda value: True)
                 submit, (x, y, z) = step.kernel.submitter(device), _numbers(step.grid)

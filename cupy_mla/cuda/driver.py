@@ -67,9 +67,9 @@ def runtime() -> Any:
     return require_cupy("a CUDA array").cuda.runtime
 
 
-def clear(address: int, value: int, nbytes: int, stream: int) -> None:
-    """Set memory to a byte value, in order on a stream."""
-    runtime().memsetAsync(address, value, nbytes, stream)
+def clear(address: int, nbytes: int, stream: int) -> None:
+    """Set memory to zero bytes, in order on a stream."""
+    runtime().memsetAsync(address, 0, nbytes, stream)
 
 
 class _Threads(threading.local):

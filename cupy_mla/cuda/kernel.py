@@ -261,11 +261,17 @@ def _exported(module: Any, name: str) -> int:
 
 # --- reading cubins -------------------------------------------------------------------------------------------
 
+_NO_BITS = 8  # the type of a section that takes no space in the file
+
 
 def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the sections of a cubin, a 64-bit ELF file."""
-    for name, kind, offset, size in _section_table(cubin):
-        yield name, b"" if kind == _NO_BITS else cubin[offset : offset + size]
+    start, entry, count, names = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HHH", cubin, 58))
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * entry) for i in range(count)]
+    strings = headers[names][4]
+    for name, kind, _, _, offset, size in headers:
+        text = cubin[strings + name : cubin.index(b"\0", strings + name)].decode()
+        yield text, b"" if kind == _NO_BITS else cubin[offset : offset + size]
 
 
 def exported(cubin: bytes, name: str) -> int:
@@ -283,16 +289,3 @@ def exported(cubin: bytes, name: str) -> int:
             stored = contents[section][1]
             return struct.unpack_from("<i", stored, value)[0] if stored else 0  # zeros take no space in the file
     raise KeyError(name)
-
-
-_NO_BITS = 8  # the type of a section that takes no space in the file
-
-
-def _section_table(cubin: bytes) -> list[tuple[str, int, int, int]]:
-    start, entry, count, names = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HHH", cubin, 58))
-    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * entry) for i in range(count)]
-    strings = headers[names][4]
-    return [
-        (cubin[strings + name : cubin.index(b"\0", strings + name)].decode(), kind, offset, size)
-        for name, kind, _, _, offset, size in headers
-    ]

@@ -90,7 +90,7 @@ class Launch(NamedTuple):
     """One launch of a kernel.
 
     Attributes:
-        grid: CTAs along x, y, z; nothing is launched where one is 0.
+        grid: CTAs along x, y, z.
         params: the kernel's one parameter.
         cluster: neighbouring CTAs along x that form a thread-block cluster.
     """

@@ -105,24 +105,32 @@ class Struct:
             raise TypeError(f"{self!r}: missing {sorted(missing)}, unknown {sorted(unknown)}")
         return Packed(self, tuple(values[field] for field in self.index))
 
+    def fields(self, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        """The struct as pairs of a format (of the module `struct`) and a value; padding has None for its value."""
+        end = 0
+        for code, offset, value in zip(self.codes, self.offsets, values, strict=True):
+            if offset > end:
+                yield f"{offset - end}x", None
+            end = offset + struct.calcsize(f"={code}")
+            yield code, value
+        if self.size > end:
+            yield f"{self.size - end}x", None
+
     def chunks(self, values: Sequence[Any], is_fixed: Any) -> Iterator[tuple[str, Any]]:
         """The struct as pairs of a format (of the module `struct`, "=" in front) and a value, padding included.
 
         Args:
             is_fixed: tells whether a value is known already; neighbouring ones become one string of bytes.
         """
-        known, end = b"", 0
-        for code, offset, value in zip(self.codes, self.offsets, values, strict=True):
-            known += bytes(offset - end)
-            end = offset + struct.calcsize(f"={code}")
-            if is_fixed(value):
-                known += struct.pack(f"={code}", value)
+        known = b""
+        for code, value in self.fields(values):
+            if value is None or is_fixed(value):
+                known += struct.pack(f"={code}", *() if value is None else (value,))
                 continue
             if known:
                 yield f"{len(known)}s", known
                 known = b""
             yield code, value
-        known += bytes(self.size - end)
         if known:
             yield f"{len(known)}s", known
 

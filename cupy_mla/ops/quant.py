@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..arrays import Array
-from ..bridges import bind
+from ..bridges import bind, dense_strides
 from ..calls.signature import operation
 from ..cuda import quant as cuda
 from ..layouts import BFLOAT16, E4M3
@@ -33,18 +32,14 @@ def dynamic_per_batched_tensor_quant(x: Any) -> tuple[Any, Any]:
     """
     place, (x_,) = bind(x=x)
     x_.require(FLOATS, *("any",) * len(x_.shape))
-    if x_.strides != _dense_strides(x_):
+    if not _without_gaps(x_):
         raise ValueError(f"x: expected an array without gaps in C order, got strides {list(x_.strides)} (in items)")
     codes, scale = place.new("codes", x_.shape, E4M3), place.new("scale", (), FLOAT32)
     place.call(cuda.dynamic_per_batched_tensor_quant, reference.dynamic_per_batched_tensor_quant, x_, codes, scale)
     return codes.obj, scale.obj
 
 
-def _dense_strides(x: Array) -> tuple[int, ...]:
-    """Strides of an array of this shape without gaps; axes of length 1 and empty arrays keep their own."""
-    if 0 in x.shape:
-        return x.strides
-    return tuple(
-        stride if length == 1 else math.prod(x.shape[axis + 1 :])
-        for axis, (length, stride) in enumerate(zip(x.shape, x.strides, strict=True))
-    )
+def _without_gaps(x: Array) -> bool:
+    """Whether an array has no gaps in C order; the strides of axes of length 1 and of empty arrays do not count."""
+    axes = zip(x.shape, x.strides, dense_strides(x.shape), strict=True)
+    return 0 in x.shape or all(length == 1 or stride == dense for length, stride, dense in axes)

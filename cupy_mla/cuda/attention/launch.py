@@ -78,7 +78,7 @@ def decode_choice(
 ) -> Choice:
     """Which kernel serves a decode, and how it is divided; `num_splits` None: to be chosen."""
     b, s_q, h_q, _ = q.shape
-    aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
+    aligned = _aligned_caches(layout, cache, extra)
     facts = Facts(
         gpu, layout, prefill=False, aligned=aligned and q.aligned(16), flat=flat_rows(cache, extra),
         uneven=length is not None or extra_length is not None, batch_invariant=bool(batch_invariant),
@@ -111,7 +111,7 @@ def sparse_decode(
     second = no_source()
     if extra is not None and extra_indices is not None:
         second = _paged(extra, extra_indices, extra_length)
-    aligned = _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
+    aligned = _aligned_caches(layout, cache, extra)
     uneven = length is not None or extra_length is not None
     num_slots = cache.shape[0] * cache.shape[1]
     rows = _Rows(_paged(cache, indices, length), second, aligned, indices.shape[2], num_slots, length, uneven)
