@@ -208,9 +208,10 @@ class Signature:
         integers = [f"a{i}" for i in self._integers]
         others = [i for i in range(len(values)) if i not in self._arrays and i not in self._integers]
         tuples = [i for i in self._integers if type(values[i]) is tuple]
-        settings = [*(f"type({a})" for a in parameters), *(f"a{i}" for i in others), *(f"len(a{i})" for i in tuples)]
-        known = (*map(type, values), *(values[i] for i in others), *(len(values[i]) for i in tuples))
-        code.line(f"if ({' '.join(f'{s},' for s in settings)}) != {code.name(known)}:")
+        settings = [*(f"type({a})" for a in parameters), *(f"a{i}" for i in others)]
+        known = (*map(type, values), *(values[i] for i in others))
+        lengths = "".join(f" or len(a{i}) != {len(values[i])}" for i in tuples)
+        code.line(f"if ({' '.join(f'{s},' for s in settings)}) != {code.name(known)}{lengths}:")
         code.line("    return NotImplemented")
         if any(getattr(values[i], "requires_grad", False) for i in self._arrays):
             code.line(f"if {code.name(sys.modules['torch'].is_grad_enabled)}():")  # the checks say what is wrong

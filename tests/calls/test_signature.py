@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla import layouts
+from cupy_mla import flash_mla, layouts
 from cupy_mla.arrays import aligned_up
 from cupy_mla.bridges import describe
 from cupy_mla.calls import signature
@@ -514,6 +514,19 @@ def test_many_signatures_in_turn(gpu, seen, traces):
             offset = ATTENTION.offsets[ATTENTION.index["scale_log2"]]
             assert struct.unpack_from("f", launch.params, offset)[0] == pytest.approx(scale * np.log2(np.e), rel=1e-6)
     assert len(traces) == len(scales)
+
+
+def test_fresh_and_used_schedules_in_turn(gpu, traces):
+    """A fresh schedule passes None where one that was planned passes a tuple."""
+    used, fresh = flash_mla.FlashMLASchedMeta(), flash_mla.FlashMLASchedMeta
+    for schedule in (used, used, fresh(), used, fresh(), fresh()):
+        arrays = tensors(q=((3, 1, 64, 576), torch.bfloat16), k_cache=((4, 64, 1, 656), torch.uint8))
+        out, _ = flash_mla.flash_mla_with_kvcache(
+            **arrays, block_table=None, cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=schedule,
+            is_fp8_kvcache=True, indices=torch.zeros((3, 1, 128), dtype=torch.int32),
+        )  # fmt: skip
+        assert tuple(out.shape) == (3, 1, 64, 512)
+    assert len(traces) == 2
 
 
 def test_cpu_arrays_are_not_traced(rng, traces):
