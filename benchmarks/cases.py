@@ -114,6 +114,10 @@ BATCHES = [
         lambda case, n: n["b"] * n["s_q"] <= 8 and "valid" not in n, 1.6,
     ),
 ]  # fmt: skip
+SMALL_PREFILL = [
+    Group("prefill of 1 to 264 queries, 64 and 128 heads", "small_prefill", _beginning("small"), 1.2),
+    Group("prefill of a prompt's first 2048 tokens", "small_prefill", _beginning("causal"), 1.8),
+]
 PORTABLE = [
     Group("portable kernels: prefill", "portable", _beginning("prefill")),
     Group("portable kernels: FP8 decode V32, 16 heads", "portable", _beginning("V32 h 16 ")),

@@ -12,13 +12,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cases import BATCHES, CACHE_OPS, DECODE, PORTABLE, PREFILL, Group, Row, geometric_mean, numbers, of_group
+from cases import (
+    BATCHES,
+    CACHE_OPS,
+    DECODE,
+    PORTABLE,
+    PREFILL,
+    SMALL_PREFILL,
+    Group,
+    Row,
+    geometric_mean,
+    numbers,
+    of_group,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
-GROUPS = [*PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE]
+GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE]
 
 
 def load(name: str) -> dict[str, Any]:

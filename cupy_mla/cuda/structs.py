@@ -165,6 +165,7 @@ GROUPED = Struct(
     twice_capacity=INT32, most=FLOAT,
 )  # fmt: skip
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
+COUNT = Struct("CountParams", ATTENTION, counts=POINTER)
 
 PACK = Struct(
     "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,

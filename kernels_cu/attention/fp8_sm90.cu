@@ -166,9 +166,8 @@ __device__ __forceinline__ void sync_warpgroup(const Role& r) {
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMERS); }
 
 // A split as the producers see it. `turn` counts the CTA's earlier splits, `stage` the stages that they took.
-// Of the tiles from `begin` to `end` that have a valid entry it is number `rank` of `ranks` shares.
 struct Work : WorkItem {
-    int turn, rank, ranks;
+    int turn;
     uint32_t stage;
     bool ends_item;
 };
@@ -186,8 +185,7 @@ __device__ __forceinline__ int num_splits(const AttentionParams& p) {
     return ceil_div(p.num_queries * head_tiles_of(p) - int(blockIdx.x), gridDim.x);
 }
 
-// Split number `turn` of this CTA. In clusters the CTAs look at all tiles of the item if their splits are long, and
-// then divide the valid ones.
+// Split number `turn` of this CTA.
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     const int item = DIVISION == SHARES     ? last_item() - turn
                      : DIVISION == CLUSTERS ? cluster_index()
@@ -198,18 +196,11 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     w.first_head = item % head_tiles * HEADS;
     w.begin = 0;
     w.end = find_lists(p, w);
-    w.rank = 0;
-    w.ranks = 1;
     w.ends_item = true;
     if constexpr (DIVISION == CLUSTERS) {
-        const int rank = cluster_rank(), ctas = cluster_size(), each = w.end / ctas, more = w.end % ctas;
-        if (each < UNSEEN) {
-            w.begin = rank * each + min(rank, more);
-            w.end = w.begin + each + (rank < more);
-        } else {
-            w.rank = rank;
-            w.ranks = ctas;
-        }
+        const int rank = cluster_rank(), each = w.end / cluster_size(), more = w.end % cluster_size();
+        w.begin = rank * each + min(rank, more);
+        w.end = w.begin + each + (rank < more);
     }
     if constexpr (DIVISION == SHARES) {
         const Boundary begin = small().shares.begin, end = small().shares.end;
@@ -349,10 +340,9 @@ __device__ __forceinline__ void look_for_valid(const AttentionParams& p, const W
 // The tiles of a split. If they were looked at, each producer warp has a list of the numbers of those that have a valid
 // entry.
 struct Tiles {
-    int first, count, listed, unlisted;
+    int count, listed, unlisted;
 
-    __device__ __forceinline__ explicit Tiles(const Work& w)
-        : first(0), count(w.end - w.begin), listed(0), unlisted(0) {}
+    __device__ __forceinline__ explicit Tiles(const Work& w) : count(w.end - w.begin), listed(0), unlisted(0) {}
     // Makes the list of what all producer warps have found.
     __device__ __forceinline__ Tiles(const Work& w, int warp, int lane) : listed(0), unlisted(32 * TILE_WORDS) {
         const int tiles = w.end - w.begin, words = min(TILE_WORDS, ceil_div(tiles, 32));
@@ -365,21 +355,21 @@ struct Tiles {
             listed += __popc(found);
         }
         __syncwarp();
-        const int all = listed + max(0, tiles - unlisted);
-        first = all * w.rank / w.ranks;
-        count = all * (w.rank + 1) / w.ranks - first;
+        count = listed + max(0, tiles - unlisted);
     }
     // The i-th; w.end behind the last one.
     __device__ __forceinline__ int tile(const Work& w, int warp, int i) const {
         if (i >= count) return w.end;
-        i += first;
         return w.begin + (i < listed ? small().tiles[warp][i] : i - listed + unlisted);
     }
 };
 
+// Whether a split's tiles are taken as they are.
+__device__ __forceinline__ bool is_unseen(const Split& w) { return w.end - w.begin <= UNSEEN; }
+
 __device__ __forceinline__ Tiles find_tiles(const AttentionParams& p, const Work& w, const Entries& list, int warp,
                                             int lane) {
-    if (w.end - w.begin <= UNSEEN) {
+    if (is_unseen(w)) {
         if (warp == 0 && w.turn == 0) fetch_q(p, w, lane);
         return Tiles(w);
     }
@@ -469,7 +459,7 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
 // Q in place, to f16 and in the order of multiply_qk. A warp does four heads at a time, 64 columns of each. Where 128
 // columns share two column blocks, half of the lanes begin with the second 64, so that a warp's stores meet all banks.
 // Returns what a logit is to be multiplied with.
-__device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const Role& r) {
+__device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
     constexpr int ROUNDS = HEADS / 32 * Q_BLOCKS;
     static_assert(Q_BLOCKS * 64 == D_QK, "");
     const int warp = 4 * r.warpgroup + r.warp, j = r.lane % 8;
@@ -478,7 +468,7 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, cons
         return is_alone(round % Q_BLOCKS) ? round % Q_BLOCKS : round % Q_BLOCKS ^ j / 2 % 2;
     };
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
-    const int heads = p.h_q - small().attended[turn % 2].first_head;
+    const int heads = p.h_q - w.first_head;
     auto is_there = [&](int round) { return head_of(round) < heads; };
     const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
     Vec16 values[ROUNDS];
@@ -1200,10 +1190,11 @@ __device__ __forceinline__ void release_q(const Role& r) {
 
 // Tile after tile: this warpgroup's next S, then the product with the other's tile, then the softmax of its own.
 // Returns the pairs of tiles.
-__device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32_t stage, const Role& r) {
-    const float logit_scale = load_q(p, turn, r);
-    const Attended& w = small().attended[turn % 2];
-    const int pairs = w.pairs;
+__device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32_t stage, const Role& r,
+                                      const Attended& known) {
+    const Attended &told = small().attended[turn % 2], &w = DIVISION == CLUSTERS ? known : told;
+    const float logit_scale = load_q(p, turn, w, r);
+    const int pairs = w.pairs >= 0 ? w.pairs : told.pairs;
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
     fence_proxy_async();
     sync_consumers();
@@ -1266,6 +1257,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     }
     if (DIVISION == SHARES) find_share_early(p, sm.shares);
     __syncthreads();
+    Work only;  // in clusters: found while an earlier kernel runs, unless that may write lengths
+    if constexpr (DIVISION == CLUSTERS) {
+        if (has_lengths(p)) wait_for_earlier_kernels();
+        only = find_work(p, 0);
+    }
     wait_for_earlier_kernels();
     if (DIVISION == SHARES) find_share(p, sm.shares);
     let_next_kernel_start();
@@ -1274,7 +1270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         decrease_registers_to<40>();
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn) {
-            Work w = find_work(p, turn);
+            Work w = DIVISION == CLUSTERS ? only : find_work(p, turn);
             w.turn = turn;
             w.stage = stage;
             stage += PAIR_STAGES * copy_rows(p, w, uniform(threadIdx.x / 32 % 4), threadIdx.x % 32);
@@ -1282,9 +1278,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         if constexpr (DIVISION == CLUSTERS) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<232>();
+        Attended known;  // in clusters, but for the pairs of a split that the producer warps look at
+        if constexpr (DIVISION == CLUSTERS) {
+            const int tiles = only.end - only.begin;
+            known = {only.query, only.first_head, is_unseen(only) ? ceil_div(tiles, 2) : -1, only.begin == 0, true};
+        }
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn)
-            stage += PAIR_STAGES * attend(p, turn, stage, consumer_role());
+            stage += PAIR_STAGES * attend(p, turn, stage, consumer_role(), known);
     }
 }
 

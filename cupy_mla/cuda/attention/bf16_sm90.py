@@ -11,7 +11,7 @@ from .. import structs
 from ..kernel import Kernel
 from ..program import Launch, Program
 from .call import Call
-from .lists import longest_first
+from .lists import counted, longest_first
 
 HEADS = TILE_ROWS = 64
 
@@ -33,12 +33,13 @@ def kernels() -> Iterator[Kernel]:
         yield kernel(layout)
 
 
-def launches(call: Call, ordered: bool) -> Program:
+def launches(call: Call, ordered: bool, counts: bool = False) -> Program:
     """The launch: CTAs that take work items in turn.
 
     Args:
         ordered: CTAs that take several queries begin with those that have the longest lists.
+        counts: lists without lengths end with their last valid entry.
     """
-    order, params = longest_first(call) if ordered else (None, call.params)
+    first, params = longest_first(call) if ordered else counted(call) if counts else (None, call.params)
     launch = Launch(kernel(call.layout), (least(call.items(HEADS), call.gpu.sms), 1, 1), params)
-    return [order, launch] if order else [launch]
+    return [first, launch] if first else [launch]

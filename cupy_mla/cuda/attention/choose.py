@@ -34,6 +34,8 @@ BF16_FEW_HEADS_SPLITS = 2  # up to so many splits of a query `bf16_few_heads_sm9
 # From so many work items on `bf16_cluster_sm90` is the faster kernel for flat bf16 rows; the second number is for up to
 # 32 heads, where half of the tile is padding.
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
+# From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
+COUNTED_WAVES = 8
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 4096  # sizes that a chooser remembers
@@ -48,6 +50,7 @@ class Choice(NamedTuple):
         splits: of a query's rows; `EVENLY`: wherever an equal share of all rows ends.
         cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
         ctas: of `fp8_sm90`: among which the work is divided; 0: none, each item has a cluster.
+        counted: lists without lengths end with their last valid entry, which a launch before finds.
         least_split: pairs of tiles that a split has at least, where rows are divided among CTAs.
         queries: of a CTA; of a query group.
         longest_first: CTAs that take several queries begin with those that have the longest lists.
@@ -64,6 +67,7 @@ class Choice(NamedTuple):
     least_split: int = 0
     queries: int = 1
     longest_first: bool = False
+    counted: bool = False
     most_rows: float = 0.0
     rest: tuple[str, int, int] | None = None
 
@@ -211,7 +215,11 @@ def _fp8_wanted_first(f: Facts, s: Sizes) -> bool:
 
 
 def _bf16(f: Facts, s: Sizes) -> Choice:
-    return Choice("bf16_sm90", bf16_sm90.HEADS, longest_first=f.uneven and _items(s, bf16_sm90.HEADS) > f.gpu.sms)
+    waves = _items(s, bf16_sm90.HEADS) / f.gpu.sms
+    return Choice(
+        "bf16_sm90", bf16_sm90.HEADS, longest_first=f.uneven and waves > 1,
+        counted=f.prefill and not f.uneven and waves >= COUNTED_WAVES,
+    )  # fmt: skip
 
 
 def _cluster_splits(f: Facts, s: Sizes) -> int:

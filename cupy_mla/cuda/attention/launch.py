@@ -243,7 +243,7 @@ def _of_kernel(call: Call, choice: Choice, heads: int, partials: int) -> Program
     if choice.kernel == "bf16_cluster_sm90":
         return bf16_cluster_sm90.launches(call, choice.cluster)
     if choice.kernel == "bf16_sm90":
-        return bf16_sm90.launches(call, choice.longest_first)
+        return bf16_sm90.launches(call, choice.longest_first, bool(choice.counted))
     return portable.launches(call, heads, partials)
 
 

@@ -1,4 +1,4 @@
-"""What is done to index lists before attention: queries put in order of length, lists sorted by place."""
+"""What is done to index lists before attention: entries counted, queries ordered by length, lists sorted by place."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..structs import Packed
 from .call import Call
 
 SEGMENT, RANGES = 2048, 32  # entries that a CTA sorts, and the number of ranges of the cache that it sorts them by
+COUNTED = 4  # queries whose entries a CTA counts
 INT32 = np.dtype(np.int32)
 
 
@@ -30,6 +31,25 @@ def sort_kernel() -> Kernel:
     """The kernel that sorts lists; it depends on nothing."""
     defines = {"SEGMENT": SEGMENT, "RANGES": RANGES}
     return Kernel("attention/sort_lists.cu", structs.SORT, defines, archs=("90a",), target="90a")
+
+
+@lru_cache(maxsize=1)
+def count_kernel() -> Kernel:
+    """The kernel that counts the entries of lists; it depends on nothing."""
+    return Kernel("attention/count_entries.cu", structs.COUNT, {"QUERIES": COUNTED}, archs=("90a",), target="90a")
+
+
+def counted(call: Call) -> tuple[Launch, Packed]:
+    """Count the entries of main lists up to the last valid one, for queries that are requests of their own.
+
+    Returns:
+        the launch that does so, and the parameters with the counts as main.lengths.
+    """
+    counts = Slot("entries that count", shape=(call.queries,), dtype=INT32)
+    launch = Launch(
+        count_kernel(), (ceil_div(call.queries, COUNTED), 1, 1), structs.COUNT(call.params, counts=counts.ptr)
+    )
+    return launch, call.params.replaced(**{"main.lengths": counts.ptr})
 
 
 def longest_first(call: Call) -> tuple[Launch, Packed]:
@@ -59,5 +79,6 @@ def sorted_by_place(call: Call) -> tuple[Launch, Packed]:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel of this module, for the compile tests and for warming up."""
+    yield count_kernel()
     yield order_kernel()
     yield sort_kernel()

@@ -52,6 +52,18 @@ def test_queries_without_rows_between_others(hopper, rng):
     check_prefill(hopper, q, kv, indices, 0.05, None, length)
 
 
+@pytest.mark.parametrize("topk", [1, 130, 1030])
+def test_lists_end_with_their_last_valid_entry(hopper, launched, rng, topk):
+    """So many queries that it is looked for: none, few, and all entries valid, holes, rows that do not exist."""
+    q, kv, indices = prefill_inputs(rng, 1100, 2, 512, 50, topk)
+    lists = indices[:, 0]
+    lists[np.arange(topk) >= rng.integers(0, topk + 1, (1100, 1))] = -1
+    lists[::7, topk // 2 :] = 50
+    lists[5] = -1
+    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 2))
+    assert "count_entries" in launched
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_references_rise_late_and_far(hopper, rng, order):
     """Logits that grow, or fall, by hundreds from tile to tile: every way for references to differ."""

@@ -438,3 +438,10 @@ def test_clusters_are_counted_for_the_kernels_that_have_them(monkeypatch):
     monkeypatch.setattr(driver, "clusters_at_once", counts)
     assert decode(BF16_576, 64, 16, 4096).splits == 8
     assert asked == [bf16_cluster_sm90.cluster_kernel()] * len(asked) != []
+
+
+def test_the_end_of_lists_is_looked_for_in_long_prefills():
+    assert not prefill(64, 8 * 132 - 1).counted
+    assert prefill(64, 8 * 132).counted
+    assert prefill(128, 4 * 132).counted
+    assert not prefill(64, 2000, uneven=True).counted
