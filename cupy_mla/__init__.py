@@ -29,8 +29,10 @@ from .ops.compressed import build_c128a_topk_metadata, compute_global_topk_indic
 from .ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache, dequantize_and_gather_k_cache
 from .ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from .ops.indices import convert_req_index_to_global_index
+from .ops.logits import indexer_logits, paged_indexer_logits, quantize_indexer_q
 from .ops.quant import dynamic_per_batched_tensor_quant
 from .ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, compute_swa_indices_and_lens
+from .ops.topk import select_rows, select_rows_paged, topk_indices
 
 
 def _graph_operation(name: str) -> _Callable[..., _Any]:
@@ -77,12 +79,17 @@ __all__ = [
     "get_compressed_slot_mapping",
     "get_mla_metadata",
     "indexer_k_quant_and_cache",
+    "indexer_logits",
     "layouts",
+    "paged_indexer_logits",
     "plan_splits",
     "prefill_workspace_size",
     "quantize_and_insert_k_cache",
+    "quantize_indexer_q",
     "reshape_attn_output_for_spec_decode",
     "reshape_query_for_spec_decode",
+    "select_rows",
+    "select_rows_paged",
     "sparse_decode",
     "sparse_prefill",
     "split_decodes_and_prefills",
@@ -91,5 +98,6 @@ __all__ = [
     "to_cupy",
     "to_numpy",
     "to_torch",
+    "topk_indices",
     "v_up_proj",
 ]

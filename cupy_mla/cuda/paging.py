@@ -14,12 +14,16 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def block_table(table: Array, block_size: int) -> Packed:
-    """`struct BlockTable` of a block table [num_requests, width] of blocks of `block_size` tokens."""
+def block_table(table: Array, block_size: int, first: int = 0, count: int | None = None) -> Packed:
+    """`struct BlockTable` of a block table [num_requests, width] of blocks of `block_size` tokens.
+
+    Args:
+        first, count: only these requests.
+    """
     num_requests, width = table.shape
     return structs.BLOCK_TABLE(
-        blocks=table.ptr, stride=table.strides[0], num_requests=num_requests, width=width,
-        block_size=divisor(int(block_size)),
+        blocks=table.ptr + 4 * first * table.strides[0] if count is not None else table.ptr, stride=table.strides[0],
+        num_requests=num_requests if count is None else count, width=width, block_size=divisor(int(block_size)),
     )  # fmt: skip
 
 
@@ -45,3 +49,6 @@ def divisor(value: int) -> Packed:
     """
     shift = 31 + (value - 1).bit_length()
     return structs.DIVISOR(value=value, multiplier=-(-(1 << shift) // value), shift=shift)
+
+
+NO_TABLE = structs.BLOCK_TABLE(blocks=0, stride=0, num_requests=0, width=0, block_size=divisor(1))

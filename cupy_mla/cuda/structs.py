@@ -194,6 +194,21 @@ GATHER_KEYS = Struct(
     "GatherKeysParams", table=BLOCK_TABLE, cache=POINTER, keys=POINTER, scales=POINTER, cu_seq_lens=POINTER,
     block_stride=INT64, keys_stride=INT64, rows=INT64, num_blocks=INT32,
 )  # fmt: skip
+QUANTIZE_Q = Struct(
+    "QuantizeQParams", q=POINTER, weights=POINTER, positions=POINTER, cos_sin=POINTER, q8=POINTER, w=POINTER, q_t=INT64,
+    q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32, heads=INT32,
+    bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32, factor=FLOAT,
+)  # fmt: skip
+LOGITS = Struct(
+    "LogitsParams", table=BLOCK_TABLE, q8=POINTER, keys=POINTER, scales=POINTER, w=POINTER, out=POINTER, starts=POINTER,
+    ends=POINTER, q_request=INT64, q_query=INT64, q_head=INT64, w_stride=INT64, out_stride=INT64, key_stride=INT64,
+    lens_stride=INT64, requests=INT32, queries=INT32, heads=INT32, width=INT32, num_blocks=INT32, clean=INT32,
+)  # fmt: skip
+TOPK = Struct(
+    "TopkParams", table=BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER, candidates=POINTER,
+    out=POINTER, logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32,
+    queries=INT32, parts=INT32, aligned=INT32,
+)  # fmt: skip
 CONVERT = Struct(
     "ConvertParams", table=BLOCK_TABLE, req_id=POINTER, positions=POINTER, prefill_ids=POINTER, prefill_starts=POINTER,
     out=POINTER, counts=POINTER, is_valid=POINTER, positions_stride=INT64, out_stride=INT64, num_tokens=INT32, k=INT32,

@@ -42,7 +42,7 @@ def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_fo
         raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
     place, (k_, cache, slots) = bind(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
     tokens = k_.require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
-    _require_indexer_cache(cache).require_writable()
+    require_indexer_cache(cache).require_writable()
     count = slots.require(INT64, "T").shape[0]
     if count > tokens:
         raise ValueError(f"slot_mapping: expected at most {tokens} slots, one a token, got {count}")
@@ -77,7 +77,7 @@ def cp_gather_indexer_k_quant_cache(
     place, (cache, keys, scales, table, starts) = bind(
         kv_cache=kv_cache, dst_k=dst_k, dst_scale=dst_scale, block_table=block_table, cu_seq_lens=cu_seq_lens
     )
-    _require_indexer_cache(cache)
+    require_indexer_cache(cache)
     rows = keys.require(QUANTIZED, "S", INDEXER_FP8.d_qk).require_writable().shape[0]
     if not keys.aligned(ALIGNMENT):
         raise ValueError(f"dst_k: rows must start at multiples of {ALIGNMENT} bytes, got strides {list(keys.strides)}")
@@ -92,7 +92,8 @@ def cp_gather_indexer_k_quant_cache(
     )  # fmt: skip
 
 
-def _require_indexer_cache(cache: Array) -> Array:
+def require_indexer_cache(cache: Array) -> Array:
+    """Check a paged cache of layout INDEXER_FP8; returns itself."""
     return require_cache(cache, cache_layout(cache, (INDEXER_FP8,)), ALIGNMENT)
 
 

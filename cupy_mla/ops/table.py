@@ -21,7 +21,7 @@ from ..bridges import to_numpy
 from ..layouts import ATTENTION_LAYOUTS, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
-from . import attention, cache, compressed, gather, indexer, indices, quant, swa
+from . import attention, cache, compressed, gather, indexer, indices, logits, quant, swa, topk
 
 FLOAT32, INT32, INT64 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64)
 
@@ -336,6 +336,107 @@ def _indexer_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
         yield Call(f"blocks of {block_size}", arguments)
 
 
+# --- the indexer's selection ----------------------------------------------------------------------------------
+
+
+def _quantize_q_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    tokens = 11
+    angles = rng.uniform(0, 7, (40, 32))
+    for heads, rope_first, interleaved, scale_format in ((64, True, False, "fp32"), (24, False, True, "ue8m0")):
+        arguments = {
+            "q": _normal(rng, tokens, heads, 128), "weights": rng.standard_normal((tokens, heads), np.float32),
+            "positions": rng.integers(-1 if wanted.strays else 0, 41 if wanted.strays else 40, tokens),
+            "cos_sin_cache": np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32),
+            "rope_first": rope_first, "interleaved": interleaved, "scale_format": scale_format,
+        }  # fmt: skip
+        yield Call(f"{heads} heads, {scale_format}", arguments)
+        yield Call(f"{heads} heads, {scale_format}, unaligned rows", arguments, unaligned=("q",))
+    plain = {"q": _rows(rng, tokens, 8, 128), "weights": _normal(rng, tokens, 8)}
+    yield Call("without RoPE", plain)
+
+
+def _few_ones(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """E4m3 bytes of few ones and minus ones: sums of their products are exact in any order, and ties abound."""
+    return rng.choice(np.array([0] * 14 + [1, -1], E4M3).view(np.uint8), shape)
+
+
+def _simple(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.choice(np.array([-1, -0.5, 0.5, 1], np.float32), shape)
+
+
+def _ragged(rng: np.random.Generator, queries: int, keys: int, heads: int) -> dict[str, Any]:
+    starts = rng.integers(-2, keys // 2, queries, dtype=np.int32)
+    return {
+        "q8": _few_ones(rng, queries, heads, 128), "k8": _few_ones(rng, keys, 128),
+        "ks": np.exp2(rng.integers(-4, 4, keys)).astype(np.float32), "w": _simple(rng, queries, heads),
+        "starts": starts, "ends": starts + rng.integers(-1, keys, queries, dtype=np.int32),
+    }  # fmt: skip
+
+
+RAGGED = ((7, 300, 64), (21, 90, 32), (3, 40, 8))  # queries, keys, heads
+
+
+def _logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for queries, keys, heads in RAGGED:
+        yield Call(f"{queries} x {keys}, {heads} heads", _ragged(rng, queries, keys, heads))
+
+
+def _select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for queries, keys, heads in RAGGED:
+        table = {
+            "req_id": rng.integers(0, 3, queries, dtype=np.int32), "block_table": _block_table(rng, 5), "block_size": 64
+        }  # fmt: skip
+        for limit in (512 << 20, 4 * 5 * keys):
+            arguments = {**_ragged(rng, queries, keys, heads), "k": 50, **table, "max_workspace_bytes": limit}
+            yield Call(f"{queries} x {keys}, {heads} heads, slots, {limit} bytes", arguments)
+        yield Call(f"{queries} x {keys}, {heads} heads", {**_ragged(rng, queries, keys, heads), "k": 50})
+
+
+def _paged(rng: np.random.Generator, n: int, heads: int, block_size: int) -> dict[str, Any]:
+    """Three requests, of at most 100 keys; some of their blocks do not exist."""
+    keys = _few_ones(rng, BLOCKS, block_size, 128)
+    cache = _empty_cache(INDEXER_FP8, BLOCKS, block_size).reshape(BLOCKS, -1)
+    cache[:, : block_size * 128] = keys.reshape(BLOCKS, -1)
+    cache[:, block_size * 128 :] = np.exp2(rng.integers(-4, 4, (BLOCKS, block_size))).astype(np.float32).view(np.uint8)
+    return {
+        "q8": _few_ones(rng, 3, n, heads, 128), "kv_cache": cache.reshape(BLOCKS, block_size, -1),
+        "w": _simple(rng, 3 * n, heads), "context_lens": rng.integers(0, 100, 3, dtype=np.int32),
+        "block_table": _block_table(rng, -(-90 // block_size)), "max_context_len": 95,
+    }  # fmt: skip
+
+
+PAGED = ((1, 64, 64), (2, 32, 64), (5, 64, 15), (3, 24, 16))  # queries a request, heads, block size
+
+
+def _paged_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for n, heads, block_size in PAGED:
+        yield Call(f"{n} queries of {heads} heads, blocks of {block_size}", _paged(rng, n, heads, block_size))
+
+
+def _paged_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for n, heads, block_size in PAGED:
+        for slots in (True, False):
+            arguments = {
+                **_paged(rng, n, heads, block_size),
+                "k": 40,
+                "slots": slots,
+                "max_workspace_bytes": 4 * 95 * n,
+            }
+            detail = f"{n} queries of {heads} heads, blocks of {block_size}{', slots' * slots}"
+            yield Call(detail, arguments)
+
+
+def _topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Rows of one tile and of several, few and many, random ones and ones with plateaus."""
+    for rows, width, k in ((3, 5000, 2048), (150, 9000, 512), (2, 70000, 1024)):
+        logits = rng.standard_normal((rows, width), np.float32)
+        logits[1] = np.maximum(logits[1], 0)
+        starts = rng.integers(0, width // 4, rows, dtype=np.int32)
+        bounds = {"starts": starts, "ends": starts + rng.integers(0, width, rows, dtype=np.int32)}
+        yield Call(f"{rows} x {width}, {k}", {"logits": logits, "k": k, **bounds})
+        yield Call(f"{rows} x {width}, {k}, bfloat16", {"logits": logits.astype(BFLOAT16), "k": k})
+
+
 def _concat_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     arguments = {
         "ql_nope": _normal(rng, 7, 5, 512).swapaxes(0, 1),  # as a batched product leaves it
@@ -476,6 +577,28 @@ TABLE = (
     Operation(cache.quantize_and_insert_k_cache, _v4_packing_calls, written=("k_cache",), layouts=(V4_FP8,)),
     Operation(indexer.indexer_k_quant_and_cache, _indexer_packing_calls, written=("kv_cache",)),
     Operation(indexer.cp_gather_indexer_k_quant_cache, _indexer_gather_calls, written=("dst_k", "dst_scale")),
+    Operation(
+        logits.quantize_indexer_q,
+        _quantize_q_calls,
+        results=(Result("q8", lambda q, **_: q.shape, E4M3), Result("w", lambda weights, **_: weights.shape, FLOAT32)),
+    ),
+    Operation(
+        logits.indexer_logits,
+        _logits_calls,
+        results=(Result("out", lambda q8, k8, **_: (q8.shape[0], k8.shape[0]), FLOAT32),),
+    ),
+    Operation(
+        logits.paged_indexer_logits,
+        _paged_logits_calls,
+        results=(Result("out", lambda w, max_context_len, **_: (w.shape[0], max_context_len), FLOAT32),),
+    ),
+    Operation(
+        topk.topk_indices, _topk_calls, results=(Result("out", lambda logits, k, **_: (logits.shape[0], k), INT32),)
+    ),
+    Operation(topk.select_rows, _select_calls, results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),)),
+    Operation(
+        topk.select_rows_paged, _paged_select_calls, results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),)
+    ),
     Operation(gather.cp_gather_and_upconvert_fp8_kv_cache, _mla_gather_calls, written=("dst",), layouts=(V32_FP8,)),
     Operation(
         gather.dequantize_and_gather_k_cache,

@@ -1,4 +1,4 @@
-// PTX ISA: ex2, lg2, rcp, div, mul, fma of float32; abs, max and mul of two packed 16-bit numbers.
+// PTX ISA: ex2, lg2, rcp, div, mul, add, sub, fma, max of float32; abs, max, mul and fma of two packed 16-bit numbers.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// div.rn, mul.rn: rounded to nearest. Subnormals stay, whatever the compiler's options say.
+// div.rn, mul.rn, add.rn, sub.rn: rounded to nearest. Subnormals stay, whatever the compiler's options say.
 __device__ __forceinline__ float divide_exactly(float a, float b) {
     float q;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
@@ -31,6 +31,24 @@ __device__ __forceinline__ float multiply_exactly(float a, float b) {
     float product;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
     return product;
+}
+
+__device__ __forceinline__ float add_exactly(float a, float b) {
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+__device__ __forceinline__ float subtract_exactly(float a, float b) {
+    float difference;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+    return difference;
+}
+
+// max.NaN: the maximum of a number and a NaN is NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
 }
 
 // a / divisor as a product with the reciprocal, corrected by the remainder (mul.rn, two fma.rn). Subnormals stay.

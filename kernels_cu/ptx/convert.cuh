@@ -1,5 +1,6 @@
 // PTX ISA: cvt. Conversions between float32, float16, bfloat16, float8_e4m3fn and UE8M0.
 #pragma once
+#include "ptx/arithmetic.cuh"
 #include "ptx/types.cuh"
 
 // cvt.rn.bf16x2.f32: two float32 to packed bfloat16, round to nearest even; `lo` in the low half.
@@ -55,8 +56,18 @@ __device__ __forceinline__ float ue8m0_to_float(uint32_t byte) {
                          : __uint_as_float(byte << 23);
 }
 
-// Four e4m3 bytes to two pairs of f16, exact. sm_89.
+// Two of four e4m3 bytes, which `select` (of prmt) puts into the upper bytes of two halves, to f16, exact: s eeee mmm is
+// shifted to the f16 s 0eeee mmm0..., which is 2^8 too small. For GPUs before sm_89.
+__device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t bytes, uint32_t select) {
+    const uint32_t upper = __byte_perm(bytes, 0, select);
+    const uint32_t nan = ((upper & 0x7f007f00u) + 0x01000100u) & 0x80008000u;
+    const uint32_t small = (upper & 0x80008000u) | (upper & 0x7f007f00u) >> 1;
+    return multiply_f16x2(small, 0x5c005c00u) | (nan - (nan >> 6));  // times 256
+}
+
+// Four e4m3 bytes to two pairs of f16, exact.
 __device__ __forceinline__ void e4m3x4_to_f16x2(uint32_t bytes, uint32_t& first, uint32_t& second) {
+#if __CUDA_ARCH__ >= 890
     asm("{\n"
         ".reg .b16 lo, hi;\n"
         "mov.b32 {lo, hi}, %2;\n"
@@ -65,6 +76,10 @@ __device__ __forceinline__ void e4m3x4_to_f16x2(uint32_t bytes, uint32_t& first,
         "}\n"
         : "=r"(first), "=r"(second)
         : "r"(bytes));
+#else
+    first = e4m3x2_to_f16x2(bytes, 0x1404);
+    second = e4m3x2_to_f16x2(bytes, 0x3424);
+#endif
 }
 
 // Four e4m3 bytes to four float32.

@@ -1,0 +1,354 @@
+"""The lightning indexer beside DeepGEMM's logits and vLLM's top-k: prefill and decode, the steps and the whole.
+
+python benchmarks/indexer.py [--quick] [--only REGEX]
+
+CUPY_MLA_INDEXER_PEERS names the folders that `get_indexer_peers.sh` filled, with ":" between them (default
+.peer-indexer:.peer-indexer-033); the best of all is the peer of a row. Rows have `calc_diff` of the logits from float64
+on some queries, or `exact`: 1 where the chosen sets are those of a stable sort. Sizes named "random" are drawn anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from harness import NO_PEER, ROOT, Options, Record, time_side_by_side
+from indexer_peers import Peers
+
+import cupy_mla
+
+HEADS, K, BLOCK = 64, 2048, 64
+SETS = 3  # of inputs in rotation
+LARGEST_SETS = 20 << 30  # bytes
+SAMPLE = 24  # queries or rows that are compared
+FOLDERS = os.environ.get("CUPY_MLA_INDEXER_PEERS", f"{ROOT}/.peer-indexer:{ROOT}/.peer-indexer-033").split(":")
+
+PREFILLS = ((4096, 8192), (4096, 32768), (2048, 131072), (256, 131072), (8192, 8192))
+DECODES = (
+    (1, 1, 4096), (1, 1, 32768), (1, 1, 131072), (8, 1, 32768), (8, 1, 131072), (64, 1, 8192), (64, 1, 32768),
+    (64, 1, 131072), (64, 2, 32768), (128, 1, 8192), (128, 1, 65536), (256, 1, 4096),
+)  # fmt: skip
+QUICK = {(4096, 8192), (256, 131072), (1, 1, 32768), (64, 1, 32768), (64, 1, 131072)}
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Case(NamedTuple):
+    """A row: what is timed, of which shape."""
+
+    work: str
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.work} {' x '.join(map(str, self.shape))}"
+
+
+def cases(rng: np.random.Generator, quick: bool) -> Iterator[Case]:
+    """Every row; those of random sizes last."""
+    prefills, decodes = list(PREFILLS), list(DECODES)
+    for _ in range(5):
+        n = int(2 ** rng.uniform(12, 17)) // 64 * 64
+        prefills.append((min(int(2 ** rng.uniform(8, 13)), n), n))
+    for _ in range(10):
+        b, n = int(2 ** rng.uniform(0, 8)), int(rng.choice([1, 1, 2, 3]))
+        decodes.append((b, n, int(2 ** rng.uniform(12, min(17, 23 - np.log2(b * n)))) // 64 * 64))
+    for work in ("prefill_logits", "portable_prefill_logits", "topk_prefill", "select_prefill"):
+        yield from (Case(work, shape) for shape in prefills if not quick or shape in QUICK)
+    for work in ("decode_logits", "portable_decode_logits", "topk_decode", "select_decode"):
+        yield from (Case(work, shape) for shape in decodes if not quick or shape in QUICK)
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------
+
+
+def e4m3(*shape: int) -> torch.Tensor:
+    """Rows of 128 normal numbers, quantized under a scale each."""
+    rows = torch.empty(*shape, 128, device="cuda", dtype=torch.float8_e4m3fn)
+    for part in rows.view(-1, 128).split(1 << 22):
+        values = torch.randn(part.shape, device="cuda")
+        part.copy_((values * (448 / values.abs().amax(-1, keepdim=True))).to(torch.float8_e4m3fn))
+    return rows
+
+
+def weights(rows: int) -> torch.Tensor:
+    return torch.randn(rows, HEADS, device="cuda") * (HEADS * 128) ** -0.5 * 0.008
+
+
+def ragged(m: int, n: int) -> Tensors:
+    """Queries at the end of n keys: query i sees n - m + i + 1 of them."""
+    ends = torch.arange(n - m + 1, n + 1, device="cuda", dtype=torch.int32)
+    return (
+        e4m3(m, HEADS),
+        e4m3(n),
+        torch.rand(n, device="cuda") * 0.01 + 0.002,
+        weights(m),
+        torch.zeros_like(ends),
+        ends,
+    )
+
+
+def paged(b: int, n: int, context: int) -> Tensors:
+    """Requests of the same length, blocks in random order."""
+    width = -(-context // BLOCK)
+    cache = torch.empty(b * width, BLOCK * 132, device="cuda", dtype=torch.uint8)
+    cache[:, : BLOCK * 128] = e4m3(b * width * BLOCK).view(torch.uint8).view(b * width, -1)
+    scales = torch.rand(b * width, BLOCK, device="cuda") * 0.01 + 0.002
+    cache[:, BLOCK * 128 :] = scales.view(torch.uint8)
+    table = torch.randperm(b * width, device="cuda").view(b, width).to(torch.int32)
+    lens = context - n + 1 + torch.arange(n, device="cuda", dtype=torch.int32).expand(b, n)
+    return e4m3(b, n, HEADS), cache.view(-1, BLOCK, 132), weights(b * n), lens.contiguous(), table
+
+
+def sets_of(make: Callable[[], Tensors]) -> list[Tensors]:
+    """Several sets of inputs, fewer where they are large."""
+    first = make()
+    nbytes = sum(t.numel() * t.element_size() for t in first)
+    return [first, *(make() for _ in range(min(SETS, max(LARGEST_SETS // nbytes, 1)) - 1))]
+
+
+# --- calls ----------------------------------------------------------------------------------------------------
+
+
+def ours(case: Case, sets: list[Tensors]) -> list[Callable[[], torch.Tensor]]:
+    """One call of ours a set."""
+    context = case.shape[-1]
+    made: dict[str, Callable[..., torch.Tensor]] = {
+        "prefill_logits": lambda *a: cupy_mla.indexer_logits(*a, clean=False),
+        "decode_logits": lambda *a: cupy_mla.paged_indexer_logits(*a, context, clean=False),
+        "topk_prefill": lambda logits, starts, ends: cupy_mla.topk_indices(logits, K, starts, ends),
+        "topk_decode": lambda logits, lens: cupy_mla.topk_indices(logits, K, None, lens.view(-1)),
+        "select_prefill": lambda *a: cupy_mla.select_rows(
+            *a[:6], K, req_id=a[6], block_table=a[7], block_size=BLOCK
+        ),
+        "select_decode": lambda *a: cupy_mla.select_rows_paged(*a, context, K, slots=True),
+    }  # fmt: skip
+    call = made[case.work.removeprefix("portable_")]
+    return [lambda s=s: call(*s) for s in sets]
+
+
+def theirs(case: Case, sets: list[Tensors], peers: Peers) -> dict[str, list[Callable[[], torch.Tensor]]]:
+    """The peers' calls, by what they are called."""
+    context, work = case.shape[-1], case.work.removeprefix("portable_")
+    if work == "prefill_logits":
+        return {"DeepGEMM": [lambda s=s: peers.logits(*s) for s in sets]}
+    if work == "topk_prefill":
+        outs = [torch.empty(len(s[0]), K, device="cuda", dtype=torch.int32) for s in sets]
+        return {"per_row": [lambda s=s, o=o: peers.topk_prefill(*s, o) for s, o in zip(sets, outs, strict=True)]}
+    if work == "select_prefill":
+        outs = [torch.empty(len(s[0]), K, device="cuda", dtype=torch.int32) for s in sets]
+
+        def select(s: Tensors, out: torch.Tensor) -> torch.Tensor:
+            peers.topk_prefill(peers.logits(*s[:6]), s[4], s[5], out)
+            return cupy_mla.convert_req_index_to_global_index(s[6], s[7], out, BLOCK)
+
+        return {"DeepGEMM, per_row": [lambda s=s, o=o: select(s, o) for s, o in zip(sets, outs, strict=True)]}
+    rows = case.shape[0] * case.shape[1]
+    usable = [name for name in peers.names if name != "cooperative_topk" or rows <= 64]
+    outs = [torch.empty(rows, K, device="cuda", dtype=torch.int32) for s in sets]
+    if work == "topk_decode":
+        return {
+            name: [lambda s=s, o=o, name=name: peers.topk_decode(name, *s, o) for s, o in zip(sets, outs, strict=True)]
+            for name in usable
+        }
+    schedules = [peers.schedule(s[3]) for s in sets]
+
+    def logits(s: Tensors, schedule: torch.Tensor) -> torch.Tensor:
+        return peers.paged_logits(*s, schedule, context)
+
+    if work == "decode_logits":
+        return {"DeepGEMM": [lambda s=s, m=m: logits(s, m) for s, m in zip(sets, schedules, strict=True)]}
+    requests = torch.arange(case.shape[0], device="cuda", dtype=torch.int32).repeat_interleave(case.shape[1])
+
+    def select_paged(name: str, s: Tensors, schedule: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        peers.topk_decode(name, logits(s, schedule), s[3], out)
+        return cupy_mla.convert_req_index_to_global_index(requests, s[4], out, BLOCK)
+
+    every = list(zip(sets, schedules, outs, strict=True))
+    return {
+        f"DeepGEMM, {name}": [lambda e=e, name=name: select_paged(name, *e) for e in every] for name in usable
+    }  # fmt: skip
+
+
+def inputs(case: Case) -> list[Tensors]:
+    work, shape = case.work.removeprefix("portable_"), case.shape
+    if work == "prefill_logits":
+        return sets_of(lambda: ragged(*shape))
+    if work == "decode_logits" or work == "select_decode":
+        return sets_of(lambda: paged(*shape))
+    if work == "topk_prefill":
+
+        def of_prefill() -> Tensors:
+            made = ragged(*shape)
+            return cupy_mla.indexer_logits(*made), *made[4:]
+
+        return sets_of(of_prefill)
+    if work == "topk_decode":
+
+        def of_decode() -> Tensors:
+            made = paged(*shape)
+            return cupy_mla.paged_indexer_logits(*made, shape[2]), made[3]
+
+        return sets_of(of_decode)
+    m, n = shape
+    table = torch.randperm(-(-n // BLOCK), device="cuda").to(torch.int32)[None]
+    return sets_of(lambda: (*ragged(m, n), torch.zeros(m, device="cuda", dtype=torch.int32), table))
+
+
+# --- whether results are right --------------------------------------------------------------------------------
+
+
+def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
+    x, y = x.double(), y.double()
+    return (1 - 2 * (x * y).sum() / (x * x + y * y).sum()).item()
+
+
+def float64_logits(q8: torch.Tensor, k8: torch.Tensor, ks: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Logits of one query [H, 128] over keys."""
+    return (torch.relu(k8.double() @ q8.double().T) * w.double()).sum(1) * ks.double()
+
+
+def check_logits(case: Case, s: Tensors, got: torch.Tensor) -> float:
+    """calc_diff over some queries."""
+    found, exact = [], []
+    for row in torch.randint(0, len(got), (SAMPLE,)).tolist():
+        if "prefill" in case.work:
+            q8, k8, ks, w, _, ends = s
+            seen = int(ends[row])
+            exact.append(float64_logits(q8[row], k8[:seen], ks[:seen], w[row]))
+        else:
+            q8, cache, w, lens, table = s
+            b, j = divmod(row, case.shape[1])
+            seen, whole = int(lens[b, j]), cache.view(len(cache), -1)[table[b].long()]
+            k8 = whole[:, : BLOCK * 128].reshape(-1, 128).view(torch.float8_e4m3fn)[:seen]
+            ks = whole[:, BLOCK * 128 :].contiguous().view(torch.float32).reshape(-1)[:seen]
+            exact.append(float64_logits(q8[b, j], k8, ks, w[row]))
+        found.append(got[row, :seen])
+    return calc_diff(torch.cat(found), torch.cat(exact))
+
+
+def sorted_topk(logits: torch.Tensor) -> torch.Tensor:
+    """Of one row, by a stable sort; ascending."""
+    return logits.sort(descending=True, stable=True).indices[:K].sort().values
+
+
+def check_topk(case: Case, s: Tensors, got: torch.Tensor) -> int:
+    """1 where the sets of some rows are those of a stable sort."""
+    if "select" in case.work:
+        prefill = case.work == "select_prefill"
+        logits = cupy_mla.indexer_logits(*s[:6]) if prefill else cupy_mla.paged_indexer_logits(*s, case.shape[2])
+        ends = s[5] if prefill else s[3].view(-1)
+    else:
+        logits, ends = s[0], s[-1].view(-1)
+    right = True
+    for row in torch.randint(0, len(got), (SAMPLE,)).tolist():
+        chosen = sorted_topk(logits[row, : int(ends[row])])
+        if "select" in case.work:
+            table = s[7][0] if case.work == "select_prefill" else s[4][row // case.shape[1]]
+            chosen = table[chosen // BLOCK].long() * BLOCK + chosen % BLOCK
+        right &= torch.equal(got[row, : len(chosen)].long(), chosen) and bool((got[row, len(chosen) :] == -1).all())
+    return int(right)
+
+
+# --- the programs ---------------------------------------------------------------------------------------------
+
+
+def print_times(folder: Path, seed: int, options: Options) -> None:
+    """The peers' times of all rows, as JSON, one line a row."""
+    peers = Peers(folder)
+    for case in cases(np.random.default_rng(seed), options.quick):
+        if not wanted(case, options):
+            continue
+        sets = inputs(case)
+        try:
+            calls = theirs(case, sets, peers)
+            times = dict(zip(calls, time_side_by_side(*calls.values()), strict=True))
+        except (RuntimeError, TypeError) as error:
+            print(f"{folder} {case.name}: {str(error)[:500]}", file=sys.stderr, flush=True)
+            times = {}
+        print(json.dumps([case.name, times]), flush=True)
+        del sets
+        torch.cuda.empty_cache()
+
+
+def wanted(case: Case, options: Options) -> bool:
+    import re
+
+    return re.search(options.only, case.name) is not None
+
+
+def peer_times(seed: int, options: Options) -> dict[str, dict[str, float]]:
+    """The peers' times of each row, by the peers' names and versions."""
+    found: dict[str, dict[str, float]] = {}
+    folders = [Path(folder) for folder in FOLDERS if Path(folder).is_dir()]
+    for folder in folders:
+        command = [sys.executable, __file__, "--times", str(folder), "--seed", str(seed), "--only", options.only]
+        result = subprocess.run(
+            [*command, *["--quick"] * options.quick], stdout=subprocess.PIPE, text=True, check=False
+        )
+        for line in result.stdout.splitlines():
+            if line.startswith("["):
+                case, times = json.loads(line)
+                found.setdefault(case, {}).update({f"{n} ({folder.name})": t for n, t in times.items()})
+    if not found:
+        print("no peer: CUPY_MLA_INDEXER_PEERS names no folder that get_indexer_peers.sh filled", file=sys.stderr)
+        sys.exit(NO_PEER)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few rows")
+    parser.add_argument("--only", metavar="REGEX", default="", help="the rows in whose name this is found")
+    parser.add_argument("--times", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
+    parser.add_argument("--no-peer", action="store_true", help="time ours alone")
+    arguments = parser.parse_args()
+    options = Options(arguments.quick, arguments.only)
+    if arguments.times:
+        print_times(arguments.times, arguments.seed, options)
+        return
+    peers = {} if arguments.no_peer else peer_times(arguments.seed, options)
+    record = Record("indexer", options, "ours us,peer us,ratio,check")
+    record.note("seed", arguments.seed)
+    for case in cases(np.random.default_rng(arguments.seed), options.quick):
+        if wanted(case, options):
+            measure(record, case, peers.get(case.name, {}))
+            torch.cuda.empty_cache()
+    print(record.write())
+
+
+def measure(record: Record, case: Case, peers: dict[str, float]) -> None:
+    sets = inputs(case)
+    calls = ours(case, sets)
+    got = calls[0]()
+    checked: dict[str, Any]
+    if "logits" in case.work:
+        checked = {"calc_diff": check_logits(case, sets[0], got)}
+        wrong = not checked["calc_diff"] < 5e-6
+    else:
+        checked = {"exact": check_topk(case, sets[0], got)}
+        wrong = not checked["exact"]
+    if wrong:
+        record.wrong.append(f"{case.name}: {checked}")
+    del got
+    (ours_us,) = time_side_by_side(calls)
+    peer, peer_us = min(peers.items(), key=lambda item: item[1], default=("", float("nan")))
+    fields = ("b", "next_n", "context") if len(case.shape) == 3 else ("m", "n")
+    row = {
+        "case": case.name, "work": case.work, **dict(zip(fields, case.shape, strict=True)), "heads": HEADS, "k": K,
+        "ours_us": round(ours_us, 2), "peer_us": round(peer_us, 2), "peer": peer,
+        "ratio": round(peer_us / ours_us, 3), **checked,
+    }  # fmt: skip
+    record.add_row(row, f"{ours_us:9.1f} {peer_us:9.1f} {peer_us / ours_us:9.2f} {next(iter(checked.values())):9.1e}")
+
+
+if __name__ == "__main__":
+    main()

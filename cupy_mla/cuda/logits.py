@@ -1,0 +1,172 @@
+"""Launches the indexer's quantization and logits: `kernels_cu/indexer/quantize_q.cu` and `logits.cu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ..arrays import Array
+from ..layouts import INDEXER_FP8
+from ..sizes import least
+from . import structs
+from .driver import Gpu
+from .kernel import Kernel
+from .paging import NO_TABLE, block_table, ceil_div, pointer
+from .program import Launch, Pointer, Program
+from .structs import Packed
+
+D = INDEXER_FP8.d_qk
+HEADS_PER_WARP, WARPS = 8, 8  # of quantize_q
+
+HEADS = (32, 64)  # index heads that kernels are compiled for; fewer are padded
+TILE_ROWS = 256  # queries times heads that a CTA has in shared memory,
+FEW_ROWS = 64  # and of a decode with a few queries a request
+UNIT = 256  # keys that a CTA works on at a time
+BLOCKS_PER_SM = 2  # that run at a time
+SPILL_BYTES = 16  # keys fill the registers; some compilers put what is needed once a unit into local memory
+
+
+@cache
+def quantize_kernel(aligned: bool) -> Kernel:
+    """The kernel that quantizes queries, for rows that allow wide accesses or do not."""
+    return Kernel("indexer/quantize_q.cu", structs.QUANTIZE_Q, {"ALIGNED": int(aligned)})
+
+
+@cache
+def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool) -> Kernel:
+    """The kernel for so many heads and query rows of a tile, keys in rows or paged that allow wide loads or do not."""
+    defines = {
+        **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": rows // heads, "PAGED": int(paged), "ALIGNED": int(aligned)
+    }  # fmt: skip
+    return Kernel("indexer/logits.cu", structs.LOGITS, defines, spill_bytes=SPILL_BYTES)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for aligned in (True, False):
+        yield quantize_kernel(aligned)
+    for heads in HEADS:
+        yield logits_kernel(heads, TILE_ROWS, False, True)
+        yield logits_kernel(heads, TILE_ROWS, True, False)
+        for rows in (FEW_ROWS, TILE_ROWS):
+            yield logits_kernel(heads, rows, True, True)
+
+
+def quantize_indexer_q(
+    gpu: Gpu,
+    q: Array,
+    weights: Array,
+    positions: Array | None,
+    cos_sin_cache: Array | None,
+    rope_first: bool,
+    interleaved: bool,
+    scale_format: str,
+    q8: Array,
+    w: Array,
+) -> Program:
+    """Twin of `reference.logits.quantize_indexer_q`."""
+    tokens, heads, _ = q.shape
+    if tokens == 0:
+        return ()
+    params = structs.QUANTIZE_Q(
+        q=q.ptr, weights=weights.ptr, positions=pointer(positions), cos_sin=pointer(cos_sin_cache), q8=q8.ptr, w=w.ptr,
+        q_t=q.strides[0], q_h=q.strides[1], weights_stride=weights.strides[0],
+        positions_end=cos_sin_cache.shape[0] if cos_sin_cache else 0,
+        cos_sin_stride=cos_sin_cache.strides[0] if cos_sin_cache else 0, tokens=tokens, heads=heads,
+        bf16_weights=int(weights.dtype.itemsize == 2),
+        bf16_cos_sin=int(cos_sin_cache is not None and cos_sin_cache.dtype.itemsize == 2), rope_first=int(rope_first),
+        interleaved=int(interleaved), power_of_two=int(scale_format == "ue8m0"), factor=(int(heads) * D) ** -0.5,
+    )  # fmt: skip
+    return [Launch(quantize_kernel(q.aligned(16)), (ceil_div(tokens * (heads // HEADS_PER_WARP), WARPS), 1, 1), params)]
+
+
+def indexer_logits(
+    gpu: Gpu, q8: Array, k8: Array, ks: Array, w: Array, starts: Array, ends: Array, clean: bool, out: Array
+) -> Program:
+    """Twin of `reference.logits.indexer_logits`."""
+    return ragged_logits(gpu, q8, k8, ks, w, starts, ends, clean, out.ptr, out.strides[0], 0, q8.shape[0])
+
+
+def paged_indexer_logits(
+    gpu: Gpu, q8: Array, kv_cache: Array, w: Array, lens: Array, table: Array, clean: bool, out: Array
+) -> Program:
+    """Twin of `reference.logits.paged_indexer_logits`."""
+    return paged_logits(
+        gpu, q8, kv_cache, w, lens, table, clean, out.ptr, out.strides[0], out.shape[1], 0, q8.shape[0]
+    )  # fmt: skip
+
+
+def ragged_logits(
+    gpu: Gpu,
+    q8: Array,
+    k8: Array,
+    ks: Array,
+    w: Array,
+    starts: Array,
+    ends: Array,
+    clean: bool,
+    out: Pointer | int,
+    out_stride: int,
+    first: int,
+    queries: int,
+) -> Program:
+    """Logits of `queries` queries from number `first` on, to `out`."""
+    _, heads, _ = q8.shape
+    keys = k8.shape[0]
+    if queries == 0 or keys == 0:
+        return ()
+    params = structs.LOGITS(
+        table=NO_TABLE, q8=q8.ptr + first * q8.strides[0], keys=k8.ptr, scales=ks.ptr,
+        w=w.ptr + 4 * first * w.strides[0], out=out, starts=starts.ptr + 4 * first * starts.strides[0],
+        ends=ends.ptr + 4 * first * ends.strides[0], q_request=0, q_query=q8.strides[0], q_head=q8.strides[1],
+        w_stride=w.strides[0], out_stride=out_stride, key_stride=k8.strides[0], lens_stride=0, requests=1,
+        queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(clean),
+    )  # fmt: skip
+    return [_launch(gpu, int(heads), TILE_ROWS, False, True, 1, queries, keys, params)]
+
+
+def paged_logits(
+    gpu: Gpu,
+    q8: Array,
+    kv_cache: Array,
+    w: Array,
+    lens: Array,
+    table: Array,
+    clean: bool,
+    out: Pointer | int,
+    out_stride: int,
+    width: int,
+    first: int,
+    requests: int,
+) -> Program:
+    """Logits of `requests` requests from number `first` on, to `out`."""
+    _, n, heads, _ = q8.shape
+    num_blocks, block_size, _ = kv_cache.shape
+    if requests == 0 or n == 0 or width == 0:
+        return ()
+    of_tokens = len(lens.shape) == 2
+    params = structs.LOGITS(
+        table=block_table(table, block_size, first, requests), q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr,
+        scales=0, w=w.ptr + 4 * first * n * w.strides[0], out=out, starts=0,
+        ends=lens.ptr + 4 * first * lens.strides[0], q_request=q8.strides[0], q_query=q8.strides[1],
+        q_head=q8.strides[2], w_stride=w.strides[0], out_stride=out_stride, key_stride=kv_cache.strides[0],
+        lens_stride=lens.strides[0] if of_tokens else 0, requests=requests, queries=n, heads=heads, width=width,
+        num_blocks=num_blocks, clean=int(clean),
+    )  # fmt: skip
+    aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
+    rows = FEW_ROWS if aligned and n * _padded(heads) <= FEW_ROWS else TILE_ROWS
+    return [_launch(gpu, int(heads), rows, True, aligned, requests, n, width, params)]
+
+
+def _launch(
+    gpu: Gpu, heads: int, rows: int, paged: bool, aligned: bool, requests: int, queries: int, width: int, params: Packed
+) -> Launch:
+    padded = _padded(heads)
+    tiles = requests * ceil_div(queries, rows // padded)
+    blocks = least(BLOCKS_PER_SM * gpu.sms, tiles * ceil_div(width, UNIT))
+    return Launch(logits_kernel(padded, rows, paged, aligned), (blocks, 1, 1), params)
+
+
+def _padded(heads: int) -> int:
+    """Heads of the kernel that serves so many."""
+    return next(padded for padded in HEADS if heads <= padded)

@@ -1,0 +1,199 @@
+"""Launches the selection of the largest logits: `kernels_cu/indexer/topk.cu`, behind the logits or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import Array
+from ..sizes import least, most
+from . import structs
+from .driver import Gpu
+from .kernel import Kernel
+from .logits import paged_logits, ragged_logits
+from .paging import NO_TABLE, block_table, ceil_div, pointer
+from .program import Launch, Pointer, Program, Slot
+from .structs import Packed
+
+FEW_THREADS, MANY_THREADS = 512, 1024  # of a CTA, for many rows and for few
+FEW_PER_SM = 2  # CTAs of 512 threads that run at a time
+PART = 16384  # items of a row from which on another CTA pays
+MAX_PARTS = 8
+SPILL_BYTES = 16  # some compilers put what is needed once a row into local memory
+FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
+
+
+@cache
+def kernel(threads: int, bf16: bool, parts: bool = False, candidates: bool = False) -> Kernel:
+    """The kernel that chooses from rows, from parts of rows, or from what was chosen of the parts."""
+    defines = {"THREADS": threads, "BF16": int(bf16), "PARTS": int(parts), "CANDIDATES": int(candidates)}
+    return Kernel("indexer/topk.cu", structs.TOPK, defines, spill_bytes=SPILL_BYTES)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for bf16 in (False, True):
+        yield kernel(FEW_THREADS, bf16)
+        yield kernel(MANY_THREADS, bf16)
+        yield kernel(MANY_THREADS, bf16, parts=True)
+        yield kernel(MANY_THREADS, bf16, candidates=True)
+
+
+class Logits(NamedTuple):
+    """Rows of logits in memory.
+
+    Attributes:
+        ptr: of the first.
+        stride: from row to row, in items.
+        aligned: whether rows allow loads of four items.
+    """
+
+    ptr: Pointer | int
+    stride: int
+    rows: int
+    width: int
+    bf16: bool
+    aligned: bool
+
+
+class Bounds(NamedTuple):
+    """Where the rows' ranges begin and end; 0 for no limit.
+
+    Attributes:
+        lens_stride: with `queries`, from request to request; 0 where a request has one context length.
+        queries: of a request, whose `ends` are context lengths; 0: `ends` are ends.
+    """
+
+    starts: object
+    ends: object
+    lens_stride: int = 0
+    queries: int = 0
+
+
+def topk_indices(
+    gpu: Gpu, logits: Array, k: int, starts: Array | None, ends: Array | None, sort: bool, out: Array
+) -> Program:
+    """Twin of `reference.topk.topk_indices`; results are ascending in any case."""
+    rows, width = logits.shape
+    item = logits.dtype.itemsize
+    of = Logits(logits.ptr, logits.strides[0], rows, width, item == 2, logits.aligned(4 * item))
+    return _launches(gpu, of, Bounds(pointer(starts), pointer(ends)), k, NO_TABLE, 0, out.ptr, out.strides[0])
+
+
+def select_rows(
+    gpu: Gpu,
+    q8: Array,
+    k8: Array,
+    ks: Array,
+    w: Array,
+    starts: Array,
+    ends: Array,
+    k: int,
+    req_id: Array | None,
+    table: Array | None,
+    block_size: int | None,
+    max_workspace_bytes: int,
+    out: Array,
+) -> Program:
+    """Twin of `reference.topk.select_rows`."""
+    queries, keys = q8.shape[0], k8.shape[0]
+    stride = _padded(keys)
+    step = most(max_workspace_bytes // (4 * stride), 1)
+    workspace = Slot("logits", shape=(least(step, queries), stride), dtype=FLOAT32)
+    slots = NO_TABLE if table is None or block_size is None else block_table(table, block_size)
+    program: list = []
+    for chunk in range(int(ceil_div(queries, step))):
+        first = chunk * step
+        rows = least(step, queries - first)
+        program += ragged_logits(
+            gpu, q8, k8, ks, w, starts, ends, False, workspace.ptr, stride, first, rows
+        )  # fmt: skip
+        bounds = Bounds(_item(starts, first), _item(ends, first))
+        requests = 0 if req_id is None else _item(req_id, first)
+        program += _launches(
+            gpu, Logits(workspace.ptr, stride, rows, keys, False, True), bounds, k, slots, requests,
+            out.ptr + 4 * first * out.strides[0], out.strides[0],
+        )  # fmt: skip
+    return program
+
+
+def select_rows_paged(
+    gpu: Gpu,
+    q8: Array,
+    kv_cache: Array,
+    w: Array,
+    lens: Array,
+    table: Array,
+    max_context_len: int,
+    k: int,
+    slots: bool,
+    max_workspace_bytes: int,
+    out: Array,
+) -> Program:
+    """Twin of `reference.topk.select_rows_paged`."""
+    requests, n = q8.shape[0], q8.shape[1]
+    if n == 0:
+        return ()
+    stride = _padded(max_context_len)
+    step = most(max_workspace_bytes // (4 * stride * n), 1)
+    workspace = Slot("logits", shape=(least(step, requests) * n, stride), dtype=FLOAT32)
+    program: list = []
+    for chunk in range(int(ceil_div(requests, step))):
+        first = chunk * step
+        count = least(step, requests - first)
+        program += paged_logits(
+            gpu, q8, kv_cache, w, lens, table, False, workspace.ptr, stride, max_context_len, first, count
+        )  # fmt: skip
+        bounds = Bounds(0, _item(lens, first), lens.strides[0] if len(lens.shape) == 2 else 0, n)
+        to = block_table(table, kv_cache.shape[1], first, count) if slots else NO_TABLE
+        program += _launches(
+            gpu, Logits(workspace.ptr, stride, count * n, max_context_len, False, True), bounds, k, to, 0,
+            out.ptr + 4 * first * n * out.strides[0], out.strides[0],
+        )  # fmt: skip
+    return program
+
+
+def _launches(
+    gpu: Gpu,
+    logits: Logits,
+    bounds: Bounds,
+    k: int,
+    table: Packed,
+    requests: Pointer | int,
+    out: Pointer | int,
+    out_stride: int,
+) -> Program:
+    """One launch, or two where rows are few and long: parts of rows, then what was chosen of the parts."""
+    rows, width = logits.rows, logits.width
+    if rows == 0:
+        return ()
+    params = structs.TOPK(
+        table=table, logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, requests=requests, candidates=0,
+        out=out, logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows,
+        width=width, k=k, queries=bounds.queries, parts=1, aligned=int(logits.aligned),
+    )  # fmt: skip
+    if rows > gpu.sms:
+        return [Launch(kernel(FEW_THREADS, logits.bf16), (rows, 1, 1), params)]
+    parts = least(least(gpu.sms // rows, ceil_div(width, PART)), MAX_PARTS)
+    if parts < 4:  # a second launch costs more than it saves
+        return [Launch(kernel(MANY_THREADS, logits.bf16), (rows, 1, 1), params)]
+    candidates = Slot("candidates", shape=(rows, parts, k), dtype=INT32)
+    of_parts = params.replaced(**{"table.blocks": 0, "out": candidates.ptr, "parts": parts})
+    of_rows = params.replaced(candidates=candidates.ptr, parts=parts)
+    return [
+        Launch(kernel(MANY_THREADS, logits.bf16, parts=True), (rows * parts, 1, 1), of_parts),
+        Launch(kernel(MANY_THREADS, logits.bf16, candidates=True), (rows, 1, 1), of_rows),
+    ]
+
+
+def _padded(width: int) -> int:
+    """The stride of rows of float32 that allow loads of four."""
+    return ceil_div(most(width, 1), 4) * 4
+
+
+def _item(array: Array, first: int) -> Pointer | int:
+    """Where entry `first` of an array of int32 stands."""
+    return array.ptr + 4 * first * array.strides[0]

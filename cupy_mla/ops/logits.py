@@ -1,0 +1,197 @@
+"""The lightning indexer's logits: what decides which KV rows a query token attends to.
+
+For query token i with H index heads and key j, both e4m3 of width 128:
+
+    logit[i, j] = ks[j] * sum_h relu(dot(q8[i, h], k8[j])) * w[i, h]
+
+with one float32 scale `ks` a key. The scales of q stand in `w`, as relu commutes with a positive factor:
+
+    w[i, h] = weights[i, h] * H**-0.5 * 128**-0.5 * q_scale[i, h]
+
+A NaN in a query or a key makes that one's logits NaN, no others. Kernels sum in float32, or on Hopper partly in
+bfloat16; a logit's bits depend on its own query and key alone.
+
+Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' contracts are DeepGEMM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import Array
+from ..bridges import bind
+from ..calls.signature import operation
+from ..cuda import logits as cuda
+from ..layouts import BFLOAT16, E4M3, INDEXER_FP8
+from ..reference import logits as reference
+from .cache import SCALE_FORMATS
+from .indexer import require_indexer_cache
+from .validate import FLOAT32, INT32, INT64, QUANTIZED
+
+D = INDEXER_FP8.d_qk
+ROPE = 64
+HEADS = tuple(range(8, 65, 8))
+ALIGNMENT = 16  # bytes, of rows of q8 and k8
+
+
+@operation
+def quantize_indexer_q(
+    q: Any,
+    weights: Any,
+    *,
+    positions: Any = None,
+    cos_sin_cache: Any = None,
+    rope_first: bool = True,
+    interleaved: bool = False,
+    scale_format: str = "fp32",
+) -> tuple[Any, Any]:
+    """Quantize the indexer's queries, rotated before if asked, and put their scales into the heads' weights.
+
+    Each token's head has a scale of its own, `max(amax, 1e-10) / 448`, and `w` is `weights * scale * (H * 128)**-0.5`.
+    With `positions`, 64 of the 128 values are rotated first (rotary embedding), and rounded to bfloat16: DeepSeek V3.2
+    rotates the first 64, half-split; V4 the last 64, interleaved.
+
+    Args:
+        q: [T, H, 128] bfloat16, H a multiple of 8 up to 64; any strides with a contiguous last axis.
+        weights: [T, H] float32 or bfloat16.
+        positions: [T] int64 places of the tokens in their sequences. A token whose position has no row in
+            `cos_sin_cache` is not rotated.
+        cos_sin_cache: [P, 64] float32 or bfloat16: 32 cosines and 32 sines of a position; goes with `positions`.
+        rope_first: rotate the first 64 values, else the last.
+        interleaved: rotate values 2i and 2i + 1 by angle i, else i and i + 32.
+        scale_format: "fp32", or "ue8m0": the scale rounded up to a power of two.
+
+    Returns:
+        q8 [T, H, 128] float8_e4m3fn (uint8 in CuPy, which has no fp8) and w [T, H] float32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides.
+    """
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
+    if (positions is None) != (cos_sin_cache is None):
+        raise ValueError("positions and cos_sin_cache must be given together")
+    place, (q_, weights_) = bind(q=q, weights=weights)
+    positions_, cos_sin = place.optional(positions=positions, cos_sin_cache=cos_sin_cache)
+    tokens, heads, _ = q_.require(BFLOAT16, "T", HEADS, D).shape
+    weights_.require((FLOAT32, BFLOAT16), tokens, heads)
+    if positions_ is not None and cos_sin is not None:
+        positions_.require(INT64, tokens)
+        cos_sin.require((FLOAT32, BFLOAT16), "P", ROPE)
+    q8, w = place.new("q8", (tokens, heads, D), E4M3), place.new("w", (tokens, heads), FLOAT32)
+    place.call(
+        cuda.quantize_indexer_q, reference.quantize_indexer_q,
+        q_, weights_, positions_, cos_sin, rope_first, interleaved, scale_format, q8, w,
+    )  # fmt: skip
+    return q8.obj, w.obj
+
+
+@operation
+def indexer_logits(
+    q8: Any, k8: Any, ks: Any, w: Any, starts: Any, ends: Any, *, clean: bool = True, out: Any = None
+) -> Any:
+    """Logits of query tokens over keys in rows, each token over a range of them.
+
+    Args:
+        q8: [M, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
+        k8: [N, 128] uint8 or float8_e4m3fn, rows at multiples of 16 bytes.
+        ks: [N] float32 scales of the keys.
+        w: [M, H] float32 weights of the heads, as `quantize_indexer_q` returns them.
+        starts, ends: [M] int32; token i sees keys `max(starts[i], 0) <= j < min(ends[i], N)`.
+        clean: write -inf for keys that a token does not see; else these entries are left as they are, or overwritten
+            with -inf.
+        out: [M, N] float32, written in place when given.
+
+    Returns:
+        [M, N] float32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+    """
+    place, (q8_, k8_, ks_, w_, starts_, ends_) = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
+    (out_,) = place.optional(out=out)
+    queries, keys = require_ragged(q8_, k8_, ks_, w_, starts_, ends_)
+    out_ = place.output("out", out_, (queries, keys), FLOAT32)
+    place.call(cuda.indexer_logits, reference.indexer_logits, q8_, k8_, ks_, w_, starts_, ends_, clean, out_)
+    return out_.obj
+
+
+@operation
+def paged_indexer_logits(
+    q8: Any,
+    kv_cache: Any,
+    w: Any,
+    context_lens: Any,
+    block_table: Any,
+    max_context_len: int,
+    *,
+    clean: bool = True,
+    out: Any = None,
+) -> Any:
+    """Logits of each request's query tokens over its keys in the paged cache.
+
+    A key whose block does not exist (beyond the block table's width, negative, or beyond the cache) is not read; its
+    logit is -inf.
+
+    Args:
+        q8: [B, n, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
+        kv_cache: [num_blocks, block_size, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8.
+        w: [B * n, H] float32 weights of the heads, as `quantize_indexer_q` returns them.
+        context_lens: [B] int32, and token j of n sees the first `context_lens[b] - n + j + 1` keys; or [B, n] int32,
+            the number of keys that each token sees.
+        block_table: [B, width] int32 blocks of each request.
+        max_context_len: width of the result; keys beyond it are not looked at.
+        clean: write -inf for keys that a token does not see; else these entries are left as they are, or overwritten
+            with -inf.
+        out: [B * n, max_context_len] float32, written in place when given.
+
+    Returns:
+        [B * n, max_context_len] float32.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+    """
+    place, (q8_, cache, w_, lens, table) = bind(
+        q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
+    )
+    (out_,) = place.optional(out=out)
+    queries = require_paged(q8_, cache, w_, lens, table, max_context_len)
+    out_ = place.output("out", out_, (queries, max_context_len), FLOAT32)
+    place.call(
+        cuda.paged_indexer_logits, reference.paged_indexer_logits, q8_, cache, w_, lens, table, clean, out_
+    )  # fmt: skip
+    return out_.obj
+
+
+def require_ragged(q8: Array, k8: Array, ks: Array, w: Array, starts: Array, ends: Array) -> tuple[int, int]:
+    """Check the arrays of logits over ranges of rows; returns how many queries and keys there are."""
+    queries, heads, _ = _require_rows(q8.require(QUANTIZED, "M", HEADS, D)).shape
+    keys, _ = _require_rows(k8.require(QUANTIZED, "N", D)).shape
+    ks.require(FLOAT32, keys)
+    w.require(FLOAT32, queries, heads)
+    starts.require(INT32, queries)
+    ends.require(INT32, queries)
+    return queries, keys
+
+
+def require_paged(q8: Array, cache: Array, w: Array, lens: Array, table: Array, max_context_len: int) -> int:
+    """Check the arrays of logits over a paged cache; returns how many queries there are."""
+    requests, n, heads, _ = _require_rows(q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
+    require_indexer_cache(cache)
+    w.require(FLOAT32, requests * n, heads)
+    if len(lens.shape) == 2:
+        lens.require(INT32, requests, n)
+    else:
+        lens.require(INT32, requests)
+    table.require(INT32, requests, "width")
+    if max_context_len < 0:
+        raise ValueError(f"max_context_len must be >= 0, got {max_context_len}")
+    return requests * n
+
+
+def _require_rows(rows: Array) -> Array:
+    if not rows.aligned(ALIGNMENT):
+        raise ValueError(
+            f"{rows.name}: rows must start at multiples of {ALIGNMENT} bytes, got strides {list(rows.strides)}"
+        )
+    return rows

@@ -1,0 +1,122 @@
+"""The indexer's query quantization and logits in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..layouts import BFLOAT16, E4M3, E4M3_MAX, INDEXER_FP8
+from .cache import _ceil_log2, _regions
+from .indices import slots_of
+
+D = INDEXER_FP8.d_qk
+ROPE = 64  # values of a row that are rotated
+AMAX_FLOOR = np.float32(1e-10)
+
+
+@np.errstate(all="ignore")
+def quantize_indexer_q(
+    q: np.ndarray,
+    weights: np.ndarray,
+    positions: np.ndarray | None,
+    cos_sin_cache: np.ndarray | None,
+    rope_first: bool,
+    interleaved: bool,
+    scale_format: str,
+    q8: np.ndarray,
+    w: np.ndarray,
+) -> None:
+    """RoPE, quantization and weights; see `cupy_mla.quantize_indexer_q`."""
+    values = q.astype(np.float32)
+    if positions is not None and cos_sin_cache is not None:
+        start = 0 if rope_first else D - ROPE
+        part = values[..., start : start + ROPE]
+        part[...] = _rotated(part, positions, cos_sin_cache.astype(np.float32), interleaved)
+        values = values.astype(BFLOAT16).astype(np.float32)
+    amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
+    scales = np.maximum(amax, AMAX_FLOOR) / np.float32(E4M3_MAX)
+    if scale_format == "ue8m0":
+        scales = np.ldexp(np.float32(1), _ceil_log2(scales))
+    q8.view(E4M3)[...] = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3)
+    w[...] = weights.astype(np.float32) * scales * np.float32((q.shape[1] * D) ** -0.5)
+
+
+def _rotated(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, interleaved: bool) -> np.ndarray:
+    """x [T, H, ROPE] rotated by the angles of its tokens' positions; a position that has none leaves it as it is."""
+    known = (positions >= 0) & (positions < len(cos_sin))
+    rows = cos_sin[positions[known]][:, None]
+    cos, sin = rows[..., : ROPE // 2], rows[..., ROPE // 2 :]
+    first, second = (
+        (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(ROPE // 2), slice(ROPE // 2, None))
+    )
+    a, b = x[known][..., first], x[known][..., second]
+    out = x.copy()
+    rotated = np.empty_like(x[known])
+    rotated[..., first] = a * cos - b * sin
+    rotated[..., second] = b * cos + a * sin
+    out[known] = rotated
+    return out
+
+
+def indexer_logits(
+    q8: np.ndarray,
+    k8: np.ndarray,
+    ks: np.ndarray,
+    w: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    clean: bool,
+    out: np.ndarray,
+) -> None:
+    """Logits of queries over ranges of key rows; see `cupy_mla.indexer_logits`."""
+    keys = k8.view(E4M3).astype(np.float64)
+    for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        begin, stop = max(start, 0), min(end, len(keys))
+        if clean:
+            out[i] = -np.inf
+        if begin < stop:
+            out[i, begin:stop] = _logits(q8[i], keys[begin:stop], ks[begin:stop], w[i])
+
+
+def paged_indexer_logits(
+    q8: np.ndarray,
+    kv_cache: np.ndarray,
+    w: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    clean: bool,
+    out: np.ndarray,
+) -> None:
+    """Logits of queries over keys of a paged cache; see `cupy_mla.paged_indexer_logits`."""
+    requests, n = q8.shape[:2]
+    num_blocks, block_size, _ = kv_cache.shape
+    codes, _, scale_bytes = _regions(INDEXER_FP8, kv_cache)
+    lens = visible_keys(context_lens, n).clip(0, out.shape[1])
+    if clean:
+        out[...] = -np.inf
+    for r in range(requests):
+        slots = slots_of(block_table, np.array(r), np.arange(lens[r].max(initial=0)), block_size)
+        exists = (slots >= 0) & (slots < num_blocks * block_size)
+        block, offset = np.divmod(np.where(exists, slots, 0), block_size)
+        if not exists.any():
+            block, offset = block[:0], offset[:0]
+        keys = codes[block, offset].view(E4M3).astype(np.float64)
+        scales = scale_bytes[block, offset].view(np.float32)[..., 0]
+        for j in range(n):
+            row, count = out[r * n + j], int(lens[r, j])
+            row[:count] = -np.inf
+            if len(keys):
+                logits = _logits(q8[r, j], keys[:count], scales[:count], w[r * n + j])
+                row[:count] = np.where(exists[:count], logits, -np.inf)
+
+
+def visible_keys(context_lens: np.ndarray, n: int) -> np.ndarray:
+    """Keys that each of a request's n query tokens sees, [B, n] int64."""
+    lens = context_lens.astype(np.int64)
+    return lens if lens.ndim == 2 else lens[:, None] - n + 1 + np.arange(n)
+
+
+@np.errstate(all="ignore")
+def _logits(q8: np.ndarray, keys: np.ndarray, scales: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Logits of one query token [H, D] over keys [n, D] float64: dot products of e4m3 are exact in any order."""
+    dots = keys @ q8.view(E4M3).astype(np.float64).T
+    return ((np.maximum(dots, 0) * w).sum(axis=1) + 0.0) * scales  # no sum is -0

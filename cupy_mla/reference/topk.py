@@ -1,0 +1,96 @@
+"""Selection of the largest logits in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .indices import LARGEST, slots_of
+from .logits import indexer_logits, paged_indexer_logits, visible_keys
+
+OUTSIDE = -1  # the order of an entry that is not in its row's range; those of entries that are, are not negative
+
+
+def topk_indices(
+    logits: np.ndarray, k: int, starts: np.ndarray | None, ends: np.ndarray | None, sort: bool, out: np.ndarray
+) -> None:
+    """The k largest entries of each row's range; see `cupy_mla.topk_indices`."""
+    rows, width = logits.shape
+    begin = np.zeros(rows, np.int64) if starts is None else starts.clip(0, width).astype(np.int64)
+    end = np.full(rows, width, np.int64) if ends is None else ends.clip(0, width).astype(np.int64)
+    column = np.arange(width)
+    order = np.where((column >= begin[:, None]) & (column < end[:, None]), ordered(logits), OUTSIDE)
+    chosen = np.argsort(-order, axis=1, kind="stable")[:, :k]
+    out[...] = -1
+    positions = np.where(np.take_along_axis(order, chosen, 1) > OUTSIDE, chosen, width)
+    positions.sort(axis=1)
+    out[:, : positions.shape[1]] = np.where(positions < width, positions - begin[:, None], -1)
+
+
+def ordered(logits: np.ndarray) -> np.ndarray:
+    """Logits as int64, not negative, in the same order: NaN below every number, both zeros equal."""
+    bits = logits.astype(np.float32).view(np.int32).astype(np.int64)
+    magnitude = bits & 0x7FFFFFFF
+    key = np.where(bits < 0, -magnitude, magnitude) + 2**31
+    return np.where(np.isnan(logits), 0, key)
+
+
+def select_rows(
+    q8: np.ndarray,
+    k8: np.ndarray,
+    ks: np.ndarray,
+    w: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    k: int,
+    req_id: np.ndarray | None,
+    block_table: np.ndarray | None,
+    block_size: int | None,
+    max_workspace_bytes: int,
+    out: np.ndarray,
+) -> None:
+    """Logits and top-k over ranges of key rows; see `cupy_mla.select_rows`."""
+    queries, keys = len(q8), len(k8)
+    step = queries_at_once(keys, max_workspace_bytes)
+    for first in range(0, queries, step):
+        part = slice(first, first + step)
+        logits = np.empty((len(q8[part]), keys), np.float32)
+        indexer_logits(q8[part], k8, ks, w[part], starts[part], ends[part], False, logits)
+        topk_indices(logits, k, starts[part], ends[part], True, out[part])
+    if req_id is not None and block_table is not None and block_size is not None:
+        to_slots(out, req_id, block_table, block_size)
+
+
+def select_rows_paged(
+    q8: np.ndarray,
+    kv_cache: np.ndarray,
+    w: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    max_context_len: int,
+    k: int,
+    slots: bool,
+    max_workspace_bytes: int,
+    out: np.ndarray,
+) -> None:
+    """Logits and top-k over keys of a paged cache; see `cupy_mla.select_rows_paged`."""
+    requests, n = q8.shape[:2]
+    ends = visible_keys(context_lens, n).reshape(-1)
+    step = max(queries_at_once(max_context_len, max_workspace_bytes) // max(n, 1), 1)
+    for first in range(0, requests, step):
+        part, rows = slice(first, first + step), slice(first * n, (first + step) * n)
+        logits = np.empty((len(q8[part]) * n, max_context_len), np.float32)
+        paged_indexer_logits(q8[part], kv_cache, w[rows], context_lens[part], block_table[part], False, logits)
+        topk_indices(logits, k, None, ends[rows], True, out[rows])
+    if slots:
+        to_slots(out, np.repeat(np.arange(requests), n), block_table, kv_cache.shape[1])
+
+
+def queries_at_once(keys: int, max_workspace_bytes: int) -> int:
+    """Queries whose logits fit the workspace, one at least."""
+    return max(max_workspace_bytes // (4 * max(keys, 1)), 1)
+
+
+def to_slots(positions: np.ndarray, request: np.ndarray, block_table: np.ndarray, block_size: int) -> None:
+    """Positions in requests, -1 for none, to slots of the cache, in place."""
+    slots = slots_of(block_table, request[:, None], positions.astype(np.int64), block_size)
+    positions[...] = np.where(slots <= LARGEST, slots, -1)

@@ -1,0 +1,167 @@
+// The indexer's logits with mma.sync, on any GPU from sm_80 on: keys in rows, or in a paged cache.
+//
+//   grid       as many CTAs as the GPU runs at a time; each takes an equal share of the units of keys (work.cuh)
+//   CTA        a tile of queries (all heads) stands in shared memory; 8 warps have 32 of a unit's 256 keys each
+//     a warp   reads its keys into registers as A operands, then for each query, 8 heads at a time:
+//                dots    keys x heads: B from shared memory
+//                sum     relu, times the head's weight, in float32; over the heads of 8 tiles in a lane
+//              and over the four lanes of a quad: each lane is left with one key, and stores its logit
+//   end        -inf for the keys that no unit covers, if asked
+//
+// Operands are e4m3 on sm_89 and from sm_120 on, m16n8k32. On the others, which have no such mma or whose mma.sync widens
+// e4m3 each time it runs (sm_90, sm_100), they are widened to f16 once, which is exact: m16n8k16.
+//
+// A row of the tile is one head: 16-byte pieces in the order in which lanes need them (keys.cuh); odd rows have the
+// halves of their 128 bytes swapped, so that lanes of two rows meet all banks.
+//
+// Shared memory: QUERIES * HEADS rows of 128 bytes (e4m3) or 256 (f16), 4 bytes a row of weights, and 16 bytes a warp.
+#include "indexer/keys.cuh"
+#include "ptx/arithmetic.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/shared.cuh"
+
+#if __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr bool WIDENED = false;
+#else
+constexpr bool WIDENED = true;
+#endif
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int ROWS = 4, KEYS = 8 * ROWS, TILES = KEYS / 16;  // of a warp: lanes have 4 keys, two tiles of mma
+constexpr int UNIT = WARPS * KEYS;
+constexpr int PIECES = WIDENED ? 4 : 2;  // of 16 bytes, that a lane has of a row; each two steps of k
+constexpr int STEPS = 2 * PIECES;
+constexpr int HEAD_BYTES = 64 * PIECES, TILE_BYTES = QUERIES * HEADS * HEAD_BYTES;
+
+extern __shared__ uint8_t shared[];
+
+__device__ __forceinline__ uint32_t piece_offset(int row, int piece, int t) {
+    return row * HEAD_BYTES + ((4 * piece + t) ^ (row % 2 * 4)) * 16;
+}
+
+// The tile's queries and weights to shared memory; heads and queries that do not exist are zeros.
+__device__ __forceinline__ void load_queries(const LogitsParams& p, const QueryTile& tile) {
+    const uint32_t rows = shared_address(shared), weights = rows + TILE_BYTES;
+    for (int item = threadIdx.x; item < QUERIES * HEADS * 8; item += THREADS) {
+        const int row = item / 8, query = row / HEADS, head = row % HEADS, half = item / 4 % 2, t = item % 4;
+        Vec16 chunk = {0, 0, 0, 0};
+        if (query < tile.count && head < p.heads) {
+            const uint8_t* from = p.q8 + tile.request * p.q_request + (tile.first + query) * p.q_query;
+            chunk = *reinterpret_cast<const Vec16*>(from + head * p.q_head + item % 8 * 16);
+        }
+        if constexpr (WIDENED) {
+            Vec16 first, second;
+            e4m3x4_to_f16x2(chunk.x, first.x, first.y);
+            e4m3x4_to_f16x2(chunk.y, first.z, first.w);
+            e4m3x4_to_f16x2(chunk.z, second.x, second.y);
+            e4m3x4_to_f16x2(chunk.w, second.z, second.w);
+            store_shared_16(rows + piece_offset(row, 2 * half, t), first);
+            store_shared_16(rows + piece_offset(row, 2 * half + 1, t), second);
+        } else {
+            store_shared_16(rows + piece_offset(row, half, t), chunk);
+        }
+    }
+    for (int row = threadIdx.x; row < QUERIES * HEADS; row += THREADS) {
+        const int query = row / HEADS, head = row % HEADS;
+        const bool exists = query < tile.count && head < p.heads;
+        const float w = exists ? p.w[tile.row(p, query) * p.w_stride + head] : 0.0f;
+        store_shared_4(weights + 4 * row, __float_as_uint(w));
+    }
+}
+
+// A operands of a warp's keys.
+struct Fragments {
+    uint32_t a[TILES][STEPS][4];
+
+    __device__ __forceinline__ void set(const Keys<ROWS>& keys) {
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const Vec16& v = keys.chunk[2 * m + i][half];
+                    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        if constexpr (WIDENED) {
+                            e4m3x4_to_f16x2(words[k], a[m][4 * half + k][i], a[m][4 * half + k][2 + i]);
+                        } else {
+                            a[m][2 * half + k / 2][k % 2 * 2 + i] = words[k];
+                        }
+                    }
+                }
+            }
+        }
+    }
+};
+
+// The four keys g + 8 i of a lane, for one query. Returns the logit, without the key's scale, of key 8 t + g.
+__device__ __forceinline__ float weighted_sum(const Fragments& keys, int query) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t rows = shared_address(shared), weights = rows + TILE_BYTES + (query * HEADS + 2 * t) * 4;
+    const uint32_t mine = rows + query * HEADS * HEAD_BYTES;
+    float sum[ROWS] = {};
+#pragma unroll 1
+    for (int j = 0; j < HEADS / 8; ++j) {
+        float c[TILES][4] = {};
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const Vec16 b = load_shared_16(mine + piece_offset(8 * j + g, piece, t));
+#pragma unroll
+            for (int m = 0; m < TILES; ++m) {
+                if constexpr (WIDENED) {
+                    mma_m16n8k16_f16(c[m], keys.a[m][2 * piece], b.x, b.y);
+                    mma_m16n8k16_f16(c[m], keys.a[m][2 * piece + 1], b.z, b.w);
+                } else {
+                    mma_m16n8k32_e4m3(c[m], keys.a[m][2 * piece], b.x, b.y);
+                    mma_m16n8k32_e4m3(c[m], keys.a[m][2 * piece + 1], b.z, b.w);
+                }
+            }
+        }
+        const Vec8 w = load_shared_8(weights + 32 * j);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            sum[i] = fmaf(max_or_nan(c[i / 2][i % 2 * 2], 0.0f), __uint_as_float(w.x), sum[i]);
+            sum[i] = fmaf(max_or_nan(c[i / 2][i % 2 * 2 + 1], 0.0f), __uint_as_float(w.y), sum[i]);
+        }
+    }
+    return quad_sum_of_mine(sum, t);
+}
+
+__device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& tile, const KeyRange& range, int unit,
+                                        int units) {
+    __syncthreads();  // all have read the tile before
+    load_queries(p, tile);
+    __syncthreads();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = lane % 4 * 8 + lane / 4;
+#pragma unroll 1
+    for (int u = unit; u < unit + units; ++u) {
+        const int first = range.begin + u * UNIT + warp * KEYS;
+        Keys<ROWS> keys;
+        keys.load(p, tile.request, first, range.end);
+        const float scale = __shfl_sync(~0u, keys.scale, mine);
+        const int key = first + mine, asked = __shfl_sync(~0u, keys.exists, mine) ? key : -1;
+        Fragments fragments;
+        fragments.set(keys);
+#pragma unroll 1
+        for (int i = 0; i < tile.count; ++i) {
+            const float logit = weighted_sum(fragments, i) * scale;
+            const bool seen = range_of_query(p, tile.request, tile.first + i).has(asked);
+            if (key < p.width) p.out[tile.row(p, i) * p.out_stride + key] = seen ? logit : -INF;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) logits(const __grid_constant__ LogitsParams p) {
+    const Share share = share_of_cta<THREADS, QUERIES, UNIT>(p);
+    for_tiles<QUERIES, UNIT>(p, share, [&](const QueryTile& tile, const KeyRange& range, int unit, int units) {
+        work_on(p, tile, range, unit, units);
+    });
+    clean_rows<THREADS, QUERIES, UNIT>(p, threadIdx.x);
+}
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = TILE_BYTES + 4 * QUERIES * HEADS;

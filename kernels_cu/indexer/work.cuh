@@ -1,0 +1,158 @@
+// The logits' work: queries in tiles, the keys of a tile in units, and the units of all tiles dealt out evenly.
+//
+// A tile is a few neighbouring queries of one request (keys in rows: of all queries). It needs the keys from the first
+// to the last that any of its queries sees. The units of all tiles, one tile after the other, are one list, of which
+// every CTA takes an equal share. Lengths are read here, on the device: the host knows the number of tiles alone. What
+// a logit is does not depend on the share that it falls into.
+#pragma once
+#include "rows/block_table.cuh"
+#include "rows/place.cuh"
+#include "tile/warp.cuh"
+
+// cupy_mla/cuda/structs.py declares the same fields.
+struct LogitsParams {
+    BlockTable table;                    // paged keys
+    const uint8_t* q8;                   // [requests, queries, heads, 128]
+    const uint8_t* keys;                 // [width, 128], or the paged cache
+    const float* scales;                 // [width]; null for paged keys
+    const float* w;                      // [requests * queries, heads]
+    float* out;                          // [requests * queries, width]
+    const int32_t* starts;               // [queries]; null for paged keys
+    const int32_t* ends;                 // [queries], or context lengths [requests] or [requests, queries]
+    int64_t q_request, q_query, q_head;  // bytes
+    int64_t w_stride, out_stride;        // items
+    int64_t key_stride;                  // bytes from row to row, or from block to block
+    int64_t lens_stride;                 // items; 0 for context lengths [requests]
+    int32_t requests, queries, heads;    // keys in rows: one request
+    int32_t width;                       // keys, or the longest context
+    int32_t num_blocks;
+    int32_t clean;  // write -inf for keys that a query does not see
+};
+
+constexpr int KEY_BYTES = 128;
+
+struct KeyRange {
+    int begin, end;
+
+    __device__ __forceinline__ bool has(int key) const { return begin <= key && key < end; }
+};
+
+// The keys that a query sees.
+__device__ __forceinline__ KeyRange range_of_query(const LogitsParams& p, int request, int query) {
+    if constexpr (PAGED) {
+        const int length =
+            p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
+        return {0, max(0, min(length, p.width))};
+    }
+    return {max(p.starts[query], 0), min(p.ends[query], p.width)};
+}
+
+struct QueryTile {
+    int request, first, count;  // queries of the request
+
+    __device__ __forceinline__ int64_t row(const LogitsParams& p, int i) const {
+        return int64_t(request) * p.queries + first + i;
+    }
+};
+
+template <int TILE_SIZE>
+__device__ __forceinline__ int num_tiles(const LogitsParams& p) {
+    return p.requests * ceil_div(p.queries, TILE_SIZE);
+}
+
+template <int TILE_SIZE>
+__device__ __forceinline__ QueryTile tile_of(const LogitsParams& p, int number) {
+    const int of_request = ceil_div(p.queries, TILE_SIZE), request = number / of_request;
+    const int first = (number - request * of_request) * TILE_SIZE;
+    return {request, first, min(TILE_SIZE, p.queries - first)};
+}
+
+// The keys that a tile needs; begins at a multiple of ALIGNED_KEYS, so that 32-byte sectors of the logits are written
+// whole and keys that stand together in a block are read together.
+constexpr int ALIGNED_KEYS = 16;
+__device__ __forceinline__ KeyRange range_of_tile(const LogitsParams& p, const QueryTile& tile) {
+    KeyRange all = {p.width, 0};
+    for (int i = 0; i < tile.count; ++i) {
+        const KeyRange one = range_of_query(p, tile.request, tile.first + i);
+        if (one.begin >= one.end) continue;
+        all = {min(all.begin, one.begin), max(all.end, one.end)};
+    }
+    return {all.begin / ALIGNED_KEYS * ALIGNED_KEYS, all.end};
+}
+
+// The keys of a tile that its units cover, with -inf where no query sees them.
+template <int UNIT>
+__device__ __forceinline__ KeyRange covered(const LogitsParams& p, const KeyRange& range) {
+    if (range.begin >= range.end) return {0, 0};
+    return {range.begin, min(p.width, range.begin + ceil_div(range.end - range.begin, UNIT) * UNIT)};
+}
+
+template <int UNIT>
+__device__ __forceinline__ int units_in(const KeyRange& range) {
+    return range.begin < range.end ? ceil_div(range.end - range.begin, UNIT) : 0;
+}
+
+// This CTA's share: the units from unit `unit` of tile `tile` on.
+struct Share {
+    int tile, unit, count;
+};
+
+// Called by the whole CTA.
+template <int THREADS, int TILE_SIZE, int UNIT>
+__device__ __forceinline__ Share share_of_cta(const LogitsParams& p) {
+    __shared__ int64_t warp_sums[THREADS / 32];
+    __shared__ Share share;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int tiles = num_tiles<TILE_SIZE>(p), of_thread = ceil_div(tiles, THREADS);
+    const int first = threadIdx.x * of_thread, last = min(first + of_thread, tiles);
+    const auto units_of = [&](int tile) { return units_in<UNIT>(range_of_tile(p, tile_of<TILE_SIZE>(p, tile))); };
+    int64_t mine = 0;
+    for (int tile = first; tile < last; ++tile) mine += units_of(tile);
+    int64_t end = inclusive_sum(mine, lane), total = 0;
+    if (lane == 31) warp_sums[warp] = end;
+    if (threadIdx.x == 0) share = {0, 0, 0};
+    __syncthreads();
+    for (int w = 0; w < THREADS / 32; ++w) {
+        if (w < warp) end += warp_sums[w];
+        total += warp_sums[w];
+    }
+    const int64_t begin = total * blockIdx.x / gridDim.x, stop = total * (blockIdx.x + 1) / gridDim.x;
+    if (end - mine <= begin && begin < end && begin < stop) {
+        int tile = first;
+        int64_t unit = begin - (end - mine);
+        for (int units = units_of(tile); unit >= units; units = units_of(tile)) {
+            unit -= units;
+            ++tile;
+        }
+        share = {tile, int(unit), int(stop - begin)};
+    }
+    __syncthreads();
+    return share;
+}
+
+// Calls `act(tile, its range, first unit, number of units)` for every tile of the share.
+template <int TILE_SIZE, int UNIT, typename Act>
+__device__ __forceinline__ void for_tiles(const LogitsParams& p, Share share, Act act) {
+    while (share.count > 0) {
+        const QueryTile tile = tile_of<TILE_SIZE>(p, share.tile);
+        const KeyRange range = range_of_tile(p, tile);
+        const int units = min(share.count, units_in<UNIT>(range) - share.unit);
+        if (units > 0) act(tile, range, share.unit, units);
+        share = {share.tile + 1, 0, share.count - units};
+    }
+}
+
+// -inf for the keys of the logits' rows that no unit covers. THREADS threads of every CTA share the rows.
+template <int THREADS, int TILE_SIZE, int UNIT>
+__device__ __forceinline__ void clean_rows(const LogitsParams& p, int thread) {
+    if (!p.clean) return;
+    const int rows = p.requests * p.queries;
+    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+        const int request = row / p.queries, first = (row - request * p.queries) / TILE_SIZE * TILE_SIZE;
+        const QueryTile tile = {request, first, min(TILE_SIZE, p.queries - first)};
+        const KeyRange written = covered<UNIT>(p, range_of_tile(p, tile));
+        float* to = p.out + row * p.out_stride;
+        for (int key = thread; key < written.begin; key += THREADS) to[key] = -INF;
+        for (int key = written.end + thread; key < p.width; key += THREADS) to[key] = -INF;
+    }
+}

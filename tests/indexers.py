@@ -1,0 +1,59 @@
+"""Inputs of the indexer's logits, as NumPy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .kinds import BF16, E4M3, gapped, poisoned
+
+TOLERANCE = 5e-6  # of `oracle_indexer.calc_diff`
+NAN_CODE = 0x7F
+
+
+def codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """E4m3 bytes as of quantized rows: normal numbers under a scale that brings the largest of a row to 448."""
+    values = rng.standard_normal(shape).astype(np.float32)
+    return (values * 448 / np.abs(values).max(-1, keepdims=True)).astype(E4M3).view(np.uint8)
+
+
+def scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.uniform(0.002, 0.02, shape).astype(np.float32)
+
+
+def weights(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return (1e-5 * rng.standard_normal(shape)).astype(np.float32)
+
+
+def exact_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """E4m3 bytes of few ones and minus ones: every sum of their products is exact in bfloat16, and ties abound."""
+    return rng.choice(np.array([0] * 14 + [1, -1], E4M3).view(np.uint8), shape)
+
+
+def exact_weights(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.choice(np.array([-1, -0.5, 0.5, 1], np.float32), shape)
+
+
+def key_cache(codes: np.ndarray, scales: np.ndarray, gap: int = 0) -> np.ndarray:
+    """A cache [num_blocks, block_size, 132] of keys [num_blocks, block_size, 128] and scales [num_blocks, block_size],
+    whose block stride exceeds the block by 4 * gap bytes."""
+    num_blocks, block_size, _ = codes.shape
+    raw = poisoned((num_blocks, 132 * block_size + 4 * gap), np.uint8)
+    raw[:, : 128 * block_size] = codes.reshape(num_blocks, 128 * block_size)
+    raw[:, 128 * block_size : 132 * block_size] = scales.view(np.uint8)
+    return raw[:, : 132 * block_size].reshape(num_blocks, block_size, 132)
+
+
+def ranges(rng: np.random.Generator, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends, some of them empty or beyond the keys."""
+    starts = rng.integers(-3, keys + 1, queries, dtype=np.int32)
+    ends = starts + rng.integers(-2, keys + 3, queries, dtype=np.int32)
+    return starts, ends
+
+
+def as_bf16(x: np.ndarray) -> np.ndarray:
+    return x.astype(BF16)
+
+
+def strided(rng: np.random.Generator, rows: np.ndarray, items: int = 16) -> np.ndarray:
+    """The same rows, whose stride may be larger by so many items."""
+    return gapped(rows, *[0] * (rows.ndim - 1), int(rng.choice([0, items])))

@@ -1,0 +1,295 @@
+"""The indexer's quantization and logits against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla import indexer_logits, paged_indexer_logits, quantize_indexer_q
+from tests import indexers, oracle, oracle_indexer
+from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
+
+# --- queries --------------------------------------------------------------------------------------------------
+
+
+def queries(rng: np.random.Generator, tokens: int, heads: int) -> np.ndarray:
+    """Rows of many sizes, some of zeros, some with values that are small beside their row's largest."""
+    q = rng.standard_normal((tokens, heads, 128)) * 10.0 ** rng.uniform(-14, 6, (tokens, heads, 1))
+    q[rng.random((tokens, heads)) < 0.1] = 0
+    q = np.where(rng.random(q.shape) < 0.05, rng.choice([0.0, -0.0, 1e-12], q.shape), q)
+    return q.astype(BF16)
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+@pytest.mark.parametrize(("tokens", "heads", "dtype"), [(0, 8, BF16), (1, 64, np.float32), (7, 24, BF16)])
+def test_quantize(kind, rng, tokens: int, heads: int, dtype: np.dtype, scale_format: str) -> None:
+    q, weights = queries(rng, tokens, heads), rng.standard_normal((tokens, heads)).astype(dtype)
+    q8, w = quantize_indexer_q(
+        kind.put(gapped(q, 0, 1, 8)), kind.put(gapped(weights, 0, 3)), scale_format=scale_format
+    )  # fmt: skip
+    q8, w = kind.take(q8).view(np.uint8), kind.take(w)
+    assert (q8.shape, w.shape, w.dtype) == (q.shape, weights.shape, np.float32)
+    for t, h in np.ndindex(tokens, heads):
+        scale = oracle_indexer.q_scale(q[t, h], scale_format)
+        np.testing.assert_array_equal(q8[t, h], oracle.e4m3_code(q[t, h].astype(np.float32) / scale))
+        factor = np.float32((heads * 128) ** -0.5)
+        assert w[t, h] == np.float32(np.float32(weights[t, h].astype(np.float32) * scale) * factor)
+
+
+@pytest.mark.parametrize("rope_first", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_quantize_with_rope(kind, rng, rope_first: bool, interleaved: bool, dtype: np.dtype) -> None:
+    """The values under their scales are those of float64 up to the roundings to bfloat16 and e4m3."""
+    tokens, heads, places = 9, 16, 50
+    q, weights = rng.standard_normal((tokens, heads, 128)).astype(BF16), np.ones((tokens, heads), np.float32)
+    positions = rng.integers(0, places, tokens)
+    positions[:2] = -1, places  # these have no angles
+    angles = rng.uniform(0, 7, (places, 32))
+    cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(dtype)
+    q8, w = quantize_indexer_q(
+        kind.put(q), kind.put(weights), positions=kind.put(positions), cos_sin_cache=kind.put(cos_sin),
+        rope_first=rope_first, interleaved=interleaved,
+    )  # fmt: skip
+    q8, scale = kind.take(q8).view(np.uint8), kind.take(w) * (heads * 128) ** 0.5
+    for t, h in np.ndindex(tokens, heads):
+        expected = q[t, h].astype(np.float64)
+        if t >= 2:
+            expected = oracle_indexer.rotated(expected, cos_sin[positions[t]], rope_first, interleaved)
+        got = oracle.E4M3[q8[t, h]] * scale[t, h]
+        np.testing.assert_allclose(got, expected, rtol=1 / 16 + 1 / 200, atol=np.abs(expected).max() * 2**-16)
+        untouched = slice(64, None) if rope_first else slice(64)
+        codes = oracle.e4m3_code(q[t, h, untouched].astype(np.float32) / np.float32(scale[t, h]))
+        assert np.abs(q8[t, h, untouched].astype(int) - codes).max() <= 1  # the scale is known to a rounding only
+
+
+def test_quantize_nan_and_infinity(kind) -> None:
+    q = np.ones((1, 8, 128), BF16)
+    q[0, 0, 5], q[0, 1, 7], q[0, 2] = np.nan, np.inf, np.nan
+    codes, w = map(kind.take, quantize_indexer_q(kind.put(q), kind.put(np.ones((1, 8), np.float32))))
+    values = oracle.E4M3[codes.view(np.uint8)][0]
+    assert np.isnan(values[0, 5])
+    assert (np.delete(values[0], 5) == 448).all()
+    assert np.isnan(values[1, 7])
+    assert (np.delete(values[1], 7) == 0).all()
+    assert np.isnan(values[2]).all()
+    assert np.isinf(w[0, 1])
+    assert np.isfinite(np.delete(w[0], 1)).all()
+
+
+def test_quantize_errors() -> None:
+    good = {"q": np.zeros((3, 16, 128), BF16), "weights": np.zeros((3, 16), np.float32)}
+    rope = {"positions": np.zeros(3, np.int64), "cos_sin_cache": np.zeros((5, 64), np.float32)}
+    quantize_indexer_q(**good, **rope)
+    cases = [
+        ({"q": np.zeros((3, 16, 64), BF16)}, ValueError, r"q: expected shape \[T, 8 or 16 or .* or 64, 128\]"),
+        ({"q": np.zeros((3, 12, 128), BF16)}, ValueError, "q: expected shape"),
+        ({"q": np.zeros((3, 16, 128), np.float32)}, TypeError, "q: expected dtype bfloat16"),
+        ({"weights": np.zeros((3, 8), np.float32)}, ValueError, r"weights: expected shape \[3, 16\]"),
+        ({"scale_format": "e8"}, ValueError, "scale_format must be one of"),
+        ({"cos_sin_cache": None}, ValueError, "positions and cos_sin_cache must be given together"),
+        ({"positions": np.zeros(3, np.int32)}, TypeError, "positions: expected dtype int64"),
+        ({"cos_sin_cache": np.zeros((5, 32), np.float32)}, ValueError, r"cos_sin_cache: expected shape \[P, 64\]"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            quantize_indexer_q(**{**good, **rope, **change})
+
+
+# --- logits ---------------------------------------------------------------------------------------------------
+
+
+def check(got: np.ndarray, expected: np.ndarray) -> None:
+    """The same entries are -inf, the others close."""
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    assert np.isfinite(got[np.isfinite(expected)]).all()
+    assert oracle_indexer.calc_diff(got, expected) < indexers.TOLERANCE
+
+
+def ragged(rng: np.random.Generator, m: int, n: int, heads: int, exact: bool = False) -> dict[str, np.ndarray]:
+    codes, weights = (
+        (indexers.exact_codes, indexers.exact_weights) if exact else (indexers.codes, indexers.weights)
+    )  # fmt: skip
+    starts, ends = indexers.ranges(rng, m, n)
+    return {
+        "q8": indexers.strided(rng, codes(rng, m, heads, 128)), "k8": indexers.strided(rng, codes(rng, n, 128)),
+        "ks": np.full(n, 0.5, np.float32) if exact else indexers.scales(rng, n),
+        "w": indexers.strided(rng, weights(rng, m, heads)), "starts": starts, "ends": ends,
+    }  # fmt: skip
+
+
+SHAPES = [(1, 1, 8), (3, 70, 64), (5, 129, 24), (9, 64, 32), (17, 301, 40), (2, 0, 64), (0, 5, 64)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("m", "n", "heads"), SHAPES)
+def test_ragged(kind, rng, m: int, n: int, heads: int, exact: bool) -> None:
+    inputs = ragged(rng, m, n, heads, exact)
+    expected = oracle_indexer.ragged_logits(**inputs)
+    got = kind.take(indexer_logits(**{name: kind.put(a) for name, a in inputs.items()}))
+    assert (got.shape, got.dtype) == ((m, n), np.float32)
+    check(got, expected)
+    if exact:
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_ragged_of_given_result(kind, rng) -> None:
+    """Nothing beyond the row's items is written, and without `clean` what is not seen is old or -inf."""
+    inputs = ragged(rng, 6, 140, 64)
+    expected = oracle_indexer.ragged_logits(**inputs)
+    for clean in (True, False):
+        out, whole = kind.put_with_allocation(gapped(poisoned((6, 140), np.float32), 0, 5))
+        returned = indexer_logits(**{name: kind.put(a) for name, a in inputs.items()}, clean=clean, out=out)
+        assert returned is out
+        got, seen = kind.take(out), np.isfinite(expected)
+        assert (kind.take(whole).reshape(6, -1)[:, 4 * 140 :] == POISON).all()
+        assert oracle_indexer.calc_diff(got, expected) < indexers.TOLERANCE
+        assert (np.isneginf(got[~seen]) if clean else np.isneginf(got[~seen]) | np.isnan(got[~seen])).all()
+
+
+def test_nan_stays_with_its_key_and_query(kind, rng) -> None:
+    inputs = ragged(rng, 7, 200, 64)
+    inputs["starts"][:], inputs["ends"][:] = 10, 190
+    for j in (0, 9, 50, 190, 199):
+        inputs["k8"][j], inputs["ks"][j] = indexers.NAN_CODE, np.nan
+    inputs["q8"][3, 40, 100] = indexers.NAN_CODE
+    got = kind.take(indexer_logits(**{name: kind.put(a) for name, a in inputs.items()}))
+    inputs["k8"][50], inputs["ks"][50] = 0, 0
+    expected = oracle_indexer.ragged_logits(**inputs)
+    assert np.isnan(got[:, 50]).all()
+    assert np.isnan(got[3, 10:190]).all()
+    got[:, 50], expected[:, 50], got[3], expected[3] = 0, 0, 0, 0
+    check(got, expected)
+
+
+def test_queries_do_not_depend_on_each_other(kind, rng) -> None:
+    """The same bits alone as in a batch, whatever range of keys is given."""
+    inputs = ragged(rng, 11, 333, 64)
+    inputs["starts"], inputs["ends"] = np.arange(11, dtype=np.int32), np.arange(323, 334, dtype=np.int32)
+    whole = kind.take(indexer_logits(**{name: kind.put(a) for name, a in inputs.items()}))
+    for i in rng.permutation(11)[:4].tolist():
+        one = {
+            name: np.ascontiguousarray(a[i : i + 1]) if name not in ("k8", "ks") else a for name, a in inputs.items()
+        }
+        one["k8"], one["ks"] = (np.ascontiguousarray(inputs[name][i:]) for name in ("k8", "ks"))
+        one["starts"], one["ends"] = one["starts"] - i, one["ends"] - i
+        alone = kind.take(indexer_logits(**{name: kind.put(a) for name, a in one.items()}))
+        np.testing.assert_array_equal(alone[0], whole[i, i:])
+
+
+def paged(
+    rng: np.random.Generator, b: int, n: int, heads: int, block_size: int, longest: int, exact: bool = False
+) -> dict:
+    codes, weights = (
+        (indexers.exact_codes, indexers.exact_weights) if exact else (indexers.codes, indexers.weights)
+    )  # fmt: skip
+    width = -(-longest // block_size)
+    num_blocks = b * width + 2
+    scales = np.full((num_blocks, block_size), 0.5, np.float32)
+    if not exact:
+        scales = indexers.scales(rng, num_blocks, block_size)
+    keys = codes(rng, num_blocks, block_size, 128)
+    keys[-2:], scales[-2:] = indexers.NAN_CODE, np.nan  # blocks of nobody
+    lens = rng.integers(0, longest + 1, b, dtype=np.int32)
+    table = rng.permutation(b * width).reshape(b, width).astype(np.int32)
+    for r in range(b):  # beyond the request's length
+        for p in range(int(lens[r]), width * block_size):
+            keys[table[r, p // block_size], p % block_size] = indexers.NAN_CODE
+            scales[table[r, p // block_size], p % block_size] = np.nan
+    return {
+        "q8": indexers.strided(rng, codes(rng, b, n, heads, 128)),
+        "kv_cache": indexers.key_cache(keys, scales, int(rng.choice([0, 1, 4]))),
+        "w": weights(rng, b * n, heads), "context_lens": lens, "block_table": table, "max_context_len": longest,
+    }  # fmt: skip
+
+
+def put(kind, inputs: dict) -> dict:
+    return {name: kind.put(a) if isinstance(a, np.ndarray) else a for name, a in inputs.items()}
+
+
+PAGED = [(1, 1, 64, 64, 200), (3, 2, 32, 16, 100), (2, 1, 8, 1, 40), (4, 3, 64, 15, 90), (2, 5, 48, 7, 65)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("b", "n", "heads", "block_size", "longest"), PAGED)
+def test_paged(kind, rng, b: int, n: int, heads: int, block_size: int, longest: int, exact: bool) -> None:
+    inputs = paged(rng, b, n, heads, block_size, longest, exact)
+    expected = oracle_indexer.paged_logits(**{"cache" if name == "kv_cache" else name: a for name, a in inputs.items()})
+    got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+    assert (got.shape, got.dtype) == ((b * n, longest), np.float32)
+    check(got, expected)
+    if exact:
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_paged_lengths_of_tokens(kind, rng) -> None:
+    """A length a token; blocks that do not exist are -inf."""
+    inputs = paged(rng, 3, 2, 64, 16, 120)
+    inputs["context_lens"] = np.array([[0, 70], [120, 3], [200, -1]], np.int32)
+    inputs["kv_cache"] = indexers.key_cache(
+        indexers.codes(rng, 30, 16, 128), indexers.scales(rng, 30, 16)
+    )  # fmt: skip
+    inputs["block_table"][0, 1], inputs["block_table"][1, 2], inputs["block_table"][2, 0] = -1, 30, 2**31 - 1
+    inputs["block_table"] = np.ascontiguousarray(inputs["block_table"][:, :7])
+    cases = {"cache" if name == "kv_cache" else name: a for name, a in inputs.items()}
+    check(kind.take(paged_indexer_logits(**put(kind, inputs))), oracle_indexer.paged_logits(**cases))
+
+
+@pytest.mark.parametrize(
+    ("b", "n", "blocks", "width", "longest"), [(0, 1, 3, 2, 9), (2, 1, 0, 2, 9), (2, 2, 3, 0, 9), (2, 1, 3, 2, 0)]
+)
+def test_paged_of_nothing(kind, rng, b: int, n: int, blocks: int, width: int, longest: int) -> None:
+    """No request, no block, no column or no key: -inf, whatever there is of it."""
+    cache = indexers.key_cache(indexers.codes(rng, blocks, 4, 128), indexers.scales(rng, blocks, 4))
+    inputs = {
+        "q8": indexers.codes(rng, b, n, 64, 128), "kv_cache": cache, "w": indexers.weights(rng, b * n, 64),
+        "context_lens": np.full(b, 9, np.int32), "block_table": np.zeros((b, width), np.int32),
+        "max_context_len": longest,
+    }  # fmt: skip
+    expected = oracle_indexer.paged_logits(**{"cache" if name == "kv_cache" else name: a for name, a in inputs.items()})
+    check(kind.take(paged_indexer_logits(**put(kind, inputs))), expected)
+
+
+def test_paged_agrees_with_ragged(kind, rng) -> None:
+    """The same keys in blocks of any size and in rows give the same bits."""
+    inputs = paged(rng, 1, 1, 64, 64, 300)
+    inputs["context_lens"][:] = 300
+    inputs["kv_cache"] = indexers.key_cache(indexers.codes(rng, 7, 64, 128), indexers.scales(rng, 7, 64))
+    tokens = [
+        oracle_indexer.token(inputs["kv_cache"], int(inputs["block_table"][0, p // 64]) * 64 + p % 64)
+        for p in range(300)
+    ]
+    k8, ks = np.stack([key for key, _ in tokens]), np.concatenate([scale for _, scale in tokens])
+    bounds = [np.array([value], np.int32) for value in (0, 300)]
+    in_rows = indexer_logits(*map(kind.put, (inputs["q8"][0], k8, ks, inputs["w"], *bounds)))
+    got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+    np.testing.assert_array_equal(got, kind.take(in_rows))
+
+
+def test_logits_errors(rng) -> None:
+    good = ragged(rng, 3, 20, 64)
+    cases = [
+        ({"q8": np.zeros((3, 60, 128), np.uint8)}, ValueError, "q8: expected shape"),
+        ({"q8": np.zeros((3, 64, 128), np.float32)}, TypeError, "q8: expected dtype uint8 or float8_e4m3fn"),
+        ({"k8": np.zeros((20, 136), np.uint8)[:, :128]}, ValueError, "k8: rows must start at multiples of 16 bytes"),
+        ({"ks": np.zeros(19, np.float32)}, ValueError, r"ks: expected shape \[20\]"),
+        ({"w": np.zeros((3, 64), BF16)}, TypeError, "w: expected dtype float32"),
+        ({"starts": np.zeros(4, np.int32)}, ValueError, r"starts: expected shape \[3\]"),
+        ({"ends": np.zeros(3, np.int64)}, TypeError, "ends: expected dtype int32"),
+        ({"out": np.zeros((3, 21), np.float32)}, ValueError, r"out: expected shape \[3, 20\]"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            indexer_logits(**{**good, **change})
+    indexer_logits(**{**good, "q8": good["q8"].view(E4M3)})
+    of_cache = paged(rng, 2, 2, 64, 8, 30)
+    cases = [
+        ({"kv_cache": np.zeros((3, 8, 656), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
+        ({"context_lens": np.zeros((2, 1), np.int32)}, ValueError, r"context_lens: expected shape \[2, 2\]"),
+        ({"block_table": np.zeros((3, 4), np.int32)}, ValueError, r"block_table: expected shape \[2, width\]"),
+        ({"max_context_len": -1}, ValueError, "max_context_len must be >= 0, got -1"),
+        ({"w": np.zeros((2, 64), np.float32)}, ValueError, r"w: expected shape \[4, 64\]"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            paged_indexer_logits(**{**of_cache, **change})

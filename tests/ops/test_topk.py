@@ -1,0 +1,233 @@
+"""Selection against a stable sort."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla import indexer_logits, paged_indexer_logits, select_rows, select_rows_paged, topk_indices
+from tests import indexers, oracle_indexer
+from tests.kinds import BF16, POISON, gapped, poisoned
+
+from .test_logits import paged, put, ragged
+
+KS = [1, 63, 512, 1024, 2047, 2048, 3000, 4096]
+
+
+def select(kind, logits: np.ndarray, k: int, starts=None, ends=None) -> np.ndarray:
+    bounds = [None if a is None else kind.put(np.asarray(a, np.int32)) for a in (starts, ends)]
+    got = kind.take(topk_indices(kind.put(logits), k, *bounds))
+    assert (got.shape, got.dtype) == ((len(logits), k), np.int32)
+    return got
+
+
+def check(kind, logits: np.ndarray, k: int, starts=None, ends=None) -> None:
+    got = select(kind, logits, k, starts, ends)
+    for i, row in enumerate(logits):
+        start, end = 0 if starts is None else int(starts[i]), len(row) if ends is None else int(ends[i])
+        np.testing.assert_array_equal(got[i], oracle_indexer.topk(row, k, start, end), err_msg=f"row {i}")
+
+
+@pytest.mark.parametrize("k", KS)
+def test_random(kind, rng, k: int) -> None:
+    n = int(rng.integers(4097, 9000))
+    check(kind, gapped(rng.standard_normal((3, n), np.float32), 0, int(rng.integers(0, 5))), k)
+
+
+@pytest.mark.parametrize("k", [1, 63, 512])
+@pytest.mark.parametrize("n", [1, 2, 511, 512, 513, 1300])
+def test_ranges(kind, rng, n: int, k: int) -> None:
+    logits = rng.standard_normal((9, n), np.float32)
+    starts, ends = indexers.ranges(rng, 9, n)
+    for i in range(9):  # what is not in the range counts for nothing
+        logits[i, : max(starts[i], 0)], logits[i, max(ends[i], 0) :] = np.inf, np.nan
+    check(kind, logits, k, starts, ends)
+    check(kind, logits, k, None, ends)
+    check(kind, logits, k, starts, None)
+
+
+@pytest.mark.parametrize("k", [1, 63, 2047])
+def test_bfloat16(kind, rng, k: int) -> None:
+    check(
+        kind, gapped(rng.standard_normal((3, 4001), np.float32).astype(BF16), 0, 3), k, *indexers.ranges(rng, 3, 4001)
+    )
+
+
+def adversarial(rng: np.random.Generator, name: str, n: int) -> np.ndarray:
+    """A row of n logits that is hard to select from."""
+    bits = rng.integers(0, 1024, n, dtype=np.uint32)
+    plateau = np.where(rng.random(n) < 0.2, rng.standard_normal(n), 0).astype(np.float32)
+    return {
+        "all equal": np.full(n, rng.standard_normal(), np.float32),
+        "lowest ten bits": (np.float32(1.5).view(np.uint32) | bits).view(np.float32),
+        "lowest ten bits, negative": (np.float32(-7).view(np.uint32) | bits).view(np.float32),
+        "one coarse bin": (1 + rng.random(n) * 1e-3).astype(np.float32),
+        "zeros": np.where(plateau > 0, plateau, 0),
+        "zeros above": np.where(plateau < 0, plateau, 0),
+        "signed zeros": rng.choice(np.array([0.0, -0.0], np.float32), n),
+        "denormals": rng.choice([-1, 1], n) * rng.integers(0, 100, n).astype(np.uint32).view(np.float32),
+        "infinities": rng.choice(np.array([-np.inf, np.inf, 0, 1], np.float32), n),
+        "nan": np.where(rng.random(n) < 0.9, np.float32(np.nan), rng.choice(np.array([-np.inf, 2], np.float32), n)),
+        "nan of both signs": rng.choice(np.array([0x7FC00001, 0xFFFFFFFF, 0xFF800001], np.uint32), n).view(np.float32),
+        "rising": np.sort(rng.standard_normal(n)).astype(np.float32),
+        "falling": -np.sort(rng.standard_normal(n)).astype(np.float32),
+        "any bits": rng.integers(0, 2**32, n, dtype=np.uint32).view(np.float32),
+    }[name].astype(np.float32)
+
+
+ADVERSARIAL = [
+    "all equal", "lowest ten bits", "lowest ten bits, negative", "one coarse bin", "zeros", "zeros above",
+    "signed zeros", "denormals", "infinities", "nan", "nan of both signs", "rising", "falling", "any bits",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_adversarial(kind, rng, name: str) -> None:
+    logits = np.stack([adversarial(rng, name, 3001) for _ in range(2)])
+    for k in (1, 512, 2048, 4096):
+        check(kind, logits, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["random", *ADVERSARIAL])
+@pytest.mark.parametrize(("rows", "n"), [(1, 200_003), (3, 70_001), (150, 33_000), (1, 1 << 20)])
+def test_long_rows(kind, rng, rows: int, n: int, name: str) -> None:
+    """Against a sort of whole rows, for which the oracle's loops would take too long."""
+    if not kind.on_gpu:
+        pytest.skip("takes long")
+    few = min(rows, 3)
+    drawn = [rng.standard_normal(n, np.float32) if name == "random" else adversarial(rng, name, n) for _ in range(few)]
+    logits = np.stack([drawn[i % few] for i in range(rows)])
+    ends = rng.integers(n // 2, n + 5, rows)
+    starts = rng.integers(-2, n // 3, rows)
+    for k in (63, 2048, 4096):
+        got = select(kind, logits, k, starts, ends)
+        for i in rng.permutation(rows)[:10]:
+            begin, stop = max(starts[i], 0), min(ends[i], n)
+            row = logits[i, begin:stop].astype(np.float64)
+            by_size = np.argsort(np.where(np.isnan(row), np.inf, -row), kind="stable")
+            if np.isnan(row).any():  # behind -inf, in order
+                by_size = np.concatenate([by_size[~np.isnan(row[by_size])], np.flatnonzero(np.isnan(row))])
+            np.testing.assert_array_equal(got[i], np.sort(by_size[:k]), err_msg=f"row {i} of {rows} x {n}, k {k}")
+
+
+def test_given_result(kind, rng) -> None:
+    logits = rng.standard_normal((4, 100), np.float32)
+    out, whole = kind.put_with_allocation(gapped(poisoned((4, 120), np.int32), 0, 3))
+    assert topk_indices(kind.put(logits), 120, out=out) is out
+    for i in range(4):
+        np.testing.assert_array_equal(kind.take(out)[i], oracle_indexer.topk(logits[i], 120, 0, 100))
+    assert (kind.take(whole).reshape(4, -1)[:, 480:] == POISON).all()
+
+
+def test_unsorted_is_the_same_set(kind, rng) -> None:
+    logits = kind.put(rng.standard_normal((3, 999), np.float32))
+    a, b = (kind.take(topk_indices(logits, 200, sort=sort)) for sort in (True, False))
+    np.testing.assert_array_equal(a, np.sort(b, axis=1))
+
+
+@pytest.mark.parametrize(("rows", "n"), [(0, 5), (3, 0)])
+def test_nothing(kind, rows: int, n: int) -> None:
+    assert (select(kind, np.zeros((rows, n), np.float32), 7) == -1).all()
+
+
+# --- selection ------------------------------------------------------------------------------------------------
+
+
+def chosen(kind, logits: np.ndarray, k: int, starts, ends) -> np.ndarray:
+    rows = zip(logits, starts, ends, strict=True)
+    return np.array([oracle_indexer.topk(row, k, int(start), int(end)) for row, start, end in rows]).reshape(-1, k)
+
+
+@pytest.mark.parametrize(("m", "n", "heads", "k"), [(7, 301, 64, 100), (3, 50, 32, 64), (5, 0, 8, 3), (0, 9, 8, 3)])
+def test_select_rows(kind, rng, m: int, n: int, heads: int, k: int) -> None:
+    """As the two steps, in chunks or at once, and as float64 where the logits are exact."""
+    inputs = ragged(rng, m, n, heads, exact=True)
+    there = put(kind, inputs)
+    expected = chosen(kind, oracle_indexer.ragged_logits(**inputs), k, inputs["starts"], inputs["ends"])
+    for nbytes in (512 << 20, 4 * n * 2 + 3, 1):
+        np.testing.assert_array_equal(kind.take(select_rows(**there, k=k, max_workspace_bytes=nbytes)), expected)
+    two_steps = topk_indices(indexer_logits(**there), k, there["starts"], there["ends"])
+    np.testing.assert_array_equal(kind.take(two_steps), expected)
+
+
+def test_select_rows_of_any_logits(kind, rng) -> None:
+    inputs = ragged(rng, 9, 400, 64)
+    there = put(kind, inputs)
+    two_steps = topk_indices(indexer_logits(**there, clean=False), 50, there["starts"], there["ends"])
+    got = select_rows(**there, k=50, max_workspace_bytes=5000)
+    np.testing.assert_array_equal(kind.take(got), kind.take(two_steps))
+
+
+@pytest.mark.parametrize("block_size", [1, 15, 64])
+def test_select_rows_slots(kind, rng, block_size: int) -> None:
+    inputs = ragged(rng, 6, 130, 64, exact=True)
+    table = rng.integers(-1, 50, (3, -(-100 // block_size)), dtype=np.int32)
+    table[0, 0] = 2**31 - 1
+    req_id = rng.integers(-1, 4, 6, dtype=np.int32)
+    positions = chosen(kind, oracle_indexer.ragged_logits(**inputs), 77, inputs["starts"], inputs["ends"])
+    expected = [oracle_indexer.slots(row, int(r), table, block_size) for row, r in zip(positions, req_id, strict=True)]
+    out = kind.put(poisoned((6, 77), np.int32))
+    got = select_rows(
+        **put(kind, inputs), k=77, req_id=kind.put(req_id), block_table=kind.put(table), block_size=block_size, out=out,
+        max_workspace_bytes=1500,
+    )  # fmt: skip
+    assert got is out
+    np.testing.assert_array_equal(kind.take(got), expected)
+
+
+@pytest.mark.parametrize(("b", "n", "heads", "block_size", "longest"), [(3, 1, 64, 64, 200), (4, 3, 32, 7, 100)])
+def test_select_rows_paged(kind, rng, b: int, n: int, heads: int, block_size: int, longest: int) -> None:
+    inputs, k = paged(rng, b, n, heads, block_size, longest, exact=True), 60
+    there = put(kind, inputs)
+    logits = oracle_indexer.paged_logits(**{"cache" if name == "kv_cache" else name: a for name, a in inputs.items()})
+    lens = [oracle_indexer.seen_keys(inputs["context_lens"], n, r, j) for r in range(b) for j in range(n)]
+    expected = chosen(kind, logits, k, [0] * len(lens), lens)
+    slots = [oracle_indexer.slots(row, i // n, inputs["block_table"], block_size) for i, row in enumerate(expected)]
+    for nbytes in (512 << 20, 4 * longest * n * 2, 1):
+        got = select_rows_paged(**there, k=k, max_workspace_bytes=nbytes)
+        np.testing.assert_array_equal(kind.take(got), expected)
+        got = select_rows_paged(**there, k=k, slots=True, max_workspace_bytes=nbytes)
+        np.testing.assert_array_equal(kind.take(got), slots)
+    two_steps = kind.take(paged_indexer_logits(**there))
+    np.testing.assert_array_equal(chosen(kind, two_steps, k, [0] * len(lens), lens), expected)
+
+
+def test_select_rows_paged_by_lengths_of_tokens(kind, rng) -> None:
+    inputs = paged(rng, 2, 2, 64, 16, 90, exact=True)
+    inputs["kv_cache"] = indexers.key_cache(indexers.exact_codes(rng, 14, 16, 128), np.ones((14, 16), np.float32))
+    inputs["context_lens"] = np.array([[5, 80], [90, 1]], np.int32)
+    logits = oracle_indexer.paged_logits(**{"cache" if name == "kv_cache" else name: a for name, a in inputs.items()})
+    expected = chosen(kind, logits, 33, [0] * 4, inputs["context_lens"].reshape(-1))
+    np.testing.assert_array_equal(kind.take(select_rows_paged(**put(kind, inputs), k=33)), expected)
+
+
+def test_errors(rng) -> None:
+    logits = np.zeros((3, 20), np.float32)
+    for k in (0, 4097):
+        with pytest.raises(ValueError, match=f"k must be 1 to 4096, got {k}"):
+            topk_indices(logits, k)
+    cases = [
+        ({"logits": logits.astype(np.float64)}, TypeError, "logits: expected dtype float32 or bfloat16"),
+        ({"starts": np.zeros(2, np.int32)}, ValueError, r"starts: expected shape \[3\]"),
+        ({"ends": np.zeros(3, np.int64)}, TypeError, "ends: expected dtype int32"),
+        ({"out": np.zeros((3, 4), np.int32)}, ValueError, r"out: expected shape \[3, 5\]"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            topk_indices(**{"logits": logits, "k": 5, **change})
+    good, table = ragged(rng, 3, 20, 64), np.zeros((2, 4), np.int32)
+    slots = {"req_id": np.zeros(3, np.int32), "block_table": table, "block_size": 4}
+    cases = [
+        ({"k": 5000}, ValueError, "k must be 1 to 4096, got 5000"),
+        ({"max_workspace_bytes": 0}, ValueError, "max_workspace_bytes must be >= 1, got 0"),
+        ({"block_size": None}, ValueError, "req_id, block_table and block_size must be given together"),
+        ({"block_size": 0}, ValueError, "block_size must be >= 1, got 0"),
+        ({"req_id": np.zeros(2, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
+        ({"ks": np.zeros(3, np.float32)}, ValueError, r"ks: expected shape \[20\]"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            select_rows(**{**good, "k": 5, **slots, **change})
+    with pytest.raises(ValueError, match="k must be 1 to 4096, got 0"):
+        select_rows_paged(**paged(rng, 2, 1, 64, 8, 30), k=0)
