@@ -39,7 +39,7 @@ def gpu(monkeypatch) -> Iterator[FakeGPU]:
 
 
 @pytest.fixture
-def repeats(monkeypatch) -> list[Run]:
+def repeats(monkeypatch, gpu) -> Iterator[list[Run]]:
     """The compiled forms that calls ran, those that were compiled for them included."""
     seen: list[Run] = []
     make = Form.__init__
@@ -55,7 +55,8 @@ def repeats(monkeypatch) -> list[Run]:
         form.body = noting
 
     monkeypatch.setattr(Form, "__init__", noted)
-    return seen
+    yield seen
+    seen.clear()  # their graphs go before the stand-in does
 
 
 @pytest.fixture
