@@ -48,7 +48,7 @@ class Peers:
         """Logits, -inf not written."""
         if self._legacy:
             return self._gemm.fp8_mqa_logits(q8, (k8, ks), w, starts, ends, clean_logits=False)
-        return self._gemm.fp8_fp4_mqa_logits((q8, None), (k8, ks), w, starts, ends, 0)
+        return self._gemm.fp8_fp4_mqa_logits((q8, None), (k8, ks), w, starts, ends, len(k8))
 
     def schedule(self, lens: torch.Tensor) -> torch.Tensor:
         """What the paged logits need of the lengths; made once a step, outside of what is timed."""

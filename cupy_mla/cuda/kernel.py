@@ -162,7 +162,7 @@ class Kernel:
     def suits(self, capability: int) -> bool:
         """Whether it runs on a GPU of this compute capability (times 10)."""
         if self.target is None:
-            return capability >= LEAST_ARCH
+            return capability >= min(map(int, self.archs))
         return capability == int(self.target.rstrip("a"))  # "a": that generation alone
 
     def compile(self, arch: str) -> tuple[bytes, str]:

@@ -205,9 +205,9 @@ LOGITS = Struct(
     lens_stride=INT64, requests=INT32, queries=INT32, heads=INT32, width=INT32, num_blocks=INT32, clean=INT32,
 )  # fmt: skip
 TOPK = Struct(
-    "TopkParams", table=BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER, candidates=POINTER,
-    out=POINTER, logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32,
-    queries=INT32, parts=INT32, aligned=INT32,
+    "TopkParams", table=BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER, out=POINTER,
+    logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32, queries=INT32,
+    aligned=INT32,
 )  # fmt: skip
 CONVERT = Struct(
     "ConvertParams", table=BLOCK_TABLE, req_id=POINTER, positions=POINTER, prefill_ids=POINTER, prefill_starts=POINTER,

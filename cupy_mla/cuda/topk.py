@@ -11,35 +11,55 @@ import numpy as np
 from ..arrays import Array
 from ..sizes import least, most
 from . import structs
-from .driver import Gpu
-from .kernel import Kernel
+from .driver import PORTABLE_CLUSTER, Gpu
+from .kernel import PORTABLE, Kernel
 from .logits import paged_logits, ragged_logits
 from .paging import NO_TABLE, block_table, ceil_div, pointer
 from .program import Launch, Pointer, Program, Slot
 from .structs import Packed
 
-FEW_THREADS, MANY_THREADS = 512, 1024  # of a CTA, for many rows and for few
-FEW_PER_SM = 2  # CTAs of 512 threads that run at a time
-PART = 16384  # items of a row from which on another CTA pays
-MAX_PARTS = 8
+LEAST_CLUSTER_CAPABILITY = 90
+SHORT = 8192  # items of a row that one of many CTAs on an SM holds in registers
+PART = 4096  # items of a row from which on another CTA pays
 SPILL_BYTES = 16  # some compilers put what is needed once a row into local memory
-FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
+FLOAT32 = np.dtype(np.float32)
+
+
+class Shape(NamedTuple):
+    """How a CTA works.
+
+    Attributes:
+        items: of a thread at a time.
+        buffered: rows may be longer than what the threads hold.
+        clusters: the CTAs of a cluster share a row.
+    """
+
+    threads: int
+    items: int
+    buffered: bool = True
+    clusters: bool = False
+
+
+MANY_SHORT, MANY_LONG, FEW = Shape(256, 32, buffered=False), Shape(512, 16), Shape(1024, 16)
+FEW_CLUSTERS = FEW._replace(clusters=True)
 
 
 @cache
-def kernel(threads: int, bf16: bool, parts: bool = False, candidates: bool = False) -> Kernel:
-    """The kernel that chooses from rows, from parts of rows, or from what was chosen of the parts."""
-    defines = {"THREADS": threads, "BF16": int(bf16), "PARTS": int(parts), "CANDIDATES": int(candidates)}
-    return Kernel("indexer/topk.cu", structs.TOPK, defines, spill_bytes=SPILL_BYTES)
+def kernel(shape: Shape, bf16: bool) -> Kernel:
+    """The kernel that chooses from rows, for many short or long rows, or for few."""
+    defines = {name.upper(): int(value) for name, value in shape._asdict().items()}
+    return Kernel(
+        "indexer/topk.cu", structs.TOPK, {**defines, "BF16": int(bf16)}, overlaps=True, spill_bytes=SPILL_BYTES,
+        archs=[a for a in PORTABLE if int(a) >= (LEAST_CLUSTER_CAPABILITY if shape.clusters else 0)],
+        max_cluster=PORTABLE_CLUSTER if shape.clusters else 1,
+    )  # fmt: skip
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for bf16 in (False, True):
-        yield kernel(FEW_THREADS, bf16)
-        yield kernel(MANY_THREADS, bf16)
-        yield kernel(MANY_THREADS, bf16, parts=True)
-        yield kernel(MANY_THREADS, bf16, candidates=True)
+        for shape in (MANY_SHORT, MANY_LONG, FEW, FEW_CLUSTERS):
+            yield kernel(shape, bf16)
 
 
 class Logits(NamedTuple):
@@ -166,27 +186,23 @@ def _launches(
     out: Pointer | int,
     out_stride: int,
 ) -> Program:
-    """One launch, or two where rows are few and long: parts of rows, then what was chosen of the parts."""
+    """The launch that chooses from rows of logits."""
     rows, width = logits.rows, logits.width
     if rows == 0:
         return ()
     params = structs.TOPK(
-        table=table, logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, requests=requests, candidates=0,
-        out=out, logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows,
-        width=width, k=k, queries=bounds.queries, parts=1, aligned=int(logits.aligned),
+        table=table, logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, requests=requests, out=out,
+        logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
+        queries=bounds.queries, aligned=int(logits.aligned),
     )  # fmt: skip
     if rows > gpu.sms:
-        return [Launch(kernel(FEW_THREADS, logits.bf16), (rows, 1, 1), params)]
-    parts = least(least(gpu.sms // rows, ceil_div(width, PART)), MAX_PARTS)
-    if parts < 4:  # a second launch costs more than it saves
-        return [Launch(kernel(MANY_THREADS, logits.bf16), (rows, 1, 1), params)]
-    candidates = Slot("candidates", shape=(rows, parts, k), dtype=INT32)
-    of_parts = params.replaced(**{"table.blocks": 0, "out": candidates.ptr, "parts": parts})
-    of_rows = params.replaced(candidates=candidates.ptr, parts=parts)
-    return [
-        Launch(kernel(MANY_THREADS, logits.bf16, parts=True), (rows * parts, 1, 1), of_parts),
-        Launch(kernel(MANY_THREADS, logits.bf16, candidates=True), (rows, 1, 1), of_rows),
-    ]
+        shape = MANY_SHORT if width <= SHORT else MANY_LONG
+        return [Launch(kernel(shape, logits.bf16), (rows, 1, 1), params)]
+    cluster = PORTABLE_CLUSTER if gpu.capability >= LEAST_CLUSTER_CAPABILITY else 1
+    while cluster > 1 and (rows * cluster > gpu.sms or width <= cluster // 2 * PART):
+        cluster //= 2
+    shape = FEW_CLUSTERS if cluster > 1 else FEW
+    return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
 
 
 def _padded(width: int) -> int:

@@ -3,25 +3,31 @@
 // A logit's *order* is an integer that is larger for larger logits: 0 outside the range, 1 for NaN, equal for both
 // zeros. Everything is done with orders.
 //
-//   CTA        a row, or a part of a row; reads it once, in tiles of 16 items a thread
-//     first    of the first tile the k largest are found (`find_threshold`) and put into the buffer
-//     others   items above the threshold are appended. Equal ones are not: k items that are not smaller came before
-//     full     when a tile does not fit the buffer, the buffer is cut down to its k largest, and the threshold rises;
-//              of a tile that has more than k itself, only its k largest are taken
-//     end      the k largest of the buffer are the result
+//   CTA        a row; with CLUSTERS, the CTAs of a cluster have a part of the row each. Reads it once, in tiles of
+//              ITEMS items a thread
+//     one tile   stays in registers
+//     more     BUFFERED: the next tile is under way while one is worked on. Of the first tile the k largest go into the
+//              buffer; of the others what is above the threshold. Equal ones do not: k items that are not smaller came
+//              before. When a tile does not fit, the buffer is cut down to its k largest, and the threshold rises
+//     end      of the tile or the buffer, of all CTAs of the cluster, the k largest are the result
 //   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10 more
-//                    bits of the items that agree with it so far
-//   in order   items are numbered warp by warp; the place of a chosen one is the number of chosen ones before it, by
-//              sums over lanes and warps. No atomics decide about places, so results do not depend on timing
+//                    bits of the items that agree with it so far. A cluster's histograms are added up by each CTA
+//   in order   items are numbered part by part, warp by warp; the place of a chosen one is the number of chosen ones
+//              before it, by sums over lanes, warps and CTAs. No atomics decide about places, so results do not depend on
+//              timing
 //
-// Rows no longer than k are not read. PARTS: results are columns, for another launch that chooses from them.
-// CANDIDATES: items are those columns. BF16: logits are bfloat16.
+// Rows no longer than k are not read. BF16: logits are bfloat16.
 //
-// Shared memory: 8 bytes an item of the buffer, 8 KB of histogram, and a few words a warp.
+// Shared memory: 8 bytes an item of the buffer, 8 KB a histogram (a cluster has three), and a few words a warp.
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/shared.cuh"
 #include "rows/block_table.cuh"
 #include "tile/warp.cuh"
+#if CLUSTERS
+#include "ptx/cluster.cuh"
+#endif
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct TopkParams {
@@ -30,32 +36,62 @@ struct TopkParams {
     const int32_t* starts;      // [rows], or null
     const int32_t* ends;        // [rows]; [rows / queries] or [rows / queries, queries] context lengths; or null
     const int32_t* requests;    // [rows] rows of the table; null: row / queries
-    const int32_t* candidates;  // [rows, width of candidates] columns, -1 for none
-    int32_t* out;               // [rows, k], of parts [rows, parts, k]
+    int32_t* out;               // [rows, k]
     int64_t logits_stride, out_stride, lens_stride;  // items
     int32_t rows, width, k;
     int32_t queries;  // of a request: `ends` are context lengths; 0: they are ends
-    int32_t parts;    // of a row; each is worked on by a CTA, or was
     int32_t aligned;  // rows allow loads of four logits
+    int32_t unused;
 };
 
 constexpr int WARPS = THREADS / 32;
-constexpr int VECTORS = 4, TILE = THREADS * VECTORS * 4;  // items
-constexpr int CAPACITY = 8192;                            // of the buffer: twice the largest k
+constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
+constexpr int CAPACITY = BUFFERED ? 8192 : 4;               // of the buffer: twice the largest k
 constexpr int BINS = 2048, BINS_OF_THREAD = BINS / THREADS;
+constexpr int MAX_CLUSTER = 8;
+constexpr uint32_t MAX_K = 4096;
 constexpr uint32_t OUTSIDE = 0;
-static_assert(BINS % THREADS == 0 && CAPACITY % (THREADS * 4) == 0 && CAPACITY <= TILE, "");
+static_assert(BINS % THREADS == 0 && CAPACITY <= TILE && VECTORS % 4 == 0 && ITEMS <= 32, "");
+static_assert(!CLUSTERS || BINS_OF_THREAD == 2, "a thread reads its bins of another CTA as 8 bytes");
 
 struct Shared {
     uint32_t order[CAPACITY];
     int32_t column[CAPACITY];
-    uint32_t bins[BINS];  // all 0 between uses
+    uint32_t bins[CLUSTERS ? 3 : 1][BINS];  // those of [0] are all 0 between uses
     uint32_t chosen[2][WARPS];
     int32_t warp_sums[WARPS];
+    uint32_t of_cta;  // as in `chosen`, for the other CTAs
     int32_t digit, above, inside;
 };
 extern __shared__ uint4 shared_bytes[];
 __device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(shared_bytes); }
+
+// The CTAs that work on a row together, and this CTA among them.
+__device__ __forceinline__ int num_parts() {
+#if CLUSTERS
+    return cluster_size();
+#else
+    return 1;
+#endif
+}
+__device__ __forceinline__ int this_part() {
+#if CLUSTERS
+    return cluster_rank();
+#else
+    return 0;
+#endif
+}
+
+// Who takes part in a step: the CTA, or all CTAs of the row.
+enum class Scope { CTA, ROW };
+
+template <Scope SCOPE>
+__device__ __forceinline__ void meet() {
+#if CLUSTERS
+    if constexpr (SCOPE == Scope::ROW) return cluster_sync();
+#endif
+    __syncthreads();
+}
 
 __device__ __forceinline__ uint32_t order_of(float logit) {
     const uint32_t bits = __float_as_uint(add_exactly(logit, 0.0f));  // -0 becomes +0; every NaN 0x7fffffff
@@ -64,16 +100,7 @@ __device__ __forceinline__ uint32_t order_of(float logit) {
 
 // --- items ----------------------------------------------------------------------------------------------------
 
-// A thread's items of a tile. The items of all threads are numbered by warp, vector, lane, and place in the vector.
-struct Items {
-    uint32_t order[VECTORS][4];
-
-    static __device__ __forceinline__ int first_of_vector(int v) {
-        return threadIdx.x / 32 * (VECTORS * 128) + v * 128 + threadIdx.x % 32 * 4;
-    }
-};
-
-// What a CTA works on: items [begin, end), which are columns of the logits' row or entries of its candidates.
+// What a CTA works on: columns [begin, end) of the logits.
 struct Range {
     int begin, end;
 };
@@ -118,52 +145,85 @@ __device__ __forceinline__ float4 logits_at(const TopkParams& p, int64_t at) {
 #endif
 }
 
-// The columns of a row's items; for candidates, entries of its list.
-__device__ __forceinline__ int32_t column_of(const TopkParams& p, int row, int item) {
-#if CANDIDATES
-    return p.candidates[int64_t(row) * p.parts * p.k + item];
-#else
-    return item;
-#endif
-}
+// A thread's logits of a tile, on their way. The items of all threads are numbered by warp, vector, lane, and place in
+// the vector.
+struct Tile {
+    float4 vector[VECTORS];
 
-// Items from `first` on.
-__device__ __forceinline__ void load_tile(const TopkParams& p, int row, const Range& range, int first, Items& items) {
-    const int64_t start = row * p.logits_stride;
-#if CANDIDATES
-#pragma unroll
-    for (int i = 0; i < VECTORS * 4; ++i) {
-        const int item = first + Items::first_of_vector(i / 4) + i % 4;
-        const int column = item < range.end ? column_of(p, row, item) : -1;
-        items.order[i / 4][i % 4] = column >= 0 ? order_of(logit_at(p, start + column)) : OUTSIDE;
+    static __device__ __forceinline__ int first_of_warp_vector(int v) {
+        return threadIdx.x / 32 * (VECTORS * 128) + v * 128;
     }
-#else
-    float4 x[VECTORS];
+    static __device__ __forceinline__ int first_of_vector(int v) {
+        return first_of_warp_vector(v) + threadIdx.x % 32 * 4;
+    }
+
+    // The items from column `first` on.
+    __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range, int first) {
+        const int64_t start = row * p.logits_stride;
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int at = first + Items::first_of_vector(v);
-        x[v] = {0, 0, 0, 0};
-        if (p.aligned && at + 4 <= p.width) {
-            if (at < range.end) x[v] = logits_at(p, start + at);
-        } else {
-            if (at < range.end) x[v].x = logit_at(p, start + at);
-            if (at + 1 < range.end) x[v].y = logit_at(p, start + at + 1);
-            if (at + 2 < range.end) x[v].z = logit_at(p, start + at + 2);
-            if (at + 3 < range.end) x[v].w = logit_at(p, start + at + 3);
+        for (int v = 0; v < VECTORS; ++v) {
+            const int at = first + first_of_vector(v);
+            float4 x = {0, 0, 0, 0};
+            if (p.aligned && at + 4 <= p.width) {
+                if (at < range.end) x = logits_at(p, start + at);
+            } else {
+                if (at < range.end) x.x = logit_at(p, start + at);
+                if (at + 1 < range.end) x.y = logit_at(p, start + at + 1);
+                if (at + 2 < range.end) x.z = logit_at(p, start + at + 2);
+                if (at + 3 < range.end) x.w = logit_at(p, start + at + 3);
+            }
+            vector[v] = x;
         }
     }
+};
+
+// The orders of a thread's items, numbered as those of a tile.
+struct Items {
+    uint32_t order[VECTORS][4];
+    int vectors;  // of the warp, the others have nothing inside the range
+
+    __device__ __forceinline__ uint32_t operator[](int i) const { return order[i / 4][i % 4]; }
+
+    __device__ __forceinline__ void count(int items) {
+        const int rest = items - Tile::first_of_warp_vector(0);
+        vectors = max(0, min(ceil_div(rest, 128), VECTORS));
+    }
+
+    __device__ __forceinline__ void set(const Tile& tile, const Range& range, int first) {
+        count(range.end - first);
+        const bool whole = range.begin <= first && range.end - first >= Tile::first_of_warp_vector(VECTORS);
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int at = first + Items::first_of_vector(v);
-        const float of_vector[4] = {x[v].x, x[v].y, x[v].z, x[v].w};
+        for (int v = 0; v < VECTORS; ++v) {
+            const float4& x = tile.vector[v];
+            const float of_vector[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const bool inside = range.begin <= at + i && at + i < range.end;
-            items.order[v][i] = inside ? order_of(of_vector[i]) : OUTSIDE;
+            for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
+        }
+        if (whole) return;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int at = first + Tile::first_of_vector(v);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (at + i < range.begin || range.end <= at + i) order[v][i] = OUTSIDE;
+            }
         }
     }
-#endif
-}
+
+    // The first `items` of the buffer.
+    __device__ __forceinline__ void set_buffered(int items) {
+        count(items);
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int at = Tile::first_of_vector(v);
+            uint4 four = {0, 0, 0, 0};
+            if (at < items) four = *reinterpret_cast<const uint4*>(&shared().order[at]);
+            const uint32_t orders[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) order[v][i] = at + i < items ? orders[i] : OUTSIDE;
+        }
+    }
+};
 
 // --- selection ------------------------------------------------------------------------------------------------
 
@@ -173,30 +233,54 @@ struct Threshold {
     int ties;
 };
 
-// Finds the bin, from the top, in which the `need`-th largest item is: shared().digit, items in the bins above it, and
-// in it. Clears the bins. Returns how many items there are.
-__device__ __forceinline__ int find_bin(int need) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int highest = BINS - 1 - threadIdx.x * BINS_OF_THREAD;  // of this thread's bins
-    uint32_t bins[BINS_OF_THREAD];
-    int mine = 0;
+// A thread's bins, the highest first. Those of a CTA alone are cleared, those of a row stay.
+template <Scope SCOPE>
+__device__ __forceinline__ void take_bins(uint32_t (&all)[BINS], uint32_t (&mine)[BINS_OF_THREAD]) {
+    uint32_t* const lowest = &all[BINS - (threadIdx.x + 1) * BINS_OF_THREAD];
+#if CLUSTERS
+    if constexpr (SCOPE == Scope::ROW) {
+        const int parts = num_parts();
+        Vec8 of_part[MAX_CLUSTER];
+#pragma unroll
+        for (int part = 0; part < MAX_CLUSTER; ++part) {
+            of_part[part] = {0, 0};
+            if (part < parts) of_part[part] = load_cluster_8(cluster_address(shared_address(lowest), part));
+        }
+        mine[0] = mine[1] = 0;
+#pragma unroll
+        for (int part = 0; part < MAX_CLUSTER; ++part) {
+            mine[0] += of_part[part].y;
+            mine[1] += of_part[part].x;
+        }
+        return;
+    }
+#endif
 #pragma unroll
     for (int i = 0; i < BINS_OF_THREAD; ++i) {
-        bins[i] = shared().bins[highest - i];
-        shared().bins[highest - i] = 0;
-        mine += bins[i];
+        mine[i] = lowest[BINS_OF_THREAD - 1 - i];
+        lowest[BINS_OF_THREAD - 1 - i] = 0;
     }
-    int above = inclusive_sum(mine, lane), total = 0;
+}
+
+// Finds the bin, from the top, in which the `need`-th largest item is: shared().digit, items in the bins above it, and
+// in it.
+template <Scope SCOPE>
+__device__ __forceinline__ void find_bin(uint32_t (&all)[BINS], int need) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t bins[BINS_OF_THREAD];
+    take_bins<SCOPE>(all, bins);
+    int mine = 0;
+#pragma unroll
+    for (int i = 0; i < BINS_OF_THREAD; ++i) mine += bins[i];
+    int above = inclusive_sum(mine, lane);
     if (lane == 31) shared().warp_sums[warp] = above;
     __syncthreads();
-    const int of_warp = lane < WARPS ? shared().warp_sums[lane] : 0;
-    total = __reduce_add_sync(~0u, of_warp);
-    above += __reduce_add_sync(~0u, lane < warp ? of_warp : 0) - mine;
+    above += __reduce_add_sync(~0u, lane < warp ? shared().warp_sums[lane] : 0) - mine;
     if (above < need && need <= above + mine) {
 #pragma unroll
         for (int i = 0; i < BINS_OF_THREAD; ++i) {
             if (above < need && need <= above + int(bins[i])) {
-                shared().digit = highest - i;
+                shared().digit = BINS - 1 - threadIdx.x * BINS_OF_THREAD - i;
                 shared().above = above;
                 shared().inside = bins[i];
             }
@@ -204,10 +288,10 @@ __device__ __forceinline__ int find_bin(int need) {
         }
     }
     __syncthreads();
-    return total;
 }
 
-// The threshold that the k largest items meet; all items inside the range if there are no more. Called by the CTA.
+// The threshold that the k largest items meet, of at least k inside the range.
+template <Scope SCOPE>
 __device__ __forceinline__ Threshold find_threshold(const Items& items, int k) {
     uint32_t prefix = 0;  // the upper bits of the k-th largest item's order
     int need = k;
@@ -217,15 +301,19 @@ __device__ __forceinline__ Threshold find_threshold(const Items& items, int k) {
     for (int pass = 0; pass < 3; ++pass) {
         const int above = shift;
         shift -= WIDTHS[pass];
+        auto& bins = shared().bins[SCOPE == Scope::ROW && CLUSTERS ? pass : 0];
 #pragma unroll
-        for (int i = 0; i < VECTORS * 4; ++i) {
-            const uint32_t order = items.order[i / 4][i % 4];
-            const bool agrees = pass == 0 ? order != OUTSIDE : order >> above == prefix && order != OUTSIDE;
-            if (agrees) atomicAdd(&shared().bins[order >> shift & ((1u << WIDTHS[pass]) - 1)], 1u);
+        for (int v = 0; v < VECTORS; ++v) {
+            if (v >= items.vectors) break;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint32_t order = items.order[v][i];
+                const bool agrees = pass == 0 || order >> above == prefix;
+                if (agrees) atomicAdd(&bins[order >> shift & ((1u << WIDTHS[pass]) - 1)], 1u);
+            }
         }
-        __syncthreads();
-        const int total = find_bin(need);
-        if (pass == 0 && total <= k) return {OUTSIDE, 0};
+        meet<SCOPE>();
+        find_bin<SCOPE>(bins, need);
         prefix = prefix << WIDTHS[pass] | shared().digit;
         need -= shared().above;
         // All items of the bin are chosen: the threshold is just below it.
@@ -234,73 +322,166 @@ __device__ __forceinline__ Threshold find_threshold(const Items& items, int k) {
     return {prefix, need};
 }
 
+// Counts of a thread's set bits, 8 bits a vector.
+struct Counts {
+    uint32_t four[VECTORS / 4];
+
+    __device__ __forceinline__ int of(int v) const { return four[v / 4] >> (v % 4 * 8) & 255; }
+};
+
 // Which of a thread's items are chosen, and how many before them.
 struct Chosen {
     uint32_t mask;  // bit 4 v + i: item i of vector v
     int before;     // chosen items of the warps before this one
-    int total;
+    int total;      // of the CTA
 
-    // The numbers of set bits before each of a thread's vectors in its warp, 8 bits each; and of all vectors.
-    static __device__ __forceinline__ uint32_t before_vectors(uint32_t mask, uint32_t& totals) {
-        uint32_t counts = 0;
+    // The numbers of set bits before each of a thread's vectors in its warp; and of all vectors.
+    static __device__ __forceinline__ Counts before_vectors(uint32_t mask, Counts& totals) {
+        Counts before;
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) counts |= __popc(mask >> (4 * v) & 15) << (8 * v);
-        const uint32_t sums = inclusive_sum(counts, threadIdx.x % 32);
-        totals = __shfl_sync(~0u, sums, 31);
-        return sums - counts;
+        for (int j = 0; j < VECTORS / 4; ++j) {
+            uint32_t counts = 0;
+#pragma unroll
+            for (int v = 0; v < 4; ++v) counts |= __popc(mask >> (16 * j + 4 * v) & 15) << (8 * v);
+            const uint32_t sums = inclusive_sum(counts, threadIdx.x % 32);
+            totals.four[j] = __shfl_sync(~0u, sums, 31);
+            before.four[j] = sums - counts;
+        }
+        return before;
     }
 
     // Calls act(place, vector, item in it) for each chosen item of this thread.
     template <typename Act>
     __device__ __forceinline__ void for_each(Act act) const {
-        uint32_t totals;
-        const uint32_t sums = before_vectors(mask, totals);
+        if (!__any_sync(~0u, mask != 0)) return;
+        Counts totals;
+        const Counts sums = before_vectors(mask, totals);
         int place = before;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            int at = place + (sums >> (8 * v) & 255);
+            int at = place + sums.of(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (mask >> (4 * v + i) & 1) act(at++, v, i);
-            place += totals >> (8 * v) & 255;
+            place += totals.of(v);
         }
     }
 };
 
+// How many items are larger than the threshold and how many equal to it, in 16 bits each. The equal ones of a whole row
+// may be more than that holds; more than k of them are never wanted.
+struct Both {
+    uint32_t counts;
+
+    __device__ __forceinline__ int larger() const { return counts & 0xffff; }
+    __device__ __forceinline__ int equal() const { return counts >> 16; }
+};
+
+// Of the CTAs before this one.
+template <Scope SCOPE>
+__device__ __forceinline__ Both in_parts_before(const Both& mine) {
+#if CLUSTERS
+    if constexpr (SCOPE == Scope::ROW) {
+        if (threadIdx.x == 0) shared().of_cta = mine.larger() | min(uint32_t(mine.equal()), MAX_K) << 16;
+        meet<SCOPE>();
+        const int lane = threadIdx.x % 32;
+        uint32_t other = 0;
+        if (lane < this_part()) other = load_cluster_4(cluster_address(shared_address(&shared().of_cta), lane));
+        return {__reduce_add_sync(~0u, other)};
+    }
+#endif
+    return {0};
+}
+
 // Called by the CTA. `turn` alternates between 0 and 1 from call to call.
+template <Scope SCOPE>
 __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& threshold, int turn) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t larger = 0, equal = 0;
 #pragma unroll
-    for (int i = 0; i < VECTORS * 4; ++i) {
-        larger |= uint32_t(items.order[i / 4][i % 4] > threshold.order) << i;
-        equal |= uint32_t(items.order[i / 4][i % 4] == threshold.order) << i;
+    for (int i = 0; i < ITEMS; ++i) {
+        larger |= uint32_t(items[i] > threshold.order) << i;
+        equal |= uint32_t(items[i] == threshold.order) << i;
     }
     if (threshold.ties == 0) equal = 0;
-    const uint32_t of_warp = __reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16);
-    if (lane == 0) shared().chosen[turn][warp] = of_warp;
+    const Both of_warp = {__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16)};
+    if (lane == 0) shared().chosen[turn][warp] = of_warp.counts;
     __syncthreads();
     const uint32_t of_lane = lane < WARPS ? shared().chosen[turn][lane] : 0;
-    const uint32_t all = __reduce_add_sync(~0u, of_lane), before = __reduce_add_sync(~0u, lane < warp ? of_lane : 0);
-    const int left = threshold.ties - int(before >> 16);  // ties for this warp and those behind it
-    if (left > 0 && of_warp >> 16 != 0) {
-        if (int(of_warp >> 16) <= left) {
+    const Both all = {__reduce_add_sync(~0u, of_lane)};
+    const Both parts = in_parts_before<SCOPE>(all);
+    const Both before = {__reduce_add_sync(~0u, lane < warp ? of_lane : 0) + parts.counts};
+    const int left = threshold.ties - before.equal();  // ties for this warp and those behind it
+    if (left > 0 && of_warp.equal() != 0) {
+        if (of_warp.equal() <= left) {
             larger |= equal;
         } else {  // some of them
-            uint32_t totals;
-            const uint32_t sums = Chosen::before_vectors(equal, totals);
+            Counts totals;
+            const Counts sums = Chosen::before_vectors(equal, totals);
             int number = 0;  // of equal items in vectors before
 #pragma unroll
-            for (int i = 0; i < VECTORS * 4; ++i) {
+            for (int i = 0; i < ITEMS; ++i) {
                 const uint32_t in_vector = equal >> (i / 4 * 4) & ((1u << i % 4) - 1);
-                const int place = number + (sums >> (i / 4 * 8) & 255) + __popc(in_vector);
+                const int place = number + sums.of(i / 4) + __popc(in_vector);
                 if (equal >> i & 1 && place < left) larger |= 1u << i;
-                if (i % 4 == 3) number += totals >> (i / 4 * 8) & 255;
+                if (i % 4 == 3) number += totals.of(i / 4);
             }
         }
     }
-    return {larger, int(before & 0xffff) + min(int(before >> 16), threshold.ties),
-            int(all & 0xffff) + min(int(all >> 16), threshold.ties)};
+    return {larger, before.larger() + min(before.equal(), threshold.ties),
+            all.larger() + min(all.equal(), threshold.ties)};
+}
+
+// --- the buffer -----------------------------------------------------------------------------------------------
+
+// Keeps the k largest of the buffer's items, in order. Returns the threshold.
+__device__ __forceinline__ Threshold cut_buffer(int count, int k, int turn) {
+    __syncthreads();  // the buffer is complete
+    Items items;
+    items.set_buffered(count);
+    const Threshold threshold = find_threshold<Scope::CTA>(items, k);
+    const Chosen chosen = choose<Scope::CTA>(items, threshold, turn);
+    int32_t columns[VECTORS][4];
+    chosen.for_each([&](int, int v, int i) { columns[v][i] = shared().column[Tile::first_of_vector(v) + i]; });
+    __syncthreads();  // all have read what they move
+    chosen.for_each([&](int place, int v, int i) {
+        shared().order[place] = items.order[v][i];
+        shared().column[place] = columns[v][i];
+    });
+    return threshold;
+}
+
+// Brings into the buffer what may be among the k largest of a range of more than one tile; `tile` is the first. Returns
+// how many items that are.
+__device__ __forceinline__ int fill_buffer(const TopkParams& p, int row, const Range& range, int first, Tile& tile) {
+    int count = 0, turn = 0;
+    uint32_t least = OUTSIDE;  // items that are not larger are not chosen
+    while (first < range.end) {
+        Items items;
+        items.set(tile, range, first);
+        if (first + TILE < range.end) tile.load(p, row, range, first + TILE);
+        Chosen chosen = choose<Scope::CTA>(items, {least, 0}, turn ^= 1);
+        const bool fits = count + chosen.total <= CAPACITY;
+        if (!fits && count > p.k) {
+            least = max(least, cut_buffer(count, p.k, turn ^= 1).order);
+            count = p.k;
+            tile.load(p, row, range, first);
+            continue;
+        }
+        if (!fits || count == 0) {  // only the k largest of the tile
+            const Threshold threshold = find_threshold<Scope::CTA>(items, p.k);
+            chosen = choose<Scope::CTA>(items, threshold, turn ^= 1);
+            least = max(least, threshold.order);
+        }
+        chosen.for_each([&](int place, int v, int i) {
+            shared().order[count + place] = items.order[v][i];
+            shared().column[count + place] = first + Tile::first_of_vector(v) + i;
+        });
+        count += chosen.total;
+        first += TILE;
+    }
+    __syncthreads();  // the buffer is complete
+    return count;
 }
 
 // --- results --------------------------------------------------------------------------------------------------
@@ -320,118 +501,59 @@ struct Results {
         const Position at = find_position(p.table, position);
         to[place] = blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
     }
-    __device__ __forceinline__ void fill(const TopkParams& p, int from) const {
-        for (int place = from + threadIdx.x; place < p.k; place += THREADS) to[place] = -1;
-    }
 };
 
-__device__ __forceinline__ Results results_of(const TopkParams& p, int row) {
-#if PARTS
-    return {p.out + int64_t(blockIdx.x) * p.k, 0, nullptr};
-#else
+__device__ __forceinline__ Results results_of(const TopkParams& p, int row, const Range& range) {
     const int32_t* blocks = nullptr;
     if (p.table.blocks != nullptr) {
         const int request = p.requests == nullptr ? row / max(p.queries, 1) : p.requests[row];
         if (has_request(p.table, request)) blocks = p.table.blocks + request * p.table.stride;
     }
-    return {p.out + row * p.out_stride, range_of_row(p, row).begin, blocks};
-#endif
+    return {p.out + row * p.out_stride, range.begin, blocks};
 }
 
-// Where items come from: the next tile of the row, or the buffer.
-enum class Source { ROW, BUFFER };
-
-__device__ __forceinline__ void load_buffer(int count, Items& items) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int at = Items::first_of_vector(v);
-        uint4 four = {0, 0, 0, 0};
-        if (at < count) four = *reinterpret_cast<const uint4*>(&shared().order[at]);
-        const uint32_t orders[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) items.order[v][i] = at + i < count ? orders[i] : OUTSIDE;
+// All of a range of at most k items are chosen.
+__device__ __forceinline__ void choose_all(const TopkParams& p, const Results& results, const Range& range) {
+    const int count = range.end - range.begin;
+    for (int place = threadIdx.x; place < p.k; place += THREADS) {
+        if (place < count) {
+            results.store(p, place, range.begin + place);
+        } else {
+            results.to[place] = -1;
+        }
     }
-}
-
-// Moves the buffer's chosen items to its front, in order.
-__device__ __forceinline__ void keep(const Items& items, const Chosen& chosen) {
-    int32_t columns[VECTORS][4];
-    chosen.for_each([&](int, int v, int i) { columns[v][i] = shared().column[Items::first_of_vector(v) + i]; });
-    __syncthreads();  // all have read what they move
-    chosen.for_each([&](int place, int v, int i) {
-        shared().order[place] = items.order[v][i];
-        shared().column[place] = columns[v][i];
-    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk(const __grid_constant__ TopkParams p) {
-    const int row = PARTS ? blockIdx.x / p.parts : blockIdx.x, part = PARTS ? blockIdx.x - row * p.parts : 0;
-#if CANDIDATES
-    const Range range = {0, p.parts * p.k};
-#else
-    const Range range = PARTS ? part_of(range_of_row(p, row), part, p.parts) : range_of_row(p, row);
-    if (range.end - range.begin <= p.k) {  // all are chosen
-        const int count = range.end - range.begin;
-        const Results results = results_of(p, row);
-        for (int i = threadIdx.x; i < count; i += THREADS) results.store(p, i, range.begin + i);
-        results.fill(p, count);
+    const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
+    constexpr int ALL_BINS = sizeof(Shared::bins) / sizeof(uint4);
+    for (int i = threadIdx.x; i < ALL_BINS; i += THREADS) reinterpret_cast<uint4*>(shared().bins)[i] = {0, 0, 0, 0};
+    wait_for_earlier_kernels();
+    const Range of_row = range_of_row(p, row);
+    if (of_row.end - of_row.begin <= p.k) {
+        if (part == 0) choose_all(p, results_of(p, row, of_row), of_row);
         return;
     }
-#endif
-    for (int i = threadIdx.x; i < BINS; i += THREADS) shared().bins[i] = 0;
-    __syncthreads();
-
-    int first = range.begin / 4 * 4;  // of the next tile
-    int count = 0;                    // items in the buffer
-    uint32_t least = OUTSIDE;         // items that are not larger are not chosen
-    Source source = Source::ROW;
-    bool cut = true;  // only the k largest items of the source are wanted
-    int turn = 0;
-#pragma unroll 1
-    while (true) {
-        Items items;
-        if (source == Source::ROW) {
-            load_tile(p, row, range, first, items);
-        } else {
-            load_buffer(count, items);
-        }
-        Threshold threshold = {least, 0};
-        if (cut) threshold = find_threshold(items, p.k);
-        const Chosen chosen = choose(items, threshold, turn ^= 1);
-        const bool last = first + TILE >= range.end;
-        if (source == Source::ROW && count + chosen.total > CAPACITY) {
-            // First the k largest of the tile alone; if these do not fit either, first those of the buffer.
-            if (cut || chosen.total <= p.k) source = Source::BUFFER;
-            cut = true;
-            continue;
-        }
-        if (source == Source::BUFFER ? first >= range.end : last && count == 0) {
-            const Results results = results_of(p, row);
-            chosen.for_each([&](int place, int v, int i) {
-                const int item = Items::first_of_vector(v) + i;
-                const bool buffered = source == Source::BUFFER;
-                results.store(p, place, buffered ? shared().column[item] : column_of(p, row, first + item));
-            });
-            results.fill(p, chosen.total);
-            return;
-        }
-        if (source == Source::BUFFER) {
-            keep(items, chosen);
-            count = chosen.total;
-            source = Source::ROW;
-        } else {
-            chosen.for_each([&](int place, int v, int i) {
-                shared().order[count + place] = items.order[v][i];
-                shared().column[count + place] = column_of(p, row, first + Items::first_of_vector(v) + i);
-            });
-            count += chosen.total;
-            first += TILE;
-            if (last) source = Source::BUFFER;
-        }
-        least = max(least, threshold.order);
-        cut = count == 0 || source == Source::BUFFER;
-        __syncthreads();  // the buffer is complete
+    const Range range = part_of(of_row, part, parts);
+    const int first = range.begin / 4 * 4;
+    Tile tile;
+    tile.load(p, row, range, first);
+    __syncthreads();  // bins are 0
+    Items items;
+    const bool buffered = BUFFERED && first + TILE < range.end;
+    if (buffered) {
+        items.set_buffered(fill_buffer(p, row, range, first, tile));
+    } else {
+        items.set(tile, range, first);
     }
+    const Threshold threshold = find_threshold<Scope::ROW>(items, p.k);
+    const Chosen chosen = choose<Scope::ROW>(items, threshold, 0);
+    const Results results = results_of(p, row, of_row);
+    chosen.for_each([&](int place, int v, int i) {
+        const int item = Tile::first_of_vector(v) + i;
+        results.store(p, place, buffered ? shared().column[item] : first + item);
+    });
+    meet<Scope::ROW>();  // until all have read this CTA's shared memory
 }
 
 // Read by the launcher.

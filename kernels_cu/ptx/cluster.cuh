@@ -52,6 +52,18 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) 
     return there;
 }
 
+__device__ __forceinline__ uint32_t load_cluster_4(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ Vec8 load_cluster_8(uint32_t address) {
+    Vec8 v;
+    asm volatile("ld.shared::cluster.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float load_cluster_float(uint32_t address) {
     float v;
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
