@@ -19,6 +19,8 @@ import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
+from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
+from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
 from cupy_mla.ops.table import TABLE, Operation, Wanted
 
 BF16 = ml_dtypes.bfloat16
@@ -123,6 +125,38 @@ def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
         yield from ("bf16_few_heads_sm90", *FLAT)
 
 
+def logits_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) -> None:
+    """Logits over rows, or for requests of a few queries over paged keys: exact in any order of summation."""
+    os.environ[LOGITS_VARIABLE] = kernel
+    codes = ml_dtypes.float8_e4m3fn(1).view(np.uint8) * rng.integers(0, 2, (9, 64, 128), dtype=np.uint8)
+    cache = np.zeros((9, 64 * 132), np.uint8)
+    cache[:, : 64 * 128] = codes.reshape(9, -1)
+    cache[:, 64 * 128 :] = np.full((9, 64), 0.5, np.float32).view(np.uint8)
+    q8 = ml_dtypes.float8_e4m3fn(-1).view(np.uint8) * rng.integers(0, 2, (2, queries, heads, 128), dtype=np.uint8)
+    q8[:, :, ::2] &= 0x7F
+    w = rng.choice(np.array([-1, 0.5], np.float32), (2 * queries, heads))
+    table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
+    of_pages = q8, cache.reshape(9, 64, 132), w, np.array([250, 70], np.int32), table, 255
+    ours = cupy_mla.paged_indexer_logits(*on_gpu(*of_pages[:5]), 255)
+    compare(f"paged logits h {heads} n {queries} {kernel}", ours, cupy_mla.paged_indexer_logits(*of_pages))
+    ends = np.arange(2 * queries, dtype=np.int32) * 30 + 40
+    of_rows = q8.reshape(-1, heads, 128), codes.reshape(-1, 128)[:511], np.ones(511, np.float32), w, ends // 2, ends
+    compare(
+        f"logits h {heads} queries {2 * queries} {kernel}",
+        cupy_mla.indexer_logits(*on_gpu(*of_rows)), cupy_mla.indexer_logits(*of_rows),
+    )  # fmt: skip
+    os.environ.pop(LOGITS_VARIABLE)
+
+
+def topk_case(rng: np.random.Generator, rows: int, width: int) -> None:
+    logits = np.maximum(rng.standard_normal((rows, width), np.float32), -0.3)
+    starts = rng.integers(0, width // 8, rows, dtype=np.int32)
+    ends = rng.integers(width // 2, width + 1, rows, dtype=np.int32)
+    ours = cupy.asnumpy(cupy_mla.topk_indices(*on_gpu(logits), 2000, *on_gpu(starts, ends)))
+    np.testing.assert_array_equal(ours, cupy_mla.topk_indices(logits, 2000, starts, ends))
+    print(f"ok topk {rows} x {width}")
+
+
 def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     """The cache and index operations, then attention by every kernel that can serve a call, named by CUPY_MLA_KERNELS;
     on GPUs other than Hopper that is the portable one."""
@@ -130,6 +164,11 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     for operation in TABLE:
         if operation.exact:  # attention has cases of its own, one for each of its kernels
             yield operation.name, partial(operation_case, operation=operation)
+    for kernel in LOGITS_NAMES if hopper else LOGITS_NAMES[:1]:
+        for heads, queries in ((64, 1), (64, 2), (40, 4), (32, 11)):
+            yield f"logits {kernel}", partial(logits_case, heads=heads, queries=queries, kernel=kernel)
+    for rows, width in ((200, 5000), (200, 20000), (3, 20000), (2, 200000), (100, 40000)):
+        yield "topk", partial(topk_case, rows=rows, width=width)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90"):
             yield f"prefill of 140 queries {kernel}", partial(prefill_case, h=16, kernel=kernel, queries=140)

@@ -1,14 +1,21 @@
-"""Launches the indexer's quantization and logits: `kernels_cu/indexer/quantize_q.cu` and `logits.cu`."""
+"""Launches the indexer's quantization and logits: `kernels_cu/indexer/quantize_q.cu`, `logits.cu` and `logits_sm90.cu`.
+
+Which kernel makes the logits is decided in `choose`. The environment variable CUPY_MLA_INDEXER_KERNELS names the one
+that is to run instead, for testing; it must be able to serve the call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar, NamedTuple
 
+from .. import private
 from ..arrays import Array
 from ..layouts import INDEXER_FP8
-from ..sizes import least
-from . import structs
+from ..sizes import least, looked_up
+from . import logits_sm90, structs
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import NO_TABLE, block_table, ceil_div, pointer
@@ -17,6 +24,10 @@ from .structs import Packed
 
 D = INDEXER_FP8.d_qk
 HEADS_PER_WARP, WARPS = 8, 8  # of quantize_q
+
+VARIABLE = "CUPY_MLA_INDEXER_KERNELS"
+asked_kernel = private.environment_reader(VARIABLE)
+PORTABLE, SM90 = NAMES = ("logits", "logits_sm90")
 
 HEADS = (32, 64)  # index heads that kernels are compiled for; fewer are padded
 TILE_ROWS = 256  # queries times heads that a CTA has in shared memory,
@@ -122,7 +133,7 @@ def ragged_logits(
         w_stride=w.strides[0], out_stride=out_stride, key_stride=k8.strides[0], lens_stride=0, requests=1,
         queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(clean),
     )  # fmt: skip
-    return [_launch(gpu, int(heads), TILE_ROWS, False, True, 1, queries, keys, params)]
+    return [_launch(gpu, heads, False, True, 1, queries, keys, params)]
 
 
 def paged_logits(
@@ -154,19 +165,63 @@ def paged_logits(
         num_blocks=num_blocks, clean=int(clean),
     )  # fmt: skip
     aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
-    rows = FEW_ROWS if aligned and n * _padded(heads) <= FEW_ROWS else TILE_ROWS
-    return [_launch(gpu, int(heads), rows, True, aligned, requests, n, width, params)]
+    return [_launch(gpu, heads, True, aligned, requests, n, width, params)]
+
+
+class Choice(NamedTuple):
+    """What runs.
+
+    Attributes:
+        kernel: its name: of the .cu file, and what CUPY_MLA_INDEXER_KERNELS says.
+    """
+
+    kernel: str
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Tells which kernel makes logits of so many heads.
+
+    Attributes:
+        aligned: keys allow 16-byte loads.
+        depends_on: tells what the choice depends on beside the arguments.
+    """
+
+    capability: int
+    aligned: bool
+
+    depends_on: ClassVar = staticmethod(asked_kernel)
+
+    def __call__(self, heads: int) -> Choice:
+        return choose(self.capability, self.aligned, asked_kernel())
+
+
+def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
+    """The kernel that makes logits, or the one that is asked for.
+
+    Raises:
+        ValueError: no kernel has that name, or it cannot serve this call.
+    """
+    hopper = capability == 90 and aligned
+    if not asked:
+        return Choice(SM90 if hopper else PORTABLE)
+    if asked not in NAMES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
+    if asked == SM90 and not hopper:
+        raise ValueError(
+            f"{VARIABLE} is {asked}, which cannot serve this call: compute capability {capability / 10}"
+            + ("" if aligned else ", keys not aligned to 16 bytes")
+        )
+    return Choice(asked)
 
 
 def _launch(
-    gpu: Gpu, heads: int, rows: int, paged: bool, aligned: bool, requests: int, queries: int, width: int, params: Packed
+    gpu: Gpu, heads: int, paged: bool, aligned: bool, requests: int, queries: int, width: int, params: Packed
 ) -> Launch:
-    padded = _padded(heads)
+    if looked_up(Chooser(gpu.capability, aligned), heads).kernel == SM90:
+        return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params)
+    padded = next(padded for padded in HEADS if heads <= padded)
+    rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)
     blocks = least(BLOCKS_PER_SM * gpu.sms, tiles * ceil_div(width, UNIT))
     return Launch(logits_kernel(padded, rows, paged, aligned), (blocks, 1, 1), params)
-
-
-def _padded(heads: int) -> int:
-    """Heads of the kernel that serves so many."""
-    return next(padded for padded in HEADS if heads <= padded)

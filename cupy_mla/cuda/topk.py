@@ -21,7 +21,7 @@ from .structs import Packed
 LEAST_CLUSTER_CAPABILITY = 90
 SHORT = 8192  # items of a row that one of many CTAs on an SM holds in registers
 PART = 4096  # items of a row from which on another CTA pays
-SPILL_BYTES = 16  # some compilers put what is needed once a row into local memory
+SPILL_BYTES = 40  # some compilers put what is needed once a row into local memory
 FLOAT32 = np.dtype(np.float32)
 
 

@@ -7,23 +7,33 @@
 #pragma once
 #include "indexer/work.cuh"
 
+// Where to look for a key: what stands in the block table, which is read some time before it is needed.
+struct KeyBlock {
+    int32_t block;   // -1: the table has none, or nobody sees the key
+    int32_t offset;  // in it
+};
+
+__device__ __forceinline__ KeyBlock block_of_key(const LogitsParams& p, int request, int key, int end) {
+    if constexpr (!PAGED) return {};
+    if (key >= end) return {-1, 0};
+    const Position at = find_position(p.table, key);
+    return {at.column < 0 ? -1 : p.table.blocks[request * p.table.stride + at.column], at.offset};
+}
+
 // A key and its scale. `data` is null where there is none.
 struct KeyPlace {
     const uint8_t* data;
     const float* scale;
 };
 
-__device__ __forceinline__ KeyPlace place_of_key(const LogitsParams& p, int request, int key) {
+__device__ __forceinline__ KeyPlace place_of_key(const LogitsParams& p, const KeyBlock& at, int key, int end) {
     if constexpr (PAGED) {
-        KeyPlace place = {nullptr, nullptr};
-        with_block_of(p.table, request, key, p.keys, p.key_stride, p.num_blocks,
-                      [&](const uint8_t* block, int offset) {
-                          const auto at = place_in_block(block, offset, p.table.block_size.value, ROW_STRIDE);
-                          place = {at.data, reinterpret_cast<const float*>(at.scales)};
-                      });
-        return place;
+        if (uint32_t(at.block) >= uint32_t(p.num_blocks)) return {nullptr, nullptr};
+        const uint8_t* block = p.keys + at.block * p.key_stride;
+        const auto place = place_in_block(block, at.offset, p.table.block_size.value, ROW_STRIDE);
+        return {place.data, reinterpret_cast<const float*>(place.scales)};
     }
-    return key < p.width ? KeyPlace{p.keys + key * p.key_stride, p.scales + key} : KeyPlace{nullptr, nullptr};
+    return key < end ? KeyPlace{p.keys + key * p.key_stride, p.scales + key} : KeyPlace{nullptr, nullptr};
 }
 
 __device__ __forceinline__ Vec16 load_chunk_of_key(const uint8_t* from) {
@@ -39,9 +49,10 @@ struct Keys {
     float scale;           // of the key that this lane looked up
     bool exists;           // that key
 
-    __device__ __forceinline__ void load(const LogitsParams& p, int request, int first, int end) {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, mine = first + lane % (8 * ROWS);
-        const KeyPlace place = mine < end ? place_of_key(p, request, mine) : KeyPlace{nullptr, nullptr};
+    // `at` is the block of key `mine`, number lane % (8 * ROWS) of them.
+    __device__ __forceinline__ void load(const LogitsParams& p, const KeyBlock& at, int mine, int end) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const KeyPlace place = place_of_key(p, at, mine, end);
         exists = place.data != nullptr;
         scale = exists ? *place.scale : 0.0f;
 #pragma unroll

@@ -31,12 +31,12 @@
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct TopkParams {
-    BlockTable table;           // for slots as results; `blocks` is null for positions
-    const void* logits;         // [rows, width]
-    const int32_t* starts;      // [rows], or null
-    const int32_t* ends;        // [rows]; [rows / queries] or [rows / queries, queries] context lengths; or null
-    const int32_t* requests;    // [rows] rows of the table; null: row / queries
-    int32_t* out;               // [rows, k]
+    BlockTable table;         // for slots as results; `blocks` is null for positions
+    const void* logits;       // [rows, width]
+    const int32_t* starts;    // [rows], or null
+    const int32_t* ends;      // [rows]; [rows / queries] or [rows / queries, queries] context lengths; or null
+    const int32_t* requests;  // [rows] rows of the table; null: row / queries
+    int32_t* out;             // [rows, k]
     int64_t logits_stride, out_stride, lens_stride;  // items
     int32_t rows, width, k;
     int32_t queries;  // of a request: `ends` are context lengths; 0: they are ends

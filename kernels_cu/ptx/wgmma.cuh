@@ -1,8 +1,10 @@
-// PTX ISA: wgmma.mma_async m64nNk16 with float32 accumulators, N = 8, 16, 32, 64 or 256, on bfloat16 or float16, A in
-// registers or in shared memory; wgmma.fence, .commit_group, .wait_group. sm_90a.
+// PTX ISA: wgmma.mma_async with float32 accumulators: m64nNk16, N = 8, 16, 32, 64 or 256, on bfloat16 or float16, A in
+// registers or in shared memory; m64nNk32, N = 64, 128 or 256, on e4m3, A in registers; wgmma.fence, .commit_group,
+// .wait_group. sm_90a.
 //
 // A warpgroup multiplies together. Accumulators of warp w, lane 4 g + t: c[4 j + 2 i + k] is row 16 w + g + 8 i,
-// column 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
+// column 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh), of e4m3
+// as those of mma.m16n8k32.
 #pragma once
 #include "ptx/registers.cuh"
 #include "ptx/types.cuh"
@@ -57,6 +59,7 @@ enum class Major { K, MN };
 #define C8(k) C4_AT(k, 0), C4_AT(k, 4)
 #define C16(k) C16_AT(k, 0)
 #define C32(k) C32_AT(k, 0)
+#define C64(k) C32_AT(k, 0), C32_AT(k, 32)
 #define C128(k) C32_AT(k, 0), C32_AT(k, 32), C32_AT(k, 64), C32_AT(k, 96)
 #define R4 "%0, %1, %2, %3"
 #define R8 R4 ", %4, %5, %6, %7"
@@ -64,10 +67,12 @@ enum class Major { K, MN };
 #define R32  \
     R16 ", " \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define R64                                                                                \
+    R32 ", "                                                                               \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define R128                                                                                           \
-    R32 ", "                                                                                           \
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+    R64 ", "                                                                                           \
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
         "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
@@ -135,6 +140,31 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
           "n"(SUM == Sum::ADD), "n"(B == Major::MN));
 }
 
+// On e4m3, K-major. A in registers.
+#define WGMMA_E4M3_AS(shape, registers, outputs, inputs)                                                         \
+    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32.e4m3.e4m3 {" registers "}, " inputs ", 1, 1;" \
+                 : outputs                                                                                       \
+                 : A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD))
+#define WGMMA_E4M3(shape, registers, outputs, inputs)           \
+    if constexpr (SUM == Sum::SET) {                            \
+        WGMMA_E4M3_AS(shape, registers, outputs("=f"), inputs); \
+    } else {                                                    \
+        WGMMA_E4M3_AS(shape, registers, outputs("+f"), inputs); \
+    }
+
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3("n64", R32, C32, "{%32, %33, %34, %35}, %36, %37");
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3("n128", R64, C64, "{%64, %65, %66, %67}, %68, %69");
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3("n256", R128, C128, "{%128, %129, %130, %131}, %132, %133");
+}
+
 #undef C4_AT
 #undef C16_AT
 #undef C32_AT
@@ -142,12 +172,16 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
 #undef C8
 #undef C16
 #undef C32
+#undef C64
 #undef C128
 #undef R4
 #undef R8
 #undef R16
 #undef R32
+#undef R64
 #undef R128
 #undef WGMMA_AS
 #undef WGMMA
+#undef WGMMA_E4M3_AS
+#undef WGMMA_E4M3
 #undef A_REGISTERS
