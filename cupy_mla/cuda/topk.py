@@ -21,7 +21,7 @@ from .structs import Packed
 LEAST_CLUSTER_CAPABILITY = 90
 SHORT = 8192  # items of a row that one of many CTAs on an SM holds in registers
 PART = 4096  # items of a row from which on another CTA pays
-SPILL_BYTES = 40  # some compilers put what is needed once a row into local memory
+SPILL_BYTES = 84  # some compilers put what is needed once a row into local memory
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -30,17 +30,19 @@ class Shape(NamedTuple):
 
     Attributes:
         items: of a thread at a time.
+        per_sm: CTAs that run at a time on an SM; it bounds the registers.
         buffered: rows may be longer than what the threads hold.
         clusters: the CTAs of a cluster share a row.
     """
 
     threads: int
     items: int
+    per_sm: int
     buffered: bool = True
     clusters: bool = False
 
 
-MANY_SHORT, MANY_LONG, FEW = Shape(256, 32, buffered=False), Shape(512, 16), Shape(1024, 16)
+MANY_SHORT, MANY_LONG, FEW = Shape(256, 32, 4, buffered=False), Shape(512, 16, 2), Shape(1024, 16, 1)
 FEW_CLUSTERS = FEW._replace(clusters=True)
 
 

@@ -20,20 +20,21 @@ __device__ __forceinline__ KeyBlock block_of_key(const LogitsParams& p, int requ
     return {at.column < 0 ? -1 : p.table.blocks[request * p.table.stride + at.column], at.offset};
 }
 
-// A key and its scale. `data` is null where there is none.
+// Where a key stands, in bytes from the first; -1: there is none. An offset, because the compiler knows of a pointer from
+// another lane no more that it points to global memory.
 struct KeyPlace {
-    const uint8_t* data;
+    int64_t data;
     const float* scale;
 };
 
 __device__ __forceinline__ KeyPlace place_of_key(const LogitsParams& p, const KeyBlock& at, int key, int end) {
     if constexpr (PAGED) {
-        if (uint32_t(at.block) >= uint32_t(p.num_blocks)) return {nullptr, nullptr};
-        const uint8_t* block = p.keys + at.block * p.key_stride;
-        const auto place = place_in_block(block, at.offset, p.table.block_size.value, ROW_STRIDE);
-        return {place.data, reinterpret_cast<const float*>(place.scales)};
+        if (uint32_t(at.block) >= uint32_t(p.num_blocks)) return {-1, nullptr};
+        const auto place =
+            place_in_block(at.block * p.key_stride, at.offset, p.table.block_size.value, int64_t(ROW_STRIDE));
+        return {place.data, reinterpret_cast<const float*>(p.keys + place.scales)};
     }
-    return key < end ? KeyPlace{p.keys + key * p.key_stride, p.scales + key} : KeyPlace{nullptr, nullptr};
+    return key < end ? KeyPlace{key * p.key_stride, p.scales + key} : KeyPlace{-1, nullptr};
 }
 
 __device__ __forceinline__ Vec16 load_chunk_of_key(const uint8_t* from) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ Vec16 load_chunk_of_key(const uint8_t* from) {
     return {w[0], w[1], w[2], w[3]};
 }
 
-// What a lane has of 8 * ROWS keys.
+// What a lane has of 8 * ROWS keys. Chunks of a key that does not exist are those of the key before in their place.
 template <int ROWS>
 struct Keys {
     Vec16 chunk[ROWS][2];  // of key g + 8 i, chunks t and t + 4
@@ -53,15 +54,14 @@ struct Keys {
     __device__ __forceinline__ void load(const LogitsParams& p, const KeyBlock& at, int mine, int end) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const KeyPlace place = place_of_key(p, at, mine, end);
-        exists = place.data != nullptr;
+        exists = place.data >= 0;
         scale = exists ? *place.scale : 0.0f;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const uint8_t* from = shuffle_pointer(place.data, g + 8 * i);
-            chunk[i][0] = chunk[i][1] = {0, 0, 0, 0};
-            if (from != nullptr) {
-                chunk[i][0] = load_chunk_of_key(from + 16 * t);
-                chunk[i][1] = load_chunk_of_key(from + 16 * t + 64);
+            const int64_t from = __shfl_sync(~0u, place.data, g + 8 * i);
+            if (from >= 0) {
+                chunk[i][0] = load_chunk_of_key(p.keys + from + 16 * t);
+                chunk[i][1] = load_chunk_of_key(p.keys + from + 16 * t + 64);
             }
         }
     }

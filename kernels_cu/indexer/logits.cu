@@ -139,7 +139,7 @@ __device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& 
 #pragma unroll 1
     for (int u = unit; u < unit + units; ++u) {
         const int first = range.begin + u * UNIT + warp * KEYS;
-        Keys<ROWS> keys;
+        Keys<ROWS> keys = {};
         keys.load(p, block_of_key(p, tile.request, first + lane, range.end), first + lane, range.end);
         const float scale = __shfl_sync(~0u, keys.scale, mine);
         const int key = first + mine, asked = __shfl_sync(~0u, keys.exists, mine) ? key : -1;

@@ -146,7 +146,7 @@ __device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& 
     const auto first_key = [&](int u) { return of_warp + (unit + u) * UNIT; };
     const int end = min(range.end, range.begin + (unit + units) * UNIT);
 
-    Keys<2> keys[DEPTH];
+    Keys<2> keys[DEPTH] = {};
     KeyBlock next = block_of_key(p, tile.request, first_key(0) + lane % 16, end);
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {

@@ -51,7 +51,7 @@ constexpr int BINS = 2048, BINS_OF_THREAD = BINS / THREADS;
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t MAX_K = 4096;
 constexpr uint32_t OUTSIDE = 0;
-static_assert(BINS % THREADS == 0 && CAPACITY <= TILE && VECTORS % 4 == 0 && ITEMS <= 32, "");
+static_assert(BINS % THREADS == 0 && CAPACITY <= TILE && ITEMS % 4 == 0 && ITEMS <= 32, "");
 static_assert(!CLUSTERS || BINS_OF_THREAD == 2, "a thread reads its bins of another CTA as 8 bytes");
 
 struct Shared {
@@ -324,7 +324,7 @@ __device__ __forceinline__ Threshold find_threshold(const Items& items, int k) {
 
 // Counts of a thread's set bits, 8 bits a vector.
 struct Counts {
-    uint32_t four[VECTORS / 4];
+    uint32_t four[ceil_div(VECTORS, 4)];
 
     __device__ __forceinline__ int of(int v) const { return four[v / 4] >> (v % 4 * 8) & 255; }
 };
@@ -339,7 +339,7 @@ struct Chosen {
     static __device__ __forceinline__ Counts before_vectors(uint32_t mask, Counts& totals) {
         Counts before;
 #pragma unroll
-        for (int j = 0; j < VECTORS / 4; ++j) {
+        for (int j = 0; j < ceil_div(VECTORS, 4); ++j) {
             uint32_t counts = 0;
 #pragma unroll
             for (int v = 0; v < 4; ++v) counts |= __popc(mask >> (16 * j + 4 * v) & 15) << (8 * v);
@@ -524,7 +524,7 @@ __device__ __forceinline__ void choose_all(const TopkParams& p, const Results& r
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk(const __grid_constant__ TopkParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
     constexpr int ALL_BINS = sizeof(Shared::bins) / sizeof(uint4);
     for (int i = threadIdx.x; i < ALL_BINS; i += THREADS) reinterpret_cast<uint4*>(shared().bins)[i] = {0, 0, 0, 0};
