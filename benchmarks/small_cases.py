@@ -166,9 +166,12 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             yield operation.name, partial(operation_case, operation=operation)
     for kernel in LOGITS_NAMES if hopper else LOGITS_NAMES[:1]:
         for heads, queries in ((64, 1), (64, 2), (40, 4), (32, 11)):
-            yield f"logits {kernel}", partial(logits_case, heads=heads, queries=queries, kernel=kernel)
+            yield (
+                f"logits {kernel} h {heads} n {queries}",
+                partial(logits_case, heads=heads, queries=queries, kernel=kernel),
+            )
     for rows, width in ((200, 5000), (200, 20000), (3, 20000), (2, 200000), (100, 40000)):
-        yield "topk", partial(topk_case, rows=rows, width=width)
+        yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90"):
             yield f"prefill of 140 queries {kernel}", partial(prefill_case, h=16, kernel=kernel, queries=140)

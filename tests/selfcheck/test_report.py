@@ -77,9 +77,10 @@ def test_nvrtc_is_missing(monkeypatch, capsys):
 
 
 def test_kernels_suit_generations():
-    kernels = {kernel.target: kernel for kernel in all_kernels()}
-    assert [c for c in (75, 80, 90, 100, 120) if kernels[None].suits(c)] == [80, 90, 100, 120]
-    assert [c for c in (80, 89, 90, 100) if kernels["90a"].suits(c)] == [90]
+    kernels = {(kernel.target, kernel.archs[0]): kernel for kernel in all_kernels()}
+    assert [c for c in (75, 80, 90, 100, 120) if kernels[None, "80"].suits(c)] == [80, 90, 100, 120]
+    assert [c for c in (80, 89, 90, 100) if kernels[None, "90"].suits(c)] == [90, 100]
+    assert [c for c in (80, 89, 90, 100) if kernels["90a", "90a"].suits(c)] == [90]
 
 
 @pytest.mark.gpu
