@@ -20,24 +20,19 @@ WARPGROUP_KEYS = 64
 
 
 class Tile(NamedTuple):
-    """How the queries of a tile are divided.
+    """What a CTA works on at a time.
 
     Attributes:
-        rows: queries times heads of a warpgroup.
-        warpgroups: of a CTA.
-        query_groups: warpgroups that have queries of their own; the others share queries and have keys of their own.
-        depth: units of keys that are under way.
+        rows: queries times heads.
+        warpgroups: each has keys of its own.
     """
 
     rows: int
     warpgroups: int
-    query_groups: int
-    depth: int
 
 
-# Few queries: the keys' way to the SMs bounds the work. From the fewest rows on.
-FEW = (Tile(64, 4, 1, 2), Tile(128, 2, 1, 3), Tile(256, 2, 1, 1))
-MANY = Tile(256, 2, 2, 1)
+MANY = Tile(256, 2)
+FEW = (Tile(64, 4), Tile(128, 3))  # for fewer rows: more keys are under way
 
 
 @cache
@@ -45,7 +40,7 @@ def kernel(heads: int, tile: Tile, paged: bool) -> Kernel:
     """The kernel for so many heads."""
     defines = {
         **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
-        "QUERY_GROUPS": tile.query_groups, "DEPTH": tile.depth, "PAGED": int(paged), "ALIGNED": 1,
+        "PAGED": int(paged), "ALIGNED": 1,
     }  # fmt: skip
     return Kernel("indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", overlaps=True)
 
@@ -62,7 +57,6 @@ def launch(gpu: Gpu, heads: int, paged: bool, requests: int, queries: int, width
     """The launch for requests of `queries` queries each over at most `width` keys."""
     padded = next(padded for padded in HEADS if heads <= padded)
     tile = next((tile for tile in FEW if paged and queries * padded <= tile.rows), MANY)
-    tiles = requests * ceil_div(queries, tile.rows // padded * tile.query_groups)
-    unit = tile.warpgroups // tile.query_groups * WARPGROUP_KEYS
-    blocks = least(gpu.sms, tiles * ceil_div(width, unit))
+    tiles = requests * ceil_div(queries, tile.rows // padded)
+    blocks = least(gpu.sms, tiles * ceil_div(width, tile.warpgroups * WARPGROUP_KEYS))
     return Launch(kernel(padded, tile, paged), (blocks, 1, 1), params)

@@ -19,8 +19,6 @@ from .program import Launch, Pointer, Program, Slot
 from .structs import Packed
 
 LEAST_CLUSTER_CAPABILITY = 90
-SHORT = 8192  # items of a row that one of many CTAs on an SM holds in registers
-PART = 4096  # items of a row from which on another CTA pays
 SPILL_BYTES = 84  # some compilers put what is needed once a row into local memory
 FLOAT32 = np.dtype(np.float32)
 
@@ -41,8 +39,13 @@ class Shape(NamedTuple):
     buffered: bool = True
     clusters: bool = False
 
+    @property
+    def held(self) -> int:
+        """Items that the threads of a CTA hold in registers."""
+        return self.threads * self.items
 
-MANY_SHORT, MANY_LONG, FEW = Shape(256, 32, 4, buffered=False), Shape(512, 16, 2), Shape(1024, 16, 1)
+
+MANY_SHORT, MANY_LONG, FEW = Shape(512, 16, 3, buffered=False), Shape(512, 16, 2), Shape(1024, 16, 1)
 FEW_CLUSTERS = FEW._replace(clusters=True)
 
 
@@ -198,10 +201,10 @@ def _launches(
         queries=bounds.queries, aligned=int(logits.aligned),
     )  # fmt: skip
     if rows > gpu.sms:
-        shape = MANY_SHORT if width <= SHORT else MANY_LONG
+        shape = MANY_SHORT if width <= MANY_SHORT.held else MANY_LONG
         return [Launch(kernel(shape, logits.bf16), (rows, 1, 1), params)]
     cluster = PORTABLE_CLUSTER if gpu.capability >= LEAST_CLUSTER_CAPABILITY else 1
-    while cluster > 1 and (rows * cluster > gpu.sms or width <= cluster // 2 * PART):
+    while cluster > 1 and (rows * cluster > gpu.sms or width <= cluster // 2 * FEW.held):
         cluster //= 2
     shape = FEW_CLUSTERS if cluster > 1 else FEW
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]

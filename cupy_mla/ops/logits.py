@@ -8,8 +8,8 @@ with one float32 scale `ks` a key. The scales of q stand in `w`, as relu commute
 
     w[i, h] = weights[i, h] * H**-0.5 * 128**-0.5 * q_scale[i, h]
 
-A NaN in a query or a key makes that one's logits NaN, no others. Kernels sum in float32, or on Hopper partly in
-bfloat16; a logit's bits depend on its own query and key alone.
+A NaN in a query or a key makes that one's logits NaN, no others. Kernels sum in float32; a logit's bits depend
+on its own query and key alone.
 
 Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' contracts are DeepGEMM's.
 """

@@ -1,22 +1,20 @@
 // The indexer's logits on Hopper: wgmma on e4m3, keys in rows, or in a paged cache.
 //
 //   grid        as many CTAs as the GPU runs at a time; each takes an equal share of the units of keys (work.cuh)
-//   warpgroup   works alone: QUERIES queries of the tile (one of QUERY_GROUPS groups), 64 of a unit's keys (one of
-//               SLICES slices). What one does between two products is hidden behind the products of the others
+//   warpgroup   works alone, on the tile's QUERIES queries and 64 of a unit's keys. What one does between two products
+//               is hidden behind the products of the others
 //     a tile    its queries to shared memory, its weights to registers
 //     a unit    keys x heads: A are keys in registers, B queries in shared memory; one wgmma group of 4 steps
-//               load: the keys of the unit DEPTH further on; where they stand was looked up a round earlier
+//               load: the keys of the next unit; where they stand was looked up a round earlier
 //               sum: relu, times the head's weight, in float32, over a lane's heads, then over the four lanes of a
 //               quad: each lane is left with a query of each group of four, and stores its logits of two keys
 //   end         -inf for the keys that no unit covers, if asked
-//
-// Warpgroups of different queries read the same keys: the second one finds them in L1.
 //
 // The order of k is that of keys.cuh: of the 16 words of half a key, word 4 t + r is multiplied as word t of part r. So
 // the words of half a row of queries are transposed as a matrix of 4 x 4, and stand as wgmma's B operand, 128-byte
 // swizzle.
 //
-// Shared memory: 128 bytes a query and head of each warpgroup: 8 to 64 KB, and 1 KB to align them.
+// Shared memory: 128 bytes a query and head, a copy for each warpgroup: 32 to 64 KB, and 1 KB to align them.
 #include "indexer/keys.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/fence.cuh"
@@ -29,43 +27,30 @@
 
 constexpr int THREADS = 128 * WARPGROUPS;
 constexpr int ROWS = QUERIES * HEADS;  // columns of wgmma
-constexpr int TILE_QUERIES = QUERIES * QUERY_GROUPS;
-constexpr int KEYS = 64, SLICES = WARPGROUPS / QUERY_GROUPS, UNIT = KEYS * SLICES;
+constexpr int KEYS = 64, UNIT = KEYS * WARPGROUPS;
 constexpr int TILE_BYTES = ROWS * KEY_BYTES;
 constexpr int LINE_GROUP = 8 * LINE_BYTES;  // what the swizzle repeats after
 constexpr int MINE = ceil_div(QUERIES, 4);  // queries whose logits a lane stores
-static_assert(WARPGROUPS % QUERY_GROUPS == 0 && HEADS % 32 == 0, "");
+static_assert(HEADS % 32 == 0, "");
 
 extern __shared__ uint8_t shared[];
 
-// A warpgroup's part of the work on a tile.
-struct Part {
-    int number;  // of the warpgroup
-    int slice;   // of the keys
-    int first;   // query of the request
-    int count;   // of queries, at most QUERIES
+__device__ __forceinline__ int this_warpgroup() { return uniform(threadIdx.x / 128); }
+__device__ __forceinline__ void meet_warpgroup() { named_barrier_sync(1 + this_warpgroup(), 128); }
 
-    __device__ __forceinline__ Part(const QueryTile& tile) {
-        number = uniform(threadIdx.x / 128);
-        slice = number / QUERY_GROUPS;
-        const int skipped = number % QUERY_GROUPS * QUERIES;
-        first = tile.first + skipped;
-        count = min(QUERIES, tile.count - skipped);
-    }
-    __device__ __forceinline__ void meet() const { named_barrier_sync(1 + number, 128); }
-    __device__ __forceinline__ uint32_t rows() const {
-        return (shared_address(shared) + LINE_GROUP - 1) / LINE_GROUP * LINE_GROUP + number * TILE_BYTES;
-    }
-};
+// The warpgroup's copy of the tile's queries.
+__device__ __forceinline__ uint32_t query_rows() {
+    return (shared_address(shared) + LINE_GROUP - 1) / LINE_GROUP * LINE_GROUP + this_warpgroup() * TILE_BYTES;
+}
 
-// The warpgroup's queries to shared memory; heads and queries that do not exist are zeros.
-__device__ __forceinline__ void load_queries(const LogitsParams& p, const QueryTile& tile, const Part& part) {
-    const uint32_t rows = part.rows();
+// The queries to shared memory; heads and queries that do not exist are zeros.
+__device__ __forceinline__ void load_queries(const LogitsParams& p, const QueryTile& tile) {
+    const uint32_t rows = query_rows();
     for (int item = threadIdx.x % 128; item < ROWS * 2; item += 128) {
         const int row = item / 2, half = item % 2, query = row / HEADS, head = row % HEADS;
         Vec16 x[4] = {};
-        if (query < part.count && head < p.heads) {
-            const uint8_t* from = p.q8 + tile.request * p.q_request + (part.first + query) * p.q_query;
+        if (query < tile.count && head < p.heads) {
+            const uint8_t* from = p.q8 + tile.request * p.q_request + (tile.first + query) * p.q_query;
 #pragma unroll
             for (int t = 0; t < 4; ++t) x[t] = reinterpret_cast<const Vec16*>(from + head * p.q_head + 64 * half)[t];
         }
@@ -83,19 +68,19 @@ struct Queries {
     KeyRange range[MINE];
     float* out[MINE];  // null where there is no such query
 
-    __device__ __forceinline__ void load(const LogitsParams& p, const QueryTile& tile, const Part& part) {
+    __device__ __forceinline__ void load(const LogitsParams& p, const QueryTile& tile) {
         const int t = threadIdx.x % 4;
-        const int64_t row = int64_t(tile.request) * p.queries + part.first;
+        const int64_t row = tile.row(p, 0);
 #pragma unroll
         for (int i = 0; i < ROWS / 4; ++i) {
             const int column = 8 * (i / 2) + 2 * t + i % 2, query = column / HEADS, head = column % HEADS;
-            w[i] = query < part.count && head < p.heads ? p.w[(row + query) * p.w_stride + head] : 0.0f;
+            w[i] = query < tile.count && head < p.heads ? p.w[(row + query) * p.w_stride + head] : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < MINE; ++i) {
             const int query = 4 * i + t;
-            const bool exists = query < part.count;
-            range[i] = exists ? range_of_query(p, tile.request, part.first + query) : KeyRange{0, 0};
+            const bool exists = query < tile.count;
+            range[i] = exists ? range_of_query(p, tile.request, tile.first + query) : KeyRange{0, 0};
             out[i] = exists ? p.out + (row + query) * p.out_stride : nullptr;
         }
     }
@@ -139,49 +124,39 @@ __device__ __forceinline__ float weighted_sum(const float (&c)[ROWS / 2], const 
 
 __device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& tile, const KeyRange& range, int unit,
                                         int units) {
-    const Part part(tile);
-    if (part.count <= 0) return;
     const int lane = threadIdx.x % 32, g = lane / 4;
-    const int of_warp = range.begin + part.slice * KEYS + threadIdx.x % 128 / 32 * 16;
+    const int of_warp = range.begin + this_warpgroup() * KEYS + threadIdx.x % 128 / 32 * 16;
     const auto first_key = [&](int u) { return of_warp + (unit + u) * UNIT; };
     const int end = min(range.end, range.begin + (unit + units) * UNIT);
 
-    Keys<2> keys[DEPTH] = {};
-    KeyBlock next = block_of_key(p, tile.request, first_key(0) + lane % 16, end);
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
-        keys[d].load(p, next, first_key(d) + lane % 16, end);
-        next = block_of_key(p, tile.request, first_key(d + 1) + lane % 16, end);
-    }
-    part.meet();  // all have multiplied with the queries before
-    load_queries(p, tile, part);
+    Keys<2> keys = {};
+    keys.load(p, block_of_key(p, tile.request, first_key(0) + lane % 16, end), first_key(0) + lane % 16, end);
+    KeyBlock next = block_of_key(p, tile.request, first_key(1) + lane % 16, end);
+    meet_warpgroup();  // all have multiplied with the queries before
+    load_queries(p, tile);
     Queries queries;
-    queries.load(p, tile, part);
+    queries.load(p, tile);
     fence_proxy_async();
-    part.meet();
-    const uint64_t rows = wgmma_operand(part.rows(), LINE_GROUP, 16);
+    meet_warpgroup();
+    const uint64_t rows = wgmma_operand(query_rows(), LINE_GROUP, 16);
 
 #pragma unroll 1
-    for (int u = 0; u < units; u += DEPTH) {
+    for (int u = 0; u < units; ++u) {
+        float c[ROWS / 2];
+        multiply(c, keys, rows);
+        const float scale = keys.scale;
+        const bool exists = keys.exists;
+        keys.load(p, next, first_key(u + 1) + lane % 16, end);
+        next = block_of_key(p, tile.request, first_key(u + 2) + lane % 16, end);
 #pragma unroll
-        for (int d = 0; d < DEPTH; ++d) {
-            if (u + d >= units) break;
-            float c[ROWS / 2];
-            multiply(c, keys[d], rows);
-            const float scale = keys[d].scale;
-            const bool exists = keys[d].exists;
-            keys[d].load(p, next, first_key(u + d + DEPTH) + lane % 16, end);
-            next = block_of_key(p, tile.request, first_key(u + d + DEPTH + 1) + lane % 16, end);
+        for (int i = 0; i < 2; ++i) {
+            const float of_key = __shfl_sync(~0u, scale, g + 8 * i);
+            const int key = first_key(u) + g + 8 * i, asked = __shfl_sync(~0u, exists, g + 8 * i) ? key : -1;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float of_key = __shfl_sync(~0u, scale, g + 8 * i);
-                const int key = first_key(u + d) + g + 8 * i, asked = __shfl_sync(~0u, exists, g + 8 * i) ? key : -1;
-#pragma unroll
-                for (int j = 0; j < MINE; ++j) {
-                    const float logit = weighted_sum(c, queries, 4 * j, i) * of_key;
-                    if (queries.out[j] != nullptr && key < p.width)
-                        queries.out[j][key] = queries.range[j].has(asked) ? logit : -INF;
-                }
+            for (int j = 0; j < MINE; ++j) {
+                const float logit = weighted_sum(c, queries, 4 * j, i) * of_key;
+                if (queries.out[j] != nullptr && key < p.width)
+                    queries.out[j][key] = queries.range[j].has(asked) ? logit : -INF;
             }
         }
     }
@@ -189,11 +164,11 @@ __device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) logits_sm90(const __grid_constant__ LogitsParams p) {
     wait_for_earlier_kernels();
-    const Share share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);
-    for_tiles<TILE_QUERIES, UNIT>(p, share, [&](const QueryTile& tile, const KeyRange& range, int unit, int units) {
+    const Share share = share_of_cta<THREADS, QUERIES, UNIT>(p);
+    for_tiles<QUERIES, UNIT>(p, share, [&](const QueryTile& tile, const KeyRange& range, int unit, int units) {
         work_on(p, tile, range, unit, units);
     });
-    clean_rows<THREADS, TILE_QUERIES, UNIT>(p, threadIdx.x);
+    clean_rows<THREADS, QUERIES, UNIT>(p, threadIdx.x);
 }
 
 // Read by the launcher.

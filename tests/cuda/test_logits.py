@@ -54,19 +54,18 @@ def test_hopper_takes_its_own_kernel_where_keys_are_aligned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "paged", "queries", "rows", "groups"),
+    ("heads", "paged", "queries", "rows", "warpgroups"),
     [
-        (64, False, 1, 256, 2), (64, True, 1, 64, 1), (64, True, 2, 128, 1), (64, True, 3, 256, 1),
-        (64, True, 4, 256, 1), (64, True, 5, 256, 2), (40, True, 1, 64, 1), (32, True, 2, 64, 1), (8, True, 3, 128, 1),
-        (24, True, 8, 256, 1), (24, True, 9, 256, 2),
+        (64, False, 1, 256, 2), (64, True, 1, 64, 4), (64, True, 2, 128, 3), (64, True, 3, 256, 2),
+        (64, True, 5, 256, 2), (40, True, 1, 64, 4), (32, True, 2, 64, 4), (8, True, 3, 128, 3), (24, True, 9, 256, 2),
     ],
 )  # fmt: skip
-def test_tiles(heads: int, paged: bool, queries: int, rows: int, groups: int) -> None:
+def test_tiles(heads: int, paged: bool, queries: int, rows: int, warpgroups: int) -> None:
     params = LOGITS(table=NO_TABLE, **{name: 0 for name in LOGITS.index if "." not in name})
     launch = logits_sm90.launch(Gpu(0, 132, 90), heads, paged, 3, queries, 1000, params)
     padded = 32 if heads <= 32 else 64
     found = launch.kernel.defines
-    assert (found["HEADS"], found["QUERIES"] * padded, found["QUERY_GROUPS"]) == (padded, rows, groups)
+    assert (found["HEADS"], found["QUERIES"] * padded, found["WARPGROUPS"]) == (padded, rows, warpgroups)
 
 
 @pytest.mark.gpu
