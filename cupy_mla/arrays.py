@@ -12,9 +12,54 @@ from typing import Any
 import numpy as np
 
 HOST = -1  # the device number of host memory
+CHECK_VARIABLE = "CUPY_MLA_CHECK"
 
-# Index ranges are checked only when asked: it reads them back, so it synchronises.
-CHECK_VALUES = os.environ.get("CUPY_MLA_CHECK", "0") == "1"
+
+def _asked_by_environment() -> bool:
+    """Whether the environment asks for checks of values."""
+    given = os.environ.get(CHECK_VARIABLE, "")
+    meanings = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
+    try:
+        return meanings[given.strip().lower()]
+    except KeyError:
+        raise ValueError(f"{CHECK_VARIABLE} must be 1, true, yes, on, or 0, false, no, off, got {given!r}") from None
+
+
+CHECK_VALUES = _asked_by_environment()  # whether calls look at what index arrays and lengths hold
+
+
+class set_checks:
+    """Turn checks of values on or off: from now on, or for a `with` block.
+
+        cupy_mla.set_checks(True)
+        with cupy_mla.set_checks(True):
+            ...
+
+    They are off at first, or as the environment variable `CUPY_MLA_CHECK` says (1, true, yes, on; 0, false, no, off).
+    On, every call of every thread also looks at the values of slots, index lists, block tables and lengths, and raises
+    `IndexError` for one out of range and `ValueError` for two tokens in one slot or requests in the same rows. That
+    reads them back, so calls on a GPU wait for it, and none may be captured in a CUDA graph.
+
+    Args:
+        on: whether values are checked.
+
+    Raises:
+        TypeError: `on` is no bool.
+    """
+
+    def __init__(self, on: bool) -> None:
+        global CHECK_VALUES
+        if not isinstance(on, bool):
+            raise TypeError(f"on: expected True or False, got {on!r}")
+        self._before = CHECK_VALUES
+        CHECK_VALUES = on
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        global CHECK_VALUES
+        CHECK_VALUES = self._before
 
 
 class Array:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .calls.signature import operation
 from .ops import attention
-from .ops.validate import require_d_v
+from .ops.validate import require_d_v, require_scale
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -92,7 +92,8 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata: from `get_mla_metadata`; a call with other shapes than the one it was planned for
             is an error.
         num_splits: must be None; kept for FlashMLA's signature.
-        softmax_scale: default `d_qk ** -0.5`.
+        softmax_scale: default `d_qk ** -0.5`, as in FlashMLA. DeepSeek-V3.2's is another: see
+            `cupy_mla.sparse_prefill`.
         causal: must be False in sparse mode.
         is_fp8_kvcache: whether `k_cache` holds FP8 rows; must agree with `k_cache`.
         indices: [b, s_q, topk] int32 slots. Without it the call asks for dense attention, which is not there yet.
@@ -164,8 +165,9 @@ def _with_kvcache(
                     f"tile_scheduler_metadata was planned for {name} = {other}, this call has {this}; "
                     "take a fresh one from get_mla_metadata"
                 )
+    scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
     out, lse, splits = attention.decode(
-        q, k_cache, indices, softmax_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length,
-        out, num_splits, batch_invariant, is_fp8_kvcache,
+        q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
+        num_splits, batch_invariant, is_fp8_kvcache,
     )  # fmt: skip
     return out, lse, shapes, splits

@@ -17,7 +17,7 @@ from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
 from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
-from ..ops.validate import QUANTIZED
+from ..ops.validate import QUANTIZED, require_scale
 from .workspace import Workspace
 
 PREFILL_CHUNK_SIZE = 4  # prefills whose rows are gathered at a time
@@ -47,7 +47,7 @@ class DeepseekV4Impl:
     Args:
         config: the layers' kind (`compress_ratio`) and the engine's maxima; `block_size` counts the tokens of a block
             of the compressed cache.
-        scale: factor on the dot products before the softmax.
+        scale: factor on the dot products before the softmax; of DeepSeek-V4 `512 ** -0.5`.
         workspace: scratch memory, shared with other layers; a warm-up call reserves what the largest batch needs.
 
     Raises:
@@ -58,7 +58,7 @@ class DeepseekV4Impl:
         if config.layout is not V4_FP8:
             raise ValueError(f"config: expected V4 layers with cache_layout 'v4_fp8', got {config.cache_layout!r}")
         self.config = config
-        self.scale = scale
+        self.scale = require_scale("scale", scale)
         self.workspace = workspace
         self._topk = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)
         self._rows = config.max_compressed_rows + config.window + config.max_num_batched_tokens

@@ -20,7 +20,7 @@ from ..metadata.sparse_mla import (
 from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
-from ..ops.validate import QUANTIZED
+from ..ops.validate import QUANTIZED, require_scale
 from .workspace import Workspace
 
 
@@ -92,7 +92,8 @@ class SparseMLAImpl:
 
     Args:
         config: the layer and the engine's maxima.
-        scale: factor on the dot products before the softmax.
+        scale: factor on the dot products before the softmax; of DeepSeek-V3.2 `192 ** -0.5`, times the square of its
+            yarn factor where it has one: see `cupy_mla.sparse_prefill`.
         workspace: scratch memory, shared with other layers; what the largest batch needs is reserved here.
 
     Raises:
@@ -103,7 +104,7 @@ class SparseMLAImpl:
         if config.is_v4:
             raise ValueError("config: expected V3.2 layers (d_qk 576), got V4 ones (d_qk 512)")
         self.config = config
-        self.scale = scale
+        self.scale = require_scale("scale", scale)
         self.workspace = workspace
         gathers = config.layout.quantized and not config.use_mixed_batch
         rows = prefill_workspace_size(config.max_model_len) if gathers else 0

@@ -162,9 +162,9 @@ def _with_kvcache(
     if is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
     results = _NAMED["sparse_decode"](
-        q, k_cache, indices, softmax_scale, attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
-        extra_indices=extra_indices, extra_topk_length=extra_topk_length, out=out, num_splits=num_splits,
-        batch_invariant=batch_invariant,
+        q, k_cache, indices, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale, attn_sink=attn_sink,
+        topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length, out=out, num_splits=num_splits, batch_invariant=batch_invariant,
     )  # fmt: skip
     return *results, None, None
 

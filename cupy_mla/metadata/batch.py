@@ -13,6 +13,8 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import describe
+from ..ops.validate import LARGEST_INT
+from ..ops.values import check_written_once, first_of, stray_block
 
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
@@ -110,12 +112,13 @@ class BatchMetadata:
 
         Args:
             block_size: tokens a block of the cache.
-            num_blocks: blocks of the cache; None leaves the slots unchecked.
+            num_blocks: blocks of the cache; None: unknown, only negative blocks of a sequence are refused.
             window: tokens that each query token attends, itself included; blocks before them are not looked at.
 
         Raises:
-            ValueError: the block table is too narrow for a sequence, or a slot lies beyond the cache. Under
-                CUPY_MLA_CHECK=1 also: a block of a sequence lies outside the cache.
+            ValueError: the block table is too narrow for a sequence, or a slot or a block of a sequence lies beyond the
+                cache. With `cupy_mla.set_checks(True)` also: two tokens go to one slot, or a token that is written has
+                a position outside its sequence.
         """
         width = self.block_table.shape[1]
         if self.max_seq_len > width * block_size:
@@ -124,23 +127,32 @@ class BatchMetadata:
                 f"block_table: request {r} has {self.max_seq_len} tokens, which take "
                 f"{-(-self.max_seq_len // block_size)} blocks of {block_size}; the table is {width} wide"
             )
-        if num_blocks is None:
-            return
-        slots = num_blocks * block_size
-        if self.slot_mapping.max(initial=-1) >= slots:
-            t = int(self.slot_mapping.argmax())
-            slot = self.slot_mapping[t]
-            raise ValueError(f"slot_mapping: token {t} goes to slot {slot}, the cache has {slots} slots")
+        self._check_blocks(block_size, num_blocks, window)
+        if num_blocks is not None:
+            slots = num_blocks * block_size
+            if self.slot_mapping.max(initial=-1) >= slots:
+                t = int(self.slot_mapping.argmax())
+                slot = self.slot_mapping[t]
+                raise ValueError(f"slot_mapping: token {t} goes to slot {slot}, the cache has {slots} slots")
         if arrays.CHECK_VALUES:
-            used = np.arange(width) < -(-self.seq_lens[:, None] // block_size)
-            if window is not None:
-                first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0) // block_size
-                used &= np.arange(width) >= first[:, None]
-            wrong = np.argwhere(used & ((self.block_table < 0) | (self.block_table >= num_blocks)))
-            if wrong.size:
-                r, m = map(int, wrong[0])
-                block = self.block_table[r, m]
-                raise ValueError(f"block_table: block {m} of request {r} is {block}, the cache has {num_blocks} blocks")
+            check_written_once("slot_mapping", self.slot_mapping)
+            lens = np.repeat(self.seq_lens, self.query_lens)
+            at = first_of((self.slot_mapping >= 0) & ((self.positions < 0) | (self.positions >= lens)))
+            if at is not None:
+                raise ValueError(
+                    f"positions: token {at[0]} has position {self.positions[at]}, its sequence {lens[at]} tokens"
+                )
+
+    def _check_blocks(self, block_size: int, num_blocks: int | None, window: int | None) -> None:
+        table = self.block_table[:, : -(-self.max_seq_len // block_size)]
+        first = np.zeros_like(self.seq_lens)
+        if window is not None:
+            first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0)
+        at = stray_block(table, first, self.seq_lens, block_size, LARGEST_INT if num_blocks is None else num_blocks)
+        if at is not None:
+            r, m = at
+            have = "blocks have numbers from 0 on" if num_blocks is None else f"the cache has {num_blocks} blocks"
+            raise ValueError(f"block_table: block {m} of request {r} is {table[at]}, {have}")
 
 
 def _integers(name: str, values: Any, dtype: np.dtype, ndim: int) -> np.ndarray:

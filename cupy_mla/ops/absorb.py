@@ -16,8 +16,8 @@ import numpy as np
 
 from ..bridges import bind
 from ..calls.signature import traceable
-from ..layouts import BFLOAT16
-from .validate import FLOAT32
+from ..layouts import BFLOAT16, D_V
+from .validate import FLOAT32, require_integer
 
 FLOATS = (BFLOAT16, FLOAT32)
 
@@ -39,8 +39,9 @@ def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]
         TypeError, ValueError: `weight` has the wrong type or does not split into that many heads.
     """
     _, (w,) = bind(weight=weight)
-    _, width = w.require(FLOATS, "512", "num_heads * (d_nope + d_v)", contiguous=False).shape
-    if num_heads < 1 or width % num_heads or not 0 < d_nope < width // num_heads:
+    _, width = w.require(FLOATS, D_V, "num_heads * (d_nope + d_v)", contiguous=False).shape
+    num_heads, d_nope = require_integer("num_heads", num_heads, 1), require_integer("d_nope", d_nope, 1)
+    if width % num_heads or d_nope >= width // num_heads:
         raise ValueError(f"weight: expected {num_heads} heads of more than {d_nope} columns, got {width} columns")
     return split_by_head(weight, num_heads, d_nope)
 
@@ -61,7 +62,7 @@ def absorb_q(q_nope: Any, w_uk: Any) -> Any:
     """
     place, (q, w) = bind(q_nope=q_nope, w_uk=w_uk)
     _, h, d_nope = q.require(FLOATS, "T", "h", "d_nope", contiguous=False).shape
-    w.require(q.dtype, "512", h, d_nope, contiguous=False)
+    w.require(q.dtype, D_V, h, d_nope, contiguous=False)
     return product_by_head(place.kind, q_nope, w_uk.swapaxes(0, 1).swapaxes(1, 2))
 
 
@@ -80,8 +81,8 @@ def v_up_proj(x: Any, w_uv: Any) -> Any:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
     place, (rows, w) = bind(x=x, w_uv=w_uv)
-    _, h, latent = rows.require(FLOATS, "T", "h", "512", contiguous=False).shape
-    w.require(rows.dtype, latent, h, "d_v", contiguous=False)
+    h = rows.require(FLOATS, "T", "h", D_V, contiguous=False).shape[1]
+    w.require(rows.dtype, D_V, h, "d_v", contiguous=False)
     return product_by_head(place.kind, x, w_uv.swapaxes(0, 1))
 
 

@@ -17,15 +17,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import layouts
+from .. import arrays, layouts
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import driver
 from ..cuda.attention import launch as cuda
+from ..cuda.attention.cost import MAX_SPLITS
 from ..layouts import BFLOAT16, D_V
 from ..reference import attention as reference
-from .validate import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads
+from .validate import (
+    FLOAT32,
+    INT32,
+    cache_layout,
+    require_cache,
+    require_d_v,
+    require_heads,
+    require_integer,
+    require_scale,
+)
+from .values import check_lists
 
 HEAD_DIMS = (576, 512)
 
@@ -37,7 +48,7 @@ def sparse_prefill(
     indices: Any,
     sm_scale: float,
     *,
-    d_v: int = D_V,
+    d_v: int = 512,
     attn_sink: Any = None,
     topk_length: Any = None,
     out: Any = None,
@@ -48,7 +59,9 @@ def sparse_prefill(
         q: [s_q, h_q, d_qk] bfloat16, h_q 1 to 128, d_qk 576 or 512; any strides with a contiguous last axis.
         kv: [s_kv, 1, d_qk] bfloat16; V is the first 512 values of a row.
         indices: [s_q, 1, topk] int32 row numbers, invalid where < 0 or >= s_kv.
-        sm_scale: factor on the dot products before the softmax.
+        sm_scale: factor on the dot products before the softmax, the model's: of DeepSeek-V3.2 `192 ** -0.5`, by the 128
+            + 64 values of a head before weights are absorbed, times the square of its yarn factor where it has one;
+            of DeepSeek-V4 `512 ** -0.5`.
         d_v: value width, 512.
         attn_sink: [h_q] float32, natural-log units; -inf has no effect, +inf gives zero output.
         topk_length: [s_q] int32; entries of `indices` at or after it are not looked at.
@@ -72,17 +85,20 @@ def prefill(
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     require_d_v("d_v", d_v)
+    scale = require_scale("sm_scale", sm_scale)
     s_q, h_q, d_qk = q_.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
     kv_.require(BFLOAT16, "s_kv", 1, d_qk).without_axis(1)
     idx.require(INT32, s_q, 1, "topk").without_axis(1)
     _require_optional(sink, length, h_q, s_q)
+    if arrays.CHECK_VALUES:
+        check_lists(idx, kv_.shape[0], length)
     out_ = place.output("out", out_, (s_q, h_q, D_V), BFLOAT16)
     max_logits = place.output("max_logits", None, (s_q, h_q), FLOAT32)
     lse = place.output("lse", None, (s_q, h_q), FLOAT32)
     place.call(
         cuda.sparse_prefill, reference.sparse_prefill,
-        q_, kv_, idx, float(sm_scale), sink, length, out_, max_logits, lse,
+        q_, kv_, idx, scale, sink, length, out_, max_logits, lse,
     )  # fmt: skip
     return out_.obj, max_logits.obj, lse.obj
 
@@ -92,7 +108,7 @@ def sparse_decode(
     q: Any,
     k_cache: Any,
     indices: Any,
-    sm_scale: float | None = None,
+    sm_scale: float,
     *,
     attn_sink: Any = None,
     topk_length: Any = None,
@@ -110,14 +126,14 @@ def sparse_decode(
         k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16.
             The block stride may exceed the block; it must be a multiple of 16 bytes.
         indices: [b, s_q, topk] int32 slots (`block * block_size + offset`), invalid where < 0 or beyond the cache.
-        sm_scale: factor on the dot products before the softmax; default `d_qk ** -0.5`.
+        sm_scale: factor on the dot products before the softmax, the model's: see `sparse_prefill`.
         attn_sink: [h_q] float32, natural-log units.
         topk_length: [b] int32; entries of `indices` at or after it are not looked at.
         extra_k_cache, extra_indices, extra_topk_length: a second cache of the same layout with its own block size
             and topk; one softmax runs over both row lists.
         out: [b, s_q, h_q, 512] bfloat16, written in place when given.
-        num_splits: splits of each query's rows, whose partial results are merged by lse; default: chosen from the
-            shapes.
+        num_splits: splits of each query's rows, 1 to 1024, whose partial results are merged by lse; default: chosen
+            from the shapes.
         batch_invariant: choose kernel and splits by heads, layout and topk alone, so that the bits of a request do not
             depend on what else is in the batch. Large batches are then split more, small ones less than is fastest.
 
@@ -128,8 +144,9 @@ def sparse_decode(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
     """
+    scale = require_scale("sm_scale", sm_scale)
     return decode(
-        q, k_cache, indices, sm_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
+        q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
         num_splits, batch_invariant,
     )[:2]  # fmt: skip
 
@@ -138,7 +155,7 @@ def decode(
     q: Any,
     k_cache: Any,
     indices: Any,
-    sm_scale: float | None,
+    scale: float | None,
     attn_sink: Any,
     topk_length: Any,
     extra_k_cache: Any,
@@ -152,6 +169,7 @@ def decode(
     """What `sparse_decode` does, for the front doors; returns the splits as well.
 
     Args:
+        scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
         is_fp8_kvcache: must agree with `k_cache` where it is given.
     """
     if (extra_k_cache is None) != (extra_indices is None):
@@ -180,8 +198,12 @@ def decode(
         out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
     if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits must be >= 1, got {num_splits}")
+    if num_splits is not None:
+        num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)
+    if arrays.CHECK_VALUES:
+        check_lists(idx, cache.shape[0] * cache.shape[1], length)
+        if extra is not None and extra_idx is not None:
+            check_lists(extra_idx, extra.shape[0] * extra.shape[1], extra_length)
     splits = num_splits or 1
     division: Any = splits  # how the call is divided
     if place.on_gpu:
@@ -194,7 +216,7 @@ def decode(
     lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
     place.call(
         cuda.sparse_decode, reference.sparse_decode,
-        layout, q_, cache, idx, layout.d_qk**-0.5 if sm_scale is None else float(sm_scale), sink, length, extra,
+        layout, q_, cache, idx, layout.d_qk**-0.5 if scale is None else scale, sink, length, extra,
         extra_idx, extra_length, batch_invariant, division, out_, lse,
     )  # fmt: skip
     return out_.obj, lse.obj, splits

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from .. import arrays, layouts
 from ..arrays import Array
-from ..bridges import bind, to_numpy
+from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import cache as cuda
 from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..reference import cache as reference
 from .validate import INT64, cache_layout, require_cache
+from .values import check_slots
 
 SCALE_FORMATS = ("fp32", "ue8m0")
 
@@ -30,14 +29,14 @@ def concat_and_cache_mla(
         kv_cache: [num_blocks, block_size, 576] bfloat16 or [num_blocks, block_size, 656] uint8 / float8_e4m3fn;
             written in place.
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
-            skipped; a slot beyond the cache is never written, and an error under CUPY_MLA_CHECK=1.
+            skipped; a slot beyond the cache is never written.
         layout: "bf16" or "v32_fp8" (vLLM: "fp8_ds_mla"); default: told by `kv_cache`.
         scale_format: "fp32" (`max(amax / 448, FLT_MIN)`, what vLLM writes) or "ue8m0" (rounded up to a power of
             two); only V32_FP8 has scales.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: a slot beyond the cache under CUPY_MLA_CHECK=1.
+        IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
     """
     if scale_format not in SCALE_FORMATS:
         raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
@@ -49,7 +48,7 @@ def concat_and_cache_mla(
     k_pe_.require(BFLOAT16, tokens, 64)
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
-        _check_slots(slots, cache)
+        check_slots(slots, cache)
     place.call(
         cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, scale_format
     )
@@ -67,14 +66,14 @@ def quantize_and_insert_k_cache(k: Any, k_cache: Any, slot_mapping: Any) -> None
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: a slot beyond the cache under CUPY_MLA_CHECK=1.
+        IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
     told = cache_layout(cache, (V4_FP8,))
     tokens = k_.require(BFLOAT16, "T", told.d_qk).shape[0]
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
-        _check_slots(slots, cache)
+        check_slots(slots, cache)
     place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots)
 
 
@@ -83,11 +82,3 @@ def _require_target(cache: Array, layout: layouts.Layout, slots: Array, tokens: 
     count = slots.require(INT64, "T").shape[0]
     if count > tokens:
         raise ValueError(f"slot_mapping: expected at most {tokens} slots, one a token, got {count}")
-
-
-def _check_slots(slots: Array, cache: Array) -> None:
-    capacity = cache.shape[0] * cache.shape[1]
-    values = to_numpy(slots.obj)
-    if values.size and int(values.max()) >= capacity:
-        worst = int(np.argmax(values))
-        raise IndexError(f"slot_mapping[{worst}] is {int(values[worst])}, the cache has {capacity} slots")

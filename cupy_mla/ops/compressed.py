@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import compressed as cuda
 from ..reference import compressed as reference
-from .swa import BOOL, require_at_least
-from .validate import INT32, INT64
+from .swa import BOOL
+from .validate import INT32, INT64, require_integer
+from .values import check_lengths, check_offsets, check_positions, check_requests, host
 
 
 @operation
@@ -50,8 +52,10 @@ def compute_global_topk_indices_and_lens(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a valid token names a request that does not
+            exist, or a position beyond its row of the block table.
     """
-    require_at_least("block_size", block_size, 1)
+    block_size = require_integer("block_size", block_size, 1)
     place, (chosen, req, table, valid) = bind(
         topk_indices=topk_indices, token_to_req=token_to_req, block_table=block_table, is_valid_token=is_valid_token
     )
@@ -62,6 +66,9 @@ def compute_global_topk_indices_and_lens(
     valid.require(BOOL, tokens)
     out_ = place.output("out", out_, (tokens, k), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
+    if arrays.CHECK_VALUES:
+        check_requests(req, table.shape[0], valid)
+        check_positions(chosen, table, block_size, host(valid))
     place.call(
         cuda.compute_global_topk_indices_and_lens, reference.compute_global_topk_indices_and_lens,
         chosen, req, table, block_size, valid, out_, lens_,
@@ -96,6 +103,7 @@ def get_compressed_slot_mapping(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
     """
     return write_compressed_slot_mapping(
         num_tokens, query_start_loc, seq_lens, block_table, block_size, compress_ratio, out
@@ -113,9 +121,9 @@ def write_compressed_slot_mapping(
     out: Any = None,
 ) -> Any:
     """As `get_compressed_slot_mapping`, the whole of `out`."""
-    for name, value, least in (("num_tokens", num_tokens, 0), ("block_size", block_size, 1),
-                               ("compress_ratio", compress_ratio, 1)):  # fmt: skip
-        require_at_least(name, value, least)
+    num_tokens = require_integer("num_tokens", num_tokens, 0)
+    block_size = require_integer("block_size", block_size, 1)
+    compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
     place, (starts, seq, table) = bind(query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
     (out_,) = place.optional(out=out)
     requests = table.require(INT32, "R", "M").shape[0]
@@ -125,6 +133,9 @@ def write_compressed_slot_mapping(
         out_ = place.output("out", None, (num_tokens,), INT64)
     elif out_.require(INT64, "T").require_writable().shape[0] < num_tokens:
         raise ValueError(f"out: expected at least num_tokens = {num_tokens} entries, got {out_.shape[0]}")
+    if arrays.CHECK_VALUES:
+        check_offsets(starts)
+        check_lengths(seq)
     place.call(
         cuda.get_compressed_slot_mapping, reference.get_compressed_slot_mapping,
         num_tokens, starts, seq, table, block_size, compress_ratio, out_,
@@ -169,6 +180,7 @@ def build_c128a_topk_metadata(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a request does not exist or a position is negative.
     """
     write_c128a_topk_metadata(
         positions, compress_ratio, num_decode_tokens, token_to_req, block_table, block_size, slot_mapping,
@@ -201,9 +213,9 @@ def write_c128a_topk_metadata(
     max_compressed_tokens: int,
 ) -> None:
     """As `build_c128a_topk_metadata`, which returns what this writes."""
-    for name, value, least in (("block_size", block_size, 1), ("compress_ratio", compress_ratio, 1),
-                               ("max_compressed_tokens", max_compressed_tokens, 0)):  # fmt: skip
-        require_at_least(name, value, least)
+    block_size = require_integer("block_size", block_size, 1)
+    compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
+    max_compressed_tokens = require_integer("max_compressed_tokens", max_compressed_tokens, 0)
     place, (pos, req, table, slots, decode, lens, prefill) = bind(
         positions=positions, token_to_req=token_to_req, block_table=block_table, slot_mapping=slot_mapping,
         decode_indices=decode_indices, decode_lens=decode_lens, prefill_indices=prefill_indices,
@@ -212,8 +224,7 @@ def write_c128a_topk_metadata(
     req.require(INT32, tokens)
     slots.require(INT64, tokens)
     table.require(INT32, "R", "M")
-    if not 0 <= num_decode_tokens <= tokens:
-        raise ValueError(f"num_decode_tokens must be in 0..{tokens}, the tokens there are, got {num_decode_tokens}")
+    num_decode_tokens = require_integer("num_decode_tokens", num_decode_tokens, 0, tokens, "the tokens there are")
     rows = decode.require(INT32, "Td", "W").require_writable().shape[0]
     lens.require(INT32, rows).require_writable()
     prefill.require(INT32, "Tp", "W").require_writable()
@@ -222,6 +233,9 @@ def write_c128a_topk_metadata(
             raise ValueError(
                 f"{buffer.name}: expected at least {needed} rows of {max_compressed_tokens}, got {list(buffer.shape)}"
             )
+    if arrays.CHECK_VALUES:
+        check_requests(req, table.shape[0])
+        check_lengths(pos)
     place.call(
         cuda.build_c128a_topk_metadata, reference.build_c128a_topk_metadata,
         pos, compress_ratio, num_decode_tokens, req, table, block_size, slots, decode, lens, prefill,

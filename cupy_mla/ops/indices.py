@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array
-from ..bridges import bind, to_numpy
+from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indices as cuda
 from ..reference import indices as reference
-from .validate import INT32
+from ..sizes import number
+from .validate import INT32, require_integer
+from .values import check_positions, check_prefills, check_requests, host
 
 
 @operation
@@ -53,10 +54,10 @@ def convert_req_index_to_global_index(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: a request outside the block table under CUPY_MLA_CHECK=1.
+        IndexError: under `cupy_mla.set_checks`: a request outside the block table, a position beyond its row of it, a
+            prefill that does not exist or whose rows start below 0.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size must be >= 1, got {block_size}")
+    block_size = require_integer("block_size", block_size, 1)
     if (prefill_request_ids is None) != (prefill_workspace_starts is None):
         raise ValueError("prefill_request_ids and prefill_workspace_starts must be given together")
     place, (req, table, positions) = bind(req_id=req_id, block_table=block_table, token_indices=token_indices)
@@ -72,17 +73,13 @@ def convert_req_index_to_global_index(
     out_ = place.output("out", out_, (tokens, k), INT32)
     counts = place.output("valid_counts", None, (tokens,), INT32) if return_valid_counts else None
     if arrays.CHECK_VALUES:
-        _check_requests(req, table.shape[0])
+        check_requests(req, table.shape[0])
+        numbers = np.full(number(tokens), -1) if prefill is None else host(prefill)
+        if prefill is not None and starts is not None:
+            check_prefills(prefill, starts)
+        check_positions(positions, table, block_size, numbers < 0)
     place.call(
         cuda.convert_req_index_to_global_index, reference.convert_req_index_to_global_index,
         req, table, positions, block_size, prefill, starts, out_, counts,
     )  # fmt: skip
     return out_.obj if counts is None else (out_.obj, counts.obj)
-
-
-def _check_requests(req_id: Array, requests: int) -> None:
-    values = to_numpy(req_id.obj)
-    wrong = np.flatnonzero((values < 0) | (values >= requests))
-    if wrong.size:
-        t = int(wrong[0])
-        raise IndexError(f"req_id[{t}] is {int(values[t])}, the block table has {requests} requests")

@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import swa as cuda
 from ..reference import swa as reference
-from .validate import INT32
+from .validate import INT32, require_integer
+from .values import check_lengths, check_offsets, check_requests
 
 BOOL = np.dtype(np.bool_)
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
@@ -59,9 +61,11 @@ def compute_swa_indices_and_lens(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down, a length is negative,
+            or a valid token names a request that does not exist.
     """
-    require_at_least("block_size", block_size, 1)
-    require_at_least("window_size", window_size, 1)
+    block_size = require_integer("block_size", block_size, 1)
+    window_size = require_integer("window_size", window_size, 1)
     place, (starts, seq, req, valid, table) = bind(
         query_start_loc=query_start_loc, seq_lens=seq_lens, token_to_req=token_to_req, is_valid_token=is_valid_token,
         block_table=block_table,
@@ -74,6 +78,10 @@ def compute_swa_indices_and_lens(
     valid.require(BOOL, tokens)
     out_ = place.output("out", out_, (tokens, window_size), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
+    if arrays.CHECK_VALUES:
+        check_offsets(starts)
+        check_lengths(seq)
+        check_requests(req, requests, valid)
     place.call(
         cuda.compute_swa_indices_and_lens, reference.compute_swa_indices_and_lens,
         starts, seq, req, valid, table, block_size, window_size, out_, lens_,
@@ -102,15 +110,18 @@ def compute_prefill_gather_lens(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
     """
-    require_at_least("window_size", window_size, 1)
+    window_size = require_integer("window_size", window_size, 1)
     place, (seq, starts) = bind(seq_lens=seq_lens, query_start_loc=query_start_loc)
     (out_,) = place.optional(out=out)
     requests = seq.require(INT32, "R").shape[0]
     starts.require(INT32, requests + 1)
-    if not 0 <= num_decodes <= requests:
-        raise ValueError(f"num_decodes must be in 0..{requests}, the requests there are, got {num_decodes}")
+    num_decodes = require_integer("num_decodes", num_decodes, 0, requests, "the requests there are")
     out_ = place.output("out", out_, (requests - num_decodes,), INT32)
+    if arrays.CHECK_VALUES:
+        check_offsets(starts)
+        check_lengths(seq)
     place.call(
         cuda.compute_prefill_gather_lens, reference.compute_prefill_gather_lens,
         seq, starts, num_decodes, window_size, out_,
@@ -165,10 +176,12 @@ def combine_topk_swa_indices(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides, or the workspace has more
             than 2**31 - 1 rows; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
     """
-    for name, value, least in (("window_size", window_size, 1), ("compress_ratio", compress_ratio, 1),
-                               ("topk", topk, 0), ("N", N, 0), ("M", M, N)):  # fmt: skip
-        require_at_least(name, value, least)
+    window_size = require_integer("window_size", window_size, 1)
+    compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
+    topk, N = require_integer("topk", topk, 0), require_integer("N", N, 0)
+    M = require_integer("M", M, N)
     place, (chosen, starts, seq, gather) = bind(
         topk_indices=topk_indices, query_start_loc=query_start_loc, seq_lens=seq_lens, gather_lens=gather_lens
     )
@@ -183,13 +196,12 @@ def combine_topk_swa_indices(
         raise ValueError(f"M: {requests} requests of {M} workspace rows are more than int32 can count")
     out_ = place.output("out", out_, (tokens, combined_width(topk, window_size)), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
+    if arrays.CHECK_VALUES:
+        check_offsets(starts)
+        check_lengths(seq)
+        check_lengths(gather)
     place.call(
         cuda.combine_topk_swa_indices, reference.combine_topk_swa_indices,
         chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, out_, lens_,
     )  # fmt: skip
     return out_.obj, lens_.obj
-
-
-def require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be >= {least}, got {value}")

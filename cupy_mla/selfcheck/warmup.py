@@ -16,6 +16,7 @@ from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.table import Wanted
 from .cases import cases
 
+SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
 
 
@@ -58,18 +59,18 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
         )
         length = cupy.zeros(b, np.int32) if config.is_v4 else None
         more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
-        sparse_decode(q, cache, indices, **more)
+        sparse_decode(q, cache, indices, SM_SCALE, **more)
         if config.compress_ratio > 1:
             width = config.topk if config.compress_ratio == 4 else config.max_compressed_rows
             sparse_decode(
-                q, cache, indices, **more, extra_k_cache=_empty_cache(cupy, layout, config.rows_per_block),
+                q, cache, indices, SM_SCALE, **more, extra_k_cache=_empty_cache(cupy, layout, config.rows_per_block),
                 extra_indices=_nothing(cupy, b, s_q, width), extra_topk_length=length,
             )  # fmt: skip
     for tokens in _sizes(config.max_num_batched_tokens):
         length = cupy.zeros(tokens, np.int32) if config.is_v4 else None
         sparse_prefill(
             _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk), _nothing(cupy, tokens, 1, config.topk),
-            d_qk**-0.5, attn_sink=sink, topk_length=length,
+            SM_SCALE, attn_sink=sink, topk_length=length,
         )  # fmt: skip
 
 

@@ -179,8 +179,11 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             cp_gather_indexer_k_quant_cache(**{**gather, **change})
     monkeypatch.setattr(arrays, "CHECK_VALUES", True)
     cp_gather_indexer_k_quant_cache(**gather)
-    for starts in ([0, 4, 3], [-1, 3, 6], [0, 3, 7]):
-        with pytest.raises(IndexError, match="cu_seq_lens: expected a running sum from 0 to at most 6"):
+    for starts, message in (
+        ([0, 4, 3], r"cu_seq_lens\[2\] is 3, offsets must"), ([-1, 3, 6], r"cu_seq_lens\[0\] is -1, offsets must"),
+        ([0, 3, 7], "cu_seq_lens: ends at 7, dst_k has 6 rows"),
+    ):  # fmt: skip
+        with pytest.raises(IndexError, match=message):
             cp_gather_indexer_k_quant_cache(**{**gather, "cu_seq_lens": np.array(starts, np.int32)})
     with pytest.raises(IndexError, match=r"slot_mapping\[0\] is 8, the cache has 8 slots"):
         indexer_k_quant_and_cache(**{**good, "slot_mapping": np.array([8, 0], np.int64)})

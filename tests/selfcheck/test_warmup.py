@@ -54,7 +54,7 @@ assert len(ready) < len(all_kernels())
 cache = cupy.zeros((4, 64, 656), np.uint8)
 for b in (1, 3, 7, 33, 60):
     q = cupy.zeros((b, 1, 16, 576), cupy_mla.layouts.BFLOAT16)
-    cupy_mla.sparse_decode(q, cache, cupy.zeros((b, 1, 2048), np.int32))
+    cupy_mla.sparse_decode(q, cache, cupy.zeros((b, 1, 2048), np.int32), 0.04)
 assert {repr(k) for k in all_kernels() if k.loaded(0)} == ready
 """
     result = python(code)
