@@ -61,7 +61,11 @@ def flash_mla_sparse_fwd(
     topk_length: Any = None,
     out: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """Sparse prefill: see `cupy_mla.sparse_prefill`, whose arguments, results and errors these are."""
+    """Sparse prefill: `cupy_mla.sparse_prefill` under FlashMLA's name, whose arguments, results and errors these are.
+
+    `lse = log(sum_j exp(sm_scale * q . kv_j))`, natural logarithm, over a token's valid rows; `attn_sink` scales out
+    alone; a token without a valid row has out 0, max_logits -inf and lse +inf. `cupy_mla.sparse_prefill` has it all.
+    """
     return attention.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
 
@@ -84,7 +88,10 @@ def flash_mla_with_kvcache(
     extra_topk_length: Any = None,
     out: Any = None,
 ) -> tuple[Any, Any]:
-    """Sparse decode on a paged cache: see `cupy_mla.sparse_decode` for shapes, dtypes and results.
+    """Sparse decode on a paged cache: see `cupy_mla.sparse_decode` for what is computed, shapes, dtypes and results.
+
+    `lse = log(sum_j exp(softmax_scale * q . row_j))`, natural logarithm, over a token's valid slots of both caches;
+    `attn_sink` scales out alone; a token without a valid slot has out 0 and lse +inf.
 
     Args:
         block_table, cache_seqlens: ignored in sparse mode (`indices` given).

@@ -1,14 +1,6 @@
 """Sparse attention over chosen KV rows: `sparse_prefill` on flat bf16 rows, `sparse_decode` on a paged cache.
 
-What is computed, for one query token, one head and its list of valid rows (an entry that is negative or beyond
-the rows is invalid: never read, contributes nothing; a row listed twice counts twice):
-
-    logit[j]   = sm_scale * dot(q, row_j)
-    max_logits = max_j logit[j]
-    lse        = log(sum_j exp(logit[j]))
-    out        = sum_j exp(logit[j] - lse) * row_j[:512]
-
-and with a sink s, `out *= 1 / (1 + exp(s - lse))`. No valid row: out 0, max_logits -inf, lse +inf.
+Their docstrings say what is computed.
 
 Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are FlashMLA's.
 """
@@ -54,6 +46,23 @@ def sparse_prefill(
     out: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Sparse attention of query tokens over a flat array of bf16 KV rows.
+
+    For each query token and head, over the rows j of the token's index list that are valid:
+
+        logit[j]   = sm_scale * dot(q, kv[j])
+        max_logits = max_j logit[j]
+        lse        = log(sum_j exp(logit[j]))
+        out        = sum_j exp(logit[j] - lse) * kv[j, :512]
+
+    - Entries that are negative or not below s_kv are invalid: such a row is never read and contributes nothing. Entries
+      at or after the token's `topk_length` are not looked at; a length of 0 or less leaves none, one beyond topk all.
+    - A row listed twice counts twice. The order of a list does not matter but for rounding.
+    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row of logit
+      s and value 0. The sink changes neither lse nor max_logits.
+    - A token without a valid row has out 0, max_logits -inf and lse +inf, whatever the sink.
+    - NaN and infinity in valid rows reach the token's results, those in all other rows do not.
+
+    Products are summed in float32; weights are rounded to bfloat16 before they meet the values.
 
     Args:
         q: [s_q, h_q, d_qk] bfloat16, h_q 1 to 128, d_qk 576 or 512; any strides with a contiguous last axis.
@@ -120,6 +129,25 @@ def sparse_decode(
     batch_invariant: bool = False,
 ) -> tuple[Any, Any]:
     """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8 or bf16), split-KV.
+
+    For each query token and head, over the slots j of the token's index lists that are valid, row_j being the cache's
+    row as numbers (`float(e4m3) * scale`, RoPE values as they are):
+
+        logit[j] = sm_scale * dot(q, row_j)
+        lse      = log(sum_j exp(logit[j]))
+        out      = sum_j exp(logit[j] - lse) * row_j[:512]
+
+    - With an extra cache one softmax runs over the slots of both lists: out and lse are of both together.
+    - Slots that are negative or not below num_blocks * block_size are invalid: such a row is never read and contributes
+      nothing. Entries at or after the request's `topk_length` are not looked at; a length of 0 or less leaves none, one
+      beyond topk all.
+    - A slot listed twice counts twice. The order of a list does not matter but for rounding.
+    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row of logit
+      s and value 0. The sink does not change lse.
+    - A token without a valid row has out 0 and lse +inf, whatever the sink.
+    - NaN and infinity in valid rows reach the token's results, those in all other rows do not.
+
+    Products are summed in float32; weights are rounded to 16 bits before they meet the values.
 
     Args:
         q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding.

@@ -627,6 +627,19 @@ def test_scales_of_any_kind_of_number(rng, scale):
     assert lse.tobytes() == want_lse.tobytes()
 
 
+def test_docstrings_have_the_contract():
+    """What is computed stands where `help` shows it."""
+    for f in (cupy_mla.sparse_prefill, cupy_mla.sparse_decode, cupy_mla.flash_mla_sparse_fwd):
+        text = " ".join(f.__doc__.split())
+        assert "log(sum_j exp(" in text
+        assert "without a valid row has out 0" in text
+    for f in (cupy_mla.sparse_prefill, cupy_mla.sparse_decode):
+        text = " ".join(f.__doc__.split())
+        for part in ("listed twice counts twice", "1 / (1 + exp(s - lse))", "are invalid: such a row is never read",
+                     "are not looked at", "192 ** -0.5" if f is cupy_mla.sparse_prefill else "both together"):  # fmt: skip
+            assert part in text, (f.__name__, part)
+
+
 def test_the_scale_is_the_callers():
     """DeepSeek-V3.2's is not that of FlashMLA's default: there is none."""
     for f in (cupy_mla.sparse_prefill, cupy_mla.sparse_decode):
