@@ -7,6 +7,7 @@ a call that is traced for a GPU (`cupy_mla.calls`) lengths, strides and addresse
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,9 +74,11 @@ class Array:
         shape: lengths of the axes.
         strides: from item to item along each axis, in items, not bytes.
         ptr: address of the first item.
+        written: whether the call writes it.
+        may_be: the input that an output may be, and is then written in place.
     """
 
-    __slots__ = ("_dropped", "dtype", "name", "obj", "place", "ptr", "shape", "strides")
+    __slots__ = ("_dropped", "dtype", "may_be", "name", "obj", "place", "ptr", "shape", "strides", "written")
 
     def __init__(
         self,
@@ -94,6 +97,8 @@ class Array:
         self.shape = shape
         self.strides = strides
         self.ptr = ptr
+        self.written = False
+        self.may_be: Array | None = None
         self._dropped: int | None = None
 
     @property
@@ -142,6 +147,7 @@ class Array:
 
     def require_writable(self) -> Array:
         """Check that a result can be written here: no read-only memory, no two items in one place; returns itself."""
+        self.written = True
         if not self.library.writable(self.obj):
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
         if 0 in self.shape:
@@ -154,6 +160,39 @@ class Array:
                 )
             reach = stride * (length - 1) + reach
         return self
+
+    def require_apart(self, other: Array) -> None:
+        """Check that what is written here is no part of another array, but for one that this may be."""
+        same = self.ptr == other.ptr and self.strides == other.strides and self.shape == other.shape
+        if self._meets(other) and not (same and self.may_be is not None and self.may_be.name == other.name):
+            raise ValueError(f"{self.name}: overlaps {other.name} in memory, which would be read after it is written")
+
+    def _meets(self, other: Array) -> bool:
+        """Whether two arrays share memory."""
+        (start, end), (other_start, other_end) = self._extent(), other._extent()
+        if other_start >= end or start >= other_end:
+            return False
+        return np.shares_memory(self._as_numpy(), other._as_numpy())  # items of one may lie in gaps of the other
+
+    def _extent(self) -> tuple[int, int]:
+        """Addresses of the first byte and of that after the last one; the same for an array without items."""
+        if 0 in self.shape:
+            return self.ptr, self.ptr
+        reach = [stride * (n - 1) for stride, n in zip(self.strides, self.shape, strict=True)]
+        size = self.dtype.itemsize
+        return self.ptr + size * sum(r for r in reach if r < 0), self.ptr + size * (1 + sum(r for r in reach if r > 0))
+
+    def _as_numpy(self) -> np.ndarray:
+        """An array of the same addresses, which need not be the host's: nothing may be read from it."""
+        size = self.dtype.itemsize
+        interface = {
+            "data": (self.ptr, True),
+            "shape": self.shape,
+            "strides": tuple(s * size for s in self.strides),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+        return np.asarray(SimpleNamespace(__array_interface__=interface))
 
     def require_no_gradient(self) -> Array:
         """Check that autograd does not follow this array: there is no backward; returns itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
+from .options import require_integer
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class SparseMLAConfig:
             heads than this; with more, prefills go to the prefill kernel over gathered rows.
 
     Raises:
-        ValueError: a field is out of its range; the message names it.
+        TypeError, ValueError: a field is of another type or out of its range; the message names it.
     """
 
     num_heads: int
@@ -46,8 +47,13 @@ class SparseMLAConfig:
     mixed_below_heads: int = 64
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_heads <= 128:
-            raise ValueError(f"num_heads must be in 1..128, got {self.num_heads}")
+        for name, least, most in (
+            ("num_heads", 1, 128), ("d_qk", 1, None), ("d_v", 1, None), ("topk", 1, None), ("block_size", 1, None),
+            ("max_num_seqs", 1, None), ("max_num_batched_tokens", 1, None), ("max_model_len", 1, None),
+            ("num_speculative_tokens", 0, None), ("compress_ratio", 1, None), ("window", 1, None),
+            ("mixed_below_heads", 0, None),
+        ):  # fmt: skip
+            object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
         if self.d_qk not in (576, 512):
             raise ValueError(f"d_qk must be 576 or 512, got {self.d_qk}")
         if self.d_v != layouts.D_V:
@@ -58,11 +64,6 @@ class SparseMLAConfig:
             )
         if self.compress_ratio not in (1, 4, 128):
             raise ValueError(f"compress_ratio must be 1, 4 or 128, got {self.compress_ratio}")
-        if self.num_speculative_tokens < 0:
-            raise ValueError(f"num_speculative_tokens must be >= 0, got {self.num_speculative_tokens}")
-        for name in ("topk", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
 
     @property
     def layout(self) -> layouts.Layout:

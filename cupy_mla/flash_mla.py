@@ -15,7 +15,8 @@ from typing import Any
 
 from .calls.signature import operation
 from .ops import attention
-from .ops.validate import require_d_v, require_scale
+from .ops.validate import require_d_v
+from .options import require_bool, require_scale
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -112,6 +113,7 @@ def flash_mla_with_kvcache(
         TypeError, ValueError: as `cupy_mla.sparse_decode`, and for a schedule planned for other shapes.
     """
     require_d_v("head_dim_v", head_dim_v)
+    is_fp8_kvcache = require_bool("is_fp8_kvcache", is_fp8_kvcache)
     meta = tile_scheduler_metadata
     if not isinstance(meta, FlashMLASchedMeta):
         raise TypeError(f"tile_scheduler_metadata must come from get_mla_metadata, got {type(meta).__name__}")
@@ -119,7 +121,7 @@ def flash_mla_with_kvcache(
         raise ValueError("num_splits must be None; the schedule lives in tile_scheduler_metadata")
     if indices is None:
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
-    if causal:
+    if require_bool("causal", causal):
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
     out, lse, shapes, splits = _with_kvcache(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,

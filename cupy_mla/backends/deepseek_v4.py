@@ -17,7 +17,8 @@ from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
 from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
-from ..ops.validate import QUANTIZED, require_scale
+from ..ops.validate import QUANTIZED
+from ..options import require_scale
 from .workspace import Workspace
 
 PREFILL_CHUNK_SIZE = 4  # prefills whose rows are gathered at a time

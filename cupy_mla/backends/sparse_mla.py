@@ -20,7 +20,8 @@ from ..metadata.sparse_mla import (
 from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
-from ..ops.validate import QUANTIZED, require_scale
+from ..ops.validate import QUANTIZED
+from ..options import require_scale
 from .workspace import Workspace
 
 

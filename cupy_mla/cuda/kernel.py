@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bridges import require_cupy
+from ..bridges import INSTALL, require_cupy
 from . import driver
 from .structs import Struct
 
@@ -222,10 +222,7 @@ class Kernel:
             except (ImportError, RuntimeError) as error:
                 if "nvrtc" not in str(error).lower():
                     raise
-                raise RuntimeError(
-                    "NVRTC, which compiles the kernels, was not found: "
-                    "pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
-                ) from error
+                raise RuntimeError(f"NVRTC, which compiles the kernels, was not found: {INSTALL}") from error
             _KEEP.append((module, kernel))
             threads, shared_bytes = _exported(module, THREADS), _exported(module, SHARED_BYTES)
             self._loaded[device] = self._prepared(kernel, device, threads, shared_bytes)

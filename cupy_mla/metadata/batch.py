@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..bridges import describe
-from ..ops.validate import LARGEST_INT
+from ..bridges import describe, require_array
 from ..ops.values import check_written_once, first_of, stray_block
+from ..options import LARGEST_INT, require_bool, require_integer
 
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
@@ -120,6 +120,9 @@ class BatchMetadata:
                 cache. With `cupy_mla.set_checks(True)` also: two tokens go to one slot, or a token that is written has
                 a position outside its sequence.
         """
+        block_size = require_integer("block_size", block_size, 1)
+        if num_blocks is not None:
+            num_blocks = require_integer("num_blocks", num_blocks, 0)
         width = self.block_table.shape[1]
         if self.max_seq_len > width * block_size:
             r = int(self.seq_lens.argmax())
@@ -156,6 +159,8 @@ class BatchMetadata:
 
 
 def _integers(name: str, values: Any, dtype: np.dtype, ndim: int) -> np.ndarray:
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got a masked array")
     given = np.asarray(values)
     if given.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} axes, got shape {list(given.shape)}")
@@ -182,6 +187,8 @@ def split_decodes_and_prefills(
     Returns:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens.
     """
+    decode_threshold = require_integer("decode_threshold", decode_threshold, 1)
+    require_bool("require_uniform", require_uniform)
     lens = batch.query_lens
     is_decode = lens <= decode_threshold
     if require_uniform and len(lens):
@@ -208,9 +215,12 @@ def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int
     Raises:
         ValueError: one sequence alone is longer than the workspace.
     """
+    workspace_size = require_integer("workspace_size", workspace_size, 0)
+    request_offset = require_integer("request_offset", request_offset, 0)
+    lens = _integers("seq_lens", seq_lens, INT32, 1)
     chunks = []
     start = rows = 0
-    for r, length in enumerate(np.asarray(seq_lens).tolist()):
+    for r, length in enumerate(lens.tolist()):
         if length > workspace_size:
             raise ValueError(
                 f"seq_lens: request {request_offset + r} has {length} tokens, "
@@ -220,14 +230,14 @@ def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int
             chunks.append((request_offset + start, request_offset + r))
             start, rows = r, 0
         rows += length
-    if len(seq_lens):
-        chunks.append((request_offset + start, request_offset + len(seq_lens)))
+    if len(lens):
+        chunks.append((request_offset + start, request_offset + len(lens)))
     return chunks
 
 
 def prefill_workspace_size(max_model_len: int) -> int:
     """Rows of the workspace that prefills gather their sequences into."""
-    return PREFILL_WORKSPACE_SEQUENCES * max_model_len
+    return PREFILL_WORKSPACE_SEQUENCES * require_integer("max_model_len", max_model_len, 1)
 
 
 def reshape_query_for_spec_decode(q: Any, batch_size: int) -> Any:
@@ -236,10 +246,15 @@ def reshape_query_for_spec_decode(q: Any, batch_size: int) -> Any:
     Raises:
         ValueError: T is no multiple of `batch_size`.
     """
-    tokens = q.shape[0]
-    if batch_size < 1 or tokens % batch_size:
+    batch_size = require_integer("batch_size", batch_size, 1)
+    require_array("q", q)
+    shape = q.shape
+    if len(shape) < 2:
+        raise ValueError(f"q: expected shape [T, h, d], got {list(shape)}")
+    tokens = shape[0]
+    if tokens % batch_size:
         raise ValueError(f"q: {tokens} tokens cannot be shared out evenly among {batch_size} decodes")
-    return q.reshape(batch_size, tokens // batch_size, *q.shape[1:])
+    return q.reshape(batch_size, tokens // batch_size, *shape[1:])
 
 
 def reshape_attn_output_for_spec_decode(attn_output: Any) -> Any:

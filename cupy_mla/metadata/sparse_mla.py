@@ -184,7 +184,7 @@ class SparseMLAMetadataBuilder:
         self.decode_threshold = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._width = -(-config.max_model_len // config.block_size)
-        place = Place(*place)
+        place = Place.from_pair(place)
         self._compressed = CompressedRows(config, place) if config.compress_ratio > 1 else None
         self._buffers = Uploads(
             place,

@@ -102,7 +102,7 @@ class SparseSWAMetadataBuilder:
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         decode_tokens = min(tokens, requests * self.decode_threshold)
         self._width = -(-config.max_model_len // config.block_size)
-        place = Place(*place)
+        place = Place.from_pair(place)
         self._buffers = Uploads(
             place,
             {

@@ -17,7 +17,8 @@ import numpy as np
 from ..bridges import bind
 from ..calls.signature import traceable
 from ..layouts import BFLOAT16, D_V
-from .validate import FLOAT32, require_integer
+from ..options import require_integer
+from .validate import FLOAT32
 
 FLOATS = (BFLOAT16, FLOAT32)
 

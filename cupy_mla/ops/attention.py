@@ -17,6 +17,7 @@ from ..cuda import driver
 from ..cuda.attention import launch as cuda
 from ..cuda.attention.cost import MAX_SPLITS
 from ..layouts import BFLOAT16, D_V
+from ..options import require_bool, require_integer, require_scale
 from ..reference import attention as reference
 from .validate import (
     FLOAT32,
@@ -25,8 +26,6 @@ from .validate import (
     require_cache,
     require_d_v,
     require_heads,
-    require_integer,
-    require_scale,
 )
 from .values import check_lists
 
@@ -54,11 +53,11 @@ def sparse_prefill(
         lse        = log(sum_j exp(logit[j]))
         out        = sum_j exp(logit[j] - lse) * kv[j, :512]
 
-    - Entries that are negative or not below s_kv are invalid: such a row is never read and contributes nothing. Entries
+    - Entries that are negative or not below s_kv are invalid: such a row is never read and contributes nothing. Those
       at or after the token's `topk_length` are not looked at; a length of 0 or less leaves none, one beyond topk all.
     - A row listed twice counts twice. The order of a list does not matter but for rounding.
-    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row of logit
-      s and value 0. The sink changes neither lse nor max_logits.
+    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row
+      of logit s and value 0. The sink changes neither lse nor max_logits.
     - A token without a valid row has out 0, max_logits -inf and lse +inf, whatever the sink.
     - NaN and infinity in valid rows reach the token's results, those in all other rows do not.
 
@@ -142,8 +141,8 @@ def sparse_decode(
       nothing. Entries at or after the request's `topk_length` are not looked at; a length of 0 or less leaves none, one
       beyond topk all.
     - A slot listed twice counts twice. The order of a list does not matter but for rounding.
-    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row of logit
-      s and value 0. The sink does not change lse.
+    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row
+      of logit s and value 0. The sink does not change lse.
     - A token without a valid row has out 0 and lse +inf, whatever the sink.
     - NaN and infinity in valid rows reach the token's results, those in all other rows do not.
 
@@ -226,6 +225,7 @@ def decode(
         out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
     if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
+    batch_invariant = require_bool("batch_invariant", batch_invariant)
     if num_splits is not None:
         num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)
     if arrays.CHECK_VALUES:
@@ -258,6 +258,8 @@ def plan_splits(
     Args: as for `sparse_decode`, and
         quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.
     """
+    quantized = require_bool("quantized", quantized)
+    batch_invariant = require_bool("batch_invariant", batch_invariant)
     place, (q_, idx) = bind(q=q, indices=indices)
     (extra_idx,) = place.optional(extra_indices=extra_indices)
     b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape

@@ -17,9 +17,10 @@ from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import compressed as cuda
+from ..options import require_integer
 from ..reference import compressed as reference
 from .swa import BOOL
-from .validate import INT32, INT64, require_integer
+from .validate import INT32, INT64
 from .values import check_lengths, check_offsets, check_positions, check_requests, host
 
 
@@ -64,7 +65,7 @@ def compute_global_topk_indices_and_lens(
     req.require(INT32, tokens)
     table.require(INT32, "R", "M")
     valid.require(BOOL, tokens)
-    out_ = place.output("out", out_, (tokens, k), INT32)
+    out_ = place.output("out", out_, (tokens, k), INT32, may_be=chosen)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
     if arrays.CHECK_VALUES:
         check_requests(req, table.shape[0], valid)

@@ -13,9 +13,10 @@ from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indices as cuda
+from ..options import require_bool, require_integer
 from ..reference import indices as reference
 from ..sizes import number
-from .validate import INT32, require_integer
+from .validate import INT32
 from .values import check_positions, check_prefills, check_requests, host
 
 
@@ -58,6 +59,7 @@ def convert_req_index_to_global_index(
             prefill that does not exist or whose rows start below 0.
     """
     block_size = require_integer("block_size", block_size, 1)
+    return_valid_counts = require_bool("return_valid_counts", return_valid_counts)
     if (prefill_request_ids is None) != (prefill_workspace_starts is None):
         raise ValueError("prefill_request_ids and prefill_workspace_starts must be given together")
     place, (req, table, positions) = bind(req_id=req_id, block_table=block_table, token_indices=token_indices)
@@ -70,7 +72,7 @@ def convert_req_index_to_global_index(
     if prefill is not None and starts is not None:
         prefill.require(INT32, tokens)
         starts.require(INT32, "P")
-    out_ = place.output("out", out_, (tokens, k), INT32)
+    out_ = place.output("out", out_, (tokens, k), INT32, may_be=positions)
     counts = place.output("valid_counts", None, (tokens,), INT32) if return_valid_counts else None
     if arrays.CHECK_VALUES:
         check_requests(req, table.shape[0])

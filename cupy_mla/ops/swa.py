@@ -20,8 +20,9 @@ from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import swa as cuda
+from ..options import require_integer
 from ..reference import swa as reference
-from .validate import INT32, require_integer
+from .validate import INT32
 from .values import check_lengths, check_offsets, check_requests
 
 BOOL = np.dtype(np.bool_)

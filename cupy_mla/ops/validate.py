@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
 from ..arrays import Array
 from ..layouts import BFLOAT16, D_V, E4M3, Layout
-from ..sizes import Size
+from ..options import require_integer
 
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
@@ -19,40 +17,10 @@ UINT8 = np.dtype(np.uint8)
 QUANTIZED = (UINT8, E4M3)
 
 MAX_HEADS = 128
-LARGEST_INT = int(np.iinfo(INT32).max)
-LARGEST_SCALE = float(np.finfo(np.float32).max) / 2  # the kernels keep it times log2(e) as float32
-
-
-def require_integer(name: str, value: Any, least: int, most: int | None = None, meaning: str = "") -> Any:
-    """Check an integer setting and its range; returns it as an int, or as the size that it is in a traced call.
-
-    Args:
-        most: None: what int32 can hold.
-        meaning: what `most` is, for the message.
-    """
-    if not isinstance(value, (int, np.integer, Size)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an integer, got {value!r} of type {type(value).__name__}")
-    if not least <= value <= (LARGEST_INT if most is None else most):
-        beyond = f">= {least}" if value < least else "small enough for int32"
-        wanted = beyond if most is None else f"in {least}..{most}{meaning and ', '}{meaning}"
-        raise ValueError(f"{name} must be {wanted}, got {value}")
-    return value if isinstance(value, Size) else int(value)
-
-
-def require_scale(name: str, value: Any) -> float:
-    """Check a factor on dot products, a number or an array of one; returns it as a float."""
-    try:
-        if value is None or isinstance(value, (bool, np.bool_, str, bytes)):
-            raise TypeError
-        scale = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name}: expected a number, got {value!r} of type {type(value).__name__}") from None
-    if not math.fabs(scale) <= LARGEST_SCALE:
-        raise ValueError(f"{name}: expected a finite number that float32 can hold, got {scale}")
-    return scale
 
 
 def require_d_v(name: str, d_v: int) -> None:
+    require_integer(name, d_v, 1)
     if d_v != D_V:
         raise ValueError(f"{name} must be {D_V}, got {d_v}")
 
@@ -95,10 +63,14 @@ def require_cache(cache: Array, layout: Layout, alignment: int = 16) -> Array:
     if layout.quantized and num_blocks > 1 and cache.strides[0] < layout.token_bytes * block_size:
         least = layout.token_bytes * block_size
         raise ValueError(f"{cache.name}: block stride must be at least {least} bytes, got {cache.strides[0]}")
-    if layout.quantized and (cache.ptr % alignment or (num_blocks > 1 and cache.strides[0] % alignment)):
+    if layout.quantized and cache.ptr % alignment:
         raise ValueError(
-            f"{cache.name}: start and block stride must be multiples of {alignment} bytes (writers of {layout.name} "
-            f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), "
-            f"got stride {cache.strides[0]}"
+            f"{cache.name}: must start at a multiple of {alignment} bytes in memory, "
+            f"starts {cache.ptr % alignment} bytes after one"
+        )
+    if layout.quantized and num_blocks > 1 and cache.strides[0] % alignment:
+        raise ValueError(
+            f"{cache.name}: block stride must be a multiple of {alignment} bytes (writers of {layout.name} "
+            f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), got {cache.strides[0]}"
         )
     return cache

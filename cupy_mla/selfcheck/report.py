@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..bridges import require_cupy
+from ..bridges import INSTALL, require_cupy
 from ..cuda import all_kernels
 from ..cuda.driver import gpu
 from ..cuda.kernel import LEAST_ARCH, Kernel
@@ -25,7 +25,6 @@ from .cases import cases, float64_error
 
 ALL_WELL, WRONG, NO_GPU = 0, 1, 2  # exit status
 
-INSTALL = "pip install 'cupy_mla[cuda12]' (driver for CUDA 12) or 'cupy_mla[cuda13]' (for CUDA 13)"
 FLOAT64_ERROR = 4e-3  # relative, of results that are rounded to bf16 over values that are not
 
 

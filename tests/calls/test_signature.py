@@ -378,7 +378,7 @@ def test_checks_stay_on(seen):
         ({"q": np.zeros((3, 4, 576))}, TypeError),
         ({"q": torch.zeros(3, 4, 1152, dtype=torch.bfloat16)[..., ::2]}, ValueError),
         ({"out": torch.zeros(1, 1, 1, dtype=torch.bfloat16).expand(3, 4, 512)}, ValueError),
-        ({"d_v": [512]}, ValueError),
+        ({"d_v": [512]}, TypeError),
         ({"d_v": 511}, ValueError),
     ):
         for _ in range(2):
@@ -428,6 +428,44 @@ def test_one_array_under_two_names(gpu):
         addresses = np.frombuffer(gpu.log[0].params[: len(gpu.log[0].params) // 8 * 8], np.uint64)
         assert out.data_ptr() in addresses
         assert (other.data_ptr() in addresses) == (out is other)
+
+
+@pytest.mark.parametrize("name", ["concat_mla_q", "sparse_decode", "cp_gather_and_upconvert_fp8_kv_cache"])
+def test_overlaps_are_found_at_every_call(gpu, traces, rng, kind, name):
+    """At the first call of its kind and at later ones, by addresses."""
+    written, other = {"concat_mla_q": ("out", "q_pe"), "sparse_decode": ("out", "q")}.get(name, ("dst", "src_cache"))
+    call = OPERATIONS[name](rng).with_outputs()
+    good = put(kind, call)
+    size = {n: -(-call.arrays[n].nbytes // 256) * 256 for n in (written, other)}
+    whole = np.zeros(sum(size.values()) + 256, np.uint8)
+    start = -whole.__array_interface__["data"][0] % 256
+
+    def placed(apart: bool) -> dict[str, Any]:
+        raw, ends = kind.whole(whole), {}
+        for n, at in ((written, 0), (other, size[written] if apart else (size[written] - 1) // 256 * 256)):
+            a = call.arrays[n]
+            ends[n] = kind.view(raw, a.dtype, a.shape, np.empty(a.shape, a.dtype).strides, start + at)
+        return {**good, **ends}
+
+    for apart in (False, True, False, True, True, False):
+        gpu.log.clear()
+        if apart:
+            call.operation(**placed(apart), **call.settings)
+            assert gpu.log
+        else:
+            with pytest.raises(ValueError, match=rf"^{written}: overlaps {other} in memory"):
+                call.operation(**placed(apart), **call.settings)
+            assert not gpu.log
+    assert len(traces) == 1
+
+
+def test_rows_side_by_side_do_not_overlap(gpu):
+    """Queries and results in the columns of one array: their addresses are among each other, their items apart."""
+    for _ in range(3):
+        whole = torch.zeros(3, 4, 1088, dtype=torch.bfloat16)
+        cupy_mla.sparse_prefill(**prefill(q=whole[..., :576], out=whole[..., 576:]))
+        with pytest.raises(ValueError, match=r"^out: overlaps q in memory"):
+            cupy_mla.sparse_prefill(**prefill(q=whole[..., :576], out=whole[..., 512:1024]))
 
 
 def test_gradients(seen, traces):

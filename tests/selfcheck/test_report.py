@@ -16,7 +16,7 @@ from .stand_in import RUN, StandIn, python
 def test_without_cupy():
     result = python("import sys; sys.modules['cupy'] = None; " + RUN.format([]))
     assert result.returncode == selfcheck.NO_GPU, result.stderr
-    assert "pip install 'cupy_mla[cuda12]'" in result.stdout
+    assert "pip install '.[cuda12]'" in result.stdout
     assert "relative: right" in result.stdout
 
 
@@ -73,7 +73,10 @@ def test_nvrtc_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(report, "require_cupy", lambda why: StandIn())
     monkeypatch.setattr(report.importlib, "import_module", missing)
     assert selfcheck.run() == selfcheck.NO_GPU
-    assert "NVRTC, which compiles the kernels, was not found: pip install" in capsys.readouterr().out
+    assert (
+        "NVRTC, which compiles the kernels, was not found: in a checkout of cupy_mla, pip install"
+        in capsys.readouterr().out
+    )
 
 
 def test_kernels_suit_generations():
