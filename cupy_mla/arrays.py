@@ -78,7 +78,7 @@ class Array:
         may_be: the input that an output may be, and is then written in place.
     """
 
-    __slots__ = ("_dropped", "dtype", "may_be", "name", "obj", "place", "ptr", "shape", "strides", "written")
+    __slots__ = ("_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "shape", "strides", "written")
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class Array:
         self.written = False
         self.may_be: Array | None = None
         self._dropped: int | None = None
+        self._stored: np.dtype | None = None
 
     @property
     def kind(self) -> str:
@@ -212,6 +213,17 @@ class Array:
         self._dropped = axis
         return self
 
+    def reinterpreted(self, dtype: np.dtype) -> Array:
+        """Take the bytes of the last axis, as many as an item of `dtype` has, for that item; returns itself."""
+        size = dtype.itemsize
+        self.require(np.dtype(np.uint8), *("any",) * (len(self.shape) - 1), size)
+        if not self.aligned(size):
+            raise ValueError(f"{self.name}: items of {size} bytes must start at multiples of {size} bytes in memory")
+        self._stored, self.dtype, self._dropped = self.dtype, dtype, len(self.shape) - 1
+        self.shape = self.shape[:-1]
+        self.strides = tuple(stride // size for stride in self.strides[:-1])
+        return self
+
     def aligned(self, nbytes: int) -> bool:
         """True when the first item of every row along the last axis starts at a multiple of `nbytes`."""
         size = self.dtype.itemsize
@@ -221,7 +233,9 @@ class Array:
 
     def numpy(self) -> np.ndarray:
         """The same host memory as a NumPy array, no copy."""
-        view = self.library.host_view(self.obj, self.dtype)
+        view = self.library.host_view(self.obj, self._stored or self.dtype)
+        if self._stored is not None:
+            view = view.view(self.dtype)
         return view if self._dropped is None else view.squeeze(self._dropped)
 
 

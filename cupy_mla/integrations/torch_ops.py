@@ -51,6 +51,8 @@ class TorchOperation:
             self._write = self._register(f"{self.name}_out", self._given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(self._names):
+            raise TypeError(f"{self.name}() takes {len(self._names)} positional arguments, got {len(args)}")
         arguments = dict(zip(self._names[: len(args)], args, strict=True))
         arguments.update(kwargs)
         places = {name: arguments.pop(name, None) for name in self._given}

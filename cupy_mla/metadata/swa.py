@@ -92,7 +92,7 @@ class SparseSWAMetadataBuilder:
         num_blocks: int | None = None,
     ) -> None:
         if not config.is_v4:
-            raise ValueError("config: expected V4 layers (d_qk 512), got V3.2 ones (d_qk 576)")
+            raise ValueError(f"config: expected V4 layers, got a model of kind {config.model!r}")
         self._kinds = tuple(dict.fromkeys(compress_ratios))
         if not set(self._kinds) <= set(LAYER_KINDS):
             raise ValueError(f"compress_ratios must be among {LAYER_KINDS}, got {self._kinds}")

@@ -15,10 +15,11 @@ from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indexer as cuda
 from ..layouts import BFLOAT16, INDEXER_FP8
+from ..options import require_choice
 from ..reference import indexer as reference
 from ..sizes import number
 from .cache import SCALE_FORMATS
-from .validate import FLOAT32, INT32, INT64, QUANTIZED, cache_layout, require_cache
+from .validate import FLOAT32, INT32, INT64, QUANTIZED, UINT8, cache_layout, require_cache, tokens_of
 from .values import check_blocks, check_offsets, check_slots
 
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
@@ -29,7 +30,7 @@ def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_fo
     """Quantize tokens' indexer keys and write them into the paged cache.
 
     Args:
-        k: [T, 128] bfloat16.
+        k: [T, (1,) 128] bfloat16.
         kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, start and block stride
             multiples of 4 bytes; written in place.
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
@@ -40,10 +41,9 @@ def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_fo
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
     """
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
+    require_choice("scale_format", scale_format, SCALE_FORMATS)
     place, (k_, cache, slots) = bind(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    tokens = k_.require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
+    tokens = tokens_of(k_).require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
     _require_indexer_cache(cache).require_writable()
     count = slots.require(INT64, "T").shape[0]
     if count > tokens:
@@ -67,7 +67,7 @@ def cp_gather_indexer_k_quant_cache(
         kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn, as for `indexer_k_quant_and_cache`.
         dst_k: [S, 128] uint8 or float8_e4m3fn, rows at multiples of 4 bytes; written in place. Rows beyond it are
             not written; rows of tokens whose block does not exist become zeros, their scales too.
-        dst_scale: [S] float32, written in place.
+        dst_scale: [S] float32, or its bytes, [S, 4] uint8, as vLLM has them; written in place.
         block_table: [R, M] int32 blocks of each request.
         cu_seq_lens: [R + 1] int32 running sum of the sequence lengths, from 0.
 
@@ -82,7 +82,12 @@ def cp_gather_indexer_k_quant_cache(
     _require_indexer_cache(cache)
     rows = keys.require(QUANTIZED, "S", INDEXER_FP8.d_qk).require_writable().shape[0]
     if not keys.aligned(ALIGNMENT):
-        raise ValueError(f"dst_k: rows must start at multiples of {ALIGNMENT} bytes, got strides {list(keys.strides)}")
+        raise ValueError(
+            f"dst_k: rows must start at multiples of {ALIGNMENT} bytes in memory, got strides {list(keys.strides)} "
+            f"and a first row {keys.ptr % ALIGNMENT} bytes after one"
+        )
+    if scales.dtype == UINT8:
+        scales.reinterpreted(FLOAT32)
     scales.require(FLOAT32, rows).require_writable()
     requests = table.require(INT32, "R", "M").shape[0]
     starts.require(INT32, requests + 1)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..bridges import to_numpy
-from ..layouts import ATTENTION_LAYOUTS, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from . import attention, cache, compressed, gather, indexer, indices, quant, swa
@@ -281,6 +281,7 @@ def _decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 def _mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     row = {"kv_c": _rows(rng, TOKENS, 512), "k_pe": _rows(rng, TOKENS, 64), "slot_mapping": _slots(rng, wanted)}
+    no_rope = {"k_pe": _unwritten((TOKENS, 0), BFLOAT16)}
     for layout in (V32_FP8, BF16_576):
         for scale_format in ("ue8m0", "fp32") if layout.quantized else ("fp32",):
             if layout in wanted.layouts:
@@ -288,6 +289,9 @@ def _mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
                 detail = f"{layout.name} {scale_format}" if layout.quantized else layout.name
                 yield Call(detail, arguments)
                 yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c", "k_pe"))
+    for layout in (V32_FP8, BF16_512):
+        if layout in wanted.layouts:
+            yield Call(f"{layout.name} without RoPE", {**row, **no_rope, "kv_cache": _empty_cache(layout)})
 
 
 def _v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -484,7 +488,9 @@ TABLE = (
         ),
         exact=False,
     ),
-    Operation(cache.concat_and_cache_mla, _mla_packing_calls, written=("kv_cache",), layouts=(BF16_576, V32_FP8)),
+    Operation(
+        cache.concat_and_cache_mla, _mla_packing_calls, written=("kv_cache",), layouts=(BF16_576, BF16_512, V32_FP8)
+    ),
     Operation(cache.quantize_and_insert_k_cache, _v4_packing_calls, written=("k_cache",), layouts=(V4_FP8,)),
     Operation(indexer.indexer_k_quant_and_cache, _indexer_packing_calls, written=("kv_cache",)),
     Operation(indexer.cp_gather_indexer_k_quant_cache, _indexer_gather_calls, written=("dst_k", "dst_scale")),

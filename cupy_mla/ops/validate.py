@@ -30,6 +30,11 @@ def require_heads(h_q: int) -> None:
         raise ValueError(f"q: expected 1 to {MAX_HEADS} heads, got {h_q}")
 
 
+def tokens_of(array: Array) -> Array:
+    """Drop the KV-head axis that an array of tokens [T, 1, values] has; returns it."""
+    return array.without_axis(1) if len(array.shape) == 3 else array
+
+
 def cache_layout(cache: Array, allowed: Iterable[Layout]) -> Layout:
     """The layout of a cache array, told by its dtype and last axis."""
     last = cache.shape[-1] if cache.shape else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..layouts import Layout
-from .cache import unpack_rows
+from .cache import rope_bits, unpack_rows
 from .indices import slots_of
 
 
@@ -26,6 +26,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         slots = slots_of(block_table, np.array(r), np.arange(len(rows)), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
         rows[found] = unpack_rows(src_cache, layout, slots[found])
+        rows[found, layout.d_nope :] = rope_bits(src_cache, layout, slots[found])
         rows[~found] = 0
 
 
@@ -46,6 +47,7 @@ def dequantize_and_gather_k_cache(
         slots = slots_of(block_table, np.array(r), length - count + np.arange(len(rows)), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
         rows[found] = unpack_rows(k_cache, layout, slots[found])
+        rows[found, layout.d_nope :] = rope_bits(k_cache, layout, slots[found])
         rows[~found] = 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import struct
 import threading
 from collections.abc import Iterator
@@ -393,6 +394,20 @@ def test_too_many_arguments_are_said_by_python(seen):
         cupy_mla.sparse_prefill(*arrays.values(), 512, arrays["q"], arrays["q"])
     with pytest.raises(TypeError, match="unexpected keyword"):
         cupy_mla.sparse_prefill(**arrays, scale=1.0)
+
+
+@every_operation
+@pytest.mark.parametrize("checked", [False, True])
+def test_too_many_arguments_of_any_operation(gpu, rng, kind, name, checked):
+    """Positional ones beyond the last parameter, some of them arrays."""
+    call = OPERATIONS[name](rng)
+    arrays = put(kind, call)
+    parameters = inspect.signature(call.operation).parameters
+    values = [arrays.get(p, call.settings.get(p)) for p in parameters]
+    for more in ([kind.put(np.zeros(3, np.int32))], [5, kind.put(np.zeros(3, np.int32))], [None] * 3):
+        with cupy_mla.set_checks(checked), pytest.raises(TypeError, match="positional argument"):
+            call.operation(*values, *more)
+    assert not gpu.log
 
 
 def test_values_are_checked_when_asked(seen, traces, monkeypatch):

@@ -11,6 +11,7 @@ from cupy_mla import arrays
 from cupy_mla.ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from tests import oracle, oracle_indices
 from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
+from tests.operations import OPERATIONS
 
 
 def pack_oracle(key: np.ndarray, scale_format: str) -> tuple[bytes, bytes]:
@@ -155,7 +156,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [
         ({"k": np.zeros((3, 64), BF16)}, ValueError, r"k: expected shape \[T, 128\]"),
         ({"kv_cache": np.zeros((2, 4, 656), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
-        ({"kv_cache": unaligned}, ValueError, "kv_cache: start and block stride must be multiples of 4 bytes"),
+        ({"kv_cache": unaligned}, ValueError, "kv_cache: block stride must be a multiple of 4 bytes"),
         ({"slot_mapping": np.zeros(4, np.int64)}, ValueError, "slot_mapping: expected at most 3 slots"),
         ({"slot_mapping": np.zeros(3, np.int32)}, TypeError, "slot_mapping: expected dtype int64"),
         ({"scale_format": "bf16"}, ValueError, "scale_format must be one of"),
@@ -187,3 +188,23 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             cp_gather_indexer_k_quant_cache(**{**gather, "cu_seq_lens": np.array(starts, np.int32)})
     with pytest.raises(IndexError, match=r"slot_mapping\[0\] is 8, the cache has 8 slots"):
         indexer_k_quant_and_cache(**{**good, "slot_mapping": np.array([8, 0], np.int64)})
+
+
+def test_gather_of_scales_as_bytes(kind, rng) -> None:
+    """[S, 4] uint8, which is what vLLM holds: the same bytes."""
+    call = OPERATIONS["cp_gather_indexer_k_quant_cache"](rng)
+    given = {name: kind.put(a) for name, a in call.arrays.items()}
+    cp_gather_indexer_k_quant_cache(**given)
+    whole = kind.put(gapped(poisoned((60, 4), np.uint8), 2, 4))
+    for scales in (kind.put(poisoned((60, 4), np.uint8)), whole):
+        cp_gather_indexer_k_quant_cache(**{**given, "dst_scale": scales})
+        got = np.ascontiguousarray(kind.take(scales)).view(np.float32)[:, 0]
+        assert got.tobytes() == kind.take(given["dst_scale"]).tobytes()
+    host = {name: a.copy() for name, a in call.arrays.items()}
+    for wrong, message in (
+        (np.zeros((60, 3), np.uint8), r"dst_scale: expected shape \[any, 4\]"), (np.zeros(60, np.uint8), "dst_scale: "),
+        (np.zeros((60, 5), np.uint8)[:, :4], "dst_scale: items of 4 bytes must start at multiples of 4 bytes"),
+        (np.zeros((59, 4), np.uint8), r"dst_scale: expected shape \[60\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            cp_gather_indexer_k_quant_cache(**{**host, "dst_scale": wrong})

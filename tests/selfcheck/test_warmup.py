@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla import SparseMLAConfig, __main__, selfcheck
+from cupy_mla import BatchMetadata, SparseMLAConfig, SparseMLAMetadataBuilder, __main__, selfcheck
 from cupy_mla.cuda import all_kernels
+from cupy_mla.selfcheck import warmup as warmup_module
 from cupy_mla.warmup import warmup
 
 from .stand_in import RUN, StandIn, python
@@ -42,11 +43,34 @@ def test_calls_are_right(monkeypatch, layout, d_qk, more):
     assert warmup(config) == before
 
 
+def test_c128a_lists_have_the_width_of_the_metadata(monkeypatch):
+    """The forward's lists are those of the builder, whose width is rounded up."""
+    config = SparseMLAConfig(
+        3, 512, topk=5, cache_layout="v4_fp8", max_num_seqs=2, max_num_batched_tokens=4, max_model_len=300,
+        compress_ratio=128, block_size=256,
+    )  # fmt: skip
+    widths = set()
+    monkeypatch.setattr("cupy_mla.selfcheck.warmup.require_cupy", lambda why: StandIn())
+    decode = warmup_module.sparse_decode
+
+    def noted(*arguments, extra_indices=None, **more):
+        if extra_indices is not None:
+            widths.add(extra_indices.shape[-1])
+        return decode(*arguments, extra_indices=extra_indices, **more)
+
+    monkeypatch.setattr(warmup_module, "sparse_decode", noted)
+    warmup(config)
+    builder = SparseMLAMetadataBuilder(config)
+    batch = BatchMetadata([0, 1], [300], [[0, 1]], [299], [299])
+    assert widths == {builder.build(batch).c128a_global_decode_topk_indices.shape[-1]}
+
+
 @pytest.mark.gpu
 def test_nothing_is_compiled_after_warmup(rng):
     """In a process of its own: what the checks call at a config's heads is ready."""
     code = """
 import cupy, numpy as np, cupy_mla
+from cupy_mla.selfcheck import warmup as warmup_module
 from cupy_mla.warmup import warmup
 from cupy_mla.cuda import all_kernels
 ready = {repr(k) for k in warmup(cupy_mla.SparseMLAConfig(16, cache_layout="v32_fp8", max_num_seqs=64))}
