@@ -9,6 +9,7 @@ from .cache import rope_bits, unpack_rows
 from .indices import slots_of
 
 
+@np.errstate(all="ignore")
 def cp_gather_and_upconvert_fp8_kv_cache(
     layout: Layout,
     src_cache: np.ndarray,
@@ -30,6 +31,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         rows[~found] = 0
 
 
+@np.errstate(all="ignore")
 def dequantize_and_gather_k_cache(
     layout: Layout,
     out: np.ndarray,

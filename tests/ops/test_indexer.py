@@ -195,7 +195,7 @@ def test_gather_of_scales_as_bytes(kind, rng) -> None:
     call = OPERATIONS["cp_gather_indexer_k_quant_cache"](rng)
     given = {name: kind.put(a) for name, a in call.arrays.items()}
     cp_gather_indexer_k_quant_cache(**given)
-    whole = kind.put(gapped(poisoned((60, 4), np.uint8), 2, 4))
+    whole = kind.put(gapped(poisoned((60, 4), np.uint8), 2))
     for scales in (kind.put(poisoned((60, 4), np.uint8)), whole):
         cp_gather_indexer_k_quant_cache(**{**given, "dst_scale": scales})
         got = np.ascontiguousarray(kind.take(scales)).view(np.float32)[:, 0]
