@@ -79,6 +79,14 @@ class Array:
     """
 
     __slots__ = ("_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "shape", "strides", "written")
+    name: str
+    obj: Any
+    place: Any
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ptr: int
+    written: bool
 
     def __init__(
         self,
@@ -121,7 +129,10 @@ class Array:
         return f"Array({self.name}: {self.dtype.name}{list(self.shape)}, strides {list(self.strides)}, {self.kind})"
 
     def require(
-        self, dtype: np.dtype | tuple[np.dtype, ...], *shape: int | str | tuple[int, ...], contiguous: bool = True
+        self,
+        dtype: np.dtype | tuple[np.dtype, ...],
+        *shape: int | str | tuple[int, ...],
+        contiguous: bool = True,
     ) -> Array:
         """Check dtype, shape and (unless `contiguous` is False) the contiguous last axis; returns itself.
 

@@ -26,8 +26,13 @@ from . import private
 from .arrays import HOST, Array
 from .layouts import BFLOAT16, E4M3, E8M0
 from .options import require_choice, require_integer
+from .typing import AnyArray
 
-_NARROW: dict[np.dtype, np.dtype] = {BFLOAT16: np.dtype(np.int16), E4M3: np.dtype(np.uint8), E8M0: np.dtype(np.uint8)}
+_NARROW: dict[np.dtype, np.dtype] = {
+    BFLOAT16: np.dtype(np.int16),
+    E4M3: np.dtype(np.uint8),
+    E8M0: np.dtype(np.uint8),
+}
 UINT8 = np.dtype(np.uint8)
 
 
@@ -58,11 +63,11 @@ class Library(ABC):
 
     name: str
     facts: tuple[str, ...] = ()
-    shape = "{a}.shape"
-    strides = "{a}.strides"
-    address = ""
-    strides_in_bytes = True
-    results_share_memory = False
+    shape: str = "{a}.shape"
+    strides: str = "{a}.strides"
+    address: str = ""
+    strides_in_bytes: bool = True
+    results_share_memory: bool = False
 
     @abstractmethod
     def describe(self, name: str, obj: Any) -> Array:
@@ -161,7 +166,7 @@ class CuPyLibrary(Library):
     """CuPy: memory of a GPU."""
 
     name = "cupy"
-    facts = ("{a}.dtype", "{a}.data.device_id")
+    facts: tuple[str, ...] = ("{a}.dtype", "{a}.data.device_id")
     address = "{a}.data.ptr"
     results_share_memory = True
 
@@ -197,7 +202,7 @@ class TorchLibrary(Library):
     """torch: host memory or that of a GPU."""
 
     name = "torch"
-    facts = ("{a}.dtype", "{a}.get_device()", "{a}.layout", "{a}.requires_grad", "{a}.is_neg()")
+    facts: tuple[str, ...] = ("{a}.dtype", "{a}.get_device()", "{a}.layout", "{a}.requires_grad", "{a}.is_neg()")
     strides = "{a}.stride()"
     address = "{a}.data_ptr()"
     strides_in_bytes = False
@@ -433,7 +438,7 @@ class Place(_Place):
         return self.device != HOST
 
     @classmethod
-    def of(cls, array: Any) -> Place:
+    def of(cls, array: AnyArray) -> Place:
         """Where `array` lives."""
         return describe("array", array).place
 
@@ -566,17 +571,17 @@ def _device_name(device: int) -> str:
 # --- bridges --------------------------------------------------------------------------------------------------
 
 
-def to_numpy(array: Any) -> np.ndarray:
+def to_numpy(array: AnyArray) -> np.ndarray:
     """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises)."""
     a = describe("array", array)
     if a.device == HOST:
         return a.numpy()
     if a.kind == "torch":
-        return a.library.host_view(array.detach().cpu(), a.dtype)
-    return array.get()
+        return a.library.host_view(a.obj.detach().cpu(), a.dtype)
+    return a.obj.get()
 
 
-def to_cupy(array: Any) -> Any:
+def to_cupy(array: AnyArray) -> Any:
     """`array` as CuPy: the same memory when it is on a GPU (DLPack), a copy when it is on the host.
 
     bfloat16 stays bfloat16; fp8 comes as uint8, since CuPy has no fp8 type.
@@ -592,11 +597,11 @@ def to_cupy(array: Any) -> Any:
     if a.device == HOST:
         moved = cupy.asarray(a.numpy().view(narrow))
     else:
-        moved = cupy.from_dlpack(array.detach().view(a.library.native_dtype(narrow)))
+        moved = cupy.from_dlpack(a.obj.detach().view(a.library.native_dtype(narrow)))
     return moved.view(BFLOAT16) if a.dtype == BFLOAT16 else moved
 
 
-def to_torch(array: Any, dtype: Any = None) -> Any:
+def to_torch(array: AnyArray, dtype: Any = None) -> Any:
     """`array` as a torch tensor over the same memory, on the host or on a GPU (DLPack).
 
     Args:
@@ -612,17 +617,17 @@ def to_torch(array: Any, dtype: Any = None) -> Any:
     a = describe("array", array)
     if a.dtype not in _torch_dtypes()[1]:
         raise TypeError(f"array: torch has no dtype for {a.dtype}")
-    if not a.library.writable(array):  # torch would write to it all the same
+    if not a.library.writable(a.obj):  # torch would write to it all the same
         raise ValueError(
             "array: expected a writable array, got a read-only one, which torch cannot hold: copy it before"
         )
     if a.kind == "torch":
-        moved = array
+        moved = a.obj
     elif any(stride < 0 for stride in a.strides):  # torch's DLPack import ends the process over one
         raise ValueError(f"array: torch has no negative strides, got {list(a.strides)} (in items)")
     else:
         narrow = _NARROW.get(a.dtype, a.dtype)
-        plain = array.view(narrow) if narrow != a.dtype else array
+        plain = a.obj.view(narrow) if narrow != a.dtype else a.obj
         moved = torch.from_dlpack(plain).view(_torch_dtypes()[1][a.dtype])
     if dtype is None:
         return moved

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from . import layouts
 from .options import require_choice, require_integer
+from .typing import CacheLayout, ModelKind
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class SparseMLAConfig:
     d_v: int = 512
     topk: int = 2048
     block_size: int = 64
-    cache_layout: str = "bf16"
+    cache_layout: CacheLayout = "bf16"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 163840
@@ -47,7 +48,7 @@ class SparseMLAConfig:
     compress_ratio: int = 1
     window: int = 128
     mixed_below_heads: int = 64
-    model: str | None = None
+    model: ModelKind | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (

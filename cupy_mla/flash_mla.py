@@ -17,6 +17,7 @@ from .calls.signature import operation
 from .ops import attention
 from .ops.validate import require_d_v
 from .options import require_bool, require_scale
+from .typing import A, AnyArray
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -53,15 +54,15 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
 
 @operation
 def flash_mla_sparse_fwd(
-    q: Any,
-    kv: Any,
-    indices: Any,
+    q: A,
+    kv: AnyArray,
+    indices: AnyArray,
     sm_scale: float,
     d_v: int = 512,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    out: Any = None,
-) -> tuple[Any, Any, Any]:
+    attn_sink: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    out: A | None = None,
+) -> tuple[A, A, A]:
     """Sparse prefill: `cupy_mla.sparse_prefill` under FlashMLA's name, whose arguments, results and errors these are.
 
     `lse = log(sum_j exp(sm_scale * q . kv_j))`, natural logarithm, over a token's valid rows; `attn_sink` scales out
@@ -71,8 +72,8 @@ def flash_mla_sparse_fwd(
 
 
 def flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
+    q: A,
+    k_cache: AnyArray,
     block_table: Any,
     cache_seqlens: Any,
     head_dim_v: int,
@@ -81,14 +82,14 @@ def flash_mla_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool = False,
-    indices: Any = None,
-    attn_sink: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None,
-    extra_topk_length: Any = None,
-    out: Any = None,
-) -> tuple[Any, Any]:
+    indices: AnyArray | None = None,
+    attn_sink: AnyArray | None = None,
+    extra_k_cache: AnyArray | None = None,
+    extra_indices_in_kvcache: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    extra_topk_length: AnyArray | None = None,
+    out: A | None = None,
+) -> tuple[A, A]:
     """Sparse decode on a paged cache: see `cupy_mla.sparse_decode` for what is computed, shapes, dtypes and results.
 
     `lse = log(sum_j exp(softmax_scale * q . row_j))`, natural logarithm, over a token's valid slots of both caches;

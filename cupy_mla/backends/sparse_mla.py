@@ -21,6 +21,7 @@ from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.validate import QUANTIZED
 from ..options import require_integer, require_scale
+from ..typing import A, AnyArray, CacheLayout, ModelKind
 from .workspace import Workspace
 
 
@@ -28,10 +29,10 @@ class SparseMLABackend:
     """What an engine asks before it chooses and sets up a backend."""
 
     name = "CUPY_MLA_SPARSE"
-    supported_dtypes = ("bfloat16",)
-    supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla")
-    supported_head_sizes = (576, 512)  # V3.2; V4, and V3.2's kind without RoPE
-    least_compute_capability = (8, 0)
+    supported_dtypes: tuple[str, ...] = ("bfloat16",)
+    supported_kv_cache_dtypes: tuple[str, ...] = ("auto", "bfloat16", "fp8_ds_mla")
+    supported_head_sizes: tuple[int, ...] = (576, 512)  # V3.2; V4, and V3.2's kind without RoPE
+    least_compute_capability: tuple[int, int] = (8, 0)
 
     @staticmethod
     def is_mla() -> bool:
@@ -65,8 +66,8 @@ class SparseMLABackend:
         block_size: int,
         num_kv_heads: int = 1,
         head_size: int = 576,
-        cache_dtype: str = "auto",
-        model: str | None = None,
+        cache_dtype: CacheLayout = "auto",
+        model: ModelKind | None = None,
     ) -> tuple[int, int, int]:
         """Shape of the paged cache array, bfloat16 or, for "fp8_ds_mla", uint8.
 
@@ -113,15 +114,21 @@ class SparseMLAImpl:
         if config.is_v4:
             raise ValueError("config: expected layers of a model of kind 'v32', got 'v4', as of d_qk 512 by default")
         self.config = config
-        self.scale = require_scale("scale", scale)
+        self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
         gathers = config.layout.quantized and not config.use_mixed_batch
         rows = prefill_workspace_size(config.max_model_len) if gathers else 0
         self._scratch(config.max_num_batched_tokens, True, rows)
 
     def forward_mqa(
-        self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any, *, out: Any = None
-    ) -> Any:
+        self,
+        q: A | tuple[A, A],
+        kv_cache: AnyArray,
+        metadata: SparseMLAMetadata,
+        topk_indices: AnyArray,
+        *,
+        out: A | None = None,
+    ) -> A:
         """Attention of a step's query tokens over their chosen KV tokens, which the cache must already hold.
 
         bf16 cache: one launch over slots; batches of decodes alone go to the decode kernel, which splits rows to fill
@@ -146,32 +153,31 @@ class SparseMLAImpl:
         place, cache = self._check(q, kv_cache, metadata, topk_indices)
         tokens, heads, extra = metadata.num_actual_tokens, self.config.num_heads, metadata.fp8_extra_metadata
         (out_,) = place.optional(out=out)
-        out = place.output("out", out_, (tokens, heads, D_V), BFLOAT16).obj
+        result = place.output("out", out_, (tokens, heads, D_V), BFLOAT16).obj
         prefill = extra.prefill if isinstance(extra, FP8SeparatePrefillDecode) else None
         rows = max((chunk.chunk_tot_seqlen for chunk in prefill.chunks), default=0) if prefill else 0
         padded = self.config.d_qk < self.config.layout.d_qk
-        paired = isinstance(q, tuple)
-        concatenated, slots, workspace = self._scratch(tokens, paired or padded, rows)
-        if paired and self.config.d_qk > D_V:
-            ql_nope, q_pe = q
-            concat_mla_q(ql_nope, q_pe, concatenated)
-            q = concatenated
-        elif paired:
-            q = q[0]
+        concatenated, slots, workspace = self._scratch(tokens, isinstance(q, tuple) or padded, rows)
+        queries: Any = q
+        if isinstance(q, tuple):
+            queries, rope = q
+            if self.config.d_qk > D_V:
+                concat_mla_q(queries, rope, concatenated)
+                queries = concatenated
         if padded:
-            concatenated[..., :D_V], concatenated[..., D_V:] = q, 0
-            q = concatenated
+            concatenated[..., :D_V], concatenated[..., D_V:] = queries, 0
+            queries = concatenated
         convert_req_index_to_global_index(
             metadata.req_id_per_token, metadata.block_table, topk_indices, metadata.block_size,
             prefill.request_ids if prefill else None, prefill.workspace_starts if prefill else None, out=slots,
         )  # fmt: skip
         if isinstance(extra, FP8SeparatePrefillDecode):
-            self._forward_separate(q, kv_cache, extra, slots, workspace, out)
+            self._forward_separate(queries, kv_cache, extra, slots, workspace, result)
         elif isinstance(extra, FP8KernelMetadata):
-            self._decode(q[:, None], kv_cache, slots[:, None], extra, out[:, None])
+            self._decode(queries[:, None], kv_cache, slots[:, None], extra, result[:, None])
         else:
-            self._forward_bf16(q, kv_cache, cache, metadata, slots, out)
-        return out
+            self._forward_bf16(queries, kv_cache, cache, metadata, slots, result)
+        return result
 
     def _forward_bf16(
         self, q: Any, kv_cache: Any, cache: Array, metadata: SparseMLAMetadata, slots: Any, out: Any

@@ -25,8 +25,8 @@ class Workspace:
     """
 
     def __init__(self, place: tuple[str, int]) -> None:
-        self.place = Place.from_pair(place)
-        self.locked = False
+        self.place: Place = Place.from_pair(place)
+        self.locked: bool = False
         self._whole: Any = None
         self._start = 0  # bytes to the first aligned address
         self._size = 0

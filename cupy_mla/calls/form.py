@@ -36,9 +36,9 @@ class Form:
 
     def __init__(self, call: TracedCall) -> None:
         writer = _Writer(call)
-        self.measure = writer.measure()
-        self.body = writer.body()
-        self.choices = _choices(call)
+        self.measure: Callable[..., tuple[Any, ...] | None] = writer.measure()
+        self.body: Callable[..., Any] = writer.body()
+        self.choices: list[Callable[[], Any]] = _choices(call)
 
 
 def _choices(call: TracedCall) -> list[Callable[[], Any]]:

@@ -46,11 +46,11 @@ class Apart:
 
     def __init__(self, written: Array, other: Array) -> None:
         pair = (written, other)
-        self.arguments = tuple(a.ptr.slot.argument for a in pair)  # type: ignore[attr-defined]
-        self.sizes = tuple(_reach(a) for a in pair)
-        self.may_be = written.may_be is other
+        self.arguments: tuple[Any, ...] = tuple(a.ptr.slot.argument for a in pair)  # type: ignore[attr-defined]
+        self.sizes: tuple[Any, ...] = tuple(_reach(a) for a in pair)
+        self.may_be: bool = written.may_be is other
         names, may_be = (written.name, other.name), self.may_be
-        self.check = lambda a, b: require_apart(names[0], a, names[1], b, may_be)
+        self.check: Callable[[Any, Any], None] = lambda a, b: require_apart(names[0], a, names[1], b, may_be)
 
 
 def _reach(array: Array) -> Any:
@@ -120,11 +120,12 @@ class TracedCall:
     """
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str], values: Sequence[Any]) -> None:
-        self.trace = Trace()
+        self.trace: Trace = Trace()
         self.values = values
-        self.arrays = [i for i, value in enumerate(values) if library_of(value) is not None]
+        self.arrays: list[int] = [i for i, value in enumerate(values) if library_of(value) is not None]
         described = {i: describe(names[i], values[i]) for i in self.arrays}
-        self.place = TracedPlace.at(next(array.place for array in described.values() if array.place.on_gpu))
+        on_gpu = next(array.place for array in described.values() if array.place.on_gpu)
+        self.place: TracedPlace = TracedPlace.at(on_gpu)
         arguments = list(values)
         for i, value in enumerate(values):
             if i in described:
@@ -133,10 +134,10 @@ class TracedCall:
                 arguments[i] = self.trace.read(f"a{i}", value)
             elif is_numbers(value):
                 arguments[i] = tuple(self.trace.read(f"a{i}[{k}]", n) for k, n in enumerate(value))
-        self.result = function(**dict(zip(names, arguments, strict=True)))
+        self.result: Any = function(**dict(zip(names, arguments, strict=True)))
         given = {id(values[i]) for i in self.arrays}
         one_each = len(given) == len(self.arrays)  # one array under two names may be two arrays in a later call
-        self.holds_for_others = one_each and not self.trace.once
+        self.holds_for_others: bool = one_each and not self.trace.once
 
     def _symbolic(self, i: int, array: Array) -> TracedArray:
         """Argument i, an array, as the body gets it."""

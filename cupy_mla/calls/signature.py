@@ -198,7 +198,7 @@ class Signature:
         aligned = f"{', '.join('0' for _ in addresses)}"
         read.append(f"*(({bits},) if ({' | '.join(addresses)}) % {ALIGNMENT} else ({aligned},))")
         self._numbers = tuple_of([f"a{i}" for i in range(len(values))], read)
-        self.run = self._written(values)
+        self.run: Run = self._written(values)
 
     def _written(self, values: Sequence[Any]) -> Run:
         """The function of a call's arguments."""

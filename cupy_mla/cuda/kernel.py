@@ -26,7 +26,7 @@ from ..bridges import INSTALL, require_cupy
 from . import driver
 from .structs import Struct
 
-log = logging.getLogger("cupy_mla")
+log: logging.Logger = logging.getLogger("cupy_mla")
 
 # Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
 PORTABLE = ("80", "86", "89", "90", "100", "120")
@@ -130,8 +130,8 @@ class Kernel:
     ) -> None:
         self.file = file
         self.params = params
-        self.defines = dict(defines)
-        self.archs = tuple(archs)
+        self.defines: dict[str, int] = dict(defines)
+        self.archs: tuple[str, ...] = tuple(archs)
         self.target = target
         self.spill_bytes = spill_bytes
         self.cooperative = cooperative

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, formatannotation
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
@@ -36,7 +37,7 @@ class TorchOperation:
     """
 
     def __init__(self, operation: Operation, setting: str = "") -> None:
-        self.name = operation.name + SUFFIXES.get(setting, "")
+        self.name: str = operation.name + SUFFIXES.get(setting, "")
         self._operation = operation
         self._function = partial(operation.writer or operation.function, **{setting: True} if setting else {})
         self._results = {result.name: result for result in operation.results if result.setting in ("", setting)}
@@ -107,7 +108,12 @@ def _kind(operation: Operation, name: str) -> str:
     """The schema's type of a parameter that is not written."""
     if operation.is_array(name):
         return "Tensor?" if operation.is_optional(name) else "Tensor"
-    return formatannotation(operation.parameters[name].annotation).replace(" | None", "?")
+    annotation = operation.parameters[name].annotation
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType]
+    kind = kinds[0]
+    if get_origin(kind) is Literal or isinstance(kind, str):
+        kind = str
+    return formatannotation(kind) + ("?" if NoneType in get_args(annotation) else "")
 
 
 def _default(parameter: Parameter) -> str:

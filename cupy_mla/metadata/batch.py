@@ -10,11 +10,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .. import arrays
 from ..bridges import describe, require_array
 from ..ops.values import check_written_once, first_of, stray_block
 from ..options import LARGEST_INT, require_bool, require_integer
+from ..typing import A
 
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
@@ -30,7 +32,7 @@ _FIELDS: dict[str, tuple[np.dtype, int]] = {
 PREFILL_WORKSPACE_SEQUENCES = 5  # longest sequences that the workspace of gathered rows holds at once
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class BatchMetadata:
     """R requests and their T query tokens, decodes first, prefills after. Checked once, here.
 
@@ -55,9 +57,17 @@ class BatchMetadata:
     slot_mapping: np.ndarray
     positions: np.ndarray
 
-    def __post_init__(self) -> None:
-        for name, (dtype, ndim) in _FIELDS.items():
-            object.__setattr__(self, name, _integers(name, getattr(self, name), dtype, ndim))
+    def __init__(
+        self,
+        query_start_loc: ArrayLike,
+        seq_lens: ArrayLike,
+        block_table: ArrayLike,
+        slot_mapping: ArrayLike,
+        positions: ArrayLike,
+    ) -> None:
+        given = (query_start_loc, seq_lens, block_table, slot_mapping, positions)
+        for (name, (dtype, ndim)), values in zip(_FIELDS.items(), given, strict=True):
+            object.__setattr__(self, name, _integers(name, values, dtype, ndim))
         starts = self.query_start_loc
         if len(starts) == 0 or starts[0] != 0:
             raise ValueError(f"query_start_loc: expected R + 1 offsets, the first 0, got {starts[:1].tolist()}")
@@ -201,7 +211,7 @@ def split_decodes_and_prefills(
     return num_decodes, len(lens) - num_decodes, num_decode_tokens, batch.num_actual_tokens - num_decode_tokens
 
 
-def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
+def split_prefill_chunks(seq_lens: ArrayLike, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
     """Cut prefills into chunks, greedily: consecutive requests whose sequences fit the workspace together.
 
     Args:
@@ -240,7 +250,7 @@ def prefill_workspace_size(max_model_len: int) -> int:
     return PREFILL_WORKSPACE_SEQUENCES * require_integer("max_model_len", max_model_len, 1)
 
 
-def reshape_query_for_spec_decode(q: Any, batch_size: int) -> Any:
+def reshape_query_for_spec_decode(q: A, batch_size: int) -> A:
     """View the query tokens [T, h, d] of `batch_size` decodes of equal length as [batch_size, T / batch_size, h, d].
 
     Raises:
@@ -248,16 +258,17 @@ def reshape_query_for_spec_decode(q: Any, batch_size: int) -> Any:
     """
     batch_size = require_integer("batch_size", batch_size, 1)
     require_array("q", q)
+    tokens_of_all: Any = q
     shape = q.shape
     if len(shape) < 2:
         raise ValueError(f"q: expected shape [T, h, d], got {list(shape)}")
     tokens = shape[0]
     if tokens % batch_size:
         raise ValueError(f"q: {tokens} tokens cannot be shared out evenly among {batch_size} decodes")
-    return q.reshape(batch_size, tokens // batch_size, *shape[1:])
+    return tokens_of_all.reshape(batch_size, tokens // batch_size, *shape[1:])
 
 
-def reshape_attn_output_for_spec_decode(attn_output: Any) -> Any:
+def reshape_attn_output_for_spec_decode(attn_output: A) -> A:
     """View the attention output [b, s, h, d] of decodes as [b * s, h, d], one row a query token.
 
     Raises:
@@ -269,4 +280,4 @@ def reshape_attn_output_for_spec_decode(attn_output: Any) -> Any:
     b, s = a.shape[:2]
     if b > 1 and s > 1 and a.strides[0] != s * a.strides[1]:
         raise ValueError(f"attn_output: the first two axes cannot be viewed as one, strides are {list(a.strides)}")
-    return attn_output.reshape(b * s, *a.shape[2:])
+    return a.obj.reshape(b * s, *a.shape[2:])

@@ -181,7 +181,7 @@ class SparseMLAMetadataBuilder:
     ) -> None:
         self.config = config
         self.num_blocks = num_blocks
-        self.decode_threshold = 1 + config.num_speculative_tokens
+        self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._width = -(-config.max_model_len // config.block_size)
         place = Place.from_pair(place)

@@ -98,7 +98,7 @@ class SparseSWAMetadataBuilder:
             raise ValueError(f"compress_ratios must be among {LAYER_KINDS}, got {self._kinds}")
         self.config = config
         self.num_blocks = num_blocks
-        self.decode_threshold = 1 + config.num_speculative_tokens
+        self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         decode_tokens = min(tokens, requests * self.decode_threshold)
         self._width = -(-config.max_model_len // config.block_size)

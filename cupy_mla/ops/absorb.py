@@ -18,13 +18,14 @@ from ..bridges import bind
 from ..calls.signature import traceable
 from ..layouts import BFLOAT16, D_V
 from ..options import require_integer
+from ..typing import A, AnyArray
 from .validate import FLOAT32
 
 FLOATS = (BFLOAT16, FLOAT32)
 
 
 @traceable
-def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:
+def split_kv_b_proj(weight: A, num_heads: int, d_nope: int) -> tuple[A, A]:
     """Split the weight of `kv_b_proj`, which expands latent rows into keys and values, into its two halves.
 
     Args:
@@ -48,7 +49,7 @@ def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]
 
 
 @traceable
-def absorb_q(q_nope: Any, w_uk: Any) -> Any:
+def absorb_q(q_nope: A, w_uk: AnyArray) -> A:
     """Move the key expansion to the query: `out[t, h] = w_uk[:, h] @ q_nope[t, h]`.
 
     Args:
@@ -64,11 +65,11 @@ def absorb_q(q_nope: Any, w_uk: Any) -> Any:
     place, (q, w) = bind(q_nope=q_nope, w_uk=w_uk)
     _, h, d_nope = q.require(FLOATS, "T", "h", "d_nope", contiguous=False).shape
     w.require(q.dtype, D_V, h, d_nope, contiguous=False)
-    return product_by_head(place.kind, q_nope, w_uk.swapaxes(0, 1).swapaxes(1, 2))
+    return product_by_head(place.kind, q_nope, w.obj.swapaxes(0, 1).swapaxes(1, 2))
 
 
 @traceable
-def v_up_proj(x: Any, w_uv: Any) -> Any:
+def v_up_proj(x: A, w_uv: AnyArray) -> A:
     """Expand the attention's latent output into values: `out[t, h] = x[t, h] @ w_uv[:, h]`.
 
     Args:
@@ -84,7 +85,7 @@ def v_up_proj(x: Any, w_uv: Any) -> Any:
     place, (rows, w) = bind(x=x, w_uv=w_uv)
     h = rows.require(FLOATS, "T", "h", D_V, contiguous=False).shape[1]
     w.require(rows.dtype, D_V, h, "d_v", contiguous=False)
-    return product_by_head(place.kind, x, w_uv.swapaxes(0, 1))
+    return product_by_head(place.kind, x, w.obj.swapaxes(0, 1))
 
 
 def split_by_head(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:

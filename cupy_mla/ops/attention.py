@@ -19,6 +19,7 @@ from ..cuda.attention.cost import MAX_SPLITS
 from ..layouts import BFLOAT16, D_V
 from ..options import require_bool, require_integer, require_scale
 from ..reference import attention as reference
+from ..typing import A, AnyArray
 from .validate import (
     FLOAT32,
     INT32,
@@ -34,16 +35,16 @@ HEAD_DIMS = (576, 512)
 
 @operation
 def sparse_prefill(
-    q: Any,
-    kv: Any,
-    indices: Any,
+    q: A,
+    kv: AnyArray,
+    indices: AnyArray,
     sm_scale: float,
     *,
     d_v: int = 512,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    out: Any = None,
-) -> tuple[Any, Any, Any]:
+    attn_sink: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    out: A | None = None,
+) -> tuple[A, A, A]:
     """Sparse attention of query tokens over a flat array of bf16 KV rows.
 
     For each query token and head, over the rows j of the token's index list that are valid:
@@ -113,20 +114,20 @@ def prefill(
 
 @operation
 def sparse_decode(
-    q: Any,
-    k_cache: Any,
-    indices: Any,
+    q: A,
+    k_cache: AnyArray,
+    indices: AnyArray,
     sm_scale: float,
     *,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices: Any = None,
-    extra_topk_length: Any = None,
-    out: Any = None,
+    attn_sink: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    extra_k_cache: AnyArray | None = None,
+    extra_indices: AnyArray | None = None,
+    extra_topk_length: AnyArray | None = None,
+    out: A | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[A, A]:
     """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8 or bf16), split-KV.
 
     For each query token and head, over the slots j of the token's index lists that are valid, row_j being the cache's
@@ -251,7 +252,12 @@ def decode(
 
 
 def plan_splits(
-    q: Any, indices: Any, extra_indices: Any = None, *, quantized: bool = True, batch_invariant: bool = False
+    q: AnyArray,
+    indices: AnyArray,
+    extra_indices: AnyArray | None = None,
+    *,
+    quantized: bool = True,
+    batch_invariant: bool = False,
 ) -> int:
     """How many splits `sparse_decode` would choose for each query's rows: enough to fill the GPU, 1 on the CPU.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .. import arrays, layouts
 from ..arrays import Array
 from ..bridges import bind
@@ -12,6 +10,7 @@ from ..cuda import cache as cuda
 from ..layouts import BF16_512, BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..options import require_choice
 from ..reference import cache as reference
+from ..typing import AnyArray, ScaleFormat, WritableLayout
 from .validate import INT64, cache_layout, require_cache, tokens_of
 from .values import check_slots
 
@@ -26,7 +25,13 @@ ROPE_WIDTHS: dict[layouts.Layout, int | tuple[int, ...]] = {BF16_576: 64, BF16_5
 
 @operation
 def concat_and_cache_mla(
-    kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, *, layout: str | None = None, scale_format: str = "fp32"
+    kv_c: AnyArray,
+    k_pe: AnyArray,
+    kv_cache: AnyArray,
+    slot_mapping: AnyArray,
+    *,
+    layout: WritableLayout | None = None,
+    scale_format: ScaleFormat = "fp32",
 ) -> None:
     """Write tokens into a paged cache in layout BF16 or V32_FP8: the latent row followed by its RoPE part.
 
@@ -63,7 +68,7 @@ def concat_and_cache_mla(
 
 
 @operation
-def quantize_and_insert_k_cache(k: Any, k_cache: Any, slot_mapping: Any) -> None:
+def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: AnyArray) -> None:
     """Write tokens into a paged cache in layout V4_FP8.
 
     Args:

@@ -19,6 +19,7 @@ from ..calls.signature import operation
 from ..cuda import compressed as cuda
 from ..options import require_integer
 from ..reference import compressed as reference
+from ..typing import A, AnyArray
 from .swa import BOOL
 from .validate import INT32, INT64
 from .values import check_lengths, check_offsets, check_positions, check_requests, host
@@ -26,15 +27,15 @@ from .values import check_lengths, check_offsets, check_positions, check_request
 
 @operation
 def compute_global_topk_indices_and_lens(
-    topk_indices: Any,
-    token_to_req: Any,
-    block_table: Any,
+    topk_indices: A,
+    token_to_req: AnyArray,
+    block_table: AnyArray,
     block_size: int,
-    is_valid_token: Any,
+    is_valid_token: AnyArray,
     *,
-    out: Any = None,
-    lens: Any = None,
-) -> tuple[Any, Any]:
+    out: A | None = None,
+    lens: AnyArray | None = None,
+) -> tuple[A, A]:
     """Map each query token's chosen compressed positions to slots, and count those that have one.
 
     The mapping is that of `cupy_mla.convert_req_index_to_global_index`.
@@ -79,13 +80,13 @@ def compute_global_topk_indices_and_lens(
 
 def get_compressed_slot_mapping(
     num_tokens: int,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
+    query_start_loc: AnyArray,
+    seq_lens: A,
+    block_table: AnyArray,
     block_size: int,
     compress_ratio: int,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A:
     """Slot of the compressed row that each query token owns, -1 for tokens that own none.
 
     The query tokens of a request are the last ones of its sequence.
@@ -114,12 +115,12 @@ def get_compressed_slot_mapping(
 @operation
 def write_compressed_slot_mapping(
     num_tokens: int,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
+    query_start_loc: AnyArray,
+    seq_lens: A,
+    block_table: AnyArray,
     block_size: int,
     compress_ratio: int,
-    out: Any = None,
+    out: A | None = None,
 ) -> Any:
     """As `get_compressed_slot_mapping`, the whole of `out`."""
     num_tokens = require_integer("num_tokens", num_tokens, 0)
@@ -145,18 +146,18 @@ def write_compressed_slot_mapping(
 
 
 def build_c128a_topk_metadata(
-    positions: Any,
+    positions: AnyArray,
     compress_ratio: int,
     num_decode_tokens: int,
-    token_to_req: Any,
-    block_table: Any,
+    token_to_req: AnyArray,
+    block_table: AnyArray,
     block_size: int,
-    slot_mapping: Any,
-    decode_indices: Any,
-    decode_lens: Any,
-    prefill_indices: Any,
+    slot_mapping: AnyArray,
+    decode_indices: A,
+    decode_lens: AnyArray,
+    prefill_indices: AnyArray,
     max_compressed_tokens: int,
-) -> tuple[Any, Any, Any]:
+) -> tuple[A, A, A]:
     """Index lists of layers whose query tokens attend every complete compressed row (C128A).
 
     A token at position p attends `n = min((p + 1) // compress_ratio, max_compressed_tokens)` rows, 0 .. n - 1. The
@@ -201,16 +202,16 @@ def _first(array: Any, rows: int) -> Any:
 
 @operation
 def write_c128a_topk_metadata(
-    positions: Any,
+    positions: AnyArray,
     compress_ratio: int,
     num_decode_tokens: int,
-    token_to_req: Any,
-    block_table: Any,
+    token_to_req: AnyArray,
+    block_table: AnyArray,
     block_size: int,
-    slot_mapping: Any,
-    decode_indices: Any,
-    decode_lens: Any,
-    prefill_indices: Any,
+    slot_mapping: AnyArray,
+    decode_indices: AnyArray,
+    decode_lens: AnyArray,
+    prefill_indices: AnyArray,
     max_compressed_tokens: int,
 ) -> None:
     """As `build_c128a_topk_metadata`, which returns what this writes."""

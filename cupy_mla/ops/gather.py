@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .. import arrays
@@ -14,13 +12,14 @@ from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
 from ..options import require_integer
 from ..reference import gather as reference
 from ..sizes import number
+from ..typing import AnyArray
 from .validate import INT32, cache_layout, require_cache
 from .values import check_blocks, check_lengths, check_workspace
 
 
 @operation
 def cp_gather_and_upconvert_fp8_kv_cache(
-    src_cache: Any, dst: Any, block_table: Any, seq_lens: Any, workspace_starts: Any
+    src_cache: AnyArray, dst: AnyArray, block_table: AnyArray, seq_lens: AnyArray, workspace_starts: AnyArray
 ) -> None:
     """Copy requests out of a paged V32_FP8 cache into consecutive rows, dequantized to bfloat16.
 
@@ -60,7 +59,13 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
 @operation
 def dequantize_and_gather_k_cache(
-    out: Any, k_cache: Any, seq_lens: Any, gather_lens: Any, block_table: Any, block_size: int, offset: int
+    out: AnyArray,
+    k_cache: AnyArray,
+    seq_lens: AnyArray,
+    gather_lens: AnyArray | None,
+    block_table: AnyArray,
+    block_size: int,
+    offset: int,
 ) -> None:
     """Copy the last tokens of requests out of a paged V4_FP8 cache, dequantized to bfloat16.
 
@@ -108,7 +113,7 @@ def dequantize_and_gather_k_cache(
 
 
 @operation
-def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
+def concat_mla_q(ql_nope: AnyArray, q_pe: AnyArray, out: AnyArray) -> None:
     """Put the two parts of every query head side by side: the absorbed query and its RoPE part.
 
     Args:

@@ -5,8 +5,6 @@ Source: the lightning indexer of DeepSeek-V3.2, whose keys vLLM caches in this l
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .. import arrays
@@ -18,6 +16,7 @@ from ..layouts import BFLOAT16, INDEXER_FP8
 from ..options import require_choice
 from ..reference import indexer as reference
 from ..sizes import number
+from ..typing import AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 from .validate import FLOAT32, INT32, INT64, QUANTIZED, UINT8, cache_layout, require_cache, tokens_of
 from .values import check_blocks, check_offsets, check_slots
@@ -26,7 +25,9 @@ ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
 
 
 @operation
-def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_format: str = "fp32") -> None:
+def indexer_k_quant_and_cache(
+    k: AnyArray, kv_cache: AnyArray, slot_mapping: AnyArray, scale_format: ScaleFormat = "fp32"
+) -> None:
     """Quantize tokens' indexer keys and write them into the paged cache.
 
     Args:
@@ -57,7 +58,7 @@ def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_fo
 
 @operation
 def cp_gather_indexer_k_quant_cache(
-    kv_cache: Any, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any
+    kv_cache: AnyArray, dst_k: AnyArray, dst_scale: AnyArray, block_table: AnyArray, cu_seq_lens: AnyArray
 ) -> None:
     """Copy requests' keys and scales out of the paged cache into consecutive rows.
 

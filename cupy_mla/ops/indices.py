@@ -5,7 +5,7 @@ Source: the sparse MLA backends of vLLM, whose indexer names positions in a requ
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, overload
 
 import numpy as np
 
@@ -16,22 +16,65 @@ from ..cuda import indices as cuda
 from ..options import require_bool, require_integer
 from ..reference import indices as reference
 from ..sizes import number
+from ..typing import A, AnyArray
 from .validate import INT32
 from .values import check_positions, check_prefills, check_requests, host
 
 
+@overload
+def convert_req_index_to_global_index(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
+    return_valid_counts: Literal[False] = False,
+    *,
+    out: A | None = None,
+) -> A: ...
+
+
+@overload
+def convert_req_index_to_global_index(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
+    *,
+    return_valid_counts: Literal[True],
+    out: A | None = None,
+) -> tuple[A, A]: ...
+
+
+@overload
+def convert_req_index_to_global_index(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None,
+    prefill_workspace_starts: AnyArray | None,
+    return_valid_counts: Literal[True],
+    *,
+    out: A | None = None,
+) -> tuple[A, A]: ...
+
+
 @operation
 def convert_req_index_to_global_index(
-    req_id: Any,
-    block_table: Any,
-    token_indices: Any,
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
     block_size: int,
-    prefill_request_ids: Any = None,
-    prefill_workspace_starts: Any = None,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
     return_valid_counts: bool = False,
     *,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A | tuple[A, A]:
     """Map each query token's chosen positions to slots of the paged cache, or to rows of a gathered workspace.
 
     For position `i = token_indices[t, k]` the result is

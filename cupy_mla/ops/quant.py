@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..arrays import Array
 from ..bridges import bind, dense_strides
 from ..calls.signature import operation
 from ..cuda import quant as cuda
 from ..layouts import BFLOAT16, E4M3
 from ..reference import quant as reference
+from ..typing import A
 from .validate import FLOAT32
 
 FLOATS = (BFLOAT16, FLOAT32)
 
 
 @operation
-def dynamic_per_batched_tensor_quant(x: Any) -> tuple[Any, Any]:
+def dynamic_per_batched_tensor_quant(x: A) -> tuple[A, A]:
     """Quantize a tensor under one scale: with `s = 448 / max(amax, 1e-10)`, the codes of `clamp(x * s, -448, 448)`.
 
     A NaN anywhere makes everything NaN, as amax is then NaN.

@@ -12,8 +12,6 @@ Source: DeepSeek-V4; the contracts are those of vLLM's DeepSeek V4 backend.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .. import arrays
@@ -22,6 +20,7 @@ from ..calls.signature import operation
 from ..cuda import swa as cuda
 from ..options import require_integer
 from ..reference import swa as reference
+from ..typing import A, AnyArray
 from .validate import INT32
 from .values import check_lengths, check_offsets, check_requests
 
@@ -31,17 +30,17 @@ LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
 
 @operation
 def compute_swa_indices_and_lens(
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req: Any,
-    is_valid_token: Any,
-    block_table: Any,
+    query_start_loc: AnyArray,
+    seq_lens: AnyArray,
+    token_to_req: A,
+    is_valid_token: AnyArray,
+    block_table: AnyArray,
     block_size: int,
     window_size: int,
     *,
-    out: Any = None,
-    lens: Any = None,
-) -> tuple[Any, Any]:
+    out: A | None = None,
+    lens: AnyArray | None = None,
+) -> tuple[A, A]:
     """Slots of the sliding window of each decode token: of positions `max(p - window_size + 1, 0) .. p`, in order.
 
     An entry is -1 where the position has no block, or its slot would not fit int32.
@@ -92,8 +91,8 @@ def compute_swa_indices_and_lens(
 
 @operation
 def compute_prefill_gather_lens(
-    seq_lens: Any, query_start_loc: Any, num_decodes: int, window_size: int, *, out: Any = None
-) -> Any:
+    seq_lens: A, query_start_loc: AnyArray, num_decodes: int, window_size: int, *, out: A | None = None
+) -> A:
     """How many tokens at the end of each prefill's sequence its query tokens attend through their windows.
 
     `query_len + min(seq_len - query_len, window_size - 1)`: the query itself, and what the window of its first token
@@ -137,19 +136,19 @@ def combined_width(topk: int, window_size: int) -> int:
 
 @operation
 def combine_topk_swa_indices(
-    topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    gather_lens: Any,
+    topk_indices: A,
+    query_start_loc: AnyArray,
+    seq_lens: AnyArray,
+    gather_lens: AnyArray,
     window_size: int,
     compress_ratio: int,
     topk: int,
     M: int,
     N: int,
     *,
-    out: Any = None,
-    lens: Any = None,
-) -> tuple[Any, Any]:
+    out: A | None = None,
+    lens: AnyArray | None = None,
+) -> tuple[A, A]:
     """Index lists of a chunk of R prefills over their gathered workspace [R, M, 512], taken as R * M flat rows.
 
     Rows 0 .. N - 1 of a request hold its compressed rows, rows from N on the last `gather_lens[r]` tokens of its

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ..bridges import to_numpy
 from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
+from ..typing import A, AnyArray
 from . import attention, cache, compressed, gather, indexer, indices, quant, swa
 
 FLOAT32, INT32, INT64 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64)
@@ -79,8 +80,8 @@ class Operation:
     """One public operation.
 
     Attributes:
-        function: the public function. A parameter annotated `Any` is an array, optional if its default is None; every
-            other parameter is a setting.
+        function: the public function. A parameter annotated `A` or `AnyArray` (`cupy_mla.typing`) is an array, optional
+            if its default is None; every other parameter is a setting.
         examples: yields its example calls. Shapes and settings depend on the `Wanted` alone, values on the generator.
             The first call gives every array that the caller may give, but for results.
         written: the arrays that it writes in place.
@@ -111,7 +112,8 @@ class Operation:
         return dict(signature(self.function, eval_str=True).parameters)
 
     def is_array(self, parameter: str) -> bool:
-        return self.parameters[parameter].annotation is Any
+        annotation = self.parameters[parameter].annotation
+        return any(kind in (A, AnyArray) for kind in (annotation, *get_args(annotation)))
 
     def is_optional(self, parameter: str) -> bool:
         """Whether an array may be None."""

@@ -110,7 +110,11 @@ def check_positions(array: Array, table: Array, block_size: Any, looked_at: np.n
 
 
 def stray_block(
-    table: np.ndarray, first: np.ndarray, end: np.ndarray, block_size: int, num_blocks: int
+    table: np.ndarray,
+    first: np.ndarray,
+    end: np.ndarray,
+    block_size: int,
+    num_blocks: int,
 ) -> tuple[int, ...] | None:
     """Where a block table [R, M] names no block of the cache for one of the tokens first[r] .. end[r] - 1."""
     column = np.arange(table.shape[1])

@@ -18,7 +18,12 @@ E8M0_BIAS = 127
 
 @np.errstate(all="ignore")
 def concat_and_cache_mla(
-    layout: Layout, kv_c: np.ndarray, k_pe: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str
+    layout: Layout,
+    kv_c: np.ndarray,
+    k_pe: np.ndarray,
+    cache: np.ndarray,
+    slots: np.ndarray,
+    scale_format: str,
 ) -> None:
     """Write tokens into a BF16 or V32_FP8 cache; see `cupy_mla.concat_and_cache_mla`."""
     tokens, block, offset = _targets(slots, cache)
