@@ -26,7 +26,7 @@ from . import private
 from .arrays import HOST, Array
 from .layouts import BFLOAT16, E4M3, E8M0
 from .options import require_choice, require_integer
-from .typing import AnyArray
+from .typing import AnyArray, LibraryName
 
 _NARROW: dict[np.dtype, np.dtype] = {
     BFLOAT16: np.dtype(np.int16),
@@ -395,7 +395,7 @@ def cuda_available() -> bool:
 
 
 class _Place(NamedTuple):
-    kind: str
+    kind: LibraryName
     device: int
 
 
@@ -410,7 +410,7 @@ class Place(_Place):
         TypeError, ValueError: an argument is none of these, or the library's arrays do not lie there.
     """
 
-    def __new__(cls, kind: str, device: int) -> Place:
+    def __new__(cls, kind: LibraryName, device: int) -> Place:
         require_choice("kind", kind, LIBRARIES)
         least, most = {"numpy": (HOST, HOST), "cupy": (0, None)}.get(kind, (HOST, None))
         where = "where NumPy arrays lie: in host memory" if kind == "numpy" else ""

@@ -37,6 +37,12 @@ def require_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def require_instance(name: str, value: Any, wanted: type) -> None:
+    """Check the class of an argument."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name}: expected a {wanted.__name__}, got {value!r} of type {type(value).__name__}")
+
+
 def require_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Check a word that must be one of several."""
     choices = tuple(choices)

@@ -145,7 +145,7 @@ def splits(monkeypatch) -> list[int]:
 def test_schedule_is_planned_once_and_reused(kind, rng, splits):
     meta, _ = flash_mla.get_mla_metadata()
     for turn in range(3):
-        main, q = paged(rng, oracle.V32, 2, 1, 70, 64), queries(rng, 2, 1, 8, 576)
+        main, q = paged(rng, oracle.V32, 2, 1, 70, 64, invalid=0), queries(rng, 2, 1, 8, 576)
         check(kind, oracle.V32, call(kind, q, main, meta), q, main)
         if turn == 0:
             assert meta.num_splits == cupy_mla.plan_splits(kind.put(q), kind.put(main.indices))

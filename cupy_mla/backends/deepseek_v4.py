@@ -18,7 +18,7 @@ from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
 from ..ops.validate import QUANTIZED
-from ..options import require_scale
+from ..options import require_instance, require_scale
 from ..typing import A, AnyArray
 from .workspace import Workspace
 
@@ -57,6 +57,8 @@ class DeepseekV4Impl:
     """
 
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
+        require_instance("config", config, SparseMLAConfig)
+        require_instance("workspace", workspace, Workspace)
         if config.layout is not V4_FP8:
             raise ValueError(f"config: expected V4 layers with cache_layout 'v4_fp8', got {config.cache_layout!r}")
         self.config = config

@@ -20,7 +20,7 @@ from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.validate import QUANTIZED
-from ..options import require_integer, require_scale
+from ..options import require_instance, require_integer, require_scale
 from ..typing import A, AnyArray, CacheLayout, ModelKind
 from .workspace import Workspace
 
@@ -111,6 +111,8 @@ class SparseMLAImpl:
     """
 
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
+        require_instance("config", config, SparseMLAConfig)
+        require_instance("workspace", workspace, Workspace)
         if config.is_v4:
             raise ValueError("config: expected layers of a model of kind 'v32', got 'v4', as of d_qk 512 by default")
         self.config = config

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from .. import arrays
 from ..bridges import describe, require_array
 from ..ops.values import check_written_once, first_of, stray_block
-from ..options import LARGEST_INT, require_bool, require_integer
+from ..options import require_bool, require_integer
 from ..typing import A
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
@@ -122,7 +124,7 @@ class BatchMetadata:
 
         Args:
             block_size: tokens a block of the cache.
-            num_blocks: blocks of the cache; None: unknown, only negative blocks of a sequence are refused.
+            num_blocks: blocks of the cache; None leaves slots and blocks unchecked.
             window: tokens that each query token attends, itself included; blocks before them are not looked at.
 
         Raises:
@@ -140,8 +142,8 @@ class BatchMetadata:
                 f"block_table: request {r} has {self.max_seq_len} tokens, which take "
                 f"{-(-self.max_seq_len // block_size)} blocks of {block_size}; the table is {width} wide"
             )
-        self._check_blocks(block_size, num_blocks, window)
         if num_blocks is not None:
+            self._check_blocks(block_size, num_blocks, window)
             slots = num_blocks * block_size
             if self.slot_mapping.max(initial=-1) >= slots:
                 t = int(self.slot_mapping.argmax())
@@ -156,16 +158,15 @@ class BatchMetadata:
                     f"positions: token {at[0]} has position {self.positions[at]}, its sequence {lens[at]} tokens"
                 )
 
-    def _check_blocks(self, block_size: int, num_blocks: int | None, window: int | None) -> None:
+    def _check_blocks(self, block_size: int, num_blocks: int, window: int | None) -> None:
         table = self.block_table[:, : -(-self.max_seq_len // block_size)]
         first = np.zeros_like(self.seq_lens)
         if window is not None:
             first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0)
-        at = stray_block(table, first, self.seq_lens, block_size, LARGEST_INT if num_blocks is None else num_blocks)
+        at = stray_block(table, first, self.seq_lens, block_size, num_blocks)
         if at is not None:
             r, m = at
-            have = "blocks have numbers from 0 on" if num_blocks is None else f"the cache has {num_blocks} blocks"
-            raise ValueError(f"block_table: block {m} of request {r} is {table[at]}, {have}")
+            raise ValueError(f"block_table: block {m} of request {r} is {table[at]}, the cache has {num_blocks} blocks")
 
 
 def _integers(name: str, values: Any, dtype: np.dtype, ndim: int) -> np.ndarray:
@@ -223,11 +224,13 @@ def split_prefill_chunks(seq_lens: ArrayLike, workspace_size: int, request_offse
         (first request, end) of each chunk, in order.
 
     Raises:
-        ValueError: one sequence alone is longer than the workspace.
+        TypeError, ValueError: lengths are no integers or negative, or one sequence alone is longer than the workspace.
     """
     workspace_size = require_integer("workspace_size", workspace_size, 0)
     request_offset = require_integer("request_offset", request_offset, 0)
     lens = _integers("seq_lens", seq_lens, INT32, 1)
+    if lens.min(initial=0) < 0:
+        raise ValueError(f"seq_lens: a length cannot be negative, got {lens.min()}")
     chunks = []
     start = rows = 0
     for r, length in enumerate(lens.tolist()):
