@@ -57,6 +57,7 @@ class Library(ABC):
         facts: what a compiled call compares of an array with the call it was made from, as expressions; `{a}` is the
             array. With the numbers below they are all that a call depends on.
         shape, strides, address: expressions for what differs from call to call.
+        unusable: an expression that is true for arrays that must not be compared with others, which ends the process.
         strides_in_bytes: whether `strides` counts bytes, not items.
         results_share_memory: whether one allocation for all results costs the host less than one for each.
     """
@@ -66,6 +67,7 @@ class Library(ABC):
     shape: str = "{a}.shape"
     strides: str = "{a}.strides"
     address: str = ""
+    unusable: str = ""
     strides_in_bytes: bool = True
     results_share_memory: bool = False
 
@@ -204,6 +206,7 @@ class TorchLibrary(Library):
     name = "torch"
     facts: tuple[str, ...] = ("{a}.dtype", "{a}.get_device()", "{a}.layout", "{a}.requires_grad", "{a}.is_neg()")
     strides = "{a}.stride()"
+    unusable = "{a}.is_nested"  # torch's guards ask for its strides, which it has not
     address = "{a}.data_ptr()"
     strides_in_bytes = False
 

@@ -213,6 +213,9 @@ class Signature:
         lengths = "".join(f" or len(a{i}) != {len(values[i])}" for i in tuples)
         code.line(f"if ({' '.join(f'{s},' for s in settings)}) != {code.name(known)}{lengths}:")
         code.line("    return NotImplemented")
+        if library.unusable and not self._mixed:  # the checks say what is wrong
+            code.line(f"if {' or '.join(library.unusable.format(a=a) for a in arrays)}:")
+            code.line("    return NotImplemented")
         if any(getattr(values[i], "requires_grad", False) for i in self._arrays):
             code.line(f"if {code.name(sys.modules['torch'].is_grad_enabled)}():")  # the checks say what is wrong
             code.line("    return NotImplemented")

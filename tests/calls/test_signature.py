@@ -483,6 +483,17 @@ def test_rows_side_by_side_do_not_overlap(gpu):
             cupy_mla.sparse_prefill(**prefill(q=whole[..., :576], out=whole[..., 512:1024]))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(seen):
+    """torch's guards end the process where they meet one."""
+    nested = torch.nested.nested_tensor([torch.zeros(4, 576, dtype=torch.bfloat16)] * 3)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^q: expected a dense tensor, got a nested one"):
+            cupy_mla.sparse_prefill(**prefill(q=nested))
+        cupy_mla.sparse_prefill(**prefill())
+        cupy_mla.sparse_prefill(**prefill())
+
+
 def test_gradients(seen, traces):
     """A parameter that wants one is served where autograd is off, at the price of any other call."""
     wanting = prefill()["q"].requires_grad_()
