@@ -91,10 +91,12 @@ def prefill_case(rng: np.random.Generator, h: int, kernel: str, queries: int = 3
 
 # Kernels that take one cache, whose rows are flat, and how many splits they take; the others take any.
 FLAT = {"bf16_sm90": (1,), "bf16_cluster_sm90": (2,)}
+# Of `fp8_sm90`: whole work items, a cluster of three, and CTAs that leave partial results to one another.
+SPLITS = {**FLAT, "fp8_sm90": (1, 3, 20)}
 
 
 def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str) -> None:
-    """With 1 and 3 splits of two caches, or of one, flat cache."""
+    """Splits of two caches, or of one, flat cache."""
     cache, gpu_cache = packed(rng, layout, 3, 61)
     extra, gpu_extra = packed(rng, layout, 20, 2)
     q = (10 * rng.standard_normal((2, 2, h, layout.d_qk))).astype(BF16)
@@ -106,7 +108,7 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
     scale = SM_SCALES[layout.d_qk]
     expected = cupy_mla.sparse_decode(q, cache, indices, scale, **second)
     os.environ[VARIABLE] = kernel
-    for splits in FLAT.get(kernel, (1, 3)):
+    for splits in SPLITS.get(kernel, (1, 3)):
         result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **gpu_second)
         for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
             compare(f"decode {layout.name} h {h} {kernel} splits {splits} {name}", ours, reference)

@@ -26,11 +26,11 @@ Shapes = tuple[int, ...]
 
 @dataclass
 class FlashMLASchedMeta:
-    """The schedule of decode calls of one shape, planned at the first call and reused by later ones.
+    """The schedule of decode calls of one shape, that of the first call.
 
     Attributes:
         shapes: what the schedule was planned for, in pairs of a name and a value; None before the first call.
-        num_splits: splits of each query's rows.
+        num_splits: splits of each query's rows that are asked for; None: chosen at each call.
         batch_invariant: as for `cupy_mla.sparse_decode`.
     """
 
@@ -124,12 +124,11 @@ def flash_mla_with_kvcache(
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
     if require_bool("causal", causal):
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
-    out, lse, shapes, splits = _with_kvcache(
+    out, lse, shapes = _with_kvcache(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
         softmax_scale, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits,
     )  # fmt: skip
-    if splits is not None:  # in a graph of torch.compile each run decides anew
-        meta.shapes, meta.num_splits = shapes, splits
+    meta.shapes = shapes
     return out, lse
 
 
@@ -164,8 +163,8 @@ def _with_kvcache(
     batch_invariant: bool,
     planned: Shapes | None,
     num_splits: int | None,
-) -> tuple[Any, Any, Shapes | None, int | None]:
-    """out, lse, and the schedule: what it is made for, and `num_splits` where it is given."""
+) -> tuple[Any, Any, Shapes | None]:
+    """out, lse, and what the schedule is made for."""
     shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices, is_fp8_kvcache)
     if planned is not None and shapes is not None:
         for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):
@@ -176,8 +175,8 @@ def _with_kvcache(
                     "take a fresh one from get_mla_metadata"
                 )
     scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
-    out, lse, splits = attention.decode(
+    out, lse = attention.decode(
         q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
         num_splits, batch_invariant, is_fp8_kvcache,
     )  # fmt: skip
-    return out, lse, shapes, splits
+    return out, lse, shapes

@@ -13,7 +13,7 @@ from ..metadata.batch import INT32
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
-from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
+from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
@@ -144,13 +144,11 @@ class DeepseekV4Impl:
                 self.config.rows_per_block, swa.is_valid_token[:tokens], out=slots, lens=slot_lens,
             )  # fmt: skip
             extra_indices, extra_lens = slots[:, None], slot_lens
-        schedule = swa.schedules[self.config.compress_ratio]
-        if schedule.num_splits is None:
-            schedule.num_splits = plan_splits(q, swa.decode_swa_indices, extra_indices)
         sparse_decode(
             q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, attn_sink=layer.attn_sink,
             topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache, extra_indices=extra_indices,
-            extra_topk_length=extra_lens, out=out, num_splits=schedule.num_splits,
+            extra_topk_length=extra_lens, out=out,
+            num_splits=swa.schedules[self.config.compress_ratio].num_splits,
         )  # fmt: skip
 
     def _prefill(

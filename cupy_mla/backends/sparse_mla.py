@@ -16,7 +16,7 @@ from ..metadata.sparse_mla import (
     SparseMLAMetadata,
     SparseMLAMetadataBuilder,
 )
-from ..ops.attention import plan_splits, sparse_decode, sparse_prefill
+from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.validate import QUANTIZED
@@ -210,8 +210,6 @@ class SparseMLAImpl:
 
     def _decode(self, q: Any, kv_cache: Any, slots: Any, kernel: FP8KernelMetadata, out: Any) -> None:
         """q and out [b, s, h, d], slots [b, s, topk]."""
-        if kernel.num_splits is None:
-            kernel.num_splits = plan_splits(q, slots)
         sparse_decode(q, kv_cache, slots, self.scale, out=out, num_splits=kernel.num_splits)
 
     def _prefill(

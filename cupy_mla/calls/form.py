@@ -16,7 +16,7 @@ from typing import Any
 from ..arrays import aligned_up
 from ..bridges import dense_strides
 from ..cuda import driver
-from ..cuda.program import Clear, Launch, Pointer, Program, Slot, Step
+from ..cuda.program import Clear, Launch, Nonce, Pointer, Program, Slot, Step
 from ..cuda.structs import Packed
 from ..sizes import Node, is_node, term
 from .code import Code
@@ -165,13 +165,14 @@ class _Writer:
         return start if type(offset) is int and offset == 0 else f"{start} + {self._number(offset)}"
 
     def _params(self, params: Packed) -> str:
-        """The expression of a parameter struct: its pointers, and the bytes between them."""
+        """The expression of a parameter struct: what differs from run to run, and the bytes between that."""
         formats, values = [], []
-        for is_pointer, fields in groupby(params.of.fields(params.values), lambda field: isinstance(field[1], Pointer)):
-            if is_pointer:
-                for code, pointer in fields:
+        for differs, fields in groupby(params.of.fields(params.values), lambda f: isinstance(f[1], (Pointer, Nonce))):
+            if differs:
+                for code, value in fields:
                     formats.append(code)
-                    values.append(self._address(pointer))
+                    is_pointer = isinstance(value, Pointer)
+                    values.append(self._address(value) if is_pointer else f"{self.code.name(Nonce.next)}()")
             else:
                 codes, numbers = zip(*fields, strict=True)
                 packed = struct.Struct("=" + "".join(codes))

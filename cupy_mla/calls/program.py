@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import Array
 from ..bridges import Place, dense_strides, describe, library_of, must_be_apart, require_apart
 from ..cuda import driver
-from ..cuda.program import Clear, Pointer, Program, Slot, Step
+from ..cuda.program import Clear, Nonce, Pointer, Program, Slot, Step
 from ..sizes import Trace, number, term
 
 # --- tracing --------------------------------------------------------------------------------------------------
@@ -204,6 +204,8 @@ def run(call: TracedCall) -> Any:
             starts |= {id(s): describe(s.name, m).ptr for s, m in zip(call.scratch, memory, strict=True)}
 
         def address_of(value: Any) -> Any:
+            if isinstance(value, Nonce):
+                return value.next()
             if not isinstance(value, Pointer):
                 return number(value)
             start = starts[id(value.slot)] if value.address is None else number(value.address)

@@ -8,7 +8,9 @@ so that one program serves every size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +93,17 @@ class Pointer:
 
     def __repr__(self) -> str:
         return f"{self.slot!r} + {self.offset}"
+
+
+class Nonce:
+    """A number that no other run of a program has, a multiple of 4, in a parameter struct."""
+
+    _numbers = count(int.from_bytes(os.urandom(7), "little") * 4, 4)
+
+    @classmethod
+    def next(cls) -> int:
+        """The number of a run."""
+        return next(cls._numbers)
 
 
 class Launch(NamedTuple):

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-POINTER, INT64, INT32, UINT32, FLOAT = "Q", "q", "i", "I", "f"  # as the module `struct` calls them
+POINTER, INT64, UINT64, INT32, UINT32, FLOAT = "Q", "q", "Q", "i", "I", "f"  # as the module `struct` calls them
 
 
 class Packed(NamedTuple):
@@ -157,7 +157,7 @@ ATTENTION = Struct(
     "AttentionParams", main=SOURCE, extra=SOURCE, q=POINTER, q_b=INT64, q_s=INT64, q_h=INT64, out=POINTER, out_b=INT64,
     out_s=INT64, out_h=INT64, lse=POINTER, max_logits=POINTER, lse_b=INT64, lse_s=INT64, lse_h=INT64, part_out=POINTER,
     part_lse=POINTER, part_max=POINTER, cluster_parts=POINTER, sink=POINTER, scale_log2=FLOAT, s_q=INT32, h_q=INT32,
-    num_queries=INT32, num_splits=INT32, flags=INT32, order=POINTER,
+    num_queries=INT32, num_splits=INT32, flags=INT32, order=POINTER, ready=POINTER, nonce=UINT64, least_split=INT32,
 )  # fmt: skip
 GROUPED = Struct(
     "GroupedParams", ATTENTION, list_lengths=POINTER, rows=POINTER, excluded=POINTER, twice=POINTER,

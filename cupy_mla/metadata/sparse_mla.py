@@ -33,7 +33,7 @@ class FP8KernelMetadata:
     """The schedule of one FP8 decode launch, shared by all layers of a step.
 
     Attributes:
-        num_splits: splits of each query's rows; None until the first layer has chosen them.
+        num_splits: splits of each query's rows that are asked for; None: chosen at each launch.
     """
 
     num_splits: int | None = None

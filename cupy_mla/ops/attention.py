@@ -176,7 +176,7 @@ def sparse_decode(
     return decode(
         q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
         num_splits, batch_invariant,
-    )[:2]  # fmt: skip
+    )  # fmt: skip
 
 
 def decode(
@@ -193,8 +193,8 @@ def decode(
     num_splits: int | None,
     batch_invariant: bool,
     is_fp8_kvcache: bool | None = None,
-) -> tuple[Any, Any, int]:
-    """What `sparse_decode` does, for the front doors; returns the splits as well.
+) -> tuple[Any, Any]:
+    """What `sparse_decode` does, for the front doors.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
@@ -233,14 +233,12 @@ def decode(
         check_lists(idx, cache.shape[0] * cache.shape[1], length)
         if extra is not None and extra_idx is not None:
             check_lists(extra_idx, extra.shape[0] * extra.shape[1], extra_length)
-    splits = num_splits or 1
-    division: Any = splits  # how the call is divided
+    division: Any = num_splits or 1  # how the call is divided
     if place.on_gpu:
         division = cuda.decode_choice(
             driver.gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx, extra_length, batch_invariant,
             num_splits,
         )  # fmt: skip
-        splits = division.splits
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
     lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
     place.call(
@@ -248,7 +246,7 @@ def decode(
         layout, q_, cache, idx, layout.d_qk**-0.5 if scale is None else scale, sink, length, extra,
         extra_idx, extra_length, batch_invariant, division, out_, lse,
     )  # fmt: skip
-    return out_.obj, lse.obj, splits
+    return out_.obj, lse.obj
 
 
 def plan_splits(
@@ -260,6 +258,8 @@ def plan_splits(
     batch_invariant: bool = False,
 ) -> int:
     """How many splits `sparse_decode` would choose for each query's rows: enough to fill the GPU, 1 on the CPU.
+
+    0 where it would divide all rows of the call evenly over the GPU, wherever in a list that may be.
 
     Args: as for `sparse_decode`, and
         quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.

@@ -29,7 +29,7 @@ struct Cluster : SingleQueries {
     static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warp, int lane,
                                                  const float (&sum)[2], const float (&max)[2], const Softmax& state,
                                                  const float (&o)[128]) {
-        const ClusterResults<4> partials(p, w.query.index, w.head_tile, num_head_tiles(p));
+        const ClusterResults<4> partials(p, w.query.index * num_head_tiles(p) + w.head_tile);
         const int thread = 128 * W + 32 * warp + lane;
         // Chunk 512 j + 256 i + thread: of line i columns 2 t and 2 t + 1 of the eights 2 j and 2 j + 1.
 #pragma unroll

@@ -58,10 +58,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     }
     const HeadResult r = {max, log2_sum_exp(top, sum)};
     const float factor = sum == 0.0f ? 0.0f : sink_factor(p, head, r.lse) / sum;
-    const bool paired = p.flags & PAIRED_PARTS;  // two pairs of columns, 64 apart
-    const int column = paired ? threadIdx.x / 32 * 128 + threadIdx.x % 32 * 2 : 4 * threadIdx.x;
+    const int column = 4 * threadIdx.x;
     write_output(p, q, head, column, o[0] * factor, o[1] * factor);
-    write_output(p, q, head, column + (paired ? 64 : 2), o[2] * factor, o[3] * factor);
+    write_output(p, q, head, column + 2, o[2] * factor, o[3] * factor);
     if (threadIdx.x == 0) write_statistics(p, q, head, r);
 }
 

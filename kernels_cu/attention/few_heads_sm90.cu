@@ -696,7 +696,7 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
         if (r.warpgroup != 0) give_half<0>(given_half(r, r.warpgroup / 2, 0), o);
     }
     sync_consumers();
-    const ClusterResults<4> partials(p, blockIdx.y * p.num_queries + w.query.index, blockIdx.z, gridDim.z);
+    const ClusterResults<4> partials(p, (blockIdx.y * p.num_queries + w.query.index) * gridDim.z + blockIdx.z);
     if (threadIdx.x < 4 * HEADS) {
         const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
         const Statistics merged = merge_statistics(k, head);

@@ -29,16 +29,21 @@
 // until it leaves some (uniform instructions cost nothing). So the time of large batches is the number of
 // instructions.
 //
-// MERGES: the splits of a query are the CTAs of a cluster, which merge their partial results (merge.cuh). Without it,
-// splits are merged by combine.cu.
+// DIVISION says how work is divided over CTAs: WHOLE, each takes whole work items in turn; CLUSTERS, the splits of an
+// item are the CTAs of a cluster, which merge their partial results (merge.cuh); SHARES, each CTA has an equal share of
+// all rows, and splits of an item are merged by the CTA that has its end (shares.cuh).
 //
-//   full[stage]          copies done          SHARES warps: 32 arrivals after the copies, and one for `valid`
+// Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a split
+// before its first tile, unless it has at most UNSEEN tiles.
+//
+//   full[stage]          copies done          COPIERS warps: 32 arrivals after the copies, and one for `valid`
 //   empty[stage]         stage released       the 8 consumer warps
-//   q_full               Q has come           bulk copies
+//   q_full               Q has come           bulk copies, and one arrival for `attended`
 //   q_empty              Q released           the 8 consumer warps, after the last product with it
 //   P_READY + w          named: P of warpgroup w's tile is published: its 128 threads arrive, the other 128 wait
 //   WARPGROUP_SYNC + w   named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC        named: all 256 consumer threads
+//   PRODUCER_SYNC        named: the 128 producer threads
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728; two P of heads x 64 f16, 16,384; 12 stages of 16 rows x 656, 125,952;
 // the rest 4,400. V4_FP8: Q 65,536; rows of 592.
@@ -47,7 +52,7 @@
 #include "attention/merge.cuh"
 #include "attention/results.cuh"
 #include "attention/role.cuh"
-#include "attention/work.cuh"
+#include "attention/shares.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
@@ -68,9 +73,10 @@
 
 constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-// SHARES producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
+enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2 };  // DIVISION
+// COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
-constexpr int STAGE_ROWS = 16, SHARES = MERGES ? 4 : 1, WARP_ROWS = STAGE_ROWS / SHARES;
+constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS, PAIR_STAGES = 2 * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column blocks of 64; the last is RoPE
@@ -90,10 +96,21 @@ constexpr float HEADROOM = 8.0f;
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
 // Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
-enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5 };
+enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER_SYNC = 6 };
+
+// The producer warps look for valid entries in splits of more than UNSEEN tiles: that takes 1 us of the first one's
+// time. They look at up to 32 * TILE_WORDS tiles; all others count as having one.
+constexpr int UNSEEN = DIVISION == CLUSTERS ? 12 : 4, TILE_WORDS = 8;
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
+
+// What the consumers are told of a split: two `turn`s of the CTA are kept.
+struct Attended {
+    Query query;
+    int first_head, pairs;
+    bool begins_item, ends_item;
+};
 
 template <int STAGES>
 struct alignas(16) SmallOf {
@@ -103,11 +120,19 @@ struct alignas(16) SmallOf {
     float factor[2][HEADS];
     float across[2][4][HEADS];             // between the warps of a warpgroup
     float scale[HEADS];                    // at the end: of O^T
+    float largest[8][HEADS];               // |O^T| of a partial result, in each warp's columns
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
     uint64_t q_full, q_empty;
     float q_max[8];
     uint32_t raised[2];
     uint32_t valid[STAGES];  // a bit a row, place valid_bit(row)
+    // Of this split and the one before: tiles with a valid entry, those that each producer warp has found; then their
+    // numbers in the split, for each producer warp.
+    uint32_t found[2][TILE_WORDS][4];
+    uint8_t tiles[4][32 * TILE_WORDS];
+    Attended attended[2];
+    int partials;  // results that are merged
+    Shares<THREADS> shares;
 };
 
 // Stages of the ring: whole tiles, as many as there is space for.
@@ -140,47 +165,59 @@ __device__ __forceinline__ void sync_warpgroup(const Role& r) {
 }
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMERS); }
 
-// `turn` counts the CTA's earlier work items, `stage` the stages that they took.
+// A split as the producers see it. `turn` counts the CTA's earlier splits, `stage` the stages that they took.
+// Of the tiles from `begin` to `end` that have a valid entry it is number `rank` of `ranks` shares.
 struct Work : WorkItem {
-    int split, pairs, turn;
+    int turn, rank, ranks;
     uint32_t stage;
+    bool ends_item;
 };
 
-__device__ __forceinline__ Work find_work(const AttentionParams& p, int query, int head_tile, uint32_t split,
-                                          uint32_t splits) {
+// In shares: the last item of this CTA's share, with which it starts.
+__device__ __forceinline__ int last_item() {
+    const Boundary end = small().shares.end;
+    return end.pair > 0 ? end.item : end.item - 1;
+}
+
+// How many splits this CTA has.
+__device__ __forceinline__ int num_splits(const AttentionParams& p) {
+    if (DIVISION == CLUSTERS) return 1;
+    if (DIVISION == SHARES) return last_item() + 1 - small().shares.begin.item;
+    return ceil_div(p.num_queries * head_tiles_of(p) - int(blockIdx.x), gridDim.x);
+}
+
+// Split number `turn` of this CTA. In clusters the CTAs look at all tiles of the item if their splits are long, and
+// then divide the valid ones.
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
+    const int item = DIVISION == SHARES     ? last_item() - turn
+                     : DIVISION == CLUSTERS ? cluster_index()
+                                            : blockIdx.x + turn * gridDim.x;
+    const int head_tiles = head_tiles_of(p);
     Work w;
-    find_item(p, w, query, head_tile, split, splits);
-    w.split = split;
-    w.pairs = ceil_div(w.end - w.begin, 2);
-    w.turn = 0;
-    w.stage = 0;
-    return w;
-}
-
-// With MERGES a cluster works on one query and head tile, and its CTAs are the splits.
-__device__ __forceinline__ Work find_only_work(const AttentionParams& p) {
-    return find_work(p, cluster_index(), blockIdx.y, cluster_rank(), cluster_size());
-}
-
-// Calls `act` with this CTA's work items; with MERGES it has one, `only`.
-template <typename Act>
-__device__ __forceinline__ void for_each_work(const AttentionParams& p, const Work& only, Act act) {
-    if constexpr (MERGES) {
-        act(only);
-    } else {
-        const int head_tiles = ceil_div(p.h_q, HEADS), total = p.num_queries * head_tiles * p.num_splits;
-        int turn = 0;
-        uint32_t stage = 0;
-#pragma unroll 1
-        for (int index = blockIdx.x; index < total; index += gridDim.x) {
-            const int rest = index / head_tiles;
-            Work w = find_work(p, rest / p.num_splits, index % head_tiles, rest % p.num_splits, p.num_splits);
-            w.turn = turn++;
-            w.stage = stage;
-            stage += PAIR_STAGES * w.pairs;
-            act(w);
+    w.query = query_by_branch(p, item / head_tiles);
+    w.first_head = item % head_tiles * HEADS;
+    w.begin = 0;
+    w.end = find_lists(p, w);
+    w.rank = 0;
+    w.ranks = 1;
+    w.ends_item = true;
+    if constexpr (DIVISION == CLUSTERS) {
+        const int rank = cluster_rank(), ctas = cluster_size(), each = w.end / ctas, more = w.end % ctas;
+        if (each < UNSEEN) {
+            w.begin = rank * each + min(rank, more);
+            w.end = w.begin + each + (rank < more);
+        } else {
+            w.rank = rank;
+            w.ranks = ctas;
         }
     }
+    if constexpr (DIVISION == SHARES) {
+        const Boundary begin = small().shares.begin, end = small().shares.end;
+        if (item == begin.item) w.begin = 2 * begin.pair;
+        w.ends_item = item != end.item;
+        if (!w.ends_item) w.end = 2 * end.pair;
+    }
+    return w;
 }
 
 // Stages are numbered over all work items. Where stage number `stage` is in the ring, and the parity of its phase.
@@ -203,33 +240,33 @@ __device__ __forceinline__ void copy_scales(const Row& row, uint32_t to) {
     if constexpr (Row::FOLDED_SCALES == 0) cp_async_8(to, row.scales(), row.scales() != nullptr);
 }
 
-// The validity bits of a stage's rows: with several shares a byte for each share.
-constexpr uint32_t ALL_VALID = SHARES == 1 ? 0xffff : 0x0f0f0f0f;
+// The validity bits of a stage's rows: with several copiers a byte for each.
+constexpr uint32_t ALL_VALID = COPIERS == 1 ? 0xffff : 0x0f0f0f0f;
 __device__ __forceinline__ int valid_bit(int row) { return row / WARP_ROWS * 8 + row % WARP_ROWS; }
-__device__ __forceinline__ void store_valid(int place, int share, uint32_t bits) {
+__device__ __forceinline__ void store_valid(int place, int copier, uint32_t bits) {
     uint32_t& word = small().valid[place];
-    if (SHARES == 1) {
+    if (COPIERS == 1) {
         word = bits;
     } else {
-        reinterpret_cast<uint8_t*>(&word)[share] = uint8_t(bits);
+        reinterpret_cast<uint8_t*>(&word)[copier] = uint8_t(bits);
     }
 }
 
-// The number in a tile of the i-th of SHARES stages that producer warp `warp` copies rows of.
-__device__ __forceinline__ int stage_of_share(int i, int warp) { return SHARES == 1 ? warp : i; }
+// The number in a tile of the i-th of COPIERS stages that producer warp `warp` copies rows of.
+__device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS == 1 ? warp : i; }
 
 // Start the copies of a warp's 16 rows of the tile that begins with stage `first`. Lanes l and l + 16 hold row l %
-// WARP_ROWS of those in share l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round
+// WARP_ROWS of those in stage l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round
 // is copied by the lane that holds the row.
 __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int warp, int lane) {
     constexpr int ROW_CHUNKS = ROW_STRIDE / 16, ONE_LEFT = ROW_CHUNKS % 8 == 1;
     Small& sm = small();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
 #pragma unroll
-    for (int i = 0; i < SHARES; ++i) {
-        const uint32_t stage = first + stage_of_share(i, warp);
+    for (int i = 0; i < COPIERS; ++i) {
+        const uint32_t stage = first + stage_of_copier(i, warp);
         const int place = place_of(stage);
-        const uint32_t to = stage_address(stage) + warp % SHARES * WARP_ROWS * STRIDE;
+        const uint32_t to = stage_address(stage) + warp % COPIERS * WARP_ROWS * STRIDE;
         const uint32_t full = shared_address(&sm.full[place]);
         mbarrier_wait(shared_address(&sm.empty[place]), phase_of(stage) ^ 1);
 #pragma unroll
@@ -242,7 +279,7 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
             copy_scales(row, own + ROW_STRIDE);
         }
         if (lane == 0) {
-            store_valid(place, warp % SHARES, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1);
+            store_valid(place, warp % COPIERS, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1);
             mbarrier_arrive(full);
         }
         mbarrier_arrive_after_copies(full);
@@ -263,40 +300,140 @@ __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w,
         copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
+// The index lists of a query. As load_entry of work.cuh, with as few instructions as possible: they take turns with
+// wgmma.
+struct Entries {
+    const int32_t *main, *extra;
+
+    __device__ __forceinline__ Entries(const AttentionParams& p, const Work& w)
+        : main(list_of(p.main, w.query)), extra(list_of(p.extra, w.query) - w.main_tiles * TILE_ROWS) {}
+    // The entry of a row of a tile, -1 where there is none.
+    __device__ __forceinline__ int32_t of(const Work& w, int tile, int row) const {
+        const bool second = tile >= w.main_tiles;
+        const int at = tile * TILE_ROWS + row;
+        int32_t entry = -1;
+        if (tile < w.end && at < (second ? w.main_tiles * TILE_ROWS + w.extra_length : w.main_length))
+            entry = (second ? extra : main)[at];
+        return entry;
+    }
+};
+
+// Looks for valid entries in the tiles of a split: producer warp w in every fourth tile, from tile w on. `meanwhile`
+// runs while the first entries are on their way.
+template <typename Act>
+__device__ __forceinline__ void look_for_valid(const AttentionParams& p, const Work& w, const Entries& list, int warp,
+                                               int lane, Act meanwhile) {
+    constexpr int AT_ONCE = 8;
+    const int words = min(TILE_WORDS, ceil_div(w.end - w.begin, 32));
+#pragma unroll 1
+    for (int word = 0; word < words; ++word) {
+        const int first = w.begin + 32 * word + warp;
+        int32_t entries[AT_ONCE][2];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            entries[i][0] = list.of(w, first + 4 * i, lane);
+            entries[i][1] = list.of(w, first + 4 * i, lane + 32);
+        }
+        if (word == 0) meanwhile();
+        uint32_t found = 0;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int tile = first + 4 * i;
+            if (__any_sync(~0u, is_valid(p, w, tile, entries[i][0]) || is_valid(p, w, tile, entries[i][1])))
+                found |= 1u << (4 * i + warp);
+        }
+        if (lane == 0) small().found[w.turn % 2][word][warp] = found;
+    }
+}
+
+// The tiles of a split. If they were looked at, each producer warp has a list of the numbers of those that have a valid
+// entry.
+struct Tiles {
+    int first, count, listed, unlisted;
+
+    __device__ __forceinline__ explicit Tiles(const Work& w)
+        : first(0), count(w.end - w.begin), listed(0), unlisted(0) {}
+    // Makes the list of what all producer warps have found.
+    __device__ __forceinline__ Tiles(const Work& w, int warp, int lane) : listed(0), unlisted(32 * TILE_WORDS) {
+        const int tiles = w.end - w.begin, words = min(TILE_WORDS, ceil_div(tiles, 32));
+#pragma unroll 1
+        for (int word = 0; word < words; ++word) {
+            const uint32_t (&by_warp)[4] = small().found[w.turn % 2][word];
+            const uint32_t found = by_warp[0] | by_warp[1] | by_warp[2] | by_warp[3];
+            const int before = __popc(found & (1u << lane) - 1);
+            if (found >> lane & 1) small().tiles[warp][listed + before] = uint8_t(32 * word + lane);
+            listed += __popc(found);
+        }
+        __syncwarp();
+        const int all = listed + max(0, tiles - unlisted);
+        first = all * w.rank / w.ranks;
+        count = all * (w.rank + 1) / w.ranks - first;
+    }
+    // The i-th; w.end behind the last one.
+    __device__ __forceinline__ int tile(const Work& w, int warp, int i) const {
+        if (i >= count) return w.end;
+        i += first;
+        return w.begin + (i < listed ? small().tiles[warp][i] : i - listed + unlisted);
+    }
+};
+
+__device__ __forceinline__ Tiles find_tiles(const AttentionParams& p, const Work& w, const Entries& list, int warp,
+                                            int lane) {
+    if (w.end - w.begin <= UNSEEN) {
+        if (warp == 0 && w.turn == 0) fetch_q(p, w, lane);
+        return Tiles(w);
+    }
+    look_for_valid(p, w, list, warp, lane, [&] {
+        if (warp == 0 && w.turn == 0) fetch_q(p, w, lane);
+    });
+    named_barrier_sync(PRODUCER_SYNC, THREADS - CONSUMERS);
+    return Tiles(w, warp, lane);
+}
+
 // Each of the four producer warps copies 16 rows of every tile. List entries are loaded AHEAD tiles before their rows:
-// under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime.
-__device__ __forceinline__ void copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
+// under load they take 2,000 cycles. Those of the first tiles are loaded before it is known whether these have a valid
+// entry. Warp 0 also fetches Q in the meantime. Returns the pairs of tiles.
+__device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const int my_row =
-        STAGE_ROWS * stage_of_share(lane % 16 / WARP_ROWS, warp) + warp % SHARES * WARP_ROWS + lane % WARP_ROWS;
-    const int end = w.begin + 2 * w.pairs;
-    // As load_entry of work.cuh, with as few instructions as possible: they take turns with wgmma.
-    const int32_t *main = list_of(p.main, w.query) + my_row,
-                  *extra = list_of(p.extra, w.query) + my_row - w.main_tiles * TILE_ROWS;
-    const int main_rows = w.main_length - my_row, rows = w.main_tiles * TILE_ROWS + w.extra_length - my_row;
-    auto entry_of = [&](int tile) {
-        const bool second = tile >= w.main_tiles;
-        const int at = tile * TILE_ROWS;
-        int32_t entry = -1;
-        if (tile < w.end && at < (second ? rows : main_rows)) entry = (second ? extra : main)[at];
-        return entry;
-    };
+        STAGE_ROWS * stage_of_copier(lane % 16 / WARP_ROWS, warp) + warp % COPIERS * WARP_ROWS + lane % WARP_ROWS;
+    const Entries list(p, w);
+    int tile[AHEAD];
     int32_t entries[AHEAD];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) entries[i] = entry_of(w.begin + i);
-    if (warp == 0) fetch_q(p, w, lane);
+    for (int i = 0; i < AHEAD; ++i) {
+        tile[i] = min(w.begin + i, w.end);
+        entries[i] = list.of(w, tile[i], my_row);
+    }
+    const Tiles tiles = find_tiles(p, w, list, warp, lane);
+    const int pairs = ceil_div(tiles.count, 2);
+    if (warp == 0) {
+        if (w.turn > 0) fetch_q(p, w, lane);
+        if (lane == 0) {
+            small().attended[w.turn % 2] = {w.query, w.first_head, pairs, w.begin == 0, w.ends_item};
+            mbarrier_arrive(shared_address(&small().q_full));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+        const int valid = tiles.tile(w, warp, i);
+        if (valid == tile[i]) continue;
+        tile[i] = valid;
+        entries[i] = list.of(w, valid, my_row);
+    }
     uint32_t stage = w.stage;
 #pragma unroll 1
-    for (int first = w.begin; first < end; first += AHEAD) {
+    for (int first = 0; first < 2 * pairs; first += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i, stage += TILE_STAGES) {
-            const int tile = first + i;
-            if (tile >= end) return;
-            const Row row = row_of_entry(p, w, tile, entries[i]);
-            entries[i] = entry_of(tile + AHEAD);
+            if (first + i >= 2 * pairs) break;
+            const Row row = row_of_entry(p, w, tile[i], entries[i]);
+            tile[i] = tiles.tile(w, warp, first + i + AHEAD);
+            entries[i] = list.of(w, tile[i], my_row);
             copy_tile(row, stage, warp, lane);
         }
     }
+    return pairs;
 }
 
 // --- Q --------------------------------------------------------------------------------------------------------
@@ -332,7 +469,7 @@ __device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
 // Q in place, to f16 and in the order of multiply_qk. A warp does four heads at a time, 64 columns of each. Where 128
 // columns share two column blocks, half of the lanes begin with the second 64, so that a warp's stores meet all banks.
 // Returns what a logit is to be multiplied with.
-__device__ __forceinline__ float load_q(const AttentionParams& p, const Work& w, const Role& r) {
+__device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const Role& r) {
     constexpr int ROUNDS = HEADS / 32 * Q_BLOCKS;
     static_assert(Q_BLOCKS * 64 == D_QK, "");
     const int warp = 4 * r.warpgroup + r.warp, j = r.lane % 8;
@@ -340,8 +477,9 @@ __device__ __forceinline__ float load_q(const AttentionParams& p, const Work& w,
     auto columns_of = [&](int round) {  // which 64
         return is_alone(round % Q_BLOCKS) ? round % Q_BLOCKS : round % Q_BLOCKS ^ j / 2 % 2;
     };
-    auto is_there = [&](int round) { return w.first_head + head_of(round) < p.h_q; };
-    mbarrier_wait(shared_address(&small().q_full), w.turn & 1);
+    mbarrier_wait(shared_address(&small().q_full), turn & 1);
+    const int heads = p.h_q - small().attended[turn % 2].first_head;
+    auto is_there = [&](int round) { return head_of(round) < heads; };
     const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
     Vec16 values[ROUNDS];
 #pragma unroll
@@ -853,25 +991,36 @@ __device__ __forceinline__ float sum_of(int local) {
     return sum;
 }
 
-// Denominators to statistics, and to the factors that O^T is multiplied with.
-__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Work& w, const Role& r,
-                                            const Output& out) {
+// In shares: what the partial results of other CTAs are multiplied with, [partial result][head]. In the space of Q: a
+// CTA merges at its last split.
+__device__ __forceinline__ float* merge_weights() { return reinterpret_cast<float*>(shared); }
+
+// Denominators, with those of `count` partial results of the CTAs before, to statistics, and to the factors that O^T and
+// these are multiplied with.
+__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Attended& w, const Role& r, int count,
+                                            const PartialResults<8>& partials) {
     Small& sm = small();
-    gather_sums(r, out);
-    const int local = threadIdx.x, head = w.first_head + local;
+    const int local = threadIdx.x, head = w.first_head + local, first = partials.rank - count;
     if (local < HEADS) {
-        const float sum = sum_of(local);
-        const HeadResult result = {0.0f, log2_sum_exp(sm.ref[local], sum)};
+        const float ref = sm.ref[local];
+        float top = ref;
+        for (int i = 0; i < count; ++i) top = fmaxf(top, partials.statistics_of(first + i, local).x);
+        const float own = exp2_approx(ref - top);
+        float sum = own * sum_of(local);
+        for (int i = 0; i < count; ++i) {
+            const float4 statistics = partials.statistics_of(first + i, local);
+            const float weight = exp2_approx(statistics.x - top);
+            sum += weight * statistics.y;
+            merge_weights()[i * HEADS + local] = weight * statistics.w;
+        }
+        const HeadResult result = {0.0f, log2_sum_exp(top, sum)};
         float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
         if (head < p.h_q) {
-            if (p.num_splits == 1) {
-                if (sum != 0.0f) scale *= sink_factor(p, head, result.lse);
-                write_statistics(p, w.query, head, result);
-            } else {
-                p.part_lse[partial_index(p, w.split, w.query, head)] = result.lse;
-            }
+            if (sum != 0.0f) scale *= sink_factor(p, head, result.lse);
+            write_statistics(p, w.query, head, result);
         }
-        sm.scale[local] = scale;
+        sm.scale[local] = own * scale;
+        for (int i = 0; i < count; ++i) merge_weights()[i * HEADS + local] *= scale;
     }
     sync_consumers();
 }
@@ -882,15 +1031,10 @@ __device__ __forceinline__ float to_f16_range(float largest) {
     return __uint_as_float(uint32_t(max(1, min(exponent, 253))) << 23);
 }
 
-// Writes this CTA's partial result, as f16 times a power of two for each head, and merges a share of the cluster's.
-__device__ __forceinline__ void merge_results(const AttentionParams& p, const Work& w, const Role& r,
-                                              const Output& out) {
+// Writes this CTA's partial result, as f16 times a power of two for each head. Denominators have been gathered.
+__device__ __forceinline__ void write_partial(const Role& r, const Output& out, const PartialResults<8>& partials) {
     Small& sm = small();
-    const ClusterResults<8> partials(p, w.query.index, blockIdx.y, gridDim.y);
-    // In the space of Q, which is not read any more: weights, then the largest |O| in each warp's columns,
-    // [warp][head].
-    float *weights = reinterpret_cast<float*>(shared), *largest = weights + MAX_CLUSTER * HEADS;
-    static_assert((MAX_CLUSTER + 8) * HEADS * 4 <= P_AT, "");
+    const int thread = threadIdx.x;
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         float top = 0.0f;
@@ -898,16 +1042,16 @@ __device__ __forceinline__ void merge_results(const AttentionParams& p, const Wo
         for (int v = 0; v < 4; ++v)
             top = fmaxf(top, fmaxf(fabsf(out.o[v][element(0, c)]), fabsf(out.o[v][element(1, c)])));
         top = rows_max(top);
-        if (r.g == 0) largest[(4 * r.warpgroup + r.warp) * HEADS + r.head(c)] = top;
+        if (r.g == 0) sm.largest[4 * r.warpgroup + r.warp][r.head(c)] = top;
     }
     gather_sums(r, out);
-    if (threadIdx.x < HEADS) {
+    if (thread < HEADS) {
         float top = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) top = fmaxf(top, largest[i * HEADS + threadIdx.x]);
+        for (int i = 0; i < 8; ++i) top = fmaxf(top, sm.largest[i][thread]);
         const float up = to_f16_range(top);
-        sm.scale[threadIdx.x] = up;
-        partials.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
+        sm.scale[thread] = up;
+        partials.write_statistics(thread, sm.ref[thread], sum_of(thread), 0.0f, 1.0f / up);
     }
     sync_consumers();
     // Chunk 256 c + thread: of head c columns 2 g and 2 g + 1 of 16, of four column blocks.
@@ -918,8 +1062,53 @@ __device__ __forceinline__ void merge_results(const AttentionParams& p, const Wo
 #pragma unroll
         for (int v = 0; v < 4; ++v)
             words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, c)] * up, out.o[v][element(1, c)] * up));
-        partials.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
+        partials.write(256 * c + thread, make_float4(words[0], words[1], words[2], words[3]));
     }
+}
+
+// In shares: leaves this CTA's partial result to the CTA whose share ends the item.
+__device__ __forceinline__ void leave_partial(const AttentionParams& p, const Attended& w, const Role& r,
+                                              const Output& out) {
+    write_partial(r, out, {p.cluster_parts, int(blockIdx.x)});
+    sync_consumers();
+    if (threadIdx.x == 0) announce_partial(p, w.begins_item);
+}
+
+// Adds `count` partial results of the CTAs before to O^T, which has been multiplied with its factors.
+__device__ __forceinline__ void add_partials(const Role& r, int count, const PartialResults<8>& partials,
+                                             Output& out) {
+    constexpr int AT_ONCE = 8;
+    const int thread = threadIdx.x;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+#pragma unroll
+        for (int first = 0; first < OWN_HEADS; first += AT_ONCE) {
+            float4 chunks[AT_ONCE];
+#pragma unroll
+            for (int c = 0; c < AT_ONCE; ++c)
+                chunks[c] = partials.chunk_of(partials.rank - count + i, 256 * (first + c) + thread);
+#pragma unroll
+            for (int c = 0; c < AT_ONCE; ++c) {
+                const float weight = merge_weights()[i * HEADS + r.head(first + c)];
+                float v[8] = {};
+                add_chunk(v, weight, chunks[c]);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    out.o[n][element(0, first + c)] += v[2 * n];
+                    out.o[n][element(1, first + c)] += v[2 * n + 1];
+                }
+            }
+        }
+    }
+}
+
+// Merges the partial results of a cluster.
+__device__ __forceinline__ void merge_results(const AttentionParams& p, const Attended& w, const Role& r,
+                                              const Output& out) {
+    const ClusterResults<8> partials(p, cluster_index());
+    float* weights = reinterpret_cast<float*>(shared);  // in the space of Q, which is not read any more
+    static_assert(MAX_CLUSTER * HEADS * 4 <= P_AT, "");
+    write_partial(r, out, partials);
     auto head_of = [](int chunk) { return chunk / 256 / 2 * 8 + chunk % 4 * 2 + chunk / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
         return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
@@ -937,8 +1126,20 @@ __device__ __forceinline__ void merge_results(const AttentionParams& p, const Wo
     partials.merge<CONSUMERS>(weights, head_of, column_of, finish, [] { sync_consumers(); }, store);
 }
 
-__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r, Output& out) {
-    finish_sums(p, w, r, out);
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Attended& w, const Role& r,
+                                              Output& out) {
+    const PartialResults<8> partials = {p.cluster_parts, int(blockIdx.x)};
+    gather_sums(r, out);
+    int count = 0;
+    if (DIVISION == SHARES && !w.begins_item) {
+        if (r.warpgroup == 0 && r.warp == 0) {
+            count = wait_for_partials(p, r.lane);
+            if (r.lane == 0) small().partials = count;
+        }
+        sync_consumers();
+        count = small().partials;
+    }
+    finish_sums(p, w, r, count, partials);
     // Of column block v this thread holds columns 2 g and 2 g + 1 of 16.
     const int first = 256 * r.warpgroup + 16 * r.warp;
 #pragma unroll
@@ -950,24 +1151,7 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
             out.o[v][element(1, c)] *= f;
         }
     }
-    if (p.num_splits > 1) {
-        if (w.begin == w.end) return;
-        // PAIRED_PARTS: this thread's columns of two column blocks stand side by side.
-        float* partial = p.part_out + (int64_t(w.split) * p.num_queries + w.query.index) * p.h_q * D_V +
-                         256 * r.warpgroup + 32 * r.warp + 4 * r.g;
-#pragma unroll
-        for (int c = 0; c < OWN_HEADS; ++c) {
-            const int head = w.first_head + r.head(c);
-            if (head >= p.h_q) continue;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float (&first)[HEADS / 2] = out.o[2 * i], (&second)[HEADS / 2] = out.o[2 * i + 1];
-                *reinterpret_cast<float4*>(partial + head * D_V + 128 * i) = make_float4(
-                    first[element(0, c)], first[element(1, c)], second[element(0, c)], second[element(1, c)]);
-            }
-        }
-        return;
-    }
+    if constexpr (DIVISION == SHARES) add_partials(r, count, partials, out);
     bf16* results = out_of(p, w.query, w.first_head);
     if (p.flags & WIDE_OUT) {
         // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
@@ -1015,8 +1199,11 @@ __device__ __forceinline__ void release_q(const Role& r) {
 }
 
 // Tile after tile: this warpgroup's next S, then the product with the other's tile, then the softmax of its own.
-__device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, const Role& r) {
-    const float logit_scale = load_q(p, w, r);
+// Returns the pairs of tiles.
+__device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32_t stage, const Role& r) {
+    const float logit_scale = load_q(p, turn, r);
+    const Attended& w = small().attended[turn % 2];
+    const int pairs = w.pairs;
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
     fence_proxy_async();
     sync_consumers();
@@ -1030,18 +1217,18 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, 
 #pragma unroll
     for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
 
-    if (w.pairs == 0) release_q(r);
+    if (pairs == 0) release_q(r);
     const int other = 1 - r.warpgroup;
     auto multiply_other = [&](uint32_t stage) {
         named_barrier_sync(P_READY + other, CONSUMERS);
         multiply_pv(r, stage, other, small().raised[other], out, [] {});
     };
-    uint32_t stage = w.stage + TILE_STAGES * r.warpgroup;  // the first of this warpgroup's tile
+    stage += TILE_STAGES * r.warpgroup;  // the first of this warpgroup's tile
 #pragma unroll 1
-    for (int pair = 0; pair < w.pairs; ++pair, stage += PAIR_STAGES) {
+    for (int pair = 0; pair < pairs; ++pair, stage += PAIR_STAGES) {
         float s[HEADS / 2], sums[OWN_HEADS];
         const RowScales scales = multiply_qk(r, stage, logit_scale, s);
-        if (pair + 1 == w.pairs) release_q(r);
+        if (pair + 1 == pairs) release_q(r);
         if (pair > 0 || r.warpgroup == 1) multiply_other(stage - TILE_STAGES);
         const bool raised = softmax_tile(r, scales, s, sums);
         multiply_pv(r, stage, r.warpgroup, raised, out, [&] {
@@ -1050,48 +1237,54 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, 
             for (int c = 0; c < SUMS; ++c) out.sum[c] += sums[c];
         });
     }
-    if (r.warpgroup == 0 && w.pairs > 0) multiply_other(stage - TILE_STAGES);
-    if constexpr (MERGES) {
+    if (r.warpgroup == 0 && pairs > 0) multiply_other(stage - TILE_STAGES);
+    if constexpr (DIVISION == CLUSTERS) {
         merge_results(p, w, r, out);
-    } else {
+    } else if (DIVISION == WHOLE || w.ends_item) {
         write_results(p, w, r, out);
+    } else {
+        leave_partial(p, w, r, out);
     }
+    return pairs;
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x persistent CTAs over queries x head tiles x splits; or (MERGES) x a cluster a query, y head tiles.
+// grid: x CTAs among which the work items are divided; in clusters x a cluster an item.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns, 40 cycles each
         for (int stage = threadIdx.x / 32; stage < STAGES; stage += THREADS / 32) {
-            mbarrier_init(shared_address(&sm.full[stage]), SHARES * 33);
+            mbarrier_init(shared_address(&sm.full[stage]), COPIERS * 33);
             mbarrier_init(shared_address(&sm.empty[stage]), 8 * WARP_ARRIVALS);
         }
         if (threadIdx.x == 0) {
-            mbarrier_init(shared_address(&sm.q_full), 1);
+            mbarrier_init(shared_address(&sm.q_full), 2);
             mbarrier_init(shared_address(&sm.q_empty), 8 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }
+    if (DIVISION == SHARES) find_share_early(p, sm.shares);
     __syncthreads();
-    Work only;
-    if constexpr (MERGES) {
-        if (has_lengths(p)) wait_for_earlier_kernels();
-        only = find_only_work(p);
-    }
     wait_for_earlier_kernels();
+    if (DIVISION == SHARES) find_share(p, sm.shares);
     let_next_kernel_start();
+    int stage = 0;
     if (threadIdx.x >= CONSUMERS) {
         decrease_registers_to<40>();
-        for_each_work(p, only, [&](const Work& w) {
-            const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
-            copy_rows(p, w, warp, lane);
-        });
-        if constexpr (MERGES) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
+#pragma unroll 1
+        for (int turn = 0; turn < num_splits(p); ++turn) {
+            Work w = find_work(p, turn);
+            w.turn = turn;
+            w.stage = stage;
+            stage += PAIR_STAGES * copy_rows(p, w, uniform(threadIdx.x / 32 % 4), threadIdx.x % 32);
+        }
+        if constexpr (DIVISION == CLUSTERS) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<232>();
-        for_each_work(p, only, [&](const Work& w) { attend(p, w, consumer_role()); });
+#pragma unroll 1
+        for (int turn = 0; turn < num_splits(p); ++turn)
+            stage += PAIR_STAGES * attend(p, turn, stage, consumer_role());
     }
 }
 

@@ -38,21 +38,39 @@ __device__ __forceinline__ void add_chunk(float (&v)[8], float weight, const flo
     }
 }
 
-// The partial results of a cluster that works on HEADS heads of a query.
+// Partial results, of HEADS heads of a query each, and the place of this CTA's among them.
 template <int VALUES>
-struct ClusterResults {
+struct PartialResults {
     static constexpr int CHUNKS = HEADS * D_V / VALUES, STEP = CHUNKS + HEADS;  // from one partial result to the next
     float4* first;
-    int ctas, rank;
+    int rank;
 
-    __device__ __forceinline__ ClusterResults(const AttentionParams& p, int query, int head_tile, int head_tiles)
-        : first(p.cluster_parts), ctas(cluster_size()), rank(cluster_rank()) {
-        first += (int64_t(query) * head_tiles + head_tile) * ctas * STEP;
-    }
     __device__ __forceinline__ void write(int chunk, float4 v) const { first[int64_t(rank) * STEP + chunk] = v; }
     __device__ __forceinline__ void write_statistics(int head, float ref, float sum, float max,
                                                      float scale = 1.0f) const {
         first[int64_t(rank) * STEP + CHUNKS + head] = make_float4(ref, sum, max, scale);
+    }
+    __device__ __forceinline__ float4 chunk_of(int other, int chunk) const {
+        return __ldcg(first + int64_t(other) * STEP + chunk);
+    }
+    __device__ __forceinline__ float4 statistics_of(int other, int head) const {
+        return chunk_of(other, CHUNKS + head);
+    }
+};
+
+// Those of a cluster that works on HEADS heads of a query.
+template <int VALUES>
+struct ClusterResults : PartialResults<VALUES> {
+    using PartialResults<VALUES>::CHUNKS;
+    using PartialResults<VALUES>::STEP;
+    using PartialResults<VALUES>::first;
+    using PartialResults<VALUES>::rank;
+    int ctas;
+
+    // Of the cluster that has number `index` among those of the launch.
+    __device__ __forceinline__ ClusterResults(const AttentionParams& p, int index)
+        : PartialResults<VALUES>{p.cluster_parts, cluster_rank()}, ctas(cluster_size()) {
+        first += int64_t(index) * ctas * STEP;
     }
 
     // Wait for the cluster's partial results and merge this CTA's share of the chunks. The CTA's first THREADS threads

@@ -15,7 +15,7 @@ struct AttentionParams {
     float* part_out;        // [num_splits, num_queries, h_q, D_V], if num_splits > 1: partial results for combine.cu
     float* part_lse;        // [num_splits, num_queries, h_q], base 2
     float* part_max;        // the same, or null
-    float4* cluster_parts;  // partial results of the CTAs of clusters (merge.cuh)
+    float4* cluster_parts;  // partial results of the CTAs of clusters, or of shares (merge.cuh)
     const float* sink;      // [h_q], or null
     float scale_log2;       // sm_scale * log2(e): logits are in base 2
     int32_t s_q, h_q;
@@ -23,16 +23,18 @@ struct AttentionParams {
     int32_t num_splits;   // of a query, between which combine.cu merges
     int32_t flags;        // of enum Flag
     int32_t* order;       // [num_queries] the queries, longest lists first (order_queries.cu); null: as they come
+    uint64_t* ready;      // [CTAs], of shares that divide work items (shares.cuh)
+    uint64_t nonce;       // a multiple of 4 that no other run of a call has
+    int32_t least_split;  // pairs of tiles that a split has at least, in shares
 };
 
 // What AttentionParams.flags says.
 enum Flag {
-    ALIGNED_ROWS = 1,   // every row of the caches starts at a multiple of 16 bytes
-    ALIGNED_Q = 2,      // every row of q starts at a multiple of 4 bytes
-    ALIGNED_OUT = 4,    // every row of out starts at a multiple of 4 bytes
-    WIDE_OUT = 8,       // every row of out starts at a multiple of 16 bytes
-    SOME_DONE = 16,     // a request with a negative main.lengths has its results already: its queries are skipped
-    PAIRED_PARTS = 32,  // part_out has the column order of fp8_sm90.cu: four values are 128 i + 2 j, + 1, + 64, + 65
+    ALIGNED_ROWS = 1,  // every row of the caches starts at a multiple of 16 bytes
+    ALIGNED_Q = 2,     // every row of q starts at a multiple of 4 bytes
+    ALIGNED_OUT = 4,   // every row of out starts at a multiple of 4 bytes
+    WIDE_OUT = 8,      // every row of out starts at a multiple of 16 bytes
+    SOME_DONE = 16,    // a request with a negative main.lengths has its results already: its queries are skipped
 };
 
 // A query token: its number in the call, its request, its number in the request.

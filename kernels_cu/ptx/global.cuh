@@ -30,3 +30,13 @@ __device__ __forceinline__ float load_in_order(const float* from, bool valid, fl
         : "l"(from), "r"(uint32_t(valid)));
     return v;
 }
+
+// PTX ISA: ld.acquire.gpu.global, st.release.gpu.global: a word that hands other memory over between CTAs.
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
+    uint64_t v;
+    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_release(uint64_t* to, uint64_t v) {
+    asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+}

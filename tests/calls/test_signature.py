@@ -647,7 +647,7 @@ def test_decode_of_flat_bf16_rows_is_prefill_of_them(gpu, d_qk):
     assert decode.kernel is prefill.kernel
     assert decode.kernel.name == "bf16_sm90"
     assert decode.grid == prefill.grid
-    a, b = (struct.unpack(AS_ATTENTION, launch.params) for launch in gpu.log)
+    a, b = (struct.unpack_from(AS_ATTENTION, launch.params) for launch in gpu.log)
     differ = {name for name, number in ATTENTION.index.items() if a[number] != b[number]}
     assert differ <= {"main.block_stride", "main.index_stride_s", "main.block_size", "q_s", "out_s", "lse",
                       "max_logits", "lse_s"}  # fmt: skip

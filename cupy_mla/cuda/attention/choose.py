@@ -16,7 +16,7 @@ from ...layouts import Layout
 from ..driver import MAX_CLUSTER, Gpu
 from ..paging import ceil_div
 from . import bf16_cluster_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, fp8_sm90, portable
-from .cost import few_heads_candidates, fp8_candidates, portable_splits
+from .cost import EVENLY, FP8_LEAST_SPLIT, Division, few_heads_candidates, fp8_candidates, portable_splits
 
 VARIABLE = "CUPY_MLA_KERNELS"
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
@@ -45,8 +45,10 @@ class Choice(NamedTuple):
     Attributes:
         kernel: its name: of the .cu file, the module, and what CUPY_MLA_KERNELS says.
         heads: of a CTA.
-        splits: of a query's rows.
+        splits: of a query's rows; `EVENLY`: wherever an equal share of all rows ends.
         cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
+        ctas: of `fp8_sm90`: among which the work is divided; 0: none, each item has a cluster.
+        least_split: pairs of tiles that a split has at least, where rows are divided among CTAs.
         queries: of a CTA; of a query group.
         longest_first: CTAs that take several queries begin with those that have the longest lists.
         most_rows: of query groups: a group is worked on as one where the union of its lists has at most this share of
@@ -58,6 +60,8 @@ class Choice(NamedTuple):
     heads: int
     splits: int = 1
     cluster: int = 1
+    ctas: int = 0
+    least_split: int = 0
     queries: int = 1
     longest_first: bool = False
     most_rows: float = 0.0
@@ -185,9 +189,21 @@ def _bf16_few_heads_wanted(f: Facts, s: Sizes) -> bool:
 
 
 def _fp8(f: Facts, s: Sizes) -> Choice:
-    at_once = f.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
     tiles = ceil_div(s.rows, fp8_sm90.TILE_ROWS)
-    return Choice("fp8_sm90", *fp8_candidates(fp8_sm90.HEADS, s.h_q, tiles, at_once, s.splits).cheapest(s.queries))
+    heads, splits, cluster = _fp8_division(f, s, tiles)
+    if cluster > 1:
+        return Choice("fp8_sm90", heads, splits, cluster)
+    items, sms = _items(s, heads), f.gpu.sms
+    if splits == EVENLY:
+        ctas = max(1, min(sms, items * ceil_div(tiles, 2) // FP8_LEAST_SPLIT))
+        return Choice("fp8_sm90", heads, EVENLY, ctas=ctas, least_split=FP8_LEAST_SPLIT)
+    return Choice("fp8_sm90", heads, splits, ctas=min(items, sms) if splits == 1 else items * splits)
+
+
+def _fp8_division(f: Facts, s: Sizes, tiles: int) -> Division:
+    """The cheapest division."""
+    at_once = f.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
+    return fp8_candidates(fp8_sm90.HEADS, s.h_q, tiles, at_once, s.splits, f.uneven).cheapest(s.queries)
 
 
 def _fp8_wanted_first(f: Facts, s: Sizes) -> bool:

@@ -1,12 +1,13 @@
 """How long a launch of an attention kernel takes on an H200, for `choose.py`: microseconds fitted to measurements.
 
 A query's rows may be split, so that a small batch fills the GPU. The splits of a query are CTAs of a cluster, which
-merges their results, or they leave partial results, which `combine.cu` merges, or both. A `Division` says how a launch
-is divided; the cheapest one is chosen.
+merges their results, or they leave partial results, which `combine.cu` merges, or both; or all rows of a launch are
+divided evenly, one share a CTA. A `Division` says how a launch is divided; the cheapest one is chosen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..driver import MAX_CLUSTER
 
+EVENLY = 0
 MAX_SPLITS = 1024  # of a query's rows; each takes memory for a partial result
 KNOWN_QUERIES = 512  # up to which all batches are decided at once: a server meets another one at every step
 
@@ -23,7 +25,7 @@ class Division(NamedTuple):
 
     Attributes:
         heads: of a CTA.
-        splits: of a query's rows.
+        splits: of a query's rows; `EVENLY`: wherever an equal share of all rows ends.
         cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
     """
 
@@ -37,15 +39,18 @@ class Division(NamedTuple):
         return self.splits // self.cluster
 
 
-# Of `fp8_sm90`, fitted to 2048 rows, batch 1 to 64, by the heads of a CTA.
-# CTA: Q, first rows and results of a CTA, and what is added when CTAs fill the GPU. PAIR: a pair of tiles. MERGE: a
-# cluster's merge, and what is added when CTAs fill the GPU. COMBINE: the launch of combine.cu. PARTIAL: 1000 partial
-# results in it.
-FP8_CTA, FP8_PAIR = {32: (4.0, 6.0), 64: (7.0, 0.0)}, {32: 3.0, 64: 4.1}
-FP8_MERGE = {32: (3.4, -3.0), 64: (3.5, 5.0)}
-FP8_COMBINE, FP8_PARTIAL = 4.0, {32: 0.3, 64: 1.0}
+# Of `fp8_sm90`, fitted to 640 to 2048 rows, batch 1 to 264, by the heads of a CTA. ITEM: Q, first rows and results of a
+# work item. PAIR: a pair of tiles. MERGE: a cluster's merge. FULL, FULL_PAIR: what is added to an item, and for each of
+# its pairs, as CTAs fill the GPU; FIRST is the share of that which the first items of a launch pay. EVEN: rows that are
+# divided evenly: once, for each pair and each item of a CTA. PARTIAL: another CTA's partial result. UNEVEN: where
+# queries have lengths of their own, the share of EVEN's pairs and items that remains, and of unsplit items.
+FP8_ITEM, FP8_PAIR, FP8_MERGE = {32: 4.0, 64: 8.0}, {32: 3.1, 64: 3.9}, {32: 3.6, 64: 3.5}
+FP8_FULL, FP8_FULL_PAIR, FP8_FIRST = {32: 2.0, 64: 2.2}, {32: 0.4, 64: 0.5}, 0.7
+FP8_EVEN, FP8_PARTIAL = {32: (16.0, 3.0, 12.0), 64: (18.0, 3.75, 20.0)}, {32: 1.0, 64: 2.0}
+FP8_UNEVEN = (0.55, 0.8, 0.95)
+FP8_LEAST_SPLIT = 2  # pairs of tiles
 
-# The same of `few_heads_sm90`. FULL: what is added when CTAs fill the GPU. TILE: a tile. ROUND: each consumer warpgroup
+# Of `few_heads_sm90`. FULL: what is added when CTAs fill the GPU. TILE: a tile. ROUND: each consumer warpgroup
 # takes a tile. MERGE: a cluster's merge, by the heads of a CTA.
 FEW_CTA, FEW_FULL, FEW_TILE, FEW_ROUND = 2.9, 4.8, 1.2, 0.75
 FEW_MERGE = {8: 3.3, 16: 3.3, 32: 5.0}
@@ -85,32 +90,11 @@ class Candidates:
 
     Args:
         divisions: the candidates.
-        h_q: heads of the call.
-        at_once: clusters of 1, 2, ... MAX_CLUSTER CTAs that the GPU runs at a time.
-        cta: microseconds of a CTA, a cluster's merge included, of each division.
-        more_when_full: what is added in proportion as CTAs fill the GPU.
-        combine: microseconds of combine.cu's launch.
-        per_partial: microseconds of combine.cu for each thousand partial results.
+        time: microseconds for numbers of queries, [numbers, 1], of each division: [numbers, divisions].
     """
 
-    def __init__(
-        self,
-        divisions: Divisions,
-        h_q: int,
-        at_once: tuple[int, ...],
-        cta: np.ndarray,
-        more_when_full: np.ndarray | float,
-        combine: float,
-        per_partial: np.ndarray | float,
-    ) -> None:
-        self._divisions = divisions.all
-        self._cta, self._more = cta, more_when_full
-        partials = divisions.splits // divisions.cluster
-        self._clusters = -(-h_q // divisions.heads) * partials  # of a query
-        self._at_once = np.array(at_once)[divisions.cluster - 1]
-        self._share = self._clusters * divisions.cluster / at_once[0]  # of the GPU, of a query
-        self._combine = np.where(partials > 1, combine, 0.0)
-        self._per_query = np.where(partials > 1, per_partial * h_q * partials / 1000, 0.0)
+    def __init__(self, divisions: list[Division], time: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._divisions, self._time = divisions, time
         self._asked = 0
         self._known: list[int] = []  # for 1, 2, ... KNOWN_QUERIES queries
 
@@ -129,25 +113,51 @@ class Candidates:
 
     def _best(self, queries: np.ndarray) -> np.ndarray:
         """The index of the cheapest division, for each number of queries."""
-        queries = queries[:, None]
-        waves = (queries * self._clusters + (self._at_once - 1)) // self._at_once
-        time = (self._cta + self._more * np.minimum(1.0, queries * self._share)) * waves
-        return np.argmin(time + self._combine + queries * self._per_query, axis=1)
+        return np.argmin(self._time(queries[:, None]), axis=1)
 
 
 @lru_cache(maxsize=1024)
 def fp8_candidates(
-    heads: tuple[int, ...], h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None
+    heads: tuple[int, ...], h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None, uneven: bool = False
 ) -> Candidates:
-    """Divisions for `fp8_sm90`, for queries of so many tiles; `splits` None: to be chosen."""
-    found = divisions(heads, max(1, min(tiles, at_once[0])), splits)
-    merges = found.cluster > 1
-    pairs = (-(-tiles // found.splits) + 1) // 2
-    alone, more = (_by_heads({n: times[i] for n, times in FP8_CTA.items()})[found.heads] for i in (0, 1))
-    merge, merge_more = (_by_heads({n: times[i] for n, times in FP8_MERGE.items()})[found.heads] for i in (0, 1))
-    cta = alone + _by_heads(FP8_PAIR)[found.heads] * pairs + merge * merges
-    per_partial = _by_heads(FP8_PARTIAL)[found.heads]
-    return Candidates(found, h_q, at_once, cta, more + merge_more * merges, FP8_COMBINE, per_partial)
+    """Divisions for `fp8_sm90`, for queries of so many tiles: unsplit, clusters, and equal shares.
+
+    Args:
+        heads: of a CTA.
+        h_q: heads of the call.
+        at_once: clusters of 1, 2, ... MAX_CLUSTER CTAs that the GPU runs at a time.
+        splits: that are asked for; more than a cluster holds are CTAs that leave partial results to one of them. None:
+            to be chosen.
+        uneven: queries have lengths of their own.
+    """
+    if splits is None:
+        most = max(1, min(tiles, MAX_CLUSTER))
+        found = [Division(n, s, s) for n in heads for s in range(1, most + 1)] + [Division(n, EVENLY, 1) for n in heads]
+    else:
+        found = [Division(n, splits, splits if splits <= MAX_CLUSTER else 1) for n in heads]
+    of, asked, clusters = np.array(found).T
+    sms = at_once[0]
+    pairs = (-(-tiles // np.maximum(asked, 1)) + 1) // 2
+    items = -(-h_q // of)  # of a query
+    item, pair, merge, full_item, full_pair, partial = (
+        _by_heads(times)[of] for times in (FP8_ITEM, FP8_PAIR, FP8_MERGE, FP8_FULL, FP8_FULL_PAIR, FP8_PARTIAL)
+    )
+    once, even_pair, even_item = (_by_heads({n: FP8_EVEN[n][i] for n in FP8_EVEN})[of] for i in range(3))
+    of_pair, of_item, of_whole = FP8_UNEVEN if uneven else (1.0, 1.0, 1.0)
+    each = of_pair * even_pair * (-(-tiles // 2)) + of_item * even_item
+    split = item + pair * pairs + merge * (clusters > 1)
+    runs = np.array(at_once)[clusters - 1]
+
+    def time(queries: np.ndarray) -> np.ndarray:
+        rounds = -(-queries * items // runs)
+        full = np.minimum(1.0, queries * items * clusters / sms)
+        load = (FP8_FIRST + (1.0 - FP8_FIRST) * rounds) * full
+        whole = np.where(rounds > 1, of_whole, 1.0) * (rounds * split + load * (full_item + full_pair * pairs))
+        share = queries * items / sms
+        even = once + each * share + partial * np.maximum(0.0, 1.0 / np.maximum(share, 1.0 / sms) - 1.0)
+        return np.where(asked == EVENLY, even, whole)
+
+    return Candidates(found, time)
 
 
 @lru_cache(maxsize=1024)
@@ -157,7 +167,18 @@ def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, .
     each = -(-tiles // found.splits)
     rounds = -(-each // FEW_CONSUMERS[heads])
     cta = FEW_CTA + FEW_TILE * each + FEW_ROUND * rounds + FEW_MERGE[heads] * (found.cluster > 1)
-    return Candidates(found, h_q, at_once, cta, FEW_FULL, FEW_COMBINE, FEW_PARTIAL)
+    partials = found.splits // found.cluster
+    clusters = -(-h_q // heads) * partials  # of a query
+    runs = np.array(at_once)[found.cluster - 1]
+    combine = np.where(partials > 1, FEW_COMBINE, 0.0)
+    per_query = np.where(partials > 1, FEW_PARTIAL * h_q * partials / 1000, 0.0)
+
+    def time(queries: np.ndarray) -> np.ndarray:
+        waves = -(-queries * clusters // runs)
+        full = np.minimum(1.0, queries * clusters * found.cluster / at_once[0])
+        return (cta + FEW_FULL * full) * waves + combine + queries * per_query
+
+    return Candidates(found.all, time)
 
 
 # Of the portable kernel, in steps of its main loop (about 4 us on an H200): Q, first rows and results of a CTA; the

@@ -11,7 +11,7 @@ from ...sizes import looked_up, most
 from .. import structs
 from ..driver import Gpu
 from ..paging import ceil_div, pointer
-from ..program import Program, Slot
+from ..program import Nonce, Program, Slot
 from ..structs import Packed
 from . import (
     bf16_cluster_sm90,
@@ -23,11 +23,11 @@ from . import (
     fp8_sm90,
     portable,
 )
-from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, PAIRED_PARTS, SOME_DONE, WIDE_OUT, Call, no_source
+from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, SOME_DONE, WIDE_OUT, Call, no_source
 from .choose import Choice, Facts, chooser
 
-CLUSTER_PARTIAL_BYTES = 4 * D_V + 16  # of a head, in what clusters merge; kernels_cu/attention/merge.cuh
-PAIRED = ("fp8_sm90", "bf16_sm90", "bf16_cluster_sm90")  # kernels that leave partial results in PAIRED_PARTS order
+# Of a head, in what clusters merge, and in what CTAs leave to others, as float16; kernels_cu/attention/merge.cuh
+CLUSTER_PARTIAL_BYTES, SHARE_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
 
 
 def sparse_prefill(
@@ -203,17 +203,23 @@ def _launches(
         batch: requests, queries of each, heads.
     """
     b, s_q, h_q = batch
-    queries, heads, partials = b * s_q, int(choice.heads), choice.splits // choice.cluster
-    memory = _Partials(queries, h_q, heads, choice.splits, choice.cluster)
+    queries, heads = b * s_q, int(choice.heads)
+    partials = most(1, choice.splits // choice.cluster)
+    items = queries * ceil_div(h_q, heads)
+    memory: _Partials | _Fp8Partials
+    if choice.kernel == "fp8_sm90":
+        memory = _Fp8Partials(choice, items)
+    else:
+        memory = _Partials(queries, h_q, heads, choice.splits, choice.cluster)
     flags = ALIGNED_ROWS * rows.aligned | ALIGNED_Q * q.array.aligned(4) | ALIGNED_OUT * out.array.aligned(4)
     flags |= WIDE_OUT * out.array.aligned(16) | SOME_DONE * (choice.kernel == "bf16_grouped_sm90")
-    flags |= PAIRED_PARTS * (choice.kernel in PAIRED)
     params = structs.ATTENTION(
         main=rows.main, extra=rows.extra, q=q.array.ptr, q_b=q.b, q_s=q.s, q_h=q.h, out=out.array.ptr, out_b=out.b,
         out_s=out.s, out_h=out.h, lse=lse.array.ptr, max_logits=pointer(max_logits), lse_b=lse.b, lse_s=lse.s,
         lse_h=lse.h, part_out=memory.out, part_lse=memory.lse, part_max=memory.max_logits if max_logits else 0,
         cluster_parts=memory.clusters, sink=pointer(sink), scale_log2=sm_scale * math.log2(math.e), s_q=s_q, h_q=h_q,
-        num_queries=queries, num_splits=partials, flags=flags, order=0,
+        num_queries=queries, num_splits=partials, flags=flags, order=0, ready=memory.ready,
+        nonce=Nonce() if memory.ready else 0, least_split=choice.least_split,
     )  # fmt: skip
     call = Call(gpu, layout, h_q, queries, rows.topk, rows.num_slots, params)
     if choice.kernel == "bf16_grouped_sm90":
@@ -221,14 +227,14 @@ def _launches(
         return bf16_grouped_sm90.launches(
             call, int(choice.queries), choice.most_rows, choice.rest, rows.length, choice.longest_first
         )
-    steps = list(_of_kernel(call, choice, heads, partials, rows.uneven))
-    return [*steps, combine.launch(call)] if partials > 1 else steps
+    steps = list(_of_kernel(call, choice, heads, partials))
+    return [*steps, combine.launch(call)] if choice.kernel != "fp8_sm90" and partials > 1 else steps
 
 
-def _of_kernel(call: Call, choice: Choice, heads: int, partials: int, uneven: bool) -> Program:
+def _of_kernel(call: Call, choice: Choice, heads: int, partials: int) -> Program:
     """The launches of a kernel for single queries."""
     if choice.kernel == "fp8_sm90":
-        return fp8_sm90.launches(call, heads, choice.splits, choice.cluster, uneven)
+        return fp8_sm90.launches(call, heads, choice.splits, choice.cluster, choice.ctas)
     if choice.kernel == "few_heads_sm90":
         return few_heads_sm90.launches(call, heads, choice.cluster, partials)
     if choice.kernel == "bf16_few_heads_sm90":
@@ -244,6 +250,8 @@ def _of_kernel(call: Call, choice: Choice, heads: int, partials: int, uneven: bo
 class _Partials:
     """Memory for partial results: those that clusters merge, and those for `combine.cu`; pointers, or 0 for none."""
 
+    ready = 0
+
     def __init__(self, queries: int, h_q: int, heads: int, splits: int, cluster: int) -> None:
         self.clusters = self.out = self.lse = self.max_logits = 0
         nbytes = rows = 0
@@ -257,3 +265,18 @@ class _Partials:
             self.out = memory + nbytes  # type: ignore[assignment]
             self.lse = memory + (nbytes + 4 * rows * D_V)  # type: ignore[assignment]
             self.max_logits = memory + (nbytes + 4 * rows * (D_V + 1))  # type: ignore[assignment]
+
+
+class _Fp8Partials:
+    """Memory for what clusters merge, or CTAs leave to others and say that it is there; pointers, or 0 for none."""
+
+    out = lse = max_logits = 0
+
+    def __init__(self, choice: Choice, items: int) -> None:
+        self.clusters = self.ready = 0
+        each = int(choice.heads) * SHARE_PARTIAL_BYTES
+        if choice.cluster > 1:
+            self.clusters = Slot("partial results", shape=(items * choice.cluster * each,)).ptr  # type: ignore[assignment]
+        elif choice.splits != 1:
+            memory = Slot("partial results", shape=(choice.ctas * (each + 8),)).ptr
+            self.clusters, self.ready = memory, memory + choice.ctas * each  # type: ignore[assignment]

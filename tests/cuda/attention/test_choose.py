@@ -311,11 +311,11 @@ def test_splits_of_invariant_calls_have_so_many_rows(rows, splits):
 
 
 def test_invariant_calls_are_cut_up_as_if_for_32_queries():
-    """At 32 heads, 4 splits of 2048 rows are not for clusters then, but with fewer queries and with more."""
-    clusters = {queries: decode(V32_FP8, 32, queries, splits=4).cluster for queries in (8, 32, 60)}
-    assert clusters == {8: 4, 32: 1, 60: 4}
-    for queries in clusters:
-        assert decode(V32_FP8, 32, queries, batch_invariant=True) == Choice("fp8_sm90", 32, 4, 1)
+    """64 heads are 32 a CTA with 1 query, but 64 a CTA with 32."""
+    heads = {queries: decode(V32_FP8, 64, queries, splits=4).heads for queries in (1, 32)}
+    assert heads == {1: 32, 32: 64}
+    for queries in (1, 8, 32, 60, 1000):
+        assert decode(V32_FP8, 64, queries, batch_invariant=True) == Choice("fp8_sm90", 64, 4, 4)
 
 
 # --- what no kernel for Hopper can serve ----------------------------------------------------------------------

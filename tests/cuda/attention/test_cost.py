@@ -6,6 +6,7 @@ import pytest
 
 from cupy_mla.cuda.attention import fp8_sm90
 from cupy_mla.cuda.attention.cost import (
+    EVENLY,
     FEW_CONSUMERS,
     KNOWN_QUERIES,
     Division,
@@ -61,17 +62,57 @@ def few_heads(tiles: int, splits: int | None):
 @pytest.mark.parametrize("tiles", [0, 1, 2, 5, 33, 256, 4000])
 def test_every_split_has_a_tile(candidates, queries, tiles):
     chosen = candidates(tiles, None).cheapest(queries)
-    assert 1 <= chosen.splits <= max(tiles, 1)
-    assert chosen.splits == chosen.cluster * chosen.partials
+    if chosen.splits == EVENLY:
+        assert (candidates, chosen.cluster) == (fp8, 1)
+        assert tiles > 1
+    else:
+        assert 1 <= chosen.splits <= max(tiles, 1)
+        assert chosen.splits == chosen.cluster * chosen.partials
     assert candidates(tiles, 7).cheapest(queries).splits == 7
 
 
 @pytest.mark.parametrize("candidates", [fp8, few_heads])
 @pytest.mark.parametrize(("least", "most"), [(1, 32), (2, 16), (8, 16), (32, 4), (132, 1)])
 def test_larger_batches_are_split_less(candidates, least, most):
-    """2048 rows; a batch that fills the GPU is not split."""
+    """2048 rows; a batch that fills the GPU is not split. Rows that are divided evenly are in few splits, too."""
     splits = [candidates(32, None).cheapest(queries).splits for queries in (least, 2 * least)]
-    assert splits[1] <= splits[0] <= most
+    assert splits[1] <= splits[0] <= most or splits[0] == EVENLY
+
+
+@pytest.mark.parametrize(
+    ("h_q", "queries", "splits"),
+    [
+        (64, 66, 2),  # half a wave of clusters of two
+        (64, 67, EVENLY),  # just over
+        (64, 80, EVENLY),
+        (64, 132, 1),  # whole waves are not split
+        (64, 133, EVENLY),
+        (64, 200, EVENLY),
+        (64, 264, 1),
+        (128, 66, 1),
+        (128, 67, EVENLY),
+        (128, 133, EVENLY),
+        (128, 132, 1),
+        (32, 67, EVENLY),
+        (32, 130, 1),
+        (32, 133, EVENLY),
+    ],
+)
+def test_fp8_rows_of_no_whole_wave_are_divided_evenly(h_q, queries, splits):
+    """2048 rows, as measured on an H200."""
+    chosen = fp8_candidates(fp8_sm90.HEADS, h_q, 32, CLUSTERS_AT_ONCE, None).cheapest(queries)
+    assert chosen.splits == splits
+
+
+def test_lists_of_unequal_length_are_divided_evenly_sooner():
+    even = [
+        sum(
+            fp8_candidates(fp8_sm90.HEADS, 128, 18, CLUSTERS_AT_ONCE, None, uneven).cheapest(queries).splits == EVENLY
+            for queries in range(1, 265)
+        )
+        for uneven in (False, True)
+    ]
+    assert even[0] < even[1]
 
 
 @pytest.mark.parametrize("candidates", [fp8, few_heads])

@@ -1,0 +1,168 @@
+// Division of a launch's work into equal shares, one a CTA. A work item (a query and a tile of its heads) is divided
+// where a share ends within it.
+//
+//   items   |    item 0    |    item 1    |    item 2    |    item 3    |
+//   shares  |    CTA 0    |    CTA 1    |    CTA 2    |    CTA 3    | ...
+//
+// A CTA works on its share backwards. So it begins with the split of an item that ends in a later share, and leaves a
+// partial result. It comes last to the split that ends the item with which its share begins, and merges what the CTAs
+// before it have left, which did that first. A CTA waits for CTAs of lower numbers alone. Those have been started, so
+// this cannot hang. Partial results are merged in the order of CTAs: the bits do not depend on who was first.
+//
+// ready[CTA] says that a partial result is there. It holds the run's nonce, so that what an earlier user of the memory
+// left there says nothing, and is cleared by the CTA that merges, so that a captured graph can be run again.
+#pragma once
+#include "attention/work.cuh"
+#include "ptx/global.cuh"
+
+// What a pair of tiles costs, and what an item costs beside them: Q, first rows, results. Their ratio was measured.
+constexpr int PAIR_COST = 8, ITEM_COST = 11;
+
+// What is added to the nonce in ready[CTA].
+enum Ready { IS_LEFT = 1, BEGINS_ITEM = 2 };
+
+// A place in the order of all pairs of tiles: before pair `pair` of item `item`.
+struct Boundary {
+    int item, pair;
+};
+
+// Where a launch's shares are divided. `costs` has a place for each warp.
+template <int THREADS>
+struct Shares {
+    Boundary begin, end;  // of this CTA's share
+    uint32_t costs[THREADS / 32];
+};
+
+__device__ __forceinline__ int head_tiles_of(const AttentionParams& p) { return ceil_div(p.h_q, HEADS); }
+
+__device__ __forceinline__ int pairs_of(const AttentionParams& p, int query) {
+    Lists w;
+    w.query = query_by_branch(p, query);
+    return ceil_div(find_lists(p, w), 2);
+}
+
+__device__ __forceinline__ uint32_t cost_of(int pairs) { return ITEM_COST + pairs * PAIR_COST; }
+
+// The boundary nearest to cost `at` of an item. Splits have p.least_split pairs or more.
+__device__ __forceinline__ Boundary nearest_boundary(const AttentionParams& p, int item, int pairs, uint32_t at) {
+    const int pair = (max(int(at) - ITEM_COST, 0) + PAIR_COST / 2) / PAIR_COST;
+    if (pair < p.least_split) return {item, 0};
+    if (pairs - pair < p.least_split) return {item + 1, 0};
+    return {item, pair};
+}
+
+// Where share `cta` begins, if each item is to be divided into p.num_splits alike.
+__device__ __forceinline__ Boundary split_boundary(const AttentionParams& p, uint32_t cta) {
+    const int item = cta / p.num_splits, split = cta % p.num_splits;
+    return {item, split == 0 ? 0 : pairs_of(p, item / head_tiles_of(p)) * split / p.num_splits};
+}
+
+// Where share `cta` begins, if all lists are equally long.
+__device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint32_t cta) {
+    const int pairs = pairs_of(p, 0);
+    const uint32_t cost = cost_of(pairs);
+    const uint64_t total = uint64_t(p.num_queries * head_tiles_of(p)) * cost, at = total * cta / gridDim.x;
+    return nearest_boundary(p, at / cost, pairs, at % cost);
+}
+
+// The sum of `cost` over the threads before this one; `total` gets that over all. All threads of the CTA call.
+template <int THREADS>
+__device__ __forceinline__ uint32_t sum_before(uint32_t cost, uint32_t (&costs)[THREADS / 32], uint32_t& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t sum = cost;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    if (lane == 31) costs[warp] = sum;
+    __syncthreads();
+    uint32_t before = 0;
+    total = 0;
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; ++i) {
+        if (i < warp) before += costs[i];
+        total += costs[i];
+    }
+    return before + sum - cost;
+}
+
+// Finds this CTA's share where queries have lengths of their own. All threads call; each looks at some of the queries.
+template <int THREADS>
+__device__ __forceinline__ void find_uneven_share(const AttentionParams& p, Shares<THREADS>& shares) {
+    const int head_tiles = head_tiles_of(p), each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
+    const int end = min(first + each, p.num_queries);
+    uint32_t cost = 0, total;
+#pragma unroll 1
+    for (int query = first; query < end; ++query) cost += head_tiles * cost_of(pairs_of(p, query));
+    const uint32_t before = sum_before<THREADS>(cost, shares.costs, total);
+#pragma unroll 1
+    for (uint32_t i = 0; i < 2; ++i) {
+        Boundary& found = i == 0 ? shares.begin : shares.end;
+        uint32_t at = uint64_t(total) * (blockIdx.x + i) / gridDim.x;
+        if (at == total && threadIdx.x == 0) found = {p.num_queries * head_tiles, 0};
+        if (at < before || at >= before + cost) continue;
+        at -= before;
+#pragma unroll 1
+        for (int query = first; query < end; ++query) {
+            const int pairs = pairs_of(p, query);
+            const uint32_t of_item = cost_of(pairs), of_query = head_tiles * of_item;
+            if (at < of_query) {
+                found = nearest_boundary(p, query * head_tiles + at / of_item, pairs, at % of_item);
+                break;
+            }
+            at -= of_query;
+        }
+    }
+    __syncthreads();
+}
+
+// Finds this CTA's share of lists without lengths, which nothing in memory says. The CTA must meet afterwards.
+template <int THREADS>
+__device__ __forceinline__ void find_share_early(const AttentionParams& p, Shares<THREADS>& shares) {
+    if (has_lengths(p) || threadIdx.x >= 2) return;
+    const uint32_t cta = blockIdx.x + threadIdx.x;
+    (threadIdx.x == 0 ? shares.begin : shares.end) = p.num_splits > 1 ? split_boundary(p, cta) : even_boundary(p, cta);
+}
+
+// Finds this CTA's share of lists with lengths. All threads call.
+template <int THREADS>
+__device__ __forceinline__ void find_share(const AttentionParams& p, Shares<THREADS>& shares) {
+    if (!has_lengths(p)) return;
+    if (p.num_splits == 1) {
+        find_uneven_share(p, shares);
+    } else {
+        if (threadIdx.x < 2)
+            (threadIdx.x == 0 ? shares.begin : shares.end) = split_boundary(p, blockIdx.x + threadIdx.x);
+        __syncthreads();
+    }
+}
+
+// --- partial results ------------------------------------------------------------------------------------------
+
+// Say that this CTA's partial result is there. The threads that wrote it must have met this one.
+__device__ __forceinline__ void announce_partial(const AttentionParams& p, bool begins_item) {
+    store_release(p.ready + blockIdx.x, p.nonce + IS_LEFT + (begins_item ? BEGINS_ITEM : 0));
+}
+
+// Wait for the partial results of the item that began before this CTA's share, and return how many there are: those of
+// the CTAs just before this one. One warp calls.
+__device__ __forceinline__ int wait_for_partials(const AttentionParams& p, int lane) {
+    int count = 0;
+#pragma unroll 1
+    for (;;) {
+        const int cta = int(blockIdx.x) - 1 - count - lane;
+        const uint64_t state = (cta < 0 ? 0 : load_acquire(p.ready + cta)) - p.nonce;
+        const bool left = state == IS_LEFT || state == IS_LEFT + BEGINS_ITEM;
+        const uint32_t missing = __ballot_sync(~0u, !left);
+        const uint32_t first = __ballot_sync(~0u, left && state != IS_LEFT);
+        const int next = __ffs(first), run = missing == 0 ? 32 : __ffs(missing) - 1;
+        if (next != 0 && next <= run) {
+            count += next;
+            break;
+        }
+        if (run == 32) count += 32;
+    }
+    for (int i = lane; i < count; i += 32) p.ready[int(blockIdx.x) - 1 - i] = 0;
+    return count;
+}

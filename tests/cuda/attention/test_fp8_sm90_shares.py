@@ -1,0 +1,153 @@
+"""`fp8_sm90` where all rows of a call are divided evenly over CTAs, against the oracle. Needs a Hopper GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda.attention import choose
+from cupy_mla.cuda.attention.choose import EVENLY, Choice, Facts, Sizes, chooser
+from cupy_mla.cuda.paging import ceil_div
+
+from ... import oracle
+from ...cases import Paged, check_decode, decode_oracle, paged, queries, run_decode, sinks
+from ...kinds import make
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+HEADS = pytest.mark.parametrize("heads", [32, 64])
+
+KERNEL = "fp8_sm90"
+CTAS = 132
+
+
+@pytest.fixture
+def heads() -> int:
+    """Of a CTA."""
+    return 64
+
+
+@pytest.fixture
+def evenly(heads, monkeypatch) -> Iterator[None]:
+    """Every call's rows are divided evenly over 132 CTAs, into splits of a pair of tiles and more."""
+
+    def divided(facts: Facts, sizes: Sizes) -> Choice:
+        pairs = ceil_div(ceil_div(sizes.rows, 64), 2)
+        ctas = max(1, min(CTAS, sizes.queries * ceil_div(sizes.h_q, heads) * pairs))
+        return Choice("fp8_sm90", heads, EVENLY, ctas=ctas, least_split=1)
+
+    table = [row._replace(choice=divided) if row.kernel == KERNEL else row for row in choose.TABLE]
+    monkeypatch.setattr(choose, "TABLE", tuple(table))
+    chooser.cache_clear()
+    forget_calls()
+    yield
+    chooser.cache_clear()
+    forget_calls()
+
+
+@FORMATS
+@HEADS
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "block_size"),
+    [
+        (1, 1, 1, 1, 1),
+        (1, 1, 64, 3000, 64),  # a query over 24 CTAs
+        (3, 1, 7, 63, 2),
+        (1, 2, 16, 65, 61),
+        (3, 1, 128, 700, 256),
+        (133, 1, 64, 300, 64),  # one more than there are multiprocessors
+        (45, 2, 128, 390, 64),
+    ],
+)
+def test_sizes(hopper, evenly, rng, fmt, b, s_q, h_q, topk, block_size):
+    main = paged(rng, fmt, b, s_q, topk, block_size)
+    check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q))
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "batches", [range(first, 301, 12) for first in range(1, 13)], ids=lambda r: f"{r[0]} to {r[-1]}"
+)
+def test_every_batch(hopper, evenly, rng, fmt, batches):
+    """Random heads and lists, lengths and tiles without a valid entry."""
+    for b in batches:
+        h_q, topk = int(rng.integers(1, 9)), int(rng.integers(1, 400))
+        main = paged(rng, fmt, b, 1, topk, 64, lengths=bool(rng.integers(2)))
+        if rng.integers(2):
+            main.indices[np.repeat(rng.random((b, 1, ceil_div(topk, 64))) < 0.5, 64, -1)[..., :topk]] = -1
+        check_decode(hopper, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main, num_splits=None)
+
+
+def unequal(rng: np.random.Generator, fmt: oracle.Format, b: int, lengths: list[int]) -> tuple[Paged, Paged]:
+    """Two caches, with these lengths, in turn."""
+    main, extra = paged(rng, fmt, b, 2, 300, 64, lengths=True), paged(rng, fmt, b, 2, 130, 2, lengths=True)
+    main.length[:] = np.resize(lengths, b)
+    extra.length[:] = np.resize(lengths[::-1], b)
+    return main, extra
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [0, 1, 300, 5000],
+        [0] * 69 + [300],  # one request with everything
+        [300] + [0] * 69,
+        [0],
+        [-7, 64, 65],
+    ],
+    ids=str,
+)
+def test_lengths(hopper, evenly, rng, fmt, lengths):
+    main, extra = unequal(rng, fmt, 70, lengths)
+    check_decode(
+        hopper, fmt, queries(rng, 70, 2, 72, fmt.d_qk), main, extra, sink=sinks(rng, 72), out_gaps=(0, 1, 2, 3)
+    )
+
+
+@FORMATS
+def test_nothing_valid(hopper, evenly, rng, fmt):
+    main = paged(rng, fmt, 140, 1, 300, 64)
+    main.indices[5:] = -1
+    out, lse = check_decode(hopper, fmt, queries(rng, 140, 1, 64, fmt.d_qk), main)
+    assert (out[5:].astype(np.float32) == 0).all()
+    assert (lse[5:] == np.inf).all()
+
+
+@FORMATS
+def test_same_bits_every_time(hopper, evenly, rng, fmt):
+    main, q = paged(rng, fmt, 37, 1, 1000, 64), queries(rng, 37, 1, 64, fmt.d_qk)
+    first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
+def test_replays_with_other_lengths(hopper, evenly, rng):
+    """Each replay divides anew, by the lengths that then lie in memory."""
+    torch = pytest.importorskip("torch")
+    kind = make("torch_cuda")
+    main, extra = unequal(rng, oracle.V4, 70, [300])
+    q = queries(rng, 70, 2, 64, 512)
+    arrays = [kind.put(a) for a in (q, main.cache, main.indices)]
+    more = {
+        "topk_length": kind.put(main.length), "extra_k_cache": kind.put(extra.cache),
+        "extra_indices": kind.put(extra.indices), "extra_topk_length": kind.put(extra.length),
+    }  # fmt: skip
+    cupy_mla.sparse_decode(*arrays, 0.05, **more)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = cupy_mla.sparse_decode(*arrays, 0.05, **more)
+    for _ in range(4):
+        main.length[:] = rng.integers(0, 301, 70)
+        extra.length[:] = rng.integers(0, 131, 70)
+        more["topk_length"].copy_(kind.put(main.length))
+        more["extra_topk_length"].copy_(kind.put(extra.length))
+        graph.replay()
+        kind.synchronize()
+        for got, want in zip((out, lse), decode_oracle(oracle.V4, q, main, extra, sm_scale=0.05), strict=True):
+            oracle.assert_close(kind.take(got), want, "decode")
