@@ -3,7 +3,7 @@
 from collections.abc import Callable as _Callable
 from typing import Any as _Any
 
-from . import flash_mla, layouts
+from . import flash_mla, layouts, warmup
 from ._version import __version__
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
@@ -92,4 +92,5 @@ __all__ = [
     "to_numpy",
     "to_torch",
     "v_up_proj",
+    "warmup",
 ]
