@@ -335,7 +335,11 @@ def require_cupy(why: str) -> ModuleType:
 
 
 def cuda_available() -> bool:
-    """True when CuPy is installed and sees a GPU."""
+    """True when CuPy is installed and sees a GPU.
+
+    Example:
+        >>> library = "CuPy" if cupy_mla.cuda_available() else "NumPy"
+    """
     try:
         require_cupy("this check")
     except RuntimeError:
@@ -462,7 +466,12 @@ def _device_name(device: int) -> str:
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises)."""
+    """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises).
+
+    Example:
+        >>> cupy_mla.to_numpy(np.arange(3)).tolist()
+        [0, 1, 2]
+    """
     a = describe("array", array)
     if a.device == HOST:
         return a.numpy()
@@ -478,6 +487,10 @@ def to_cupy(array: Any) -> Any:
 
     Raises:
         RuntimeError: CuPy or a GPU is missing.
+
+    Example:
+        >>> a = np.arange(3)
+        >>> a = cupy_mla.to_cupy(a) if cupy_mla.cuda_available() else a
     """
     cupy = require_cupy("to_cupy")
     a = describe("array", array)
@@ -499,6 +512,14 @@ def to_torch(array: Any, dtype: Any = None) -> Any:
 
     Raises:
         RuntimeError: torch is missing. ValueError: a stride is negative, which torch cannot hold.
+
+    Example:
+        >>> a = np.zeros(3, bfloat16)
+        >>> tensor = cupy_mla.to_torch(a)
+        >>> tensor.fill_(2).dtype
+        torch.bfloat16
+        >>> a.tolist()  # the same memory
+        [2.0, 2.0, 2.0]
     """
     try:
         torch = importlib.import_module("torch")

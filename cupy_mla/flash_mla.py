@@ -46,6 +46,9 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
     Args:
         batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch, see
             `cupy_mla.sparse_decode`.
+
+    Example:
+        >>> schedule, _ = cupy_mla.get_mla_metadata()
     """
     return FlashMLASchedMeta(batch_invariant=batch_invariant), None
 
@@ -61,7 +64,14 @@ def flash_mla_sparse_fwd(
     topk_length: Any = None,
     out: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """Sparse prefill: see `cupy_mla.sparse_prefill`, whose arguments, results and errors these are."""
+    """Sparse prefill: see `cupy_mla.sparse_prefill`, whose arguments, results and errors these are.
+
+    Example:
+        >>> q, kv = np.zeros((1, 64, 576), bfloat16), np.ones((10, 1, 576), bfloat16)
+        >>> out, max_logits, lse = cupy_mla.flash_mla_sparse_fwd(q, kv, np.array([[[1, 4]]], np.int32), 192**-0.5)
+        >>> out.shape, float(out[0, 0, 0])
+        ((1, 64, 512), 1.0)
+    """
     return attention.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
 
@@ -102,6 +112,16 @@ def flash_mla_with_kvcache(
 
     Raises:
         TypeError, ValueError: as `cupy_mla.sparse_decode`, and for a schedule planned for other shapes.
+
+    Example:
+        >>> q, cache = np.zeros((1, 1, 64, 576), bfloat16), np.zeros((4, 64, 1, 656), np.uint8)
+        >>> schedule, _ = cupy_mla.get_mla_metadata()
+        >>> out, lse = cupy_mla.flash_mla_with_kvcache(
+        ...     q, cache, None, None, 512, schedule, softmax_scale=192**-0.5, is_fp8_kvcache=True,
+        ...     indices=np.array([[[130, 65]]], np.int32),
+        ... )
+        >>> out.shape, lse.shape
+        ((1, 1, 64, 512), (1, 64, 1))
     """
     require_d_v("head_dim_v", head_dim_v)
     meta = tile_scheduler_metadata

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from inspect import ismodule
+from inspect import isfunction, ismodule
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import cupy_mla
@@ -141,6 +144,22 @@ def test_formulas_are_set(site: Path) -> None:
         assert 'class="math' in page
         assert "mathjax" in page
         assert r"\mathrm" in page
+
+
+FUNCTIONS = [name for name in cupy_mla.__all__ if isfunction(getattr(cupy_mla, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_examples_in_docstrings(name: str) -> None:
+    """Every public function has one, on NumPy arrays, which shows what it says."""
+    globs = {"np": np, "cupy_mla": cupy_mla, "bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+    example = doctest.DocTestParser().get_doctest(getattr(cupy_mla, name).__doc__, globs, name, None, None)
+    if "to_torch" in example.docstring and not installed("torch"):
+        pytest.skip("torch is not installed")
+    assert any(name in part.source for part in example.examples)
+    printed: list[str] = []
+    doctest.DocTestRunner().run(example, out=printed.append)
+    assert not printed, "".join(printed)
 
 
 def test_every_public_function_and_class_says_what_it_does() -> None:

@@ -169,6 +169,13 @@ def split_decodes_and_prefills(
 
     Returns:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens.
+
+    Example:
+        >>> starts, lengths = np.array([0, 1, 2, 12]), np.array([41, 8, 10])  # two decodes and a prefill of 10 tokens
+        >>> positions = np.array([40, 7, *range(10)])
+        >>> batch = cupy_mla.BatchMetadata(starts, lengths, np.arange(9).reshape(3, 3), positions, positions)
+        >>> cupy_mla.split_decodes_and_prefills(batch)
+        (2, 1, 2, 10)
     """
     lens = batch.query_lens
     is_decode = lens <= decode_threshold
@@ -195,6 +202,10 @@ def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int
 
     Raises:
         ValueError: one sequence alone is longer than the workspace.
+
+    Example:
+        >>> cupy_mla.split_prefill_chunks(np.array([300, 500, 400]), workspace_size=1000)
+        [(0, 2), (2, 3)]
     """
     chunks = []
     start = rows = 0
@@ -214,7 +225,12 @@ def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int
 
 
 def prefill_workspace_size(max_model_len: int) -> int:
-    """Rows of the workspace that prefills gather their sequences into."""
+    """Rows of the workspace that prefills gather their sequences into.
+
+    Example:
+        >>> cupy_mla.prefill_workspace_size(max_model_len=4096)
+        20480
+    """
     return PREFILL_WORKSPACE_SEQUENCES * max_model_len
 
 
@@ -223,6 +239,10 @@ def reshape_query_for_spec_decode(q: Any, batch_size: int) -> Any:
 
     Raises:
         ValueError: T is no multiple of `batch_size`.
+
+    Example:
+        >>> cupy_mla.reshape_query_for_spec_decode(np.zeros((6, 16, 576), bfloat16), batch_size=3).shape
+        (3, 2, 16, 576)
     """
     tokens = q.shape[0]
     if batch_size < 1 or tokens % batch_size:
@@ -235,6 +255,10 @@ def reshape_attn_output_for_spec_decode(attn_output: Any) -> Any:
 
     Raises:
         ValueError: the strides do not allow a view.
+
+    Example:
+        >>> cupy_mla.reshape_attn_output_for_spec_decode(np.zeros((3, 2, 16, 512), bfloat16)).shape
+        (6, 16, 512)
     """
     a = describe("attn_output", attn_output)
     if len(a.shape) != 4:

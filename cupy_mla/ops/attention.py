@@ -61,6 +61,17 @@ def sparse_prefill(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> kv = np.zeros((10, 1, 576), bfloat16)
+        >>> kv[:] = np.arange(10)[:, None, None]  # row j holds j
+        >>> q = np.zeros((1, 2, 576), bfloat16)  # 1 query token, 2 heads, for which all rows weigh the same
+        >>> indices = np.array([[[1, 4, -1]]], np.int32)  # rows 1 and 4, and an entry that counts as none
+        >>> out, max_logits, lse = cupy_mla.sparse_prefill(q, kv, indices, sm_scale=192**-0.5)
+        >>> out.shape, float(out[0, 0, 0])  # the mean of both rows
+        ((1, 2, 512), 2.5)
+        >>> lse.shape, round(float(lse[0, 0]), 4)  # log 2
+        ((1, 2), 0.6931)
     """
     return prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
@@ -127,6 +138,18 @@ def sparse_decode(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> cache = np.zeros((4, 64, 656), np.uint8)  # 4 blocks of 64 tokens in layout V32_FP8
+        >>> kv_c, k_pe = np.ones((3, 512), bfloat16), np.zeros((3, 64), bfloat16)
+        >>> cupy_mla.concat_and_cache_mla(kv_c, k_pe, cache, np.array([7, 130, 65]))
+        >>> q = np.zeros((1, 1, 16, 576), bfloat16)  # 1 request, 1 query token, 16 heads
+        >>> indices = np.array([[[130, 65, -1]]], np.int32)
+        >>> out, lse = cupy_mla.sparse_decode(q, cache, indices, sm_scale=192**-0.5)
+        >>> out.shape, float(out[0, 0, 0, 0])
+        ((1, 1, 16, 512), 1.0)
+        >>> lse.shape, round(float(lse[0, 0, 0]), 4)  # log 2
+        ((1, 16, 1), 0.6931)
     """
     return decode(
         q, k_cache, indices, sm_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
@@ -207,6 +230,11 @@ def plan_splits(
 
     Args: as for `sparse_decode`, and
         quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.
+
+    Example:
+        >>> q, indices = np.zeros((1, 1, 16, 576), bfloat16), np.zeros((1, 1, 2048), np.int32)
+        >>> cupy_mla.plan_splits(q, indices)  # on the CPU
+        1
     """
     place, (q_, idx) = bind(q=q, indices=indices)
     (extra_idx,) = place.optional(extra_indices=extra_indices)

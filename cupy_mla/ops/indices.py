@@ -54,6 +54,13 @@ def convert_req_index_to_global_index(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: a request outside the block table under CUPY_MLA_CHECK=1.
+
+    Example:
+        >>> block_table = np.array([[3, 7], [4, 9]], np.int32)  # of two requests, blocks of 16 tokens
+        >>> positions = np.array([[0, 17, -1], [16, 2, 3]], np.int32)
+        >>> requests = np.array([0, 1], np.int32)
+        >>> cupy_mla.convert_req_index_to_global_index(requests, block_table, positions, 16).tolist()
+        [[48, 113, -1], [144, 66, 67]]
     """
     if block_size < 1:
         raise ValueError(f"block_size must be >= 1, got {block_size}")
