@@ -17,6 +17,7 @@ exclude_patterns = ["docs/site"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
 default_role = "code"
+smartquotes = False
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 

@@ -51,6 +51,31 @@ def test_quickstart() -> None:
     assert printed.endswith("within the tolerances\n")
 
 
+PIPELINE = ROOT / "examples" / "05_full_pipeline.py"
+
+
+def test_full_pipeline() -> None:
+    printed = python(str(PIPELINE))
+    assert len(re.findall(r"dense attention over rows as .*: 0\.\d+ \(at most", printed)) == 2
+    assert printed.endswith("within the bounds\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [
+        ("sm_scale=SCALE", "sm_scale=(LATENT + ROPE) ** -0.5"),
+        ("device(q_pe), q)", "device(q_pe * 0), q)"),
+    ],
+    ids=["scale", "RoPE"],
+)
+def test_full_pipeline_fails_where_something_is_wrong(tmp_path: Path, what: str, instead: str) -> None:
+    program = PIPELINE.read_text()
+    assert program.count(what) == 1
+    (tmp_path / "spoilt.py").write_text(program.replace(what, instead))
+    with pytest.raises(AssertionError, match="OUT OF THE BOUNDS"):
+        python(str(tmp_path / "spoilt.py"))
+
+
 def test_extras_can_be_hidden() -> None:
     """So that the test above would fail."""
     with pytest.raises(AssertionError, match="ModuleNotFoundError"):
