@@ -92,19 +92,20 @@ class Links(HTMLParser):
         self.forms += [found["action"]] if tag == "form" else []
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the command of docs/README.md makes; a warning is an error."""
+def test_site(tmp_path: Path) -> None:
+    """The command of docs/README.md makes it, in one test since it takes ten seconds; a warning is an error."""
     if not all(map(installed, ("sphinx", "myst_parser", "furo"))):
         pytest.skip("Sphinx, MyST or Furo is not installed")
     (command,) = re.findall(r"^    python (-m sphinx .*) docs/site$", (ROOT / "docs" / "README.md").read_text(), re.M)
-    folder = tmp_path_factory.mktemp("site")
-    result = python(*command.split(), str(folder))
+    result = python(*command.split(), str(tmp_path))
     assert result.returncode == 0, result.stderr
-    return folder
+    links_lead_somewhere(tmp_path)
+    every_page_is_there_and_searches_all(tmp_path)
+    every_public_name_is_there(tmp_path)
+    formulas_are_set(tmp_path)
 
 
-def test_links_of_the_site_lead_somewhere(site: Path) -> None:
+def links_lead_somewhere(site: Path) -> None:
     """To a file of the site, and where they name a part of a page, to that part."""
     pages = {page.resolve(): Links(page) for page in site.rglob("*.html")}
     assert site / "docs" / "lse.html" in pages
@@ -120,7 +121,7 @@ def test_links_of_the_site_lead_somewhere(site: Path) -> None:
     assert missing == []
 
 
-def test_site_holds_every_page_and_can_be_searched(site: Path) -> None:
+def every_page_is_there_and_searches_all(site: Path) -> None:
     """The README, what stands in docs/, and the API; every page has a box to search all of them."""
     names = [page.relative_to(ROOT).with_suffix(".html") for page in PAGES]
     assert [name for name in names if not (site / name).is_file()] == []
@@ -131,14 +132,14 @@ def test_site_holds_every_page_and_can_be_searched(site: Path) -> None:
     assert all(f'"{name.with_suffix("")}"' in index for name in names)
 
 
-def test_site_has_every_public_name(site: Path) -> None:
+def every_public_name_is_there(site: Path) -> None:
     ids = set().union(*(Links(page).ids for page in (site / "docs" / "api").glob("*.html")))
     modules = {f"module-cupy_mla.{name}" for name in ("flash_mla", "layouts", "warmup")}
     names = {f"cupy_mla.{name}" for name in cupy_mla.__all__ if not ismodule(getattr(cupy_mla, name))}
     assert (names | modules) - ids == {"cupy_mla.__version__"}
 
 
-def test_formulas_are_set(site: Path) -> None:
+def formulas_are_set(site: Path) -> None:
     for name in ("lse", "api/attention", "api/cache"):
         page = (site / "docs" / f"{name}.html").read_text()
         assert 'class="math' in page
