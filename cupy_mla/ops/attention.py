@@ -228,7 +228,8 @@ def plan_splits(
 ) -> int:
     """How many splits `sparse_decode` would choose for each query's rows: enough to fill the GPU, 1 on the CPU.
 
-    Args: as for `sparse_decode`, and
+    Args:
+        q, indices, extra_indices: as for `sparse_decode`.
         quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.
 
     Example:
