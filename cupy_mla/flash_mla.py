@@ -1,4 +1,4 @@
-"""Front door with FlashMLA's names and signatures: a drop-in for the module `flash_mla`.
+"""Front door with FlashMLA's names and signatures: a drop-in for the module `flash_mla`::
 
     from cupy_mla import flash_mla          # instead of: import flash_mla
 

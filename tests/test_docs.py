@@ -103,6 +103,7 @@ def test_site(tmp_path: Path) -> None:
     every_page_is_there_and_searches_all(tmp_path)
     every_public_name_is_there(tmp_path)
     formulas_are_set(tmp_path)
+    code_is_set_as_code(tmp_path)
 
 
 def links_lead_somewhere(site: Path) -> None:
@@ -145,6 +146,13 @@ def formulas_are_set(site: Path) -> None:
         assert 'class="math' in page
         assert "mathjax" in page
         assert r"\mathrm" in page
+
+
+def code_is_set_as_code(site: Path) -> None:
+    """An indented block of a docstring that no `::` comes before becomes a quotation, its lines one paragraph."""
+    pages = list((site / "docs" / "api").glob("*.html"))
+    assert [page.name for page in pages if "<blockquote>" in page.read_text()] == []
+    assert any('class="highlight' in page.read_text() for page in pages)
 
 
 FUNCTIONS = [name for name in cupy_mla.__all__ if isfunction(getattr(cupy_mla, name))]
