@@ -3,7 +3,7 @@
 from collections.abc import Callable as _Callable
 from typing import Any as _Any
 
-from . import flash_mla, layouts
+from . import flash_mla, layouts, warmup
 from ._version import __version__
 from .arrays import set_checks
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
@@ -94,4 +94,5 @@ __all__ = [
     "to_numpy",
     "to_torch",
     "v_up_proj",
+    "warmup",
 ]

@@ -31,7 +31,7 @@ CHECK_VALUES = _asked_by_environment()  # whether calls look at what index array
 
 
 class set_checks:
-    """Turn checks of values on or off: from now on, or for a `with` block.
+    """Turn checks of values on or off: from now on, or for a `with` block::
 
         cupy_mla.set_checks(True)
         with cupy_mla.set_checks(True):

@@ -386,7 +386,11 @@ def require_array(name: str, obj: Any) -> None:
 
 
 def cuda_available() -> bool:
-    """True when CuPy is installed and sees a GPU."""
+    """True when CuPy is installed and sees a GPU.
+
+    Example:
+        >>> library = "CuPy" if cupy_mla.cuda_available() else "NumPy"
+    """
     try:
         require_cupy("this check")
     except RuntimeError:
@@ -575,7 +579,12 @@ def _device_name(device: int) -> str:
 
 
 def to_numpy(array: AnyArray) -> np.ndarray:
-    """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises)."""
+    """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises).
+
+    Example:
+        >>> cupy_mla.to_numpy(np.arange(3)).tolist()
+        [0, 1, 2]
+    """
     a = describe("array", array)
     if a.device == HOST:
         return a.numpy()
@@ -591,6 +600,10 @@ def to_cupy(array: AnyArray) -> Any:
 
     Raises:
         RuntimeError: CuPy or a GPU is missing.
+
+    Example:
+        >>> a = np.arange(3)
+        >>> a = cupy_mla.to_cupy(a) if cupy_mla.cuda_available() else a
     """
     cupy = require_cupy("to_cupy")
     a = describe("array", array)
@@ -615,6 +628,14 @@ def to_torch(array: AnyArray, dtype: Any = None) -> Any:
         TypeError: torch has no such dtype.
         ValueError: a stride is negative or the memory read-only, which torch cannot hold, or `dtype` has another item
             size.
+
+    Example:
+        >>> a = np.zeros(3, bfloat16)
+        >>> tensor = cupy_mla.to_torch(a)
+        >>> tensor.fill_(2).dtype
+        torch.bfloat16
+        >>> a.tolist()  # the same memory
+        [2.0, 2.0, 2.0]
     """
     torch = require_torch("to_torch")
     a = describe("array", array)

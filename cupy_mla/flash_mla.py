@@ -1,4 +1,4 @@
-"""Front door with FlashMLA's names and signatures: a drop-in for the module `flash_mla`.
+"""Front door with FlashMLA's names and signatures: a drop-in for the module `flash_mla`::
 
     from cupy_mla import flash_mla          # instead of: import flash_mla
 
@@ -48,6 +48,9 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
     Args:
         batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch, see
             `cupy_mla.sparse_decode`.
+
+    Example:
+        >>> schedule, _ = cupy_mla.get_mla_metadata()
     """
     return FlashMLASchedMeta(batch_invariant=batch_invariant), None
 
@@ -67,6 +70,12 @@ def flash_mla_sparse_fwd(
 
     `lse = log(sum_j exp(sm_scale * q . kv_j))`, natural logarithm, over a token's valid rows; `attn_sink` scales out
     alone; a token without a valid row has out 0, max_logits -inf and lse +inf. `cupy_mla.sparse_prefill` has it all.
+
+    Example:
+        >>> q, kv = np.zeros((1, 64, 576), bfloat16), np.ones((10, 1, 576), bfloat16)
+        >>> out, max_logits, lse = cupy_mla.flash_mla_sparse_fwd(q, kv, np.array([[[1, 4]]], np.int32), 192**-0.5)
+        >>> out.shape, float(out[0, 0, 0])
+        ((1, 64, 512), 1.0)
     """
     return attention.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
@@ -112,6 +121,16 @@ def flash_mla_with_kvcache(
 
     Raises:
         TypeError, ValueError: as `cupy_mla.sparse_decode`, and for a schedule planned for other shapes.
+
+    Example:
+        >>> q, cache = np.zeros((1, 1, 64, 576), bfloat16), np.zeros((4, 64, 1, 656), np.uint8)
+        >>> schedule, _ = cupy_mla.get_mla_metadata()
+        >>> out, lse = cupy_mla.flash_mla_with_kvcache(
+        ...     q, cache, None, None, 512, schedule, softmax_scale=192**-0.5, is_fp8_kvcache=True,
+        ...     indices=np.array([[[130, 65]]], np.int32),
+        ... )
+        >>> out.shape, lse.shape
+        ((1, 1, 64, 512), (1, 64, 1))
     """
     require_d_v("head_dim_v", head_dim_v)
     is_fp8_kvcache = require_bool("is_fp8_kvcache", is_fp8_kvcache)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 in Hugging Face transformers on paged latent caches and sparse attention.
+"""DeepSeek-V3.2 in Hugging Face transformers on paged latent caches and sparse attention::
 
     cache = PagedLatentCache(model.config, block_table, layout="v32_fp8")
     with sparse_attention(model):

@@ -197,6 +197,13 @@ def split_decodes_and_prefills(
 
     Returns:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens.
+
+    Example:
+        >>> starts, lengths = np.array([0, 1, 2, 12]), np.array([41, 8, 10])  # two decodes and a prefill of 10 tokens
+        >>> positions = np.array([40, 7, *range(10)])
+        >>> batch = cupy_mla.BatchMetadata(starts, lengths, np.arange(9).reshape(3, 3), positions, positions)
+        >>> cupy_mla.split_decodes_and_prefills(batch)
+        (2, 1, 2, 10)
     """
     decode_threshold = require_integer("decode_threshold", decode_threshold, 1)
     require_bool("require_uniform", require_uniform)
@@ -225,6 +232,10 @@ def split_prefill_chunks(seq_lens: ArrayLike, workspace_size: int, request_offse
 
     Raises:
         TypeError, ValueError: lengths are no integers or negative, or one sequence alone is longer than the workspace.
+
+    Example:
+        >>> cupy_mla.split_prefill_chunks(np.array([300, 500, 400]), workspace_size=1000)
+        [(0, 2), (2, 3)]
     """
     workspace_size = require_integer("workspace_size", workspace_size, 0)
     request_offset = require_integer("request_offset", request_offset, 0)
@@ -249,7 +260,12 @@ def split_prefill_chunks(seq_lens: ArrayLike, workspace_size: int, request_offse
 
 
 def prefill_workspace_size(max_model_len: int) -> int:
-    """Rows of the workspace that prefills gather their sequences into."""
+    """Rows of the workspace that prefills gather their sequences into.
+
+    Example:
+        >>> cupy_mla.prefill_workspace_size(max_model_len=4096)
+        20480
+    """
     return PREFILL_WORKSPACE_SEQUENCES * require_integer("max_model_len", max_model_len, 1)
 
 
@@ -258,6 +274,10 @@ def reshape_query_for_spec_decode(q: A, batch_size: int) -> A:
 
     Raises:
         ValueError: T is no multiple of `batch_size`.
+
+    Example:
+        >>> cupy_mla.reshape_query_for_spec_decode(np.zeros((6, 16, 576), bfloat16), batch_size=3).shape
+        (3, 2, 16, 576)
     """
     batch_size = require_integer("batch_size", batch_size, 1)
     require_array("q", q)
@@ -276,6 +296,10 @@ def reshape_attn_output_for_spec_decode(attn_output: A) -> A:
 
     Raises:
         ValueError: the strides do not allow a view.
+
+    Example:
+        >>> cupy_mla.reshape_attn_output_for_spec_decode(np.zeros((3, 2, 16, 512), bfloat16)).shape
+        (6, 16, 512)
     """
     a = describe("attn_output", attn_output)
     if len(a.shape) != 4:

@@ -39,6 +39,12 @@ def split_kv_b_proj(weight: A, num_heads: int, d_nope: int) -> tuple[A, A]:
 
     Raises:
         TypeError, ValueError: `weight` has the wrong type or does not split into that many heads.
+
+    Example:
+        >>> weight = np.zeros((512, 16 * (128 + 128)), np.float32)  # 16 heads, keys and values of 128
+        >>> w_uk, w_uv = cupy_mla.split_kv_b_proj(weight, num_heads=16, d_nope=128)
+        >>> w_uk.shape, w_uv.shape
+        ((512, 16, 128), (512, 16, 128))
     """
     _, (w,) = bind(weight=weight)
     _, width = w.require(FLOATS, D_V, "num_heads * (d_nope + d_v)", contiguous=False).shape
@@ -61,6 +67,12 @@ def absorb_q(q_nope: A, w_uk: AnyArray) -> A:
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
+
+    Example:
+        >>> w_uk = np.ones((512, 16, 128), np.float32)
+        >>> out = cupy_mla.absorb_q(np.ones((3, 16, 128), np.float32), w_uk)
+        >>> out.shape, float(out[0, 0, 0])
+        ((3, 16, 512), 128.0)
     """
     place, (q, w) = bind(q_nope=q_nope, w_uk=w_uk)
     _, h, d_nope = q.require(FLOATS, "T", "h", "d_nope", contiguous=False).shape
@@ -81,6 +93,12 @@ def v_up_proj(x: A, w_uv: AnyArray) -> A:
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
+
+    Example:
+        >>> w_uv = np.ones((512, 16, 128), np.float32)
+        >>> out = cupy_mla.v_up_proj(np.ones((3, 16, 512), np.float32), w_uv)
+        >>> out.shape, float(out[0, 0, 0])
+        ((3, 16, 128), 512.0)
     """
     place, (rows, w) = bind(x=x, w_uv=w_uv)
     h = rows.require(FLOATS, "T", "h", D_V, contiguous=False).shape[1]

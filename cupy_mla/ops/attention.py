@@ -47,7 +47,7 @@ def sparse_prefill(
 ) -> tuple[A, A, A]:
     """Sparse attention of query tokens over a flat array of bf16 KV rows.
 
-    For each query token and head, over the rows j of the token's index list that are valid:
+    For each query token and head, over the rows j of the token's index list that are valid::
 
         logit[j]   = sm_scale * dot(q, kv[j])
         max_logits = max_j logit[j]
@@ -83,6 +83,17 @@ def sparse_prefill(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> kv = np.zeros((10, 1, 576), bfloat16)
+        >>> kv[:] = np.arange(10)[:, None, None]  # row j holds j
+        >>> q = np.zeros((1, 2, 576), bfloat16)  # 1 query token, 2 heads, for which all rows weigh the same
+        >>> indices = np.array([[[1, 4, -1]]], np.int32)  # rows 1 and 4, and an entry that counts as none
+        >>> out, max_logits, lse = cupy_mla.sparse_prefill(q, kv, indices, sm_scale=192**-0.5)
+        >>> out.shape, float(out[0, 0, 0])  # the mean of both rows
+        ((1, 2, 512), 2.5)
+        >>> lse.shape, round(float(lse[0, 0]), 4)  # log 2
+        ((1, 2), 0.6931)
     """
     return prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
@@ -131,7 +142,7 @@ def sparse_decode(
     """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8 or bf16), split-KV.
 
     For each query token and head, over the slots j of the token's index lists that are valid, row_j being the cache's
-    row as numbers (`float(e4m3) * scale`, RoPE values as they are):
+    row as numbers (`float(e4m3) * scale`, RoPE values as they are)::
 
         logit[j] = sm_scale * dot(q, row_j)
         lse      = log(sum_j exp(logit[j]))
@@ -171,6 +182,18 @@ def sparse_decode(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> cache = np.zeros((4, 64, 656), np.uint8)  # 4 blocks of 64 tokens in layout V32_FP8
+        >>> kv_c, k_pe = np.ones((3, 512), bfloat16), np.zeros((3, 64), bfloat16)
+        >>> cupy_mla.concat_and_cache_mla(kv_c, k_pe, cache, np.array([7, 130, 65]))
+        >>> q = np.zeros((1, 1, 16, 576), bfloat16)  # 1 request, 1 query token, 16 heads
+        >>> indices = np.array([[[130, 65, -1]]], np.int32)
+        >>> out, lse = cupy_mla.sparse_decode(q, cache, indices, sm_scale=192**-0.5)
+        >>> out.shape, float(out[0, 0, 0, 0])
+        ((1, 1, 16, 512), 1.0)
+        >>> lse.shape, round(float(lse[0, 0, 0]), 4)  # log 2
+        ((1, 16, 1), 0.6931)
     """
     scale = require_scale("sm_scale", sm_scale)
     return decode(
@@ -261,8 +284,14 @@ def plan_splits(
 
     0 where it would divide all rows of the call evenly over the GPU, wherever in a list that may be.
 
-    Args: as for `sparse_decode`, and
+    Args:
+        q, indices, extra_indices, batch_invariant: as for `sparse_decode`.
         quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.
+
+    Example:
+        >>> q, indices = np.zeros((1, 1, 16, 576), bfloat16), np.zeros((1, 1, 2048), np.int32)
+        >>> cupy_mla.plan_splits(q, indices)  # on the CPU
+        1
     """
     quantized = require_bool("quantized", quantized)
     batch_invariant = require_bool("batch_invariant", batch_invariant)

@@ -49,6 +49,13 @@ def concat_and_cache_mla(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 576), bfloat16)  # 2 blocks of 64 tokens in layout BF16
+        >>> kv_c, k_pe = np.ones((3, 512), bfloat16), np.ones((3, 64), bfloat16)
+        >>> cupy_mla.concat_and_cache_mla(kv_c, k_pe, cache, np.array([5, -1, 64]))  # the second token is skipped
+        >>> np.argwhere(cache.any(axis=-1)).tolist()  # block, offset
+        [[0, 5], [1, 0]]
     """
     require_choice("scale_format", scale_format, SCALE_FORMATS)
     if layout is not None:
@@ -80,6 +87,12 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 584), np.uint8)  # 2 blocks of 64 tokens in layout V4_FP8
+        >>> cupy_mla.quantize_and_insert_k_cache(np.ones((1, 512), bfloat16), cache, np.array([65]))
+        >>> cache.any(axis=(1, 2)).tolist()  # which blocks hold something
+        [False, True]
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
     told = cache_layout(cache, (V4_FP8,))

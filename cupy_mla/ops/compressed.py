@@ -56,6 +56,13 @@ def compute_global_topk_indices_and_lens(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: a valid token names a request that does not
             exist, or a position beyond its row of the block table.
+
+    Example:
+        >>> chosen, request = np.array([[0, 5, -1]], np.int32), np.array([0], np.int32)
+        >>> block_table, valid = np.array([[3]], np.int32), np.array([True])
+        >>> slots, lens = cupy_mla.compute_global_topk_indices_and_lens(chosen, request, block_table, 64, valid)
+        >>> slots.tolist(), lens.tolist()
+        ([[192, 197, -1]], [2])
     """
     block_size = require_integer("block_size", block_size, 1)
     place, (chosen, req, table, valid) = bind(
@@ -106,6 +113,12 @@ def get_compressed_slot_mapping(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
+
+    Example:
+        >>> starts, lengths = np.array([0, 5], np.int32), np.array([9], np.int32)  # tokens at positions 4 to 8
+        >>> block_table = np.array([[3]], np.int32)
+        >>> cupy_mla.get_compressed_slot_mapping(5, starts, lengths, block_table, 64, compress_ratio=4).tolist()
+        [-1, -1, -1, 193, -1]
     """
     return write_compressed_slot_mapping(
         num_tokens, query_start_loc, seq_lens, block_table, block_size, compress_ratio, out
@@ -183,6 +196,16 @@ def build_c128a_topk_metadata(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: a request does not exist or a position is negative.
+
+    Example:
+        >>> positions, request = np.array([400, 300]), np.array([0, 1], np.int32)  # a decode, then a prefill's token
+        >>> block_table, own_slots = np.array([[3], [4]], np.int32), np.array([1, 2])
+        >>> buffers = np.zeros((1, 4), np.int32), np.zeros(1, np.int32), np.zeros((1, 4), np.int32)
+        >>> slots, lens, rows = cupy_mla.build_c128a_topk_metadata(
+        ...     positions, 128, 1, request, block_table, 64, own_slots, *buffers, 4
+        ... )
+        >>> slots.tolist(), lens.tolist(), rows.tolist()  # 3 and 2 complete rows
+        ([[192, 193, 194, -1]], [3], [[0, 1, -1, -1]])
     """
     write_c128a_topk_metadata(
         positions, compress_ratio, num_decode_tokens, token_to_req, block_table, block_size, slot_mapping,

@@ -38,6 +38,16 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         IndexError, ValueError: under `cupy_mla.set_checks`: a request's rows lie outside `dst`, a length is
             negative, the block table is too narrow for a length, or a block of a sequence does not exist; the rows of
             two requests overlap.
+
+    Example:
+        >>> cache = np.zeros((3, 16, 656), np.uint8)
+        >>> kv_c, k_pe = np.ones((2, 512), bfloat16), np.zeros((2, 64), bfloat16)
+        >>> cupy_mla.concat_and_cache_mla(kv_c, k_pe, cache, np.array([32, 33]))  # block 2
+        >>> rows = np.zeros((5, 576), bfloat16)
+        >>> block_table, lengths = np.array([[2]], np.int32), np.array([2], np.int32)
+        >>> cupy_mla.cp_gather_and_upconvert_fp8_kv_cache(cache, rows, block_table, lengths, np.array([1], np.int32))
+        >>> rows[:, 0].astype(int).tolist()  # from row 1 on
+        [0, 1, 1, 0, 0]
     """
     place, (cache, dst_, table, lens, starts) = bind(
         src_cache=src_cache, dst=dst, block_table=block_table, seq_lens=seq_lens, workspace_starts=workspace_starts
@@ -85,6 +95,16 @@ def dequantize_and_gather_k_cache(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: tokens lie beyond the rows of `out`, a length is negative,
             the block table is too narrow for a sequence, or a block of a gathered token does not exist.
+
+    Example:
+        >>> cache = np.zeros((3, 16, 584), np.uint8)
+        >>> k = np.repeat(np.arange(1, 5), 512).reshape(4, 512).astype(bfloat16)  # token t holds t + 1
+        >>> cupy_mla.quantize_and_insert_k_cache(k, cache, np.arange(32, 36))  # block 2
+        >>> rows, lengths = np.zeros((1, 5, 512), bfloat16), np.array([4], np.int32)
+        >>> last_two, block_table = np.array([2], np.int32), np.array([[2]], np.int32)
+        >>> cupy_mla.dequantize_and_gather_k_cache(rows, cache, lengths, last_two, block_table, 16, 1)
+        >>> rows[0, :, 0].astype(int).tolist()  # from row 1 on
+        [0, 3, 4, 0, 0]
     """
     place, (out_, cache, lens, table) = bind(out=out, k_cache=k_cache, seq_lens=seq_lens, block_table=block_table)
     (gather,) = place.optional(gather_lens=gather_lens)
@@ -123,6 +143,12 @@ def concat_mla_q(ql_nope: AnyArray, q_pe: AnyArray, out: AnyArray) -> None:
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+
+    Example:
+        >>> out = np.zeros((2, 16, 576), bfloat16)
+        >>> cupy_mla.concat_mla_q(np.ones((2, 16, 512), bfloat16), np.zeros((2, 16, 64), bfloat16), out)
+        >>> int(out[0, 0].sum(dtype=np.float32))
+        512
     """
     place, (nope, rope, out_) = bind(ql_nope=ql_nope, q_pe=q_pe, out=out)
     tokens, heads, _ = nope.require(BFLOAT16, "T", "h", BF16_576.d_nope).shape

@@ -41,6 +41,12 @@ def indexer_k_quant_and_cache(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 132), np.uint8)  # 2 blocks of 64 tokens in layout INDEXER_FP8
+        >>> cupy_mla.indexer_k_quant_and_cache(np.ones((2, 128), bfloat16), cache, np.array([3, 64]))
+        >>> cache.any(axis=(1, 2)).tolist()  # which blocks hold something
+        [True, True]
     """
     require_choice("scale_format", scale_format, SCALE_FORMATS)
     place, (k_, cache, slots) = bind(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
@@ -76,6 +82,16 @@ def cp_gather_indexer_k_quant_cache(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: `cu_seq_lens` starts below 0, goes down, or ends beyond S, the
             block table is too narrow for a length, or a block of a sequence does not exist.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 132), np.uint8)
+        >>> cupy_mla.indexer_k_quant_and_cache(np.full((2, 128), 3, bfloat16), cache, np.array([64, 65]))  # block 1
+        >>> keys, scales = np.zeros((2, 128), np.uint8), np.zeros(2, np.float32)
+        >>> starts = np.array([0, 2], np.int32)
+        >>> cupy_mla.cp_gather_indexer_k_quant_cache(cache, keys, scales, np.array([[1]], np.int32), starts)
+        >>> values = keys.view(float8_e4m3fn).astype(np.float32) * scales[:, None]
+        >>> bool(np.allclose(values, 3))
+        True
     """
     place, (cache, keys, scales, table, starts) = bind(
         kv_cache=kv_cache, dst_k=dst_k, dst_scale=dst_scale, block_table=block_table, cu_seq_lens=cu_seq_lens

@@ -100,6 +100,13 @@ def convert_req_index_to_global_index(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: a request outside the block table, a position beyond its row of it, a
             prefill that does not exist or whose rows start below 0.
+
+    Example:
+        >>> block_table = np.array([[3, 7], [4, 9]], np.int32)  # of two requests, blocks of 16 tokens
+        >>> positions = np.array([[0, 17, -1], [16, 2, 3]], np.int32)
+        >>> requests = np.array([0, 1], np.int32)
+        >>> cupy_mla.convert_req_index_to_global_index(requests, block_table, positions, 16).tolist()
+        [[48, 113, -1], [144, 66, 67]]
     """
     block_size = require_integer("block_size", block_size, 1)
     return_valid_counts = require_bool("return_valid_counts", return_valid_counts)

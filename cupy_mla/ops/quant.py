@@ -28,6 +28,11 @@ def dynamic_per_batched_tensor_quant(x: A) -> tuple[A, A]:
 
     Raises:
         TypeError, ValueError: x has the wrong type or strides.
+
+    Example:
+        >>> codes, scale = cupy_mla.dynamic_per_batched_tensor_quant(np.array([[1, -2], [4, 0]], np.float32))
+        >>> (codes.astype(np.float32) * scale).tolist()
+        [[1.0, -2.0], [4.0, 0.0]]
     """
     place, (x_,) = bind(x=x)
     x_.require(FLOATS, *("any",) * len(x_.shape))

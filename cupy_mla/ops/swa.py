@@ -63,6 +63,14 @@ def compute_swa_indices_and_lens(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down, a length is negative,
             or a valid token names a request that does not exist.
+
+    Example:
+        >>> starts, lengths = np.array([0, 1], np.int32), np.array([18], np.int32)  # a decode at position 17
+        >>> request, valid = np.array([0], np.int32), np.array([True])
+        >>> block_table = np.array([[3, 7]], np.int32)
+        >>> slots, lens = cupy_mla.compute_swa_indices_and_lens(starts, lengths, request, valid, block_table, 16, 4)
+        >>> slots.tolist(), lens.tolist()  # positions 14 to 17
+        ([[62, 63, 112, 113]], [4])
     """
     block_size = require_integer("block_size", block_size, 1)
     window_size = require_integer("window_size", window_size, 1)
@@ -111,6 +119,11 @@ def compute_prefill_gather_lens(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
+
+    Example:
+        >>> lengths, starts = np.array([100, 9], np.int32), np.array([0, 10, 19], np.int32)  # 10 and 9 query tokens
+        >>> cupy_mla.compute_prefill_gather_lens(lengths, starts, num_decodes=0, window_size=64).tolist()
+        [73, 9]
     """
     window_size = require_integer("window_size", window_size, 1)
     place, (seq, starts) = bind(seq_lens=seq_lens, query_start_loc=query_start_loc)
@@ -177,6 +190,13 @@ def combine_topk_swa_indices(
         TypeError, ValueError: an argument has the wrong type, shape, device or strides, or the workspace has more
             than 2**31 - 1 rows; nothing is written.
         IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
+
+    Example:
+        >>> chosen = np.array([[1, 0]], np.int32)  # compressed rows of a token at position 9
+        >>> starts, lengths, gathered = np.array([0, 1], np.int32), np.array([10], np.int32), np.array([3], np.int32)
+        >>> rows, lens = cupy_mla.combine_topk_swa_indices(chosen, starts, lengths, gathered, 3, 4, 2, M=8, N=2)
+        >>> rows[0, :6].tolist(), lens.tolist()  # the compressed rows, then the window from row N on
+        ([1, 0, 2, 3, 4, -1], [5])
     """
     window_size = require_integer("window_size", window_size, 1)
     compress_ratio = require_integer("compress_ratio", compress_ratio, 1)

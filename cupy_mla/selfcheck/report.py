@@ -46,7 +46,7 @@ def run(device: int | None = None, verbose: bool = False) -> int:
         print(f"{'NVRTC':<12} {nvrtc_version()}")
     except RuntimeError as error:
         print(f"\n{error}")
-        return NO_GPU if _check_numpy() else WRONG
+        return NO_GPU if _check_numpy(verbose) else WRONG
     runtime = cupy.cuda.runtime
     print(f"{'driver':<12} {driver_version(runtime.driverGetVersion())}")
     print(f"{'cache':<12} {os.environ.get('CUPY_CACHE_DIR', '~/.cupy/kernel_cache')} (compiled kernels)")
@@ -100,13 +100,15 @@ def nvrtc_version() -> str:
         raise RuntimeError(f"NVRTC, which compiles the kernels, was not found: {INSTALL}\n({error})") from error
 
 
-def _check_numpy() -> bool:
+def _check_numpy(verbose: bool) -> bool:
     """Whether the operations run and attention is right, in NumPy alone."""
     rng = np.random.default_rng()
     started, calls = time.perf_counter(), 0
     for case in cases(rng):
         case.run(np.asarray)
         calls += 1
+        if verbose:
+            print(f"  {case.name}")
     error = float64_error(rng)
     right = error < FLOAT64_ERROR
     print(

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla import BatchMetadata, SparseMLAConfig, SparseMLAMetadataBuilder, __main__, selfcheck
+from cupy_mla import BatchMetadata, SparseMLAConfig, SparseMLAMetadataBuilder, __main__
 from cupy_mla.cuda import all_kernels
+from cupy_mla.selfcheck import report
 from cupy_mla.selfcheck import warmup as warmup_module
 from cupy_mla.warmup import warmup
 
 from .stand_in import RUN, StandIn, python
 
 
+def test_it_is_there_without_an_import_of_its_own():
+    """As docs/from_flashmla_and_vllm.md calls it."""
+    result = python("import cupy_mla; print(cupy_mla.warmup.warmup.__name__)")
+    assert result.stdout == "warmup\n", result.stderr
+
+
 def test_without_a_gpu():
     result = python(RUN.format(["warmup", "--heads", "16"]), CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == selfcheck.NO_GPU
+    assert result.returncode == report.NO_GPU
     assert "warmup needs" in result.stderr
 
 
 def test_of_no_config(capsys):
-    assert __main__.main(["warmup", "--heads", "129"]) == selfcheck.WRONG
+    assert __main__.main(["warmup", "--heads", "129"]) == report.WRONG
     assert "num_heads must be in 1..128" in capsys.readouterr().err
 
 
@@ -70,7 +77,6 @@ def test_nothing_is_compiled_after_warmup(rng):
     """In a process of its own: what the checks call at a config's heads is ready."""
     code = """
 import cupy, numpy as np, cupy_mla
-from cupy_mla.selfcheck import warmup as warmup_module
 from cupy_mla.warmup import warmup
 from cupy_mla.cuda import all_kernels
 ready = {repr(k) for k in warmup(cupy_mla.SparseMLAConfig(16, cache_layout="v32_fp8", max_num_seqs=64))}
