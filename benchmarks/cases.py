@@ -84,6 +84,36 @@ DECODE = [
         "bf16 paged decode, b > 8", "sparse_decode", lambda case, n: case.startswith("bf16") and n["b"] > 8, 1.2
     ),
 ]  # fmt: skip
+
+
+def _kind(*kinds: str, heads: tuple[int, ...], least: int = 9) -> Callable[[str, dict[str, int]], bool]:
+    """Rows of these kinds and heads, of so many queries or more."""
+    return lambda case, n: (
+        case.partition(" h ")[0] in kinds and n["h"] in heads and n["b"] * n["s_q"] >= least
+    )  # fmt: skip
+
+
+MANY, FEW = (64, 128), (8, 16, 32)
+BATCHES = [
+    Group("every batch: V32, 64 and 128 heads", "decode_batches", _kind("V32", heads=MANY), 1.4),
+    Group("every batch: V32, 8 to 32 heads", "decode_batches", _kind("V32", heads=FEW), 1.75),
+    Group("every batch: V32 ragged, 64 and 128 heads", "decode_batches", _kind("V32 ragged", heads=MANY)),
+    Group("every batch: V32 ragged, 8 to 32 heads", "decode_batches", _kind("V32 ragged", heads=FEW)),
+    Group("every batch: V4, 64 and 128 heads", "decode_batches", _kind("V4", heads=MANY), 1.35),
+    Group("every batch: V4 ragged, 64 and 128 heads", "decode_batches", _kind("V4 ragged", heads=MANY), 1.35),
+    Group("every batch: V4, 8 to 32 heads", "decode_batches", _kind("V4", "V4 ragged", heads=FEW), 1.7),
+    *(
+        Group(
+            f"short lists: {valid} of 2048 valid", "decode_batches",
+            lambda case, n, valid=valid: case.startswith("V32 short") and n["valid"] == valid, target,
+        )
+        for valid, target in ((100, 8.0), (512, 3.5), (1024, 2.2))
+    ),
+    Group(
+        "every batch: b·s_q ≤ 8", "decode_batches",
+        lambda case, n: n["b"] * n["s_q"] <= 8 and "valid" not in n, 1.6,
+    ),
+]  # fmt: skip
 PORTABLE = [
     Group("portable kernels: prefill", "portable", _beginning("prefill")),
     Group("portable kernels: FP8 decode V32, 16 heads", "portable", _beginning("V32 h 16 ")),

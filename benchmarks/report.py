@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cases import CACHE_OPS, DECODE, PORTABLE, PREFILL, Group, Row, geometric_mean, numbers, of_group
+from cases import BATCHES, CACHE_OPS, DECODE, PORTABLE, PREFILL, Group, Row, geometric_mean, numbers, of_group
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
-GROUPS = [*PREFILL, *DECODE, *CACHE_OPS, *PORTABLE]
+GROUPS = [*PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE]
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 
@@ -89,6 +89,10 @@ def readme() -> str:
     ]
     if load("sparse_decode")["rows"]:
         parts.append("![decode: time against batch, and the floor](benchmarks/results/sparse_decode.png)")
+    if load("decode_batches")["rows"]:
+        parts.append(
+            "![decode of every batch size: time, FlashMLA's, and the floor](benchmarks/results/decode_batches.png)"
+        )
     if load("accuracy")["rows"]:
         parts.append(
             "Distance to float64 on the same dequantized rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse:"
@@ -201,6 +205,36 @@ def plot_decode(record: Path) -> Path:
     return _save(figure, record.with_suffix(".png"))
 
 
+def plot_batches(record: Path) -> Path:
+    """Time against query tokens on linear axes, ours, FlashMLA's and the floor; a panel a layout and heads."""
+    pyplot = _pyplot()
+    panels: dict[tuple[str, int], list[Row]] = {}
+    for row in json.loads(record.read_text())["rows"]:
+        if row["kind"] in ("V32", "V4"):
+            panels.setdefault((row["kind"], row["h"]), []).append(row)
+    kinds = list(dict.fromkeys(kind for kind, _ in panels))
+    heads = sorted({h for _, h in panels})
+    figure, grid = pyplot.subplots(
+        max(len(kinds), 1), max(len(heads), 1), figsize=(2.8 * len(heads) + 1, 2.6 * len(kinds) + 0.5), squeeze=False
+    )
+    for line, kind in zip(grid, kinds, strict=False):
+        for axes, h in zip(line, heads, strict=False):
+            rows = panels.get((kind, h), [])
+            points = sorted((_queries(row), row["ours_us"], row["peer_us"], row["floor_us"]) for row in rows)
+            queries, ours, theirs, floor = zip(*points, strict=True) if points else ((), (), (), ())
+            axes.plot(queries, theirs, "s-", label="FlashMLA", color="tab:gray", markersize=3)
+            axes.plot(queries, ours, "o-", label="cupy_mla", color="tab:green", markersize=3)
+            axes.plot(queries, floor, "--", label="floor", color="tab:red")
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{kind}, {h} heads", fontsize=8)
+            axes.set_xlabel("query tokens (b·s_q)", fontsize=7)
+            axes.set_ylabel("µs", fontsize=7)
+            axes.tick_params(labelsize=7)
+    grid[0][0].legend(fontsize=7)
+    return _save(figure, record.with_suffix(".png"))
+
+
 def plot_prefill(record: Path) -> Path:
     """Time of a query, ours and FlashMLA's: a panel a number of heads, a pair of bars a row."""
     pyplot = _pyplot()
@@ -256,6 +290,8 @@ def write() -> None:
     plot_ratios(RESULTS / "ratios.png")
     if load("sparse_decode")["rows"]:
         plot_decode(RESULTS / "sparse_decode.json")
+    if load("decode_batches")["rows"]:
+        plot_batches(RESULTS / "decode_batches.json")
     if load("sparse_prefill")["rows"]:
         plot_prefill(RESULTS / "sparse_prefill.json")
 

@@ -26,8 +26,8 @@ from rich.table import Table
 
 FOLDER = Path(__file__).resolve().parent
 PROGRAMS = (
-    "sparse_prefill", "sparse_decode", "accuracy", "batch_invariant", "cache_ops", "portable", "thresholds",
-    "host_overhead",
+    "sparse_prefill", "sparse_decode", "decode_batches", "accuracy", "batch_invariant", "cache_ops", "portable",
+    "thresholds", "host_overhead",
 )  # fmt: skip
 DONE, FAILED, LEFT_OUT = "done", "[red]failed", "[yellow]left out: FlashMLA was not found"
 

@@ -1,0 +1,138 @@
+"""FP8 decode of batches of every size beside FlashMLA's: full lists, short ones, and lists of unequal length.
+
+python benchmarks/decode_batches.py [--quick] [--only REGEX]
+
+Batch sizes are drawn at random; the seed is in the record. Kinds:
+
+    V32         2048 rows a query
+    V32 short   lists of 2048 entries of which the first `valid` are rows and the others -1
+    V32 ragged  lengths drawn for each request; FlashMLA has none there, and is timed with full lists
+    V4          128 rows of the window and 512 or, from 128 heads on, 1024 others
+    V4 ragged   the same, lengths of both lists drawn for each request
+
+All calls of a replay share one schedule, which is planned within it. Writes decode_batches.json and decode_batches.png.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from cases import BATCHES, decode_floor_us, judge
+from harness import SETS, Call, Options, Record, flash_mla_peer, peer_name, time_side_by_side
+from inputs import v4_cache, v32_cache
+from report import plot_batches
+from rows import Set, decode_sets, padded
+
+from cupy_mla import flash_mla
+
+LARGEST, DRAWN = 264, 24  # batches are 1 to LARGEST; so many are drawn for each kind and number of heads
+TOKENS = 1 << 21
+TOPK = 2048
+HEADS = (8, 16, 32, 64, 128)
+VALID = (100, 512, 1024)
+
+
+def batches(rng: random.Random, quick: bool, least: int = 1) -> list[tuple[int, int]]:
+    """Requests, and query tokens of each: mostly one, sometimes two."""
+    drawn = sorted(rng.sample(range(least, LARGEST + 1), 3 if quick else DRAWN))
+    return [(b, 1) if b % 2 or rng.random() < 0.7 else (b // 2, 2) for b in drawn]
+
+
+def rows(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
+    """What the rows are of, in the fields that the record gives them."""
+    for h in HEADS:
+        for kind in ("V32", "V32 ragged", "V4", "V4 ragged"):
+            extra = 0 if kind.startswith("V32") else 1024 if h >= 128 else 512
+            for b, s_q in batches(rng, quick):
+                yield {"kind": kind, "h": h, "b": b, "s_q": s_q, "topk": 128 if extra else TOPK, "extra_topk": extra}
+    for h in (64, 128):
+        for valid in VALID:
+            for b, s_q in batches(rng, quick, least=64):
+                yield {
+                    "kind": "V32 short", "h": h, "b": b, "s_q": s_q, "topk": TOPK, "extra_topk": 0, "valid": valid
+                }  # fmt: skip
+
+
+def name_of(row: dict[str, Any]) -> str:
+    topk = f"{row['topk']}+{row['extra_topk']}" if row["extra_topk"] else row["topk"]
+    valid = f" valid {row['valid']}" if "valid" in row else ""
+    return f"{row['kind']} h {row['h']} b {row['b']} s_q {row['s_q']} topk {topk}{valid}"
+
+
+def lengths(b: int, most: int) -> torch.Tensor:
+    return torch.randint(1, most + 1, (b,), device="cuda", dtype=torch.int32)
+
+
+def without(indices: torch.Tensor, length: torch.Tensor | int) -> torch.Tensor:
+    """The lists with -1 from `length` on."""
+    at = torch.arange(indices.shape[-1], device="cuda")
+    limit = length if isinstance(length, int) else length[:, None, None]
+    return torch.where(at < limit, indices, -1)
+
+
+def input_sets(row: dict[str, Any], cache: Any, extra: Any) -> list[Set]:
+    sets = decode_sets(
+        row["h"], row["b"], row["s_q"], cache, row["topk"], slots=TOKENS, extra=extra, extra_topk=row["extra_topk"]
+    )
+    for s in sets:
+        if "valid" in row:
+            s["indices"] = without(s["indices"], row["valid"])
+        if row["kind"].endswith("ragged"):
+            s["topk_length"] = lengths(row["b"], row["topk"])
+            if extra is not None:
+                s["extra_topk_length"] = lengths(row["b"], row["extra_topk"])
+    return sets
+
+
+def calls(module: Any, sets: list[Set]) -> list[Call]:
+    """One call a set. The schedule is a new one each time that all are made."""
+    meta: list[Any] = []
+
+    def call(number: int, s: Set) -> Any:
+        if number == 0:
+            meta[:] = [module.get_mla_metadata()[0]]
+        return module.flash_mla_with_kvcache(
+            s["q"], s["k_cache"], None, None, 512, meta[0], is_fp8_kvcache=True, indices=s["indices"],
+            topk_length=s.get("topk_length"), extra_k_cache=s.get("extra"),
+            extra_indices_in_kvcache=s.get("extra_indices"), extra_topk_length=s.get("extra_topk_length"),
+        )  # fmt: skip
+
+    return [lambda i=i, s=s: call(i, s) for i, s in enumerate(sets)]
+
+
+def main() -> None:
+    options = Options.parse(__doc__)
+    seed = random.randrange(1 << 31)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    peer = flash_mla_peer()
+    record = Record("decode_batches", options)
+    record.note("seed", seed)
+    caches = {"V32": cache(lambda: v32_cache(TOKENS)), "V4": cache(lambda: v4_cache(TOKENS, 256))}
+    extra_cache = cache(lambda: v4_cache(TOKENS, 64))
+    for row in rows(rng, options.quick):
+        case = name_of(row)
+        if not record.wants(case):
+            continue
+        sets = input_sets(row, caches[row["kind"].split()[0]](), extra_cache() if row["extra_topk"] else None)
+        theirs = [{**s, "q": padded(s["q"])} for s in sets]
+        alike = theirs
+        if row["kind"] == "V32 ragged":  # FlashMLA takes no lengths here: full lists, and for the comparison -1
+            alike = [{**s, "indices": without(s["indices"], s["topk_length"]), "topk_length": None} for s in theirs]
+            theirs = [{**s, "topk_length": None} for s in theirs]
+        ours = calls(flash_mla, sets)
+        error = record.compare(case, ours[0]()[0], calls(peer, alike)[0]()[0][:, :, : row["h"]])
+        times = time_side_by_side(ours, calls(peer, theirs))
+        floor = {} if row["kind"] not in ("V32", "V4") else {"floor_us": round(decode_floor_us(case, SETS), 2)}
+        record.add(case, *times, error, peer=peer_name(), **row, **floor)
+    judge(BATCHES, record.rows)
+    path = record.write()
+    print(path, plot_batches(path))
+
+
+if __name__ == "__main__":
+    main()
