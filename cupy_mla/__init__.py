@@ -3,8 +3,9 @@
 from collections.abc import Callable as _Callable
 from typing import Any as _Any
 
-from . import flash_mla, layouts
+from . import flash_mla, layouts, warmup
 from ._version import __version__
+from .arrays import set_checks
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
@@ -90,6 +91,7 @@ __all__ = [
     "reshape_query_for_spec_decode",
     "select_rows",
     "select_rows_paged",
+    "set_checks",
     "sparse_decode",
     "sparse_prefill",
     "split_decodes_and_prefills",
@@ -100,4 +102,5 @@ __all__ = [
     "to_torch",
     "topk_indices",
     "v_up_proj",
+    "warmup",
 ]

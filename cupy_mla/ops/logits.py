@@ -16,17 +16,19 @@ Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' co
 
 from __future__ import annotations
 
-from typing import Any
-
+from .. import arrays
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import logits as cuda
 from ..layouts import BFLOAT16, E4M3, INDEXER_FP8
+from ..options import require_bool, require_choice, require_integer
 from ..reference import logits as reference
+from ..typing import A, AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 from .indexer import require_indexer_cache
 from .validate import FLOAT32, INT32, INT64, QUANTIZED
+from .values import check_contexts, check_ranges, check_rotations
 
 D = INDEXER_FP8.d_qk
 ROPE = 64
@@ -36,18 +38,22 @@ ALIGNMENT = 16  # bytes, of rows of q8 and k8
 
 @operation
 def quantize_indexer_q(
-    q: Any,
-    weights: Any,
+    q: A,
+    weights: AnyArray,
     *,
-    positions: Any = None,
-    cos_sin_cache: Any = None,
+    positions: AnyArray | None = None,
+    cos_sin_cache: AnyArray | None = None,
     rope_first: bool = True,
     interleaved: bool = False,
-    scale_format: str = "fp32",
-) -> tuple[Any, Any]:
+    scale_format: ScaleFormat = "fp32",
+) -> tuple[A, A]:
     """Quantize the indexer's queries, rotated before if asked, and put their scales into the heads' weights.
 
-    Each token's head has a scale of its own, `max(amax, 1e-10) / 448`, and `w` is `weights * scale * (H * 128)**-0.5`.
+    Each token's head has a scale of its own::
+
+        scale = max(amax, 1e-10) / 448
+        w     = weights * scale * (H * 128) ** -0.5
+
     With `positions`, 64 of the 128 values are rotated first (rotary embedding), and rounded to bfloat16: DeepSeek V3.2
     rotates the first 64, half-split; V4 the last 64, interleaved.
 
@@ -66,9 +72,19 @@ def quantize_indexer_q(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides.
+        IndexError: under `cupy_mla.set_checks`: a position at or beyond P.
+
+    Example:
+        >>> q = np.full((1, 8, 128), 2, bfloat16)  # 1 token, 8 heads
+        >>> q8, w = cupy_mla.quantize_indexer_q(q, np.ones((1, 8), np.float32))
+        >>> float(q8[0, 0, 0])  # the largest e4m3 number
+        448.0
+        >>> round(float(w[0, 0] * q8[0, 0, 0].astype(float) * (8 * 128) ** 0.5), 3)  # scale * q8 is q
+        2.0
     """
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
+    require_choice("scale_format", scale_format, SCALE_FORMATS)
+    require_bool("rope_first", rope_first)
+    require_bool("interleaved", interleaved)
     if (positions is None) != (cos_sin_cache is None):
         raise ValueError("positions and cos_sin_cache must be given together")
     place, (q_, weights_) = bind(q=q, weights=weights)
@@ -78,6 +94,8 @@ def quantize_indexer_q(
     if positions_ is not None and cos_sin is not None:
         positions_.require(INT64, tokens)
         cos_sin.require((FLOAT32, BFLOAT16), "P", ROPE)
+        if arrays.CHECK_VALUES:
+            check_rotations(positions_, cos_sin.shape[0])
     q8, w = place.new("q8", (tokens, heads, D), E4M3), place.new("w", (tokens, heads), FLOAT32)
     place.call(
         cuda.quantize_indexer_q, reference.quantize_indexer_q,
@@ -88,9 +106,24 @@ def quantize_indexer_q(
 
 @operation
 def indexer_logits(
-    q8: Any, k8: Any, ks: Any, w: Any, starts: Any, ends: Any, *, clean: bool = True, out: Any = None
-) -> Any:
+    q8: A,
+    k8: AnyArray,
+    ks: AnyArray,
+    w: AnyArray,
+    starts: AnyArray,
+    ends: AnyArray,
+    *,
+    clean: bool = True,
+    out: A | None = None,
+) -> A:
     """Logits of query tokens over keys in rows, each token over a range of them.
+
+    For query token i and key j of its range::
+
+        logit[i, j] = ks[j] * sum_h relu(dot(q8[i, h], k8[j])) * w[i, h]
+
+    A NaN in a query or a key makes that one's logits NaN, no others. Kernels sum in float32; a logit's bits depend on
+    its own query and key alone.
 
     Args:
         q8: [M, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
@@ -107,7 +140,17 @@ def indexer_logits(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a range that starts below 0 or ends beyond N.
+
+    Example:
+        >>> q8 = np.ones((2, 8, 128), float8_e4m3fn)  # 2 query tokens, 8 heads
+        >>> k8 = np.repeat(np.array([[1], [-1], [2]], float8_e4m3fn), 128, axis=1)  # 3 keys
+        >>> ks, w = np.full(3, 0.5, np.float32), np.ones((2, 8), np.float32)
+        >>> starts, ends = np.array([0, 0], np.int32), np.array([2, 3], np.int32)  # the first token sees 2 keys
+        >>> cupy_mla.indexer_logits(q8, k8, ks, w, starts, ends).tolist()
+        [[512.0, 0.0, -inf], [512.0, 0.0, 1024.0]]
     """
+    require_bool("clean", clean)
     place, (q8_, k8_, ks_, w_, starts_, ends_) = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
     (out_,) = place.optional(out=out)
     queries, keys = require_ragged(q8_, k8_, ks_, w_, starts_, ends_)
@@ -118,17 +161,17 @@ def indexer_logits(
 
 @operation
 def paged_indexer_logits(
-    q8: Any,
-    kv_cache: Any,
-    w: Any,
-    context_lens: Any,
-    block_table: Any,
+    q8: A,
+    kv_cache: AnyArray,
+    w: AnyArray,
+    context_lens: AnyArray,
+    block_table: AnyArray,
     max_context_len: int,
     *,
     clean: bool = True,
-    out: Any = None,
-) -> Any:
-    """Logits of each request's query tokens over its keys in the paged cache.
+    out: A | None = None,
+) -> A:
+    """Logits of each request's query tokens over its keys in the paged cache, as `indexer_logits` defines them.
 
     A key whose block does not exist (beyond the block table's width, negative, or beyond the cache) is not read; its
     logit is -inf.
@@ -150,7 +193,21 @@ def paged_indexer_logits(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a context length below 0 or beyond `max_context_len`, a block table
+            too narrow for one, or a block of a context that does not exist.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 132), np.uint8)
+        >>> keys = np.repeat(np.array([[1], [-1], [2]], bfloat16), 128, axis=1)
+        >>> cupy_mla.indexer_k_quant_and_cache(keys, cache, np.array([64, 65, 66]))  # block 1
+        >>> q8, w = np.ones((1, 1, 8, 128), float8_e4m3fn), np.ones((1, 8), np.float32)
+        >>> lens, table = np.array([3], np.int32), np.array([[1]], np.int32)
+        >>> logits = cupy_mla.paged_indexer_logits(q8, cache, w, lens, table, max_context_len=4)
+        >>> logits.round().tolist()
+        [[1024.0, 0.0, 2048.0, -inf]]
     """
+    max_context_len = require_integer("max_context_len", max_context_len, 0)
+    require_bool("clean", clean)
     place, (q8_, cache, w_, lens, table) = bind(
         q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
     )
@@ -171,6 +228,8 @@ def require_ragged(q8: Array, k8: Array, ks: Array, w: Array, starts: Array, end
     w.require(FLOAT32, queries, heads)
     starts.require(INT32, queries)
     ends.require(INT32, queries)
+    if arrays.CHECK_VALUES:
+        check_ranges(starts, ends, keys)
     return queries, keys
 
 
@@ -184,8 +243,8 @@ def require_paged(q8: Array, cache: Array, w: Array, lens: Array, table: Array, 
     else:
         lens.require(INT32, requests)
     table.require(INT32, requests, "width")
-    if max_context_len < 0:
-        raise ValueError(f"max_context_len must be >= 0, got {max_context_len}")
+    if arrays.CHECK_VALUES:
+        check_contexts(lens, max_context_len, table, cache)
     return requests * n
 
 

@@ -8,25 +8,38 @@ Source: DeepSeek-V3.2 (DeepSeek Sparse Attention).
 
 from __future__ import annotations
 
-from typing import Any
+import numpy as np
 
+from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import topk as cuda
 from ..layouts import BFLOAT16
+from ..options import require_bool, require_integer
 from ..reference import topk as reference
+from ..typing import A, AnyArray
 from .logits import require_paged, require_ragged
 from .validate import FLOAT32, INT32
+from .values import check_ranges, check_requests
 
 MAX_K = 4096
 MAX_WORKSPACE_BYTES = 512 << 20
+MOST_BYTES = int(np.iinfo(np.int64).max)
 
 
 @operation
 def topk_indices(
-    logits: Any, k: int, starts: Any = None, ends: Any = None, *, sort: bool = True, out: Any = None
-) -> Any:
-    """Positions of the k largest logits of each row's range.
+    logits: A,
+    k: int,
+    starts: AnyArray | None = None,
+    ends: AnyArray | None = None,
+    *,
+    sort: bool = True,
+    out: A | None = None,
+) -> A:
+    """Positions of the k largest logits of each row's range, exact and deterministic.
+
+    Of equal ones those with lower positions are taken (+0 and -0 are equal), and NaN is less than every number.
 
     Args:
         logits: [M, N] float32 or bfloat16, any row stride.
@@ -41,14 +54,25 @@ def topk_indices(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a range that starts below 0 or ends beyond N.
+
+    Example:
+        >>> logits = np.array([[3, 7, 7, 1, 7]], np.float32)
+        >>> cupy_mla.topk_indices(logits, 2).tolist()  # of three equal ones the first two
+        [[1, 2]]
+        >>> cupy_mla.topk_indices(logits, 4, np.array([2], np.int32)).tolist()  # from column 2 on, which is position 0
+        [[0, 1, 2, -1]]
     """
+    k = require_integer("k", k, 1, MAX_K)
+    require_bool("sort", sort)
     place, (logits_,) = bind(logits=logits)
     starts_, ends_, out_ = place.optional(starts=starts, ends=ends, out=out)
-    rows, _ = logits_.require((FLOAT32, BFLOAT16), "M", "N").shape
-    _require_k(k)
+    rows, width = logits_.require((FLOAT32, BFLOAT16), "M", "N").shape
     for bounds in (starts_, ends_):
         if bounds is not None:
             bounds.require(INT32, rows)
+    if arrays.CHECK_VALUES:
+        check_ranges(starts_, ends_, width)
     out_ = place.output("out", out_, (rows, k), INT32)
     place.call(cuda.topk_indices, reference.topk_indices, logits_, k, starts_, ends_, sort, out_)
     return out_.obj
@@ -56,20 +80,20 @@ def topk_indices(
 
 @operation
 def select_rows(
-    q8: Any,
-    k8: Any,
-    ks: Any,
-    w: Any,
-    starts: Any,
-    ends: Any,
+    q8: A,
+    k8: AnyArray,
+    ks: AnyArray,
+    w: AnyArray,
+    starts: AnyArray,
+    ends: AnyArray,
     k: int,
     *,
-    req_id: Any = None,
-    block_table: Any = None,
+    req_id: AnyArray | None = None,
+    block_table: AnyArray | None = None,
     block_size: int | None = None,
     max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A:
     """The k keys with the largest logits for each query token, keys in rows: `topk_indices` of `indexer_logits`.
 
     Args:
@@ -87,19 +111,33 @@ def select_rows(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a range that starts below 0 or ends beyond N, a request that the block
+            table does not have.
+
+    Example:
+        >>> q8, w = np.ones((1, 8, 128), float8_e4m3fn), np.ones((1, 8), np.float32)  # 1 query token, 8 heads
+        >>> k8 = np.repeat(np.array([[1], [-1], [2], [3]], float8_e4m3fn), 128, axis=1)  # 4 keys
+        >>> ks, start, end = np.ones(4, np.float32), np.array([0], np.int32), np.array([4], np.int32)
+        >>> cupy_mla.select_rows(q8, k8, ks, w, start, end, 2).tolist()
+        [[2, 3]]
+        >>> in_cache = {"req_id": np.array([0], np.int32), "block_table": np.array([[5]], np.int32), "block_size": 64}
+        >>> cupy_mla.select_rows(q8, k8, ks, w, start, end, 2, **in_cache).tolist()  # slots in block 5
+        [[322, 323]]
     """
+    k = require_integer("k", k, 1, MAX_K)
+    max_workspace_bytes = require_integer("max_workspace_bytes", max_workspace_bytes, 1, MOST_BYTES)
+    if block_size is not None:
+        block_size = require_integer("block_size", block_size, 1)
     if (req_id is None) != (block_table is None) or (block_table is None) != (block_size is None):
         raise ValueError("req_id, block_table and block_size must be given together")
     place, (q8_, k8_, ks_, w_, starts_, ends_) = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
     requests, table, out_ = place.optional(req_id=req_id, block_table=block_table, out=out)
     queries, _ = require_ragged(q8_, k8_, ks_, w_, starts_, ends_)
-    _require_k(k)
-    _require_workspace(max_workspace_bytes)
-    if requests is not None and table is not None and block_size is not None:
+    if requests is not None and table is not None:
         requests.require(INT32, queries)
         table.require(INT32, "R", "width")
-        if block_size < 1:
-            raise ValueError(f"block_size must be >= 1, got {block_size}")
+        if arrays.CHECK_VALUES:
+            check_requests(requests, table.shape[0])
     out_ = place.output("out", out_, (queries, k), INT32)
     place.call(
         cuda.select_rows, reference.select_rows,
@@ -110,18 +148,18 @@ def select_rows(
 
 @operation
 def select_rows_paged(
-    q8: Any,
-    kv_cache: Any,
-    w: Any,
-    context_lens: Any,
-    block_table: Any,
+    q8: A,
+    kv_cache: AnyArray,
+    w: AnyArray,
+    context_lens: AnyArray,
+    block_table: AnyArray,
     max_context_len: int,
     k: int,
     *,
     slots: bool = False,
     max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A:
     """The k keys with the largest logits for each query token, keys in the paged cache: `topk_indices` of
     `paged_indexer_logits`.
 
@@ -138,27 +176,31 @@ def select_rows_paged(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: as for `paged_indexer_logits`.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 132), np.uint8)
+        >>> keys = np.repeat(np.array([[1], [-1], [2]], bfloat16), 128, axis=1)
+        >>> cupy_mla.indexer_k_quant_and_cache(keys, cache, np.array([64, 65, 66]))  # block 1
+        >>> q8, w = np.ones((1, 1, 8, 128), float8_e4m3fn), np.ones((1, 8), np.float32)
+        >>> lens, table = np.array([3], np.int32), np.array([[1]], np.int32)
+        >>> cupy_mla.select_rows_paged(q8, cache, w, lens, table, 64, k=2).tolist()
+        [[0, 2]]
+        >>> cupy_mla.select_rows_paged(q8, cache, w, lens, table, 64, k=2, slots=True).tolist()
+        [[64, 66]]
     """
+    max_context_len = require_integer("max_context_len", max_context_len, 0)
+    k = require_integer("k", k, 1, MAX_K)
+    require_bool("slots", slots)
+    max_workspace_bytes = require_integer("max_workspace_bytes", max_workspace_bytes, 1, MOST_BYTES)
     place, (q8_, cache, w_, lens, table) = bind(
         q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
     )
     (out_,) = place.optional(out=out)
     queries = require_paged(q8_, cache, w_, lens, table, max_context_len)
-    _require_k(k)
-    _require_workspace(max_workspace_bytes)
     out_ = place.output("out", out_, (queries, k), INT32)
     place.call(
         cuda.select_rows_paged, reference.select_rows_paged,
         q8_, cache, w_, lens, table, max_context_len, k, slots, max_workspace_bytes, out_,
     )  # fmt: skip
     return out_.obj
-
-
-def _require_k(k: int) -> None:
-    if not 1 <= k <= MAX_K:
-        raise ValueError(f"k must be 1 to {MAX_K}, got {k}")
-
-
-def _require_workspace(nbytes: int) -> None:
-    if nbytes < 1:
-        raise ValueError(f"max_workspace_bytes must be >= 1, got {nbytes}")
