@@ -6,7 +6,7 @@ that is to run instead, for testing; it must be able to serve the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, NamedTuple
@@ -26,7 +26,7 @@ D = INDEXER_FP8.d_qk
 HEADS_PER_WARP, WARPS = 8, 8  # of quantize_q
 
 VARIABLE = "CUPY_MLA_INDEXER_KERNELS"
-asked_kernel = private.environment_reader(VARIABLE)
+asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 PORTABLE, SM90 = NAMES = ("logits", "logits_sm90")
 
 HEADS = (32, 64)  # index heads that kernels are compiled for; fewer are padded
@@ -190,7 +190,7 @@ class Chooser:
     capability: int
     aligned: bool
 
-    depends_on: ClassVar = staticmethod(asked_kernel)
+    depends_on: ClassVar[staticmethod[[], str | None]] = staticmethod(asked_kernel)
 
     def __call__(self, heads: int) -> Choice:
         return choose(self.capability, self.aligned, asked_kernel())
