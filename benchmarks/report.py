@@ -31,6 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE]
+LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 
 def load(name: str) -> dict[str, Any]:
@@ -186,33 +187,33 @@ def plot_ratios(path: Path) -> Path:
 
 
 def plot_decode(record: Path) -> Path:
-    """Time against query tokens, ours, FlashMLA's and the floor: a panel a layout and number of heads."""
+    """Time against query tokens, ours, FlashMLA's and the floor: a panel for all that a case names but b and s_q."""
     pyplot = _pyplot()
-    panels: dict[tuple[str, int], list[Row]] = {}
-    for row in json.loads(record.read_text())["rows"]:
-        n = numbers(row["case"])
-        if n["topk"] <= 2048 and "extra block" not in row["case"]:
-            panels.setdefault((row["case"].split()[0], n["h"]), []).append(row)
-    layouts = list(dict.fromkeys(layout for layout, _ in panels))
-    width = max((sum(key[0] == layout for key in panels) for layout in layouts), default=1)
-    figure, grid = pyplot.subplots(
-        max(len(layouts), 1), width, figsize=(2.6 * width + 1, 2.5 * max(len(layouts), 1)), squeeze=False
-    )
-    for line, layout in zip(grid, layouts, strict=False):
-        mine = sorted((h, rows) for (name, h), rows in panels.items() if name == layout)
-        for axes in line[len(mine) :]:
-            axes.axis("off")
-        for axes, (h, rows) in zip(line, mine, strict=False):
+    lines: dict[tuple[str, bool], dict[str, list[Row]]] = {}  # panels of a layout, long lists apart
+    for row in sorted(json.loads(record.read_text())["rows"], key=lambda row: numbers(row["case"])["h"]):
+        panel = re.sub(r"b \d+ s_q \d+ ", "", row["case"])
+        key = row["case"].split()[0], numbers(row["case"])["topk"] >= LONG_LIST
+        lines.setdefault(key, {}).setdefault(panel, []).append(row)
+    width = max(map(len, lines.values()), default=1)
+    height = max(len(lines), 1)
+    figure, grid = pyplot.subplots(height, width, figsize=(2.9 * width, 2.7 * height), squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for line, key in zip(grid, sorted(lines), strict=False):
+        for axes, (panel, rows) in zip(line, lines[key].items(), strict=False):
+            axes.axis("on")
             points = sorted((_queries(row), row["ours_us"], row["peer_us"], row["floor_us"]) for row in rows)
             queries, ours, theirs, floor = zip(*points, strict=True)
             axes.loglog(queries, theirs, "s-", label="FlashMLA", color="tab:gray", markersize=3)
             axes.loglog(queries, ours, "o-", label="cupy_mla", color="tab:green", markersize=3)
             axes.loglog(queries, floor, "--", label="floor", color="tab:red")
-            axes.set_title(f"{layout}, {h} heads", fontsize=8)
-            axes.tick_params(labelsize=7)
+            axes.set_xticks(sorted(set(queries)), [str(count) for count in sorted(set(queries))])
+            axes.set_xticks([], minor=True)
+            axes.set_xlabel("query tokens (b·s_q)", fontsize=7)
+            axes.set_ylabel("µs", fontsize=7)
+            axes.set_title(panel, fontsize=8)
+            axes.tick_params(which="both", labelsize=7)
     grid[0][0].legend(fontsize=7)
-    grid[-1][0].set_xlabel("query tokens (b·s_q)", fontsize=8)
-    grid[-1][0].set_ylabel("µs", fontsize=8)
     return _save(figure, record.with_suffix(".png"))
 
 
@@ -267,9 +268,9 @@ def plot_prefill(record: Path) -> Path:
         axes.set_yticks(range(len(rows)), names, fontsize=7)
         axes.set_ylim(most - 0.5, -0.5)
         axes.set_title(f"{h} heads", fontsize=8)
+        axes.set_xlabel("µs a query", fontsize=8)
         axes.tick_params(labelsize=7)
     line[0][0].legend(fontsize=7)
-    line[0][0].set_xlabel("µs a query", fontsize=8)
     return _save(figure, record.with_suffix(".png"))
 
 

@@ -100,8 +100,8 @@ def own_decode_calls(sets: list[Set], **settings: Any) -> list:
     """One call of `sparse_decode` a set, with settings of its own."""
     return [
         lambda s=s: sparse_decode(
-            s["q"], s["k_cache"], s["indices"], extra_k_cache=s.get("extra"), extra_indices=s.get("extra_indices"),
-            **settings,
+            s["q"], s["k_cache"], s["indices"], s["q"].shape[-1] ** -0.5, extra_k_cache=s.get("extra"),
+            extra_indices=s.get("extra_indices"), **settings,
         )
         for s in sets
     ]  # fmt: skip

@@ -19,7 +19,7 @@ import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
-from cupy_mla.ops.table import TABLE, Operation, Wanted
+from cupy_mla.ops.table import SM_SCALES, TABLE, Operation, Wanted
 
 BF16 = ml_dtypes.bfloat16
 
@@ -105,10 +105,11 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
     gpu_q, gpu_i, gpu_e = on_gpu(q, indices, extra_indices)
     second = {} if kernel in FLAT else {"extra_k_cache": extra, "extra_indices": extra_indices}
     gpu_second = {} if kernel in FLAT else {"extra_k_cache": gpu_extra, "extra_indices": gpu_e}
-    expected = cupy_mla.sparse_decode(q, cache, indices, **second)
+    scale = SM_SCALES[layout.d_qk]
+    expected = cupy_mla.sparse_decode(q, cache, indices, scale, **second)
     os.environ[VARIABLE] = kernel
     for splits in SPLITS.get(kernel, (1, 3)):
-        result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, num_splits=splits, **gpu_second)
+        result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **gpu_second)
         for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
             compare(f"decode {layout.name} h {h} {kernel} splits {splits} {name}", ours, reference)
 

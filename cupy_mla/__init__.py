@@ -3,8 +3,9 @@
 from collections.abc import Callable as _Callable
 from typing import Any as _Any
 
-from . import flash_mla, layouts
+from . import flash_mla, layouts, warmup
 from ._version import __version__
+from .arrays import set_checks
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
@@ -83,6 +84,7 @@ __all__ = [
     "quantize_and_insert_k_cache",
     "reshape_attn_output_for_spec_decode",
     "reshape_query_for_spec_decode",
+    "set_checks",
     "sparse_decode",
     "sparse_prefill",
     "split_decodes_and_prefills",
@@ -92,4 +94,5 @@ __all__ = [
     "to_numpy",
     "to_torch",
     "v_up_proj",
+    "warmup",
 ]

@@ -7,10 +7,10 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 
-from . import selfcheck
 from .bridges import require_cupy
 from .config import SparseMLAConfig
 from .layouts import by_name
+from .selfcheck import report
 from .selfcheck.warmup import warmup
 
 CHECK = """Says what is installed, which kernels this GPU gets and how long they take to compile, and compares a small
@@ -22,11 +22,14 @@ use."""
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m cupy_mla")
-    commands = top.add_subparsers(dest="command", metavar="check|warmup")
-    check = commands.add_parser("check", description=CHECK, help="say whether this machine is fit (the default)")
-    check.add_argument("--device", type=int, default=None, help="check this GPU only")
+    check = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    check.add_argument("--device", type=int, help="check this GPU only")
     check.add_argument("--verbose", action="store_true", help="print every kernel and call")
+    top = argparse.ArgumentParser(prog="python -m cupy_mla", parents=[check], description=CHECK)
+    commands = top.add_subparsers(dest="command", metavar="check|warmup")
+    commands.add_parser(
+        "check", parents=[check], description=CHECK, help="say whether this machine is fit (the default)"
+    )
     warm = commands.add_parser("warmup", description=WARMUP, help="compile the kernels of a config ahead")
     warm.add_argument("--heads", type=int, required=True, help="query heads on a rank")
     warm.add_argument(
@@ -40,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     warm.add_argument("--speculative-tokens", type=int, default=0)
     warm.add_argument("--max-num-seqs", type=int, default=256)
-    warm.add_argument("--device", type=int, default=0)
+    warm.add_argument("--device", type=int, default=argparse.SUPPRESS, help="the GPU (default: 0)")
     return top
 
 
@@ -63,23 +66,23 @@ def run_warmup(options: argparse.Namespace) -> int:
         wanted = list(configs(options))
     except ValueError as error:
         print(error, file=sys.stderr)
-        return selfcheck.WRONG
+        return report.WRONG
     try:
         require_cupy("warmup")
-        selfcheck.nvrtc_version()
+        report.nvrtc_version()
     except RuntimeError as error:
         print(error, file=sys.stderr)
-        return selfcheck.NO_GPU
-    kernels = {kernel for config in wanted for kernel in warmup(config, options.device)}
+        return report.NO_GPU
+    kernels = {kernel for config in wanted for kernel in warmup(config, getattr(options, "device", 0))}
     print(f"{len(kernels)} kernels are compiled")
-    return selfcheck.ALL_WELL
+    return report.ALL_WELL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.command == "warmup":
         return run_warmup(options)
-    return selfcheck.run(getattr(options, "device", None), getattr(options, "verbose", False))
+    return report.run(getattr(options, "device", None), getattr(options, "verbose", False))
 
 
 if __name__ == "__main__":

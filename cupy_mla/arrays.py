@@ -7,14 +7,61 @@ a call that is traced for a GPU (`cupy_mla.calls`) lengths, strides and addresse
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 HOST = -1  # the device number of host memory
+MOST_WORK = 10**6  # steps, a fraction of a second, to find an item that two arrays share
+CHECK_VARIABLE = "CUPY_MLA_CHECK"
 
-# Index ranges are checked only when asked: it reads them back, so it synchronises.
-CHECK_VALUES = os.environ.get("CUPY_MLA_CHECK", "0") == "1"
+
+def _asked_by_environment() -> bool:
+    """Whether the environment asks for checks of values."""
+    given = os.environ.get(CHECK_VARIABLE, "")
+    meanings = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
+    try:
+        return meanings[given.strip().lower()]
+    except KeyError:
+        raise ValueError(f"{CHECK_VARIABLE} must be 1, true, yes, on, or 0, false, no, off, got {given!r}") from None
+
+
+CHECK_VALUES = _asked_by_environment()  # whether calls look at what index arrays and lengths hold
+
+
+class set_checks:
+    """Turn checks of values on or off: from now on, or for a `with` block::
+
+        cupy_mla.set_checks(True)
+        with cupy_mla.set_checks(True):
+            ...
+
+    They are off at first, or as the environment variable `CUPY_MLA_CHECK` says (1, true, yes, on; 0, false, no, off).
+    On, every call of every thread also looks at the values of slots, index lists, block tables and lengths, and raises
+    `IndexError` for one out of range and `ValueError` for two tokens in one slot or requests in the same rows. That
+    reads them back, so calls on a GPU wait for it, and none may be captured in a CUDA graph.
+
+    Args:
+        on: whether values are checked.
+
+    Raises:
+        TypeError: `on` is no bool.
+    """
+
+    def __init__(self, on: bool) -> None:
+        global CHECK_VALUES
+        if not isinstance(on, bool):
+            raise TypeError(f"on: expected True or False, got {on!r}")
+        self._before = CHECK_VALUES
+        CHECK_VALUES = on
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        global CHECK_VALUES
+        CHECK_VALUES = self._before
 
 
 class Array:
@@ -28,9 +75,19 @@ class Array:
         shape: lengths of the axes.
         strides: from item to item along each axis, in items, not bytes.
         ptr: address of the first item.
+        written: whether the call writes it.
+        may_be: the input that an output may be, and is then written in place.
     """
 
-    __slots__ = ("_dropped", "dtype", "name", "obj", "place", "ptr", "shape", "strides")
+    __slots__ = ("_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "shape", "strides", "written")
+    name: str
+    obj: Any
+    place: Any
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ptr: int
+    written: bool
 
     def __init__(
         self,
@@ -49,7 +106,10 @@ class Array:
         self.shape = shape
         self.strides = strides
         self.ptr = ptr
+        self.written = False
+        self.may_be: Array | None = None
         self._dropped: int | None = None
+        self._stored: np.dtype | None = None
 
     @property
     def kind(self) -> str:
@@ -70,7 +130,10 @@ class Array:
         return f"Array({self.name}: {self.dtype.name}{list(self.shape)}, strides {list(self.strides)}, {self.kind})"
 
     def require(
-        self, dtype: np.dtype | tuple[np.dtype, ...], *shape: int | str | tuple[int, ...], contiguous: bool = True
+        self,
+        dtype: np.dtype | tuple[np.dtype, ...],
+        *shape: int | str | tuple[int, ...],
+        contiguous: bool = True,
     ) -> Array:
         """Check dtype, shape and (unless `contiguous` is False) the contiguous last axis; returns itself.
 
@@ -97,6 +160,7 @@ class Array:
 
     def require_writable(self) -> Array:
         """Check that a result can be written here: no read-only memory, no two items in one place; returns itself."""
+        self.written = True
         if not self.library.writable(self.obj):
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
         if 0 in self.shape:
@@ -109,6 +173,42 @@ class Array:
                 )
             reach = stride * (length - 1) + reach
         return self
+
+    def require_apart(self, other: Array) -> None:
+        """Check that what is written here is no part of another array, but for one that this may be."""
+        same = self.ptr == other.ptr and self.strides == other.strides and self.shape == other.shape
+        if self._meets(other) and not (same and self.may_be is not None and self.may_be.name == other.name):
+            raise ValueError(f"{self.name}: overlaps {other.name} in memory, which would be read after it is written")
+
+    def _meets(self, other: Array) -> bool:
+        """Whether two arrays share memory."""
+        (start, end), (other_start, other_end) = self._extent(), other._extent()
+        if other_start >= end or start >= other_end:
+            return False
+        try:  # items of one may lie in gaps of the other
+            return np.shares_memory(self._as_numpy(), other._as_numpy(), max_work=MOST_WORK)  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+
+    def _extent(self) -> tuple[int, int]:
+        """Addresses of the first byte and of that after the last one; the same for an array without items."""
+        if 0 in self.shape:
+            return self.ptr, self.ptr
+        reach = [stride * (n - 1) for stride, n in zip(self.strides, self.shape, strict=True)]
+        size = self.dtype.itemsize
+        return self.ptr + size * sum(r for r in reach if r < 0), self.ptr + size * (1 + sum(r for r in reach if r > 0))
+
+    def _as_numpy(self) -> np.ndarray:
+        """An array of the same addresses, which need not be the host's: nothing may be read from it."""
+        size = self.dtype.itemsize
+        interface = {
+            "data": (self.ptr, True),
+            "shape": self.shape,
+            "strides": tuple(s * size for s in self.strides),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+        return np.asarray(SimpleNamespace(__array_interface__=interface))
 
     def require_no_gradient(self) -> Array:
         """Check that autograd does not follow this array: there is no backward; returns itself."""
@@ -128,6 +228,17 @@ class Array:
         self._dropped = axis
         return self
 
+    def reinterpreted(self, dtype: np.dtype) -> Array:
+        """Take the bytes of the last axis, as many as an item of `dtype` has, for that item; returns itself."""
+        size = dtype.itemsize
+        self.require(np.dtype(np.uint8), *("any",) * (len(self.shape) - 1), size)
+        if not self.aligned(size):
+            raise ValueError(f"{self.name}: items of {size} bytes must start at multiples of {size} bytes in memory")
+        self._stored, self.dtype, self._dropped = self.dtype, dtype, len(self.shape) - 1
+        self.shape = self.shape[:-1]
+        self.strides = tuple(stride // size for stride in self.strides[:-1])
+        return self
+
     def aligned(self, nbytes: int) -> bool:
         """True when the first item of every row along the last axis starts at a multiple of `nbytes`."""
         size = self.dtype.itemsize
@@ -137,7 +248,9 @@ class Array:
 
     def numpy(self) -> np.ndarray:
         """The same host memory as a NumPy array, no copy."""
-        view = self.library.host_view(self.obj, self.dtype)
+        view = self.library.host_view(self.obj, self._stored or self.dtype)
+        if self._stored is not None:
+            view = view.view(self.dtype)
         return view if self._dropped is None else view.squeeze(self._dropped)
 
 

@@ -14,7 +14,7 @@ import importlib
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from types import ModuleType
@@ -25,8 +25,14 @@ import numpy as np
 from . import private
 from .arrays import HOST, Array
 from .layouts import BFLOAT16, E4M3, E8M0
+from .options import require_choice, require_integer
+from .typing import AnyArray, LibraryName
 
-_NARROW: dict[np.dtype, np.dtype] = {BFLOAT16: np.dtype(np.int16), E4M3: np.dtype(np.uint8), E8M0: np.dtype(np.uint8)}
+_NARROW: dict[np.dtype, np.dtype] = {
+    BFLOAT16: np.dtype(np.int16),
+    E4M3: np.dtype(np.uint8),
+    E8M0: np.dtype(np.uint8),
+}
 UINT8 = np.dtype(np.uint8)
 
 
@@ -51,17 +57,19 @@ class Library(ABC):
         facts: what a compiled call compares of an array with the call it was made from, as expressions; `{a}` is the
             array. With the numbers below they are all that a call depends on.
         shape, strides, address: expressions for what differs from call to call.
+        unusable: an expression that is true for arrays that must not be compared with others, which ends the process.
         strides_in_bytes: whether `strides` counts bytes, not items.
         results_share_memory: whether one allocation for all results costs the host less than one for each.
     """
 
     name: str
     facts: tuple[str, ...] = ()
-    shape = "{a}.shape"
-    strides = "{a}.strides"
-    address = ""
-    strides_in_bytes = True
-    results_share_memory = False
+    shape: str = "{a}.shape"
+    strides: str = "{a}.strides"
+    address: str = ""
+    unusable: str = ""
+    strides_in_bytes: bool = True
+    results_share_memory: bool = False
 
     @abstractmethod
     def describe(self, name: str, obj: Any) -> Array:
@@ -142,13 +150,15 @@ class NumPyLibrary(Library):
         return HOST
 
     def describe(self, name: str, obj: Any) -> Array:
+        if isinstance(obj, np.ma.MaskedArray):
+            raise TypeError(f"{name}: expected an array without a mask, got a masked one, whose mask nothing looks at")
         return _described_by_bytes(name, obj, Place("numpy", HOST), obj.__array_interface__["data"][0])
 
     def writable(self, obj: Any) -> bool:
         return obj.flags.writeable
 
     def host_view(self, obj: Any, dtype: np.dtype) -> np.ndarray:
-        return obj
+        return np.asarray(obj)  # a subclass, as np.matrix, behaves otherwise
 
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return np.empty(shape, dtype)
@@ -158,7 +168,7 @@ class CuPyLibrary(Library):
     """CuPy: memory of a GPU."""
 
     name = "cupy"
-    facts = ("{a}.dtype", "{a}.data.device_id")
+    facts: tuple[str, ...] = ("{a}.dtype", "{a}.data.device_id")
     address = "{a}.data.ptr"
     results_share_memory = True
 
@@ -194,8 +204,9 @@ class TorchLibrary(Library):
     """torch: host memory or that of a GPU."""
 
     name = "torch"
-    facts = ("{a}.dtype", "{a}.get_device()", "{a}.layout", "{a}.requires_grad")
+    facts: tuple[str, ...] = ("{a}.dtype", "{a}.get_device()", "{a}.layout", "{a}.requires_grad", "{a}.is_neg()")
     strides = "{a}.stride()"
+    unusable = "{a}.is_nested"  # torch's guards ask for its strides, which it has not
     address = "{a}.data_ptr()"
     strides_in_bytes = False
 
@@ -205,12 +216,22 @@ class TorchLibrary(Library):
             dtype = _torch_dtypes()[0][obj.dtype]
         except KeyError:
             raise TypeError(f"{name}: dtype {obj.dtype} is not supported") from None
-        if obj.layout is not torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got layout {obj.layout}")
+        if obj.is_nested or obj.layout is not torch.strided:
+            what = "a nested one" if obj.is_nested else f"layout {obj.layout}"
+            raise TypeError(f"{name}: expected a dense tensor, got {what}")
+        if obj.is_neg() or obj.is_conj():
+            raise TypeError(f"{name}: its memory holds other values: call resolve_neg() and resolve_conj() before")
         device = self.device_of(obj)
         if device is None:
             raise TypeError(f"{name}: expected a CPU or CUDA tensor, got device {obj.device}")
-        return Array(name, obj, Place("torch", device), dtype, tuple(obj.shape), obj.stride(), obj.data_ptr())
+        try:
+            ptr = obj.data_ptr()
+        except RuntimeError:  # under vmap, fake tensors
+            raise TypeError(
+                f"{name}: expected a tensor with memory of its own, got {type(obj).__name__} without, "
+                "as torch.vmap has it"
+            ) from None
+        return Array(name, obj, Place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
 
     def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
         return private.torch_guards(arrays, sizes_too=sizes_too) or super().like(arrays, sizes_too=sizes_too)
@@ -259,6 +280,8 @@ def _described_by_bytes(name: str, obj: Any, place: Place, ptr: int) -> Array:
     if not dtype.isnative:
         raise TypeError(f"{name}: expected native byte order, got dtype {dtype.str}")
     size = dtype.itemsize
+    if size == 0:
+        raise TypeError(f"{name}: expected items of at least a byte, got dtype {dtype}")
     if any(s % size for s in obj.strides):
         raise ValueError(f"{name}: strides {obj.strides} bytes are no multiples of the item size {size}")
     return Array(name, obj, place, dtype, obj.shape, tuple(s // size for s in obj.strides), ptr)
@@ -268,7 +291,8 @@ def _described_by_bytes(name: str, obj: Any, place: Place, ptr: int) -> Array:
 def _torch_dtypes() -> tuple[dict[Any, np.dtype], dict[np.dtype, Any]]:
     torch = sys.modules["torch"]
     names = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-    known = {getattr(torch, n): np.dtype(n) for n in names}
+    more = ("uint16", "uint32", "uint64", "complex64", "complex128")
+    known = {getattr(torch, n): np.dtype(n) for n in (*names, *more) if hasattr(torch, n)}
     known[torch.bfloat16] = BFLOAT16
     known[torch.float8_e4m3fn] = E4M3
     if hasattr(torch, "float8_e8m0fnu"):
@@ -279,9 +303,12 @@ def _torch_dtypes() -> tuple[dict[Any, np.dtype], dict[np.dtype, Any]]:
 def as_dtype(dtype: Any) -> np.dtype:
     """NumPy's dtype for one of NumPy's, CuPy's or torch's."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(dtype, torch.dtype):
-        return _torch_dtypes()[0][dtype]
-    return np.dtype(dtype)
+    try:
+        if torch is not None and isinstance(dtype, torch.dtype):
+            return _torch_dtypes()[0][dtype]
+        return np.dtype(dtype)
+    except (KeyError, TypeError):
+        raise TypeError(f"dtype: expected one that NumPy or torch has, got {dtype!r}") from None
 
 
 def library_of(array: Any) -> Library | None:
@@ -313,6 +340,10 @@ def _no_array(obj: Any) -> str:
     return f"expected a NumPy, CuPy or torch array, got {type(obj).__module__}.{type(obj).__qualname__}"
 
 
+# What brings the libraries for a GPU. The package itself is installed from its checkout.
+INSTALL = "in a checkout of cupy_mla, pip install '.[cuda12]' (driver for CUDA 12) or '.[cuda13]' (for CUDA 13)"
+
+
 def require_cupy(why: str) -> ModuleType:
     """CuPy with a working GPU behind it.
 
@@ -322,9 +353,7 @@ def require_cupy(why: str) -> ModuleType:
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:
-        raise RuntimeError(
-            f"{why} needs CuPy: pip install 'cupy_mla[cuda12]' (CUDA 12 driver) or 'cupy_mla[cuda13]' (CUDA 13 driver)"
-        ) from error
+        raise RuntimeError(f"{why} needs CuPy: {INSTALL}") from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -334,8 +363,34 @@ def require_cupy(why: str) -> ModuleType:
     return cupy
 
 
+def require_torch(why: str) -> ModuleType:
+    """torch.
+
+    Raises:
+        RuntimeError: it is missing.
+    """
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise RuntimeError(f"{why} needs torch: pip install torch") from error
+
+
+def require_array(name: str, obj: Any) -> None:
+    """Check that an argument is an array.
+
+    Raises:
+        TypeError: it is not, and the message names it.
+    """
+    if library_of(obj) is None:
+        raise TypeError(f"{name}: {_no_array(obj)}")
+
+
 def cuda_available() -> bool:
-    """True when CuPy is installed and sees a GPU."""
+    """True when CuPy is installed and sees a GPU.
+
+    Example:
+        >>> library = "CuPy" if cupy_mla.cuda_available() else "NumPy"
+    """
     try:
         require_cupy("this check")
     except RuntimeError:
@@ -346,11 +401,40 @@ def cuda_available() -> bool:
 # --- places ---------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where the arrays of one call live: the library that owns them and the device (`HOST` or a CUDA number)."""
-
-    kind: str
+class _Place(NamedTuple):
+    kind: LibraryName
     device: int
+
+
+class Place(_Place):
+    """Where the arrays of one call live: the library that owns them and the device.
+
+    Args:
+        kind: "numpy", "cupy" or "torch".
+        device: number of a GPU, or `cupy_mla.arrays.HOST` (-1): host memory.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these, or the library's arrays do not lie there.
+    """
+
+    def __new__(cls, kind: LibraryName, device: int) -> Place:
+        require_choice("kind", kind, LIBRARIES)
+        least, most = {"numpy": (HOST, HOST), "cupy": (0, None)}.get(kind, (HOST, None))
+        where = "where NumPy arrays lie: in host memory" if kind == "numpy" else ""
+        return super().__new__(cls, kind, require_integer("device", device, least, most, where))
+
+    @classmethod
+    def from_pair(cls, place: Any) -> Place:
+        """The place that a pair of kind and device names.
+
+        Raises:
+            TypeError, ValueError: it names none.
+        """
+        try:
+            kind, device = place
+        except (TypeError, ValueError):
+            raise TypeError(f"place: expected a kind of array and a device, as ('torch', 0), got {place!r}") from None
+        return cls(kind, device)
 
     @property
     def library(self) -> Library:
@@ -361,7 +445,7 @@ class Place(NamedTuple):
         return self.device != HOST
 
     @classmethod
-    def of(cls, array: Any) -> Place:
+    def of(cls, array: AnyArray) -> Place:
         """Where `array` lives."""
         return describe("array", array).place
 
@@ -383,17 +467,30 @@ class Place(NamedTuple):
         return [None if value is None else self.admit(describe(name, value)) for name, value in arguments.items()]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A new uninitialised array of the caller's kind, on the caller's device and stream; fp8 as uint8 in CuPy."""
+        """A new uninitialised array of the caller's kind, on the caller's device and stream; fp8 as uint8 in CuPy.
+
+        Raises:
+            RuntimeError: the library, or a GPU, is missing.
+        """
+        if self.kind not in sys.modules:
+            (require_cupy if self.kind == "cupy" else require_torch)(f"a {self.kind} array")
         return self.library.empty(self.device, shape, np.dtype(dtype))
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """A new uninitialised array, described."""
         return describe(name, self.empty(shape, dtype))
 
-    def output(self, name: str, given: Array | None, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """The caller's output array, checked, or a new one where none was given."""
+    def output(
+        self, name: str, given: Array | None, shape: tuple[int, ...], dtype: np.dtype, may_be: Array | None = None
+    ) -> Array:
+        """The caller's output array, checked, or a new one where none was given.
+
+        Args:
+            may_be: the input that it may be, and is then written in place.
+        """
         if given is None:
             return self.new(name, shape, dtype)
+        given.may_be = may_be
         return given.require(dtype, *shape).require_writable()
 
     def carve(self, whole: Any, start: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -409,10 +506,13 @@ class Place(NamedTuple):
 
         Raises:
             RuntimeError: a tensor wants a gradient, which neither can give.
+            ValueError: an array that is written overlaps another one.
         """
         for a in arguments:
             if isinstance(a, Array):
                 a.require_no_gradient()
+        for written, other in must_be_apart(arguments):
+            written.require_apart(other)
         reference(*(a.numpy() if isinstance(a, Array) else a for a in arguments))
 
     def current(self) -> AbstractContextManager[Any]:
@@ -422,6 +522,23 @@ class Place(NamedTuple):
     def stream(self) -> int:
         """Handle of the caller's current CUDA stream: torch's for torch tensors, CuPy's for CuPy arrays."""
         return self.library.stream_reader(self.device)()
+
+
+def must_be_apart(arguments: Sequence[Any]) -> Iterator[tuple[Array, Array]]:
+    """Those of a call's arguments that are written, each with every other one that must not share its memory."""
+    given = [a for a in arguments if isinstance(a, Array)]
+    for i, written in enumerate(given):
+        if written.written:
+            yield from ((written, a) for k, a in enumerate(given) if k != i and not (a.written and k < i))
+
+
+def require_apart(written: str, a: Any, other: str, b: Any, may_be: bool) -> None:
+    """Check that array `a`, which is written, is no part of array `b`, but for the whole of it where it `may_be`."""
+    described = describe(written, a)
+    described.may_be = against = describe(other, b)
+    if not may_be:
+        described.may_be = None
+    described.require_apart(against)
 
 
 def describe(name: str, obj: Any) -> Array:
@@ -461,23 +578,32 @@ def _device_name(device: int) -> str:
 # --- bridges --------------------------------------------------------------------------------------------------
 
 
-def to_numpy(array: Any) -> np.ndarray:
-    """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises)."""
+def to_numpy(array: AnyArray) -> np.ndarray:
+    """`array` as NumPy: the same memory when it is on the host, a copy when it is on a GPU (synchronises).
+
+    Example:
+        >>> cupy_mla.to_numpy(np.arange(3)).tolist()
+        [0, 1, 2]
+    """
     a = describe("array", array)
     if a.device == HOST:
         return a.numpy()
     if a.kind == "torch":
-        return a.library.host_view(array.detach().cpu(), a.dtype)
-    return array.get()
+        return a.library.host_view(a.obj.detach().cpu(), a.dtype)
+    return a.obj.get()
 
 
-def to_cupy(array: Any) -> Any:
+def to_cupy(array: AnyArray) -> Any:
     """`array` as CuPy: the same memory when it is on a GPU (DLPack), a copy when it is on the host.
 
     bfloat16 stays bfloat16; fp8 comes as uint8, since CuPy has no fp8 type.
 
     Raises:
         RuntimeError: CuPy or a GPU is missing.
+
+    Example:
+        >>> a = np.arange(3)
+        >>> a = cupy_mla.to_cupy(a) if cupy_mla.cuda_available() else a
     """
     cupy = require_cupy("to_cupy")
     a = describe("array", array)
@@ -487,30 +613,50 @@ def to_cupy(array: Any) -> Any:
     if a.device == HOST:
         moved = cupy.asarray(a.numpy().view(narrow))
     else:
-        moved = cupy.from_dlpack(array.detach().view(a.library.native_dtype(narrow)))
+        moved = cupy.from_dlpack(a.obj.detach().view(a.library.native_dtype(narrow)))
     return moved.view(BFLOAT16) if a.dtype == BFLOAT16 else moved
 
 
-def to_torch(array: Any, dtype: Any = None) -> Any:
+def to_torch(array: AnyArray, dtype: Any = None) -> Any:
     """`array` as a torch tensor over the same memory, on the host or on a GPU (DLPack).
 
     Args:
         dtype: a torch dtype of the same item size to view the result as (e.g. `torch.float8_e4m3fn` for uint8).
 
     Raises:
-        RuntimeError: torch is missing. ValueError: a stride is negative, which torch cannot hold.
+        RuntimeError: torch is missing.
+        TypeError: torch has no such dtype.
+        ValueError: a stride is negative or the memory read-only, which torch cannot hold, or `dtype` has another item
+            size.
+
+    Example:
+        >>> a = np.zeros(3, bfloat16)
+        >>> tensor = cupy_mla.to_torch(a)
+        >>> tensor.fill_(2).dtype
+        torch.bfloat16
+        >>> a.tolist()  # the same memory
+        [2.0, 2.0, 2.0]
     """
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError as error:
-        raise RuntimeError("to_torch needs torch: pip install torch") from error
+    torch = require_torch("to_torch")
     a = describe("array", array)
+    if a.dtype not in _torch_dtypes()[1]:
+        raise TypeError(f"array: torch has no dtype for {a.dtype}")
+    if not a.library.writable(a.obj):  # torch would write to it all the same
+        raise ValueError(
+            "array: expected a writable array, got a read-only one, which torch cannot hold: copy it before"
+        )
     if a.kind == "torch":
-        moved = array
+        moved = a.obj
     elif any(stride < 0 for stride in a.strides):  # torch's DLPack import ends the process over one
         raise ValueError(f"array: torch has no negative strides, got {list(a.strides)} (in items)")
     else:
         narrow = _NARROW.get(a.dtype, a.dtype)
-        plain = array.view(narrow) if narrow != a.dtype else array
+        plain = a.obj.view(narrow) if narrow != a.dtype else a.obj
         moved = torch.from_dlpack(plain).view(_torch_dtypes()[1][a.dtype])
-    return moved if dtype is None else moved.view(dtype)
+    if dtype is None:
+        return moved
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch dtype, got {dtype!r}")
+    if dtype.itemsize != moved.dtype.itemsize:
+        raise ValueError(f"dtype: expected one of {moved.dtype.itemsize} bytes an item as {moved.dtype}, got {dtype}")
+    return moved.view(dtype)

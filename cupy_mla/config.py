@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
+from .options import require_choice, require_integer
+from .typing import CacheLayout, ModelKind
 
 
 @dataclass(frozen=True)
@@ -13,11 +15,12 @@ class SparseMLAConfig:
 
     Attributes:
         num_heads: query heads on this rank, 1 to 128.
-        d_qk: row width for Q.K, 576 (V3.2, GLM-5) or 512 (V4).
+        d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, and models of the V3.2 kind without RoPE).
         d_v: value width, 512.
         topk: KV tokens the indexer chooses for each query token.
         block_size: tokens a block of the paged cache.
-        cache_layout: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla") or "v4_fp8".
+        cache_layout: "bf16", "v32_fp8" or "v4_fp8"; vLLM's "fp8_ds_mla" is the FP8 layout of the model's kind. Models
+            of the V3.2 kind without RoPE keep rows of 512 in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
         max_num_seqs: most requests in a batch.
         max_num_batched_tokens: most query tokens in a batch.
         max_model_len: longest sequence, in tokens.
@@ -26,9 +29,10 @@ class SparseMLAConfig:
         window: length of the sliding window of V4 layers, in tokens.
         mixed_below_heads: V3.2 layers over an FP8 cache give whole batches to the decode kernel when the rank has fewer
             heads than this; with more, prefills go to the prefill kernel over gathered rows.
+        model: kind of the model, "v32" or "v4"; None becomes "v4" where d_qk is 512, else "v32".
 
     Raises:
-        ValueError: a field is out of its range; the message names it.
+        TypeError, ValueError: a field is of another type or out of its range; the message names it.
     """
 
     num_heads: int
@@ -36,7 +40,7 @@ class SparseMLAConfig:
     d_v: int = 512
     topk: int = 2048
     block_size: int = 64
-    cache_layout: str = "bf16"
+    cache_layout: CacheLayout = "bf16"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 163840
@@ -44,35 +48,39 @@ class SparseMLAConfig:
     compress_ratio: int = 1
     window: int = 128
     mixed_below_heads: int = 64
+    model: ModelKind | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_heads <= 128:
-            raise ValueError(f"num_heads must be in 1..128, got {self.num_heads}")
+        for name, least, most in (
+            ("num_heads", 1, 128), ("d_qk", 1, None), ("d_v", 1, None), ("topk", 1, None), ("block_size", 1, None),
+            ("max_num_seqs", 1, None), ("max_num_batched_tokens", 1, None), ("max_model_len", 1, None),
+            ("num_speculative_tokens", 0, None), ("compress_ratio", 1, None), ("window", 1, None),
+            ("mixed_below_heads", 0, None),
+        ):  # fmt: skip
+            object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
         if self.d_qk not in (576, 512):
             raise ValueError(f"d_qk must be 576 or 512, got {self.d_qk}")
         if self.d_v != layouts.D_V:
             raise ValueError(f"d_v must be {layouts.D_V}, got {self.d_v}")
-        if self.layout.d_qk != self.d_qk:
-            raise ValueError(
-                f"cache_layout {self.cache_layout!r} holds rows of {self.layout.d_qk}, d_qk is {self.d_qk}"
-            )
+        if self.model is None:
+            object.__setattr__(self, "model", "v4" if self.d_qk == 512 else "v32")
+        require_choice("model", self.model, ("v32", "v4"))
+        if self.is_v4 and self.d_qk != 512:
+            raise ValueError(f"d_qk of a V4 model must be 512, got {self.d_qk}")
+        if self.layout.quantized and self.layout is not layouts.fp8_of(self.is_v4):
+            raise ValueError(f"cache_layout: models of kind {self.model!r} have no caches {self.cache_layout!r}")
         if self.compress_ratio not in (1, 4, 128):
             raise ValueError(f"compress_ratio must be 1, 4 or 128, got {self.compress_ratio}")
-        if self.num_speculative_tokens < 0:
-            raise ValueError(f"num_speculative_tokens must be >= 0, got {self.num_speculative_tokens}")
-        for name in ("topk", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
 
     @property
     def layout(self) -> layouts.Layout:
         """The cache layout as data."""
-        return layouts.by_name(self.cache_layout, self.d_qk)
+        return layouts.of_model(self.cache_layout, self.d_qk, self.is_v4)
 
     @property
     def is_v4(self) -> bool:
-        """True for DeepSeek V4 rows (512 wide)."""
-        return self.d_qk == 512
+        """True for layers of DeepSeek V4."""
+        return self.model == "v4"
 
     @property
     def rows_per_block(self) -> int:

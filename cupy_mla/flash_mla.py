@@ -1,4 +1,4 @@
-"""Front door with FlashMLA's names and signatures: a drop-in for the module `flash_mla`.
+"""Front door with FlashMLA's names and signatures: a drop-in for the module `flash_mla`::
 
     from cupy_mla import flash_mla          # instead of: import flash_mla
 
@@ -16,6 +16,8 @@ from typing import Any
 from .calls.signature import operation
 from .ops import attention
 from .ops.validate import require_d_v
+from .options import require_bool, require_scale
+from .typing import A, AnyArray
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -46,28 +48,41 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
     Args:
         batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch, see
             `cupy_mla.sparse_decode`.
+
+    Example:
+        >>> schedule, _ = cupy_mla.get_mla_metadata()
     """
     return FlashMLASchedMeta(batch_invariant=batch_invariant), None
 
 
 @operation
 def flash_mla_sparse_fwd(
-    q: Any,
-    kv: Any,
-    indices: Any,
+    q: A,
+    kv: AnyArray,
+    indices: AnyArray,
     sm_scale: float,
     d_v: int = 512,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    out: Any = None,
-) -> tuple[Any, Any, Any]:
-    """Sparse prefill: see `cupy_mla.sparse_prefill`, whose arguments, results and errors these are."""
+    attn_sink: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    out: A | None = None,
+) -> tuple[A, A, A]:
+    """Sparse prefill: `cupy_mla.sparse_prefill` under FlashMLA's name, whose arguments, results and errors these are.
+
+    `lse = log(sum_j exp(sm_scale * q . kv_j))`, natural logarithm, over a token's valid rows; `attn_sink` scales out
+    alone; a token without a valid row has out 0, max_logits -inf and lse +inf. `cupy_mla.sparse_prefill` has it all.
+
+    Example:
+        >>> q, kv = np.zeros((1, 64, 576), bfloat16), np.ones((10, 1, 576), bfloat16)
+        >>> out, max_logits, lse = cupy_mla.flash_mla_sparse_fwd(q, kv, np.array([[[1, 4]]], np.int32), 192**-0.5)
+        >>> out.shape, float(out[0, 0, 0])
+        ((1, 64, 512), 1.0)
+    """
     return attention.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
 
 def flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
+    q: A,
+    k_cache: AnyArray,
     block_table: Any,
     cache_seqlens: Any,
     head_dim_v: int,
@@ -76,15 +91,18 @@ def flash_mla_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool = False,
-    indices: Any = None,
-    attn_sink: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None,
-    extra_topk_length: Any = None,
-    out: Any = None,
-) -> tuple[Any, Any]:
-    """Sparse decode on a paged cache: see `cupy_mla.sparse_decode` for shapes, dtypes and results.
+    indices: AnyArray | None = None,
+    attn_sink: AnyArray | None = None,
+    extra_k_cache: AnyArray | None = None,
+    extra_indices_in_kvcache: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    extra_topk_length: AnyArray | None = None,
+    out: A | None = None,
+) -> tuple[A, A]:
+    """Sparse decode on a paged cache: see `cupy_mla.sparse_decode` for what is computed, shapes, dtypes and results.
+
+    `lse = log(sum_j exp(softmax_scale * q . row_j))`, natural logarithm, over a token's valid slots of both caches;
+    `attn_sink` scales out alone; a token without a valid slot has out 0 and lse +inf.
 
     Args:
         block_table, cache_seqlens: ignored in sparse mode (`indices` given).
@@ -92,7 +110,8 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata: from `get_mla_metadata`; a call with other shapes than the one it was planned for
             is an error.
         num_splits: must be None; kept for FlashMLA's signature.
-        softmax_scale: default `d_qk ** -0.5`.
+        softmax_scale: default `d_qk ** -0.5`, as in FlashMLA. DeepSeek-V3.2's is another: see
+            `cupy_mla.sparse_prefill`.
         causal: must be False in sparse mode.
         is_fp8_kvcache: whether `k_cache` holds FP8 rows; must agree with `k_cache`.
         indices: [b, s_q, topk] int32 slots. Without it the call asks for dense attention, which is not there yet.
@@ -102,8 +121,19 @@ def flash_mla_with_kvcache(
 
     Raises:
         TypeError, ValueError: as `cupy_mla.sparse_decode`, and for a schedule planned for other shapes.
+
+    Example:
+        >>> q, cache = np.zeros((1, 1, 64, 576), bfloat16), np.zeros((4, 64, 1, 656), np.uint8)
+        >>> schedule, _ = cupy_mla.get_mla_metadata()
+        >>> out, lse = cupy_mla.flash_mla_with_kvcache(
+        ...     q, cache, None, None, 512, schedule, softmax_scale=192**-0.5, is_fp8_kvcache=True,
+        ...     indices=np.array([[[130, 65]]], np.int32),
+        ... )
+        >>> out.shape, lse.shape
+        ((1, 1, 64, 512), (1, 64, 1))
     """
     require_d_v("head_dim_v", head_dim_v)
+    is_fp8_kvcache = require_bool("is_fp8_kvcache", is_fp8_kvcache)
     meta = tile_scheduler_metadata
     if not isinstance(meta, FlashMLASchedMeta):
         raise TypeError(f"tile_scheduler_metadata must come from get_mla_metadata, got {type(meta).__name__}")
@@ -111,7 +141,7 @@ def flash_mla_with_kvcache(
         raise ValueError("num_splits must be None; the schedule lives in tile_scheduler_metadata")
     if indices is None:
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
-    if causal:
+    if require_bool("causal", causal):
         raise ValueError("causal must be False when indices is given: the index list says what is attended")
     out, lse, shapes = _with_kvcache(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
@@ -163,8 +193,9 @@ def _with_kvcache(
                     f"tile_scheduler_metadata was planned for {name} = {other}, this call has {this}; "
                     "take a fresh one from get_mla_metadata"
                 )
+    scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
     out, lse = attention.decode(
-        q, k_cache, indices, softmax_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length,
-        out, num_splits, batch_invariant, is_fp8_kvcache,
+        q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
+        num_splits, batch_invariant, is_fp8_kvcache,
     )  # fmt: skip
     return out, lse, shapes

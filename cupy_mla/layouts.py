@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from .options import require_choice
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -123,6 +125,21 @@ ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8)
 _NAMES = {"v32_fp8": V32_FP8, "fp8_ds_mla": V32_FP8, "v4_fp8": V4_FP8, "indexer_fp8": INDEXER_FP8}
 
 
+def fp8_of(is_v4: bool) -> Layout:
+    """The FP8 layout of V4 models, or of those of the V3.2 kind."""
+    return V4_FP8 if is_v4 else V32_FP8
+
+
+def of_model(name: str, d_qk: int, is_v4: bool) -> Layout:
+    """The layout that a model with rows of `d_qk` values calls `name`.
+
+    Raises:
+        TypeError, ValueError: there is none.
+    """
+    require_choice("cache_layout", name, ("bf16", "bfloat16", "auto", "fp8_ds_mla", "v32_fp8", "v4_fp8"))
+    return fp8_of(is_v4) if name == "fp8_ds_mla" else by_name(name, d_qk)
+
+
 def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
     """The layout called `name`; for "bf16" (or "auto", "bfloat16") `d_qk` says which of its two widths.
 
@@ -135,7 +152,5 @@ def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
         if d_qk not in (576, 512):
             raise ValueError(f"d_qk of a bf16 cache must be 576 or 512, got {d_qk}")
         return BF16_576 if d_qk == 576 else BF16_512
-    try:
-        return _NAMES[name]
-    except KeyError:
-        raise ValueError(f"layout must be one of 'bf16', {sorted(_NAMES)}, got {name!r}") from None
+    require_choice("layout", name, ("bf16", "bfloat16", "auto", *_NAMES))
+    return _NAMES[name]

@@ -54,6 +54,9 @@ class Size:
     """An integer of a traced call. Behaves as one; see the module."""
 
     __slots__ = ("node", "trace", "value")
+    trace: Trace
+    value: int
+    node: Node
 
     def __init__(self, trace: Trace, value: int, node: Node) -> None:
         self.trace = trace
@@ -67,7 +70,14 @@ class Size:
         self.trace.guard(("==", self.node, self.value), True)
         return self.value
 
-    __int__ = __index__ = __trunc__ = known
+    def __int__(self) -> int:
+        return self.known()
+
+    def __index__(self) -> int:
+        return self.known()
+
+    def __trunc__(self) -> int:
+        return self.known()
 
     def __float__(self) -> float:
         return float(self.known())

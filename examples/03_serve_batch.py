@@ -35,7 +35,7 @@ from cupy_mla.reference.cache import unpack_rows
 BF16 = ml_dtypes.bfloat16
 ON_GPU = cupy_mla.cuda_available()
 LATENT, ROPE, D_NOPE, D_V = 512, 64, 128, 128
-SCALE = (D_NOPE + ROPE) ** -0.5
+SCALE = (D_NOPE + ROPE) ** -0.5  # DeepSeek-V3.2's, without its yarn factor
 ABSOLUTE, RELATIVE = 1e-3, 3.01 / 128  # an element must be within one of the two
 
 

@@ -260,7 +260,7 @@ def run_decode(
     main: Paged,
     extra: Paged | None = None,
     *,
-    sm_scale: float | None = None,
+    sm_scale: float | None = None,  # default: the model's
     sink: np.ndarray | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
@@ -276,8 +276,8 @@ def run_decode(
         }
     with poisoned_outputs():
         results = cupy_mla.sparse_decode(
-            kind.put(q), kind.put(main.cache), kind.put(main.indices), sm_scale, attn_sink=kind.put(sink),
-            topk_length=kind.put(main.length), out=out, num_splits=num_splits,
+            kind.put(q), kind.put(main.cache), kind.put(main.indices), scale_of(q, sm_scale),
+            attn_sink=kind.put(sink), topk_length=kind.put(main.length), out=out, num_splits=num_splits,
             batch_invariant=batch_invariant, **more,
         )  # fmt: skip
     if out is not None:
@@ -295,9 +295,13 @@ def decode_oracle(
     sink: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What `run_decode` should give, in float64."""
-    scale = fmt.d_qk**-0.5 if sm_scale is None else sm_scale
     lists = [(as_uint8(p.cache), p.indices, p.length) for p in (main, extra) if p is not None]
-    return oracle.decode(fmt, q, lists, scale, sink)
+    return oracle.decode(fmt, q, lists, scale_of(q, sm_scale), sink)
+
+
+def scale_of(q: np.ndarray, sm_scale: float | None) -> float:
+    """The given factor, or that of the model whose queries have this width: DeepSeek-V3.2's or V4's."""
+    return {576: 192**-0.5, 512: 512**-0.5}[q.shape[-1]] if sm_scale is None else sm_scale
 
 
 def as_uint8(cache: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from cupy_mla.arrays import HOST, aligned_up
-from cupy_mla.bridges import CuPyLibrary, Place, TorchLibrary
+from cupy_mla.bridges import CuPyLibrary, Place, TorchLibrary, to_numpy
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.kernel import Kernel, Loaded
 
@@ -91,6 +91,7 @@ class FakeGPU:
         for library in (TorchLibrary, CuPyLibrary):
             monkeypatch.setattr(library, "to_device", lambda library, device: nullcontext())
             monkeypatch.setattr(library, "stream_reader", lambda library, device: lambda: self.stream)
+        monkeypatch.setattr("cupy_mla.ops.values.to_numpy", _read)
         monkeypatch.setattr(TorchLibrary, "device_of", lambda library, tensor: 0)
         monkeypatch.setattr(TorchLibrary, "maker", lambda library: self._empty)
 
@@ -176,6 +177,14 @@ class HostCuPy(CuPy):
 
     def whole(self, raw: np.ndarray) -> Any:
         return self.cupy.ndarray(raw.shape, np.uint8, _pointer(raw.copy(), 0))
+
+
+def _read(array: Any) -> np.ndarray:
+    """The values of an array in the fake GPU's memory."""
+    if not hasattr(array, "data_ptr"):
+        whole = (ctypes.c_byte * max(array.nbytes, 1)).from_address(array.data.ptr)
+        return np.ndarray(array.shape, array.dtype, whole).copy()  # without gaps, as tests make them
+    return to_numpy(array)
 
 
 def _pointer(memory: np.ndarray, start: int) -> Any:

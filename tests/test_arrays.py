@@ -125,3 +125,44 @@ def test_sizes_are_rounded_up():
 def test_a_description_shows_what_it_describes():
     described = describe("x", gapped(np.zeros((2, 3), BF16), 0, 1))
     assert repr(described) == "Array(x: bfloat16[2, 3], strides [4, 1], numpy)"
+
+
+# --- memory of two arrays -------------------------------------------------------------------------------------
+
+MEMORY = np.zeros(64, np.float32)
+FOLDED = MEMORY.reshape(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "apart"),
+    [
+        (MEMORY[:32], MEMORY[32:], True),
+        (MEMORY[:33], MEMORY[32:], False),
+        (MEMORY[32:], MEMORY[:33], False),
+        (MEMORY, MEMORY, False),
+        (MEMORY[:40][::-1], MEMORY[39:], False),
+        (MEMORY[:40][::-1], MEMORY[40:], True),
+        (FOLDED[:, :4], FOLDED[:, 4:], True),  # side by side, row for row
+        (FOLDED[:, :5], FOLDED[:, 4:], False),
+        (MEMORY[::2], MEMORY[1::2], True),
+        (MEMORY[:0], MEMORY, True),
+        (MEMORY.view(np.uint8)[::8], MEMORY.view(np.uint8)[7::8], True),
+        (MEMORY[:8], np.zeros(8, np.float32), True),
+    ],
+)
+def test_arrays_that_share_memory(a, b, apart):
+    one, other = describe("out", a), describe("x", b)
+    if apart:
+        one.require_apart(other)
+    else:
+        with pytest.raises(ValueError, match=r"^out: overlaps x in memory"):
+            one.require_apart(other)
+
+
+def test_an_output_may_be_an_input_whole():
+    out, x = describe("out", FOLDED), describe("x", FOLDED)
+    out.may_be = x
+    out.require_apart(x)
+    for other in (FOLDED[:, 1:], FOLDED.T, FOLDED[:4]):
+        with pytest.raises(ValueError, match=r"^out: overlaps x in memory"):
+            out.require_apart(describe("x", other))

@@ -198,3 +198,22 @@ def test_plots(module, tmp_path):
         report.plot_ratios(tmp_path / "ratios.png"),
     ):  # fmt: skip
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plots_of_the_records_show_every_row_and_label_every_axis(module, monkeypatch):
+    """Every number of query tokens that was measured is a tick of its panel."""
+    pytest.importorskip("matplotlib")
+    report = module("report")
+    monkeypatch.setattr(report, "_save", lambda figure, path: figure)
+    decode = report.plot_decode(BENCHMARKS / "results" / "sparse_decode.json")
+    panels = [axes for axes in decode.axes if axes.lines]
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in panels)
+    rows = report.load("sparse_decode")["rows"]
+    theirs, ours, _ = zip(*(axes.lines for axes in panels), strict=True)
+    for lines, key in ((ours, "ours_us"), (theirs, "peer_us")):
+        shown = [point for line in lines for point in zip(*map(list, line.get_data()), strict=True)]
+        assert sorted(shown) == sorted((report._queries(row), row[key]) for row in rows)
+    for axes, line in zip(panels, ours, strict=True):
+        assert {int(label.get_text()) for label in axes.get_xticklabels()} == set(line.get_xdata())
+    prefill = report.plot_prefill(BENCHMARKS / "results" / "sparse_prefill.json")
+    assert all(axes.get_xlabel() for axes in prefill.axes)

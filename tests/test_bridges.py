@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
 
@@ -92,6 +93,38 @@ def test_to_torch_refuses_negative_strides(torch):
         cupy_mla.to_torch(np.zeros(4)[::-1])
 
 
+def test_to_torch_refuses_read_only_memory(torch):
+    """torch knows no read-only memory, and wrote to it."""
+    values = np.zeros(4, np.float32)
+    values.flags.writeable = False
+    with pytest.raises(ValueError, match=r"^array: expected a writable array, got a read-only one"):
+        cupy_mla.to_torch(values)
+
+
+@pytest.mark.parametrize("dtype", ["U3", object, np.longdouble, "datetime64[s]"])
+def test_to_torch_refuses_dtypes_that_torch_has_not(torch, dtype):
+    with pytest.raises(TypeError, match=r"^array: torch has no dtype for "):
+        cupy_mla.to_torch(np.zeros(3, dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64, np.complex64, np.complex128, np.float16])
+def test_to_torch_of_dtypes_that_no_operation_takes(torch, dtype):
+    values = np.arange(3).astype(dtype)
+    np.testing.assert_array_equal(cupy_mla.to_torch(values).numpy(), values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "message"),
+    [("float16", TypeError, r"^dtype: expected a torch dtype, got 'float16'"),
+     (np.float16, TypeError, r"^dtype: expected a torch dtype"),
+     ("torch.float16", ValueError, r"^dtype: expected one of 4 bytes an item as torch.float32, got torch.float16")],
+)  # fmt: skip
+def test_to_torch_as_another_dtype_of_another_size(torch, dtype, error, message):
+    dtype = torch.float16 if dtype == "torch.float16" else dtype
+    with pytest.raises(error, match=message):
+        cupy_mla.to_torch(np.zeros(4, np.float32), dtype)
+
+
 def test_own_kind_comes_back_as_it_is(torch):
     array, tensor = np.zeros(3), torch.zeros(3)
     assert cupy_mla.to_numpy(array) is array
@@ -150,7 +183,9 @@ def test_cuda_strides_stay(rng, torch):
 
 def test_missing_cupy_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(RuntimeError, match=r"^a CUDA array needs CuPy: pip install 'cupy_mla\[cuda12\]'.*cuda13") as e:
+    with pytest.raises(
+        RuntimeError, match=r"^a CUDA array needs CuPy: in a checkout of .* pip install '\.\[cuda12\]'.*cuda13"
+    ) as e:
         require_cupy("a CUDA array")
     assert "\n" not in str(e.value)
     assert not cupy_mla.cuda_available()
@@ -242,13 +277,76 @@ def test_strides_between_items_are_refused():
 
 
 def test_tensors_that_cannot_be_used_are_refused(torch):
-    for tensor in (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.float8_e5m2)):
-        with pytest.raises(TypeError, match=r"^x: dtype torch.(complex64|float8_e5m2) is not supported"):
+    for tensor in (torch.zeros(2, dtype=torch.complex32), torch.zeros(2, dtype=torch.float8_e5m2)):
+        with pytest.raises(TypeError, match=r"^x: dtype torch.(complex32|float8_e5m2) is not supported"):
             describe("x", tensor)
     with pytest.raises(TypeError, match=r"^x: expected a dense tensor"):
         describe("x", torch.zeros(2, 2).to_sparse())
     with pytest.raises(TypeError, match=r"^x: expected a CPU or CUDA tensor, got device meta"):
         describe("x", torch.zeros(2, device="meta"))
+
+
+def test_masked_arrays_are_refused():
+    """Nothing looks at a mask: masked entries would count."""
+    with pytest.raises(TypeError, match=r"^x: expected an array without a mask, got a masked one"):
+        describe("x", np.ma.masked_array(np.zeros(3), mask=[0, 1, 0]))
+    with pytest.raises(TypeError, match=r"^array: expected an array without a mask"):
+        cupy_mla.to_numpy(np.ma.zeros(3))
+
+
+def test_other_subclasses_are_arrays(tmp_path):
+    """As np.matrix, whose slices and products are others, and memory-mapped files."""
+    view = describe("x", np.zeros((2, 2)).view(np.matrix)).numpy()
+    assert type(view) is np.ndarray
+    assert view[0].shape == (2,)
+    mapped = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(3,))
+    assert np.shares_memory(describe("x", mapped).numpy(), mapped)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_plain_memory_are_refused(torch):
+    conjugate = torch.ones(2, dtype=torch.complex64).conj()
+    nested = [torch.zeros(2), torch.zeros(3)]
+    for tensor, message in (
+        (conjugate.imag, "its memory holds other values: call resolve_neg"),
+        (conjugate, "its memory holds other values"),
+        (torch.nested.nested_tensor(nested), "expected a dense tensor, got a nested one"),
+        (torch.nested.nested_tensor(nested, layout=torch.jagged), "expected a dense tensor, got a nested one"),
+    ):
+        with pytest.raises(TypeError, match=f"^x: {message}"):
+            describe("x", tensor)
+    with pytest.raises(TypeError, match=r"^x: expected a tensor with memory of its own.*as torch.vmap has it"):
+        torch.vmap(lambda x: describe("x", x))(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Place("tensorflow", 0), ValueError, r"^kind must be one of \('numpy', 'cupy', 'torch'\), got 'tens"),
+        (lambda: Place(None, 0), TypeError, "^kind: expected one of"),
+        (lambda: Place("torch", "cuda"), TypeError, "^device: expected an integer, got 'cuda'"),
+        (lambda: Place("numpy", 0), ValueError, r"^device must be in -1..-1, where NumPy arrays lie"),
+        (lambda: Place("cupy", -1), ValueError, "^device must be >= 0, got -1"),
+        (lambda: Place("torch", -2), ValueError, "^device must be >= -1, got -2"),
+        (lambda: Place.from_pair("numpy"), TypeError, "^place: expected a kind of array and a device"),
+        (lambda: Place.from_pair(None), TypeError, "^place: expected a kind of array and a device"),
+        (lambda: Place.of(3), TypeError, "^array: expected a NumPy, CuPy or torch array"),
+    ],
+)
+def test_places_that_are_none(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_place_of_a_library_that_is_not_there(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(RuntimeError, match=r"^a torch array needs torch: pip install torch"):
+        Place("torch", HOST).empty((3,), np.dtype(np.float32))
+
+
+def missing(name: str) -> None:
+    raise ImportError(name)
 
 
 def test_kind_of(torch):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from cupy_mla import SparseMLAConfig, layouts
+from cupy_mla import SparseMLABackend, SparseMLAConfig, layouts
 
 
 def test_defaults_are_those_of_v32():
@@ -36,6 +37,51 @@ def test_layout(cache_layout, d_qk, layout):
 def test_a_field_out_of_range_is_named(field, value):
     with pytest.raises(ValueError, match=rf"^{field}\b.*{value}"):
         SparseMLAConfig(**{"num_heads": 16, field: value})
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(SparseMLAConfig) if f.type == "int"])
+@pytest.mark.parametrize("value", [16.0, 16.9, "16", None, True])
+def test_a_field_of_another_type_is_named(field, value):
+    """16.9 tokens of a window were 16."""
+    with pytest.raises(TypeError, match=rf"^{field}: expected an integer, got"):
+        SparseMLAConfig(**{"num_heads": 16, field: value})
+
+
+def test_numpy_integers_become_ints():
+    config = SparseMLAConfig(np.int64(16), topk=np.int32(7))
+    assert (type(config.num_heads), type(config.topk)) == (int, int)
+
+
+@pytest.mark.parametrize(
+    ("d_qk", "model", "cache_layout", "layout"),
+    [(576, None, "fp8_ds_mla", layouts.V32_FP8), (512, None, "fp8_ds_mla", layouts.V4_FP8),
+     (512, "v4", "fp8_ds_mla", layouts.V4_FP8), (512, "v4", "bf16", layouts.BF16_512),
+     (512, "v32", "fp8_ds_mla", layouts.V32_FP8), (512, "v32", "v32_fp8", layouts.V32_FP8),
+     (512, "v32", "bf16", layouts.BF16_512), (576, "v32", "auto", layouts.BF16_576)],
+)  # fmt: skip
+def test_kinds_of_models(d_qk, model, cache_layout, layout):
+    """Rows of 512 are V4's, or those of the V3.2 kind without RoPE; vLLM calls the FP8 layout of either the same."""
+    config = SparseMLAConfig(16, d_qk, cache_layout=cache_layout, model=model)
+    assert config.layout is layout
+    assert config.is_v4 == (model == "v4" or (model is None and d_qk == 512))
+    assert config.model == ("v4" if config.is_v4 else "v32")
+    names = {"bf16": "bfloat16", "auto": "auto", "fp8_ds_mla": "fp8_ds_mla"}
+    if cache_layout in names:
+        shape = SparseMLABackend.get_kv_cache_shape(3, 64, 1, d_qk, names[cache_layout], model)
+        assert shape == (3, 64, layout.last_axis)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"d_qk": 576, "model": "v4"}, "d_qk of a V4 model must be 512, got 576"),
+     ({"d_qk": 512, "model": "v32", "cache_layout": "v4_fp8"}, "cache_layout: models of kind 'v32' have no caches"),
+     ({"d_qk": 512, "cache_layout": "v32_fp8"}, "cache_layout: models of kind 'v4' have no caches 'v32_fp8'"),
+     ({"model": "v3"}, r"model must be one of \('v32', 'v4'\), got 'v3'"),
+     ({"cache_layout": "indexer_fp8"}, "cache_layout must be one of")],
+)  # fmt: skip
+def test_kinds_that_do_not_fit(change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SparseMLAConfig(16, **change)
 
 
 def test_an_unknown_layout_is_named():

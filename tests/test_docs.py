@@ -1,13 +1,19 @@
-"""The documentation: programs run, links lead somewhere, pictures and API reference are made without complaint."""
+"""The documentation: programs run, links lead somewhere, pictures and the site are made without complaint."""
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
+from inspect import isfunction, ismodule
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import cupy_mla
@@ -15,7 +21,10 @@ import cupy_mla
 from .kinds import installed
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md"])
+PAGES = sorted([
+    *(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "benchmarks" / "results" / "README.md",
+])  # fmt: skip
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +67,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_linked() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
-    assert [page for page in [*pages, "kernels"] if f"({page})" not in index] == []
+    assert [page for page in [*pages, "kernels/README.md"] if f"({page})" not in index] == []
 
 
 def test_pictures_show_the_layouts() -> None:
@@ -66,18 +75,100 @@ def test_pictures_show_the_layouts() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_api_reference(tmp_path: Path) -> None:
-    """The command of docs/README.md, with warnings as errors."""
-    if not installed("pdoc"):
-        pytest.skip("pdoc is not installed")
-    (command,) = re.findall(r"^    python (-m pdoc .*) -o docs/api$", (ROOT / "docs" / "README.md").read_text(), re.M)
-    result = python("-W", "error", *command.split(), "-o", str(tmp_path))
+class Links(HTMLParser):
+    """What a page refers to and can be referred to by."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.ids: set[str] = set()
+        self.forms: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.targets += [found[name] for name in ("href", "src") if name in found]
+        self.ids |= {found["id"]} if "id" in found else set()
+        self.forms += [found["action"]] if tag == "form" else []
+
+
+def test_site(tmp_path: Path) -> None:
+    """The command of docs/README.md makes it, in one test since it takes ten seconds; a warning is an error."""
+    if not all(map(installed, ("sphinx", "myst_parser", "furo"))):
+        pytest.skip("Sphinx, MyST or Furo is not installed")
+    (command,) = re.findall(r"^    python (-m sphinx .*) docs/site$", (ROOT / "docs" / "README.md").read_text(), re.M)
+    result = python(*command.split(), str(tmp_path))
     assert result.returncode == 0, result.stderr
-    assert "Warn" not in result.stderr
-    page = (tmp_path / "cupy_mla.html").read_text()
-    assert [
-        name for name in cupy_mla.__all__ if f'id="{name}"' not in page and f"cupy_mla/{name}.html" not in page
-    ] == []
+    links_lead_somewhere(tmp_path)
+    every_page_is_there_and_searches_all(tmp_path)
+    every_public_name_is_there(tmp_path)
+    formulas_are_set(tmp_path)
+    code_is_set_as_code(tmp_path)
+
+
+def links_lead_somewhere(site: Path) -> None:
+    """To a file of the site, and where they name a part of a page, to that part."""
+    pages = {page.resolve(): Links(page) for page in site.rglob("*.html")}
+    assert site / "docs" / "lse.html" in pages
+    missing = []
+    for page, links in pages.items():
+        for target in links.targets:
+            address, _, part = unquote(target).partition("#")
+            if urlsplit(target).scheme or target.startswith("//"):
+                continue
+            leads_to = (page.parent / address.partition("?")[0]).resolve() if address else page
+            if not leads_to.is_file() or (part and leads_to in pages and part not in pages[leads_to].ids):
+                missing.append(f"{page.relative_to(site)}: {target}")
+    assert missing == []
+
+
+def every_page_is_there_and_searches_all(site: Path) -> None:
+    """The README, what stands in docs/, and the API; every page has a box to search all of them."""
+    names = [page.relative_to(ROOT).with_suffix(".html") for page in PAGES]
+    assert [name for name in names if not (site / name).is_file()] == []
+    for name in names:
+        assert Path(site / name.parent / Links(site / name).forms[0]).resolve() == site / "search.html"
+    index = (site / "searchindex.js").read_text()
+    assert "sparse_prefill" in index
+    assert all(f'"{name.with_suffix("")}"' in index for name in names)
+
+
+def every_public_name_is_there(site: Path) -> None:
+    ids = set().union(*(Links(page).ids for page in (site / "docs" / "api").glob("*.html")))
+    modules = {f"module-cupy_mla.{name}" for name in ("flash_mla", "layouts", "warmup")}
+    names = {f"cupy_mla.{name}" for name in cupy_mla.__all__ if not ismodule(getattr(cupy_mla, name))}
+    assert (names | modules) - ids == {"cupy_mla.__version__"}
+
+
+def formulas_are_set(site: Path) -> None:
+    for name in ("lse", "api/attention", "api/cache"):
+        page = (site / "docs" / f"{name}.html").read_text()
+        assert 'class="math' in page
+        assert "mathjax" in page
+        assert r"\mathrm" in page
+
+
+def code_is_set_as_code(site: Path) -> None:
+    """An indented block of a docstring that no `::` comes before becomes a quotation, its lines one paragraph."""
+    pages = list((site / "docs" / "api").glob("*.html"))
+    assert [page.name for page in pages if "<blockquote>" in page.read_text()] == []
+    assert any('class="highlight' in page.read_text() for page in pages)
+
+
+FUNCTIONS = [name for name in cupy_mla.__all__ if isfunction(getattr(cupy_mla, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_examples_in_docstrings(name: str) -> None:
+    """Every public function has one, on NumPy arrays, which shows what it says."""
+    globs = {"np": np, "cupy_mla": cupy_mla, "bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+    example = doctest.DocTestParser().get_doctest(getattr(cupy_mla, name).__doc__, globs, name, None, None)
+    if "to_torch" in example.docstring and not installed("torch"):
+        pytest.skip("torch is not installed")
+    assert any(name in part.source for part in example.examples)
+    printed: list[str] = []
+    doctest.DocTestRunner().run(example, out=printed.append)
+    assert not printed, "".join(printed)
 
 
 def test_every_public_function_and_class_says_what_it_does() -> None:

@@ -79,7 +79,8 @@ def call(kind: NumPy, q: np.ndarray, main: Paged, meta: flash_mla.FlashMLASchedM
 
 
 def check(kind: NumPy, fmt: oracle.Format, results: tuple, *inputs: object, **more: object) -> None:
-    want = decode_oracle(fmt, *inputs, **more)
+    """Compare with the oracle, at FlashMLA's default scale unless another is given."""
+    want = decode_oracle(fmt, *inputs, **{"sm_scale": fmt.d_qk**-0.5, **more})
     for name, g, w in zip(("out", "lse"), results, want, strict=True):
         assert kind.is_mine(g)
         oracle.assert_close(kind.take(g), w, f"decode {name}")
@@ -98,9 +99,16 @@ def test_with_kvcache(kind, rng, fmt):
     check(kind, fmt, results, q, main, extra, sm_scale=0.03, sink=sink)
 
 
-def test_softmax_scale_has_a_default(kind, rng):
-    main, q = paged(rng, oracle.V4, 1, 1, 40, 64), queries(rng, 1, 1, 8, 512)
-    check(kind, oracle.V4, call(kind, q, main, flash_mla.get_mla_metadata()[0]), q, main, sm_scale=512**-0.5)
+@pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+def test_softmax_scale_has_flash_mlas_default(kind, rng, fmt):
+    main, q = paged(rng, fmt, 1, 1, 40, 64), queries(rng, 1, 1, 8, fmt.d_qk)
+    check(kind, fmt, call(kind, q, main, flash_mla.get_mla_metadata()[0]), q, main, sm_scale=fmt.d_qk**-0.5)
+
+
+@pytest.mark.parametrize("scale", ["0.1", True, float("nan"), 1e300])
+def test_softmax_scale_is_named(rng, scale):
+    with pytest.raises((TypeError, ValueError), match=r"^softmax_scale: expected a "):
+        flash_mla.flash_mla_with_kvcache(**wrong(rng, softmax_scale=scale))
 
 
 def test_block_table_and_lengths_are_ignored(kind, rng):
@@ -138,7 +146,7 @@ def test_schedule_is_planned_once_and_reused(kind, rng, splits):
     """Splits that are asked for are followed; the schedule does not keep those that a call chooses."""
     meta, _ = flash_mla.get_mla_metadata()
     for turn in range(3):
-        main, q = paged(rng, oracle.V32, 2, 1, 70, 64), queries(rng, 2, 1, 8, 576)
+        main, q = paged(rng, oracle.V32, 2, 1, 70, 64, invalid=0), queries(rng, 2, 1, 8, 576)
         check(kind, oracle.V32, call(kind, q, main, meta), q, main)
         assert meta.num_splits == (None if turn == 0 else 3)
         assert meta.shapes is not None

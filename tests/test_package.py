@@ -1,17 +1,22 @@
-"""Every way to install finds its kernels: wheel, sdist, editable install and bare checkout."""
+"""Every way to install finds its kernels: wheel, sdist, editable install and bare checkout. What packages say."""
 
 from __future__ import annotations
 
 import configparser
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+import cupy_mla
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCE = shutil.ignore_patterns(
@@ -79,13 +84,59 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
     assert {p.name.partition("-")[0] for p in site.iterdir()} == {"cupy_mla"}, "no generic name in site-packages"
 
 
-def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
-    with tarfile.open(build("build_sdist", checkout, tmp_path / "sdist")) as archive:
-        archive.extractall(tmp_path)
-    (source,) = tmp_path.glob("cupy_mla-*")
-    again = build("build_wheel", source, tmp_path / "wheel")
+@pytest.fixture(scope="module")
+def sdist(checkout: Path) -> Path:
+    """The unpacked source distribution."""
+    with tarfile.open(build("build_sdist", checkout, checkout.parent / "sdist")) as archive:
+        archive.extractall(checkout.parent / "unpacked")
+    (source,) = (checkout.parent / "unpacked").iterdir()
+    return source
+
+
+def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    again = build("build_wheel", sdist, tmp_path / "wheel")
     assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
-    assert {"README.md", "constraints.txt", "tests", "examples"} <= {p.name for p in source.iterdir()}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout, to know what belongs to it")
+def test_sdist_holds_all_that_git_does(sdist: Path) -> None:
+    """So that its tests and README have what they need."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    assert [name for name in tracked if not (sdist / name).is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(archive.read(name))
+
+
+def test_version(metadata: Message) -> None:
+    """It stands in one module, and the newest section of the changelog is that of this version."""
+    assert metadata["Version"] == cupy_mla.__version__
+    sections = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert sections[0] == cupy_mla.__version__
+
+
+def test_classifiers(metadata: Message) -> None:
+    """An index refuses those that it does not know."""
+    known = pytest.importorskip("trove_classifiers", reason="trove-classifiers is not installed").classifiers
+    named = metadata.get_all("Classifier")
+    assert set(named) - known == set()
+    assert "Environment :: GPU :: NVIDIA CUDA" in named
+
+
+def test_text_on_a_package_index(metadata: Message) -> None:
+    """The README without links and pictures that lead nowhere there; the paths are those of the sdist."""
+    text = metadata.get_payload()
+    assert "Sparse Multi-head Latent Attention for NumPy, CuPy and torch arrays." in text
+    paths = re.findall(r"\]\((?!https?:|#)([^)]+)\)", (ROOT / "README.md").read_text())
+    pictures = [path for path in paths if path.endswith(".png")]
+    assert pictures
+    assert all(f"(`{path}`)" in text for path in paths if path not in pictures)
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", text) == []
+    assert not any(path in text for path in pictures)
 
 
 def test_editable_install(checkout: Path, tmp_path: Path) -> None:

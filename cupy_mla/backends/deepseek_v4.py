@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from .. import layouts
 from ..bridges import Place, bind, describe
@@ -18,6 +18,8 @@ from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
 from ..ops.validate import QUANTIZED
+from ..options import require_instance, require_scale
+from ..typing import A, AnyArray
 from .workspace import Workspace
 
 PREFILL_CHUNK_SIZE = 4  # prefills whose rows are gathered at a time
@@ -35,10 +37,10 @@ class DeepseekV4Layer:
             ones first, -1 after them; C4A only.
     """
 
-    swa_k_cache: Any
-    attn_sink: Any
-    k_cache: Any = None
-    topk_indices: Any = None
+    swa_k_cache: AnyArray
+    attn_sink: AnyArray
+    k_cache: AnyArray | None = None
+    topk_indices: AnyArray | None = None
 
 
 class DeepseekV4Impl:
@@ -47,7 +49,7 @@ class DeepseekV4Impl:
     Args:
         config: the layers' kind (`compress_ratio`) and the engine's maxima; `block_size` counts the tokens of a block
             of the compressed cache.
-        scale: factor on the dot products before the softmax.
+        scale: factor on the dot products before the softmax; of DeepSeek-V4 `512 ** -0.5`.
         workspace: scratch memory, shared with other layers; a warm-up call reserves what the largest batch needs.
 
     Raises:
@@ -55,22 +57,24 @@ class DeepseekV4Impl:
     """
 
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
+        require_instance("config", config, SparseMLAConfig)
+        require_instance("workspace", workspace, Workspace)
         if config.layout is not V4_FP8:
             raise ValueError(f"config: expected V4 layers with cache_layout 'v4_fp8', got {config.cache_layout!r}")
         self.config = config
-        self.scale = scale
+        self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
         self._topk = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)
         self._rows = config.max_compressed_rows + config.window + config.max_num_batched_tokens
 
     def forward(
         self,
-        q: Any,
+        q: AnyArray,
         layer: DeepseekV4Layer,
         swa_metadata: SparseSWAMetadata | None,
         metadata: SparseMLAMetadata | None,
-        output: Any,
-    ) -> Any:
+        output: A,
+    ) -> A:
         """Attention of a step's query tokens over their sliding windows and, in one softmax, their compressed rows.
 
         Decode tokens go to the decode kernel, each a batch entry of its own over both caches. Prefills go to the
@@ -102,7 +106,7 @@ class DeepseekV4Impl:
             self._scratch(
                 min(decode_tokens, config.max_num_batched_tokens), config.max_num_batched_tokens, config.max_num_seqs
             )
-            output[...] = 0
+            out.obj[...] = 0
             return output
         self._check(place, tokens, layer, swa_metadata, metadata)
         decode_tokens = swa_metadata.num_decode_tokens
@@ -111,8 +115,9 @@ class DeepseekV4Impl:
         )
         if decode_tokens:
             self._decode(
-                q[:decode_tokens, None], layer, swa_metadata, metadata, slots, slot_lens, output[:decode_tokens, None]
-            )
+                q_.obj[:decode_tokens, None], layer, swa_metadata, metadata, slots, slot_lens,
+                out.obj[:decode_tokens, None],
+            )  # fmt: skip
         for first in range(0, swa_metadata.num_prefills, PREFILL_CHUNK_SIZE):
             self._prefill(first, q, layer, swa_metadata, metadata, rows, combined, combined_lens, output)
         return output
@@ -130,11 +135,12 @@ class DeepseekV4Impl:
         """q and out [Td, 1, h, 512]; slots and slot_lens are room for C4A's lists."""
         tokens = swa.num_decode_tokens
         extra_indices = extra_lens = None
+        chosen: Any = layer.topk_indices
         if metadata is not None and self.config.compress_ratio == C128A:
             extra_indices, extra_lens = metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
         elif metadata is not None:
             compute_global_topk_indices_and_lens(
-                layer.topk_indices[:tokens], swa.token_to_req_indices[:tokens], metadata.block_table,
+                chosen[:tokens], swa.token_to_req_indices[:tokens], metadata.block_table,
                 self.config.rows_per_block, swa.is_valid_token[:tokens], out=slots, lens=slot_lens,
             )  # fmt: skip
             extra_indices, extra_lens = slots[:, None], slot_lens
@@ -166,17 +172,21 @@ class DeepseekV4Impl:
         if count == 0:
             return
         rows, combined, combined_lens = rows[: end - first], combined[:count], combined_lens[:count]
-        chosen = combined[:, :0]
+        chosen, compressed_rows, of_layer = (
+            combined[:, :0],
+            cast(AnyArray, layer.k_cache),
+            cast(Any, layer.topk_indices),
+        )
         if metadata is not None:
             dequantize_and_gather_k_cache(
-                rows, layer.k_cache, metadata.compressed_seq_lens[requests], None, metadata.block_table[requests],
+                rows, compressed_rows, metadata.compressed_seq_lens[requests], None, metadata.block_table[requests],
                 config.rows_per_block, 0,
             )  # fmt: skip
             if config.compress_ratio == C128A:
                 start = tokens.start - swa.num_decode_tokens
                 chosen = metadata.c128a_prefill_topk_indices[start : start + count]
             else:
-                chosen = layer.topk_indices[tokens]
+                chosen = of_layer[tokens]
         dequantize_and_gather_k_cache(
             rows, layer.swa_k_cache, swa.prefill_seq_lens[prefills], swa.prefill_gather_lens[prefills],
             swa.block_table[requests], swa.block_size, config.max_compressed_rows,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import layouts
 from ..arrays import Array
 from ..bridges import Place, bind, describe
 from ..config import SparseMLAConfig
@@ -21,6 +20,8 @@ from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.validate import QUANTIZED
+from ..options import require_instance, require_integer, require_scale
+from ..typing import A, AnyArray, CacheLayout, ModelKind
 from .workspace import Workspace
 
 
@@ -28,10 +29,10 @@ class SparseMLABackend:
     """What an engine asks before it chooses and sets up a backend."""
 
     name = "CUPY_MLA_SPARSE"
-    supported_dtypes = ("bfloat16",)
-    supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla")
-    supported_head_sizes = (576, 512)  # V3.2, V4
-    least_compute_capability = (8, 0)
+    supported_dtypes: tuple[str, ...] = ("bfloat16",)
+    supported_kv_cache_dtypes: tuple[str, ...] = ("auto", "bfloat16", "fp8_ds_mla")
+    supported_head_sizes: tuple[int, ...] = (576, 512)  # V3.2; V4, and V3.2's kind without RoPE
+    least_compute_capability: tuple[int, int] = (8, 0)
 
     @staticmethod
     def is_mla() -> bool:
@@ -60,26 +61,32 @@ class SparseMLABackend:
 
     @classmethod
     def get_kv_cache_shape(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int = 1, head_size: int = 576, cache_dtype: str = "auto"
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int = 1,
+        head_size: int = 576,
+        cache_dtype: CacheLayout = "auto",
+        model: ModelKind | None = None,
     ) -> tuple[int, int, int]:
         """Shape of the paged cache array, bfloat16 or, for "fp8_ds_mla", uint8.
 
+        Args:
+            model: kind of the model, as of `SparseMLAConfig`.
+
         Raises:
-            ValueError: an argument is none that the backend supports.
+            TypeError, ValueError: an argument is none that the backend supports.
         """
+        num_blocks = require_integer("num_blocks", num_blocks, 0)
+        block_size = require_integer("block_size", block_size, 1)
         if num_kv_heads != 1:
             raise ValueError(f"num_kv_heads must be 1 (all query heads share a latent row), got {num_kv_heads}")
         if head_size not in cls.supported_head_sizes:
             raise ValueError(f"head_size must be one of {cls.supported_head_sizes}, got {head_size}")
         if cache_dtype not in cls.supported_kv_cache_dtypes:
             raise ValueError(f"cache_dtype must be one of {cls.supported_kv_cache_dtypes}, got {cache_dtype!r}")
-        if not cls.supports_block_size(block_size):
-            raise ValueError(f"block_size must be >= 1, got {block_size}")
-        if cache_dtype == "fp8_ds_mla":
-            layout = layouts.V32_FP8 if head_size == 576 else layouts.V4_FP8
-        else:
-            layout = layouts.by_name(cache_dtype, head_size)
-        return num_blocks, block_size, layout.last_axis
+        config = SparseMLAConfig(1, head_size, block_size=block_size, cache_layout=cache_dtype, model=model)
+        return num_blocks, block_size, config.layout.last_axis
 
 
 class SparseMLAImpl:
@@ -90,9 +97,13 @@ class SparseMLAImpl:
     graph's own; with CuPy, warm up and capture under `cupy.cuda.using_allocator` of a pool that lives as long as
     the graph. Replays allocate nothing.
 
+    Models without RoPE (d_qk 512) attend over their rows of 512 in bf16. In an FP8 cache their rows are V3.2's, whose
+    RoPE part must be finite (`concat_and_cache_mla` writes zeros): it meets zeros beside the query.
+
     Args:
         config: the layer and the engine's maxima.
-        scale: factor on the dot products before the softmax.
+        scale: factor on the dot products before the softmax; of DeepSeek-V3.2 `192 ** -0.5`, times the square of its
+            yarn factor where it has one: see `cupy_mla.sparse_prefill`.
         workspace: scratch memory, shared with other layers; what the largest batch needs is reserved here.
 
     Raises:
@@ -100,18 +111,26 @@ class SparseMLAImpl:
     """
 
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
+        require_instance("config", config, SparseMLAConfig)
+        require_instance("workspace", workspace, Workspace)
         if config.is_v4:
-            raise ValueError("config: expected V3.2 layers (d_qk 576), got V4 ones (d_qk 512)")
+            raise ValueError("config: expected layers of a model of kind 'v32', got 'v4', as of d_qk 512 by default")
         self.config = config
-        self.scale = scale
+        self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
         gathers = config.layout.quantized and not config.use_mixed_batch
         rows = prefill_workspace_size(config.max_model_len) if gathers else 0
         self._scratch(config.max_num_batched_tokens, True, rows)
 
     def forward_mqa(
-        self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any, *, out: Any = None
-    ) -> Any:
+        self,
+        q: A | tuple[A, A],
+        kv_cache: AnyArray,
+        metadata: SparseMLAMetadata,
+        topk_indices: AnyArray,
+        *,
+        out: A | None = None,
+    ) -> A:
         """Attention of a step's query tokens over their chosen KV tokens, which the cache must already hold.
 
         bf16 cache: one launch over slots; batches of decodes alone go to the decode kernel, which splits rows to fill
@@ -119,9 +138,10 @@ class SparseMLAImpl:
         blocks have gaps between them). FP8 cache: as the metadata says, see `FP8SeparatePrefillDecode`.
 
         Args:
-            q: [T, h, 576] bfloat16, or a pair ([T, h, 512], [T, h, 64]) of the absorbed query and its RoPE part.
-            kv_cache: [num_blocks, block_size, (1,) 576] bfloat16 or [num_blocks, block_size, (1,) 656] uint8 or
-                float8_e4m3fn, as the config says.
+            q: [T, h, 576] bfloat16, or a pair ([T, h, 512], [T, h, 64]) of the absorbed query and its RoPE part. Of a
+                model without RoPE [T, h, 512], or a pair whose second part is [T, h, 0].
+            kv_cache: [num_blocks, block_size, (1,) 576] bfloat16, without RoPE [..., 512], or
+                [num_blocks, block_size, (1,) 656] uint8 or float8_e4m3fn, as the config says.
             metadata: of this step, from `SparseMLAMetadataBuilder`; T is its number of tokens.
             topk_indices: [T, topk] int32 token positions in each token's request, -1 where there are fewer.
             out: [T, h, 512] bfloat16, written in place when given.
@@ -135,25 +155,31 @@ class SparseMLAImpl:
         place, cache = self._check(q, kv_cache, metadata, topk_indices)
         tokens, heads, extra = metadata.num_actual_tokens, self.config.num_heads, metadata.fp8_extra_metadata
         (out_,) = place.optional(out=out)
-        out = place.output("out", out_, (tokens, heads, D_V), BFLOAT16).obj
+        result = place.output("out", out_, (tokens, heads, D_V), BFLOAT16).obj
         prefill = extra.prefill if isinstance(extra, FP8SeparatePrefillDecode) else None
         rows = max((chunk.chunk_tot_seqlen for chunk in prefill.chunks), default=0) if prefill else 0
-        concatenated, slots, workspace = self._scratch(tokens, isinstance(q, tuple), rows)
+        padded = self.config.d_qk < self.config.layout.d_qk
+        concatenated, slots, workspace = self._scratch(tokens, isinstance(q, tuple) or padded, rows)
+        queries: Any = q
         if isinstance(q, tuple):
-            ql_nope, q_pe = q
-            concat_mla_q(ql_nope, q_pe, concatenated)
-            q = concatenated
+            queries, rope = q
+            if self.config.d_qk > D_V:
+                concat_mla_q(queries, rope, concatenated)
+                queries = concatenated
+        if padded:
+            concatenated[..., :D_V], concatenated[..., D_V:] = queries, 0
+            queries = concatenated
         convert_req_index_to_global_index(
             metadata.req_id_per_token, metadata.block_table, topk_indices, metadata.block_size,
             prefill.request_ids if prefill else None, prefill.workspace_starts if prefill else None, out=slots,
         )  # fmt: skip
         if isinstance(extra, FP8SeparatePrefillDecode):
-            self._forward_separate(q, kv_cache, extra, slots, workspace, out)
+            self._forward_separate(queries, kv_cache, extra, slots, workspace, result)
         elif isinstance(extra, FP8KernelMetadata):
-            self._decode(q[:, None], kv_cache, slots[:, None], extra, out[:, None])
+            self._decode(queries[:, None], kv_cache, slots[:, None], extra, result[:, None])
         else:
-            self._forward_bf16(q, kv_cache, cache, metadata, slots, out)
-        return out
+            self._forward_bf16(queries, kv_cache, cache, metadata, slots, result)
+        return result
 
     def _forward_bf16(
         self, q: Any, kv_cache: Any, cache: Array, metadata: SparseMLAMetadata, slots: Any, out: Any
@@ -200,9 +226,9 @@ class SparseMLAImpl:
         """Room for a concatenated query (or none), slots, and gathered rows."""
         config = self.config
         return self.workspace.get_simultaneous(
-            ((tokens if with_q else 0, config.num_heads, config.d_qk), BFLOAT16),
+            ((tokens if with_q else 0, config.num_heads, config.layout.d_qk), BFLOAT16),
             ((tokens, config.topk), INT32),
-            ((rows, config.d_qk), BFLOAT16),
+            ((rows, config.layout.d_qk), BFLOAT16),
         )
 
     def _check(self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any) -> tuple[Place, Array]:
@@ -211,7 +237,11 @@ class SparseMLAImpl:
         place, (cache, topk) = bind(kv_cache=kv_cache, topk_indices=topk_indices)
         if place != self.workspace.place:
             raise ValueError(f"kv_cache: expected it where the workspace is, {self.workspace.place}, got {place}")
-        parts = zip(("ql_nope", "q_pe"), (512, 64), q, strict=True) if isinstance(q, tuple) else [("q", config.d_qk, q)]
+        parts = [("q", config.d_qk, q)]
+        if isinstance(q, tuple):
+            if len(q) != 2:
+                raise ValueError(f"q: expected an array or a pair of them, got a tuple of {len(q)}")
+            parts = [("ql_nope", D_V, q[0]), ("q_pe", config.d_qk - D_V, q[1])]
         for name, width, part in parts:
             place.admit(describe(name, part)).require(BFLOAT16, tokens, config.num_heads, width)
         topk.require(INT32, tokens, config.topk)

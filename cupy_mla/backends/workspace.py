@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import aligned_up
 from ..bridges import Place, as_dtype, describe
+from ..options import require_integer
 
 ALIGNMENT = 256  # bytes, of every view
 
@@ -24,8 +25,8 @@ class Workspace:
     """
 
     def __init__(self, place: tuple[str, int]) -> None:
-        self.place = Place(*place)
-        self.locked = False
+        self.place: Place = Place.from_pair(place)
+        self.locked: bool = False
         self._whole: Any = None
         self._start = 0  # bytes to the first aligned address
         self._size = 0
@@ -44,8 +45,9 @@ class Workspace:
 
         Raises:
             RuntimeError: the workspace is locked and too small.
+            TypeError, ValueError: something asked for is no pair of a shape and a dtype.
         """
-        described = [(shape, as_dtype(dtype)) for shape, dtype in specs]
+        described = [_described(spec) for spec in specs]
         starts, size = [], 0
         for shape, dtype in described:
             starts.append(size)
@@ -63,3 +65,13 @@ class Workspace:
         self._whole = self.place.empty((size + ALIGNMENT,), np.dtype(np.uint8))
         self._start = -describe("workspace", self._whole).ptr % ALIGNMENT
         self._size = size
+
+
+def _described(spec: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """A shape and a dtype that a view was asked for with."""
+    try:
+        shape, dtype = spec
+        lengths = tuple(shape)
+    except (TypeError, ValueError):
+        raise TypeError(f"specs: expected pairs of a shape and a dtype, as ((3, 512), 'int32'), got {spec!r}") from None
+    return tuple(require_integer("specs: a length", n, 0) for n in lengths), as_dtype(dtype)

@@ -36,9 +36,9 @@ class Form:
 
     def __init__(self, call: TracedCall) -> None:
         writer = _Writer(call)
-        self.measure = writer.measure()
-        self.body = writer.body()
-        self.choices = _choices(call)
+        self.measure: Callable[..., tuple[Any, ...] | None] = writer.measure()
+        self.body: Callable[..., Any] = writer.body()
+        self.choices: list[Callable[[], Any]] = _choices(call)
 
 
 def _choices(call: TracedCall) -> list[Callable[[], Any]]:
@@ -77,6 +77,7 @@ class _Writer:
         self._values: list[str] = []  # what `measure` returns, as expressions in it
         self._starts: dict[int, str] = {}  # addresses of slots in `body`, by their id
         self._write_guards()
+        self._write_apart()
         self._write_memory()
         self._write_steps()
         self._write_result()
@@ -115,6 +116,14 @@ class _Writer:
                 flush(before)
             pending.append(condition)
         flush(len(code.lines))
+
+    def _write_apart(self) -> None:
+        """Compare the addresses of what is written with those of the other arguments."""
+        for apart in self.place.apart:
+            (i, j), (size, other_size) = apart.arguments, map(self._number, apart.sizes)
+            meet = f"p{i} < p{j} + {other_size} and p{j} < p{i} + {size}"
+            self.code.line(f"if {meet}{f' and p{i} != p{j}' if apart.may_be else ''}:")
+            self.code.line(f"    {self.code.name(apart.check)}(a{i}, a{j})")
 
     def _write_memory(self) -> None:
         """Allocate results, and scratch memory in one allocation."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..bridges import Place, dense_strides, describe, library_of
+from ..bridges import Place, dense_strides, describe, library_of, must_be_apart, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Nonce, Pointer, Program, Slot, Step
 from ..sizes import Trace, number, term
@@ -34,16 +34,42 @@ class TracedArray(Array):
         return float(self.obj)
 
 
+class Apart:
+    """Two arguments of a traced call that must not share memory, as the first is written.
+
+    Attributes:
+        arguments: their numbers.
+        sizes: bytes from the first byte of each to the end of its last item, where no stride is negative.
+        may_be: the first may be the second, whole.
+        check: takes two arrays that come for them; an error where they overlap.
+    """
+
+    def __init__(self, written: Array, other: Array) -> None:
+        pair = (written, other)
+        self.arguments: tuple[Any, ...] = tuple(a.ptr.slot.argument for a in pair)  # type: ignore[attr-defined]
+        self.sizes: tuple[Any, ...] = tuple(_reach(a) for a in pair)
+        self.may_be: bool = written.may_be is other
+        names, may_be = (written.name, other.name), self.may_be
+        self.check: Callable[[Any, Any], None] = lambda a, b: require_apart(names[0], a, names[1], b, may_be)
+
+
+def _reach(array: Array) -> Any:
+    items = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+    return (items + 1) * array.dtype.itemsize
+
+
 class TracedPlace(Place):
     """Where the arrays of a traced call live.
 
     Attributes:
         program: what the launcher returned.
         results: the arrays that the call allocates and may return.
+        apart: arguments that must not share memory.
     """
 
     program: Program
     results: list[Slot]
+    apart: list[Apart]
 
     @classmethod
     def at(cls, place: Place) -> TracedPlace:
@@ -51,6 +77,7 @@ class TracedPlace(Place):
         traced = cls(*place)
         traced.program = ()
         traced.results = []
+        traced.apart = []
         return traced
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -66,10 +93,15 @@ class TracedPlace(Place):
 
         Raises:
             RuntimeError: a tensor wants a gradient, which no launcher can give.
+            ValueError: an array that is written overlaps another one.
         """
         for a in arguments:
             if isinstance(a, TracedArray):
                 a.require_no_gradient()
+        for written, other in must_be_apart([a for a in arguments if isinstance(a, TracedArray)]):
+            apart = Apart(written, other)
+            apart.check(written.obj, other.obj)
+            self.apart.append(apart)
         self.program = launcher(driver.gpu(self.device), *arguments)
 
 
@@ -88,11 +120,12 @@ class TracedCall:
     """
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str], values: Sequence[Any]) -> None:
-        self.trace = Trace()
+        self.trace: Trace = Trace()
         self.values = values
-        self.arrays = [i for i, value in enumerate(values) if library_of(value) is not None]
+        self.arrays: list[int] = [i for i, value in enumerate(values) if library_of(value) is not None]
         described = {i: describe(names[i], values[i]) for i in self.arrays}
-        self.place = TracedPlace.at(next(array.place for array in described.values() if array.place.on_gpu))
+        on_gpu = next(array.place for array in described.values() if array.place.on_gpu)
+        self.place: TracedPlace = TracedPlace.at(on_gpu)
         arguments = list(values)
         for i, value in enumerate(values):
             if i in described:
@@ -101,10 +134,10 @@ class TracedCall:
                 arguments[i] = self.trace.read(f"a{i}", value)
             elif is_numbers(value):
                 arguments[i] = tuple(self.trace.read(f"a{i}[{k}]", n) for k, n in enumerate(value))
-        self.result = function(**dict(zip(names, arguments, strict=True)))
+        self.result: Any = function(**dict(zip(names, arguments, strict=True)))
         given = {id(values[i]) for i in self.arrays}
         one_each = len(given) == len(self.arrays)  # one array under two names may be two arrays in a later call
-        self.holds_for_others = one_each and not self.trace.once
+        self.holds_for_others: bool = one_each and not self.trace.once
 
     def _symbolic(self, i: int, array: Array) -> TracedArray:
         """Argument i, an array, as the body gets it."""

@@ -198,7 +198,7 @@ class Signature:
         aligned = f"{', '.join('0' for _ in addresses)}"
         read.append(f"*(({bits},) if ({' | '.join(addresses)}) % {ALIGNMENT} else ({aligned},))")
         self._numbers = tuple_of([f"a{i}" for i in range(len(values))], read)
-        self.run = self._written(values)
+        self.run: Run = self._written(values)
 
     def _written(self, values: Sequence[Any]) -> Run:
         """The function of a call's arguments."""
@@ -213,6 +213,9 @@ class Signature:
         lengths = "".join(f" or len(a{i}) != {len(values[i])}" for i in tuples)
         code.line(f"if ({' '.join(f'{s},' for s in settings)}) != {code.name(known)}{lengths}:")
         code.line("    return NotImplemented")
+        if library.unusable and not self._mixed:  # the checks say what is wrong
+            code.line(f"if {' or '.join(library.unusable.format(a=a) for a in arrays)}:")
+            code.line("    return NotImplemented")
         if any(getattr(values[i], "requires_grad", False) for i in self._arrays):
             code.line(f"if {code.name(sys.modules['torch'].is_grad_enabled)}():")  # the checks say what is wrong
             code.line("    return NotImplemented")

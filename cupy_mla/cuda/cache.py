@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array
-from ..layouts import BF16_576, D_V, V4_FP8, V32_FP8, Layout
+from ..layouts import BF16_512, BF16_576, BFLOAT16, D_V, V4_FP8, V32_FP8, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import ceil_div, pointer
-from .program import Launch, Program
+from .program import Clear, Launch, Program, Slot
 
 TOKENS_PER_BLOCK = 32
 
@@ -25,7 +25,7 @@ def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in (BF16_576, V32_FP8, V4_FP8):
+    for layout in (BF16_576, BF16_512, V32_FP8, V4_FP8):
         for aligned in (True, False):
             yield pack_kernel(layout, aligned)
 
@@ -34,7 +34,8 @@ def concat_and_cache_mla(
     gpu: Gpu, layout: Layout, kv_c: Array, k_pe: Array, cache: Array, slots: Array, scale_format: str
 ) -> Program:
     """Twin of `reference.cache.concat_and_cache_mla`."""
-    return _pack(layout, kv_c, k_pe, cache, slots, scale_format == "ue8m0")
+    rope = k_pe if k_pe.shape[1] != 0 else None
+    return _pack(layout, kv_c, rope, cache, slots, scale_format == "ue8m0")
 
 
 def quantize_and_insert_k_cache(gpu: Gpu, layout: Layout, k: Array, cache: Array, slots: Array) -> Program:
@@ -48,11 +49,15 @@ def _pack(layout: Layout, latent: Array, rope: Array | None, cache: Array, slots
     if tokens == 0 or num_blocks == 0:
         return ()
     size = cache.dtype.itemsize
+    row_stride = layout.row_stride if layout.quantized else cache.strides[1] * size
     aligned = latent.aligned(16) and (rope is None or rope.aligned(16)) and (layout.quantized or cache.aligned(16))
+    no_rope = Slot("no RoPE", shape=(layout.d_rope,), dtype=BFLOAT16)  # the same zeros for every token
+    zeros = rope is None and layout.d_qk > D_V
     params = structs.PACK(
-        latent=latent.ptr, rope=pointer(rope), cache=cache.ptr, slots=slots.ptr, latent_stride=latent.strides[0],
-        rope_stride=rope.strides[0] if rope else 0, block_stride=cache.strides[0] * size,
-        row_stride=layout.row_stride if layout.quantized else cache.strides[1] * size,
+        latent=latent.ptr, rope=no_rope.ptr if zeros else pointer(rope), cache=cache.ptr, slots=slots.ptr,
+        latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
+        block_stride=cache.strides[0] * size, row_stride=row_stride,
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens, power_of_two=int(power_of_two),
     )  # fmt: skip
-    return [Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)]
+    launch = Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)
+    return [Clear(no_rope.ptr, no_rope.nbytes), launch] if zeros else [launch]

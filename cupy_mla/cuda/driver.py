@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
-from ..bridges import require_cupy
+from ..bridges import INSTALL, require_cupy
 
 # Launches a kernel; takes the stream, the grid's x, y and z, the parameters, and the CTAs of a cluster.
 Submit = Callable[[int, int, int, int, bytes, int], None]
@@ -43,9 +43,7 @@ def api() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise RuntimeError(
-            "a CUDA array needs cuda-bindings: pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
-        ) from error
+        raise RuntimeError(f"a CUDA array needs cuda-bindings: {INSTALL}") from error
     return driver
 
 

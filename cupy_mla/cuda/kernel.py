@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from ..bridges import require_cupy
+from ..bridges import INSTALL, require_cupy
 from . import driver
 from .structs import Struct
 
-log = logging.getLogger("cupy_mla")
+log: logging.Logger = logging.getLogger("cupy_mla")
 
 # Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
 PORTABLE = ("80", "86", "89", "90", "100", "120")
@@ -130,8 +130,8 @@ class Kernel:
     ) -> None:
         self.file = file
         self.params = params
-        self.defines = dict(defines)
-        self.archs = tuple(archs)
+        self.defines: dict[str, int] = dict(defines)
+        self.archs: tuple[str, ...] = tuple(archs)
         self.target = target
         self.spill_bytes = spill_bytes
         self.cooperative = cooperative
@@ -222,10 +222,7 @@ class Kernel:
             except (ImportError, RuntimeError) as error:
                 if "nvrtc" not in str(error).lower():
                     raise
-                raise RuntimeError(
-                    "NVRTC, which compiles the kernels, was not found: "
-                    "pip install 'cupy_mla[cuda12]' or 'cupy_mla[cuda13]'"
-                ) from error
+                raise RuntimeError(f"NVRTC, which compiles the kernels, was not found: {INSTALL}") from error
             _KEEP.append((module, kernel))
             threads, shared_bytes = _exported(module, THREADS), _exported(module, SHARED_BYTES)
             self._loaded[device] = self._prepared(kernel, device, threads, shared_bytes)

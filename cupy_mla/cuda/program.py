@@ -31,6 +31,10 @@ class Slot:
     """
 
     __slots__ = ("argument", "dtype", "name", "shape")
+    name: str
+    argument: int | None
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
     def __init__(
         self, name: str, argument: int | None = None, shape: Sequence[int] = (), dtype: np.dtype | None = None
@@ -66,6 +70,9 @@ class Pointer:
     """
 
     __slots__ = ("address", "offset", "slot")
+    slot: Slot
+    offset: int
+    address: Any
 
     def __init__(self, slot: Slot, offset: int = 0, address: Any = None) -> None:
         self.slot = slot

@@ -67,7 +67,7 @@ class Struct:
                 self._alignment = max(self._alignment, size)
                 end = start + size
             self._own.append((field, start))
-        self.size = -(-end // self._alignment) * self._alignment
+        self.size: int = -(-end // self._alignment) * self._alignment
 
     def _append(self, prefix: str, other: Struct, start: int) -> int:
         for field, number in other.index.items():

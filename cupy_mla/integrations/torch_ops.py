@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, formatannotation
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
@@ -36,7 +37,7 @@ class TorchOperation:
     """
 
     def __init__(self, operation: Operation, setting: str = "") -> None:
-        self.name = operation.name + SUFFIXES.get(setting, "")
+        self.name: str = operation.name + SUFFIXES.get(setting, "")
         self._operation = operation
         self._function = partial(operation.writer or operation.function, **{setting: True} if setting else {})
         self._results = {result.name: result for result in operation.results if result.setting in ("", setting)}
@@ -51,6 +52,8 @@ class TorchOperation:
             self._write = self._register(f"{self.name}_out", self._given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(self._names):
+            raise TypeError(f"{self.name}() takes {len(self._names)} positional arguments, got {len(args)}")
         arguments = dict(zip(self._names[: len(args)], args, strict=True))
         arguments.update(kwargs)
         places = {name: arguments.pop(name, None) for name in self._given}
@@ -105,7 +108,12 @@ def _kind(operation: Operation, name: str) -> str:
     """The schema's type of a parameter that is not written."""
     if operation.is_array(name):
         return "Tensor?" if operation.is_optional(name) else "Tensor"
-    return formatannotation(operation.parameters[name].annotation).replace(" | None", "?")
+    annotation = operation.parameters[name].annotation
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType]
+    kind = kinds[0]
+    if get_origin(kind) is Literal or isinstance(kind, str):
+        kind = str
+    return formatannotation(kind) + ("?" if NoneType in get_args(annotation) else "")
 
 
 def _default(parameter: Parameter) -> str:
@@ -162,9 +170,9 @@ def _with_kvcache(
     if is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
     results = _NAMED["sparse_decode"](
-        q, k_cache, indices, softmax_scale, attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
-        extra_indices=extra_indices, extra_topk_length=extra_topk_length, out=out, num_splits=num_splits,
-        batch_invariant=batch_invariant,
+        q, k_cache, indices, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale, attn_sink=attn_sink,
+        topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length, out=out, num_splits=num_splits, batch_invariant=batch_invariant,
     )  # fmt: skip
     return *results, None
 

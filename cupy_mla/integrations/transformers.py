@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 in Hugging Face transformers on paged latent caches and sparse attention.
+"""DeepSeek-V3.2 in Hugging Face transformers on paged latent caches and sparse attention::
 
     cache = PagedLatentCache(model.config, block_table, layout="v32_fp8")
     with sparse_attention(model):
@@ -43,9 +43,9 @@ class PagedLatentLayer(DynamicIndexedLayer):
         super().__init__()
         dtype = torch.uint8 if layout.quantized else torch.bfloat16
         shape = (num_blocks, block_size, 1, layout.last_axis)
-        self.kv_cache = torch.empty(shape, dtype=dtype, device=block_table.device)
+        self.kv_cache: torch.Tensor = torch.empty(shape, dtype=dtype, device=block_table.device)
         self.block_table = block_table
-        self.length = 0
+        self.length: int = 0
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Where tokens lie in the cache: int64 slots of request-local positions [R, n]."""
@@ -66,7 +66,7 @@ class PagedLatentLayer(DynamicIndexedLayer):
     def reset(self) -> None:
         """Forget all tokens; the blocks stay as they are and will be written over."""
         self.length = 0
-        self.indexer_keys = None  # dropped, since they grow by concatenation (transformers 5.17 keeps them)
+        self.indexer_keys: Any = None  # dropped, since they grow by concatenation (transformers 5.17 keeps them)
         self.is_indexer_initialized = False
 
     def get_seq_length(self) -> int:

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import arrays
-from ..bridges import describe
+from ..bridges import describe, require_array
+from ..ops.values import check_written_once, first_of, stray_block
+from ..options import require_bool, require_integer
+from ..typing import A
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
@@ -28,7 +34,7 @@ _FIELDS: dict[str, tuple[np.dtype, int]] = {
 PREFILL_WORKSPACE_SEQUENCES = 5  # longest sequences that the workspace of gathered rows holds at once
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class BatchMetadata:
     """R requests and their T query tokens, decodes first, prefills after. Checked once, here.
 
@@ -53,9 +59,17 @@ class BatchMetadata:
     slot_mapping: np.ndarray
     positions: np.ndarray
 
-    def __post_init__(self) -> None:
-        for name, (dtype, ndim) in _FIELDS.items():
-            object.__setattr__(self, name, _integers(name, getattr(self, name), dtype, ndim))
+    def __init__(
+        self,
+        query_start_loc: ArrayLike,
+        seq_lens: ArrayLike,
+        block_table: ArrayLike,
+        slot_mapping: ArrayLike,
+        positions: ArrayLike,
+    ) -> None:
+        given = (query_start_loc, seq_lens, block_table, slot_mapping, positions)
+        for (name, (dtype, ndim)), values in zip(_FIELDS.items(), given, strict=True):
+            object.__setattr__(self, name, _integers(name, values, dtype, ndim))
         starts = self.query_start_loc
         if len(starts) == 0 or starts[0] != 0:
             raise ValueError(f"query_start_loc: expected R + 1 offsets, the first 0, got {starts[:1].tolist()}")
@@ -110,13 +124,17 @@ class BatchMetadata:
 
         Args:
             block_size: tokens a block of the cache.
-            num_blocks: blocks of the cache; None leaves the slots unchecked.
+            num_blocks: blocks of the cache; None leaves slots and blocks unchecked.
             window: tokens that each query token attends, itself included; blocks before them are not looked at.
 
         Raises:
-            ValueError: the block table is too narrow for a sequence, or a slot lies beyond the cache. Under
-                CUPY_MLA_CHECK=1 also: a block of a sequence lies outside the cache.
+            ValueError: the block table is too narrow for a sequence, or a slot or a block of a sequence lies beyond the
+                cache. With `cupy_mla.set_checks(True)` also: two tokens go to one slot, or a token that is written has
+                a position outside its sequence.
         """
+        block_size = require_integer("block_size", block_size, 1)
+        if num_blocks is not None:
+            num_blocks = require_integer("num_blocks", num_blocks, 0)
         width = self.block_table.shape[1]
         if self.max_seq_len > width * block_size:
             r = int(self.seq_lens.argmax())
@@ -124,26 +142,36 @@ class BatchMetadata:
                 f"block_table: request {r} has {self.max_seq_len} tokens, which take "
                 f"{-(-self.max_seq_len // block_size)} blocks of {block_size}; the table is {width} wide"
             )
-        if num_blocks is None:
-            return
-        slots = num_blocks * block_size
-        if self.slot_mapping.max(initial=-1) >= slots:
-            t = int(self.slot_mapping.argmax())
-            slot = self.slot_mapping[t]
-            raise ValueError(f"slot_mapping: token {t} goes to slot {slot}, the cache has {slots} slots")
+        if num_blocks is not None:
+            self._check_blocks(block_size, num_blocks, window)
+            slots = num_blocks * block_size
+            if self.slot_mapping.max(initial=-1) >= slots:
+                t = int(self.slot_mapping.argmax())
+                slot = self.slot_mapping[t]
+                raise ValueError(f"slot_mapping: token {t} goes to slot {slot}, the cache has {slots} slots")
         if arrays.CHECK_VALUES:
-            used = np.arange(width) < -(-self.seq_lens[:, None] // block_size)
-            if window is not None:
-                first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0) // block_size
-                used &= np.arange(width) >= first[:, None]
-            wrong = np.argwhere(used & ((self.block_table < 0) | (self.block_table >= num_blocks)))
-            if wrong.size:
-                r, m = map(int, wrong[0])
-                block = self.block_table[r, m]
-                raise ValueError(f"block_table: block {m} of request {r} is {block}, the cache has {num_blocks} blocks")
+            check_written_once("slot_mapping", self.slot_mapping)
+            lens = np.repeat(self.seq_lens, self.query_lens)
+            at = first_of((self.slot_mapping >= 0) & ((self.positions < 0) | (self.positions >= lens)))
+            if at is not None:
+                raise ValueError(
+                    f"positions: token {at[0]} has position {self.positions[at]}, its sequence {lens[at]} tokens"
+                )
+
+    def _check_blocks(self, block_size: int, num_blocks: int, window: int | None) -> None:
+        table = self.block_table[:, : -(-self.max_seq_len // block_size)]
+        first = np.zeros_like(self.seq_lens)
+        if window is not None:
+            first = np.maximum(self.seq_lens - self.query_lens - window + 1, 0)
+        at = stray_block(table, first, self.seq_lens, block_size, num_blocks)
+        if at is not None:
+            r, m = at
+            raise ValueError(f"block_table: block {m} of request {r} is {table[at]}, the cache has {num_blocks} blocks")
 
 
 def _integers(name: str, values: Any, dtype: np.dtype, ndim: int) -> np.ndarray:
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got a masked array")
     given = np.asarray(values)
     if given.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} axes, got shape {list(given.shape)}")
@@ -169,7 +197,16 @@ def split_decodes_and_prefills(
 
     Returns:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens.
+
+    Example:
+        >>> starts, lengths = np.array([0, 1, 2, 12]), np.array([41, 8, 10])  # two decodes and a prefill of 10 tokens
+        >>> positions = np.array([40, 7, *range(10)])
+        >>> batch = cupy_mla.BatchMetadata(starts, lengths, np.arange(9).reshape(3, 3), positions, positions)
+        >>> cupy_mla.split_decodes_and_prefills(batch)
+        (2, 1, 2, 10)
     """
+    decode_threshold = require_integer("decode_threshold", decode_threshold, 1)
+    require_bool("require_uniform", require_uniform)
     lens = batch.query_lens
     is_decode = lens <= decode_threshold
     if require_uniform and len(lens):
@@ -182,7 +219,7 @@ def split_decodes_and_prefills(
     return num_decodes, len(lens) - num_decodes, num_decode_tokens, batch.num_actual_tokens - num_decode_tokens
 
 
-def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
+def split_prefill_chunks(seq_lens: ArrayLike, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
     """Cut prefills into chunks, greedily: consecutive requests whose sequences fit the workspace together.
 
     Args:
@@ -194,11 +231,20 @@ def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int
         (first request, end) of each chunk, in order.
 
     Raises:
-        ValueError: one sequence alone is longer than the workspace.
+        TypeError, ValueError: lengths are no integers or negative, or one sequence alone is longer than the workspace.
+
+    Example:
+        >>> cupy_mla.split_prefill_chunks(np.array([300, 500, 400]), workspace_size=1000)
+        [(0, 2), (2, 3)]
     """
+    workspace_size = require_integer("workspace_size", workspace_size, 0)
+    request_offset = require_integer("request_offset", request_offset, 0)
+    lens = _integers("seq_lens", seq_lens, INT32, 1)
+    if lens.min(initial=0) < 0:
+        raise ValueError(f"seq_lens: a length cannot be negative, got {lens.min()}")
     chunks = []
     start = rows = 0
-    for r, length in enumerate(np.asarray(seq_lens).tolist()):
+    for r, length in enumerate(lens.tolist()):
         if length > workspace_size:
             raise ValueError(
                 f"seq_lens: request {request_offset + r} has {length} tokens, "
@@ -208,33 +254,52 @@ def split_prefill_chunks(seq_lens: Any, workspace_size: int, request_offset: int
             chunks.append((request_offset + start, request_offset + r))
             start, rows = r, 0
         rows += length
-    if len(seq_lens):
-        chunks.append((request_offset + start, request_offset + len(seq_lens)))
+    if len(lens):
+        chunks.append((request_offset + start, request_offset + len(lens)))
     return chunks
 
 
 def prefill_workspace_size(max_model_len: int) -> int:
-    """Rows of the workspace that prefills gather their sequences into."""
-    return PREFILL_WORKSPACE_SEQUENCES * max_model_len
+    """Rows of the workspace that prefills gather their sequences into.
+
+    Example:
+        >>> cupy_mla.prefill_workspace_size(max_model_len=4096)
+        20480
+    """
+    return PREFILL_WORKSPACE_SEQUENCES * require_integer("max_model_len", max_model_len, 1)
 
 
-def reshape_query_for_spec_decode(q: Any, batch_size: int) -> Any:
+def reshape_query_for_spec_decode(q: A, batch_size: int) -> A:
     """View the query tokens [T, h, d] of `batch_size` decodes of equal length as [batch_size, T / batch_size, h, d].
 
     Raises:
         ValueError: T is no multiple of `batch_size`.
+
+    Example:
+        >>> cupy_mla.reshape_query_for_spec_decode(np.zeros((6, 16, 576), bfloat16), batch_size=3).shape
+        (3, 2, 16, 576)
     """
-    tokens = q.shape[0]
-    if batch_size < 1 or tokens % batch_size:
+    batch_size = require_integer("batch_size", batch_size, 1)
+    require_array("q", q)
+    tokens_of_all: Any = q
+    shape = q.shape
+    if len(shape) < 2:
+        raise ValueError(f"q: expected shape [T, h, d], got {list(shape)}")
+    tokens = shape[0]
+    if tokens % batch_size:
         raise ValueError(f"q: {tokens} tokens cannot be shared out evenly among {batch_size} decodes")
-    return q.reshape(batch_size, tokens // batch_size, *q.shape[1:])
+    return tokens_of_all.reshape(batch_size, tokens // batch_size, *shape[1:])
 
 
-def reshape_attn_output_for_spec_decode(attn_output: Any) -> Any:
+def reshape_attn_output_for_spec_decode(attn_output: A) -> A:
     """View the attention output [b, s, h, d] of decodes as [b * s, h, d], one row a query token.
 
     Raises:
         ValueError: the strides do not allow a view.
+
+    Example:
+        >>> cupy_mla.reshape_attn_output_for_spec_decode(np.zeros((3, 2, 16, 512), bfloat16)).shape
+        (6, 16, 512)
     """
     a = describe("attn_output", attn_output)
     if len(a.shape) != 4:
@@ -242,4 +307,4 @@ def reshape_attn_output_for_spec_decode(attn_output: Any) -> Any:
     b, s = a.shape[:2]
     if b > 1 and s > 1 and a.strides[0] != s * a.strides[1]:
         raise ValueError(f"attn_output: the first two axes cannot be viewed as one, strides are {list(a.strides)}")
-    return attn_output.reshape(b * s, *a.shape[2:])
+    return a.obj.reshape(b * s, *a.shape[2:])

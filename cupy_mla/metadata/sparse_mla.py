@@ -15,6 +15,7 @@ import numpy as np
 from ..arrays import HOST
 from ..bridges import Place
 from ..config import SparseMLAConfig
+from ..options import require_instance, require_integer
 from .batch import (
     INT32,
     INT64,
@@ -166,7 +167,8 @@ class SparseMLAMetadataBuilder:
         config: the layers and the engine's maxima.
         place: where the device arrays live: (kind of array, device), for instance ("torch", 0), ("cupy", 0) or
             ("numpy", cupy_mla.arrays.HOST); `Place.of(array)` gives that of an array.
-        num_blocks: blocks of the cache, to check slots against; None leaves them unchecked.
+        num_blocks: blocks of the cache, to check slots and block tables against; None leaves them
+            unchecked.
 
     Attributes:
         config, num_blocks: as given.
@@ -179,12 +181,14 @@ class SparseMLAMetadataBuilder:
     def __init__(
         self, config: SparseMLAConfig, place: tuple[str, int] = ("numpy", HOST), num_blocks: int | None = None
     ) -> None:
+        require_instance("config", config, SparseMLAConfig)
+        num_blocks = None if num_blocks is None else require_integer("num_blocks", num_blocks, 0)
         self.config = config
         self.num_blocks = num_blocks
-        self.decode_threshold = 1 + config.num_speculative_tokens
+        self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._width = -(-config.max_model_len // config.block_size)
-        place = Place(*place)
+        place = Place.from_pair(place)
         self._compressed = CompressedRows(config, place) if config.compress_ratio > 1 else None
         self._buffers = Uploads(
             place,
@@ -206,7 +210,8 @@ class SparseMLAMetadataBuilder:
 
         Raises:
             ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
-                slot lies beyond the cache (with `num_blocks` given); the arrays stay as they were.
+                slot or a block of a sequence lies beyond the cache (with `num_blocks` given); the arrays stay as they
+                were.
         """
         config = self.config
         check_batch(config, batch, self.num_blocks)

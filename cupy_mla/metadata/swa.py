@@ -16,6 +16,7 @@ from ..arrays import HOST
 from ..bridges import Place
 from ..config import SparseMLAConfig
 from ..ops.swa import BOOL, compute_prefill_gather_lens, compute_swa_indices_and_lens
+from ..options import require_instance, require_integer
 from .batch import INT32, INT64, BatchMetadata, split_decodes_and_prefills
 from .sparse_mla import FP8KernelMetadata, check_batch, fill
 from .uploads import Uploads
@@ -74,7 +75,8 @@ class SparseSWAMetadataBuilder:
         config: the engine's maxima, the window, and the block size of the sliding-window cache.
         place: where the device arrays live; see `SparseMLAMetadataBuilder`.
         compress_ratios: the kinds of layers that the model has.
-        num_blocks: blocks of the cache, to check slots against; None leaves them unchecked.
+        num_blocks: blocks of the cache, to check slots and block tables against; None leaves them
+            unchecked.
 
     Attributes:
         config, num_blocks: as given.
@@ -91,18 +93,20 @@ class SparseSWAMetadataBuilder:
         compress_ratios: Iterable[int] = LAYER_KINDS,
         num_blocks: int | None = None,
     ) -> None:
+        require_instance("config", config, SparseMLAConfig)
+        num_blocks = None if num_blocks is None else require_integer("num_blocks", num_blocks, 0)
         if not config.is_v4:
-            raise ValueError("config: expected V4 layers (d_qk 512), got V3.2 ones (d_qk 576)")
+            raise ValueError(f"config: expected V4 layers, got a model of kind {config.model!r}")
         self._kinds = tuple(dict.fromkeys(compress_ratios))
         if not set(self._kinds) <= set(LAYER_KINDS):
             raise ValueError(f"compress_ratios must be among {LAYER_KINDS}, got {self._kinds}")
         self.config = config
         self.num_blocks = num_blocks
-        self.decode_threshold = 1 + config.num_speculative_tokens
+        self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         decode_tokens = min(tokens, requests * self.decode_threshold)
         self._width = -(-config.max_model_len // config.block_size)
-        place = Place(*place)
+        place = Place.from_pair(place)
         self._buffers = Uploads(
             place,
             {
@@ -129,7 +133,8 @@ class SparseSWAMetadataBuilder:
 
         Raises:
             ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
-                slot lies beyond the cache (with `num_blocks` given); the arrays stay as they were.
+                slot or a block of a sequence lies beyond the cache (with `num_blocks` given); the arrays stay as they
+                were.
         """
         config = self.config
         check_batch(config, batch, self.num_blocks, config.window)

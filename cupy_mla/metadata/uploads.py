@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Uploads:
             size = aligned_up(size + math.prod(shape) * dtype.itemsize)
         self._whole = place.empty((size,), np.dtype(np.uint8))
         self._whole[...] = 0
-        self.arrays = {name: place.carve(self._whole, *field) for name, field in self._fields.items()}
+        self.arrays: dict[str, Any] = {name: place.carve(self._whole, *field) for name, field in self._fields.items()}
         self._staging = [_Staging(place.device, size) for _ in range(2)] if place.on_gpu else []
 
     def upload(self, write: Callable[[dict[str, np.ndarray]], int]) -> None:

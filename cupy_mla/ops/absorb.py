@@ -16,14 +16,16 @@ import numpy as np
 
 from ..bridges import bind
 from ..calls.signature import traceable
-from ..layouts import BFLOAT16
+from ..layouts import BFLOAT16, D_V
+from ..options import require_integer
+from ..typing import A, AnyArray
 from .validate import FLOAT32
 
 FLOATS = (BFLOAT16, FLOAT32)
 
 
 @traceable
-def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:
+def split_kv_b_proj(weight: A, num_heads: int, d_nope: int) -> tuple[A, A]:
     """Split the weight of `kv_b_proj`, which expands latent rows into keys and values, into its two halves.
 
     Args:
@@ -37,16 +39,23 @@ def split_kv_b_proj(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]
 
     Raises:
         TypeError, ValueError: `weight` has the wrong type or does not split into that many heads.
+
+    Example:
+        >>> weight = np.zeros((512, 16 * (128 + 128)), np.float32)  # 16 heads, keys and values of 128
+        >>> w_uk, w_uv = cupy_mla.split_kv_b_proj(weight, num_heads=16, d_nope=128)
+        >>> w_uk.shape, w_uv.shape
+        ((512, 16, 128), (512, 16, 128))
     """
     _, (w,) = bind(weight=weight)
-    _, width = w.require(FLOATS, "512", "num_heads * (d_nope + d_v)", contiguous=False).shape
-    if num_heads < 1 or width % num_heads or not 0 < d_nope < width // num_heads:
+    _, width = w.require(FLOATS, D_V, "num_heads * (d_nope + d_v)", contiguous=False).shape
+    num_heads, d_nope = require_integer("num_heads", num_heads, 1), require_integer("d_nope", d_nope, 1)
+    if width % num_heads or d_nope >= width // num_heads:
         raise ValueError(f"weight: expected {num_heads} heads of more than {d_nope} columns, got {width} columns")
     return split_by_head(weight, num_heads, d_nope)
 
 
 @traceable
-def absorb_q(q_nope: Any, w_uk: Any) -> Any:
+def absorb_q(q_nope: A, w_uk: AnyArray) -> A:
     """Move the key expansion to the query: `out[t, h] = w_uk[:, h] @ q_nope[t, h]`.
 
     Args:
@@ -58,15 +67,21 @@ def absorb_q(q_nope: Any, w_uk: Any) -> Any:
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
+
+    Example:
+        >>> w_uk = np.ones((512, 16, 128), np.float32)
+        >>> out = cupy_mla.absorb_q(np.ones((3, 16, 128), np.float32), w_uk)
+        >>> out.shape, float(out[0, 0, 0])
+        ((3, 16, 512), 128.0)
     """
     place, (q, w) = bind(q_nope=q_nope, w_uk=w_uk)
     _, h, d_nope = q.require(FLOATS, "T", "h", "d_nope", contiguous=False).shape
-    w.require(q.dtype, "512", h, d_nope, contiguous=False)
-    return product_by_head(place.kind, q_nope, w_uk.swapaxes(0, 1).swapaxes(1, 2))
+    w.require(q.dtype, D_V, h, d_nope, contiguous=False)
+    return product_by_head(place.kind, q_nope, w.obj.swapaxes(0, 1).swapaxes(1, 2))
 
 
 @traceable
-def v_up_proj(x: Any, w_uv: Any) -> Any:
+def v_up_proj(x: A, w_uv: AnyArray) -> A:
     """Expand the attention's latent output into values: `out[t, h] = x[t, h] @ w_uv[:, h]`.
 
     Args:
@@ -78,11 +93,17 @@ def v_up_proj(x: Any, w_uv: Any) -> Any:
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
+
+    Example:
+        >>> w_uv = np.ones((512, 16, 128), np.float32)
+        >>> out = cupy_mla.v_up_proj(np.ones((3, 16, 512), np.float32), w_uv)
+        >>> out.shape, float(out[0, 0, 0])
+        ((3, 16, 128), 512.0)
     """
     place, (rows, w) = bind(x=x, w_uv=w_uv)
-    _, h, latent = rows.require(FLOATS, "T", "h", "512", contiguous=False).shape
-    w.require(rows.dtype, latent, h, "d_v", contiguous=False)
-    return product_by_head(place.kind, x, w_uv.swapaxes(0, 1))
+    h = rows.require(FLOATS, "T", "h", D_V, contiguous=False).shape[1]
+    w.require(rows.dtype, D_V, h, "d_v", contiguous=False)
+    return product_by_head(place.kind, x, w.obj.swapaxes(0, 1))
 
 
 def split_by_head(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:

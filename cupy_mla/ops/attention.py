@@ -1,14 +1,6 @@
 """Sparse attention over chosen KV rows: `sparse_prefill` on flat bf16 rows, `sparse_decode` on a paged cache.
 
-What is computed, for one query token, one head and its list of valid rows (an entry that is negative or beyond
-the rows is invalid: never read, contributes nothing; a row listed twice counts twice):
-
-    logit[j]   = sm_scale * dot(q, row_j)
-    max_logits = max_j logit[j]
-    lse        = log(sum_j exp(logit[j]))
-    out        = sum_j exp(logit[j] - lse) * row_j[:512]
-
-and with a sink s, `out *= 1 / (1 + exp(s - lse))`. No valid row: out 0, max_logits -inf, lse +inf.
+Their docstrings say what is computed.
 
 Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are FlashMLA's.
 """
@@ -17,38 +9,68 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import layouts
+from .. import arrays, layouts
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import driver
 from ..cuda.attention import launch as cuda
+from ..cuda.attention.cost import MAX_SPLITS
 from ..layouts import BFLOAT16, D_V
+from ..options import require_bool, require_integer, require_scale
 from ..reference import attention as reference
-from .validate import FLOAT32, INT32, cache_layout, require_cache, require_d_v, require_heads
+from ..typing import A, AnyArray
+from .validate import (
+    FLOAT32,
+    INT32,
+    cache_layout,
+    require_cache,
+    require_d_v,
+    require_heads,
+)
+from .values import check_lists
 
 HEAD_DIMS = (576, 512)
 
 
 @operation
 def sparse_prefill(
-    q: Any,
-    kv: Any,
-    indices: Any,
+    q: A,
+    kv: AnyArray,
+    indices: AnyArray,
     sm_scale: float,
     *,
-    d_v: int = D_V,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    out: Any = None,
-) -> tuple[Any, Any, Any]:
+    d_v: int = 512,
+    attn_sink: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    out: A | None = None,
+) -> tuple[A, A, A]:
     """Sparse attention of query tokens over a flat array of bf16 KV rows.
+
+    For each query token and head, over the rows j of the token's index list that are valid::
+
+        logit[j]   = sm_scale * dot(q, kv[j])
+        max_logits = max_j logit[j]
+        lse        = log(sum_j exp(logit[j]))
+        out        = sum_j exp(logit[j] - lse) * kv[j, :512]
+
+    - Entries that are negative or not below s_kv are invalid: such a row is never read and contributes nothing. Those
+      at or after the token's `topk_length` are not looked at; a length of 0 or less leaves none, one beyond topk all.
+    - A row listed twice counts twice. The order of a list does not matter but for rounding.
+    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row
+      of logit s and value 0. The sink changes neither lse nor max_logits.
+    - A token without a valid row has out 0, max_logits -inf and lse +inf, whatever the sink.
+    - NaN and infinity in valid rows reach the token's results, those in all other rows do not.
+
+    Products are summed in float32; weights are rounded to bfloat16 before they meet the values.
 
     Args:
         q: [s_q, h_q, d_qk] bfloat16, h_q 1 to 128, d_qk 576 or 512; any strides with a contiguous last axis.
         kv: [s_kv, 1, d_qk] bfloat16; V is the first 512 values of a row.
         indices: [s_q, 1, topk] int32 row numbers, invalid where < 0 or >= s_kv.
-        sm_scale: factor on the dot products before the softmax.
+        sm_scale: factor on the dot products before the softmax, the model's: of DeepSeek-V3.2 `192 ** -0.5`, by the 128
+            + 64 values of a head before weights are absorbed, times the square of its yarn factor where it has one;
+            of DeepSeek-V4 `512 ** -0.5`.
         d_v: value width, 512.
         attn_sink: [h_q] float32, natural-log units; -inf has no effect, +inf gives zero output.
         topk_length: [s_q] int32; entries of `indices` at or after it are not looked at.
@@ -61,6 +83,17 @@ def sparse_prefill(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> kv = np.zeros((10, 1, 576), bfloat16)
+        >>> kv[:] = np.arange(10)[:, None, None]  # row j holds j
+        >>> q = np.zeros((1, 2, 576), bfloat16)  # 1 query token, 2 heads, for which all rows weigh the same
+        >>> indices = np.array([[[1, 4, -1]]], np.int32)  # rows 1 and 4, and an entry that counts as none
+        >>> out, max_logits, lse = cupy_mla.sparse_prefill(q, kv, indices, sm_scale=192**-0.5)
+        >>> out.shape, float(out[0, 0, 0])  # the mean of both rows
+        ((1, 2, 512), 2.5)
+        >>> lse.shape, round(float(lse[0, 0]), 4)  # log 2
+        ((1, 2), 0.6931)
     """
     return prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
@@ -72,52 +105,74 @@ def prefill(
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     require_d_v("d_v", d_v)
+    scale = require_scale("sm_scale", sm_scale)
     s_q, h_q, d_qk = q_.require(BFLOAT16, "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
     kv_.require(BFLOAT16, "s_kv", 1, d_qk).without_axis(1)
     idx.require(INT32, s_q, 1, "topk").without_axis(1)
     _require_optional(sink, length, h_q, s_q)
+    if arrays.CHECK_VALUES:
+        check_lists(idx, kv_.shape[0], length)
     out_ = place.output("out", out_, (s_q, h_q, D_V), BFLOAT16)
     max_logits = place.output("max_logits", None, (s_q, h_q), FLOAT32)
     lse = place.output("lse", None, (s_q, h_q), FLOAT32)
     place.call(
         cuda.sparse_prefill, reference.sparse_prefill,
-        q_, kv_, idx, float(sm_scale), sink, length, out_, max_logits, lse,
+        q_, kv_, idx, scale, sink, length, out_, max_logits, lse,
     )  # fmt: skip
     return out_.obj, max_logits.obj, lse.obj
 
 
 @operation
 def sparse_decode(
-    q: Any,
-    k_cache: Any,
-    indices: Any,
-    sm_scale: float | None = None,
+    q: A,
+    k_cache: AnyArray,
+    indices: AnyArray,
+    sm_scale: float,
     *,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices: Any = None,
-    extra_topk_length: Any = None,
-    out: Any = None,
+    attn_sink: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    extra_k_cache: AnyArray | None = None,
+    extra_indices: AnyArray | None = None,
+    extra_topk_length: AnyArray | None = None,
+    out: A | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[A, A]:
     """Sparse attention of query tokens over slots of a paged KV cache (V32_FP8, V4_FP8 or bf16), split-KV.
+
+    For each query token and head, over the slots j of the token's index lists that are valid, row_j being the cache's
+    row as numbers (`float(e4m3) * scale`, RoPE values as they are)::
+
+        logit[j] = sm_scale * dot(q, row_j)
+        lse      = log(sum_j exp(logit[j]))
+        out      = sum_j exp(logit[j] - lse) * row_j[:512]
+
+    - With an extra cache one softmax runs over the slots of both lists: out and lse are of both together.
+    - Slots that are negative or not below num_blocks * block_size are invalid: such a row is never read and contributes
+      nothing. Entries at or after the request's `topk_length` are not looked at; a length of 0 or less leaves none, one
+      beyond topk all.
+    - A slot listed twice counts twice. The order of a list does not matter but for rounding.
+    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row
+      of logit s and value 0. The sink does not change lse.
+    - A token without a valid row has out 0 and lse +inf, whatever the sink.
+    - NaN and infinity in valid rows reach the token's results, those in all other rows do not.
+
+    Products are summed in float32; weights are rounded to 16 bits before they meet the values.
 
     Args:
         q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding.
         k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16.
             The block stride may exceed the block; it must be a multiple of 16 bytes.
         indices: [b, s_q, topk] int32 slots (`block * block_size + offset`), invalid where < 0 or beyond the cache.
-        sm_scale: factor on the dot products before the softmax; default `d_qk ** -0.5`.
+        sm_scale: factor on the dot products before the softmax, the model's: see `sparse_prefill`.
         attn_sink: [h_q] float32, natural-log units.
         topk_length: [b] int32; entries of `indices` at or after it are not looked at.
         extra_k_cache, extra_indices, extra_topk_length: a second cache of the same layout with its own block size
             and topk; one softmax runs over both row lists.
         out: [b, s_q, h_q, 512] bfloat16, written in place when given.
-        num_splits: splits of each query's rows, whose partial results are merged by lse; default: chosen from the
-            shapes.
+        num_splits: splits of each query's rows, 1 to 1024, whose partial results are merged by lse; default: chosen
+            from the shapes.
         batch_invariant: choose kernel and splits by heads, layout and topk alone, so that the bits of a request do not
             depend on what else is in the batch. Large batches are then split more, small ones less than is fastest.
 
@@ -127,9 +182,22 @@ def sparse_decode(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
         RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> cache = np.zeros((4, 64, 656), np.uint8)  # 4 blocks of 64 tokens in layout V32_FP8
+        >>> kv_c, k_pe = np.ones((3, 512), bfloat16), np.zeros((3, 64), bfloat16)
+        >>> cupy_mla.concat_and_cache_mla(kv_c, k_pe, cache, np.array([7, 130, 65]))
+        >>> q = np.zeros((1, 1, 16, 576), bfloat16)  # 1 request, 1 query token, 16 heads
+        >>> indices = np.array([[[130, 65, -1]]], np.int32)
+        >>> out, lse = cupy_mla.sparse_decode(q, cache, indices, sm_scale=192**-0.5)
+        >>> out.shape, float(out[0, 0, 0, 0])
+        ((1, 1, 16, 512), 1.0)
+        >>> lse.shape, round(float(lse[0, 0, 0]), 4)  # log 2
+        ((1, 16, 1), 0.6931)
     """
+    scale = require_scale("sm_scale", sm_scale)
     return decode(
-        q, k_cache, indices, sm_scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
+        q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
         num_splits, batch_invariant,
     )  # fmt: skip
 
@@ -138,7 +206,7 @@ def decode(
     q: Any,
     k_cache: Any,
     indices: Any,
-    sm_scale: float | None,
+    scale: float | None,
     attn_sink: Any,
     topk_length: Any,
     extra_k_cache: Any,
@@ -152,6 +220,7 @@ def decode(
     """What `sparse_decode` does, for the front doors.
 
     Args:
+        scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
         is_fp8_kvcache: must agree with `k_cache` where it is given.
     """
     if (extra_k_cache is None) != (extra_indices is None):
@@ -180,8 +249,13 @@ def decode(
         out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
     if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits must be >= 1, got {num_splits}")
+    batch_invariant = require_bool("batch_invariant", batch_invariant)
+    if num_splits is not None:
+        num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)
+    if arrays.CHECK_VALUES:
+        check_lists(idx, cache.shape[0] * cache.shape[1], length)
+        if extra is not None and extra_idx is not None:
+            check_lists(extra_idx, extra.shape[0] * extra.shape[1], extra_length)
     division: Any = num_splits or 1  # how the call is divided
     if place.on_gpu:
         division = cuda.decode_choice(
@@ -192,22 +266,35 @@ def decode(
     lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
     place.call(
         cuda.sparse_decode, reference.sparse_decode,
-        layout, q_, cache, idx, layout.d_qk**-0.5 if sm_scale is None else float(sm_scale), sink, length, extra,
+        layout, q_, cache, idx, layout.d_qk**-0.5 if scale is None else scale, sink, length, extra,
         extra_idx, extra_length, batch_invariant, division, out_, lse,
     )  # fmt: skip
     return out_.obj, lse.obj
 
 
 def plan_splits(
-    q: Any, indices: Any, extra_indices: Any = None, *, quantized: bool = True, batch_invariant: bool = False
+    q: AnyArray,
+    indices: AnyArray,
+    extra_indices: AnyArray | None = None,
+    *,
+    quantized: bool = True,
+    batch_invariant: bool = False,
 ) -> int:
     """How many splits `sparse_decode` would choose for each query's rows: enough to fill the GPU, 1 on the CPU.
 
     0 where it would divide all rows of the call evenly over the GPU, wherever in a list that may be.
 
-    Args: as for `sparse_decode`, and
+    Args:
+        q, indices, extra_indices, batch_invariant: as for `sparse_decode`.
         quantized: whether the cache is an FP8 one. Blocks of a bf16 one are taken to follow one another without gaps.
+
+    Example:
+        >>> q, indices = np.zeros((1, 1, 16, 576), bfloat16), np.zeros((1, 1, 2048), np.int32)
+        >>> cupy_mla.plan_splits(q, indices)  # on the CPU
+        1
     """
+    quantized = require_bool("quantized", quantized)
+    batch_invariant = require_bool("batch_invariant", batch_invariant)
     place, (q_, idx) = bind(q=q, indices=indices)
     (extra_idx,) = place.optional(extra_indices=extra_indices)
     b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape

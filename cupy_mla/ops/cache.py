@@ -2,79 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from .. import arrays, layouts
 from ..arrays import Array
-from ..bridges import bind, to_numpy
+from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import cache as cuda
-from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
+from ..layouts import BF16_512, BF16_576, BFLOAT16, V4_FP8, V32_FP8
+from ..options import require_choice
 from ..reference import cache as reference
-from .validate import INT64, cache_layout, require_cache
+from ..typing import AnyArray, ScaleFormat, WritableLayout
+from .validate import INT64, cache_layout, require_cache, tokens_of
+from .values import check_slots
 
 SCALE_FORMATS = ("fp32", "ue8m0")
+# Layouts that `concat_and_cache_mla` writes, by what it calls them, and the RoPE values that a token may bring.
+LAYOUTS = {
+    **dict.fromkeys(("bf16", "bfloat16", "auto"), (BF16_576, BF16_512)),
+    **dict.fromkeys(("v32_fp8", "fp8_ds_mla"), (V32_FP8,)),
+}
+ROPE_WIDTHS: dict[layouts.Layout, int | tuple[int, ...]] = {BF16_576: 64, BF16_512: 0, V32_FP8: (64, 0)}
 
 
 @operation
 def concat_and_cache_mla(
-    kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, *, layout: str | None = None, scale_format: str = "fp32"
+    kv_c: AnyArray,
+    k_pe: AnyArray,
+    kv_cache: AnyArray,
+    slot_mapping: AnyArray,
+    *,
+    layout: WritableLayout | None = None,
+    scale_format: ScaleFormat = "fp32",
 ) -> None:
     """Write tokens into a paged cache in layout BF16 or V32_FP8: the latent row followed by its RoPE part.
 
     Args:
-        kv_c: [T, 512] bfloat16, normalised latent rows.
-        k_pe: [T, 64] bfloat16, RoPE parts.
-        kv_cache: [num_blocks, block_size, 576] bfloat16 or [num_blocks, block_size, 656] uint8 / float8_e4m3fn;
-            written in place.
+        kv_c: [T, (1,) 512] bfloat16, normalised latent rows.
+        k_pe: [T, (1,) 64] bfloat16, RoPE parts; [T, 0] of a model without RoPE.
+        kv_cache: [num_blocks, block_size, (1,) 576] bfloat16 (without RoPE 512) or [num_blocks, block_size, (1,) 656]
+            uint8 / float8_e4m3fn, whose RoPE part is zeros without RoPE; written in place.
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
-            skipped; a slot beyond the cache is never written, and an error under CUPY_MLA_CHECK=1.
-        layout: "bf16" or "v32_fp8" (vLLM: "fp8_ds_mla"); default: told by `kv_cache`.
+            skipped; a slot beyond the cache is never written.
+        layout: "bf16" ("bfloat16", "auto") or "v32_fp8" (vLLM: "fp8_ds_mla"); default: told by `kv_cache`.
         scale_format: "fp32" (`max(amax / 448, FLT_MIN)`, what vLLM writes) or "ue8m0" (rounded up to a power of
             two); only V32_FP8 has scales.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: a slot beyond the cache under CUPY_MLA_CHECK=1.
+        IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 576), bfloat16)  # 2 blocks of 64 tokens in layout BF16
+        >>> kv_c, k_pe = np.ones((3, 512), bfloat16), np.ones((3, 64), bfloat16)
+        >>> cupy_mla.concat_and_cache_mla(kv_c, k_pe, cache, np.array([5, -1, 64]))  # the second token is skipped
+        >>> np.argwhere(cache.any(axis=-1)).tolist()  # block, offset
+        [[0, 5], [1, 0]]
     """
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
+    require_choice("scale_format", scale_format, SCALE_FORMATS)
+    if layout is not None:
+        require_choice("layout", layout, LAYOUTS)
     place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, (BF16_576, V32_FP8))
-    if layout is not None and layouts.by_name(layout) is not told:
-        raise ValueError(f"layout: {layout!r} was asked for, kv_cache is {told.name}")
-    tokens = kv_c_.require(BFLOAT16, "T", 512).shape[0]
-    k_pe_.require(BFLOAT16, tokens, 64)
+    told = cache_layout(cache, tuple(ROPE_WIDTHS))
+    if layout is not None and told not in LAYOUTS[layout]:
+        raise ValueError(f"layout: {layout!r} was asked for, kv_cache is {told.name} of {told.d_qk}")
+    tokens = tokens_of(kv_c_).require(BFLOAT16, "T", 512).shape[0]
+    tokens_of(k_pe_).require(BFLOAT16, tokens, ROPE_WIDTHS[told])
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
-        _check_slots(slots, cache)
+        check_slots(slots, cache)
     place.call(
         cuda.concat_and_cache_mla, reference.concat_and_cache_mla, told, kv_c_, k_pe_, cache, slots, scale_format
     )
 
 
 @operation
-def quantize_and_insert_k_cache(k: Any, k_cache: Any, slot_mapping: Any) -> None:
+def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: AnyArray) -> None:
     """Write tokens into a paged cache in layout V4_FP8.
 
     Args:
-        k: [T, 512] bfloat16: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
+        k: [T, (1,) 512] bfloat16: 448 NoPE values, which are quantized in tiles of 64, and 64 RoPE values.
         k_cache: [num_blocks, block_size, 584] uint8 / float8_e4m3fn, block stride a multiple of 16 bytes (its
             usual writers round it up to a multiple of 576); written in place.
         slot_mapping: [T'] int64 with T' <= T; see `concat_and_cache_mla`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: a slot beyond the cache under CUPY_MLA_CHECK=1.
+        IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 584), np.uint8)  # 2 blocks of 64 tokens in layout V4_FP8
+        >>> cupy_mla.quantize_and_insert_k_cache(np.ones((1, 512), bfloat16), cache, np.array([65]))
+        >>> cache.any(axis=(1, 2)).tolist()  # which blocks hold something
+        [False, True]
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
     told = cache_layout(cache, (V4_FP8,))
-    tokens = k_.require(BFLOAT16, "T", told.d_qk).shape[0]
+    tokens = tokens_of(k_).require(BFLOAT16, "T", told.d_qk).shape[0]
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
-        _check_slots(slots, cache)
+        check_slots(slots, cache)
     place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots)
 
 
@@ -83,11 +108,3 @@ def _require_target(cache: Array, layout: layouts.Layout, slots: Array, tokens: 
     count = slots.require(INT64, "T").shape[0]
     if count > tokens:
         raise ValueError(f"slot_mapping: expected at most {tokens} slots, one a token, got {count}")
-
-
-def _check_slots(slots: Array, cache: Array) -> None:
-    capacity = cache.shape[0] * cache.shape[1]
-    values = to_numpy(slots.obj)
-    if values.size and int(values.max()) >= capacity:
-        worst = int(np.argmax(values))
-        raise IndexError(f"slot_mapping[{worst}] is {int(values[worst])}, the cache has {capacity} slots")

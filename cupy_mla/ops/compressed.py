@@ -13,25 +13,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import compressed as cuda
+from ..options import require_integer
 from ..reference import compressed as reference
-from .swa import BOOL, require_at_least
+from ..typing import A, AnyArray
+from .swa import BOOL
 from .validate import INT32, INT64
+from .values import check_lengths, check_offsets, check_positions, check_requests, host
 
 
 @operation
 def compute_global_topk_indices_and_lens(
-    topk_indices: Any,
-    token_to_req: Any,
-    block_table: Any,
+    topk_indices: A,
+    token_to_req: AnyArray,
+    block_table: AnyArray,
     block_size: int,
-    is_valid_token: Any,
+    is_valid_token: AnyArray,
     *,
-    out: Any = None,
-    lens: Any = None,
-) -> tuple[Any, Any]:
+    out: A | None = None,
+    lens: AnyArray | None = None,
+) -> tuple[A, A]:
     """Map each query token's chosen compressed positions to slots, and count those that have one.
 
     The mapping is that of `cupy_mla.convert_req_index_to_global_index`.
@@ -50,8 +54,17 @@ def compute_global_topk_indices_and_lens(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a valid token names a request that does not
+            exist, or a position beyond its row of the block table.
+
+    Example:
+        >>> chosen, request = np.array([[0, 5, -1]], np.int32), np.array([0], np.int32)
+        >>> block_table, valid = np.array([[3]], np.int32), np.array([True])
+        >>> slots, lens = cupy_mla.compute_global_topk_indices_and_lens(chosen, request, block_table, 64, valid)
+        >>> slots.tolist(), lens.tolist()
+        ([[192, 197, -1]], [2])
     """
-    require_at_least("block_size", block_size, 1)
+    block_size = require_integer("block_size", block_size, 1)
     place, (chosen, req, table, valid) = bind(
         topk_indices=topk_indices, token_to_req=token_to_req, block_table=block_table, is_valid_token=is_valid_token
     )
@@ -60,8 +73,11 @@ def compute_global_topk_indices_and_lens(
     req.require(INT32, tokens)
     table.require(INT32, "R", "M")
     valid.require(BOOL, tokens)
-    out_ = place.output("out", out_, (tokens, k), INT32)
+    out_ = place.output("out", out_, (tokens, k), INT32, may_be=chosen)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
+    if arrays.CHECK_VALUES:
+        check_requests(req, table.shape[0], valid)
+        check_positions(chosen, table, block_size, host(valid))
     place.call(
         cuda.compute_global_topk_indices_and_lens, reference.compute_global_topk_indices_and_lens,
         chosen, req, table, block_size, valid, out_, lens_,
@@ -71,13 +87,13 @@ def compute_global_topk_indices_and_lens(
 
 def get_compressed_slot_mapping(
     num_tokens: int,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
+    query_start_loc: AnyArray,
+    seq_lens: A,
+    block_table: AnyArray,
     block_size: int,
     compress_ratio: int,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A:
     """Slot of the compressed row that each query token owns, -1 for tokens that own none.
 
     The query tokens of a request are the last ones of its sequence.
@@ -96,6 +112,13 @@ def get_compressed_slot_mapping(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
+
+    Example:
+        >>> starts, lengths = np.array([0, 5], np.int32), np.array([9], np.int32)  # tokens at positions 4 to 8
+        >>> block_table = np.array([[3]], np.int32)
+        >>> cupy_mla.get_compressed_slot_mapping(5, starts, lengths, block_table, 64, compress_ratio=4).tolist()
+        [-1, -1, -1, 193, -1]
     """
     return write_compressed_slot_mapping(
         num_tokens, query_start_loc, seq_lens, block_table, block_size, compress_ratio, out
@@ -105,17 +128,17 @@ def get_compressed_slot_mapping(
 @operation
 def write_compressed_slot_mapping(
     num_tokens: int,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
+    query_start_loc: AnyArray,
+    seq_lens: A,
+    block_table: AnyArray,
     block_size: int,
     compress_ratio: int,
-    out: Any = None,
+    out: A | None = None,
 ) -> Any:
     """As `get_compressed_slot_mapping`, the whole of `out`."""
-    for name, value, least in (("num_tokens", num_tokens, 0), ("block_size", block_size, 1),
-                               ("compress_ratio", compress_ratio, 1)):  # fmt: skip
-        require_at_least(name, value, least)
+    num_tokens = require_integer("num_tokens", num_tokens, 0)
+    block_size = require_integer("block_size", block_size, 1)
+    compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
     place, (starts, seq, table) = bind(query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table)
     (out_,) = place.optional(out=out)
     requests = table.require(INT32, "R", "M").shape[0]
@@ -125,6 +148,9 @@ def write_compressed_slot_mapping(
         out_ = place.output("out", None, (num_tokens,), INT64)
     elif out_.require(INT64, "T").require_writable().shape[0] < num_tokens:
         raise ValueError(f"out: expected at least num_tokens = {num_tokens} entries, got {out_.shape[0]}")
+    if arrays.CHECK_VALUES:
+        check_offsets(starts)
+        check_lengths(seq)
     place.call(
         cuda.get_compressed_slot_mapping, reference.get_compressed_slot_mapping,
         num_tokens, starts, seq, table, block_size, compress_ratio, out_,
@@ -133,18 +159,18 @@ def write_compressed_slot_mapping(
 
 
 def build_c128a_topk_metadata(
-    positions: Any,
+    positions: AnyArray,
     compress_ratio: int,
     num_decode_tokens: int,
-    token_to_req: Any,
-    block_table: Any,
+    token_to_req: AnyArray,
+    block_table: AnyArray,
     block_size: int,
-    slot_mapping: Any,
-    decode_indices: Any,
-    decode_lens: Any,
-    prefill_indices: Any,
+    slot_mapping: AnyArray,
+    decode_indices: A,
+    decode_lens: AnyArray,
+    prefill_indices: AnyArray,
     max_compressed_tokens: int,
-) -> tuple[Any, Any, Any]:
+) -> tuple[A, A, A]:
     """Index lists of layers whose query tokens attend every complete compressed row (C128A).
 
     A token at position p attends `n = min((p + 1) // compress_ratio, max_compressed_tokens)` rows, 0 .. n - 1. The
@@ -169,6 +195,17 @@ def build_c128a_topk_metadata(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a request does not exist or a position is negative.
+
+    Example:
+        >>> positions, request = np.array([400, 300]), np.array([0, 1], np.int32)  # a decode, then a prefill's token
+        >>> block_table, own_slots = np.array([[3], [4]], np.int32), np.array([1, 2])
+        >>> buffers = np.zeros((1, 4), np.int32), np.zeros(1, np.int32), np.zeros((1, 4), np.int32)
+        >>> slots, lens, rows = cupy_mla.build_c128a_topk_metadata(
+        ...     positions, 128, 1, request, block_table, 64, own_slots, *buffers, 4
+        ... )
+        >>> slots.tolist(), lens.tolist(), rows.tolist()  # 3 and 2 complete rows
+        ([[192, 193, 194, -1]], [3], [[0, 1, -1, -1]])
     """
     write_c128a_topk_metadata(
         positions, compress_ratio, num_decode_tokens, token_to_req, block_table, block_size, slot_mapping,
@@ -188,22 +225,22 @@ def _first(array: Any, rows: int) -> Any:
 
 @operation
 def write_c128a_topk_metadata(
-    positions: Any,
+    positions: AnyArray,
     compress_ratio: int,
     num_decode_tokens: int,
-    token_to_req: Any,
-    block_table: Any,
+    token_to_req: AnyArray,
+    block_table: AnyArray,
     block_size: int,
-    slot_mapping: Any,
-    decode_indices: Any,
-    decode_lens: Any,
-    prefill_indices: Any,
+    slot_mapping: AnyArray,
+    decode_indices: AnyArray,
+    decode_lens: AnyArray,
+    prefill_indices: AnyArray,
     max_compressed_tokens: int,
 ) -> None:
     """As `build_c128a_topk_metadata`, which returns what this writes."""
-    for name, value, least in (("block_size", block_size, 1), ("compress_ratio", compress_ratio, 1),
-                               ("max_compressed_tokens", max_compressed_tokens, 0)):  # fmt: skip
-        require_at_least(name, value, least)
+    block_size = require_integer("block_size", block_size, 1)
+    compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
+    max_compressed_tokens = require_integer("max_compressed_tokens", max_compressed_tokens, 0)
     place, (pos, req, table, slots, decode, lens, prefill) = bind(
         positions=positions, token_to_req=token_to_req, block_table=block_table, slot_mapping=slot_mapping,
         decode_indices=decode_indices, decode_lens=decode_lens, prefill_indices=prefill_indices,
@@ -212,8 +249,7 @@ def write_c128a_topk_metadata(
     req.require(INT32, tokens)
     slots.require(INT64, tokens)
     table.require(INT32, "R", "M")
-    if not 0 <= num_decode_tokens <= tokens:
-        raise ValueError(f"num_decode_tokens must be in 0..{tokens}, the tokens there are, got {num_decode_tokens}")
+    num_decode_tokens = require_integer("num_decode_tokens", num_decode_tokens, 0, tokens, "the tokens there are")
     rows = decode.require(INT32, "Td", "W").require_writable().shape[0]
     lens.require(INT32, rows).require_writable()
     prefill.require(INT32, "Tp", "W").require_writable()
@@ -222,6 +258,9 @@ def write_c128a_topk_metadata(
             raise ValueError(
                 f"{buffer.name}: expected at least {needed} rows of {max_compressed_tokens}, got {list(buffer.shape)}"
             )
+    if arrays.CHECK_VALUES:
+        check_requests(req, table.shape[0])
+        check_lengths(pos)
     place.call(
         cuda.build_c128a_topk_metadata, reference.build_c128a_topk_metadata,
         pos, compress_ratio, num_decode_tokens, req, table, block_size, slots, decode, lens, prefill,

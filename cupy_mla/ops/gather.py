@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array
-from ..bridges import bind, to_numpy
+from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import gather as cuda
 from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8
+from ..options import require_integer
 from ..reference import gather as reference
+from ..sizes import number
+from ..typing import AnyArray
 from .validate import INT32, cache_layout, require_cache
+from .values import check_blocks, check_lengths, check_workspace
 
 
 @operation
 def cp_gather_and_upconvert_fp8_kv_cache(
-    src_cache: Any, dst: Any, block_table: Any, seq_lens: Any, workspace_starts: Any
+    src_cache: AnyArray, dst: AnyArray, block_table: AnyArray, seq_lens: AnyArray, workspace_starts: AnyArray
 ) -> None:
     """Copy requests out of a paged V32_FP8 cache into consecutive rows, dequantized to bfloat16.
 
@@ -27,15 +28,26 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     Args:
         src_cache: [num_blocks, block_size, (1,) 656] uint8 or float8_e4m3fn.
         dst: [S, 576] bfloat16, written in place. A request that starts outside it is left out, rows beyond it are
-            not written, and rows of tokens whose block does not exist become zeros; the first two and a table too
-            narrow for a length are errors under CUPY_MLA_CHECK=1.
+            not written, and rows of tokens whose block does not exist become zeros.
         block_table: [R, M] int32 blocks of each request.
         seq_lens: [R] int32.
         workspace_starts: [R] int32; the requests' rows must not overlap.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: see `dst`, under CUPY_MLA_CHECK=1.
+        IndexError, ValueError: under `cupy_mla.set_checks`: a request's rows lie outside `dst`, a length is
+            negative, the block table is too narrow for a length, or a block of a sequence does not exist; the rows of
+            two requests overlap.
+
+    Example:
+        >>> cache = np.zeros((3, 16, 656), np.uint8)
+        >>> kv_c, k_pe = np.ones((2, 512), bfloat16), np.zeros((2, 64), bfloat16)
+        >>> cupy_mla.concat_and_cache_mla(kv_c, k_pe, cache, np.array([32, 33]))  # block 2
+        >>> rows = np.zeros((5, 576), bfloat16)
+        >>> block_table, lengths = np.array([[2]], np.int32), np.array([2], np.int32)
+        >>> cupy_mla.cp_gather_and_upconvert_fp8_kv_cache(cache, rows, block_table, lengths, np.array([1], np.int32))
+        >>> rows[:, 0].astype(int).tolist()  # from row 1 on
+        [0, 1, 1, 0, 0]
     """
     place, (cache, dst_, table, lens, starts) = bind(
         src_cache=src_cache, dst=dst, block_table=block_table, seq_lens=seq_lens, workspace_starts=workspace_starts
@@ -46,7 +58,9 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     lens.require(INT32, requests)
     starts.require(INT32, requests)
     if arrays.CHECK_VALUES:
-        _check_rows(dst_, table, lens, starts, cache.shape[1])
+        counts = check_lengths(lens)
+        check_workspace(starts, counts, dst_.shape[0])
+        check_blocks(table, np.zeros_like(counts), counts, cache)
     place.call(
         cuda.cp_gather_and_upconvert_fp8_kv_cache, reference.cp_gather_and_upconvert_fp8_kv_cache,
         V32_FP8, cache, dst_, table, lens, starts,
@@ -55,7 +69,13 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
 @operation
 def dequantize_and_gather_k_cache(
-    out: Any, k_cache: Any, seq_lens: Any, gather_lens: Any, block_table: Any, block_size: int, offset: int
+    out: AnyArray,
+    k_cache: AnyArray,
+    seq_lens: AnyArray,
+    gather_lens: AnyArray | None,
+    block_table: AnyArray,
+    block_size: int,
+    offset: int,
 ) -> None:
     """Copy the last tokens of requests out of a paged V4_FP8 cache, dequantized to bfloat16.
 
@@ -63,8 +83,7 @@ def dequantize_and_gather_k_cache(
 
     Args:
         out: [R, M, 512] bfloat16, written in place. Tokens beyond its M rows are not written, and rows of tokens whose
-            block does not exist become zeros; the first and a table too narrow for a sequence are errors under
-            CUPY_MLA_CHECK=1.
+            block does not exist become zeros.
         k_cache: [num_blocks, block_size, (1,) 584] uint8 or float8_e4m3fn, block stride a multiple of 16 bytes.
         seq_lens: [R] int32.
         gather_lens: [R] int32, at most a sequence each (more counts as that); None: whole sequences.
@@ -74,11 +93,23 @@ def dequantize_and_gather_k_cache(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: see `out`, under CUPY_MLA_CHECK=1.
+        IndexError: under `cupy_mla.set_checks`: tokens lie beyond the rows of `out`, a length is negative,
+            the block table is too narrow for a sequence, or a block of a gathered token does not exist.
+
+    Example:
+        >>> cache = np.zeros((3, 16, 584), np.uint8)
+        >>> k = np.repeat(np.arange(1, 5), 512).reshape(4, 512).astype(bfloat16)  # token t holds t + 1
+        >>> cupy_mla.quantize_and_insert_k_cache(k, cache, np.arange(32, 36))  # block 2
+        >>> rows, lengths = np.zeros((1, 5, 512), bfloat16), np.array([4], np.int32)
+        >>> last_two, block_table = np.array([2], np.int32), np.array([[2]], np.int32)
+        >>> cupy_mla.dequantize_and_gather_k_cache(rows, cache, lengths, last_two, block_table, 16, 1)
+        >>> rows[0, :, 0].astype(int).tolist()  # from row 1 on
+        [0, 3, 4, 0, 0]
     """
     place, (out_, cache, lens, table) = bind(out=out, k_cache=k_cache, seq_lens=seq_lens, block_table=block_table)
     (gather,) = place.optional(gather_lens=gather_lens)
     require_cache(cache, cache_layout(cache, (V4_FP8,)))
+    block_size = require_integer("block_size", block_size, 1)
     if block_size != cache.shape[1]:
         raise ValueError(f"block_size: k_cache has {cache.shape[1]} tokens a block, got {block_size}")
     requests = table.require(INT32, "R", "M").shape[0]
@@ -86,10 +117,15 @@ def dequantize_and_gather_k_cache(
     lens.require(INT32, requests)
     if gather is not None:
         gather.require(INT32, requests)
-    if not 0 <= offset <= rows:
-        raise ValueError(f"offset must be in 0..{rows}, the rows of out, got {offset}")
+    offset = require_integer("offset", offset, 0, rows, "the rows of out")
     if arrays.CHECK_VALUES:
-        _check_tail(rows - offset, table, lens, gather, block_size)
+        ends = check_lengths(lens)
+        counts = ends if gather is None else np.minimum(check_lengths(gather), ends)
+        for r in np.flatnonzero(counts > number(rows - offset)):
+            raise IndexError(
+                f"gather_lens: {counts[r]} tokens of request {r} are asked for, out has room for {rows - offset}"
+            )
+        check_blocks(table, ends - counts, ends, cache)
     place.call(
         cuda.dequantize_and_gather_k_cache, reference.dequantize_and_gather_k_cache,
         V4_FP8, out_, cache, lens, gather, table, offset,
@@ -97,7 +133,7 @@ def dequantize_and_gather_k_cache(
 
 
 @operation
-def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
+def concat_mla_q(ql_nope: AnyArray, q_pe: AnyArray, out: AnyArray) -> None:
     """Put the two parts of every query head side by side: the absorbed query and its RoPE part.
 
     Args:
@@ -107,31 +143,15 @@ def concat_mla_q(ql_nope: Any, q_pe: Any, out: Any) -> None:
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+
+    Example:
+        >>> out = np.zeros((2, 16, 576), bfloat16)
+        >>> cupy_mla.concat_mla_q(np.ones((2, 16, 512), bfloat16), np.zeros((2, 16, 64), bfloat16), out)
+        >>> int(out[0, 0].sum(dtype=np.float32))
+        512
     """
     place, (nope, rope, out_) = bind(ql_nope=ql_nope, q_pe=q_pe, out=out)
     tokens, heads, _ = nope.require(BFLOAT16, "T", "h", BF16_576.d_nope).shape
     rope.require(BFLOAT16, tokens, heads, BF16_576.d_rope)
     out_.require(BFLOAT16, tokens, heads, BF16_576.d_qk).require_writable()
     place.call(cuda.concat_mla_q, reference.concat_mla_q, nope, rope, out_)
-
-
-def _check_tail(rows: int, table: Array, seq_lens: Array, gather_lens: Array | None, block_size: int) -> None:
-    lens = to_numpy(seq_lens.obj).astype(np.int64)
-    gathered = lens if gather_lens is None else np.minimum(to_numpy(gather_lens.obj), lens)
-    for r in np.flatnonzero(gathered > rows):
-        raise IndexError(f"gather_lens: {gathered[r]} tokens of request {r} are asked for, out has room for {rows}")
-    _check_table(lens, table, block_size)
-
-
-def _check_table(lens: np.ndarray, table: Array, block_size: int) -> None:
-    tokens = table.shape[1] * block_size
-    for r in np.flatnonzero(lens > tokens):
-        raise IndexError(f"seq_lens: request {r} has {lens[r]} tokens, its row of the block table holds {tokens}")
-
-
-def _check_rows(dst: Array, table: Array, seq_lens: Array, starts: Array, block_size: int) -> None:
-    lens, first = (to_numpy(a.obj).astype(np.int64) for a in (seq_lens, starts))
-    rows = dst.shape[0]
-    for r in np.flatnonzero((first < 0) | (first + lens > rows)):
-        raise IndexError(f"workspace_starts: request {r} takes rows {first[r]} to {first[r] + lens[r]}, dst has {rows}")
-    _check_table(lens, table, block_size)

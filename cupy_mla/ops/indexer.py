@@ -5,49 +5,58 @@ Source: the lightning indexer of DeepSeek-V3.2, whose keys vLLM caches in this l
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .. import arrays
 from ..arrays import Array
-from ..bridges import bind, to_numpy
+from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indexer as cuda
 from ..layouts import BFLOAT16, INDEXER_FP8
+from ..options import require_choice
 from ..reference import indexer as reference
-from .cache import SCALE_FORMATS, _check_slots
-from .validate import FLOAT32, INT32, INT64, QUANTIZED, cache_layout, require_cache
+from ..sizes import number
+from ..typing import AnyArray, ScaleFormat
+from .cache import SCALE_FORMATS
+from .validate import FLOAT32, INT32, INT64, QUANTIZED, UINT8, cache_layout, require_cache, tokens_of
+from .values import check_blocks, check_offsets, check_slots
 
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
 
 
 @operation
-def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_format: str = "fp32") -> None:
+def indexer_k_quant_and_cache(
+    k: AnyArray, kv_cache: AnyArray, slot_mapping: AnyArray, scale_format: ScaleFormat = "fp32"
+) -> None:
     """Quantize tokens' indexer keys and write them into the paged cache.
 
     Args:
-        k: [T, 128] bfloat16.
+        k: [T, (1,) 128] bfloat16.
         kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, start and block stride
             multiples of 4 bytes; written in place.
         slot_mapping: [T'] int64 with T' <= T (a padded batch: its length counts). A token whose slot is negative is
-            skipped; a slot beyond the cache is never written, and an error under CUPY_MLA_CHECK=1.
+            skipped; a slot beyond the cache is never written.
         scale_format: "fp32" (`max(amax, 1e-4) / 448`) or "ue8m0" (that, rounded up to a power of two).
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: a slot beyond the cache under CUPY_MLA_CHECK=1.
+        IndexError, ValueError: under `cupy_mla.set_checks`: a slot beyond the cache; two tokens in one slot.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 132), np.uint8)  # 2 blocks of 64 tokens in layout INDEXER_FP8
+        >>> cupy_mla.indexer_k_quant_and_cache(np.ones((2, 128), bfloat16), cache, np.array([3, 64]))
+        >>> cache.any(axis=(1, 2)).tolist()  # which blocks hold something
+        [True, True]
     """
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format must be one of {SCALE_FORMATS}, got {scale_format!r}")
+    require_choice("scale_format", scale_format, SCALE_FORMATS)
     place, (k_, cache, slots) = bind(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    tokens = k_.require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
+    tokens = tokens_of(k_).require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
     _require_indexer_cache(cache).require_writable()
     count = slots.require(INT64, "T").shape[0]
     if count > tokens:
         raise ValueError(f"slot_mapping: expected at most {tokens} slots, one a token, got {count}")
     if arrays.CHECK_VALUES:
-        _check_slots(slots, cache)
+        check_slots(slots, cache)
     place.call(
         cuda.indexer_k_quant_and_cache, reference.indexer_k_quant_and_cache, k_, cache, slots, scale_format
     )  # fmt: skip
@@ -55,7 +64,7 @@ def indexer_k_quant_and_cache(k: Any, kv_cache: Any, slot_mapping: Any, scale_fo
 
 @operation
 def cp_gather_indexer_k_quant_cache(
-    kv_cache: Any, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any
+    kv_cache: AnyArray, dst_k: AnyArray, dst_scale: AnyArray, block_table: AnyArray, cu_seq_lens: AnyArray
 ) -> None:
     """Copy requests' keys and scales out of the paged cache into consecutive rows.
 
@@ -64,15 +73,25 @@ def cp_gather_indexer_k_quant_cache(
     Args:
         kv_cache: [num_blocks, block_size, 132] uint8 or float8_e4m3fn, as for `indexer_k_quant_and_cache`.
         dst_k: [S, 128] uint8 or float8_e4m3fn, rows at multiples of 4 bytes; written in place. Rows beyond it are
-            not written, which is an error under CUPY_MLA_CHECK=1; rows of tokens whose block does not exist become
-            zeros, their scales too.
-        dst_scale: [S] float32, written in place.
+            not written; rows of tokens whose block does not exist become zeros, their scales too.
+        dst_scale: [S] float32, or its bytes, [S, 4] uint8, as vLLM has them; written in place.
         block_table: [R, M] int32 blocks of each request.
         cu_seq_lens: [R + 1] int32 running sum of the sequence lengths, from 0.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: `cu_seq_lens` starts below 0, goes down, or ends beyond S under CUPY_MLA_CHECK=1.
+        IndexError: under `cupy_mla.set_checks`: `cu_seq_lens` starts below 0, goes down, or ends beyond S, the
+            block table is too narrow for a length, or a block of a sequence does not exist.
+
+    Example:
+        >>> cache = np.zeros((2, 64, 132), np.uint8)
+        >>> cupy_mla.indexer_k_quant_and_cache(np.full((2, 128), 3, bfloat16), cache, np.array([64, 65]))  # block 1
+        >>> keys, scales = np.zeros((2, 128), np.uint8), np.zeros(2, np.float32)
+        >>> starts = np.array([0, 2], np.int32)
+        >>> cupy_mla.cp_gather_indexer_k_quant_cache(cache, keys, scales, np.array([[1]], np.int32), starts)
+        >>> values = keys.view(float8_e4m3fn).astype(np.float32) * scales[:, None]
+        >>> bool(np.allclose(values, 3))
+        True
     """
     place, (cache, keys, scales, table, starts) = bind(
         kv_cache=kv_cache, dst_k=dst_k, dst_scale=dst_scale, block_table=block_table, cu_seq_lens=cu_seq_lens
@@ -80,12 +99,21 @@ def cp_gather_indexer_k_quant_cache(
     _require_indexer_cache(cache)
     rows = keys.require(QUANTIZED, "S", INDEXER_FP8.d_qk).require_writable().shape[0]
     if not keys.aligned(ALIGNMENT):
-        raise ValueError(f"dst_k: rows must start at multiples of {ALIGNMENT} bytes, got strides {list(keys.strides)}")
+        raise ValueError(
+            f"dst_k: rows must start at multiples of {ALIGNMENT} bytes in memory, got strides {list(keys.strides)} "
+            f"and a first row {keys.ptr % ALIGNMENT} bytes after one"
+        )
+    if scales.dtype == UINT8:
+        scales.reinterpreted(FLOAT32)
     scales.require(FLOAT32, rows).require_writable()
     requests = table.require(INT32, "R", "M").shape[0]
     starts.require(INT32, requests + 1)
     if arrays.CHECK_VALUES:
-        _check_starts(starts, rows)
+        ends = check_offsets(starts)
+        if ends[-1] > number(rows):
+            raise IndexError(f"cu_seq_lens: ends at {ends[-1]}, dst_k has {rows} rows")
+        lens = np.diff(ends)
+        check_blocks(table, np.zeros_like(lens), lens, cache)
     place.call(
         cuda.cp_gather_indexer_k_quant_cache, reference.cp_gather_indexer_k_quant_cache,
         cache, keys, scales, table, starts,
@@ -94,9 +122,3 @@ def cp_gather_indexer_k_quant_cache(
 
 def _require_indexer_cache(cache: Array) -> Array:
     return require_cache(cache, cache_layout(cache, (INDEXER_FP8,)), ALIGNMENT)
-
-
-def _check_starts(starts: Array, rows: int) -> None:
-    values = to_numpy(starts.obj)
-    if values[0] < 0 or (np.diff(values.astype(np.int64)) < 0).any() or values[-1] > rows:
-        raise IndexError(f"cu_seq_lens: expected a running sum from 0 to at most {rows}, got {values.tolist()}")

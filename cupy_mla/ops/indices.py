@@ -5,31 +5,76 @@ Source: the sparse MLA backends of vLLM, whose indexer names positions in a requ
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, overload
 
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array
-from ..bridges import bind, to_numpy
+from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indices as cuda
+from ..options import require_bool, require_integer
 from ..reference import indices as reference
+from ..sizes import number
+from ..typing import A, AnyArray
 from .validate import INT32
+from .values import check_positions, check_prefills, check_requests, host
+
+
+@overload
+def convert_req_index_to_global_index(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
+    return_valid_counts: Literal[False] = False,
+    *,
+    out: A | None = None,
+) -> A: ...
+
+
+@overload
+def convert_req_index_to_global_index(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
+    *,
+    return_valid_counts: Literal[True],
+    out: A | None = None,
+) -> tuple[A, A]: ...
+
+
+@overload
+def convert_req_index_to_global_index(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None,
+    prefill_workspace_starts: AnyArray | None,
+    return_valid_counts: Literal[True],
+    *,
+    out: A | None = None,
+) -> tuple[A, A]: ...
 
 
 @operation
 def convert_req_index_to_global_index(
-    req_id: Any,
-    block_table: Any,
-    token_indices: Any,
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
     block_size: int,
-    prefill_request_ids: Any = None,
-    prefill_workspace_starts: Any = None,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
     return_valid_counts: bool = False,
     *,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A | tuple[A, A]:
     """Map each query token's chosen positions to slots of the paged cache, or to rows of a gathered workspace.
 
     For position `i = token_indices[t, k]` the result is
@@ -53,10 +98,18 @@ def convert_req_index_to_global_index(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
-        IndexError: a request outside the block table under CUPY_MLA_CHECK=1.
+        IndexError: under `cupy_mla.set_checks`: a request outside the block table, a position beyond its row of it, a
+            prefill that does not exist or whose rows start below 0.
+
+    Example:
+        >>> block_table = np.array([[3, 7], [4, 9]], np.int32)  # of two requests, blocks of 16 tokens
+        >>> positions = np.array([[0, 17, -1], [16, 2, 3]], np.int32)
+        >>> requests = np.array([0, 1], np.int32)
+        >>> cupy_mla.convert_req_index_to_global_index(requests, block_table, positions, 16).tolist()
+        [[48, 113, -1], [144, 66, 67]]
     """
-    if block_size < 1:
-        raise ValueError(f"block_size must be >= 1, got {block_size}")
+    block_size = require_integer("block_size", block_size, 1)
+    return_valid_counts = require_bool("return_valid_counts", return_valid_counts)
     if (prefill_request_ids is None) != (prefill_workspace_starts is None):
         raise ValueError("prefill_request_ids and prefill_workspace_starts must be given together")
     place, (req, table, positions) = bind(req_id=req_id, block_table=block_table, token_indices=token_indices)
@@ -69,20 +122,16 @@ def convert_req_index_to_global_index(
     if prefill is not None and starts is not None:
         prefill.require(INT32, tokens)
         starts.require(INT32, "P")
-    out_ = place.output("out", out_, (tokens, k), INT32)
+    out_ = place.output("out", out_, (tokens, k), INT32, may_be=positions)
     counts = place.output("valid_counts", None, (tokens,), INT32) if return_valid_counts else None
     if arrays.CHECK_VALUES:
-        _check_requests(req, table.shape[0])
+        check_requests(req, table.shape[0])
+        numbers = np.full(number(tokens), -1) if prefill is None else host(prefill)
+        if prefill is not None and starts is not None:
+            check_prefills(prefill, starts)
+        check_positions(positions, table, block_size, numbers < 0)
     place.call(
         cuda.convert_req_index_to_global_index, reference.convert_req_index_to_global_index,
         req, table, positions, block_size, prefill, starts, out_, counts,
     )  # fmt: skip
     return out_.obj if counts is None else (out_.obj, counts.obj)
-
-
-def _check_requests(req_id: Array, requests: int) -> None:
-    values = to_numpy(req_id.obj)
-    wrong = np.flatnonzero((values < 0) | (values >= requests))
-    if wrong.size:
-        t = int(wrong[0])
-        raise IndexError(f"req_id[{t}] is {int(values[t])}, the block table has {requests} requests")

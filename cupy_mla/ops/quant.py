@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..arrays import Array
 from ..bridges import bind, dense_strides
 from ..calls.signature import operation
 from ..cuda import quant as cuda
 from ..layouts import BFLOAT16, E4M3
 from ..reference import quant as reference
+from ..typing import A
 from .validate import FLOAT32
 
 FLOATS = (BFLOAT16, FLOAT32)
 
 
 @operation
-def dynamic_per_batched_tensor_quant(x: Any) -> tuple[Any, Any]:
+def dynamic_per_batched_tensor_quant(x: A) -> tuple[A, A]:
     """Quantize a tensor under one scale: with `s = 448 / max(amax, 1e-10)`, the codes of `clamp(x * s, -448, 448)`.
 
     A NaN anywhere makes everything NaN, as amax is then NaN.
@@ -29,6 +28,11 @@ def dynamic_per_batched_tensor_quant(x: Any) -> tuple[Any, Any]:
 
     Raises:
         TypeError, ValueError: x has the wrong type or strides.
+
+    Example:
+        >>> codes, scale = cupy_mla.dynamic_per_batched_tensor_quant(np.array([[1, -2], [4, 0]], np.float32))
+        >>> (codes.astype(np.float32) * scale).tolist()
+        [[1.0, -2.0], [4.0, 0.0]]
     """
     place, (x_,) = bind(x=x)
     x_.require(FLOATS, *("any",) * len(x_.shape))

@@ -12,15 +12,17 @@ Source: DeepSeek-V4; the contracts are those of vLLM's DeepSeek V4 backend.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import swa as cuda
+from ..options import require_integer
 from ..reference import swa as reference
+from ..typing import A, AnyArray
 from .validate import INT32
+from .values import check_lengths, check_offsets, check_requests
 
 BOOL = np.dtype(np.bool_)
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
@@ -28,17 +30,17 @@ LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
 
 @operation
 def compute_swa_indices_and_lens(
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req: Any,
-    is_valid_token: Any,
-    block_table: Any,
+    query_start_loc: AnyArray,
+    seq_lens: AnyArray,
+    token_to_req: A,
+    is_valid_token: AnyArray,
+    block_table: AnyArray,
     block_size: int,
     window_size: int,
     *,
-    out: Any = None,
-    lens: Any = None,
-) -> tuple[Any, Any]:
+    out: A | None = None,
+    lens: AnyArray | None = None,
+) -> tuple[A, A]:
     """Slots of the sliding window of each decode token: of positions `max(p - window_size + 1, 0) .. p`, in order.
 
     An entry is -1 where the position has no block, or its slot would not fit int32.
@@ -59,9 +61,19 @@ def compute_swa_indices_and_lens(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down, a length is negative,
+            or a valid token names a request that does not exist.
+
+    Example:
+        >>> starts, lengths = np.array([0, 1], np.int32), np.array([18], np.int32)  # a decode at position 17
+        >>> request, valid = np.array([0], np.int32), np.array([True])
+        >>> block_table = np.array([[3, 7]], np.int32)
+        >>> slots, lens = cupy_mla.compute_swa_indices_and_lens(starts, lengths, request, valid, block_table, 16, 4)
+        >>> slots.tolist(), lens.tolist()  # positions 14 to 17
+        ([[62, 63, 112, 113]], [4])
     """
-    require_at_least("block_size", block_size, 1)
-    require_at_least("window_size", window_size, 1)
+    block_size = require_integer("block_size", block_size, 1)
+    window_size = require_integer("window_size", window_size, 1)
     place, (starts, seq, req, valid, table) = bind(
         query_start_loc=query_start_loc, seq_lens=seq_lens, token_to_req=token_to_req, is_valid_token=is_valid_token,
         block_table=block_table,
@@ -74,6 +86,10 @@ def compute_swa_indices_and_lens(
     valid.require(BOOL, tokens)
     out_ = place.output("out", out_, (tokens, window_size), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
+    if arrays.CHECK_VALUES:
+        check_offsets(starts)
+        check_lengths(seq)
+        check_requests(req, requests, valid)
     place.call(
         cuda.compute_swa_indices_and_lens, reference.compute_swa_indices_and_lens,
         starts, seq, req, valid, table, block_size, window_size, out_, lens_,
@@ -83,8 +99,8 @@ def compute_swa_indices_and_lens(
 
 @operation
 def compute_prefill_gather_lens(
-    seq_lens: Any, query_start_loc: Any, num_decodes: int, window_size: int, *, out: Any = None
-) -> Any:
+    seq_lens: A, query_start_loc: AnyArray, num_decodes: int, window_size: int, *, out: A | None = None
+) -> A:
     """How many tokens at the end of each prefill's sequence its query tokens attend through their windows.
 
     `query_len + min(seq_len - query_len, window_size - 1)`: the query itself, and what the window of its first token
@@ -102,15 +118,23 @@ def compute_prefill_gather_lens(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
+
+    Example:
+        >>> lengths, starts = np.array([100, 9], np.int32), np.array([0, 10, 19], np.int32)  # 10 and 9 query tokens
+        >>> cupy_mla.compute_prefill_gather_lens(lengths, starts, num_decodes=0, window_size=64).tolist()
+        [73, 9]
     """
-    require_at_least("window_size", window_size, 1)
+    window_size = require_integer("window_size", window_size, 1)
     place, (seq, starts) = bind(seq_lens=seq_lens, query_start_loc=query_start_loc)
     (out_,) = place.optional(out=out)
     requests = seq.require(INT32, "R").shape[0]
     starts.require(INT32, requests + 1)
-    if not 0 <= num_decodes <= requests:
-        raise ValueError(f"num_decodes must be in 0..{requests}, the requests there are, got {num_decodes}")
+    num_decodes = require_integer("num_decodes", num_decodes, 0, requests, "the requests there are")
     out_ = place.output("out", out_, (requests - num_decodes,), INT32)
+    if arrays.CHECK_VALUES:
+        check_offsets(starts)
+        check_lengths(seq)
     place.call(
         cuda.compute_prefill_gather_lens, reference.compute_prefill_gather_lens,
         seq, starts, num_decodes, window_size, out_,
@@ -125,19 +149,19 @@ def combined_width(topk: int, window_size: int) -> int:
 
 @operation
 def combine_topk_swa_indices(
-    topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    gather_lens: Any,
+    topk_indices: A,
+    query_start_loc: AnyArray,
+    seq_lens: AnyArray,
+    gather_lens: AnyArray,
     window_size: int,
     compress_ratio: int,
     topk: int,
     M: int,
     N: int,
     *,
-    out: Any = None,
-    lens: Any = None,
-) -> tuple[Any, Any]:
+    out: A | None = None,
+    lens: AnyArray | None = None,
+) -> tuple[A, A]:
     """Index lists of a chunk of R prefills over their gathered workspace [R, M, 512], taken as R * M flat rows.
 
     Rows 0 .. N - 1 of a request hold its compressed rows, rows from N on the last `gather_lens[r]` tokens of its
@@ -165,10 +189,19 @@ def combine_topk_swa_indices(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides, or the workspace has more
             than 2**31 - 1 rows; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: `query_start_loc` goes down or a length is negative.
+
+    Example:
+        >>> chosen = np.array([[1, 0]], np.int32)  # compressed rows of a token at position 9
+        >>> starts, lengths, gathered = np.array([0, 1], np.int32), np.array([10], np.int32), np.array([3], np.int32)
+        >>> rows, lens = cupy_mla.combine_topk_swa_indices(chosen, starts, lengths, gathered, 3, 4, 2, M=8, N=2)
+        >>> rows[0, :6].tolist(), lens.tolist()  # the compressed rows, then the window from row N on
+        ([1, 0, 2, 3, 4, -1], [5])
     """
-    for name, value, least in (("window_size", window_size, 1), ("compress_ratio", compress_ratio, 1),
-                               ("topk", topk, 0), ("N", N, 0), ("M", M, N)):  # fmt: skip
-        require_at_least(name, value, least)
+    window_size = require_integer("window_size", window_size, 1)
+    compress_ratio = require_integer("compress_ratio", compress_ratio, 1)
+    topk, N = require_integer("topk", topk, 0), require_integer("N", N, 0)
+    M = require_integer("M", M, N)
     place, (chosen, starts, seq, gather) = bind(
         topk_indices=topk_indices, query_start_loc=query_start_loc, seq_lens=seq_lens, gather_lens=gather_lens
     )
@@ -183,13 +216,12 @@ def combine_topk_swa_indices(
         raise ValueError(f"M: {requests} requests of {M} workspace rows are more than int32 can count")
     out_ = place.output("out", out_, (tokens, combined_width(topk, window_size)), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
+    if arrays.CHECK_VALUES:
+        check_offsets(starts)
+        check_lengths(seq)
+        check_lengths(gather)
     place.call(
         cuda.combine_topk_swa_indices, reference.combine_topk_swa_indices,
         chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, out_, lens_,
     )  # fmt: skip
     return out_.obj, lens_.obj
-
-
-def require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be >= {least}, got {value}")

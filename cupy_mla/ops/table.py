@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from ..bridges import to_numpy
-from ..layouts import ATTENTION_LAYOUTS, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
+from ..typing import A, AnyArray
 from . import attention, cache, compressed, gather, indexer, indices, quant, swa
 
 FLOAT32, INT32, INT64 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64)
@@ -32,7 +33,8 @@ class Wanted(NamedTuple):
     Attributes:
         layouts: cache layouts. Calls that need another one are left out.
         many: query tokens of the larger calls of attention.
-        strays: whether some slots, requests and rows lie beyond the arrays, which CUPY_MLA_CHECK=1 refuses.
+        strays: whether some slots, entries, requests, blocks and rows lie beyond the arrays, which checks of values
+            (`cupy_mla.set_checks`) refuse.
     """
 
     layouts: tuple[Layout, ...] = ATTENTION_LAYOUTS
@@ -78,8 +80,8 @@ class Operation:
     """One public operation.
 
     Attributes:
-        function: the public function. A parameter annotated `Any` is an array, optional if its default is None; every
-            other parameter is a setting.
+        function: the public function. A parameter annotated `A` or `AnyArray` (`cupy_mla.typing`) is an array, optional
+            if its default is None; every other parameter is a setting.
         examples: yields its example calls. Shapes and settings depend on the `Wanted` alone, values on the generator.
             The first call gives every array that the caller may give, but for results.
         written: the arrays that it writes in place.
@@ -110,7 +112,8 @@ class Operation:
         return dict(signature(self.function, eval_str=True).parameters)
 
     def is_array(self, parameter: str) -> bool:
-        return self.parameters[parameter].annotation is Any
+        annotation = self.parameters[parameter].annotation
+        return any(kind in (A, AnyArray) for kind in (annotation, *get_args(annotation)))
 
     def is_optional(self, parameter: str) -> bool:
         """Whether an array may be None."""
@@ -159,6 +162,7 @@ def _copied(array: np.ndarray, put: Callable[[np.ndarray], Any], unaligned: bool
 BLOCKS, BLOCK_SIZE = 4, 32
 TOKENS = BLOCKS * BLOCK_SIZE
 TOPK, WINDOW, RATIO = 64, 16, 4
+SM_SCALES = {576: 192**-0.5, 512: 512**-0.5}  # DeepSeek-V3.2's and V4's, by d_qk
 
 
 def _normal(rng: np.random.Generator, *shape: int, size: float = 1) -> np.ndarray:
@@ -209,34 +213,42 @@ def _slots(rng: np.random.Generator, wanted: Wanted, tokens: int = TOKENS) -> np
     return slots
 
 
-def _block_table(rng: np.random.Generator, width: int) -> np.ndarray:
-    """Blocks of three requests. Some do not exist."""
-    return rng.integers(-1, BLOCKS + 1, (3, width), dtype=np.int32)
+def _block_table(rng: np.random.Generator, wanted: Wanted, width: int) -> np.ndarray:
+    """Blocks of three requests. With strays some do not exist."""
+    first, end = (-1, BLOCKS + 1) if wanted.strays else (0, BLOCKS)
+    return rng.integers(first, end, (3, width), dtype=np.int32)
 
 
 # --- attention ------------------------------------------------------------------------------------------------
 
 
-def _lists(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Index lists of which some entries are invalid."""
-    return rng.integers(-5, TOKENS + 5, shape, dtype=np.int32)
+def _lists(rng: np.random.Generator, wanted: Wanted, *shape: int) -> np.ndarray:
+    """Index lists of which some entries are negative and, with strays, others beyond the rows."""
+    return rng.integers(-5, TOKENS + 5 * wanted.strays, shape, dtype=np.int32)
 
 
-def _prefill_arguments(rng: np.random.Generator, kv: np.ndarray, heads: int, s_q: int) -> dict[str, Any]:
+def _lengths(rng: np.random.Generator, wanted: Wanted, least: int, most: int, count: int) -> np.ndarray:
+    """Lengths of lists of `most` entries; with strays some are longer."""
+    return rng.integers(least, most + 1 + 2 * wanted.strays, count, dtype=np.int32)
+
+
+def _prefill_arguments(
+    rng: np.random.Generator, wanted: Wanted, kv: np.ndarray, heads: int, s_q: int
+) -> dict[str, Any]:
     d_qk = kv.shape[-1]
-    q, lists = _normal(rng, s_q, heads, d_qk, size=10), _lists(rng, s_q, 1, TOPK)
-    return {"q": q, "kv": kv, "indices": lists, "sm_scale": d_qk**-0.5}
+    q, lists = _normal(rng, s_q, heads, d_qk, size=10), _lists(rng, wanted, s_q, 1, TOPK)
+    return {"q": q, "kv": kv, "indices": lists, "sm_scale": SM_SCALES[d_qk]}
 
 
 def _prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     rows = [_normal(rng, TOKENS, 1, d_qk, size=0.1) for d_qk in sorted({layout.d_qk for layout in wanted.layouts})]
-    sink, length = rng.standard_normal(5, np.float32), rng.integers(TOPK // 2, TOPK + 3, 3, dtype=np.int32)
-    arguments = {**_prefill_arguments(rng, rows[0], 5, 3), "attn_sink": sink, "topk_length": length}
+    sink, length = rng.standard_normal(5, np.float32), _lengths(rng, wanted, TOPK // 2, TOPK, 3)
+    arguments = {**_prefill_arguments(rng, wanted, rows[0], 5, 3), "attn_sink": sink, "topk_length": length}
     yield Call(f"5 heads of {rows[0].shape[-1]}, 3 queries, every argument", arguments)
     for kv in rows:
         for heads, s_q in ((16, 3), (64, wanted.many), (128, wanted.many // 2)):
             detail = f"{heads} heads of {kv.shape[-1]}, {s_q} queries"
-            yield Call(detail, _prefill_arguments(rng, kv, heads, s_q))
+            yield Call(detail, _prefill_arguments(rng, wanted, kv, heads, s_q))
 
 
 def _decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -247,18 +259,18 @@ def _decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         extra = _full_cache(rng, layout, TOKENS // 2, 2)
         if layout is V4_FP8:
             arguments = {
-                "q": _normal(rng, 2, 2, 3, 512, size=10), "k_cache": main, "indices": _lists(rng, 2, 2, 70),
+                "q": _normal(rng, 2, 2, 3, 512, size=10), "k_cache": main, "indices": _lists(rng, wanted, 2, 2, 70),
                 "sm_scale": 0.04, "attn_sink": rng.standard_normal(3, np.float32),
-                "topk_length": rng.integers(35, 73, 2, dtype=np.int32), "extra_k_cache": extra,
-                "extra_indices": _lists(rng, 2, 2, 33), "extra_topk_length": rng.integers(0, 36, 2, dtype=np.int32),
+                "topk_length": _lengths(rng, wanted, 35, 70, 2), "extra_k_cache": extra,
+                "extra_indices": _lists(rng, wanted, 2, 2, 33), "extra_topk_length": _lengths(rng, wanted, 0, 33, 2),
                 "num_splits": 3,
             }  # fmt: skip
             yield Call(f"{of_layout}, 3 heads, 2 x 2 queries, every argument", arguments)
         shapes = ((16, 2, 1), (64, 2, 2), (128, 1, 1), (8, many, 1), (32, many // 2, 2), (128, many // 2, 1))
         for heads, b, s_q in shapes:
-            q, lists = _normal(rng, b, s_q, heads, layout.d_qk, size=10), _lists(rng, 2, b, s_q, TOPK)
+            q, lists = _normal(rng, b, s_q, heads, layout.d_qk, size=10), _lists(rng, wanted, 2, b, s_q, TOPK)
             detail = f"{of_layout}, {heads} heads, {b} x {s_q} queries"
-            arguments = {"q": q, "k_cache": main, "indices": lists[0]}
+            arguments = {"q": q, "k_cache": main, "indices": lists[0], "sm_scale": SM_SCALES[layout.d_qk]}
             yield Call(detail, arguments)
             if layout is V4_FP8:
                 sink = rng.standard_normal(heads, np.float32)
@@ -271,6 +283,7 @@ def _decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 def _mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     row = {"kv_c": _rows(rng, TOKENS, 512), "k_pe": _rows(rng, TOKENS, 64), "slot_mapping": _slots(rng, wanted)}
+    no_rope = {"k_pe": _unwritten((TOKENS, 0), BFLOAT16)}
     for layout in (V32_FP8, BF16_576):
         for scale_format in ("ue8m0", "fp32") if layout.quantized else ("fp32",):
             if layout in wanted.layouts:
@@ -278,6 +291,9 @@ def _mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
                 detail = f"{layout.name} {scale_format}" if layout.quantized else layout.name
                 yield Call(detail, arguments)
                 yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c", "k_pe"))
+    for layout in (V32_FP8, BF16_512):
+        if layout in wanted.layouts:
+            yield Call(f"{layout.name} without RoPE", {**row, **no_rope, "kv_cache": _empty_cache(layout)})
 
 
 def _v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -308,7 +324,7 @@ def _lens(rng: np.random.Generator, wanted: Wanted) -> np.ndarray:
 def _mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     arguments = {
         "src_cache": _full_cache(rng, V32_FP8), "dst": _unwritten((60, 576), BFLOAT16),
-        "block_table": _block_table(rng, 2), "seq_lens": _lens(rng, wanted),
+        "block_table": _block_table(rng, wanted, 2), "seq_lens": _lens(rng, wanted),
         "workspace_starts": np.array([0, 9, 9], np.int32),
     }  # fmt: skip
     yield Call("", arguments)
@@ -321,7 +337,7 @@ def _v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
         arguments = {
             "out": _unwritten((3, 40 if wanted.strays else 60, 512), BFLOAT16),
             "k_cache": _full_cache(rng, V4_FP8, BLOCKS, block_size), "seq_lens": lens, "gather_lens": gather_lens,
-            "block_table": _block_table(rng, 64 // block_size), "block_size": block_size, "offset": 5,
+            "block_table": _block_table(rng, wanted, 64 // block_size), "block_size": block_size, "offset": 5,
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
 
@@ -331,7 +347,8 @@ def _indexer_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
         starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
         arguments = {
             "kv_cache": _full_cache(rng, INDEXER_FP8, BLOCKS, block_size), "dst_k": _unwritten((60, 128), np.uint8),
-            "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, 4), "cu_seq_lens": starts,
+            "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, wanted, 4),
+            "cu_seq_lens": starts,
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
 
@@ -352,14 +369,14 @@ def _convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     tokens = 60
     first, end = (-1, 4) if wanted.strays else (0, 3)
     prefills = {
-        "prefill_request_ids": rng.integers(-1, 4, tokens, dtype=np.int32),
-        "prefill_workspace_starts": np.array([0, 50, -1], np.int32), "return_valid_counts": True,
+        "prefill_request_ids": rng.integers(-1, end, tokens, dtype=np.int32),
+        "prefill_workspace_starts": np.array([0, 50, first], np.int32), "return_valid_counts": True,
     }  # fmt: skip
     calls: tuple[tuple[str, int, dict[str, Any]], ...] = (("of prefills, with counts", 65, prefills), ("", 64, {}))
     for detail, width, more in calls:
         arguments = {
-            "req_id": rng.integers(first, end, tokens, dtype=np.int32), "block_table": _block_table(rng, 2),
-            "token_indices": rng.integers(-3, 2 * BLOCK_SIZE + 3, (tokens, width), dtype=np.int32),
+            "req_id": rng.integers(first, end, tokens, dtype=np.int32), "block_table": _block_table(rng, wanted, 2),
+            "token_indices": rng.integers(-3, 2 * BLOCK_SIZE + 3 * wanted.strays, (tokens, width), dtype=np.int32),
             "block_size": BLOCK_SIZE,
         }  # fmt: skip
         yield Call(detail, {**arguments, **more})
@@ -371,7 +388,7 @@ def _quant_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 class _Batch(NamedTuple):
-    """Three requests of 3, 0 and 57 query tokens; one token names a request that does not exist."""
+    """Three requests of 3, 0 and 57 query tokens; with strays one token names a request that does not exist."""
 
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
@@ -380,13 +397,14 @@ class _Batch(NamedTuple):
     is_valid_token: np.ndarray
 
     @classmethod
-    def draw(cls, rng: np.random.Generator) -> _Batch:
+    def draw(cls, rng: np.random.Generator, wanted: Wanted) -> _Batch:
         query_lens = np.array([3, 0, 57], np.int32)
         starts = np.append(0, query_lens.cumsum()).astype(np.int32)
         tokens, lens = int(starts[-1]), query_lens + rng.integers(1, 70, 3, dtype=np.int32)
         requests = np.repeat(np.arange(3, dtype=np.int32), query_lens)
         positions = (np.arange(tokens) + (lens - starts[1:])[requests]).astype(np.int64)
-        requests[5] = 9
+        if wanted.strays:
+            requests[5] = 9
         return cls(starts, lens, requests, positions, rng.random(tokens) < 0.8)
 
     def take(self, *names: str) -> dict[str, np.ndarray]:
@@ -397,21 +415,21 @@ BLOCKS_OF_V4 = ((32, 4), (1, 120))  # block size, and blocks that a request has
 
 
 def _swa_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng).take("query_start_loc", "seq_lens", "token_to_req", "is_valid_token")
+    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens", "token_to_req", "is_valid_token")
     for block_size, width in BLOCKS_OF_V4:
-        table = _block_table(rng, width)
+        table = _block_table(rng, wanted, width)
         arguments = {**batch, "block_table": table, "block_size": block_size, "window_size": WINDOW}
         yield Call(f"blocks of {block_size}", arguments)
 
 
 def _gather_lens_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng).take("query_start_loc", "seq_lens")
+    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
     for decodes in (1, 0):
         yield Call(f"{decodes} decodes", {**batch, "num_decodes": decodes, "window_size": WINDOW})
 
 
 def _combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng).take("query_start_loc", "seq_lens")
+    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
     query_lens = np.diff(batch["query_start_loc"])
     arguments = {
         **batch, "topk_indices": rng.integers(-3, 70, (60, TOPK + 1), dtype=np.int32),
@@ -422,27 +440,27 @@ def _combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def _global_topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng).take("token_to_req", "is_valid_token")
+    batch = _Batch.draw(rng, wanted).take("token_to_req", "is_valid_token")
     for block_size, width in BLOCKS_OF_V4:
         arguments = {
-            **batch, "topk_indices": rng.integers(-3, 130, (60, TOPK + 1), dtype=np.int32),
-            "block_table": _block_table(rng, width), "block_size": block_size,
+            **batch, "topk_indices": rng.integers(-3, 130 if wanted.strays else 120, (60, TOPK + 1), dtype=np.int32),
+            "block_table": _block_table(rng, wanted, width), "block_size": block_size,
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
 
 
 def _slot_mapping_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng).take("query_start_loc", "seq_lens")
+    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
     for block_size, width in BLOCKS_OF_V4:
-        table = {"block_table": _block_table(rng, width), "block_size": block_size}
+        table = {"block_table": _block_table(rng, wanted, width), "block_size": block_size}
         yield Call(f"blocks of {block_size}", {**batch, **table, "num_tokens": 63, "compress_ratio": RATIO})
 
 
 def _c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng)
+    batch = _Batch.draw(rng, wanted)
     for block_size, width in BLOCKS_OF_V4:
         arguments = {
-            **batch.take("positions", "token_to_req"), "block_table": _block_table(rng, width),
+            **batch.take("positions", "token_to_req"), "block_table": _block_table(rng, wanted, width),
             "block_size": block_size, "compress_ratio": RATIO, "num_decode_tokens": 20, "max_compressed_tokens": 66,
             "slot_mapping": np.where(batch.is_valid_token, 7, -1), "decode_indices": _unwritten((22, 70), np.int32),
             "decode_lens": _unwritten((22,), np.int32), "prefill_indices": _unwritten((43, 70), np.int32),
@@ -472,7 +490,9 @@ TABLE = (
         ),
         exact=False,
     ),
-    Operation(cache.concat_and_cache_mla, _mla_packing_calls, written=("kv_cache",), layouts=(BF16_576, V32_FP8)),
+    Operation(
+        cache.concat_and_cache_mla, _mla_packing_calls, written=("kv_cache",), layouts=(BF16_576, BF16_512, V32_FP8)
+    ),
     Operation(cache.quantize_and_insert_k_cache, _v4_packing_calls, written=("k_cache",), layouts=(V4_FP8,)),
     Operation(indexer.indexer_k_quant_and_cache, _indexer_packing_calls, written=("kv_cache",)),
     Operation(indexer.cp_gather_indexer_k_quant_cache, _indexer_gather_calls, written=("dst_k", "dst_scale")),

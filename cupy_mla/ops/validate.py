@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..layouts import BFLOAT16, D_V, E4M3, Layout
+from ..options import require_integer
 
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
@@ -19,6 +20,7 @@ MAX_HEADS = 128
 
 
 def require_d_v(name: str, d_v: int) -> None:
+    require_integer(name, d_v, 1)
     if d_v != D_V:
         raise ValueError(f"{name} must be {D_V}, got {d_v}")
 
@@ -26,6 +28,11 @@ def require_d_v(name: str, d_v: int) -> None:
 def require_heads(h_q: int) -> None:
     if not 1 <= h_q <= MAX_HEADS:
         raise ValueError(f"q: expected 1 to {MAX_HEADS} heads, got {h_q}")
+
+
+def tokens_of(array: Array) -> Array:
+    """Drop the KV-head axis that an array of tokens [T, 1, values] has; returns it."""
+    return array.without_axis(1) if len(array.shape) == 3 else array
 
 
 def cache_layout(cache: Array, allowed: Iterable[Layout]) -> Layout:
@@ -61,10 +68,14 @@ def require_cache(cache: Array, layout: Layout, alignment: int = 16) -> Array:
     if layout.quantized and num_blocks > 1 and cache.strides[0] < layout.token_bytes * block_size:
         least = layout.token_bytes * block_size
         raise ValueError(f"{cache.name}: block stride must be at least {least} bytes, got {cache.strides[0]}")
-    if layout.quantized and (cache.ptr % alignment or (num_blocks > 1 and cache.strides[0] % alignment)):
+    if layout.quantized and cache.ptr % alignment:
         raise ValueError(
-            f"{cache.name}: start and block stride must be multiples of {alignment} bytes (writers of {layout.name} "
-            f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), "
-            f"got stride {cache.strides[0]}"
+            f"{cache.name}: must start at a multiple of {alignment} bytes in memory, "
+            f"starts {cache.ptr % alignment} bytes after one"
+        )
+    if layout.quantized and num_blocks > 1 and cache.strides[0] % alignment:
+        raise ValueError(
+            f"{cache.name}: block stride must be a multiple of {alignment} bytes (writers of {layout.name} "
+            f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), got {cache.strides[0]}"
         )
     return cache

@@ -66,7 +66,11 @@ def sparse_decode(
 
 
 def _valid(
-    indices: np.ndarray, query: int | tuple[int, int], length: np.ndarray | None, request: int, capacity: int
+    indices: np.ndarray,
+    query: int | tuple[int, int],
+    length: np.ndarray | None,
+    request: int,
+    capacity: int,
 ) -> np.ndarray:
     """The entries of one query's list that name a row; those at or after the length are not looked at."""
     entries = indices[query]

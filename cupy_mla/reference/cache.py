@@ -18,11 +18,17 @@ E8M0_BIAS = 127
 
 @np.errstate(all="ignore")
 def concat_and_cache_mla(
-    layout: Layout, kv_c: np.ndarray, k_pe: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str
+    layout: Layout,
+    kv_c: np.ndarray,
+    k_pe: np.ndarray,
+    cache: np.ndarray,
+    slots: np.ndarray,
+    scale_format: str,
 ) -> None:
     """Write tokens into a BF16 or V32_FP8 cache; see `cupy_mla.concat_and_cache_mla`."""
     tokens, block, offset = _targets(slots, cache)
-    rows = np.concatenate([kv_c[tokens], k_pe[tokens]], axis=1)
+    no_rope = np.zeros((len(tokens), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
+    rows = np.concatenate([kv_c[tokens], k_pe[tokens], no_rope], axis=1)
     if not layout.quantized:
         cache[block, offset] = rows
         return
@@ -73,6 +79,12 @@ def unpack_rows(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndar
     rows[:, layout.d_nope :] = rope.view(BFLOAT16)
     rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)[...] *= scales[..., None]
     return rows
+
+
+def rope_bits(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
+    """The RoPE parts [n, d_rope] bfloat16 of rows in a quantized cache, bit for bit."""
+    block, offset = np.divmod(slots, cache.shape[1])
+    return _regions(layout, cache)[1][block, offset].view(BFLOAT16)
 
 
 def _targets(slots: np.ndarray, cache: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

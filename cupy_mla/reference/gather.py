@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ..layouts import Layout
-from .cache import unpack_rows
+from .cache import rope_bits, unpack_rows
 from .indices import slots_of
 
 
+@np.errstate(all="ignore")
 def cp_gather_and_upconvert_fp8_kv_cache(
     layout: Layout,
     src_cache: np.ndarray,
@@ -26,9 +27,11 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         slots = slots_of(block_table, np.array(r), np.arange(len(rows)), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
         rows[found] = unpack_rows(src_cache, layout, slots[found])
+        rows[found, layout.d_nope :] = rope_bits(src_cache, layout, slots[found])
         rows[~found] = 0
 
 
+@np.errstate(all="ignore")
 def dequantize_and_gather_k_cache(
     layout: Layout,
     out: np.ndarray,
@@ -46,6 +49,7 @@ def dequantize_and_gather_k_cache(
         slots = slots_of(block_table, np.array(r), length - count + np.arange(len(rows)), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
         rows[found] = unpack_rows(k_cache, layout, slots[found])
+        rows[found, layout.d_nope :] = rope_bits(k_cache, layout, slots[found])
         rows[~found] = 0
 
 

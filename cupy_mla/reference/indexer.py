@@ -23,7 +23,11 @@ def indexer_k_quant_and_cache(k: np.ndarray, kv_cache: np.ndarray, slots: np.nda
 
 
 def cp_gather_indexer_k_quant_cache(
-    kv_cache: np.ndarray, dst_k: np.ndarray, dst_scale: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray
+    kv_cache: np.ndarray,
+    dst_k: np.ndarray,
+    dst_scale: np.ndarray,
+    block_table: np.ndarray,
+    cu_seq_lens: np.ndarray,
 ) -> None:
     """Copy requests' keys and scales into consecutive rows; see `cupy_mla.cp_gather_indexer_k_quant_cache`."""
     num_blocks, block_size, _ = kv_cache.shape

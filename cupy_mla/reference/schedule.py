@@ -24,7 +24,8 @@ def split_rows(rows: int, num_splits: int) -> list[tuple[int, int]]:
 
 @np.errstate(all="ignore")
 def merge_partials(
-    out_parts: Sequence[np.ndarray] | np.ndarray, lse_parts: Sequence[np.ndarray] | np.ndarray
+    out_parts: Sequence[np.ndarray] | np.ndarray,
+    lse_parts: Sequence[np.ndarray] | np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Merge softmax-weighted sums over disjoint row lists into the one over all their rows.
 

@@ -8,7 +8,10 @@ from .indices import LARGEST, slots_of
 
 
 def positions_of(
-    token: np.ndarray, request: np.ndarray, query_start_loc: np.ndarray, seq_lens: np.ndarray
+    token: np.ndarray,
+    request: np.ndarray,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
 ) -> np.ndarray:
     """Place of each token in the sequence of its request, int64; -1 where it has no request or the place no sense."""
     if len(seq_lens) == 0:
@@ -47,7 +50,11 @@ def compute_swa_indices_and_lens(
 
 
 def compute_prefill_gather_lens(
-    seq_lens: np.ndarray, query_start_loc: np.ndarray, num_decodes: int, window_size: int, out: np.ndarray
+    seq_lens: np.ndarray,
+    query_start_loc: np.ndarray,
+    num_decodes: int,
+    window_size: int,
+    out: np.ndarray,
 ) -> None:
     """Tokens that each prefill's windows reach; see `cupy_mla.compute_prefill_gather_lens`."""
     query_lens = np.diff(query_start_loc)[num_decodes:]

@@ -58,14 +58,14 @@ def float64_error(rng: np.random.Generator) -> float:
     """‖out - ref‖ / ‖ref‖ of a decode in NumPy, ref being float64 over the rows that its cache holds."""
     decode, layout = OPERATIONS["sparse_decode"], layouts.V32_FP8
     call = next(decode.calls(rng, Wanted((layout,))))
-    q, cache, indices = (call.arguments[name] for name in ("q", "k_cache", "indices"))
-    out = decode.function(q, cache, indices)[0].astype(np.float64)
+    q, cache, indices, scale = (call.arguments[name] for name in ("q", "k_cache", "indices", "sm_scale"))
+    out = decode.function(q, cache, indices, scale)[0].astype(np.float64)
     tokens = cache.shape[0] * cache.shape[1]
     rows = unpack_rows(cache, layout, np.arange(tokens)).astype(np.float64)
     ref = np.zeros(out.shape)
     for b, s in np.ndindex(out.shape[:2]):
         entries = indices[b, s]
         chosen = rows[entries[(entries >= 0) & (entries < tokens)]]
-        p = np.exp(q[b, s].astype(np.float64) @ chosen.T * rows.shape[1] ** -0.5)
+        p = np.exp(q[b, s].astype(np.float64) @ chosen.T * scale)
         ref[b, s] = (p / p.sum(-1, keepdims=True)) @ chosen[:, : layouts.D_V]
     return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))

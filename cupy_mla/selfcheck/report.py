@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..bridges import require_cupy
+from ..bridges import INSTALL, require_cupy
 from ..cuda import all_kernels
 from ..cuda.driver import gpu
 from ..cuda.kernel import LEAST_ARCH, Kernel
@@ -25,7 +25,6 @@ from .cases import cases, float64_error
 
 ALL_WELL, WRONG, NO_GPU = 0, 1, 2  # exit status
 
-INSTALL = "pip install 'cupy_mla[cuda12]' (driver for CUDA 12) or 'cupy_mla[cuda13]' (for CUDA 13)"
 FLOAT64_ERROR = 4e-3  # relative, of results that are rounded to bf16 over values that are not
 
 
@@ -47,7 +46,7 @@ def run(device: int | None = None, verbose: bool = False) -> int:
         print(f"{'NVRTC':<12} {nvrtc_version()}")
     except RuntimeError as error:
         print(f"\n{error}")
-        return NO_GPU if _check_numpy() else WRONG
+        return NO_GPU if _check_numpy(verbose) else WRONG
     runtime = cupy.cuda.runtime
     print(f"{'driver':<12} {driver_version(runtime.driverGetVersion())}")
     print(f"{'cache':<12} {os.environ.get('CUPY_CACHE_DIR', '~/.cupy/kernel_cache')} (compiled kernels)")
@@ -101,13 +100,15 @@ def nvrtc_version() -> str:
         raise RuntimeError(f"NVRTC, which compiles the kernels, was not found: {INSTALL}\n({error})") from error
 
 
-def _check_numpy() -> bool:
+def _check_numpy(verbose: bool) -> bool:
     """Whether the operations run and attention is right, in NumPy alone."""
     rng = np.random.default_rng()
     started, calls = time.perf_counter(), 0
     for case in cases(rng):
         case.run(np.asarray)
         calls += 1
+        if verbose:
+            print(f"  {case.name}")
     error = float64_error(rng)
     right = error < FLOAT64_ERROR
     print(

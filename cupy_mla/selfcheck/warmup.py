@@ -12,10 +12,12 @@ from ..config import SparseMLAConfig
 from ..cuda import all_kernels
 from ..cuda.kernel import Kernel
 from ..layouts import BFLOAT16, Layout
+from ..metadata.compressed import C128A, c128a_width
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.table import Wanted
 from .cases import cases
 
+SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
 
 
@@ -47,7 +49,7 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
 
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
-    layout, heads, d_qk = config.layout, config.num_heads, config.d_qk
+    layout, heads, d_qk = config.layout, config.num_heads, config.layout.d_qk
     cache = _empty_cache(cupy, layout, config.block_size)
     sink = cupy.zeros(heads, np.float32) if config.is_v4 else None
     for b in _sizes(config.max_num_batched_tokens if config.use_mixed_batch else config.max_num_seqs):
@@ -58,18 +60,18 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
         )
         length = cupy.zeros(b, np.int32) if config.is_v4 else None
         more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
-        sparse_decode(q, cache, indices, **more)
+        sparse_decode(q, cache, indices, SM_SCALE, **more)
         if config.compress_ratio > 1:
-            width = config.topk if config.compress_ratio == 4 else config.max_compressed_rows
+            width = config.topk if config.compress_ratio != C128A else c128a_width(config)
             sparse_decode(
-                q, cache, indices, **more, extra_k_cache=_empty_cache(cupy, layout, config.rows_per_block),
+                q, cache, indices, SM_SCALE, **more, extra_k_cache=_empty_cache(cupy, layout, config.rows_per_block),
                 extra_indices=_nothing(cupy, b, s_q, width), extra_topk_length=length,
             )  # fmt: skip
     for tokens in _sizes(config.max_num_batched_tokens):
         length = cupy.zeros(tokens, np.int32) if config.is_v4 else None
         sparse_prefill(
             _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk), _nothing(cupy, tokens, 1, config.topk),
-            d_qk**-0.5, attn_sink=sink, topk_length=length,
+            SM_SCALE, attn_sink=sink, topk_length=length,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@
 // cupy_mla/cuda/structs.py declares the same fields.
 struct PackParams {
     const bf16* latent;  // [num_tokens, 512]
-    const bf16* rope;    // [num_tokens, 64]; V4_FP8: part of the latent row
+    const bf16* rope;    // [num_tokens, 64]; V4_FP8 and rows of 512: part of the latent row
     uint8_t* cache;
     const int64_t* slots;   // [num_tokens]
     int64_t latent_stride;  // items

@@ -57,7 +57,9 @@ def make_step(
     seq_lens: list[int] | None = None,
     *,
     block_gap: int = 0,
+    rope: bool = True,
 ) -> Step:
+    """A batch over caches of random rows; without `rope` every RoPE part is zeros."""
     requests, tokens = len(query_lens), sum(query_lens)
     if seq_lens is None:
         seq_lens = [int(rng.integers(max(n, 1), MAX_MODEL_LEN + 1)) for n in query_lens]
@@ -67,10 +69,13 @@ def make_step(
     bf16 = gapped(poisoned((num_blocks, BLOCK_SIZE, 576), BF16), 0, block_gap)
     fp8 = gapped(poisoned((num_blocks, BLOCK_SIZE, 656), np.uint8), 0, block_gap)
     q = queries(rng, tokens, heads, 576)
+    q[..., 512:] *= rope
     topk_indices = np.full((tokens, TOPK), -1, np.int32)
     slots, positions, want = [], [], np.empty((tokens, heads, 512))
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         rows, packed = exact_rows(rng, seq_len)
+        rows[:, 512:] *= rope
+        packed[:, 528:] *= rope
         block, offset = table[r, np.arange(seq_len) // BLOCK_SIZE], np.arange(seq_len) % BLOCK_SIZE
         bf16[block, offset], fp8[block, offset] = rows, packed
         for position in range(seq_len - query_len, seq_len):
@@ -240,8 +245,33 @@ def test_errors(rng) -> None:
             **good, "topk_indices": torch.from_numpy(step.topk_indices),
             "kv_cache": torch.from_numpy(step.caches["v32_fp8"].copy()),
         })  # fmt: skip
-    with pytest.raises(ValueError, match=r"config: expected V3\.2 layers"):
+    with pytest.raises(ValueError, match=r"config: expected layers of a model of kind 'v32', got 'v4'"):
         SparseMLAImpl(SparseMLAConfig(4, d_qk=512), SCALE, engine.workspace)
+
+
+@pytest.mark.parametrize("path", ["bf16", "mixed", "separate"])
+@pytest.mark.parametrize("pair", [False, True])
+def test_models_without_rope(kind, rng, path: str, pair: bool) -> None:
+    """Queries and bf16 rows of 512, FP8 rows with a RoPE part of zeros: the same results as with zeros everywhere."""
+    step = make_step(rng, 5, [1, 1, 6, 3], rope=False)
+    layout = "bf16" if path == "bf16" else "fp8_ds_mla"
+    config = SparseMLAConfig(
+        5, 512, cache_layout=layout, topk=TOPK, block_size=BLOCK_SIZE, max_num_seqs=16, max_num_batched_tokens=80,
+        max_model_len=MAX_MODEL_LEN, mixed_below_heads={"mixed": 129, "separate": 0, "bf16": 32}[path], model="v32",
+    )  # fmt: skip
+    assert not config.is_v4
+    place = Place.of(kind.put(np.zeros(1, np.float32)))
+    workspace = Workspace(place)
+    impl = SparseMLAImpl(config, SCALE, workspace)
+    workspace.lock()
+    workspace.get_simultaneous(((workspace.size,), np.uint8))[0][...] = 0xFF
+    cache = step.caches["bf16"][..., :512].copy() if path == "bf16" else step.caches["v32_fp8"]
+    shape = SparseMLABackend.get_kv_cache_shape(len(cache), BLOCK_SIZE, 1, 512, layout.replace("bf16", "auto"), "v32")
+    assert shape == cache.shape
+    q = kind.put(step.q[..., :512].copy())
+    given = (q, kind.put(np.zeros((*step.q.shape[:2], 0), BF16))) if pair else q
+    metadata = SparseMLAMetadataBuilder(config, place).build(step.batch)
+    assert_result(kind.take(impl.forward_mqa(given, kind.put(cache), metadata, kind.put(step.topk_indices))), step.want)
 
 
 def test_what_the_backend_answers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cupy_mla import DeepseekV4Impl, SparseMLAConfig, SparseMLAImpl, SparseMLAMetadataBuilder, SparseSWAMetadataBuilder
 from cupy_mla.backends.workspace import Workspace
 from cupy_mla.bridges import Place, describe
 from tests.kinds import BF16
@@ -53,3 +54,37 @@ def test_torch_dtypes() -> None:
     torch = pytest.importorskip("torch")
     (view,) = Workspace(("torch", -1)).get_simultaneous(((3, 4), torch.bfloat16))
     assert view.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ((3, np.uint8), TypeError, r"^specs: expected pairs of a shape and a dtype"),
+        (((3,),), TypeError, r"^specs: expected pairs of a shape and a dtype"),
+        (((-3,), np.uint8), ValueError, r"^specs: a length must be >= 0, got -3"),
+        (((2.5,), np.uint8), TypeError, r"^specs: a length: expected an integer"),
+        (((3,), "x"), TypeError, r"^dtype: expected one that NumPy or torch has, got 'x'"),
+    ],
+)
+def test_what_is_no_view_is_refused(spec, error, message) -> None:
+    with pytest.raises(error, match=message):
+        Workspace(("numpy", -1)).get_simultaneous(spec)
+
+
+@pytest.mark.parametrize("place", ["numpy", ("numpy",), ("numpy", 3), ("jax", 0), ("torch", "cuda"), None])
+def test_what_is_no_place_is_refused(place) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^(place|kind|device)\b"):
+        Workspace(place)
+
+
+def test_classes_of_arguments() -> None:
+    workspace, config = Workspace(("numpy", -1)), SparseMLAConfig(4)
+    for make, name in (
+        (lambda: SparseMLAMetadataBuilder(None), "config"), (lambda: SparseSWAMetadataBuilder({}), "config"),
+        (lambda: SparseMLAImpl(None, 0.1, workspace), "config"),
+        (lambda: SparseMLAImpl(config, 0.1, None), "workspace"),
+        (lambda: DeepseekV4Impl(config, 0.1, None), "workspace"),
+        (lambda: SparseMLAMetadataBuilder(config, num_blocks="4"), "num_blocks"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"^{name}: expected a"):
+            make()

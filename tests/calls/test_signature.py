@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import struct
 import threading
 from collections.abc import Iterator
@@ -128,10 +129,6 @@ def test_the_interpreter_returns_what_the_compiled_form_does(gpu, rng, kind, nam
     submit(gpu, call, arrays)
     _, compiled = submit(gpu, call, arrays)
     monkeypatch.setattr("cupy_mla.arrays.CHECK_VALUES", True)
-    monkeypatch.setattr("cupy_mla.ops.cache._check_slots", lambda *checked: None)
-    for module in ("gather._check_rows", "gather._check_tail", "indexer._check_slots", "indexer._check_starts",
-                   "indices._check_requests"):  # fmt: skip
-        monkeypatch.setattr(f"cupy_mla.ops.{module}", lambda *checked: None)
     _, interpreted = submit(gpu, call, arrays)
     assert [(kind, shape, strides, dtype) for kind, _, shape, strides, dtype in interpreted] == [
         (kind, shape, strides, dtype) for kind, _, shape, strides, dtype in compiled
@@ -153,7 +150,7 @@ def test_a_compiled_form_serves_every_size(gpu, traces):
         gpu.used = 0
         gpu.log.clear()
         arrays = sizes_of_a_decode(b, 1, topk, blocks)
-        out, lse = cupy_mla.sparse_decode(**arrays)
+        out, lse = cupy_mla.sparse_decode(**arrays, sm_scale=0.1)
         assert (tuple(out.shape), tuple(lse.shape)) == ((b, 1, 128, 512), (b, 128, 1))
         params = struct.unpack_from(AS_ATTENTION, gpu.log[0].params)
         number = ATTENTION.index
@@ -382,7 +379,7 @@ def test_checks_stay_on(seen):
         ({"q": np.zeros((3, 4, 576))}, TypeError),
         ({"q": torch.zeros(3, 4, 1152, dtype=torch.bfloat16)[..., ::2]}, ValueError),
         ({"out": torch.zeros(1, 1, 1, dtype=torch.bfloat16).expand(3, 4, 512)}, ValueError),
-        ({"d_v": [512]}, ValueError),
+        ({"d_v": [512]}, TypeError),
         ({"d_v": 511}, ValueError),
     ):
         for _ in range(2):
@@ -397,6 +394,20 @@ def test_too_many_arguments_are_said_by_python(seen):
         cupy_mla.sparse_prefill(*arrays.values(), 512, arrays["q"], arrays["q"])
     with pytest.raises(TypeError, match="unexpected keyword"):
         cupy_mla.sparse_prefill(**arrays, scale=1.0)
+
+
+@every_operation
+@pytest.mark.parametrize("checked", [False, True])
+def test_too_many_arguments_of_any_operation(gpu, rng, kind, name, checked):
+    """Positional ones beyond the last parameter, some of them arrays."""
+    call = OPERATIONS[name](rng)
+    arrays = put(kind, call)
+    parameters = inspect.signature(call.operation).parameters
+    values = [arrays.get(p, call.settings.get(p)) for p in parameters]
+    for more in ([kind.put(np.zeros(3, np.int32))], [5, kind.put(np.zeros(3, np.int32))], [None] * 3):
+        with cupy_mla.set_checks(checked), pytest.raises(TypeError, match="positional argument"):
+            call.operation(*values, *more)
+    assert not gpu.log
 
 
 def test_values_are_checked_when_asked(seen, traces, monkeypatch):
@@ -432,6 +443,55 @@ def test_one_array_under_two_names(gpu):
         addresses = np.frombuffer(gpu.log[0].params[: len(gpu.log[0].params) // 8 * 8], np.uint64)
         assert out.data_ptr() in addresses
         assert (other.data_ptr() in addresses) == (out is other)
+
+
+@pytest.mark.parametrize("name", ["concat_mla_q", "sparse_decode", "cp_gather_and_upconvert_fp8_kv_cache"])
+def test_overlaps_are_found_at_every_call(gpu, traces, rng, kind, name):
+    """At the first call of its kind and at later ones, by addresses."""
+    written, other = {"concat_mla_q": ("out", "q_pe"), "sparse_decode": ("out", "q")}.get(name, ("dst", "src_cache"))
+    call = OPERATIONS[name](rng).with_outputs()
+    good = put(kind, call)
+    size = {n: -(-call.arrays[n].nbytes // 256) * 256 for n in (written, other)}
+    whole = np.zeros(sum(size.values()) + 256, np.uint8)
+    start = -whole.__array_interface__["data"][0] % 256
+
+    def placed(apart: bool) -> dict[str, Any]:
+        raw, ends = kind.whole(whole), {}
+        for n, at in ((written, 0), (other, size[written] if apart else (size[written] - 1) // 256 * 256)):
+            a = call.arrays[n]
+            ends[n] = kind.view(raw, a.dtype, a.shape, np.empty(a.shape, a.dtype).strides, start + at)
+        return {**good, **ends}
+
+    for apart in (False, True, False, True, True, False):
+        gpu.log.clear()
+        if apart:
+            call.operation(**placed(apart), **call.settings)
+            assert gpu.log
+        else:
+            with pytest.raises(ValueError, match=rf"^{written}: overlaps {other} in memory"):
+                call.operation(**placed(apart), **call.settings)
+            assert not gpu.log
+    assert len(traces) == 1
+
+
+def test_rows_side_by_side_do_not_overlap(gpu):
+    """Queries and results in the columns of one array: their addresses are among each other, their items apart."""
+    for _ in range(3):
+        whole = torch.zeros(3, 4, 1088, dtype=torch.bfloat16)
+        cupy_mla.sparse_prefill(**prefill(q=whole[..., :576], out=whole[..., 576:]))
+        with pytest.raises(ValueError, match=r"^out: overlaps q in memory"):
+            cupy_mla.sparse_prefill(**prefill(q=whole[..., :576], out=whole[..., 512:1024]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(seen):
+    """torch's guards end the process where they meet one."""
+    nested = torch.nested.nested_tensor([torch.zeros(4, 576, dtype=torch.bfloat16)] * 3)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^q: expected a dense tensor, got a nested one"):
+            cupy_mla.sparse_prefill(**prefill(q=nested))
+        cupy_mla.sparse_prefill(**prefill())
+        cupy_mla.sparse_prefill(**prefill())
 
 
 def test_gradients(seen, traces):
@@ -549,7 +609,7 @@ def launches(
     )
     gpu.log.clear()
     gpu.used = 0
-    cupy_mla.sparse_decode(**arrays, batch_invariant=batch_invariant)
+    cupy_mla.sparse_decode(**arrays, sm_scale=0.1, batch_invariant=batch_invariant)
     return [(launch.kernel, launch.grid[1:]) for launch in gpu.log]
 
 

@@ -53,7 +53,7 @@ def test_the_first_load_is_logged_in_one_line(monkeypatch, caplog):
 
 def test_nvrtc_is_missing(monkeypatch):
     missing = RuntimeError("CuPy failed to load libnvrtc.so.12: OSError: cannot open shared object file")
-    with pytest.raises(RuntimeError, match=r"NVRTC.*was not found: pip install"):
+    with pytest.raises(RuntimeError, match=r"NVRTC.*was not found: in a checkout of cupy_mla, pip install"):
         load(monkeypatch, "90", missing)
 
 

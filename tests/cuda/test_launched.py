@@ -35,7 +35,7 @@ def prefill(kind: HostCuPy, s_q: int, h_q: int) -> None:
 def decode(kind: HostCuPy, row: int, dtype: np.dtype, splits: int | None = None) -> None:
     q, cache = np.zeros((2, 1, 16, 576), BFLOAT16), np.zeros((3, 64, row), dtype)
     indices = np.zeros((2, 1, 512), np.int32)
-    cupy_mla.sparse_decode(*map(kind.put, (q, cache, indices)), num_splits=splits)
+    cupy_mla.sparse_decode(*map(kind.put, (q, cache, indices)), 0.04, num_splits=splits)
 
 
 def test_launches_one_by_one_and_in_a_graph(kind, launched):

@@ -121,11 +121,12 @@ def test_schedule_in_a_graph(kind, rng):
         )
 
     empty, _ = flash_mla.get_mla_metadata()
-    want = cupy_mla.sparse_decode(q, cache, indices)
+    scale = q.shape[-1] ** -0.5
+    want = cupy_mla.sparse_decode(q, cache, indices, scale)
     assert torch.equal(decode(empty)[0], want[0])
     assert (empty.shapes, empty.num_splits) == (None, None)
     three = flash_mla.FlashMLASchedMeta(num_splits=3)
-    assert torch.equal(decode(three)[0], cupy_mla.sparse_decode(q, cache, indices, num_splits=3)[0])
+    assert torch.equal(decode(three)[0], cupy_mla.sparse_decode(q, cache, indices, scale, num_splits=3)[0])
     with pytest.raises(ValueError, match=r"^is_fp8_kvcache is False"):
         flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, empty, indices=indices)
 
@@ -175,7 +176,7 @@ def test_fake_tensors_have_shapes(rng):
         q = torch.empty(7, 2, 64, 576, dtype=torch.bfloat16, device="cuda")
         cache = torch.empty(9, 64, 656, dtype=torch.uint8, device="cuda")
         indices = torch.empty(7, 2, 100, dtype=torch.int32, device="cuda")
-        out, lse = torch.ops.cupy_mla.sparse_decode(q, cache, indices)
+        out, lse = torch.ops.cupy_mla.sparse_decode(q, cache, indices, 0.04)
     assert (out.shape, out.dtype, out.device.type) == ((7, 2, 64, 512), torch.bfloat16, "cuda")
     assert (lse.shape, lse.dtype) == ((7, 64, 2), torch.float32)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cupy_mla import arrays
+import cupy_mla
 from cupy_mla.metadata.batch import (
     BatchMetadata,
     prefill_workspace_size,
@@ -78,17 +78,40 @@ def test_a_table_too_narrow_and_a_slot_beyond_the_cache() -> None:
     batch.check_cache(3)
     with pytest.raises(ValueError, match=r"block_table: request 0 has 9 tokens, which take 5 blocks of 2; .* 3 wide"):
         batch.check_cache(2)
-    batch.check_cache(4, 5)
+    batch.check_cache(4, 6)
+    small = BatchMetadata(**{**GOOD, "block_table": [[3, 1, 0], [2, 0, 0], [2, 1, 0]]})
     with pytest.raises(ValueError, match="slot_mapping: token 5 goes to slot 19, the cache has 16 slots"):
-        batch.check_cache(4, 4)
+        small.check_cache(4, 4)
 
 
-def test_blocks_outside_the_cache_are_an_error_where_values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
+def test_blocks_outside_the_cache_are_an_error() -> None:
+    """Always: the table is on the host. What stands past a sequence's last block is not looked at."""
     batch = BatchMetadata(**GOOD)
     batch.check_cache(4, 6)
     with pytest.raises(ValueError, match="block_table: block 1 of request 2 is 5, the cache has 5 blocks"):
         batch.check_cache(4, 5)
+    for last, wrong in ((-1, False), (10**6, False), (-1, True), (10**6, True)):
+        table = np.array(GOOD["block_table"])
+        table[1, 0 if wrong else 1] = last
+        batch = BatchMetadata(**{**GOOD, "block_table": table})
+        batch.check_cache(4)  # the cache's size is not known
+        if wrong:
+            with pytest.raises(ValueError, match=f"block_table: block 0 of request 1 is {last}"):
+                batch.check_cache(4, 6)
+        else:
+            batch.check_cache(4, 6)
+
+
+def test_slots_written_twice_and_positions_outside_a_sequence_are_found_when_asked() -> None:
+    for change, message in (
+        ({"slot_mapping": [8, 11, 16, 17, 18, 8, -1]}, "slot_mapping: tokens 0 and 5 both go to slot 8"),
+        ({"positions": [8, 4, 0, 1, 2, 3, 4]}, "positions: token 1 has position 4, its sequence 4 tokens"),
+        ({"positions": [8, 3, -1, 1, 2, 3, 4]}, "positions: token 2 has position -1, its sequence 5 tokens"),
+    ):
+        batch = BatchMetadata(**{**GOOD, **change})
+        batch.check_cache(4, 6)
+        with cupy_mla.set_checks(True), pytest.raises(ValueError, match=message):
+            batch.check_cache(4, 6)
 
 
 def split_oracle(query_lens: list[int], threshold: int, uniform: bool) -> tuple[int, int, int, int]:
@@ -114,6 +137,21 @@ def split_oracle(query_lens: list[int], threshold: int, uniform: bool) -> tuple[
 def test_split_decodes_and_prefills(query_lens: list[int], threshold: int, uniform: bool) -> None:
     got = split_decodes_and_prefills(batch_of(query_lens), threshold, uniform)
     assert got == split_oracle(query_lens, threshold, uniform)
+
+
+def test_lengths_that_are_none() -> None:
+    for lens, error in (([1.5], TypeError), ([-4, 3], ValueError), (np.ma.masked_equal([3], 3), TypeError)):
+        with pytest.raises(error, match=r"^seq_lens: "):
+            split_prefill_chunks(lens, 10)
+    with pytest.raises(TypeError, match=r"^decode_threshold: expected an integer"):
+        split_decodes_and_prefills(batch_of([1]), 1.5)
+    with pytest.raises(ValueError, match=r"^max_model_len must be >= 1"):
+        prefill_workspace_size(-1)
+    for size in (1.0, "1", None):
+        with pytest.raises(TypeError, match=r"^batch_size: expected an integer"):
+            reshape_query_for_spec_decode(np.zeros((4, 2, 8)), size)
+    with pytest.raises(TypeError, match=r"^q: expected a NumPy"):
+        reshape_query_for_spec_decode([1, 2], 2)
 
 
 def test_split_examples_worked_by_hand() -> None:

@@ -67,8 +67,14 @@ def test_errors_name_the_argument(rng: np.random.Generator) -> None:
     q_nope, x = values(rng, T, H, D_NOPE), values(rng, T, H, LATENT)
     with pytest.raises(TypeError, match="weight: expected dtype bfloat16 or float32, got float16"):
         split_kv_b_proj(weight.astype(np.float16), H, D_NOPE)
-    for heads, d_nope in ((0, 8), (7, 8), (H, 0), (H, D_NOPE + D_V)):
+    for heads, d_nope in ((7, 8), (H, D_NOPE + D_V)):
         with pytest.raises(ValueError, match=f"weight: expected {heads} heads of more than {d_nope} columns"):
+            split_kv_b_proj(weight, heads, d_nope)
+    for heads, d_nope, name in ((0, 8, "num_heads"), (H, 0, "d_nope")):
+        with pytest.raises(ValueError, match=f"^{name} must be >= 1"):
+            split_kv_b_proj(weight, heads, d_nope)
+    for heads, d_nope, name in ((3.0, 8, "num_heads"), (H, "24", "d_nope")):
+        with pytest.raises(TypeError, match=f"^{name}: expected an integer"):
             split_kv_b_proj(weight, heads, d_nope)
     with pytest.raises(ValueError, match=r"w_uk: expected shape \[512, 3, 23\], got \[512, 3, 24\]"):
         absorb_q(q_nope[..., 1:], w_uk)
@@ -76,3 +82,19 @@ def test_errors_name_the_argument(rng: np.random.Generator) -> None:
         absorb_q(q_nope, w_uk.astype(np.float32))
     with pytest.raises(ValueError, match=r"w_uv: expected shape \[512, 2, d_v\], got \[512, 3, 16\]"):
         v_up_proj(x[:, 1:], w_uv)
+
+
+def test_other_latent_widths_and_untransposed_weights_are_refused(rng: np.random.Generator) -> None:
+    """The weight of a `torch.nn.Linear` has its axes the other way round."""
+    weight = values(rng, LATENT, H * (D_NOPE + D_V))
+    w_uk, w_uv = split_kv_b_proj(weight, H, D_NOPE)
+    q_nope, x = values(rng, T, H, D_NOPE), values(rng, T, H, LATENT)
+    for wrong in (weight.T, weight[:256]):
+        with pytest.raises(ValueError, match=r"^weight: expected shape \[512, num_heads \* \(d_nope \+ d_v\)\]"):
+            split_kv_b_proj(wrong, H, D_NOPE)
+    with pytest.raises(ValueError, match=r"^w_uk: expected shape \[512, 3, 24\]"):
+        absorb_q(q_nope, w_uk[:256])
+    with pytest.raises(ValueError, match=r"^x: expected shape \[T, h, 512\]"):
+        v_up_proj(x[..., :256], w_uv[:256])
+    with pytest.raises(ValueError, match=r"^w_uv: expected shape \[512, 3, d_v\]"):
+        v_up_proj(x, w_uv.T)

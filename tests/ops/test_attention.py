@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_mla
+from cupy_mla.cuda.attention import cost
 
 from .. import oracle
 from ..cases import (
@@ -356,7 +358,7 @@ def test_decode_leaves_its_inputs_alone(kind, rng):
     host = [queries(rng, 2, 1, 8, 512), main.cache, main.indices]
     put = [kind.put_with_allocation(a) for a in host]
     before = [kind.take(whole).tobytes() for _, whole in put]
-    cupy_mla.sparse_decode(*(array for array, _ in put), num_splits=2)
+    cupy_mla.sparse_decode(*(array for array, _ in put), 0.04, num_splits=2)
     assert before == [kind.take(whole).tobytes() for _, whole in put]
 
 
@@ -367,14 +369,14 @@ def test_decode_runs_on_the_callers_stream(rng, name):
     kind = make(name)
     main, q = paged(rng, oracle.V32, 2, 1, 300, 64), queries(rng, 2, 1, 16, 576)
     cache, indices, late = kind.put(main.cache), kind.put(main.indices), kind.put(q)
-    cupy_mla.sparse_decode(late, cache, indices, num_splits=3)  # compiled and loaded before the race
+    cupy_mla.sparse_decode(late, cache, indices, 0.04, num_splits=3)  # compiled and loaded before the race
     kind.synchronize()
     stream, scope = kind.stream()
     with scope:
         early = kind.put(np.zeros_like(q))
         kind.keep_busy()
         early[...] = late
-        results = cupy_mla.sparse_decode(early, cache, indices, num_splits=3)
+        results = cupy_mla.sparse_decode(early, cache, indices, 0.04, num_splits=3)
     stream.synchronize()
     for result, got, want in zip(("out", "lse"), results, decode_oracle(oracle.V32, q, main), strict=True):
         oracle.assert_close(kind.take(got), want, f"decode {result}")
@@ -388,10 +390,10 @@ def test_decode_in_a_captured_graph(rng):
     main, values = paged(rng, oracle.V4, 2, 1, 300, 64), queries(rng, 2, 1, 16, 512)
     cache, indices, q = kind.put(main.cache), kind.put(main.indices), kind.put(np.zeros_like(values))
     out = kind.put(poisoned((2, 1, 16, 512), BF16))
-    cupy_mla.sparse_decode(q, cache, indices, out=out, num_splits=3)
+    cupy_mla.sparse_decode(q, cache, indices, 0.04, out=out, num_splits=3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, lse = cupy_mla.sparse_decode(q, cache, indices, out=out, num_splits=3)
+        _, lse = cupy_mla.sparse_decode(q, cache, indices, 0.04, out=out, num_splits=3)
     q.copy_(kind.put(values))
     graph.replay()
     kind.synchronize()
@@ -485,7 +487,7 @@ def test_out_is_refused(kind, rng, spoil, error):
     assert (kind.take(whole) == 0xFF).all() or bad.dtype != BF16
     decode = decode_arguments(rng)
     with pytest.raises(error, match=r"^out\b"):
-        cupy_mla.sparse_decode(**{n: kind.put(a) for n, a in decode.items()}, out=kind.put(bad[:, None]))
+        cupy_mla.sparse_decode(**{n: kind.put(a) for n, a in decode.items()}, sm_scale=0.04, out=kind.put(bad[:, None]))
 
 
 def test_read_only_out_is_refused(rng):
@@ -565,7 +567,7 @@ def test_decode_refuses(kind, rng, case):
     arguments[name] = spoil(arguments[name])
     out = Output(kind, (2, 1, 4, 512), (0, 0, 0, 0))
     with pytest.raises(error, match=rf"^{name}\b"):
-        cupy_mla.sparse_decode(**{n: put(kind, a) for n, a in arguments.items()}, out=out.array)
+        cupy_mla.sparse_decode(**{n: put(kind, a) for n, a in arguments.items()}, sm_scale=0.04, out=out.array)
     out.check_unwritten()
 
 
@@ -574,26 +576,81 @@ def test_decode_refuses_half_an_extra_cache(rng, missing):
     arguments = decode_arguments(rng)
     del arguments[missing]
     with pytest.raises(ValueError, match="extra_k_cache and extra_indices"):
-        cupy_mla.sparse_decode(**arguments)
+        cupy_mla.sparse_decode(**arguments, sm_scale=0.04)
 
 
 def test_decode_refuses_a_length_of_nothing(rng):
     arguments = decode_arguments(rng)
     del arguments["extra_k_cache"], arguments["extra_indices"]
     with pytest.raises(ValueError, match=r"^extra_topk_length\b"):
-        cupy_mla.sparse_decode(**arguments)
+        cupy_mla.sparse_decode(**arguments, sm_scale=0.04)
 
 
-def test_decode_refuses_no_splits(rng):
-    with pytest.raises(ValueError, match=r"^num_splits\b"):
-        cupy_mla.sparse_decode(**decode_arguments(rng), num_splits=0)
+@pytest.mark.parametrize("splits", [0, -1, 1025, 10**6, "4", 2.0, True, [2]])
+def test_decode_refuses_splits(kind, rng, splits):
+    """10**6 splits took all memory of the machine."""
+    arguments = {n: kind.put(a) for n, a in decode_arguments(rng).items()}
+    error = ValueError if type(splits) is int else TypeError
+    with pytest.raises(error, match=r"^num_splits\b"):
+        cupy_mla.sparse_decode(**arguments, sm_scale=0.04, num_splits=splits)
+
+
+def test_choices_stay_below_the_bound_on_splits(rng):
+    for _ in range(50):
+        ctas, slots = rng.integers(1, 4), int(rng.integers(100, 4000))
+        assert 1 <= cost.portable_splits(int(ctas), 10**5, slots) <= cost.MAX_SPLITS
+
+
+SCALES_REFUSED = {
+    "none": (None, TypeError), "text": ("0.1", TypeError), "bool": (True, TypeError),
+    "a NumPy bool": (np.True_, TypeError), "complex": (1j, TypeError), "a list": ([0.1], TypeError),
+    "several": (np.array([0.1, 0.2]), TypeError),
+    "nan": (float("nan"), ValueError), "inf": (float("inf"), ValueError), "-inf": (-math.inf, ValueError),
+    "too large for float32": (1e300, ValueError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCALES_REFUSED)
+def test_scales_are_refused(kind, rng, case):
+    scale, error = SCALES_REFUSED[case]
+    for f, arguments in ((cupy_mla.sparse_prefill, prefill_arguments), (cupy_mla.sparse_decode, decode_arguments)):
+        with pytest.raises(error, match=r"^sm_scale: expected a "):
+            f(**{n: kind.put(a) for n, a in arguments(rng).items()}, sm_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.04), np.float64(0.04), np.array(0.04), 1, np.int64(2), 0])
+def test_scales_of_any_kind_of_number(rng, scale):
+    arguments = decode_arguments(rng)
+    out, lse = cupy_mla.sparse_decode(**arguments, sm_scale=scale)
+    want, want_lse = cupy_mla.sparse_decode(**arguments, sm_scale=float(scale))
+    assert out.tobytes() == want.tobytes()
+    assert lse.tobytes() == want_lse.tobytes()
+
+
+def test_docstrings_have_the_contract():
+    """What is computed stands where `help` shows it."""
+    for f in (cupy_mla.sparse_prefill, cupy_mla.sparse_decode, cupy_mla.flash_mla_sparse_fwd):
+        text = " ".join(f.__doc__.split())
+        assert "log(sum_j exp(" in text
+        assert "without a valid row has out 0" in text
+    for f in (cupy_mla.sparse_prefill, cupy_mla.sparse_decode):
+        text = " ".join(f.__doc__.split())
+        parts = ["listed twice counts twice", "1 / (1 + exp(s - lse))", "are invalid: such a row is never read"]
+        for part in (*parts, "are not looked at", "192 ** -0.5" if f is cupy_mla.sparse_prefill else "both together"):
+            assert part in text, (f.__name__, part)
+
+
+def test_the_scale_is_the_callers():
+    """DeepSeek-V3.2's is not that of FlashMLA's default: there is none."""
+    for f in (cupy_mla.sparse_prefill, cupy_mla.sparse_decode):
+        assert inspect.signature(f).parameters["sm_scale"].default is inspect.Parameter.empty
 
 
 def test_v4_blocks_of_odd_size_need_padding(kind, rng):
     """61 tokens take 35624 bytes, which is no multiple of 16: the block stride is rounded up to one of 576."""
     q, indices = queries(rng, 1, 1, 4, 512), np.zeros((1, 1, 3), np.int32)
     with pytest.raises(ValueError, match=r"^k_cache\b.*35712"):
-        cupy_mla.sparse_decode(kind.put(q), kind.put(np.zeros((2, 61, 584), np.uint8)), kind.put(indices))
+        cupy_mla.sparse_decode(kind.put(q), kind.put(np.zeros((2, 61, 584), np.uint8)), kind.put(indices), 0.04)
     cache = paged_rows(rng, oracle.V4, 2, 61, np.arange(122))
     assert cache.strides[0] == 35712
     check_decode(kind, oracle.V4, q, Paged(cache, indices))

@@ -12,7 +12,7 @@ from cupy_mla import arrays
 
 from .. import oracle
 from ..cases import block_bytes, empty_cache, normal
-from ..kinds import BF16, E4M3, NumPy, allocation, gapped
+from ..kinds import BF16, E4M3, NumPy, allocation, gapped, poisoned
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -31,7 +31,7 @@ def insert(kind: NumPy, fmt: oracle.Format, rows: np.ndarray, cache: object, slo
     if fmt is oracle.V4:
         cupy_mla.quantize_and_insert_k_cache(kind.put(rows), cache, slots)
     else:
-        latent, rope = kind.put(rows[:, :512]), kind.put(rows[:, 512:])
+        latent, rope = kind.put(rows[..., :512]), kind.put(rows[..., 512:])
         cupy_mla.concat_and_cache_mla(latent, rope, cache, slots, scale_format=scale_format)
 
 
@@ -208,6 +208,74 @@ def test_checks_find_slots_beyond_the_cache(kind, rng, monkeypatch, fmt, slot):
     assert (kind.take(whole) == 0xFF).all()
 
 
+# --- models without RoPE, arrays as engines hold them ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+def test_tokens_without_rope(kind, rng, scale_format):
+    """FP8 rows get a RoPE part of zeros, bf16 rows have 512 values."""
+    latent, slots = normal(rng, 9, 512), slot_mapping(rng, 9, 16)
+    rope = np.zeros((9, 0), BF16)
+    cache = empty_cache(oracle.V32, 2, 8)
+    array, whole = kind.put_with_allocation(cache)
+    cupy_mla.concat_and_cache_mla(kind.put(latent), kind.put(rope), array, kind.put(slots), scale_format=scale_format)
+    write_all(oracle.V32, np.concatenate([latent, np.zeros((9, 64), BF16)], 1), cache, slots, scale_format)
+    np.testing.assert_array_equal(kind.take(whole), allocation(cache))
+    cache = poisoned((2, 8, 512), BF16)
+    array, whole = kind.put_with_allocation(cache)
+    cupy_mla.concat_and_cache_mla(kind.put(latent), kind.put(rope), array, kind.put(slots))
+    for slot, row in zip(slots, latent, strict=True):
+        if 0 <= slot < 16:
+            cache[divmod(int(slot), 8)] = row
+    np.testing.assert_array_equal(kind.take(whole), allocation(cache))
+
+
+def test_rope_widths_are_those_of_the_cache(rng):
+    for cache, rope in (
+        (np.zeros((2, 8, 576), BF16), 0),
+        (np.zeros((2, 8, 512), BF16), 64),
+        (empty_cache(oracle.V32, 2, 8), 8),
+    ):
+        with pytest.raises(ValueError, match=r"^k_pe: expected shape \[9, "):
+            cupy_mla.concat_and_cache_mla(normal(rng, 9, 512), np.zeros((9, rope), BF16), cache, np.arange(9))
+
+
+@every_layout
+def test_tokens_with_a_head_axis(kind, rng, fmt):
+    """[T, 1, values], as engines hold them before they drop the axis."""
+    rows, slots = normal(rng, 6, fmt.d_qk), slot_mapping(rng, 6, 16)
+    caches = [kind.put(empty_cache(fmt, 2, 8)) for _ in range(2)]
+    insert(kind, fmt, rows, caches[0], kind.put(slots), "fp32")
+    insert(kind, fmt, rows[:, None], caches[1], kind.put(slots), "fp32")
+    assert kind.take(caches[0]).tobytes() == kind.take(caches[1]).tobytes()
+    with pytest.raises(ValueError, match=r"axis 1 \(KV heads\) must have length 1"):
+        insert(kind, fmt, rows.reshape(3, 2, -1), caches[1], kind.put(slots), "fp32")
+
+
+@pytest.mark.parametrize("layout", ["fp8", "v4_fp8", "indexer_fp8", ""])
+def test_layouts_that_this_function_cannot_write_are_not_offered(rng, layout):
+    arguments = concat_arguments(rng)
+    with pytest.raises(
+        ValueError, match=r"^layout must be one of \('bf16', 'bfloat16', 'auto', 'v32_fp8', 'fp8_ds_mla'\)"
+    ):
+        cupy_mla.concat_and_cache_mla(**arguments, layout=layout)
+    with pytest.raises(TypeError, match=r"^layout: expected one of"):
+        cupy_mla.concat_and_cache_mla(**arguments, layout=3)
+    with pytest.raises(TypeError, match=r"^scale_format: expected one of"):
+        cupy_mla.concat_and_cache_mla(**arguments, scale_format=None)
+
+
+@every_layout
+def test_an_unaligned_start_is_no_stride(rng, fmt):
+    if not fmt.quantized:
+        pytest.skip("bf16 caches start anywhere")
+    whole = np.zeros(2 * 8 * fmt.token_bytes * 2 + 64, np.uint8)
+    start = -whole.__array_interface__["data"][0] % 16 + 8
+    cache = np.ndarray((2, 8, fmt.token_bytes), np.uint8, whole, start, (8 * fmt.token_bytes + 576, fmt.token_bytes, 1))
+    with pytest.raises(ValueError, match="cache: must start at a multiple of 16 bytes in memory, starts 8 bytes after"):
+        insert(NumPy(), fmt, normal(rng, 1, fmt.d_qk), cache, np.arange(1), "fp32")
+
+
 # --- hostile inputs -------------------------------------------------------------------------------------------
 
 
@@ -224,7 +292,7 @@ CONCAT_HOSTILE = {
     "kv_c is None": ("kv_c", lambda a: None, TypeError),
     "kv_c is float32": ("kv_c", lambda a: a.astype(np.float32), TypeError),
     "kv_c has other rows": ("kv_c", lambda a: a[:, :448], ValueError),
-    "kv_c has a head axis": ("kv_c", lambda a: a[:, None], ValueError),
+    "kv_c has two head axes": ("kv_c", lambda a: a[:, None, None], ValueError),
     "kv_c has gaps": ("kv_c", lambda a: np.zeros((5, 1024), BF16)[:, ::2], ValueError),
     "k_pe is float16": ("k_pe", lambda a: a.astype(np.float16), TypeError),
     "k_pe has other tokens": ("k_pe", lambda a: a[:4], ValueError),

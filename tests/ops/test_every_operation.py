@@ -61,6 +61,41 @@ def test_foreign_byte_order_is_refused(rng, name) -> None:
             call.operation(**(call.arrays | {refused: swapped}), **call.settings)
 
 
+@every_operation
+def test_overlapping_results_are_refused(rng, name) -> None:
+    """What is written must not be part of what is read, but where an operation works in place."""
+    call = OPERATIONS[name](rng).with_outputs()
+    for written in call.written:
+        for other in set(call.arrays) - {written}:
+            if (written, other) in IN_PLACE.get(name, ()):
+                continue
+            arrays = {n: a.copy() for n, a in call.arrays.items()}
+            arrays[written], arrays[other] = side_by_side(call.arrays[written], call.arrays[other])
+            before = {n: a.tobytes() for n, a in arrays.items()}
+            shown = sorted("extra_indices" if n == "extra_indices_in_kvcache" else n for n in (written, other))
+            with pytest.raises(ValueError, match=rf"^({'|'.join(shown)}): overlaps ({'|'.join(shown)}) in memory"):
+                call.operation(**arrays, **call.settings)
+            assert {n: a.tobytes() for n, a in arrays.items()} == before
+
+
+IN_PLACE = {
+    "convert_req_index_to_global_index": [("out", "token_indices")],
+    "compute_global_topk_indices_and_lens": [("out", "topk_indices")],
+}
+
+
+def side_by_side(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same shapes, dtypes and values (of the second) in one allocation; the second starts within the first."""
+    first, second = a.copy(), b.copy()  # without gaps
+    whole = np.zeros(first.nbytes + second.nbytes + 64, np.uint8)
+    start = -whole.__array_interface__["data"][0] % 64
+    into = start + (first.nbytes - 1) // 16 * 16
+    one = np.ndarray(a.shape, a.dtype, whole, start)
+    other = np.ndarray(b.shape, b.dtype, whole, into)
+    other[...] = second
+    return one, other
+
+
 # --- GPUs -----------------------------------------------------------------------------------------------------
 
 

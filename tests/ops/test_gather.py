@@ -116,6 +116,21 @@ def test_gather_scales_of_every_size(kind, rng) -> None:
     check_gather(kind, cache, np.array([[0]], np.int32), np.array([16], np.int32), np.array([0], np.int32), 16)
 
 
+def test_gather_copies_rope_bit_for_bit(kind, rng) -> None:
+    """NaN of every kind keeps its bits, which a conversion to float32 and back would not."""
+    cache = paged_rows(rng, oracle.V32, 2, 8, np.arange(16))
+    bits = rng.integers(0, 2**16, (2, 8, 64), np.uint16)
+    bits[:, :, ::2] |= 0x7F80
+    bits[0, 0, :4] = 0x7F81, 0xFF81, 0x7FFF, 0xFFC1
+    cache[..., 528:] = bits.view(np.uint8)
+    dst, table = kind.put(poisoned((16, 576), BF16)), np.array([[1, 0]], np.int32)
+    arrays = (cache, table, np.array([16], np.int32), np.array([0], np.int32))
+    src, blocks, lens, starts = map(kind.put, arrays)
+    cp_gather_and_upconvert_fp8_kv_cache(src, dst, blocks, lens, starts)
+    got = kind.take(dst).view(np.uint16)[:, 512:]
+    np.testing.assert_array_equal(got, bits[[1, 0]].reshape(16, 64))
+
+
 def test_gather_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     good = {
         "src_cache": np.zeros((4, 8, 656), np.uint8), "dst": np.zeros((20, 576), BF16),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 from cupy_mla import arrays
 from cupy_mla.ops.gather import dequantize_and_gather_k_cache
@@ -101,6 +102,18 @@ def test_gather_scales_of_every_size(kind, rng) -> None:
     cache = paged_rows(rng, oracle.V4, 1, 16, np.arange(16))
     block_bytes(cache, 0)[576 * 16 : 584 * 16].reshape(16, 8)[:, :7] = rng.integers(27, 228, (16, 7))
     check(kind, cache, (1, 16), np.array([16], np.int32), None, np.array([[0]], np.int32), 0)
+
+
+def test_rope_is_copied_bit_for_bit(kind, rng) -> None:
+    cache = paged_rows(rng, oracle.V4, 2, 8, np.arange(16))
+    bits = rng.integers(0, 2**16, (2, 8, 64), np.uint16) | 0x7F80
+    for b in range(2):
+        flat = as_strided(cache[b], (8 * 584,), (1,))
+        as_strided(flat[448:], (8, 128), (576, 1))[...] = bits[b].view(np.uint8)
+    out, table = kind.put(poisoned((1, 16, 512), BF16)), np.array([[1, 0]], np.int32)
+    lens = kind.put(np.array([16], np.int32))
+    dequantize_and_gather_k_cache(out, kind.put(cache), lens, None, kind.put(table), 8, 0)
+    np.testing.assert_array_equal(kind.take(out).view(np.uint16)[0, :, 448:], bits[[1, 0]].reshape(16, 64))
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:

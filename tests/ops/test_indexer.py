@@ -11,6 +11,7 @@ from cupy_mla import arrays
 from cupy_mla.ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from tests import oracle, oracle_indices
 from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
+from tests.operations import OPERATIONS
 
 
 def pack_oracle(key: np.ndarray, scale_format: str) -> tuple[bytes, bytes]:
@@ -155,7 +156,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [
         ({"k": np.zeros((3, 64), BF16)}, ValueError, r"k: expected shape \[T, 128\]"),
         ({"kv_cache": np.zeros((2, 4, 656), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
-        ({"kv_cache": unaligned}, ValueError, "kv_cache: start and block stride must be multiples of 4 bytes"),
+        ({"kv_cache": unaligned}, ValueError, "kv_cache: block stride must be a multiple of 4 bytes"),
         ({"slot_mapping": np.zeros(4, np.int64)}, ValueError, "slot_mapping: expected at most 3 slots"),
         ({"slot_mapping": np.zeros(3, np.int32)}, TypeError, "slot_mapping: expected dtype int64"),
         ({"scale_format": "bf16"}, ValueError, "scale_format must be one of"),
@@ -179,8 +180,31 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             cp_gather_indexer_k_quant_cache(**{**gather, **change})
     monkeypatch.setattr(arrays, "CHECK_VALUES", True)
     cp_gather_indexer_k_quant_cache(**gather)
-    for starts in ([0, 4, 3], [-1, 3, 6], [0, 3, 7]):
-        with pytest.raises(IndexError, match="cu_seq_lens: expected a running sum from 0 to at most 6"):
+    for starts, message in (
+        ([0, 4, 3], r"cu_seq_lens\[2\] is 3, offsets must"), ([-1, 3, 6], r"cu_seq_lens\[0\] is -1, offsets must"),
+        ([0, 3, 7], "cu_seq_lens: ends at 7, dst_k has 6 rows"),
+    ):  # fmt: skip
+        with pytest.raises(IndexError, match=message):
             cp_gather_indexer_k_quant_cache(**{**gather, "cu_seq_lens": np.array(starts, np.int32)})
     with pytest.raises(IndexError, match=r"slot_mapping\[0\] is 8, the cache has 8 slots"):
         indexer_k_quant_and_cache(**{**good, "slot_mapping": np.array([8, 0], np.int64)})
+
+
+def test_gather_of_scales_as_bytes(kind, rng) -> None:
+    """[S, 4] uint8, which is what vLLM holds: the same bytes."""
+    call = OPERATIONS["cp_gather_indexer_k_quant_cache"](rng)
+    given = {name: kind.put(a) for name, a in call.arrays.items()}
+    cp_gather_indexer_k_quant_cache(**given)
+    whole = kind.put(gapped(poisoned((60, 4), np.uint8), 2))
+    for scales in (kind.put(poisoned((60, 4), np.uint8)), whole):
+        cp_gather_indexer_k_quant_cache(**{**given, "dst_scale": scales})
+        got = np.ascontiguousarray(kind.take(scales)).view(np.float32)[:, 0]
+        assert got.tobytes() == kind.take(given["dst_scale"]).tobytes()
+    host = {name: a.copy() for name, a in call.arrays.items()}
+    for wrong, message in (
+        (np.zeros((60, 3), np.uint8), r"dst_scale: expected shape \[any, 4\]"), (np.zeros(60, np.uint8), "dst_scale: "),
+        (np.zeros((60, 5), np.uint8)[:, :4], "dst_scale: items of 4 bytes must start at multiples of 4 bytes"),
+        (np.zeros((59, 4), np.uint8), r"dst_scale: expected shape \[60\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            cp_gather_indexer_k_quant_cache(**{**host, "dst_scale": wrong})

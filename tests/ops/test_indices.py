@@ -139,7 +139,7 @@ def test_errors() -> None:
 def test_requests_are_checked_where_values_are(kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "CHECK_VALUES", True)
     req_id, table, positions = np.array([0, 2], np.int32), np.zeros((2, 4), np.int32), np.zeros((2, 4), np.int32)
-    with pytest.raises(IndexError, match=r"req_id\[1\] is 2, the block table has 2 requests"):
+    with pytest.raises(IndexError, match=r"req_id\[1\] is 2, there are 2 requests"):
         convert_req_index_to_global_index(*(kind.put(a) for a in (req_id, table, positions)), 16)
 
 

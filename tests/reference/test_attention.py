@@ -21,7 +21,7 @@ def test_a_v32_decode_step_takes_under_two_seconds(rng):
 
     def seconds() -> float:
         start = time.perf_counter()
-        cupy_mla.sparse_decode(q, cache, indices)
+        cupy_mla.sparse_decode(q, cache, indices, 0.04)
         return time.perf_counter() - start
 
     assert min(seconds(), seconds()) < 2
@@ -39,6 +39,10 @@ def test_rows_that_no_entry_names_are_not_unpacked(rng, monkeypatch):
     monkeypatch.setattr(attention, "unpack_rows", counted)
     indices = np.array([[[5, -1, 7, 7, 99999, 3]]], np.int32)
     cupy_mla.sparse_decode(
-        normal(rng, 1, 1, 2, 576), np.zeros((50, 64, 656), np.uint8), indices, topk_length=np.array([5], np.int32)
+        normal(rng, 1, 1, 2, 576),
+        np.zeros((50, 64, 656), np.uint8),
+        indices,
+        0.04,
+        topk_length=np.array([5], np.int32),
     )
     assert unpacked == [3]

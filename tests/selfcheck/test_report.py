@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from cupy_mla import selfcheck
+from cupy_mla import __main__
 from cupy_mla.cuda import all_kernels
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.kernel import Kernel
+from cupy_mla.ops.table import OPERATIONS
 from cupy_mla.selfcheck import report
 
 from .stand_in import RUN, StandIn, python
@@ -15,18 +18,27 @@ from .stand_in import RUN, StandIn, python
 
 def test_without_cupy():
     result = python("import sys; sys.modules['cupy'] = None; " + RUN.format([]))
-    assert result.returncode == selfcheck.NO_GPU, result.stderr
-    assert "pip install 'cupy_mla[cuda12]'" in result.stdout
+    assert result.returncode == report.NO_GPU, result.stderr
+    assert "pip install '.[cuda12]'" in result.stdout
     assert "relative: right" in result.stdout
 
 
 def test_without_a_gpu():
     result = python(RUN.format(["check"]), CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == selfcheck.NO_GPU, result.stderr
+    assert result.returncode == report.NO_GPU, result.stderr
     assert "Running on a GPU needs" in result.stdout
 
 
-def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None) -> int:
+@pytest.mark.parametrize("arguments", [["--verbose"], ["check", "--verbose"], ["--verbose", "check"]], ids=" ".join)
+def test_verbose_names_every_call(arguments):
+    """As docs/README.md says, with the command's name or without it."""
+    quiet, verbose = (python(RUN.format(a), CUDA_VISIBLE_DEVICES="").stdout for a in ([], arguments))
+    for operation in OPERATIONS:
+        assert f"\n  {operation}" not in quiet
+        assert f"\n  {operation}" in verbose
+
+
+def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None, arguments: Sequence[str] = ()) -> int:
     def load(kernel, device):
         if failure and kernel.target:
             raise failure
@@ -35,19 +47,25 @@ def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None) -> 
     monkeypatch.setattr(report, "nvrtc_version", lambda: "13.0")
     monkeypatch.setattr(report, "gpu", lambda device: Gpu(device, 4, 90))
     monkeypatch.setattr(Kernel, "load", load)
-    return selfcheck.run()
+    return __main__.main(arguments)
 
 
 def test_all_is_well(monkeypatch, capsys):
-    assert check_with(monkeypatch, StandIn()) == selfcheck.ALL_WELL
+    assert check_with(monkeypatch, StandIn()) == report.ALL_WELL
     printed = capsys.readouterr().out
     for kernel in all_kernels():
         assert kernel.file in printed
     assert "WRONG" not in printed
 
 
+def test_verbose_names_every_kernel(monkeypatch, capsys):
+    check_with(monkeypatch, StandIn(), arguments=["--verbose"])
+    printed = capsys.readouterr().out
+    assert all(repr(kernel) in printed for kernel in all_kernels() if kernel.suits(90))
+
+
 def test_a_kernel_does_not_compile(monkeypatch, capsys):
-    assert check_with(monkeypatch, StandIn(), RuntimeError("error: no such thing")) == selfcheck.WRONG
+    assert check_with(monkeypatch, StandIn(), RuntimeError("error: no such thing")) == report.WRONG
     assert "FAILED: error: no such thing" in capsys.readouterr().out
 
 
@@ -55,7 +73,7 @@ def test_a_result_is_wrong(monkeypatch, capsys):
     def asarray(array):  # queries of the wrong size
         return array * 2 if array.ndim == 4 and array.shape[-1] == 512 else array
 
-    assert check_with(monkeypatch, StandIn(asarray=asarray)) == selfcheck.WRONG
+    assert check_with(monkeypatch, StandIn(asarray=asarray)) == report.WRONG
     printed = capsys.readouterr().out
     assert "WRONG  sparse_decode v4_fp8" in printed
     assert "WRONG  sparse_prefill" not in printed
@@ -63,7 +81,7 @@ def test_a_result_is_wrong(monkeypatch, capsys):
 
 def test_nvrtc_version():
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs CuPy and NVRTC (extra cuda12 or cuda13)")
-    assert float(selfcheck.nvrtc_version()) >= 12
+    assert float(report.nvrtc_version()) >= 12
 
 
 def test_nvrtc_is_missing(monkeypatch, capsys):
@@ -72,8 +90,11 @@ def test_nvrtc_is_missing(monkeypatch, capsys):
 
     monkeypatch.setattr(report, "require_cupy", lambda why: StandIn())
     monkeypatch.setattr(report.importlib, "import_module", missing)
-    assert selfcheck.run() == selfcheck.NO_GPU
-    assert "NVRTC, which compiles the kernels, was not found: pip install" in capsys.readouterr().out
+    assert report.run() == report.NO_GPU
+    assert (
+        "NVRTC, which compiles the kernels, was not found: in a checkout of cupy_mla, pip install"
+        in capsys.readouterr().out
+    )
 
 
 def test_kernels_suit_generations():
@@ -84,4 +105,4 @@ def test_kernels_suit_generations():
 
 @pytest.mark.gpu
 def test_this_gpu(capsys):
-    assert selfcheck.run(0) == selfcheck.ALL_WELL, capsys.readouterr().out
+    assert report.run(0) == report.ALL_WELL, capsys.readouterr().out

@@ -19,7 +19,7 @@ from . import bf16_cluster_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, f
 from .cost import EVENLY, FP8_LEAST_SPLIT, Division, few_heads_candidates, fp8_candidates, portable_splits
 
 VARIABLE = "CUPY_MLA_KERNELS"
-asked_kernel = private.environment_reader(VARIABLE)
+asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 
 # Of batch-invariant calls: rows of a split, and the number of queries for which kernel and division are chosen,
 # whatever the batch.
@@ -334,7 +334,7 @@ class Chooser:
         depends_on: tells what a choice depends on beside the arguments.
     """
 
-    depends_on = staticmethod(asked_kernel)
+    depends_on: staticmethod[[], str | None] = staticmethod(asked_kernel)
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts

@@ -16,6 +16,7 @@ import numpy as np
 from ..driver import MAX_CLUSTER
 
 EVENLY = 0
+MAX_SPLITS = 1024  # of a query's rows; each takes memory for a partial result
 KNOWN_QUERIES = 512  # up to which all batches are decided at once: a server meets another one at every step
 
 
@@ -200,7 +201,7 @@ def portable_splits(ctas: int, steps: int, slots: int) -> int:
     Returns:
         1 when the CTAs fill the GPU, at most one split a step.
     """
-    splits = np.arange(1, max(1, min(steps, 2 * slots)) + 1)
+    splits = np.arange(1, max(1, min(steps, 2 * slots, MAX_SPLITS)) + 1)
     waves = -(-ctas * splits // slots)
     time = waves * (-(-steps // splits) + CTA_OVERHEAD)
     time[1:] += COMBINE_OVERHEAD + splits[1:] * (SPLIT_OVERHEAD + SPLIT_OVERHEAD_PER_CTA * ctas)

@@ -1,0 +1,65 @@
+"""Checks of arguments that are no arrays. An error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from .sizes import Size
+
+LARGEST_INT = int(np.iinfo(np.int32).max)
+LARGEST_SCALE = float(np.finfo(np.float32).max) / 2  # the kernels keep it times log2(e) as float32
+
+
+def require_integer(name: str, value: Any, least: int, most: int | None = None, meaning: str = "") -> Any:
+    """Check an integer and its range; returns it as an int, or as the size that it is in a traced call.
+
+    Args:
+        most: None: what int32 can hold.
+        meaning: what `most` is, for the message.
+    """
+    if not isinstance(value, (int, np.integer, Size)) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an integer, got {value!r} of type {type(value).__name__}")
+    if not least <= value <= (LARGEST_INT if most is None else most):
+        beyond = f">= {least}" if value < least else "small enough for int32"
+        wanted = beyond if most is None else f"in {least}..{most}{meaning and ', '}{meaning}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+    return value if isinstance(value, Size) else int(value)
+
+
+def require_bool(name: str, value: Any) -> bool:
+    """Check a flag; returns it as a bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {value!r} of type {type(value).__name__}")
+    return bool(value)
+
+
+def require_instance(name: str, value: Any, wanted: type) -> None:
+    """Check the class of an argument."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name}: expected a {wanted.__name__}, got {value!r} of type {type(value).__name__}")
+
+
+def require_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Check a word that must be one of several."""
+    choices = tuple(choices)
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected one of {choices}, got {value!r} of type {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def require_scale(name: str, value: Any) -> float:
+    """Check a factor on dot products, a number or an array of one; returns it as a float."""
+    try:
+        if value is None or isinstance(value, (bool, np.bool_, str, bytes)):
+            raise TypeError
+        scale = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}: expected a number, got {value!r} of type {type(value).__name__}") from None
+    if not math.fabs(scale) <= LARGEST_SCALE:
+        raise ValueError(f"{name}: expected a finite number that float32 can hold, got {scale}")
+    return scale

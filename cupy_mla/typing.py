@@ -1,0 +1,39 @@
+"""Types of arguments. Arrays are a protocol, so that neither CuPy nor torch has to be there to check a program."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, TypeVar
+
+
+class AnyArray(Protocol):
+    """A NumPy, CuPy or torch array. Functions tell which by the class, and refuse all others."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes."""
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the items, as the library has it."""
+
+    def __dlpack__(self) -> Any:
+        """The array for another library."""
+
+
+A = TypeVar("A", bound=AnyArray)
+"""The caller's kind of array: results are of that class. Their dtypes stand in the docstrings."""
+
+ScaleFormat = Literal["fp32", "ue8m0"]
+"""How scales of FP8 rows are chosen: any float32, or powers of two."""
+
+WritableLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla"]
+"""Names of the layouts that `cupy_mla.concat_and_cache_mla` writes."""
+
+CacheLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8"]
+"""Names of the layouts of a model's cache."""
+
+ModelKind = Literal["v32", "v4"]
+"""Kinds of models: DeepSeek-V3.2 and those like it, DeepSeek-V4."""
+
+LibraryName = Literal["numpy", "cupy", "torch"]
+"""Kinds of arrays."""

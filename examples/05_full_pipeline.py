@@ -1,0 +1,202 @@
+"""One attention layer of DeepSeek-V3.2 in a decode step, from its weights to its output, beside dense attention.
+
+Three requests have their tokens in two paged FP8 caches: latent rows in layout V32_FP8, the indexer's keys in layout
+INDEXER_FP8. Weights and hidden states are random, weights under the names and in the shapes of the checkpoint. A step:
+
+    1. hidden states -> latent rows, RoPE parts and indexer keys, packed into the caches
+    2. hidden states -> queries, absorbed into the latent space (absorb_q)
+    3. the indexer scores every token of a request and keeps the best, whose slots are looked up
+    4. sparse_decode over these slots
+    5. v_up_proj: latent output -> values, and o_proj
+
+Beside it stands the attention that the model defines, in float64: keys and values expanded for every head, nothing
+absorbed, over the same chosen tokens, once with latent rows as they were computed and once as the cache holds them.
+From the first the result is about 0.03 away, relative: e4m3 has 3 bits of mantissa, so a stored value is off by up to
+1/16 of itself and by 0.026 on average (root mean square); it is the same for a value and for a weighted mean of many,
+which have errors and sizes that shrink alike. From the second it is as close as bfloat16 allows.
+
+Needs NumPy and ml_dtypes; runs on the GPU by itself where CuPy finds one (with nvidia-cublas-cu12, for the products).
+
+    python examples/05_full_pipeline.py
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cupy_mla
+from cupy_mla import layouts
+
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+HIDDEN, Q_LORA = 1024, 384  # the model: 7168, 1536
+HEADS, INDEX_HEADS, TOPK = 16, 16, 128  # the model: 128, 64, 2048
+LATENT, ROPE, NOPE, V, INDEX = 512, 64, 128, 128, 128  # the model's
+SCALE = (NOPE + ROPE) ** -0.5  # the model's, but for the square of its yarn factor, which this layer does not have
+BLOCK_SIZE = 64
+CONTEXTS = np.array([300, 650, 411])  # tokens of each request, the one that is decoded included
+FP8_BOUND, STORED_BOUND = 0.04, 0.008
+
+ON_GPU = cupy_mla.cuda_available()
+
+# nn.Linear weights, [out, in].
+SHAPES = {
+    "q_a_proj": (Q_LORA, HIDDEN),
+    "q_b_proj": (HEADS * (NOPE + ROPE), Q_LORA),
+    "kv_a_proj_with_mqa": (LATENT + ROPE, HIDDEN),
+    "kv_b_proj": (HEADS * (NOPE + V), LATENT),
+    "o_proj": (HIDDEN, HEADS * V),
+    "indexer.wq_b": (INDEX_HEADS * INDEX, Q_LORA),
+    "indexer.wk": (INDEX, HIDDEN),
+    "indexer.weights_proj": (INDEX_HEADS, HIDDEN),
+}
+
+
+def device(array: np.ndarray) -> Any:
+    """The array where the work is done: on the GPU where there is one."""
+    return cupy_mla.to_cupy(array) if ON_GPU else array
+
+
+def rms_norm(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+def layer_norm(x: np.ndarray) -> np.ndarray:
+    return rms_norm(x - x.mean(-1, keepdims=True))
+
+
+def rope(x: np.ndarray, positions: np.ndarray, interleaved: bool) -> np.ndarray:
+    """Rotate the pairs of x [T, ..., 64]: neighbours in attention, values i and i + 32 in the indexer."""
+    angles = positions[:, None] * 10000.0 ** (-np.arange(0, ROPE, 2) / ROPE)
+    cos, sin = (f(angles).reshape(len(x), *[1] * (x.ndim - 2), ROPE // 2) for f in (np.cos, np.sin))
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., : ROPE // 2], x[..., ROPE // 2 :])
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(np.float32)
+
+
+class Layer:
+    """Projections of one layer, in float32 on the host; whatever they give is rounded to bfloat16."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.weights = {name: rng.normal(0, s[1] ** -0.5, s).astype(np.float32) for name, s in SHAPES.items()}
+        kv_b_proj = self.weights["kv_b_proj"].astype(BF16)
+        self.w_uk, self.w_uv = cupy_mla.split_kv_b_proj(device(kv_b_proj.T), HEADS, NOPE)
+
+    def project(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.weights[name].T
+
+    def rows(self, hidden: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What is cached of each token: latent row [T, 512], RoPE part [T, 64], indexer key [T, 128]."""
+        latent, k_pe = np.split(self.project("kv_a_proj_with_mqa", hidden), [LATENT], axis=-1)
+        key = layer_norm(self.project("indexer.wk", hidden))
+        key[:, :ROPE] = rope(key[:, :ROPE], positions, interleaved=False)
+        return rms_norm(latent).astype(BF16), rope(k_pe, positions, interleaved=True).astype(BF16), key.astype(BF16)
+
+    def queries(self, hidden: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """q_nope [T, h, 128], q_pe [T, h, 64], and the indexer's queries [T, H, 128] and weights [T, H]."""
+        latent = rms_norm(self.project("q_a_proj", hidden))
+        q = self.project("q_b_proj", latent).reshape(-1, HEADS, NOPE + ROPE)
+        q_pe = rope(q[..., NOPE:], positions, interleaved=True)
+        index_q = self.project("indexer.wq_b", latent).reshape(-1, INDEX_HEADS, INDEX)
+        index_q[..., :ROPE] = rope(index_q[..., :ROPE], positions, interleaved=False)
+        weights = self.project("indexer.weights_proj", hidden) * (INDEX_HEADS * INDEX) ** -0.5
+        return q[..., :NOPE].astype(BF16), q_pe.astype(BF16), index_q, weights
+
+
+class Caches:
+    """Both caches of a layer, and the blocks of each request, scattered over them."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        blocks = -(-CONTEXTS // BLOCK_SIZE)
+        self.block_table = np.zeros((len(CONTEXTS), blocks.max()), np.int32)
+        order = iter(rng.permutation(blocks.sum()))
+        for row, count in zip(self.block_table, blocks, strict=True):
+            row[:count] = [next(order) for _ in range(count)]
+        self.rows, self.keys = (
+            device(np.zeros((blocks.sum(), BLOCK_SIZE, layout.token_bytes), np.uint8))
+            for layout in (layouts.V32_FP8, layouts.INDEXER_FP8)
+        )
+
+    def write(self, request: int, positions: np.ndarray, latent: Any, k_pe: Any, key: Any) -> None:
+        block, offset = self.block_table[request, positions // BLOCK_SIZE], positions % BLOCK_SIZE
+        slots = device(block.astype(np.int64) * BLOCK_SIZE + offset)
+        cupy_mla.concat_and_cache_mla(device(latent), device(k_pe), self.rows, slots)
+        cupy_mla.indexer_k_quant_and_cache(device(key), self.keys, slots)
+
+    def gather(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The rows [tokens, 576] of all requests as the cache holds them, and each request's indexer keys."""
+        starts = np.concatenate([[0], np.cumsum(CONTEXTS)]).astype(np.int32)
+        table = device(self.block_table)
+        rows = device(np.zeros((starts[-1], LATENT + ROPE), BF16))
+        lengths = device(CONTEXTS.astype(np.int32))
+        cupy_mla.cp_gather_and_upconvert_fp8_kv_cache(self.rows, rows, table, lengths, device(starts[:-1]))
+        codes, scales = device(np.zeros((starts[-1], INDEX), np.uint8)), device(np.zeros(starts[-1], np.float32))
+        cupy_mla.cp_gather_indexer_k_quant_cache(self.keys, codes, scales, table, device(starts))
+        keys = cupy_mla.to_numpy(codes).view(E4M3).astype(np.float32) * cupy_mla.to_numpy(scales)[:, None]
+        return cupy_mla.to_numpy(rows), np.split(keys, starts[1:-1])
+
+
+def choose(index_q: np.ndarray, weights: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+    """Positions [T, topk] of the tokens with the largest scores, `sum_h weights[h] * relu(q[h] . key)`."""
+    scores = [np.maximum(q @ k.T, 0).T @ w for q, w, k in zip(index_q, weights, keys, strict=True)]
+    return np.stack([np.sort(np.argpartition(-s, TOPK)[:TOPK]) for s in scores]).astype(np.int32)
+
+
+def dense(q_nope: Any, q_pe: Any, rows: np.ndarray, w_uk: np.ndarray, w_uv: np.ndarray) -> np.ndarray:
+    """Attention of one query over the rows [n, 576] of its tokens, as the model defines it, in float64: [h, 128]."""
+    latent, k_pe = np.split(rows.astype(np.float64), [LATENT], axis=-1)
+    keys, values = (np.einsum("nl,lhd->hnd", latent, w.astype(np.float64)) for w in (w_uk, w_uv))
+    logits = np.einsum("hd,hnd->hn", q_nope.astype(np.float64), keys) + q_pe.astype(np.float64) @ k_pe.T
+    weights = np.exp(SCALE * (logits - logits.max(1, keepdims=True)))
+    return np.einsum("hn,hnd->hd", weights / weights.sum(1, keepdims=True), values)
+
+
+def main() -> int:
+    rng = np.random.default_rng()
+    layer, caches = Layer(rng), Caches(rng)
+    hidden = [rng.standard_normal((tokens, HIDDEN), np.float32) for tokens in CONTEXTS]
+
+    # 1. All tokens into the caches; those of a prompt were packed in earlier steps.
+    computed = []
+    for request, x in enumerate(hidden):
+        positions = np.arange(len(x))
+        latent, k_pe, key = layer.rows(x, positions)
+        caches.write(request, positions, latent, k_pe, key)
+        computed.append(np.concatenate([latent, k_pe], -1))
+
+    # 2. The last token of each request asks.
+    q_nope, q_pe, index_q, index_weights = layer.queries(np.stack([x[-1] for x in hidden]), CONTEXTS - 1)
+    q = device(np.zeros((len(CONTEXTS), HEADS, LATENT + ROPE), BF16))
+    cupy_mla.concat_mla_q(cupy_mla.absorb_q(device(q_nope), layer.w_uk), device(q_pe), q)
+
+    # 3. The indexer chooses positions; they become slots.
+    stored, keys = caches.gather()
+    chosen = choose(index_q, index_weights, keys)
+    requests = device(np.arange(len(CONTEXTS), dtype=np.int32))
+    table = device(caches.block_table)
+    slots = cupy_mla.convert_req_index_to_global_index(requests, table, device(chosen), BLOCK_SIZE)
+
+    # 4. and 5. Attention in the latent space, values, output.
+    latent_out, _ = cupy_mla.sparse_decode(q[:, None], caches.rows, slots[:, None], sm_scale=SCALE)
+    values = cupy_mla.to_numpy(cupy_mla.v_up_proj(latent_out[:, 0], layer.w_uv)).astype(np.float32)
+    out = layer.project("o_proj", values.reshape(len(CONTEXTS), -1))
+
+    print(f"{len(CONTEXTS)} requests of {', '.join(map(str, CONTEXTS))} tokens, random weights, {HEADS} heads")
+    print(f"each attends to {TOPK} tokens, on {'the GPU' if ON_GPU else 'the CPU (NumPy)'}")
+    w_uk, w_uv = (cupy_mla.to_numpy(w) for w in (layer.w_uk, layer.w_uv))
+    passed = True
+    as_stored = np.split(stored, np.cumsum(CONTEXTS)[:-1])
+    for name, rows, bound in (("computed", computed, FP8_BOUND), ("the FP8 cache holds them", as_stored, STORED_BOUND)):
+        want = [dense(*query, r[c], w_uk, w_uv) for *query, r, c in zip(q_nope, q_pe, rows, chosen, strict=True)]
+        want_out = layer.project("o_proj", np.reshape(want, (len(CONTEXTS), -1)))
+        error = np.linalg.norm(out - want_out) / np.linalg.norm(want_out)
+        passed &= bool(error < bound)
+        print(f"relative distance to dense attention over rows as {name}: {error:.4f} (at most {bound})")
+    print("within the bounds" if passed else "OUT OF THE BOUNDS")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
