@@ -3,7 +3,7 @@
 A `Program` is a list of steps: launches of kernels and memory to be cleared. A step names memory by `Pointer`s, each a
 slot and an offset in bytes. A slot is an array argument, a result, or scratch memory of the call. Grids, offsets and
 fields of parameter structs are integers; in a traced call those that follow from the sizes of its arrays are symbolic,
-so that one program serves every size.
+so that one program serves every size. A field may be a `Nonce`, a number that every run has for itself.
 """
 
 from __future__ import annotations

@@ -983,6 +983,7 @@ __device__ __forceinline__ float sum_of(int local) {
 
 // In shares: what the partial results of other CTAs are multiplied with, [partial result][head]. In the space of Q: a
 // CTA merges at its last split.
+static_assert(MOST_SPLITS * HEADS * 4 <= P_AT, "");
 __device__ __forceinline__ float* merge_weights() { return reinterpret_cast<float*>(shared); }
 
 // Denominators, with those of `count` partial results of the CTAs before, to statistics, and to the factors that O^T and

@@ -201,6 +201,7 @@ def _fp8(f: Facts, s: Sizes) -> Choice:
     if splits == EVENLY:
         ctas = max(1, min(sms, items * ceil_div(tiles, 2) // FP8_LEAST_SPLIT))
         return Choice("fp8_sm90", heads, EVENLY, ctas=ctas, least_split=FP8_LEAST_SPLIT)
+    splits = min(splits, fp8_sm90.MOST_SPLITS)
     return Choice("fp8_sm90", heads, splits, ctas=min(items, sms) if splits == 1 else items * splits)
 
 

@@ -17,6 +17,7 @@ TILE_ROWS = 64
 
 
 WHOLE, CLUSTERS, SHARES = DIVISIONS = 0, 1, 2  # how work is divided over CTAs, see the kernel
+MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
 # Addresses, once a work item; in shares a few loads a pair of tiles, too.
 SPILL_BYTES = {WHOLE: 16, CLUSTERS: 64, SHARES: 192}
 
@@ -26,7 +27,7 @@ def kernel(layout: Layout, heads: int, division: int) -> Kernel:
     """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`."""
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
-        "MAX_CLUSTER": MAX_CLUSTER,
+        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS,
     }  # fmt: skip
     return Kernel(
         "attention/fp8_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",

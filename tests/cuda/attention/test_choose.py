@@ -445,3 +445,8 @@ def test_the_end_of_lists_is_looked_for_in_long_prefills():
     assert prefill(64, 8 * 132).counted
     assert prefill(128, 4 * 132).counted
     assert not prefill(64, 2000, uneven=True).counted
+
+
+def test_more_splits_than_a_cta_merges_are_fewer():
+    chosen = decode(V32_FP8, 64, 3, rows=100_000, splits=1000)
+    assert (chosen.splits, chosen.ctas) == (256, 3 * (64 // chosen.heads) * 256)
