@@ -5,7 +5,8 @@ INDEXER_FP8. Weights and hidden states are random, weights under the names and i
 
     1. hidden states -> latent rows, RoPE parts and indexer keys, packed into the caches
     2. hidden states -> queries, absorbed into the latent space (absorb_q)
-    3. the indexer scores every token of a request and keeps the best, whose slots are looked up
+    3. the indexer scores every token of a request (quantize_indexer_q) and keeps the slots of the best
+       (select_rows_paged)
     4. sparse_decode over these slots
     5. v_up_proj: latent output -> values, and o_proj
 
@@ -31,7 +32,7 @@ import numpy as np
 import cupy_mla
 from cupy_mla import layouts
 
-BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+BF16 = ml_dtypes.bfloat16
 HIDDEN, Q_LORA = 1024, 384  # the model: 7168, 1536
 HEADS, INDEX_HEADS, TOPK = 16, 16, 128  # the model: 128, 64, 2048
 LATENT, ROPE, NOPE, V, INDEX = 512, 64, 128, 128, 128  # the model's
@@ -68,10 +69,15 @@ def layer_norm(x: np.ndarray) -> np.ndarray:
     return rms_norm(x - x.mean(-1, keepdims=True))
 
 
+def cos_sin(positions: np.ndarray) -> np.ndarray:
+    """32 cosines and 32 sines of each position, [T, 64]."""
+    angles = positions[:, None] * 10000.0 ** (-np.arange(0, ROPE, 2) / ROPE)
+    return np.concatenate([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+
+
 def rope(x: np.ndarray, positions: np.ndarray, interleaved: bool) -> np.ndarray:
     """Rotate the pairs of x [T, ..., 64]: neighbours in attention, values i and i + 32 in the indexer."""
-    angles = positions[:, None] * 10000.0 ** (-np.arange(0, ROPE, 2) / ROPE)
-    cos, sin = (f(angles).reshape(len(x), *[1] * (x.ndim - 2), ROPE // 2) for f in (np.cos, np.sin))
+    cos, sin = np.split(cos_sin(positions).reshape(len(x), *[1] * (x.ndim - 2), ROPE), 2, -1)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., : ROPE // 2], x[..., ROPE // 2 :])
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(np.float32)
 
@@ -95,14 +101,13 @@ class Layer:
         return rms_norm(latent).astype(BF16), rope(k_pe, positions, interleaved=True).astype(BF16), key.astype(BF16)
 
     def queries(self, hidden: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """q_nope [T, h, 128], q_pe [T, h, 64], and the indexer's queries [T, H, 128] and weights [T, H]."""
+        """q_nope [T, h, 128], q_pe [T, h, 64], and the indexer's: queries [T, H, 128], not rotated, weights [T, H]."""
         latent = rms_norm(self.project("q_a_proj", hidden))
         q = self.project("q_b_proj", latent).reshape(-1, HEADS, NOPE + ROPE)
         q_pe = rope(q[..., NOPE:], positions, interleaved=True)
         index_q = self.project("indexer.wq_b", latent).reshape(-1, INDEX_HEADS, INDEX)
-        index_q[..., :ROPE] = rope(index_q[..., :ROPE], positions, interleaved=False)
-        weights = self.project("indexer.weights_proj", hidden) * (INDEX_HEADS * INDEX) ** -0.5
-        return q[..., :NOPE].astype(BF16), q_pe.astype(BF16), index_q, weights
+        weights = self.project("indexer.weights_proj", hidden)
+        return q[..., :NOPE].astype(BF16), q_pe.astype(BF16), index_q.astype(BF16), weights
 
 
 class Caches:
@@ -125,23 +130,25 @@ class Caches:
         cupy_mla.concat_and_cache_mla(device(latent), device(k_pe), self.rows, slots)
         cupy_mla.indexer_k_quant_and_cache(device(key), self.keys, slots)
 
-    def gather(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The rows [tokens, 576] of all requests as the cache holds them, and each request's indexer keys."""
+    def gather(self) -> np.ndarray:
+        """The rows [tokens, 576] of all requests as the cache holds them."""
         starts = np.concatenate([[0], np.cumsum(CONTEXTS)]).astype(np.int32)
         table = device(self.block_table)
         rows = device(np.zeros((starts[-1], LATENT + ROPE), BF16))
         lengths = device(CONTEXTS.astype(np.int32))
         cupy_mla.cp_gather_and_upconvert_fp8_kv_cache(self.rows, rows, table, lengths, device(starts[:-1]))
-        codes, scales = device(np.zeros((starts[-1], INDEX), np.uint8)), device(np.zeros(starts[-1], np.float32))
-        cupy_mla.cp_gather_indexer_k_quant_cache(self.keys, codes, scales, table, device(starts))
-        keys = cupy_mla.to_numpy(codes).view(E4M3).astype(np.float32) * cupy_mla.to_numpy(scales)[:, None]
-        return cupy_mla.to_numpy(rows), np.split(keys, starts[1:-1])
+        return cupy_mla.to_numpy(rows)
 
-
-def choose(index_q: np.ndarray, weights: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
-    """Positions [T, topk] of the tokens with the largest scores, `sum_h weights[h] * relu(q[h] . key)`."""
-    scores = [np.maximum(q @ k.T, 0).T @ w for q, w, k in zip(index_q, weights, keys, strict=True)]
-    return np.stack([np.sort(np.argpartition(-s, TOPK)[:TOPK]) for s in scores]).astype(np.int32)
+    def choose(self, index_q: np.ndarray, weights: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Slots [T, topk] of what the last token of each request attends to, and their positions."""
+        longest = int(CONTEXTS.max())
+        angles = device(cos_sin(np.arange(longest)))
+        q8, w = cupy_mla.quantize_indexer_q(
+            device(index_q), device(weights), positions=device(CONTEXTS - 1), cos_sin_cache=angles
+        )
+        asked = q8[:, None], self.keys, w, device(CONTEXTS.astype(np.int32)), device(self.block_table), longest, TOPK
+        slots, positions = (cupy_mla.select_rows_paged(*asked, slots=slots) for slots in (True, False))
+        return slots, cupy_mla.to_numpy(positions)
 
 
 def dense(q_nope: Any, q_pe: Any, rows: np.ndarray, w_uk: np.ndarray, w_uv: np.ndarray) -> np.ndarray:
@@ -171,12 +178,8 @@ def main() -> int:
     q = device(np.zeros((len(CONTEXTS), HEADS, LATENT + ROPE), BF16))
     cupy_mla.concat_mla_q(cupy_mla.absorb_q(device(q_nope), layer.w_uk), device(q_pe), q)
 
-    # 3. The indexer chooses positions; they become slots.
-    stored, keys = caches.gather()
-    chosen = choose(index_q, index_weights, keys)
-    requests = device(np.arange(len(CONTEXTS), dtype=np.int32))
-    table = device(caches.block_table)
-    slots = cupy_mla.convert_req_index_to_global_index(requests, table, device(chosen), BLOCK_SIZE)
+    # 3. The indexer chooses slots; dense attention needs their positions.
+    slots, chosen = caches.choose(index_q, index_weights)
 
     # 4. and 5. Attention in the latent space, values, output.
     latent_out, _ = cupy_mla.sparse_decode(q[:, None], caches.rows, slots[:, None], sm_scale=SCALE)
@@ -187,7 +190,7 @@ def main() -> int:
     print(f"each attends to {TOPK} tokens, on {'the GPU' if ON_GPU else 'the CPU (NumPy)'}")
     w_uk, w_uv = (cupy_mla.to_numpy(w) for w in (layer.w_uk, layer.w_uv))
     passed = True
-    as_stored = np.split(stored, np.cumsum(CONTEXTS)[:-1])
+    as_stored = np.split(caches.gather(), np.cumsum(CONTEXTS)[:-1])
     for name, rows, bound in (("computed", computed, FP8_BOUND), ("the FP8 cache holds them", as_stored, STORED_BOUND)):
         want = [dense(*query, r[c], w_uk, w_uv) for *query, r, c in zip(q_nope, q_pe, rows, chosen, strict=True)]
         want_out = layer.project("o_proj", np.reshape(want, (len(CONTEXTS), -1)))
