@@ -8,8 +8,8 @@ with one float32 scale `ks` a key. The scales of q stand in `w`, as relu commute
 
     w[i, h] = weights[i, h] * H**-0.5 * 128**-0.5 * q_scale[i, h]
 
-A NaN in a query or a key makes that one's logits NaN, no others. Kernels sum in float32; a logit's bits depend
-on its own query and key alone.
+A NaN in a query or a key makes that one's logits NaN, no others. Kernels sum in float32; on Hopper `wgmma`
+adds the products of a dot product with fewer bits (1e-8 in all). A logit's bits depend on its own query and key alone.
 
 Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' contracts are DeepGEMM's.
 """
@@ -122,8 +122,8 @@ def indexer_logits(
 
         logit[i, j] = ks[j] * sum_h relu(dot(q8[i, h], k8[j])) * w[i, h]
 
-    A NaN in a query or a key makes that one's logits NaN, no others. Kernels sum in float32; a logit's bits depend on
-    its own query and key alone.
+    A NaN in a query or a key makes that one's logits NaN, no others. A logit's bits depend on its own query and key
+    alone.
 
     Args:
         q8: [M, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
