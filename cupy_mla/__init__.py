@@ -3,7 +3,7 @@
 from collections.abc import Callable as _Callable
 from typing import Any as _Any
 
-from . import flash_mla, layouts, warmup
+from . import deep_gemm, flash_mla, layouts, warmup
 from ._version import __version__
 from .arrays import set_checks
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
@@ -72,6 +72,7 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_indexer_k_quant_cache",
     "cuda_available",
+    "deep_gemm",
     "dequantize_and_gather_k_cache",
     "dynamic_per_batched_tensor_quant",
     "flash_mla",

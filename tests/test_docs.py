@@ -135,7 +135,7 @@ def every_page_is_there_and_searches_all(site: Path) -> None:
 
 def every_public_name_is_there(site: Path) -> None:
     ids = set().union(*(Links(page).ids for page in (site / "docs" / "api").glob("*.html")))
-    modules = {f"module-cupy_mla.{name}" for name in ("flash_mla", "layouts", "warmup")}
+    modules = {f"module-cupy_mla.{name}" for name in ("deep_gemm", "flash_mla", "layouts", "warmup")}
     names = {f"cupy_mla.{name}" for name in cupy_mla.__all__ if not ismodule(getattr(cupy_mla, name))}
     assert (names | modules) - ids == {"cupy_mla.__version__"}
 

@@ -1,0 +1,150 @@
+"""Front door with the names and argument order of DeepGEMM's indexer functions::
+
+    from cupy_mla import deep_gemm          # instead of: import deep_gemm
+
+Takes torch, CuPy and NumPy arrays. Beyond DeepGEMM: 8 to 64 heads in steps of 8, any number of queries a request, any
+block size, GPUs from sm_80 on, and CPUs. Not there: FP4 and compressed logits (`max_seqlen_k`).
+
+Source: DeepGEMM's Python interface as it ships in vLLM 0.22.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .bridges import bind
+from .ops import logits
+from .ops.validate import INT32
+from .options import require_integer
+from .typing import A, AnyArray
+
+__all__ = [
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_paged_mqa_logits_metadata",
+]
+
+
+def fp8_mqa_logits(
+    q: A,
+    kv: tuple[AnyArray, AnyArray],
+    weights: AnyArray,
+    cu_seq_len_k_start: AnyArray,
+    cu_seq_len_k_end: AnyArray,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> A:
+    """Logits over keys in rows: `cupy_mla.indexer_logits`, whose arguments, results and errors these are.
+
+    Args:
+        kv: keys [N, 128] and their scales [N].
+        clean_logits: write -inf for keys that a token does not see.
+        max_seqlen_k: must be 0; another value asks for compressed logits, which are not there.
+
+    Example:
+        >>> q, keys = np.ones((1, 32, 128), float8_e4m3fn), np.ones((3, 128), float8_e4m3fn)
+        >>> scales, weights = np.ones(3, np.float32), np.ones((1, 32), np.float32)
+        >>> starts, ends = np.array([1], np.int32), np.array([3], np.int32)
+        >>> cupy_mla.deep_gemm.fp8_mqa_logits(q, (keys, scales), weights, starts, ends).tolist()
+        [[-inf, 4096.0, 4096.0]]
+    """
+    if require_integer("max_seqlen_k", max_seqlen_k, 0):
+        raise ValueError(f"max_seqlen_k is {max_seqlen_k}, which asks for compressed logits: they are not there so far")
+    keys, scales = _pair("kv", kv)
+    return logits.indexer_logits(q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean_logits)
+
+
+def fp8_paged_mqa_logits(
+    q: A,
+    kv_cache: AnyArray,
+    weights: AnyArray,
+    context_lens: AnyArray,
+    block_table: AnyArray,
+    schedule_meta: AnyArray | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+) -> A:
+    """Logits over a paged cache: `cupy_mla.paged_indexer_logits`, whose arguments, results and errors these are.
+
+    Args:
+        kv_cache: [num_blocks, block_size, 1, 132] in layout INDEXER_FP8.
+        context_lens: [B, n], or [B].
+        schedule_meta: from `get_paged_mqa_logits_metadata`; not looked at, our kernels divide their work themselves.
+        clean_logits: write -inf for keys that a token does not see.
+
+    Example:
+        >>> q, cache = np.ones((1, 1, 32, 128), float8_e4m3fn), np.zeros((2, 64, 1, 132), np.uint8)
+        >>> lens, table = np.array([[3]], np.int32), np.array([[1]], np.int32)
+        >>> schedule = cupy_mla.deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132)
+        >>> weights = np.ones((1, 32), np.float32)
+        >>> cupy_mla.deep_gemm.fp8_paged_mqa_logits(q, cache, weights, lens, table, schedule, 4, True).tolist()
+        [[0.0, 0.0, 0.0, -inf]]
+    """
+    return logits.paged_indexer_logits(
+        q, kv_cache, weights, context_lens, block_table, max_context_len, clean=clean_logits
+    )
+
+
+def get_paged_mqa_logits_metadata(context_lens: A, block_kv: int, num_sms: int) -> A:
+    """An array of the shape of DeepGEMM's schedule, for callers that keep one; what it holds has no meaning.
+
+    Args:
+        context_lens: [B, n] or [B] int32.
+        block_kv: tokens a block.
+        num_sms: of the GPU.
+
+    Returns:
+        [num_sms + 1, 2] int32, where `context_lens` is.
+    """
+    require_integer("block_kv", block_kv, 1)
+    num_sms = require_integer("num_sms", num_sms, 1)
+    place, (lens,) = bind(context_lens=context_lens)
+    lens.require(INT32, *("B", "n")[: max(len(lens.shape), 1)])
+    schedule: A = place.empty((num_sms + 1, 2), INT32)
+    return schedule
+
+
+def fp8_fp4_mqa_logits(
+    q: tuple[A, None],
+    kv: tuple[AnyArray, AnyArray],
+    weights: AnyArray,
+    cu_seq_len_k_start: AnyArray,
+    cu_seq_len_k_end: AnyArray,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> A:
+    """`fp8_mqa_logits` with q as a pair of values and None, as FP8 has it; scales of q, as of FP4, are an error."""
+    return fp8_mqa_logits(
+        _values(q), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
+    )  # fmt: skip
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[A, None],
+    kv_cache: AnyArray,
+    weights: AnyArray,
+    context_lens: AnyArray,
+    block_table: AnyArray,
+    schedule_meta: AnyArray | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+) -> A:
+    """`fp8_paged_mqa_logits` with q as a pair of values and None, as FP8 has it; scales of q are an error."""
+    return fp8_paged_mqa_logits(
+        _values(q), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
+    )
+
+
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name}: expected a pair, got {type(value).__name__}")
+    return value[0], value[1]
+
+
+def _values(q: Any) -> Any:
+    values, scales = _pair("q", q)
+    if scales is not None:
+        raise ValueError("q: scales were given, as FP4 and MX formats have them: cupy_mla has plain FP8 only so far")
+    return values
