@@ -3,7 +3,8 @@
 python benchmarks/run.py [--quick] [--only PROGRAM ...] [--rows REGEX]
 
 FlashMLA is taken from the folder CUPY_MLA_PEER (default .peer), or from an installed flash_mla, vllm or sgl_kernel;
-each result is compared with its. Programs that need it are left out where it is not found. Records go to
+each result is compared with its. DeepGEMM and vLLM's top-k are taken from CUPY_MLA_INDEXER_PEERS (see `indexer.py`).
+Programs whose peer is not found are left out. Records go to
 benchmarks/results, or to $OUT where that is set; the README is rewritten when all rows of a program were measured and
 $OUT is not set. Exit status 1: a program failed, or a result was wrong.
 """
@@ -27,9 +28,9 @@ from rich.table import Table
 FOLDER = Path(__file__).resolve().parent
 PROGRAMS = (
     "sparse_prefill", "small_prefill", "sparse_decode", "decode_batches", "accuracy", "batch_invariant", "cache_ops",
-    "portable", "thresholds", "host_overhead",
+    "portable", "thresholds", "host_overhead", "indexer",
 )  # fmt: skip
-DONE, FAILED, LEFT_OUT = "done", "[red]failed", "[yellow]left out: FlashMLA was not found"
+DONE, FAILED, LEFT_OUT = "done", "[red]failed", "[yellow]left out: its peer was not found"
 
 
 def rows_of(program: str) -> int | None:

@@ -44,6 +44,14 @@ def convert(positions: NDArray[np.int32], table: NDArray[np.int32]) -> None:
     assert_type(both, tuple[NDArray[np.int32], NDArray[np.int32]])
 
 
+def choose(q: Rows, keys: NDArray[np.uint8], scale_format: ScaleFormat) -> None:
+    q8, w = cupy_mla.quantize_indexer_q(q, np.ones(q.shape[:2], np.float32), scale_format=scale_format)
+    lens, table = np.array([5], np.int32), np.array([[1]], np.int32)
+    slots = cupy_mla.select_rows_paged(q8[:, None], keys, w, lens, table, max_context_len=64, k=4, slots=True)
+    assert_type(slots, Rows)
+    assert slots.shape == (1, 4)
+
+
 def any_kind(array: AnyArray) -> tuple[int, ...]:
     """NumPy, CuPy or torch."""
     cupy_mla.to_numpy(array)
@@ -63,6 +71,7 @@ def main() -> None:
     out = attend(q, cache, slots[None, None, :16].astype(np.int32))
     assert any_kind(out) == (1, 1, 4, 512)
     convert(np.zeros((2, 3), np.int32), np.zeros((1, 4), np.int32))
+    choose(values(rng, 1, 8, 128), np.zeros((2, 64, 132), np.uint8), scale_format)
 
     place = Place.of(cache)
     impl = SparseMLAImpl(config, 192**-0.5, cupy_mla.Workspace(place))
