@@ -504,7 +504,7 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
 // Calls `act` with the work items of this CTA: one, or (QUERIES 2) those of this warpgroup.
 template <typename Act>
 __device__ __forceinline__ void for_each_work(const AttentionParams& p, int warpgroup, int rank, int ctas, Act act) {
-    const int head_tiles = ceil_div(p.h_q, HEADS);
+    const int head_tiles = num_head_tiles(p);
     auto find = [&](int item) { return find_head_tile(p, item, head_tiles); };
     auto attend = [&](int index) {
         act(find_work(p, index, head_tiles, warpgroup, blockIdx.y * ctas + rank, p.num_splits * ctas));
@@ -522,7 +522,7 @@ __device__ __forceinline__ void for_each_work(const AttentionParams& p, int warp
 // persistent CTAs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     bf16_few_heads_sm90(const __grid_constant__ AttentionParams p) {
-    if (QUERIES == 1 && find_head_tile(p, blockIdx.x / cluster_size(), ceil_div(p.h_q, HEADS)) < 0)
+    if (QUERIES == 1 && find_head_tile(p, blockIdx.x / cluster_size(), num_head_tiles(p)) < 0)
         return;  // the whole cluster does
     Small& sm = small();
     if (threadIdx.x == 0) sm.multiplying = 0;

@@ -116,8 +116,6 @@ struct Work {
 
 __device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS); }
 
-__device__ __forceinline__ int num_head_tiles(const AttentionParams& p) { return (p.h_q + HEADS - 1) / HEADS; }
-
 // The query and head that one of the 64 lines of Q, S and O belongs to.
 struct Line {
     Query query;

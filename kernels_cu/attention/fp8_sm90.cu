@@ -182,7 +182,7 @@ __device__ __forceinline__ int last_item() {
 __device__ __forceinline__ int num_splits(const AttentionParams& p) {
     if (DIVISION == CLUSTERS) return 1;
     if (DIVISION == SHARES) return last_item() + 1 - small().shares.begin.item;
-    return ceil_div(p.num_queries * head_tiles_of(p) - int(blockIdx.x), gridDim.x);
+    return ceil_div(p.num_queries * num_head_tiles(p) - int(blockIdx.x), gridDim.x);
 }
 
 // Split number `turn` of this CTA.
@@ -190,18 +190,14 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     const int item = DIVISION == SHARES     ? last_item() - turn
                      : DIVISION == CLUSTERS ? cluster_index()
                                             : blockIdx.x + turn * gridDim.x;
-    const int head_tiles = head_tiles_of(p);
+    const int head_tiles = num_head_tiles(p);
     Work w;
-    w.query = query_by_branch(p, item / head_tiles);
-    w.first_head = item % head_tiles * HEADS;
-    w.begin = 0;
-    w.end = find_lists(p, w);
-    w.ends_item = true;
     if constexpr (DIVISION == CLUSTERS) {
-        const int rank = cluster_rank(), each = w.end / cluster_size(), more = w.end % cluster_size();
-        w.begin = rank * each + min(rank, more);
-        w.end = w.begin + each + (rank < more);
+        find_item(p, w, item / head_tiles, item % head_tiles, cluster_rank(), cluster_size());
+    } else {
+        find_item(p, w, item / head_tiles, item % head_tiles, 0, 1);
     }
+    w.ends_item = true;
     if constexpr (DIVISION == SHARES) {
         const Boundary begin = small().shares.begin, end = small().shares.end;
         if (item == begin.item) w.begin = 2 * begin.pair;
@@ -1025,7 +1021,6 @@ __device__ __forceinline__ float to_f16_range(float largest) {
 // Writes this CTA's partial result, as f16 times a power of two for each head. Denominators have been gathered.
 __device__ __forceinline__ void write_partial(const Role& r, const Output& out, const PartialResults<8>& partials) {
     Small& sm = small();
-    const int thread = threadIdx.x;
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         float top = 0.0f;
@@ -1036,16 +1031,16 @@ __device__ __forceinline__ void write_partial(const Role& r, const Output& out, 
         if (r.g == 0) sm.largest[4 * r.warpgroup + r.warp][r.head(c)] = top;
     }
     gather_sums(r, out);
-    if (thread < HEADS) {
+    if (threadIdx.x < HEADS) {
         float top = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) top = fmaxf(top, sm.largest[i][thread]);
+        for (int i = 0; i < 8; ++i) top = fmaxf(top, sm.largest[i][threadIdx.x]);
         const float up = to_f16_range(top);
-        sm.scale[thread] = up;
-        partials.write_statistics(thread, sm.ref[thread], sum_of(thread), 0.0f, 1.0f / up);
+        sm.scale[threadIdx.x] = up;
+        partials.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
     }
     sync_consumers();
-    // Chunk 256 c + thread: of head c columns 2 g and 2 g + 1 of 16, of four column blocks.
+    // Chunk 256 c + threadIdx.x: of head c columns 2 g and 2 g + 1 of 16, of four column blocks.
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         const float up = sm.scale[r.head(c)];
@@ -1053,7 +1048,7 @@ __device__ __forceinline__ void write_partial(const Role& r, const Output& out, 
 #pragma unroll
         for (int v = 0; v < 4; ++v)
             words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, c)] * up, out.o[v][element(1, c)] * up));
-        partials.write(256 * c + thread, make_float4(words[0], words[1], words[2], words[3]));
+        partials.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
     }
 }
 
@@ -1069,7 +1064,6 @@ __device__ __forceinline__ void leave_partial(const AttentionParams& p, const At
 __device__ __forceinline__ void add_partials(const Role& r, int count, const PartialResults<8>& partials,
                                              Output& out) {
     constexpr int AT_ONCE = 8;
-    const int thread = threadIdx.x;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
 #pragma unroll
@@ -1077,7 +1071,7 @@ __device__ __forceinline__ void add_partials(const Role& r, int count, const Par
             float4 chunks[AT_ONCE];
 #pragma unroll
             for (int c = 0; c < AT_ONCE; ++c)
-                chunks[c] = partials.chunk_of(partials.rank - count + i, 256 * (first + c) + thread);
+                chunks[c] = partials.chunk_of(partials.rank - count + i, 256 * (first + c) + threadIdx.x);
 #pragma unroll
             for (int c = 0; c < AT_ONCE; ++c) {
                 const float weight = merge_weights()[i * HEADS + r.head(first + c)];

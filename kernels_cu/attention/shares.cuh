@@ -14,6 +14,7 @@
 #pragma once
 #include "attention/work.cuh"
 #include "ptx/global.cuh"
+#include "tile/warp.cuh"
 
 // What a pair of tiles costs, and what an item costs beside them: Q, first rows, results. Their ratio was measured.
 constexpr int PAIR_COST = 8, ITEM_COST = 11;
@@ -32,8 +33,6 @@ struct Shares {
     Boundary begin, end;  // of this CTA's share
     uint32_t costs[THREADS / 32];
 };
-
-__device__ __forceinline__ int head_tiles_of(const AttentionParams& p) { return ceil_div(p.h_q, HEADS); }
 
 __device__ __forceinline__ int pairs_of(const AttentionParams& p, int query) {
     Lists w;
@@ -54,48 +53,26 @@ __device__ __forceinline__ Boundary nearest_boundary(const AttentionParams& p, i
 // Where share `cta` begins, if each item is to be divided into p.num_splits alike.
 __device__ __forceinline__ Boundary split_boundary(const AttentionParams& p, uint32_t cta) {
     const int item = cta / p.num_splits, split = cta % p.num_splits;
-    return {item, split == 0 ? 0 : pairs_of(p, item / head_tiles_of(p)) * split / p.num_splits};
+    return {item, split == 0 ? 0 : pairs_of(p, item / num_head_tiles(p)) * split / p.num_splits};
 }
 
 // Where share `cta` begins, if all lists are equally long.
 __device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint32_t cta) {
     const int pairs = pairs_of(p, 0);
     const uint32_t cost = cost_of(pairs);
-    const uint64_t total = uint64_t(p.num_queries * head_tiles_of(p)) * cost, at = total * cta / gridDim.x;
+    const uint64_t total = uint64_t(p.num_queries * num_head_tiles(p)) * cost, at = total * cta / gridDim.x;
     return nearest_boundary(p, at / cost, pairs, at % cost);
-}
-
-// The sum of `cost` over the threads before this one; `total` gets that over all. All threads of the CTA call.
-template <int THREADS>
-__device__ __forceinline__ uint32_t sum_before(uint32_t cost, uint32_t (&costs)[THREADS / 32], uint32_t& total) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t sum = cost;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t other = __shfl_up_sync(~0u, sum, distance);
-        if (lane >= distance) sum += other;
-    }
-    if (lane == 31) costs[warp] = sum;
-    __syncthreads();
-    uint32_t before = 0;
-    total = 0;
-#pragma unroll
-    for (int i = 0; i < THREADS / 32; ++i) {
-        if (i < warp) before += costs[i];
-        total += costs[i];
-    }
-    return before + sum - cost;
 }
 
 // Finds this CTA's share where queries have lengths of their own. All threads call; each looks at some of the queries.
 template <int THREADS>
 __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, Shares<THREADS>& shares) {
-    const int head_tiles = head_tiles_of(p), each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
+    const int head_tiles = num_head_tiles(p), each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
     const int end = min(first + each, p.num_queries);
     uint32_t cost = 0, total;
 #pragma unroll 1
     for (int query = first; query < end; ++query) cost += head_tiles * cost_of(pairs_of(p, query));
-    const uint32_t before = sum_before<THREADS>(cost, shares.costs, total);
+    const uint32_t before = cta_sum_before(cost, shares.costs, total);
 #pragma unroll 1
     for (uint32_t i = 0; i < 2; ++i) {
         Boundary& found = i == 0 ? shares.begin : shares.end;

@@ -4,6 +4,8 @@
 #include "attention/params.cuh"
 #include "rows/reader.cuh"
 
+__device__ __forceinline__ int num_head_tiles(const AttentionParams& p) { return ceil_div(p.h_q, HEADS); }
+
 // The index lists of a query. The main list's tiles come first.
 struct Lists {
     Query query;

@@ -102,24 +102,18 @@ template <int THREADS, int TILE_SIZE, int UNIT>
 __device__ __forceinline__ Share share_of_cta(const LogitsParams& p) {
     __shared__ int64_t warp_sums[THREADS / 32];
     __shared__ Share share;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int tiles = num_tiles<TILE_SIZE>(p), of_thread = ceil_div(tiles, THREADS);
     const int first = threadIdx.x * of_thread, last = min(first + of_thread, tiles);
     const auto units_of = [&](int tile) { return units_in<UNIT>(range_of_tile(p, tile_of<TILE_SIZE>(p, tile))); };
     int64_t mine = 0;
     for (int tile = first; tile < last; ++tile) mine += units_of(tile);
-    int64_t end = inclusive_sum(mine, lane), total = 0;
-    if (lane == 31) warp_sums[warp] = end;
     if (threadIdx.x == 0) share = {0, 0, 0};
-    __syncthreads();
-    for (int w = 0; w < THREADS / 32; ++w) {
-        if (w < warp) end += warp_sums[w];
-        total += warp_sums[w];
-    }
+    int64_t total;
+    const int64_t before = cta_sum_before(mine, warp_sums, total), end = before + mine;
     const int64_t begin = total * blockIdx.x / gridDim.x, stop = total * (blockIdx.x + 1) / gridDim.x;
-    if (end - mine <= begin && begin < end && begin < stop) {
+    if (before <= begin && begin < end && begin < stop) {
         int tile = first;
-        int64_t unit = begin - (end - mine);
+        int64_t unit = begin - before;
         for (int units = units_of(tile); unit >= units; units = units_of(tile)) {
             unit -= units;
             ++tile;

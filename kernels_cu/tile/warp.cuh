@@ -22,6 +22,24 @@ __device__ __forceinline__ T inclusive_sum(T x, int lane) {
     return x;
 }
 
+// The sum of `x` over the threads of a CTA of COUNT warps before this one; `total` gets that over all. `warp_sums` is
+// shared memory. All threads call.
+template <typename T, int COUNT>
+__device__ __forceinline__ T cta_sum_before(T x, T (&warp_sums)[COUNT], T& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const T sum = inclusive_sum(x, lane);
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    T before = 0;
+    total = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        if (i < warp) before += warp_sums[i];
+        total += warp_sums[i];
+    }
+    return before + sum - x;
+}
+
 // Over the four lanes with the same g, a quad.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
