@@ -534,10 +534,8 @@ def must_be_apart(arguments: Sequence[Any]) -> Iterator[tuple[Array, Array]]:
 
 def require_apart(written: str, a: Any, other: str, b: Any, may_be: bool) -> None:
     """Check that array `a`, which is written, is no part of array `b`, but for the whole of it where it `may_be`."""
-    described = describe(written, a)
-    described.may_be = against = describe(other, b)
-    if not may_be:
-        described.may_be = None
+    described, against = describe(written, a), describe(other, b)
+    described.may_be = against if may_be else None
     described.require_apart(against)
 
 

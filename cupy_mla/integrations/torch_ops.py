@@ -174,7 +174,7 @@ def _with_kvcache(
         topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
         extra_topk_length=extra_topk_length, out=out, num_splits=num_splits, batch_invariant=batch_invariant,
     )  # fmt: skip
-    return *results, None
+    return *results, planned
 
 
 # What an operation becomes while a graph is traced, by the name of the function that torch.compile meets.

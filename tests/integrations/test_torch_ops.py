@@ -111,7 +111,7 @@ def test_one_graph_serves_many_lengths(kind, rng):
 
 
 def test_schedule_in_a_graph(kind, rng):
-    """A schedule that was made is followed; a graph makes none."""
+    """A schedule that was made is followed and kept; a graph makes none."""
     q, cache, indices = decode_inputs(kind, rng)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -125,6 +125,12 @@ def test_schedule_in_a_graph(kind, rng):
     want = cupy_mla.sparse_decode(q, cache, indices, scale)
     assert torch.equal(decode(empty)[0], want[0])
     assert (empty.shapes, empty.num_splits) == (None, None)
+    used, _ = flash_mla.get_mla_metadata()
+    flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, used, is_fp8_kvcache=True, indices=indices)
+    shapes = used.shapes
+    assert torch.equal(decode(used)[0], want[0])
+    assert shapes is not None
+    assert used.shapes == shapes
     three = flash_mla.FlashMLASchedMeta(num_splits=3)
     assert torch.equal(decode(three)[0], cupy_mla.sparse_decode(q, cache, indices, scale, num_splits=3)[0])
     with pytest.raises(ValueError, match=r"^is_fp8_kvcache is False"):
