@@ -25,7 +25,7 @@ from cases import BATCHES, decode_floor_us, judge
 from harness import SETS, Call, Options, Record, flash_mla_peer, peer_name, time_side_by_side
 from inputs import v4_cache, v32_cache
 from report import plot_batches
-from rows import Set, decode_sets, padded
+from rows import Set, decode_call, decode_sets, padded
 
 from cupy_mla import flash_mla
 
@@ -95,11 +95,7 @@ def calls(module: Any, sets: list[Set]) -> list[Call]:
     def call(number: int, s: Set) -> Any:
         if number == 0:
             meta[:] = [module.get_mla_metadata()[0]]
-        return module.flash_mla_with_kvcache(
-            s["q"], s["k_cache"], None, None, 512, meta[0], is_fp8_kvcache=True, indices=s["indices"],
-            topk_length=s.get("topk_length"), extra_k_cache=s.get("extra"),
-            extra_indices_in_kvcache=s.get("extra_indices"), extra_topk_length=s.get("extra_topk_length"),
-        )  # fmt: skip
+        return decode_call(module, meta[0], s)
 
     return [lambda i=i, s=s: call(i, s) for i, s in enumerate(sets)]
 

@@ -47,15 +47,28 @@ def prefill(
         lists = local_lists(s_q, topk, s_kv) if kind == "local" else random_slots(s_q, 1, topk, slots=s_kv)
         lengths = torch.randint(1, topk + 1, (s_q,), device="cuda", dtype=torch.int32) if kind == "lengths" else None
         sets.append((normal(s_q, h, d), lists, lengths))
+    prefill_row(record, peer, case, kv, sets)
 
-    def calls(module: Any, inputs: list[tuple[torch.Tensor, ...]]) -> list:
+
+def prefill_row(
+    record: Record,
+    peer: Any,
+    case: str,
+    kv: torch.Tensor,
+    sets: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    **more: Any,
+) -> None:
+    """A row of prefills of q, lists and lengths over one array of rows; `more` goes into the record."""
+    _, h, d = sets[0][0].shape
+
+    def calls(module: Any, inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list:
         return [
             lambda q=q, i=i, n=n: module.flash_mla_sparse_fwd(q, kv, i, d**-0.5, topk_length=n) for q, i, n in inputs
         ]
 
     ours, theirs = calls(flash_mla, sets), calls(peer, [(padded(q), i, n) for q, i, n in sets])
     error = record.compare(case, ours[0]()[0], theirs[0]()[0][:, :h])
-    record.add(case, *time_side_by_side(ours, theirs), error)
+    record.add(case, *time_side_by_side(ours, theirs), error, **more)
 
 
 Set = dict[str, torch.Tensor]
@@ -87,13 +100,16 @@ def decode_sets(
 def decode_calls(module: Any, sets: list[Set]) -> list:
     """One call a set, all sharing one schedule, planned in the first."""
     meta, _ = module.get_mla_metadata()
-    return [
-        lambda s=s: module.flash_mla_with_kvcache(
-            s["q"], s["k_cache"], None, None, 512, meta, is_fp8_kvcache=s["k_cache"].dtype == torch.uint8,
-            indices=s["indices"], extra_k_cache=s.get("extra"), extra_indices_in_kvcache=s.get("extra_indices"),
-        )
-        for s in sets
-    ]  # fmt: skip
+    return [lambda s=s: decode_call(module, meta, s) for s in sets]
+
+
+def decode_call(module: Any, meta: Any, s: Set) -> Any:
+    """FlashMLA's decode, ours or its own, of an input set with a schedule."""
+    return module.flash_mla_with_kvcache(
+        s["q"], s["k_cache"], None, None, 512, meta, is_fp8_kvcache=s["k_cache"].dtype == torch.uint8,
+        indices=s["indices"], topk_length=s.get("topk_length"), extra_k_cache=s.get("extra"),
+        extra_indices_in_kvcache=s.get("extra_indices"), extra_topk_length=s.get("extra_topk_length"),
+    )  # fmt: skip
 
 
 def own_decode_calls(sets: list[Set], **settings: Any) -> list:

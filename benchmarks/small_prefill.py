@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from cases import SMALL_PREFILL, judge
-from harness import SETS, Options, Record, flash_mla_peer, peer_name, time_side_by_side
+from harness import SETS, Options, Record, flash_mla_peer, peer_name
 from inputs import normal, random_slots
-
-from cupy_mla import flash_mla
+from rows import prefill_row
 
 LARGEST, DRAWN = 264, 24
 TOPK, ROWS = 2048, 32768
@@ -57,14 +56,8 @@ def main() -> None:
         if not record.wants(case):
             continue
         kv = normal(ROWS, 1, row["d_qk"])
-        inputs = [(normal(row["s_q"], row["h"], row["d_qk"]), lists(row)) for _ in range(SETS)]
-
-        def calls(module: Any, inputs: list = inputs, kv: torch.Tensor = kv) -> list:
-            return [lambda q=q, i=i: module.flash_mla_sparse_fwd(q, kv, i, q.shape[-1] ** -0.5) for q, i in inputs]
-
-        ours, theirs = calls(flash_mla), calls(peer)
-        error = record.compare(case, ours[0]()[0], theirs[0]()[0])
-        record.add(case, *time_side_by_side(ours, theirs), error, peer=peer_name(), **row)
+        sets = [(normal(row["s_q"], row["h"], row["d_qk"]), lists(row), None) for _ in range(SETS)]
+        prefill_row(record, peer, case, kv, sets, peer=peer_name(), **row)
     judge(SMALL_PREFILL, record.rows)
     print(record.write())
 
