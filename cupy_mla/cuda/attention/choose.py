@@ -16,7 +16,15 @@ from ...layouts import Layout
 from ..driver import MAX_CLUSTER, Gpu
 from ..paging import ceil_div
 from . import bf16_cluster_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, fp8_sm90, portable
-from .cost import EVENLY, FP8_LEAST_SPLIT, Division, few_heads_candidates, fp8_candidates, portable_splits
+from .cost import (
+    EVENLY,
+    FP8_LEAST_SPLIT,
+    KNOWN_QUERIES,
+    Division,
+    few_heads_candidates,
+    fp8_candidates,
+    portable_splits,
+)
 
 VARIABLE = "CUPY_MLA_KERNELS"
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
@@ -38,7 +46,7 @@ CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 COUNTED_WAVES = 8
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
-MAX_CHOICES = 4096  # sizes that a chooser remembers
+MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
 
 
 class Choice(NamedTuple):
@@ -331,6 +339,9 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None) -> Choice:
 class Chooser:
     """`choose` for calls of one signature, which remembers what it chose.
 
+    A server meets another number of queries at every step, and lists of few lengths. So when a second number of queries
+    comes for a length, the choices of all numbers up to `KNOWN_QUERIES` are made together, in a few milliseconds.
+
     Attributes:
         depends_on: tells what a choice depends on beside the arguments.
     """
@@ -339,16 +350,23 @@ class Chooser:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self._known: dict[tuple[str | None, int, int, int, int | None], Choice] = {}
+        # Choices by the number of queries, for calls that differ in nothing else; and how many are remembered.
+        self._known: dict[tuple[str | None, int, int, int | None], dict[int, Choice]] = {}
+        self._size = 0
 
     def __call__(self, h_q: int, queries: int, rows: int, splits: int | None) -> Choice:
-        key = (asked_kernel(), h_q, queries, rows, splits)
-        choice = self._known.get(key)
-        if choice is None:
-            if len(self._known) >= MAX_CHOICES:
-                self._known.clear()
-            choice = self._known[key] = choose(self.facts, Sizes(h_q, queries, rows, splits), key[0])
-        return choice
+        key = (asked_kernel(), h_q, rows, splits)
+        known = self._known.get(key)
+        if known is not None and queries in known:
+            return known[queries]
+        wanted = [queries] if known is None or queries > KNOWN_QUERIES else range(1, KNOWN_QUERIES + 1)
+        made = {n: choose(self.facts, Sizes(h_q, n, rows, splits), key[0]) for n in wanted}
+        self._size += len(made)
+        if self._size > MAX_CHOICES:
+            self._known.clear()
+            self._size = len(made)
+        self._known.setdefault(key, {}).update(made)
+        return made[queries]
 
 
 @cache

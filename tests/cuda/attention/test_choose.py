@@ -419,12 +419,23 @@ def test_an_empty_value_is_none_for_groups_as_well(monkeypatch):
     assert prefill(16, 132 * 4).most_rows == bf16_grouped_sm90.MOST_ROWS_FEW_HEADS
 
 
-def test_a_chooser_does_not_grow_with_the_traffic(monkeypatch):
-    monkeypatch.setattr(choose, "MAX_CHOICES", 10)
+@pytest.mark.parametrize("lengths", [1, 30])
+def test_a_chooser_does_not_grow_with_the_traffic(monkeypatch, lengths):
+    monkeypatch.setattr(choose, "MAX_CHOICES", 1000)
     chooser = choose.Chooser(Facts(GPU, V32_FP8, prefill=False))
-    for queries in range(1, 100):
-        chooser(128, queries, 2048, None)
-        assert len(chooser._known) <= 10
+    for step in range(200):
+        chooser(128, 1 + 7 * step, 64 * (1 + step % lengths), None)
+        assert sum(map(len, chooser._known.values())) <= 1000
+
+
+def test_choices_of_many_batches_are_those_of_each(monkeypatch, rng):
+    """A second number of queries has all of them chosen together."""
+    facts = Facts(GPU, V32_FP8, prefill=False)
+    chooser = choose.Chooser(facts)
+    for queries in map(int, rng.permutation(700)[:60] + 1):
+        assert chooser(64, queries, 2048, None) == choose.choose(facts, choose.Sizes(64, queries, 2048))
+    monkeypatch.setattr(choose, "choose", lambda *arguments: pytest.fail("is known"))
+    assert {chooser(64, queries, 2048, None).kernel for queries in range(1, choose.KNOWN_QUERIES + 1)} == {"fp8_sm90"}
 
 
 def test_clusters_are_counted_for_the_kernels_that_have_them(monkeypatch):
