@@ -119,6 +119,13 @@ def test_version(metadata: Message) -> None:
     assert sections[0] == cupy_mla.__version__
 
 
+def test_project_urls(metadata: Message) -> None:
+    """The works that this one follows; it has no address of its own yet."""
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL", []))
+    assert urls.keys() == {"FlashMLA", "vLLM"}
+    assert all(re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", url) for url in urls.values())
+
+
 def test_classifiers(metadata: Message) -> None:
     """An index refuses those that it does not know."""
     known = pytest.importorskip("trove_classifiers", reason="trove-classifiers is not installed").classifiers
