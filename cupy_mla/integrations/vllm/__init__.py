@@ -1,0 +1,160 @@
+"""vLLM's sparse MLA models on this package's attention, cache, index and indexer operations.
+
+vLLM calls `register` in each of its processes: setup.cfg names it in the entry-point group `vllm.general_plugins`.
+`CUPY_MLA_VLLM` says what it does:
+
+- unset or `custom`: the backend is there as CUSTOM, and nothing changes until `--attention-backend CUSTOM` asks for it;
+- `override`: it takes FLASHMLA_SPARSE's place, which vLLM chooses by itself for sparse MLA models;
+- `off`: nothing.
+
+A vLLM that lacks something an adapter needs is left alone, with one warning that names what is missing. To find that
+out its sources are read, not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+from ...options import require_choice
+from .contract import Needs, missing
+
+MODES = ("custom", "override", "off")
+PLACES = {"custom": "CUSTOM", "override": "FLASHMLA_SPARSE"}
+
+REGISTRY: Needs = {
+    "v1.attention.backends.registry": (
+        "AttentionBackendEnum.CUSTOM",
+        "AttentionBackendEnum.FLASHMLA_SPARSE",
+        "register_backend(backend, class_path)",
+    ),
+}
+# What `sparse_mla` and `indexer` build on, as vLLM 0.22 has it.
+FLASHMLA_SPARSE: Needs = {
+    **REGISTRY,
+    "v1.attention.backends.mla.flashmla_sparse": (
+        "MIN_HEADS_FOR_BF16_PREFILL",
+        "get_mla_metadata",
+        "FlashMLASparseBackend.get_builder_cls()",
+        "FlashMLASparseBackend.get_impl_cls()",
+        "FlashMLASparseBackend.supports_compute_capability(cls, capability)",
+        "FlashMLASparseMetadata.max_query_len",
+        "FlashMLASparseMetadata.block_table",
+        "FlashMLASparseMetadata.req_id_per_token",
+        "FlashMLASparseMetadata.block_size",
+        "FlashMLASparseMetadata.fp8_extra_metadata",
+        "FlashMLASparseMetadata.FP8KernelMetadata.scheduler_metadata",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.num_decodes",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.num_decode_tokens",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.prefill",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.request_ids",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.workspace_starts",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.chunks",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.seq_lens",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.tokens_slice",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.block_table",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.workspace_starts",
+        "FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.chunk_tot_seqlen",
+        "FlashMLASparseMetadataBuilder.build(self, common_prefix_len, common_attn_metadata)",
+        "FlashMLASparseMetadataBuilder._build_fp8_mixed_decode_prefill(self, common_attn_metadata)",
+        "FlashMLASparseMetadataBuilder._build_fp8_separate_prefill_decode(self, common_attn_metadata)",
+        "FlashMLASparseImpl.topk_indices_buffer",
+        "FlashMLASparseImpl.q_concat_buffer",
+        "FlashMLASparseImpl.prefill_bf16_workspace",
+        "FlashMLASparseImpl.softmax_scale",
+        "FlashMLASparseImpl.kv_cache_dtype",
+        "FlashMLASparseImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
+    ),
+    "v1.attention.backend": (
+        "SparseMLAAttentionImpl.do_kv_cache_update"
+        "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)",
+    ),
+    "v1.attention.backends.mla.indexer": (
+        "has_deep_gemm",
+        "DeepseekV32IndexerBackend.get_builder_cls()",
+        "DeepseekV32IndexerMetadataBuilder.build(self, common_prefix_len, common_attn_metadata)",
+        "DeepseekV32IndexerMetadata.slot_mapping",
+        "DeepseekV32IndexerMetadata.num_decode_tokens",
+        "DeepseekV32IndexerMetadata.num_prefill_tokens",
+        "DeepseekV32IndexerMetadata.decode",
+        "DeepseekV32IndexerMetadata.prefill",
+        "DeepSeekV32IndexerDecodeMetadata.block_table",
+        "DeepSeekV32IndexerDecodeMetadata.seq_lens",
+        "DeepSeekV32IndexerDecodeMetadata.decode_lens",
+        "DeepSeekV32IndexerDecodeMetadata.requires_padding",
+        "DeepseekV32IndexerPrefillMetadata.chunks",
+        "DeepseekV32IndexerPrefillChunkMetadata.block_table",
+        "DeepseekV32IndexerPrefillChunkMetadata.cu_seqlen_ks",
+        "DeepseekV32IndexerPrefillChunkMetadata.cu_seqlen_ke",
+        "DeepseekV32IndexerPrefillChunkMetadata.cu_seq_lens",
+        "DeepseekV32IndexerPrefillChunkMetadata.total_seq_lens",
+        "DeepseekV32IndexerPrefillChunkMetadata.token_start",
+        "DeepseekV32IndexerPrefillChunkMetadata.token_end",
+        "DeepseekV32IndexerPrefillChunkMetadata.skip_kv_gather",
+    ),
+    "model_executor.layers.sparse_attn_indexer": (
+        "SparseAttnIndexer.__init__"
+        "(self, k_cache, quant_block_size, scale_fmt, topk_tokens, head_dim, max_model_len, max_total_seq_len, "
+        "topk_indices_buffer, skip_k_cache_insert, use_fp4_cache)",
+        "SparseAttnIndexer.forward_cuda(self, hidden_states, q_quant, k, weights)",
+    ),
+    "model_executor.models.deepseek_v2": ("Indexer.indexer_op", "Indexer.k_cache"),
+    "model_executor.custom_op": ("CustomOp._forward_method",),
+    "utils.torch_utils": (
+        "LayerNameType",
+        "_encode_layer_name(layer_name)",
+        "_resolve_layer_name(layer_name)",
+        "direct_register_custom_op(op_name, op_func, mutates_args, fake_impl, target_lib)",
+    ),
+    "v1.worker.workspace": ("current_workspace_manager()", "WorkspaceManager.get_simultaneous(self)"),
+}
+
+# Adapters by the module with their backend class; the first whose needs a vLLM meets is taken.
+ADAPTERS: dict[str, Needs] = {"sparse_mla": FLASHMLA_SPARSE}
+
+logger = logging.getLogger("vllm.cupy_mla")  # below vLLM's logger, so that it is shown as vLLM's own lines are
+
+
+def register() -> None:
+    """Make the backend known to the vLLM of this process, as `CUPY_MLA_VLLM` says. May be called again.
+
+    Raises:
+        ValueError: `CUPY_MLA_VLLM` has a value that is none of its own.
+    """
+    mode = os.environ.get("CUPY_MLA_VLLM") or "custom"
+    require_choice("CUPY_MLA_VLLM", mode, MODES)
+    if mode == "off":
+        return
+    chosen = adapter(_sources())
+    if chosen is None:
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum[PLACES[mode]], f"{__name__}.{chosen}.CupyMLASparseBackend")
+
+
+def adapter(sources: Path) -> str | None:
+    """The module whose backend fits a vLLM; None, after a warning, where none does.
+
+    Args:
+        sources: the folder of the package `vllm`.
+    """
+    lacking = {}
+    for name, needs in ADAPTERS.items():
+        lacking[name] = missing(sources, needs)
+        if not lacking[name]:
+            return name
+    least = min(lacking.values(), key=len)
+    logger.warning(
+        "cupy_mla leaves this vLLM alone, the CUSTOM attention backend is not registered. Missing: %s", "; ".join(least)
+    )
+    return None
+
+
+def _sources() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("vllm is not installed")
+    return Path(spec.origin).parent

@@ -1,0 +1,94 @@
+"""What an adapter needs of an engine's Python sources, and whether they have it. They are read, never imported.
+
+A need is written as it would be called: `Class.method(self, q, layer)`, `Class.attribute`, `function(x)`, `NAME`. A
+parameter list names the first parameters, in order. An attribute may be a class variable, a field, or what a method
+assigns to `self`; a name may be defined in a module or imported into it.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+# Needs by module, whose name is relative to the engine's package.
+Needs = dict[str, tuple[str, ...]]
+# A definition by its dotted name; the value is its parameters where it is a function.
+Found = dict[str, "list[str] | None"]
+
+
+def missing(package: Path, needs: Needs) -> list[str]:
+    """The needs that a package does not meet, each with its module.
+
+    Args:
+        package: folder of the package; a `zipfile.Path` into a wheel will do.
+    """
+    lacking = []
+    for module, names in needs.items():
+        source = _source(package, module)
+        if source is None:
+            lacking.append(f"module {module}")
+            continue
+        found = definitions(source)
+        lacking += [f"{module}: {name}" for name in names if not _met(name, found)]
+    return lacking
+
+
+def definitions(source: str) -> Found:
+    """What a module's source defines, in classes too."""
+    found: Found = {}
+    _collect(ast.parse(source).body, "", found)
+    return found
+
+
+def _source(package: Path, module: str) -> str | None:
+    path = package.joinpath(*module.split("."))
+    for file in (path.parent / f"{path.name}.py", path / "__init__.py"):
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    return None
+
+
+def _met(need: str, found: Found) -> bool:
+    name, parenthesis, rest = need.partition("(")
+    if name not in found:
+        return False
+    if not parenthesis:
+        return True
+    wanted = [parameter.strip() for parameter in rest.rstrip(")").split(",") if parameter.strip()]
+    parameters = found[name]
+    return parameters is not None and parameters[: len(wanted)] == wanted
+
+
+def _collect(body: list[ast.stmt], scope: str, found: Found) -> None:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            found[scope + node.name] = [
+                argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+            ]
+            if scope:
+                _collect_self(node, scope, found)
+        elif isinstance(node, ast.ClassDef):
+            found[scope + node.name] = None
+            _collect(node.body, f"{scope}{node.name}.", found)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in (n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):
+                found[scope + name.id] = None
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                found[scope + (alias.asname or alias.name)] = None
+        else:  # branches and the like
+            for field in ("body", "orelse", "finalbody"):
+                _collect(getattr(node, field, []), scope, found)
+            for handler in getattr(node, "handlers", []):
+                _collect(handler.body, scope, found)
+
+
+def _collect_self(method: ast.FunctionDef | ast.AsyncFunctionDef, scope: str, found: Found) -> None:
+    """Attributes that a method assigns to `self`."""
+    for node in ast.walk(method):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+            continue
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            found.setdefault(scope + node.attr, None)

@@ -1,0 +1,186 @@
+"""The lightning indexer in vLLM 0.22: keys into the cache, logits and exact top-k by our operations, no DeepGEMM."""
+
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers import sparse_attn_indexer as stock
+from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
+from vllm.v1.attention.backends.mla import indexer as stock_metadata
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from ...ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
+from ...ops.topk import select_rows, select_rows_paged
+from ...typing import ScaleFormat
+from .rebound import rebound
+
+# An op of our own, so that vLLM's stays as it is for models with another backend.
+LIBRARY = torch.library.Library("cupy_mla_vllm", "DEF")
+OP = "sparse_attn_indexer"
+
+
+class CupyMLAIndexerBuilder(stock_metadata.DeepseekV32IndexerMetadataBuilder):
+    """vLLM's metadata without DeepGEMM's schedule."""
+
+    build = rebound(stock_metadata.DeepseekV32IndexerMetadataBuilder.build, has_deep_gemm=lambda: False)
+
+
+class CupyMLAIndexerBackend(stock_metadata.DeepseekV32IndexerBackend):
+    """What the indexer's cache says of itself."""
+
+    @staticmethod
+    def get_builder_cls() -> type[CupyMLAIndexerBuilder]:
+        return CupyMLAIndexerBuilder
+
+
+class CupyMLAIndexer(stock.SparseAttnIndexer):
+    """The layer that fills the buffer of chosen positions."""
+
+    def forward_cuda(
+        self,
+        hidden_states: torch.Tensor,
+        q_quant: torch.Tensor,
+        k: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        torch.ops.cupy_mla_vllm.sparse_attn_indexer(
+            hidden_states,
+            _encode_layer_name(self.k_cache.prefix),
+            self.k_cache.kv_cache,
+            q_quant,
+            k,
+            weights,
+            self.scale_fmt,
+            self.topk_tokens,
+            self.max_model_len,
+            self.max_total_seq_len,
+            self.topk_indices_buffer,
+            self.skip_k_cache_insert,
+        )
+        return self.topk_indices_buffer
+
+
+def adopt(indexer: Any) -> None:
+    """Make a layer's indexer run on our operations: its op becomes a `CupyMLAIndexer`, its cache gets our builder.
+
+    Raises:
+        ValueError: its keys are FP4, which our operations do not read.
+    """
+    op = indexer.indexer_op
+    if op.use_fp4_cache:
+        raise ValueError("cupy_mla has no FP4 indexer cache: leave use_fp4_indexer_cache off")
+    op.__class__ = CupyMLAIndexer
+    op._forward_method = op.forward_cuda
+    indexer.k_cache.get_attn_backend = lambda: CupyMLAIndexerBackend
+    # Metadata differ from step to step, so piecewise CUDA graphs must end before the op.
+    splitting_ops = get_current_vllm_config().compilation_config.splitting_ops
+    name = f"{LIBRARY.ns}::{OP}"
+    if splitting_ops and name not in splitting_ops:
+        splitting_ops.append(name)
+
+
+@eager_break_during_capture
+def sparse_attn_indexer(
+    hidden_states: torch.Tensor,
+    k_cache_prefix: LayerNameType,
+    kv_cache: torch.Tensor,
+    q_quant: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    scale_fmt: str,
+    topk_tokens: int,
+    max_model_len: int,
+    total_seq_lens: int,
+    topk_indices_buffer: torch.Tensor,
+    skip_k_cache_insert: bool,
+) -> None:
+    """Fill the first rows of `topk_indices_buffer`, one a token, with positions in the token's request, -1 behind."""
+    metadata = get_forward_context().attn_metadata
+    max_logits_bytes = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
+    if not isinstance(metadata, dict):  # a profiling run: take the memory that the largest batch will
+        _gathered(total_seq_lens, q_quant.dtype)
+        hidden_states.new_empty(max_logits_bytes, dtype=torch.uint8)
+        return
+    batch = metadata[_resolve_layer_name(k_cache_prefix)]
+    if not skip_k_cache_insert:
+        tokens = len(batch.slot_mapping)
+        indexer_k_quant_and_cache(k[:tokens], kv_cache, batch.slot_mapping, _scale_format(scale_fmt))
+    out = topk_indices_buffer[: len(hidden_states), :topk_tokens]
+    decodes = batch.num_decode_tokens if batch.decode is not None else 0
+    out[decodes:] = -1  # tokens that pad the batch, and prefills without keys
+    if batch.prefill is not None:
+        keys, scales = _gathered(total_seq_lens, q_quant.dtype)
+        for chunk in batch.prefill.chunks:
+            chunk_keys, chunk_scales = keys[: chunk.total_seq_lens], scales[: chunk.total_seq_lens]
+            if not chunk.skip_kv_gather:
+                cp_gather_indexer_k_quant_cache(
+                    kv_cache, chunk_keys, chunk_scales, chunk.block_table, chunk.cu_seq_lens
+                )
+            part = slice(chunk.token_start, chunk.token_end)
+            select_rows(
+                q_quant[part], chunk_keys, chunk_scales, weights[part], chunk.cu_seqlen_ks, chunk.cu_seqlen_ke,
+                topk_tokens, max_workspace_bytes=max_logits_bytes, out=out[part],
+            )  # fmt: skip
+    if decodes:
+        _decode(q_quant[:decodes], kv_cache, weights[:decodes], batch.decode, max_model_len, max_logits_bytes, out)
+
+
+def _decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    decode: Any,
+    max_model_len: int,
+    max_logits_bytes: int,
+    out: torch.Tensor,
+) -> None:
+    """The decodes of a batch. Where requests have unequal numbers of query tokens, each token is a request."""
+    tokens = len(q)
+    lens, table = decode.seq_lens, decode.block_table
+    if decode.requires_padding:
+        counts = decode.decode_lens
+        request = torch.repeat_interleave(torch.arange(len(counts), device=q.device), counts, output_size=tokens)
+        place = torch.arange(tokens, device=q.device) - (counts.cumsum(0) - counts)[request]
+        lens, table = lens[request, place], table[request]
+    select_rows_paged(
+        q.view(len(table), -1, *q.shape[1:]), kv_cache, weights, lens, table, max_model_len, out.shape[1],
+        max_workspace_bytes=max_logits_bytes, out=out[:tokens],
+    )  # fmt: skip
+
+
+def _scale_format(name: str) -> ScaleFormat:
+    return "ue8m0" if name == "ue8m0" else "fp32"  # as vLLM's kernel reads it
+
+
+def _gathered(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Workspace for gathered keys [rows, 128] and their scales [rows]."""
+    return current_workspace_manager().get_simultaneous(((rows, 128), dtype), ((rows,), torch.float32))
+
+
+def _fake(
+    hidden_states: torch.Tensor,
+    k_cache_prefix: LayerNameType,
+    kv_cache: torch.Tensor,
+    q_quant: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    scale_fmt: str,
+    topk_tokens: int,
+    max_model_len: int,
+    total_seq_lens: int,
+    topk_indices_buffer: torch.Tensor,
+    skip_k_cache_insert: bool,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name=OP,
+    op_func=sparse_attn_indexer,
+    mutates_args=["kv_cache", "topk_indices_buffer"],
+    fake_impl=_fake,
+    target_lib=LIBRARY,
+)

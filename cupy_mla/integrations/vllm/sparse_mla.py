@@ -1,0 +1,144 @@
+"""The backend for vLLM 0.22: FlashMLASparse's metadata and hooks, our kernels.
+
+vLLM's builder goes on building the batches. What is ours: the cache write, the query's concatenation, index conversion,
+gathering, and attention over FP8 and bf16 caches for any number of heads, none padded. Constructing a layer's impl
+also hands the layer's indexer over (`indexer.adopt`), so a model that does not select this backend is not touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.mla import flashmla_sparse as stock
+
+from ...backends.sparse_mla import SparseMLABackend
+from ...config import SparseMLAConfig
+from ...ops.attention import sparse_decode, sparse_prefill
+from ...ops.cache import concat_and_cache_mla
+from ...ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
+from ...ops.indices import convert_req_index_to_global_index
+from .indexer import adopt
+from .rebound import rebound
+
+CACHE_TYPES = ("auto", "bfloat16", "fp8_ds_mla")  # what `concat_and_cache_mla` writes
+
+
+class CupyMLASparseBackend(stock.FlashMLASparseBackend):
+    """Its name stays FLASHMLA_SPARSE: by that name vLLM knows that `fp8` means `fp8_ds_mla`."""
+
+    @staticmethod
+    def get_builder_cls() -> type[CupyMLASparseBuilder]:
+        return CupyMLASparseBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[CupyMLASparseImpl]:
+        return CupyMLASparseImpl
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return SparseMLABackend.supports_compute_capability(capability.major, capability.minor)
+
+
+def _no_schedule(*args: Any, **kwargs: Any) -> tuple[None, None]:
+    """Stands in for FlashMLA's schedule: our kernels divide their work themselves."""
+    return None, None
+
+
+class CupyMLASparseBuilder(stock.FlashMLASparseMetadataBuilder):
+    """vLLM's metadata without FlashMLA's schedules. Ranks of few heads give whole batches to the decode kernel."""
+
+    build = rebound(
+        stock.FlashMLASparseMetadataBuilder.build, MIN_HEADS_FOR_BF16_PREFILL=SparseMLAConfig.mixed_below_heads
+    )
+    _build_fp8_mixed_decode_prefill = rebound(
+        stock.FlashMLASparseMetadataBuilder._build_fp8_mixed_decode_prefill, get_mla_metadata=_no_schedule
+    )
+    _build_fp8_separate_prefill_decode = rebound(
+        stock.FlashMLASparseMetadataBuilder._build_fp8_separate_prefill_decode, get_mla_metadata=_no_schedule
+    )
+
+
+class CupyMLASparseImpl(stock.FlashMLASparseImpl):
+    """One layer's attention. Buffers are those that vLLM's impl reserves."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        speculative = get_current_vllm_config().speculative_config
+        self.decode_query_len: int = 1 + (speculative.num_speculative_tokens if speculative else 0)
+        adopt(kwargs["indexer"])
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        if kv_cache.numel() == 0:  # a profiling run
+            return
+        if kv_cache_dtype not in CACHE_TYPES:
+            raise ValueError(f"kv_cache_dtype: expected one of {CACHE_TYPES}, got {kv_cache_dtype!r}")
+        concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping.flatten())
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(q, tuple):
+            nope, rope = q
+            q = self.q_concat_buffer[: nope.shape[0]]
+            concat_mla_q(nope, rope, q)
+        tokens = q.shape[0]
+        extra = attn_metadata.fp8_extra_metadata
+        prefill = getattr(extra, "prefill", None)
+        slots = convert_req_index_to_global_index(
+            attn_metadata.req_id_per_token,
+            attn_metadata.block_table,
+            self.topk_indices_buffer[:tokens],
+            attn_metadata.block_size,
+            prefill.request_ids if prefill else None,
+            prefill.workspace_starts if prefill else None,
+        )
+        out = q.new_empty((tokens, q.shape[1], self.kv_lora_rank))
+        cache = kv_c_and_k_pe_cache
+        if self.kv_cache_dtype != "fp8_ds_mla":
+            self._attend_bf16(q, cache, slots, out, attn_metadata.max_query_len)
+        elif isinstance(extra, stock.FlashMLASparseMetadata.FP8KernelMetadata):
+            self._decode(q, cache, slots, out, tokens)
+        else:
+            if extra.num_decode_tokens:
+                d = slice(extra.num_decode_tokens)
+                self._decode(q[d], cache, slots[d], out[d], extra.num_decodes)
+            for chunk in prefill.chunks if prefill else ():
+                self._attend_gathered(q, cache, slots, out, chunk)
+        return out, None
+
+    def _decode(self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, b: int) -> None:
+        """Attention over cache slots of b requests of equally many query tokens."""
+        q, slots, out = (x.view(b, -1, *x.shape[1:]) for x in (q, slots, out))
+        sparse_decode(q, cache, slots, self.softmax_scale, out=out)
+
+    def _attend_bf16(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, max_query_len: int
+    ) -> None:
+        """Batches of decodes go to the kernel that splits rows, all others to the prefill kernel."""
+        if max_query_len > self.decode_query_len and cache.is_contiguous():
+            rows = cache.view(-1, 1, cache.shape[-1])
+            sparse_prefill(q, rows, slots[:, None], self.softmax_scale, out=out)
+        else:
+            self._decode(q, cache, slots, out, len(q))
+
+    def _attend_gathered(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, chunk: Any
+    ) -> None:
+        """Attention of one chunk of prefills over its rows, gathered as bfloat16."""
+        rows, tokens = self.prefill_bf16_workspace[: int(chunk.chunk_tot_seqlen)], chunk.tokens_slice
+        cp_gather_and_upconvert_fp8_kv_cache(cache, rows, chunk.block_table, chunk.seq_lens, chunk.workspace_starts)
+        sparse_prefill(q[tokens], rows[:, None], slots[tokens][:, None], self.softmax_scale, out=out[tokens])

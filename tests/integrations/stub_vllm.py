@@ -1,0 +1,300 @@
+"""Stand-ins for the parts of vLLM 0.22 that our plug-in builds on: a package on disk with the same names.
+
+They do as little as the plug-in needs: build metadata of one batch, reserve buffers, and note what they are told.
+`tests/integrations/test_vllm_contract.py` holds the real package to the same names and parameters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+SOURCES = {
+    "__init__": "",
+    "envs": "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 1\n",
+    "compilation/__init__": "",
+    "compilation/breakable_cudagraph": """
+        def eager_break_during_capture(function):
+            return function
+        """,
+    "config": """
+        current = None
+
+        def get_current_vllm_config():
+            return current
+        """,
+    "forward_context": """
+        from types import SimpleNamespace
+
+        context = SimpleNamespace(attn_metadata=None)
+
+        def get_forward_context():
+            return context
+        """,
+    "utils/__init__": "",
+    "utils/torch_utils": """
+        import torch
+
+        LayerNameType = str
+
+        def _encode_layer_name(layer_name):
+            return layer_name
+
+        def _resolve_layer_name(layer_name):
+            return layer_name
+
+        def direct_register_custom_op(op_name, op_func, mutates_args=None, fake_impl=None, target_lib=None):
+            schema = torch.library.infer_schema(op_func, mutates_args=mutates_args)
+            target_lib.define(op_name + schema)
+            target_lib.impl(op_name, op_func, dispatch_key="CPU")
+            target_lib._register_fake(op_name, fake_impl)
+        """,
+    "v1/__init__": "",
+    "v1/worker/__init__": "",
+    "v1/worker/workspace": """
+        import torch
+
+        class WorkspaceManager:
+            def get_simultaneous(self, *shapes_and_dtypes):
+                return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes]
+
+        def current_workspace_manager():
+            return WorkspaceManager()
+        """,
+    "v1/attention/__init__": "",
+    "v1/attention/backend": """
+        class SparseMLAAttentionImpl:
+            def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+                raise NotImplementedError
+        """,
+    "v1/attention/backends/__init__": "",
+    "v1/attention/backends/registry": """
+        from enum import Enum
+
+        class AttentionBackendEnum(Enum):
+            FLASHMLA_SPARSE = "stock"
+            CUSTOM = None
+
+        registered = {}
+
+        def register_backend(backend, class_path=None):
+            registered[backend.name] = class_path
+        """,
+    "v1/attention/backends/mla/__init__": "",
+    "v1/attention/backends/mla/flashmla_sparse": """
+        from dataclasses import dataclass
+        from typing import Any
+
+        import torch
+
+        from vllm.v1.attention.backend import SparseMLAAttentionImpl
+        from vllm.v1.worker.workspace import current_workspace_manager
+
+        MIN_HEADS_FOR_BF16_PREFILL = 32
+
+        def get_mla_metadata(*args, **kwargs):
+            raise RuntimeError("FlashMLA is not there")
+
+        class FlashMLASparseBackend:
+            @staticmethod
+            def get_name():
+                return "FLASHMLA_SPARSE"
+
+            @staticmethod
+            def get_builder_cls():
+                return FlashMLASparseMetadataBuilder
+
+            @staticmethod
+            def get_impl_cls():
+                return FlashMLASparseImpl
+
+            @classmethod
+            def supports_compute_capability(cls, capability):
+                return capability.major in (9, 10)
+
+        @dataclass
+        class FlashMLASparseMetadata:
+            @dataclass
+            class FP8KernelMetadata:
+                scheduler_metadata: Any
+
+            @dataclass
+            class FP8SeparatePrefillDecode:
+                @dataclass
+                class Prefill:
+                    @dataclass
+                    class Chunk:
+                        seq_lens: Any
+                        tokens_slice: slice
+                        block_table: Any
+                        workspace_starts: Any
+                        chunk_tot_seqlen: Any
+
+                    request_ids: Any
+                    workspace_starts: Any
+                    chunks: list
+
+                num_decodes: int
+                num_decode_tokens: int
+                prefill: Any
+
+            max_query_len: int
+            block_table: Any
+            req_id_per_token: Any
+            block_size: int
+            fp8_extra_metadata: Any = None
+
+        class FlashMLASparseMetadataBuilder:
+            def __init__(self, num_heads, block_size, fp8):
+                self.num_heads, self.block_size, self.fp8 = num_heads, block_size, fp8
+
+            def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+                batch = common_attn_metadata
+                query_lens = batch.query_start_loc.diff()
+                extra = None
+                if self.fp8 and self.num_heads < MIN_HEADS_FOR_BF16_PREFILL:
+                    extra = self._build_fp8_mixed_decode_prefill(batch)
+                elif self.fp8:
+                    extra = self._build_fp8_separate_prefill_decode(batch)
+                requests = torch.zeros(batch.num_actual_tokens, dtype=torch.int32)
+                requests[: int(query_lens.sum())] = torch.arange(len(query_lens)).repeat_interleave(query_lens).int()
+                return FlashMLASparseMetadata(
+                    int(query_lens.max()), batch.block_table_tensor, requests, self.block_size, extra
+                )
+
+            def _build_fp8_mixed_decode_prefill(self, common_attn_metadata):
+                return FlashMLASparseMetadata.FP8KernelMetadata(get_mla_metadata()[0])
+
+            def _build_fp8_separate_prefill_decode(self, common_attn_metadata):
+                batch = common_attn_metadata
+                get_mla_metadata()
+                query_lens = batch.query_start_loc.diff()
+                decodes = int((query_lens == 1).cumprod(0).sum())
+                separate = FlashMLASparseMetadata.FP8SeparatePrefillDecode
+                starts, lens = batch.query_start_loc, batch.seq_lens
+                prefill = None
+                if decodes < len(lens):
+                    request_ids = torch.full((batch.num_actual_tokens,), -1, dtype=torch.int32)
+                    chunks = []
+                    for i, r in enumerate(range(decodes, len(lens))):  # a chunk a request
+                        part = slice(int(starts[r]), int(starts[r + 1]))
+                        request_ids[part] = i
+                        chunks.append(
+                            separate.Prefill.Chunk(
+                                lens[r : r + 1], part, batch.block_table_tensor[r : r + 1],
+                                torch.zeros(1, dtype=torch.int32), lens[r],
+                            )
+                        )
+                    prefill = separate.Prefill(request_ids, torch.zeros(len(chunks), dtype=torch.int32), chunks)
+                return separate(decodes, int(starts[decodes]), prefill)
+
+        class FlashMLASparseImpl(SparseMLAAttentionImpl):
+            def __init__(self, num_heads, head_size, scale, kv_cache_dtype, indexer=None, kv_lora_rank=512):
+                self.num_heads, self.softmax_scale, self.kv_lora_rank = num_heads, scale, kv_lora_rank
+                self.kv_cache_dtype = kv_cache_dtype
+                self.topk_indices_buffer = indexer.topk_indices_buffer
+                self.q_concat_buffer, self.prefill_bf16_workspace = current_workspace_manager().get_simultaneous(
+                    ((64, num_heads, head_size), torch.bfloat16), ((512, head_size), torch.bfloat16)
+                )
+
+            def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+                raise NotImplementedError
+        """,
+    "v1/attention/backends/mla/indexer": """
+        from dataclasses import dataclass
+        from typing import Any
+
+        import torch
+
+        def has_deep_gemm():
+            return True
+
+        def get_paged_mqa_logits_metadata(*args):
+            raise RuntimeError("DeepGEMM is not there")
+
+        @dataclass
+        class DeepseekV32IndexerPrefillChunkMetadata:
+            block_table: Any
+            cu_seqlen_ks: Any
+            cu_seqlen_ke: Any
+            cu_seq_lens: Any
+            total_seq_lens: int
+            token_start: int
+            token_end: int
+            skip_kv_gather: bool = False
+
+        @dataclass
+        class DeepseekV32IndexerPrefillMetadata:
+            chunks: list
+
+        @dataclass
+        class DeepSeekV32IndexerDecodeMetadata:
+            block_table: Any
+            seq_lens: Any
+            decode_lens: Any
+            requires_padding: bool
+
+        @dataclass
+        class DeepseekV32IndexerMetadata:
+            slot_mapping: Any
+            num_decode_tokens: int
+            num_prefill_tokens: int
+            decode: Any = None
+            prefill: Any = None
+
+        class DeepseekV32IndexerMetadataBuilder:
+            def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+                return get_paged_mqa_logits_metadata() if has_deep_gemm() else "built"
+
+        class DeepseekV32IndexerBackend:
+            @staticmethod
+            def get_builder_cls():
+                return DeepseekV32IndexerMetadataBuilder
+        """,
+    "model_executor/__init__": "",
+    "model_executor/custom_op": """
+        import torch
+
+        class CustomOp(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self._forward_method = self.forward_cuda
+
+            def forward(self, *args, **kwargs):
+                return self._forward_method(*args, **kwargs)
+        """,
+    "model_executor/layers/__init__": "",
+    "model_executor/layers/sparse_attn_indexer": """
+        from vllm.model_executor.custom_op import CustomOp
+
+        class SparseAttnIndexer(CustomOp):
+            def __init__(
+                self, k_cache, quant_block_size, scale_fmt, topk_tokens, head_dim, max_model_len, max_total_seq_len,
+                topk_indices_buffer, skip_k_cache_insert=False, use_fp4_cache=False,
+            ):
+                super().__init__()
+                self.k_cache, self.scale_fmt, self.topk_tokens = k_cache, scale_fmt, topk_tokens
+                self.max_model_len, self.max_total_seq_len = max_model_len, max_total_seq_len
+                self.topk_indices_buffer = topk_indices_buffer
+                self.skip_k_cache_insert, self.use_fp4_cache = skip_k_cache_insert, use_fp4_cache
+
+            def forward_cuda(self, hidden_states, q_quant, k, weights):
+                raise NotImplementedError
+        """,
+    "model_executor/models/__init__": "",
+    "model_executor/models/deepseek_v2": """
+        class Indexer:
+            def __init__(self, indexer_op, k_cache, topk_indices_buffer):
+                self.indexer_op, self.k_cache, self.topk_indices_buffer = indexer_op, k_cache, topk_indices_buffer
+        """,
+}
+
+
+def write(folder: Path) -> Path:
+    """Put the package `vllm` into a folder; returns the package's own."""
+    package = folder / "vllm"
+    for name, source in SOURCES.items():
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(source))
+    return package

@@ -1,0 +1,363 @@
+"""The vLLM plug-in on stand-ins of vLLM's classes, on the CPU: what it registers, attends, caches and chooses."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from configparser import ConfigParser
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from cupy_mla.integrations import vllm as plugin  # noqa: E402
+from tests import indexers, oracle_indexer  # noqa: E402
+from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, assert_result, make_step  # noqa: E402
+from tests.integrations import stub_vllm  # noqa: E402
+from tests.kinds import E4M3  # noqa: E402
+
+K, HEADS, MAX_LEN = 6, 8, 32
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stub_vllm.write(tmp_path_factory.mktemp("stub"))
+
+
+@pytest.fixture
+def vllm(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-ins as `vllm`, and the modules of the plug-in that import it; both are gone afterwards."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(package.parent))
+    yield
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "vllm" or name in (f"{plugin.__name__}.{m}" for m in ("sparse_mla", "indexer")):
+            del sys.modules[name]
+
+
+def loaded(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def modules(vllm: None) -> Iterator[SimpleNamespace]:
+    """The adapter's modules, in a process whose vLLM has a configuration."""
+    compilation = SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"])
+    loaded("vllm.config").current = SimpleNamespace(speculative_config=None, compilation_config=compilation)
+    indexer = loaded(f"{plugin.__name__}.indexer")
+    yield SimpleNamespace(
+        sparse_mla=loaded(f"{plugin.__name__}.sparse_mla"), indexer=indexer, splitting_ops=compilation.splitting_ops,
+        stock=loaded("vllm.v1.attention.backends.mla.flashmla_sparse"),
+        metadata=loaded("vllm.v1.attention.backends.mla.indexer"), context=loaded("vllm.forward_context").context,
+    )  # fmt: skip
+    indexer.LIBRARY._destroy()
+
+
+def layer_indexer(modules: SimpleNamespace, buffer: torch.Tensor, fp4: bool = False) -> SimpleNamespace:
+    """vLLM's indexer of a layer, with its op and its cache of keys."""
+    cache = SimpleNamespace(prefix="layer.k_cache", kv_cache=torch.zeros(0))
+    stock = loaded("vllm.model_executor.layers.sparse_attn_indexer")
+    op = stock.SparseAttnIndexer(cache, 128, "ue8m0", K, 128, MAX_LEN, 10 * MAX_LEN, buffer, use_fp4_cache=fp4)
+    return loaded("vllm.model_executor.models.deepseek_v2").Indexer(op, cache, buffer)
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    if array.dtype.name in ("bfloat16", "float8_e4m3fn"):
+        return torch.from_numpy(array.view(f"u{array.itemsize}").copy()).view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(np.array(array))
+
+
+# --- registration ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "place"), [(None, "CUSTOM"), ("", "CUSTOM"), ("custom", "CUSTOM"), ("override", "FLASHMLA_SPARSE")]
+)
+def test_registers(vllm, monkeypatch, mode: str | None, place: str) -> None:
+    """The class that it names is the backend; asking for it is what imports the adapter."""
+    monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("CUPY_MLA_VLLM", mode)
+    plugin.register()
+    plugin.register()
+    registered = loaded("vllm.v1.attention.backends.registry").registered
+    assert registered == {place: "cupy_mla.integrations.vllm.sparse_mla.CupyMLASparseBackend"}
+    assert f"{plugin.__name__}.sparse_mla" not in sys.modules
+    assert "vllm.v1.attention.backends.mla.flashmla_sparse" not in sys.modules
+
+
+def test_off_does_nothing(vllm, monkeypatch) -> None:
+    monkeypatch.setenv("CUPY_MLA_VLLM", "off")
+    plugin.register()
+    assert not any(name.partition(".")[0] == "vllm" for name in sys.modules)
+
+
+def test_an_unknown_mode_is_an_error(vllm, monkeypatch) -> None:
+    monkeypatch.setenv("CUPY_MLA_VLLM", "yes")
+    with pytest.raises(ValueError, match=r"^CUPY_MLA_VLLM must be one of .*got 'yes'"):
+        plugin.register()
+
+
+def test_the_entry_point_is_declared() -> None:
+    """In setup.cfg; what is installed here may be older."""
+    setup = ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    name, _, value = setup["options.entry_points"]["vllm.general_plugins"].strip().partition(" = ")
+    assert EntryPoint(name, value, "vllm.general_plugins").load() is plugin.register
+
+
+FAULTS = {
+    "a renamed method": (
+        "flashmla_sparse", "def forward_mqa(", "def forward(", "FlashMLASparseImpl.forward_mqa(self, q,",
+    ),
+    "a new parameter": (
+        "flashmla_sparse", "forward_mqa(self, q,", "forward_mqa(self, layer_idx, q,", "FlashMLASparseImpl.forward_mqa(",
+    ),
+    "a lost field": (
+        "flashmla_sparse", "req_id_per_token: Any", "request: Any", "FlashMLASparseMetadata.req_id_per_token",
+    ),
+    "a lost attribute": ("flashmla_sparse", "self.q_concat_buffer,", "_,", "FlashMLASparseImpl.q_concat_buffer"),
+    "a lost name": ("indexer", "def has_deep_gemm", "def has_gemm", "indexer: has_deep_gemm"),
+    "a lost module": ("indexer", None, None, "module v1.attention.backends.mla.indexer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_another_vllm_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog, fault: str) -> None:
+    """With one warning that names what is missing."""
+    module, old, new, missing = FAULTS[fault]
+    other = shutil.copytree(package, tmp_path / "vllm")
+    path = other / "v1/attention/backends/mla" / f"{module}.py"
+    if old is None:
+        path.unlink()
+    else:
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
+    with caplog.at_level(logging.INFO):
+        plugin.register()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert missing in record.getMessage()
+    assert record.getMessage().count(";") == 0, "one thing is missing"
+    assert "vllm.v1.attention.backends.registry" not in sys.modules
+
+
+def test_the_stand_ins_are_what_the_adapter_needs(package) -> None:
+    assert plugin.missing(package, plugin.FLASHMLA_SPARSE) == []
+
+
+# --- the backend ----------------------------------------------------------------------------------------------
+
+
+def test_backend(modules) -> None:
+    backend = modules.sparse_mla.CupyMLASparseBackend
+    capability = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 1)]
+    supported = [backend.supports_compute_capability(SimpleNamespace(major=a, minor=b)) for a, b in capability]
+    assert supported == [False, True, True, True, True, True]
+    assert backend.get_name() == "FLASHMLA_SPARSE"
+    assert backend.get_impl_cls() is modules.sparse_mla.CupyMLASparseImpl
+    assert backend.get_builder_cls() is modules.sparse_mla.CupyMLASparseBuilder
+
+
+PATHS = {"bf16": ("auto", 8), "mixed": ("fp8_ds_mla", 8), "separate": ("fp8_ds_mla", 64)}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [7], [1, 1, 6, 3], [2, 5], [1, 0, 0]], ids=str)
+@pytest.mark.parametrize("pair", [True, False], ids=["parts", "whole"])
+def test_attention(modules, rng, path: str, query_lens: list[int], pair: bool) -> None:
+    """Against float64 attention over the chosen rows. Metadata are built without FlashMLA's schedule."""
+    cache_type, heads = PATHS[path]
+    step = make_step(rng, heads, query_lens)
+    tokens = sum(query_lens)
+    padded = tokens + 2 if path != "separate" or max(query_lens) > 1 else tokens  # graphs pad the batch
+    topk_buffer = torch.full((64, step.topk_indices.shape[1]), -1, dtype=torch.int32)
+    topk_buffer[:tokens] = as_torch(step.topk_indices)
+    builder = modules.sparse_mla.CupyMLASparseBuilder(heads, BLOCK_SIZE, cache_type == "fp8_ds_mla")
+    batch = SimpleNamespace(
+        query_start_loc=as_torch(step.batch.query_start_loc), seq_lens=as_torch(step.batch.seq_lens),
+        block_table_tensor=as_torch(step.batch.block_table), num_actual_tokens=padded,
+    )  # fmt: skip
+    metadata = builder.build(0, batch)
+    separate = hasattr(metadata.fp8_extra_metadata, "num_decodes")
+    assert (path == "separate") == separate
+    impl = modules.sparse_mla.CupyMLASparseImpl(
+        heads, 576, SCALE, cache_type, indexer=layer_indexer(modules, topk_buffer)
+    )
+    impl.prefill_bf16_workspace.fill_(float("nan"))
+    q = torch.zeros(padded, heads, 576, dtype=torch.bfloat16)
+    q[:tokens] = as_torch(step.q)
+    query = (q[..., :512], q[..., 512:].clone()) if pair else q
+    got, lse = impl.forward_mqa(query, as_torch(step.caches["bf16" if path == "bf16" else "v32_fp8"]), metadata, None)
+    assert lse is None
+    assert got.shape == (padded, heads, 512)
+    assert_result(got[:tokens].float().numpy(), step.want)
+
+
+@pytest.mark.parametrize("cache_type", ["auto", "bfloat16", "fp8_ds_mla"])
+def test_cache_write(modules, rng, cache_type: str) -> None:
+    """What `concat_and_cache_mla` writes; profiling runs have no cache."""
+    from cupy_mla import concat_and_cache_mla
+
+    impl = modules.sparse_mla.CupyMLASparseImpl(
+        8, 576, SCALE, cache_type, indexer=layer_indexer(modules, torch.zeros(1, K, dtype=torch.int32))
+    )
+    fp8 = cache_type == "fp8_ds_mla"
+    shape, dtype = ((3, 16, 656), torch.uint8) if fp8 else ((3, 16, 576), torch.bfloat16)
+    got, want = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    kv_c, k_pe = torch.randn(4, 512).bfloat16(), torch.randn(4, 1, 64).bfloat16()
+    slots = torch.tensor([5, -1, 40, 17])
+    impl.do_kv_cache_update(kv_c, k_pe, got, slots[:, None], cache_type, torch.ones(()))
+    concat_and_cache_mla(kv_c, k_pe, want, slots)
+    assert want.any()
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    impl.do_kv_cache_update(kv_c, k_pe, torch.zeros(0), slots, cache_type, torch.ones(()))
+
+
+def test_a_cache_of_another_type_is_an_error(modules) -> None:
+    impl = modules.sparse_mla.CupyMLASparseImpl(
+        8, 576, SCALE, "auto", indexer=layer_indexer(modules, torch.zeros(1, K, dtype=torch.int32))
+    )
+    row = torch.zeros(1, 512, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: expected one of .*, got 'fp8_e5m2'"):
+        impl.do_kv_cache_update(row, row[:, None, :64], torch.zeros(1), torch.zeros(1), "fp8_e5m2", torch.ones(()))
+
+
+# --- the indexer ----------------------------------------------------------------------------------------------
+
+
+def test_a_layer_brings_its_indexer_along(modules) -> None:
+    """A model of another backend keeps vLLM's: nothing changes before a layer of ours is made."""
+    buffer = torch.zeros(4, K, dtype=torch.int32)
+    indexer = layer_indexer(modules, buffer)
+    stock = type(indexer.indexer_op)
+    modules.sparse_mla.CupyMLASparseImpl(8, 576, SCALE, "auto", indexer=indexer)
+    assert isinstance(indexer.indexer_op, modules.indexer.CupyMLAIndexer)
+    assert indexer.indexer_op._forward_method.__func__ is modules.indexer.CupyMLAIndexer.forward_cuda
+    backend = indexer.k_cache.get_attn_backend()
+    assert backend.get_builder_cls()().build(0, None) == "built"  # without DeepGEMM's schedule
+    with pytest.raises(RuntimeError, match="DeepGEMM"):
+        modules.metadata.DeepseekV32IndexerMetadataBuilder().build(0, None)
+    assert type(layer_indexer(modules, buffer).indexer_op) is stock
+    modules.sparse_mla.CupyMLASparseImpl(8, 576, SCALE, "auto", indexer=layer_indexer(modules, buffer))
+    assert modules.splitting_ops == ["vllm::sparse_attn_indexer", "cupy_mla_vllm::sparse_attn_indexer"]
+
+
+def test_an_fp4_indexer_is_an_error(modules) -> None:
+    buffer = torch.zeros(4, K, dtype=torch.int32)
+    with pytest.raises(ValueError, match="FP4"):
+        modules.indexer.adopt(layer_indexer(modules, buffer, fp4=True))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "speculative"),
+    [([1, 1, 1], 1), ([9], 1), ([1, 1, 7, 4], 1), ([2, 2], 2), ([2, 2, 0], 2), ([1, 1, 0, 0], 1), ([2, 2, 8], 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_indexer(modules, rng, query_lens: list[int], speculative: int, padding: int) -> None:
+    """The op's positions are a stable sort's of float64 logits; keys are such that these are exact."""
+    requests, tokens = len(query_lens), sum(query_lens)
+    seq_lens = [n + int(rng.integers(0, MAX_LEN - n + 1)) if n else 0 for n in query_lens]
+    width = MAX_LEN // BLOCK_SIZE
+    table = rng.permutation(requests * width + 1)[: requests * width].reshape(requests, width).astype(np.int32)
+    codes = indexers.exact_codes(rng, requests * width + 1, BLOCK_SIZE, 128)
+    cache = indexers.key_cache(codes, np.ones(codes.shape[:2], np.float32))
+    q8, w = (
+        indexers.exact_codes(rng, tokens + padding, HEADS, 128),
+        indexers.exact_weights(rng, tokens + padding, HEADS),
+    )
+    buffer = torch.full((tokens + padding + 1, K), 77, dtype=torch.int32)
+    indexer = layer_indexer(modules, buffer)
+    indexer.k_cache.kv_cache = as_torch(cache)
+    indexer.indexer_op.skip_k_cache_insert = True
+    modules.indexer.adopt(indexer)
+
+    decodes = next((i for i, n in enumerate(query_lens) if n > speculative), requests)
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
+    modules.context.attn_metadata = {
+        "layer.k_cache": batch_metadata(modules, table, query_lens, seq_lens, starts, decodes, speculative)
+    }
+    hidden = torch.zeros(tokens + padding, 4)
+    got = indexer.indexer_op(hidden, as_torch(q8.view(E4M3)), torch.zeros(tokens + padding, 128), as_torch(w))
+    assert got is buffer
+    want = np.full((tokens + padding + 1, K), -1, np.int32)
+    want[-1] = 77
+    for r, (n, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for j in range(n):
+            t, seen = starts[r] + j, length - n + j + 1
+            slots = [table[r, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(seen)]
+            keys = codes.reshape(-1, 128)[slots]
+            logits = oracle_indexer.logits(q8[t], keys, np.ones(seen), w[t])
+            want[t] = oracle_indexer.topk(logits, K, 0, seen)
+    np.testing.assert_array_equal(buffer.numpy(), want)
+
+
+def batch_metadata(modules, table, query_lens, seq_lens, starts, decodes: int, speculative: int):
+    """What vLLM's builder makes of a batch, by its rules: uniform decodes, then chunks of prefills, one cut in two."""
+    m, chunks, decode = modules.metadata, [], None
+    if decodes:
+        lens = np.array(query_lens[:decodes])
+        seen = np.array(seq_lens[:decodes])[:, None] - lens.max() + 1 + np.arange(lens.max())
+        decode = m.DeepSeekV32IndexerDecodeMetadata(
+            as_torch(table[:decodes]), as_torch(seen.astype(np.int32)), as_torch(lens), bool(lens.min() != lens.max())
+        )
+    for r in range(decodes, len(query_lens)):
+        n, length = query_lens[r], seq_lens[r]
+        for begin, end in ((0, n // 2), (n // 2, n)):
+            ends = np.arange(length - n + begin + 1, length - n + end + 1, dtype=np.int32)
+            chunks.append(
+                m.DeepseekV32IndexerPrefillChunkMetadata(
+                    as_torch(table[r : r + 1]), torch.zeros(end - begin, dtype=torch.int32), as_torch(ends),
+                    torch.tensor([0, length], dtype=torch.int32), length, int(starts[r] + begin), int(starts[r] + end),
+                    skip_kv_gather=False,
+                )
+            )  # fmt: skip
+    return m.DeepseekV32IndexerMetadata(
+        torch.zeros(int(starts[-1]), dtype=torch.int64), int(starts[decodes]), int(starts[-1] - starts[decodes]),
+        decode, m.DeepseekV32IndexerPrefillMetadata(chunks) if chunks else None,
+    )  # fmt: skip
+
+
+def test_indexer_writes_keys(modules, rng) -> None:
+    """The step's keys, whose batch may be padded, before they are looked for."""
+    from cupy_mla import indexer_k_quant_and_cache
+
+    buffer = torch.zeros(4, K, dtype=torch.int32)
+    indexer = layer_indexer(modules, buffer)
+    cache = indexer.k_cache.kv_cache = torch.zeros(2, BLOCK_SIZE, 132, dtype=torch.uint8)
+    modules.indexer.adopt(indexer)
+    slots = torch.tensor([3, BLOCK_SIZE, -1])
+    modules.context.attn_metadata = {"layer.k_cache": modules.metadata.DeepseekV32IndexerMetadata(slots, 0, 0)}
+    k, q = torch.randn(4, 128).bfloat16(), torch.zeros(4, HEADS, 128).to(torch.float8_e4m3fn)
+    indexer.indexer_op(torch.zeros(4, 4), q, k, torch.zeros(4, HEADS))
+    want = torch.zeros_like(cache)
+    indexer_k_quant_and_cache(k[:3], want, slots, "ue8m0")
+    assert want.any()
+    assert torch.equal(cache, want)
+    assert (buffer == -1).all()
+
+
+def test_a_profiling_run_reserves_memory(modules, monkeypatch) -> None:
+    buffer = torch.full((4, K), 5, dtype=torch.int32)
+    indexer = layer_indexer(modules, buffer)
+    modules.indexer.adopt(indexer)
+    asked = []
+    manager = SimpleNamespace(get_simultaneous=lambda *what: asked.append(what))
+    monkeypatch.setattr(modules.indexer, "current_workspace_manager", lambda: manager)
+    modules.context.attn_metadata = None
+    q = torch.zeros(4, HEADS, 128).to(torch.float8_e4m3fn)
+    indexer.indexer_op(torch.zeros(4, 4), q, torch.zeros(4, 128), torch.zeros(4, HEADS))
+    assert asked == [(((10 * MAX_LEN, 128), torch.float8_e4m3fn), ((10 * MAX_LEN,), torch.float32))]
+    assert (buffer == 5).all()
