@@ -217,3 +217,19 @@ def test_plots_of_the_records_show_every_row_and_label_every_axis(module, monkey
         assert {int(label.get_text()) for label in axes.get_xticklabels()} == set(line.get_xdata())
     prefill = report.plot_prefill(BENCHMARKS / "results" / "sparse_prefill.json")
     assert all(axes.get_xlabel() for axes in prefill.axes)
+
+
+def test_engines_are_compared_token_by_token(module):
+    """Once two part, what follows counts as different; the gap is that of the engine that was surer."""
+    pytest.importorskip("torch")
+    compare = module("vllm_engine").compare
+    stock = [[(1, 2.0), (2, 0.5), (3, 1.0)], [(4, 1.0), (5, 1.0), (6, 1.0)]]
+    ours = [[(1, 2.0), (9, 0.25), (3, 1.0)], [(4, 3.0), (5, 1.0), (7, 1.25)]]
+    assert compare(stock, stock) == {"tokens_equal": 6, "tokens": 6, "gap_apart": 0.0}
+    assert compare(ours, stock) == {"tokens_equal": 3, "tokens": 6, "gap_apart": 1.25}
+    assert compare(ours[:1], stock[:1]) == {"tokens_equal": 1, "tokens": 3, "gap_apart": 0.5}
+
+
+def test_distance_of_log_probabilities(module):
+    pytest.importorskip("torch")
+    assert module("vllm_engine").distance([[0.0, -1.0], [-3.0]], [[0.5, -1.0], [-4.0]]) == pytest.approx(0.5)

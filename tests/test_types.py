@@ -18,10 +18,17 @@ PROGRAM = ROOT / "tests" / "typed_program.py"
 needs_pyright = pytest.mark.skipif(not installed("basedpyright"), reason="basedpyright is not installed")
 needs_mypy = pytest.mark.skipif(not installed("mypy"), reason="mypy is not installed")
 
-# Their base classes are those of a library without types.
+# Their base classes (of a function: its decorator) are those of a library without types.
 OF_UNTYPED_LIBRARIES = {
-    f"cupy_mla.integrations.transformers.{name}" for name in ("PagedLatentCache", "PagedLatentLayer")
-}
+    f"cupy_mla.integrations.{name}"
+    for name in (
+        "transformers.PagedLatentCache", "transformers.PagedLatentLayer", "vllm.sparse_mla.CupyMLASparseBackend",
+        "vllm.sparse_mla.CupyMLASparseBackend.get_builder_cls", "vllm.sparse_mla.CupyMLASparseBackend.get_impl_cls",
+        "vllm.sparse_mla.CupyMLASparseBuilder", "vllm.sparse_mla.CupyMLASparseImpl", "vllm.indexer.CupyMLAIndexer",
+        "vllm.indexer.CupyMLAIndexerBackend", "vllm.indexer.CupyMLAIndexerBackend.get_builder_cls",
+        "vllm.indexer.CupyMLAIndexerBuilder", "vllm.indexer.sparse_attn_indexer",
+    )
+}  # fmt: skip
 
 WRONG_CALLS = """
 import numpy as np

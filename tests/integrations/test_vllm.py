@@ -23,6 +23,7 @@ from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, assert_result, mak
 from tests.integrations import stub_vllm  # noqa: E402
 from tests.kinds import E4M3  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 K, HEADS, MAX_LEN = 6, 8, 32
 
 
@@ -109,7 +110,7 @@ def test_an_unknown_mode_is_an_error(vllm, monkeypatch) -> None:
 def test_the_entry_point_is_declared() -> None:
     """In setup.cfg; what is installed here may be older."""
     setup = ConfigParser()
-    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    setup.read(ROOT / "setup.cfg")
     name, _, value = setup["options.entry_points"]["vllm.general_plugins"].strip().partition(" = ")
     assert EntryPoint(name, value, "vllm.general_plugins").load() is plugin.register
 
@@ -203,6 +204,27 @@ def test_attention(modules, rng, path: str, query_lens: list[int], pair: bool) -
     assert lse is None
     assert got.shape == (padded, heads, 512)
     assert_result(got[:tokens].float().numpy(), step.want)
+
+
+@pytest.mark.parametrize("path", ["bf16", "mixed"])
+def test_the_benchmark_measures_against_exact_attention(modules, rng, monkeypatch, path: str) -> None:
+    """Its float32 backend is float64 attention but for the rounding of the result."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "vllm_float32", raising=False)
+    float32, cache_type = loaded("vllm_float32"), PATHS[path][0]
+    step = make_step(rng, 8, [1, 40, 3])
+    topk_buffer = as_torch(step.topk_indices)
+    batch = SimpleNamespace(
+        query_start_loc=as_torch(step.batch.query_start_loc), seq_lens=as_torch(step.batch.seq_lens),
+        block_table_tensor=as_torch(step.batch.block_table), num_actual_tokens=44,
+    )  # fmt: skip
+    builder = float32.Float32Backend.get_builder_cls()(8, BLOCK_SIZE, cache_type == "fp8_ds_mla")
+    impl = float32.Float32Backend.get_impl_cls()(8, 576, SCALE, cache_type, indexer=layer_indexer(modules, topk_buffer))
+    q, cache = as_torch(step.q), as_torch(step.caches["bf16" if path == "bf16" else "v32_fp8"])
+    cache.view(torch.uint8)[(cache.view(torch.uint8) == 0xFF).all(-1)] = 0  # it multiplies rows that nobody names by 0
+    got, _ = impl.forward_mqa((q[..., :512], q[..., 512:]), cache, builder.build(0, batch), None)
+    np.testing.assert_allclose(got.float().numpy(), step.want, rtol=1.01 / 256, atol=1e-6)
+    del sys.modules["vllm_float32"]
 
 
 @pytest.mark.parametrize("cache_type", ["auto", "bfloat16", "fp8_ds_mla"])

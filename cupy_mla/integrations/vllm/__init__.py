@@ -114,7 +114,9 @@ FLASHMLA_SPARSE: Needs = {
 # Adapters by the module with their backend class; the first whose needs a vLLM meets is taken.
 ADAPTERS: dict[str, Needs] = {"sparse_mla": FLASHMLA_SPARSE}
 
-logger = logging.getLogger("vllm.cupy_mla")  # below vLLM's logger, so that it is shown as vLLM's own lines are
+logger: logging.Logger = logging.getLogger(
+    "vllm.cupy_mla"
+)  # below vLLM's logger, so that it is shown as vLLM's own lines are
 
 
 def register() -> None:

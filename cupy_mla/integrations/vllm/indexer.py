@@ -18,14 +18,14 @@ from ...typing import ScaleFormat
 from .rebound import rebound
 
 # An op of our own, so that vLLM's stays as it is for models with another backend.
-LIBRARY = torch.library.Library("cupy_mla_vllm", "DEF")
+LIBRARY: torch.library.Library = torch.library.Library("cupy_mla_vllm", "DEF")
 OP = "sparse_attn_indexer"
 
 
 class CupyMLAIndexerBuilder(stock_metadata.DeepseekV32IndexerMetadataBuilder):
     """vLLM's metadata without DeepGEMM's schedule."""
 
-    build = rebound(stock_metadata.DeepseekV32IndexerMetadataBuilder.build, has_deep_gemm=lambda: False)
+    build: Any = rebound(stock_metadata.DeepseekV32IndexerMetadataBuilder.build, has_deep_gemm=lambda: False)
 
 
 class CupyMLAIndexerBackend(stock_metadata.DeepseekV32IndexerBackend):
@@ -180,7 +180,7 @@ def _fake(
 direct_register_custom_op(
     op_name=OP,
     op_func=sparse_attn_indexer,
-    mutates_args=["kv_cache", "topk_indices_buffer"],
+    mutates_args=["topk_indices_buffer"],  # as vLLM's: were the cache among them, a compiled graph might copy it
     fake_impl=_fake,
     target_lib=LIBRARY,
 )

@@ -49,13 +49,13 @@ def _no_schedule(*args: Any, **kwargs: Any) -> tuple[None, None]:
 class CupyMLASparseBuilder(stock.FlashMLASparseMetadataBuilder):
     """vLLM's metadata without FlashMLA's schedules. Ranks of few heads give whole batches to the decode kernel."""
 
-    build = rebound(
+    build: Any = rebound(
         stock.FlashMLASparseMetadataBuilder.build, MIN_HEADS_FOR_BF16_PREFILL=SparseMLAConfig.mixed_below_heads
     )
-    _build_fp8_mixed_decode_prefill = rebound(
+    _build_fp8_mixed_decode_prefill: Any = rebound(
         stock.FlashMLASparseMetadataBuilder._build_fp8_mixed_decode_prefill, get_mla_metadata=_no_schedule
     )
-    _build_fp8_separate_prefill_decode = rebound(
+    _build_fp8_separate_prefill_decode: Any = rebound(
         stock.FlashMLASparseMetadataBuilder._build_fp8_separate_prefill_decode, get_mla_metadata=_no_schedule
     )
 

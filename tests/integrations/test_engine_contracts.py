@@ -1,0 +1,70 @@
+"""The plug-in's adapters against the engines' wheels: what they need stands in the Python files, which are read.
+
+Opt-in, as wheels are large: CUPY_MLA_ENGINE_WHEELS names a folder, into which wheels that it lacks are downloaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cupy_mla.integrations import vllm as plugin
+from cupy_mla.integrations.vllm.contract import definitions, missing
+
+FOLDER = os.environ.get("CUPY_MLA_ENGINE_WHEELS")
+
+
+def sources(package: str, version: str) -> zipfile.Path:
+    """The package's folder in its wheel."""
+    if not FOLDER:
+        pytest.skip(f"CUPY_MLA_ENGINE_WHEELS names no folder for the wheel of {package} {version}")
+    pattern = f"{package}-{version}-*.whl"
+    if not list(Path(FOLDER).glob(pattern)):
+        download = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--platform", "manylinux_2_28_x86_64"]
+        subprocess.run([sys.executable, "-m", *download, "-d", FOLDER, f"{package}=={version}"], check=True)
+    (wheel,) = Path(FOLDER).glob(pattern)
+    return zipfile.Path(wheel, f"{package}/")
+
+
+@pytest.mark.parametrize(("version", "adapter"), [("0.22.1", "sparse_mla")])
+def test_vllm(caplog, version: str, adapter: str) -> None:
+    package = sources("vllm", version)
+    assert missing(package, plugin.ADAPTERS[adapter]) == []
+    assert plugin.adapter(package) == adapter
+    assert caplog.records == []
+
+
+def test_what_a_module_defines() -> None:
+    found = definitions(
+        "import a.b\nfrom c import d as e\nX: int = 1\nif X:\n    def f(x, /, y, *, z): ...\n"
+        "try:\n    Y, Z = 1, 2\nexcept E:\n    Q = 1\n"
+        "class C(B):\n    v: int\n    class D:\n        w = 1\n    def m(self, x):\n        self.s, other.t = x\n"
+    )
+    assert found == {
+        "a.b": None, "e": None, "X": None, "f": ["x", "y", "z"], "Y": None, "Z": None, "Q": None, "C": None,
+        "C.v": None, "C.D": None, "C.D.w": None, "C.m": ["self", "x"], "C.s": None,
+    }  # fmt: skip
+
+
+def test_needs_that_are_not_met(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "__init__.py").write_text("class C:\n    def m(self, x, y): ...\nN = 1\n")
+    needs = {"p": ("C.m(self, x)", "C.m(self, y)", "C.n", "N", "N()", "C.m(self, x, y, z)"), "q.r": ("A",)}
+    assert missing(tmp_path, needs) == [
+        "p: C.m(self, y)", "p: C.n", "p: N()", "p: C.m(self, x, y, z)", "module q.r",
+    ]  # fmt: skip
+
+
+def test_the_nearest_adapter_is_named(tmp_path: Path, caplog, monkeypatch) -> None:
+    """Of several that do not fit, the one that lacks least."""
+    (tmp_path / "a.py").write_text("X = 1\n")
+    monkeypatch.setattr(plugin, "ADAPTERS", {"far": {"a": ("P", "Q", "X")}, "near": {"a": ("X", "Y")}})
+    with caplog.at_level(logging.WARNING):
+        assert plugin.adapter(tmp_path) is None
+    assert caplog.records[0].getMessage().endswith("Missing: a: Y")
