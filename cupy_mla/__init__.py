@@ -7,6 +7,7 @@ from . import deep_gemm, flash_mla, layouts, warmup
 from ._version import __version__
 from .arrays import set_checks
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
+from .backends.indexer import IndexerImpl
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
 from .bridges import Place, cuda_available, to_cupy, to_numpy, to_torch
@@ -21,6 +22,7 @@ from .metadata.batch import (
     split_decodes_and_prefills,
     split_prefill_chunks,
 )
+from .metadata.indexer import IndexerMetadata, IndexerMetadataBuilder
 from .metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from .metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from .ops.absorb import absorb_q, split_kv_b_proj, v_up_proj
@@ -50,6 +52,9 @@ __all__ = [
     "DeepseekV4Impl",
     "DeepseekV4Layer",
     "FlashMLASchedMeta",
+    "IndexerImpl",
+    "IndexerMetadata",
+    "IndexerMetadataBuilder",
     "Place",
     "SparseMLABackend",
     "SparseMLAConfig",

@@ -30,6 +30,7 @@ class SparseMLAConfig:
         mixed_below_heads: V3.2 layers over an FP8 cache give whole batches to the decode kernel when the rank has fewer
             heads than this; with more, prefills go to the prefill kernel over gathered rows.
         model: kind of the model, "v32" or "v4"; None becomes "v4" where d_qk is 512, else "v32".
+        max_workspace_bytes: most memory that the indexer's logits take at a time.
 
     Raises:
         TypeError, ValueError: a field is of another type or out of its range; the message names it.
@@ -49,13 +50,14 @@ class SparseMLAConfig:
     window: int = 128
     mixed_below_heads: int = 64
     model: ModelKind | None = None
+    max_workspace_bytes: int = 512 << 20
 
     def __post_init__(self) -> None:
         for name, least, most in (
             ("num_heads", 1, 128), ("d_qk", 1, None), ("d_v", 1, None), ("topk", 1, None), ("block_size", 1, None),
             ("max_num_seqs", 1, None), ("max_num_batched_tokens", 1, None), ("max_model_len", 1, None),
             ("num_speculative_tokens", 0, None), ("compress_ratio", 1, None), ("window", 1, None),
-            ("mixed_below_heads", 0, None),
+            ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
         if self.d_qk not in (576, 512):
@@ -91,6 +93,11 @@ class SparseMLAConfig:
     def max_compressed_rows(self) -> int:
         """Most compressed rows of a sequence, a row that is not complete yet included; 0 without compression."""
         return -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
+
+    @property
+    def max_index_keys(self) -> int:
+        """Most keys that the indexer has of a sequence: its tokens, or its complete compressed rows."""
+        return self.max_model_len // self.compress_ratio
 
     @property
     def use_mixed_batch(self) -> bool:

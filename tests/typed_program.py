@@ -78,8 +78,15 @@ def main() -> None:
     batch = BatchMetadata([0, 1], [20], [[0, 1, 2, 3]], [19], np.array([19]))  # sequences of integers or arrays
     assert_type(batch.seq_lens, np.ndarray)
     metadata = Builder(config, place, num_blocks=4).build(batch)
+    indexer = cupy_mla.IndexerImpl(config, cupy_mla.Workspace(place), scale_format=scale_format)
+    index_metadata = cupy_mla.IndexerMetadataBuilder(config, place).build(batch)
+    q8, w = cupy_mla.quantize_indexer_q(values(rng, 1, 8, 128), np.ones((1, 8), np.float32))
+    keys = np.zeros((4, 64, 132), np.uint8)
+    buffer: NDArray[np.int32] = np.zeros((1, 16), np.int32)
+    chosen = indexer.forward(values(rng, 1, 128), q8, w, keys, index_metadata, buffer)
+    assert_type(chosen, NDArray[np.int32])
     query: Rows = q[0]
-    heads = impl.forward_mqa(query, cache, metadata, np.arange(16, dtype=np.int32)[None])
+    heads = impl.forward_mqa(query, cache, metadata, chosen)
     assert_type(heads, Rows)
     w_uk, w_uv = cupy_mla.split_kv_b_proj(values(rng, 512, 4 * 256), 4, 128)
     assert_type(cupy_mla.v_up_proj(heads, w_uv), Rows)

@@ -52,7 +52,7 @@ class Workspace:
         for shape, dtype in described:
             starts.append(size)
             size = aligned_up(size + math.prod(shape) * dtype.itemsize, ALIGNMENT)
-        if size > self._size:
+        if self._whole is None or size > self._size:
             self._grow(size)
         return [
             self.place.carve(self._whole, self._start + start, shape, dtype)
@@ -60,7 +60,7 @@ class Workspace:
         ]
 
     def _grow(self, size: int) -> None:
-        if self.locked:
+        if self.locked and size > self._size:
             raise RuntimeError(f"the workspace is locked at {self._size} bytes, {size} were asked for")
         self._whole = self.place.empty((size + ALIGNMENT,), np.dtype(np.uint8))
         self._start = -describe("workspace", self._whole).ptr % ALIGNMENT

@@ -88,3 +88,11 @@ def test_classes_of_arguments() -> None:
     ):  # fmt: skip
         with pytest.raises(TypeError, match=f"^{name}: expected a"):
             make()
+
+
+def test_nothing_is_handed_out_before_anything_was(kind) -> None:
+    workspace = Workspace(Place.of(kind.put(np.zeros(1, np.float32))))
+    workspace.lock()
+    (nothing,) = workspace.get_simultaneous(((0, 3), np.int32))
+    assert kind.is_mine(nothing)
+    assert tuple(nothing.shape) == (0, 3)

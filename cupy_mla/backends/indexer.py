@@ -1,0 +1,201 @@
+"""The lightning indexer as a backend: of a step's keys and queries, which rows each query token attends to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..bridges import Place, bind, describe
+from ..config import SparseMLAConfig
+from ..metadata.batch import INT32, reshape_query_for_spec_decode
+from ..metadata.indexer import (
+    IndexerDecodeMetadata,
+    IndexerMetadata,
+    IndexerPrefillChunk,
+    key_workspace_rows,
+    queries_at_once,
+    require_indexed,
+)
+from ..ops.cache import SCALE_FORMATS
+from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, require_indexer_cache
+from ..ops.logits import HEADS, D
+from ..ops.topk import MAX_K, select_rows, select_rows_paged
+from ..ops.validate import FLOAT32, QUANTIZED, UINT8
+from ..options import require_choice, require_instance
+from ..typing import A, AnyArray, ScaleFormat
+from .workspace import Workspace
+
+
+class IndexerImpl:
+    """The indexer of DeepSeek-V3.2 layers, and of V4's C4A layers. It keeps no state of its own: all layers may share
+    one.
+
+    Args:
+        config: the layers and the engine's maxima.
+        workspace: scratch memory, shared with other layers; a warm-up call reserves what the largest batch needs.
+        scale_format: of the keys, as for `indexer_k_quant_and_cache`.
+
+    Raises:
+        ValueError: layers of the config have no indexer, or choose more rows than `topk_indices` can.
+
+    Example:
+        >>> config = cupy_mla.SparseMLAConfig(16, topk=2, block_size=4, max_num_batched_tokens=8, max_model_len=8)
+        >>> cache = np.zeros((3, 4, 132), np.uint8)  # 3 blocks of 4 tokens in layout INDEXER_FP8
+        >>> place = cupy_mla.Place.of(cache)
+        >>> builder = cupy_mla.IndexerMetadataBuilder(config, place)
+        >>> impl = cupy_mla.IndexerImpl(config, cupy_mla.Workspace(place))
+        >>> batch = cupy_mla.BatchMetadata([0, 3], [3], [[1, 2]], [4, 5, 6], [0, 1, 2])  # a prompt of 3 tokens
+        >>> keys = np.repeat(np.array([[1], [-1], [2]], bfloat16), 128, axis=1)
+        >>> q8, w = np.ones((3, 8, 128), float8_e4m3fn), np.ones((3, 8), np.float32)
+        >>> chosen = np.zeros((8, 2), np.int32)
+        >>> impl.forward(keys, q8, w, cache, builder.build(batch), chosen)[:3].tolist()
+        [[0, -1], [0, 1], [0, 2]]
+    """
+
+    def __init__(self, config: SparseMLAConfig, workspace: Workspace, scale_format: ScaleFormat = "fp32") -> None:
+        require_indexed(config)
+        require_instance("workspace", workspace, Workspace)
+        require_choice("scale_format", scale_format, SCALE_FORMATS)
+        if config.topk > MAX_K:
+            raise ValueError(f"config: the indexer chooses at most {MAX_K} rows, topk is {config.topk}")
+        self.config = config
+        self.workspace = workspace
+        self.scale_format: ScaleFormat = scale_format
+        counted = workspace.place.empty((config.topk,), INT32)
+        counted[...] = 1
+        counted[...] = counted.cumsum(0)
+        self._counted: Any = counted  # [topk] from 1 on
+
+    def forward(
+        self,
+        k: AnyArray | None,
+        q8: AnyArray,
+        w: AnyArray,
+        kv_cache: AnyArray,
+        metadata: IndexerMetadata | None,
+        topk_indices_buffer: A,
+    ) -> A:
+        """Pack a step's keys into the cache, and choose rows for each of its query tokens.
+
+        Decodes are scored over the paged cache, each with all of its query tokens at once. Prefills are scored chunk by
+        chunk over keys that are gathered into the workspace. Where no query token sees more keys than it chooses,
+        nothing is scored.
+
+        Args:
+            k: [T, (1,) 128] bfloat16 keys, rotated. With compression row t is the key that token t completes; rows of
+                tokens that complete none are not read. None: the cache holds the step's keys already.
+            q8: [T, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64, from `quantize_indexer_q`.
+            w: [T, H] float32 weights of the heads, from `quantize_indexer_q`.
+            kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, as many rows a block as
+                the config's block size has keys; written in place.
+            metadata: of this step, from `IndexerMetadataBuilder`; T is its number of tokens. None for a warm-up, which
+                reserves the workspace of the largest batch with as many heads as q8 has, and chooses nothing.
+            topk_indices_buffer: [at least T, topk] int32. Row t is given token t's positions in its request, ascending,
+                -1 behind the last: token positions, with compression those of compressed rows. Rows from T on are left
+                as they are.
+
+        Returns:
+            topk_indices_buffer.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, shape, device or strides.
+        """
+        place, (q, cache, chosen) = bind(q8=q8, kv_cache=kv_cache, topk_indices_buffer=topk_indices_buffer)
+        if place != self.workspace.place:
+            raise ValueError(f"q8: expected it where the workspace is, {self.workspace.place}, got {place}")
+        tokens, heads, _ = q.require(QUANTIZED, "T", HEADS, D).shape
+        chosen.require(INT32, "tokens", self.config.topk).require_writable()
+        if metadata is None:
+            self._reserve(place, heads)
+            chosen.obj[...] = -1
+            return topk_indices_buffer
+        require_indexer_cache(cache)
+        if cache.shape[1] != self.config.rows_per_block:
+            raise ValueError(
+                f"kv_cache: expected {self.config.rows_per_block} rows a block (config), got {cache.shape[1]}"
+            )
+        place.admit(describe("w", w)).require(FLOAT32, tokens, heads)
+        self._check(metadata, tokens, chosen.shape[0])
+        if k is not None:
+            indexer_k_quant_and_cache(k, kv_cache, metadata.slot_mapping, self.scale_format)
+        places = 0 if metadata.decode is None else _places(metadata.decode)
+        rows = max((chunk.num_keys for chunk in metadata.prefill_chunks if not chunk.choose_all), default=0)
+        keys, scales, padded = self._scratch(rows, places)
+        if metadata.decode is not None:
+            end = metadata.num_decode_tokens
+            self._decode(metadata.decode, q.obj[:end], w, kv_cache, padded, chosen.obj[:end])
+        for chunk in metadata.prefill_chunks:
+            self._prefill(chunk, q.obj, w, kv_cache, keys, scales, chosen.obj)
+        return topk_indices_buffer
+
+    def _decode(self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any) -> None:
+        """q8 [Td, H, 128], chosen [Td, topk]."""
+        if decode.choose_all:
+            lens = decode.context_lens.reshape(-1)
+            self._choose_all(lens[decode.token_rows] if decode.requires_padding else lens, chosen)
+            return
+        requests = decode.block_table.shape[0]
+        w, to = w[: len(q8)], chosen
+        if decode.requires_padding:
+            q8, w, to = q8[decode.padded_rows], w[decode.padded_rows], padded
+        select_rows_paged(
+            reshape_query_for_spec_decode(q8, requests), kv_cache, w, decode.context_lens, decode.block_table,
+            decode.max_context_len, self.config.topk, max_workspace_bytes=self.config.max_workspace_bytes, out=to,
+        )  # fmt: skip
+        if decode.requires_padding:
+            chosen[...] = padded[decode.token_rows]
+
+    def _prefill(
+        self, chunk: IndexerPrefillChunk, q8: Any, w: Any, kv_cache: Any, keys: Any, scales: Any, chosen: Any
+    ) -> None:
+        """Of the whole batch: q8 [T, H, 128], chosen [T, topk]."""
+        tokens = chunk.tokens_slice
+        if chunk.choose_all:
+            self._choose_all(chunk.ends - chunk.starts, chosen[tokens])
+            return
+        keys, scales = keys[: chunk.num_keys], scales[: chunk.num_keys]
+        if chunk.gathers:
+            cp_gather_indexer_k_quant_cache(kv_cache, keys, scales, chunk.block_table, chunk.cu_seq_lens)
+        select_rows(
+            q8[tokens], keys, scales, w[tokens], chunk.starts, chunk.ends, self.config.topk,
+            max_workspace_bytes=self.config.max_workspace_bytes, out=chosen[tokens],
+        )  # fmt: skip
+
+    def _choose_all(self, seen: Any, chosen: Any) -> None:
+        """Every key of tokens that see `seen` [n] keys each, topk at most."""
+        chosen[...] = self._counted * (self._counted <= seen[:, None]) - 1
+
+    def _scratch(self, rows: int, places: int) -> list[Any]:
+        """Room for gathered keys and their scales, and for what padded decodes choose."""
+        return self.workspace.get_simultaneous(
+            ((rows, D), UINT8), ((rows,), FLOAT32), ((places, self.config.topk), INT32)
+        )
+
+    def _reserve(self, place: Place, heads: int) -> None:
+        """Have the memory of the largest batch: the workspace, and what operations allocate, which the library keeps
+        for them."""
+        config = self.config
+        threshold = 1 + config.num_speculative_tokens
+        places = config.max_num_seqs * threshold if threshold > 1 else 0
+        rows = key_workspace_rows(config)
+        self._scratch(rows, places)
+        queries = min(config.max_num_batched_tokens, queries_at_once(rows, config.max_workspace_bytes))
+        logits = place.empty((queries, max(rows, 1)), FLOAT32)
+        padded = place.empty((places, heads, D + 4), UINT8)
+        del logits, padded
+
+    def _check(self, metadata: IndexerMetadata, tokens: int, rows: int) -> None:
+        """That arguments fit the config and the batch."""
+        config = self.config
+        expected = (tokens, config.block_size, config.compress_ratio, config.topk)
+        got = (metadata.num_actual_tokens, metadata.block_size, metadata.compress_ratio, metadata.topk_tokens)
+        if got != expected:
+            raise ValueError(
+                f"metadata: expected (tokens, block_size, compress_ratio, topk) {expected} by q8 and config, got {got}"
+            )
+        if rows < tokens:
+            raise ValueError(f"topk_indices_buffer: expected room for {tokens} tokens, got {rows} rows")
+
+
+def _places(decode: IndexerDecodeMetadata) -> int:
+    """Rows of results that padded decodes have; 0 where none are padded."""
+    return decode.block_table.shape[0] * decode.query_len if decode.requires_padding else 0

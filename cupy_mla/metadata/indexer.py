@@ -1,0 +1,380 @@
+"""Metadata of the lightning indexer: which keys each query token of a batch may see, and in what portions they are
+scored.
+
+Built once a step and shared by all layers that have an indexer, for DeepSeek V3.2's layers and V4's C4A layers. Every
+device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's maxima, so that
+a captured CUDA graph can read it at every replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import HOST
+from ..bridges import Place
+from ..config import SparseMLAConfig
+from ..ops.compressed import get_compressed_slot_mapping
+from ..options import require_instance, require_integer
+from .batch import INT32, INT64, PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and_prefills
+from .sparse_mla import check_batch, fill
+from .uploads import Uploads
+
+C4A = 4
+LOGITS_ALIGN = 4  # logits of a query take a multiple of so many float32
+
+
+@dataclass(frozen=True)
+class IndexerDecodeMetadata:
+    """The decodes of a batch: B requests, which are given n query tokens each.
+
+    Attributes:
+        block_table: [B, M] int32.
+        context_lens: keys that each query token sees: [B] int32 where n is 1, else [B, n], 0 for tokens that pad.
+        query_len: n, most query tokens of a decode.
+        requires_padding: decodes have different numbers of query tokens; shorter ones are padded to n.
+        padded_rows: [B * n] int64 the decode token that stands at each place of [B, n], 0 where none does.
+        token_rows: [Td] int64 the place in [B, n] of each decode token.
+        max_context_len: keys of the longest sequence, by the config.
+        choose_all: no sequence can have more keys than a query token chooses.
+    """
+
+    block_table: Any
+    context_lens: Any
+    query_len: int
+    requires_padding: bool
+    padded_rows: Any
+    token_rows: Any
+    max_context_len: int
+    choose_all: bool
+
+
+@dataclass(frozen=True)
+class IndexerPrefillChunk:
+    """Query tokens whose logits fit the limit, over the keys of n prefills, which fit the workspace together.
+
+    Either all query tokens of these prefills, or a part of those of one.
+
+    Attributes:
+        block_table: [n, M] int32.
+        cu_seq_lens: [n + 1] int32 where the keys of each prefill start in the workspace.
+        num_keys: keys of these prefills.
+        tokens_slice: the query tokens in the batch.
+        starts, ends: [tokens] int32 the keys in the workspace that each query token sees.
+        gathers: the keys must be gathered for this chunk; else an earlier chunk has done so, or nothing is scored.
+        choose_all: no query token of the chunk sees more keys than it chooses, so nothing is scored.
+    """
+
+    block_table: Any
+    cu_seq_lens: Any
+    num_keys: int
+    tokens_slice: slice
+    starts: Any
+    ends: Any
+    gathers: bool
+    choose_all: bool
+
+
+@dataclass(frozen=True)
+class IndexerMetadata:
+    """One step's batch of T query tokens, for every layer with an indexer: Td of decodes, which stand first.
+
+    Attributes:
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: how the batch is split.
+        num_actual_tokens: T.
+        slot_mapping: [T] int64, where this step's keys go; with compression -1 for tokens that complete no key.
+        block_size: tokens a block.
+        compress_ratio: tokens that a key stands for.
+        topk_tokens: keys chosen for each query token.
+        decode: None without decode tokens.
+        prefill_chunks: in order; they hold every prefill token once.
+    """
+
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_actual_tokens: int
+    slot_mapping: Any
+    block_size: int
+    compress_ratio: int
+    topk_tokens: int
+    decode: IndexerDecodeMetadata | None
+    prefill_chunks: list[IndexerPrefillChunk]
+
+
+class _Chunk(NamedTuple):
+    """A portion of the prefills, on the host: of requests `first` to `end` the query tokens `tokens` of the batch."""
+
+    first: int
+    end: int
+    tokens: slice
+    cu_start: int  # of its requests' running sums in the buffer
+
+
+class _Split(NamedTuple):
+    """A batch on the host.
+
+    Attributes:
+        counts: decodes, prefills, decode tokens, prefill tokens.
+        seen: [T] keys that each query token sees of its own request.
+        decodes: requests up to the last decode that has tokens.
+        decode_len: most query tokens of a decode.
+        places: [Td] where decode tokens stand in [decodes, decode_len].
+        key_starts: [T] where the keys of a prefill token's request start in the workspace.
+    """
+
+    counts: tuple[int, int, int, int]
+    seen: np.ndarray
+    decodes: int
+    decode_len: int
+    places: np.ndarray
+    chunks: list[_Chunk]
+    cu_seq_lens: np.ndarray
+    key_starts: np.ndarray
+
+
+class IndexerMetadataBuilder:
+    """Builds `IndexerMetadata` from batches, into the same device arrays each time.
+
+    A metadata object is valid until the next `build`, which rewrites the arrays behind it (on a GPU in order on the
+    caller's current stream). `build` never waits for the device. Replays of a captured step read what the last `build`
+    wrote: its batch must have as many decodes of as many query tokens as the captured one, of any lengths, and prefills
+    that are split alike.
+
+    Args:
+        config: the layers and the engine's maxima; `block_size` counts tokens.
+        place: where the device arrays live; see `SparseMLAMetadataBuilder`.
+        num_blocks: blocks of the cache, to check slots and block tables against; None leaves them
+            unchecked.
+
+    Attributes:
+        config, num_blocks: as given.
+        decode_threshold: most query tokens of a decode; decodes of a batch may differ in theirs.
+
+    Raises:
+        ValueError: layers of the config have no indexer, or a block of a compressed cache would not hold whole keys.
+
+    Example:
+        >>> config = cupy_mla.SparseMLAConfig(16, topk=32, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+        >>> batch = cupy_mla.BatchMetadata([0, 1, 21], [41, 20], [[3], [7]], range(21), [40, *range(20)])
+        >>> metadata = cupy_mla.IndexerMetadataBuilder(config).build(batch)  # a decode and a prompt of 20 tokens
+        >>> metadata.decode.context_lens.tolist()
+        [41]
+        >>> chunk, = metadata.prefill_chunks
+        >>> chunk.ends[:3].tolist(), chunk.choose_all
+        ([1, 2, 3], True)
+    """
+
+    def __init__(
+        self, config: SparseMLAConfig, place: tuple[str, int] = ("numpy", HOST), num_blocks: int | None = None
+    ) -> None:
+        require_indexed(config)
+        self.config = config
+        self.num_blocks: int | None = None if num_blocks is None else require_integer("num_blocks", num_blocks, 0)
+        self.decode_threshold: int = 1 + config.num_speculative_tokens
+        requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self._width = -(-config.max_model_len // config.block_size)
+        self._buffers = Uploads(
+            Place.from_pair(place),
+            {
+                "slot_mapping": ((tokens,), INT64),
+                "context_lens": ((requests * self.decode_threshold,), INT32),
+                "padded_rows": ((requests * self.decode_threshold,), INT64),
+                "token_rows": ((min(tokens, requests * self.decode_threshold),), INT64),
+                "cu_seq_lens": ((2 * requests,), INT32),
+                "starts": ((tokens,), INT32),
+                "ends": ((tokens,), INT32),
+                "block_table": ((requests, self._width), INT32),  # last: only its used rows go up
+            },
+        )
+
+    def build(self, batch: BatchMetadata) -> IndexerMetadata:
+        """The metadata of one step.
+
+        Args:
+            batch: with the block table and the slots of the cache of keys; where keys stand for several tokens, the
+                slots are computed from the block table.
+
+        Raises:
+            ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
+                slot or a block of a sequence lies beyond the cache (with `num_blocks` given); the arrays stay as they
+                were.
+        """
+        config = self.config
+        check_batch(config, batch, self.num_blocks)
+        split = self._split(batch)
+        self._buffers.upload(lambda host: self._write(host, batch, split))
+        tokens = batch.num_actual_tokens
+        return IndexerMetadata(
+            *split.counts,
+            num_actual_tokens=tokens,
+            slot_mapping=self._buffers.arrays["slot_mapping"][:tokens],
+            block_size=config.block_size,
+            compress_ratio=config.compress_ratio,
+            topk_tokens=config.topk,
+            decode=self._decode(split) if split.counts[2] else None,
+            prefill_chunks=self._prefill(split),
+        )
+
+    def _split(self, batch: BatchMetadata) -> _Split:
+        counts = split_decodes_and_prefills(batch, self.decode_threshold)
+        num_decodes, _, decode_tokens, _ = counts
+        request = np.repeat(np.arange(batch.num_reqs), batch.query_lens)
+        token = np.arange(batch.num_actual_tokens)
+        position = batch.seq_lens[request] - batch.query_start_loc[request + 1] + token
+        seen = (position + 1) // self.config.compress_ratio
+
+        decodes = int(request[decode_tokens - 1]) + 1 if decode_tokens else 0
+        decode_len = int(batch.query_lens[:decodes].max(initial=0))
+        of_decodes = slice(decode_tokens)
+        places = request[of_decodes] * decode_len + token[of_decodes] - batch.query_start_loc[request[of_decodes]]
+
+        # Requests without query tokens have no keys to look at.
+        keys = np.where(batch.query_lens > 0, batch.seq_lens // self.config.compress_ratio, 0)
+        portions = split_indexer_chunks(
+            batch.query_lens[num_decodes:], keys[num_decodes:], key_workspace_rows(self.config),
+            self.config.max_workspace_bytes,
+        )  # fmt: skip
+        chunks: list[_Chunk] = []
+        sums, sums_len, key_starts = [np.zeros(0, INT32)], 0, np.zeros(batch.num_reqs, INT32)
+        for portion in portions:
+            first, end = num_decodes + portion.first, num_decodes + portion.end
+            if not (chunks and chunks[-1].first == first):
+                ends = np.cumsum(keys[first:end])
+                key_starts[first:end] = ends - keys[first:end]
+                sums.append(np.concatenate([[0], ends]).astype(INT32))
+                cu_start, sums_len = sums_len, sums_len + len(sums[-1])
+            base = int(batch.query_start_loc[first])
+            chunks.append(_Chunk(first, end, slice(base + portion.start, base + portion.stop), cu_start))
+        return _Split(
+            counts, seen, decodes, decode_len, places, chunks, np.concatenate(sums), key_starts[request]
+        )  # fmt: skip
+
+    def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata, split: _Split) -> int:
+        """Fill the host's copies; entries past the batch with values that are safe for a captured graph to read."""
+        config, decode_tokens = self.config, split.counts[2]
+        slots = batch.slot_mapping
+        if config.compress_ratio > 1:
+            slots = get_compressed_slot_mapping(
+                batch.num_actual_tokens, batch.query_start_loc, batch.seq_lens, batch.block_table,
+                config.rows_per_block, config.compress_ratio,
+            )  # fmt: skip
+        fill(host["slot_mapping"], slots, -1)
+        for name in ("context_lens", "padded_rows"):
+            host[name][...] = 0
+        host["context_lens"][split.places] = split.seen[:decode_tokens]
+        host["padded_rows"][split.places] = np.arange(decode_tokens)
+        fill(host["token_rows"], split.places, 0)
+        fill(host["cu_seq_lens"], split.cu_seq_lens, 0)
+        fill(host["starts"], split.key_starts, 0)
+        fill(host["ends"], split.key_starts + split.seen, 0)
+        width = min(batch.block_table.shape[1], self._width)
+        host["block_table"][: batch.num_reqs, :width] = batch.block_table[:, :width]
+        host["block_table"][: batch.num_reqs, width:] = -1
+        return batch.num_reqs
+
+    def _decode(self, split: _Split) -> IndexerDecodeMetadata:
+        device, n = self._buffers.arrays, split.decode_len
+        places, tokens = split.decodes * n, split.counts[2]
+        lens = device["context_lens"][:places]
+        return IndexerDecodeMetadata(
+            block_table=device["block_table"][: split.decodes],
+            context_lens=lens if n == 1 else lens.reshape(split.decodes, n),
+            query_len=n,
+            requires_padding=places != tokens,
+            padded_rows=device["padded_rows"][:places],
+            token_rows=device["token_rows"][:tokens],
+            max_context_len=self.config.max_index_keys,
+            choose_all=self.config.max_index_keys <= self.config.topk,
+        )
+
+    def _prefill(self, split: _Split) -> list[IndexerPrefillChunk]:
+        device, chunks = self._buffers.arrays, []
+        gathered = -1  # the first of the requests whose keys are in the workspace
+        for first, end, tokens, cu_start in split.chunks:
+            choose_all = bool(split.seen[tokens].max() <= self.config.topk)
+            gathers = not choose_all and gathered != first
+            gathered = first if gathers else gathered
+            cu_end = cu_start + end - first + 1
+            chunks.append(
+                IndexerPrefillChunk(
+                    block_table=device["block_table"][first:end],
+                    cu_seq_lens=device["cu_seq_lens"][cu_start:cu_end],
+                    num_keys=int(split.cu_seq_lens[cu_end - 1]),
+                    tokens_slice=tokens,
+                    starts=device["starts"][tokens],
+                    ends=device["ends"][tokens],
+                    gathers=gathers,
+                    choose_all=choose_all,
+                )
+            )
+        return chunks
+
+
+class Portion(NamedTuple):
+    """Of requests `first` to `end`, the query tokens `start` to `stop`, counted from those of the first."""
+
+    first: int
+    end: int
+    start: int
+    stop: int
+
+
+def split_indexer_chunks(
+    query_lens: np.ndarray, key_lens: np.ndarray, workspace_rows: int, max_workspace_bytes: int
+) -> list[Portion]:
+    """Cut prefills into portions, greedily: consecutive requests whose keys fit the workspace together and whose logits
+    fit the limit. The query tokens of a request that exceeds the limit alone are cut, too, one at least in each.
+
+    Args:
+        query_lens: [P] query tokens of each request (host).
+        key_lens: [P] keys of each request, of which the workspace holds any one's.
+        workspace_rows: keys that the workspace holds.
+        max_workspace_bytes: limit of the logits, each of a portion's queries with one for each of its keys.
+    """
+    portions = []
+    first, requests = 0, len(query_lens)
+    while first < requests:
+        end, queries, keys = first + 1, int(query_lens[first]), int(key_lens[first])
+        while end < requests:
+            more, wider = queries + int(query_lens[end]), keys + int(key_lens[end])
+            if wider > workspace_rows or more > queries_at_once(wider, max_workspace_bytes):
+                break
+            end, queries, keys = end + 1, more, wider
+        step = queries_at_once(keys, max_workspace_bytes)
+        portions += [Portion(first, end, q, min(q + step, queries)) for q in range(0, queries, step)]
+        first = end
+    return portions
+
+
+def queries_at_once(keys: int, max_workspace_bytes: int) -> int:
+    """Queries whose logits for so many keys fit the limit, one at least."""
+    row = max(-(-keys // LOGITS_ALIGN), 1) * LOGITS_ALIGN
+    return max(max_workspace_bytes // (row * np.dtype(np.float32).itemsize), 1)
+
+
+def key_workspace_rows(config: SparseMLAConfig) -> int:
+    """Keys that the workspace of prefills holds: of a few of the longest sequences."""
+    return PREFILL_WORKSPACE_SEQUENCES * config.max_index_keys
+
+
+def require_indexed(config: SparseMLAConfig) -> None:
+    """Check that the layers of a config have an indexer.
+
+    Raises:
+        TypeError, ValueError: it is no config, they have none, or a block would not hold whole keys.
+    """
+    require_instance("config", config, SparseMLAConfig)
+    wanted = C4A if config.is_v4 else 1
+    if config.compress_ratio != wanted:
+        raise ValueError(
+            f"config: layers with an indexer of a model of kind {config.model!r} have compress_ratio {wanted}, "
+            f"got {config.compress_ratio}"
+        )
+    if config.block_size % config.compress_ratio:
+        raise ValueError(
+            f"block_size: expected a multiple of compress_ratio {config.compress_ratio}, got {config.block_size}"
+        )
