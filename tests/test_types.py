@@ -22,11 +22,13 @@ needs_mypy = pytest.mark.skipif(not installed("mypy"), reason="mypy is not insta
 OF_UNTYPED_LIBRARIES = {
     f"cupy_mla.integrations.{name}"
     for name in (
-        "transformers.PagedLatentCache", "transformers.PagedLatentLayer", "vllm.sparse_mla.CupyMLASparseBackend",
-        "vllm.sparse_mla.CupyMLASparseBackend.get_builder_cls", "vllm.sparse_mla.CupyMLASparseBackend.get_impl_cls",
-        "vllm.sparse_mla.CupyMLASparseBuilder", "vllm.sparse_mla.CupyMLASparseImpl", "vllm.indexer.CupyMLAIndexer",
-        "vllm.indexer.CupyMLAIndexerBackend", "vllm.indexer.CupyMLAIndexerBackend.get_builder_cls",
-        "vllm.indexer.CupyMLAIndexerBuilder", "vllm.indexer.sparse_attn_indexer",
+        "transformers.PagedLatentCache", "transformers.PagedLatentLayer", "transformers.PagedV4Cache",
+        "transformers.PagedV4Layer", "transformers_v4.PagedV4Cache", "transformers_v4.PagedV4Layer",
+        "vllm.sparse_mla.CupyMLASparseBackend", "vllm.sparse_mla.CupyMLASparseBackend.get_builder_cls",
+        "vllm.sparse_mla.CupyMLASparseBackend.get_impl_cls", "vllm.sparse_mla.CupyMLASparseBuilder",
+        "vllm.sparse_mla.CupyMLASparseImpl", "vllm.indexer.CupyMLAIndexer", "vllm.indexer.CupyMLAIndexerBackend",
+        "vllm.indexer.CupyMLAIndexerBackend.get_builder_cls", "vllm.indexer.CupyMLAIndexerBuilder",
+        "vllm.indexer.sparse_attn_indexer",
     )
 }  # fmt: skip
 

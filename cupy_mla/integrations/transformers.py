@@ -1,79 +1,210 @@
-"""DeepSeek-V3.2 in Hugging Face transformers on paged latent caches and sparse attention::
+"""Models of Hugging Face transformers with an indexer, on paged caches and sparse attention::
 
     cache = PagedLatentCache(model.config, block_table, layout="v32_fp8")
     with sparse_attention(model):
         model(input_ids, past_key_values=cache, use_cache=True)       # prefill, and then token after token
 
+For `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM` (GLM-5); for `DeepseekV4ForCausalLM` with a `PagedV4Cache`.
+
 transformers' own attention expands every cached row into a key and a value a head and masks what the indexer did not
-choose. Here the weights are absorbed, the cache holds one latent row a token in blocks, and only the chosen rows are
-read. Projections, norms, RoPE and the indexer stay the model's own.
+choose; its indexer scores all keys in float32. Here the weights are absorbed, the cache holds one latent row a token in
+blocks, and only the chosen rows are read. The indexer's keys are e4m3 in blocks of their own (layout INDEXER_FP8), and
+what they choose are positions in the request. Layers of GLM-5 that the config calls "shared" take the rows of the layer
+before them. Projections, norms and RoPE stay the model's own.
 
 Written against transformers 5.17 and 5.18.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicIndexedLayer
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from .. import layouts
+from .. import arrays, layouts
 from ..flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from ..layouts import Layout
+from ..layouts import INDEXER_FP8, Layout
 from ..ops.absorb import absorb_q, split_kv_b_proj, v_up_proj
 from ..ops.cache import concat_and_cache_mla
+from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
+from ..ops.indices import convert_req_index_to_global_index
+from ..ops.topk import select_rows, select_rows_paged
+from .transformers_v4 import PagedV4Cache, PagedV4Layer, attend_v4, choose_v4, quantized_queries
+
+__all__ = ["PagedLatentCache", "PagedLatentLayer", "PagedTokens", "PagedV4Cache", "PagedV4Layer", "sparse_attention"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The n new tokens of each of R requests in one forward pass.
+
+    Attributes:
+        slots: [R * n] int64 where they are written, -1 for padding.
+        request: [R * n] int32.
+        positions: [R, n] int64 their places in the request, padding not counted.
+        seen: [R, n] int32 tokens that each sees, itself included; 0 for padding.
+        starts: [R + 1] int32 running sum of the requests' lengths.
+    """
+
+    slots: torch.Tensor
+    request: torch.Tensor
+    positions: torch.Tensor
+    seen: torch.Tensor
+    starts: torch.Tensor
+
+
+class PagedTokens:
+    """Where the tokens of R requests lie in paged caches: one for all layers. Padding takes no place.
+
+    Attributes:
+        block_table: [R, M] int32.
+        block_size: tokens a block.
+        length: tokens that every request was given so far, padding included.
+        step: of the forward pass at hand.
+    """
+
+    def __init__(self, block_table: torch.Tensor, block_size: int) -> None:
+        self.block_table: torch.Tensor = block_table.int()
+        self.block_size = block_size
+        self.length: int = 0
+        self.step: _Step | None = None
+        self._lengths = torch.zeros(len(block_table), dtype=torch.int64, device=block_table.device)  # without padding
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a request's blocks have room for."""
+        return self.block_table.shape[1] * self.block_size
+
+    def advance(self, mask: torch.Tensor, new: int) -> None:
+        """Find room for the next `new` tokens of every request.
+
+        Args:
+            mask: [R or 1, 1, new, all] bool, or float of 0 and less: the causal mask of this pass, whose last row says
+                which tokens are padding.
+
+        Raises:
+            ValueError: the blocks are too few. Under `cupy_mla.set_checks`: a token does not see all tokens of its
+                request up to itself.
+        """
+        if self.length + new > self.capacity:
+            raise ValueError(f"block_table: has room for {self.capacity} tokens a request, got {self.length + new}")
+        requests = len(self.block_table)
+        seen_by_last = mask[:, 0, -1, -new:].expand(requests, -1)
+        is_token = seen_by_last if mask.dtype == torch.bool else seen_by_last == 0
+        positions = self._lengths[:, None] + is_token.cumsum(-1) - 1
+        seen = (positions + 1).where(is_token, 0).int()
+        if arrays.CHECK_VALUES:
+            allowed = (mask if mask.dtype == torch.bool else mask == 0).expand(requests, -1, -1, -1).sum(-1)[:, 0]
+            if not torch.equal(allowed.where(is_token, 0).int(), seen):
+                raise ValueError("attention_mask: expected a causal one, in which nothing but padding is left out")
+        self.length += new
+        self._lengths = self._lengths + is_token.sum(-1)
+        places = positions.clamp(min=0)
+        blocks = self.block_table.long().gather(1, places // self.block_size)
+        self.step = _Step(
+            slots=(blocks * self.block_size + places % self.block_size).where(is_token, -1).flatten(),
+            request=torch.arange(requests, dtype=torch.int32, device=mask.device).repeat_interleave(new),
+            positions=positions,
+            seen=seen,
+            starts=torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0)).int(),
+        )
+
+    @property
+    def current(self) -> _Step:
+        """The step of the forward pass at hand."""
+        if self.step is None:
+            raise RuntimeError("no forward pass has reached the first layer yet")
+        return self.step
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.length, self.step = 0, None
+        self._lengths.zero_()
 
 
 class PagedLatentLayer(DynamicIndexedLayer):
-    """One layer's share of a `PagedLatentCache`; its indexer's keys are cached as transformers does it.
+    """One layer's share of a `PagedLatentCache`.
 
     Attributes:
         kv_cache: [num_blocks, block_size, 1, 576] bfloat16 or [num_blocks, block_size, 1, 656] uint8.
-        length: tokens cached so far, the same for every request.
+        indexer_cache: [num_blocks, block_size, 132] uint8, keys of the layer's indexer; None where it has none.
+        tokens: where tokens lie, shared with all layers.
     """
 
     is_croppable = False
 
-    def __init__(self, layout: Layout, block_table: torch.Tensor, num_blocks: int, block_size: int) -> None:
+    def __init__(self, layout: Layout, tokens: PagedTokens, num_blocks: int, indexed: bool = True) -> None:
         super().__init__()
         dtype = torch.uint8 if layout.quantized else torch.bfloat16
-        shape = (num_blocks, block_size, 1, layout.last_axis)
-        self.kv_cache: torch.Tensor = torch.empty(shape, dtype=dtype, device=block_table.device)
-        self.block_table = block_table
-        self.length: int = 0
-
-    def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where tokens lie in the cache: int64 slots of request-local positions [R, n]."""
-        block_size = self.kv_cache.shape[1]
-        return self.block_table.gather(1, positions // block_size) * block_size + positions % block_size
+        rows, device = (num_blocks, tokens.block_size), tokens.block_table.device
+        self.kv_cache: torch.Tensor = torch.empty(*rows, 1, layout.last_axis, dtype=dtype, device=device)
+        self.indexer_cache: torch.Tensor | None = None
+        if indexed:
+            self.indexer_cache = torch.empty(*rows, INDEXER_FP8.last_axis, dtype=torch.uint8, device=device)
+        self.tokens = tokens
 
     def update(self, kv_c: torch.Tensor, k_pe: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Pack the next n tokens of every request: latent rows kv_c [R, n, 512] and RoPE parts k_pe [R, n, 64]."""
-        requests, new = kv_c.shape[:2]
-        stop = self.length + new
-        if stop > self.get_max_length():
-            raise ValueError(f"block_table: has room for {self.get_max_length()} tokens a request, got {stop}")
-        slots = self.slots(torch.arange(self.length, stop, device=kv_c.device).expand(requests, new))
-        concat_and_cache_mla(kv_c.flatten(0, 1), k_pe.flatten(0, 1), self.kv_cache, slots.flatten())
-        self.length = stop
-        return self.kv_cache, self.block_table
+        """Pack this step's n tokens of every request: latent rows kv_c [R, n, 512] and RoPE parts k_pe [R, n, 64]."""
+        concat_and_cache_mla(kv_c.flatten(0, 1), k_pe.flatten(0, 1), self.kv_cache, self.tokens.current.slots)
+        return self.kv_cache, self.tokens.block_table
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Pack this step's keys of the indexer [R, n, 128]; returns the paged cache of all keys."""
+        if self.indexer_cache is None:
+            raise ValueError("this layer has no indexer")
+        keys = indexer_key_states.flatten(0, 1).to(torch.bfloat16)
+        indexer_k_quant_and_cache(keys, self.indexer_cache, self.tokens.current.slots)
+        return self.indexer_cache
+
+    def choose(self, q8: torch.Tensor, w: torch.Tensor, topk: int) -> torch.Tensor:
+        """Rows that this step's query tokens attend to, by the keys in the cache.
+
+        Args:
+            q8: [R * n, H, 128] float8_e4m3fn. w: [R * n, H] float32. Both from `quantize_indexer_q`.
+            topk: rows chosen for each.
+
+        Returns:
+            [R, n, k] int32 positions in the request, padding not counted, ascending, -1 behind the last; k is `topk`,
+            or the tokens given so far where these are fewer.
+        """
+        if self.indexer_cache is None:
+            raise ValueError("this layer has no indexer")
+        step, table = self.tokens.current, self.tokens.block_table
+        requests, new = step.seen.shape
+        k = min(topk, self.tokens.length)
+        if self.tokens.length <= topk:
+            every = torch.arange(k, dtype=torch.int32, device=q8.device)
+            return every.where(every < step.seen[..., None], -1)
+        if new == 1:
+            rows = select_rows_paged(
+                q8[:, None], self.indexer_cache, w, step.seen[:, 0].contiguous(), table, self.tokens.capacity, k
+            )
+        else:
+            most = requests * self.tokens.length
+            keys = torch.empty(most, INDEXER_FP8.d_qk, dtype=torch.uint8, device=q8.device)
+            scales = torch.empty(most, dtype=torch.float32, device=q8.device)
+            cp_gather_indexer_k_quant_cache(self.indexer_cache, keys, scales, table, step.starts)
+            starts = step.starts[:-1].repeat_interleave(new)
+            rows = select_rows(q8, keys, scales, w, starts, starts + step.seen.flatten(), k)
+        return rows.view(requests, new, k)
 
     def reset(self) -> None:
         """Forget all tokens; the blocks stay as they are and will be written over."""
-        self.length = 0
-        self.indexer_keys: Any = None  # dropped, since they grow by concatenation (transformers 5.17 keeps them)
-        self.is_indexer_initialized = False
+        self.tokens.reset()
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self.tokens.length
 
     def get_max_length(self) -> int:
-        return self.block_table.shape[1] * self.kv_cache.shape[1]
+        return self.tokens.capacity
 
 
 class PagedLatentCache(Cache):
@@ -81,7 +212,7 @@ class PagedLatentCache(Cache):
 
     Args:
         config: the model's configuration.
-        block_table: [R, M] int64, the blocks of each request in order, on the model's device.
+        block_table: [R, M] integers, the blocks of each request in order, on the model's device.
         num_blocks: blocks the cache has; default: one more than the largest in `block_table`.
         block_size: tokens a block.
         layout: "bf16" or "v32_fp8".
@@ -98,10 +229,11 @@ class PagedLatentCache(Cache):
     ) -> None:
         d_qk = config.kv_lora_rank + config.qk_rope_head_dim
         blocks = int(block_table.max()) + 1 if num_blocks is None else num_blocks
+        self.tokens: PagedTokens = PagedTokens(block_table, block_size)
+        kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
         super().__init__(
             layers=[
-                PagedLatentLayer(layouts.by_name(layout, d_qk), block_table, blocks, block_size)
-                for _ in range(config.num_hidden_layers)
+                PagedLatentLayer(layouts.by_name(layout, d_qk), self.tokens, blocks, kind == "full") for kind in kinds
             ]
         )
         self.schedules: dict[torch.Size, FlashMLASchedMeta] = {}
@@ -113,34 +245,45 @@ class PagedLatentCache(Cache):
 
 @contextmanager
 def sparse_attention(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """While the context lasts, every attention layer of a `DeepseekV32ForCausalLM` runs on this package.
+    """While the context lasts, every attention layer of a model and its indexer run on this package.
 
-    For inference only, with weights in bfloat16 and `past_key_values=PagedLatentCache(...)` at every call.
+    For inference only, with weights in bfloat16 and `past_key_values` at every call: a `PagedLatentCache` for
+    `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM`, a `PagedV4Cache` for `DeepseekV4ForCausalLM`.
+
+    Raises:
+        ValueError: the model is none of these.
     """
-    layers = [m for m in model.modules() if isinstance(m, deepseek.DeepseekV32Attention)]
-    if not layers:
-        raise ValueError(f"model: expected one with DeepseekV32Attention layers, got {type(model).__name__}")
-    for layer in layers:
-        layer.forward = MethodType(_forward, layer)
+    replaced: list[tuple[Any, Callable[..., Any]]] = [
+        (m, forward) for m in model.modules() for kind, forward in FORWARDS.items() if isinstance(m, kind)
+    ]
+    if not replaced:
+        names = ", ".join(c.__name__ for c in FORWARDS if c.__name__.endswith("Attention"))
+        raise ValueError(f"model: expected one with layers of {names}, got {type(model).__name__}")
+    for module, forward in replaced:
+        module.forward = MethodType(forward, module)
     try:
         yield model
     finally:
-        for layer in layers:
-            del layer.forward
+        for module, _ in replaced:
+            del module.forward
 
 
-def _forward(
+def _attend(
     self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor,
     past_key_values: PagedLatentCache,
     position_ids: torch.Tensor | None = None,
+    prev_topk_indices: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What `DeepseekV32Attention.forward` computes, on hidden_states [R, n, hidden]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of hidden_states [R, n, hidden], and the rows [R, n, k] that it chose or was given."""
     cache: PagedLatentLayer = past_key_values.layers[self.layer_idx]
     requests, new, _ = hidden_states.shape
+    if self.layer_idx == 0:
+        cache.tokens.advance(attention_mask, new)
+    step = cache.tokens.current
 
     # The model's projections, norms and RoPE.
     q_latent = self.q_a_layernorm(self.q_a_proj(hidden_states))
@@ -150,25 +293,82 @@ def _forward(
     cos, sin = position_embeddings
     q_pe, k_pe = deepseek.apply_rotary_pos_emb_interleave(q_pe, k_pe.unsqueeze(2), cos, sin, unsqueeze_dim=2)
 
-    # Its new tokens go into the paged cache; its indexer chooses rows for each of them.
+    # Its new tokens go into the paged cache; its indexer, or that of a layer before, chooses rows for each of them.
     cache.update(self.kv_a_layernorm(kv_c), k_pe.squeeze(2))
-    mask = attention_mask[:, 0]
-    topk = self.indexer(hidden_states, q_latent, position_embeddings, mask, position_ids, past_key_values).long()
-    # Where fewer rows may be seen than topk, the indexer fills up with rows that the mask forbids.
-    seen = mask.expand(requests, -1, -1).gather(-1, topk)
-    slots = cache.slots(topk.flatten(1)).view_as(topk)
-    indices = slots.where(seen if seen.dtype == torch.bool else seen == 0, -1).flatten(0, 1).int()
+    topk = prev_topk_indices
+    if self.indexer is not None:
+        topk = self.indexer(hidden_states, q_latent, position_embeddings, attention_mask, position_ids, past_key_values)
+    if topk is None:
+        raise ValueError("prev_topk_indices: a layer without an indexer needs the rows of a layer before it")
+    seen = topk.where(topk < step.seen[..., None], -1).int().flatten(0, 1)
+    slots = convert_req_index_to_global_index(step.request, cache.tokens.block_table, seen, cache.tokens.block_size)
 
     # Sparse attention over latent rows, the key and value expansions moved to the query and the output.
     w_uk, w_uv = split_kv_b_proj(self.kv_b_proj.weight.T, self.num_heads, self.qk_nope_head_dim)
     q = torch.cat([absorb_q(q_nope.flatten(0, 1), w_uk), q_pe.flatten(0, 1)], -1)
+    indices = slots.unsqueeze(1)
     if new > 1 and cache.kv_cache.dtype == torch.bfloat16:
-        out, _, _ = flash_mla_sparse_fwd(q, cache.kv_cache.flatten(0, 1), indices.unsqueeze(1), self.scaling)
+        out, _, _ = flash_mla_sparse_fwd(q, cache.kv_cache.flatten(0, 1), indices, self.scaling)
     else:
-        indices = indices.unsqueeze(1)
         out, _ = flash_mla_with_kvcache(
             q.unsqueeze(1), cache.kv_cache, None, None, self.kv_lora_rank, past_key_values.schedule(indices),
             softmax_scale=self.scaling, is_fp8_kvcache=cache.kv_cache.dtype == torch.uint8, indices=indices,
         )  # fmt: skip
     heads = v_up_proj(out.view(requests * new, self.num_heads, self.kv_lora_rank), w_uv)
-    return self.o_proj(heads.reshape(requests, new, -1)), None
+    return self.o_proj(heads.reshape(requests, new, -1)), topk
+
+
+def _attend_v32(self: Any, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None]:
+    """What `DeepseekV32Attention.forward` computes."""
+    return _attend(self, *arguments, **named)[0], None
+
+
+def _attend_glm(self: Any, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """What `GlmMoeDsaAttention.forward` computes; the rows go on to the next layer."""
+    out, topk = _attend(self, *arguments, **named)
+    return out, None, topk
+
+
+def _choose(
+    self: Any,
+    hidden_states: torch.Tensor,
+    q_resid: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: PagedLatentCache | None = None,
+    *,
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """What the model's indexer computes, with e4m3 keys and queries: see `PagedLatentLayer.choose`."""
+    if past_key_values is None:
+        raise ValueError("past_key_values: expected a PagedLatentCache")
+    cache, (cos, sin) = past_key_values.layers[self.layer_idx], position_embeddings
+    q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
+    k = self.k_norm(self.wk(hidden_states)).unsqueeze(2)
+    rope = self.qk_rope_head_dim
+    q_pe, k_pe = rotate(q[..., :rope], k[..., :rope], cos, sin, unsqueeze_dim=2)
+    cache.update_indexer(torch.cat([k_pe, k[..., rope:]], -1).squeeze(2))
+    weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float()
+    q = torch.cat([q_pe, q[..., rope:]], -1).to(torch.bfloat16)
+    q8, w = quantized_queries(q.flatten(0, 1), weights.flatten(0, 1))
+    return cache.choose(q8, w, self.index_topk)
+
+
+def _choose_v32(self: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+    return _choose(self, *arguments, **named, rotate=deepseek.apply_rotary_pos_emb)
+
+
+def _choose_glm(self: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+    return _choose(self, *arguments, **named, rotate=glm.apply_rotary_pos_emb_interleave)
+
+
+# What runs instead of a module's own forward.
+FORWARDS: dict[type, Callable[..., Any]] = {
+    deepseek.DeepseekV32Attention: _attend_v32,
+    deepseek.DeepseekV32Indexer: _choose_v32,
+    glm.GlmMoeDsaAttention: _attend_glm,
+    glm.GlmMoeDsaIndexer: _choose_glm,
+    deepseek_v4.DeepseekV4Attention: attend_v4,
+    deepseek_v4.DeepseekV4Indexer: choose_v4,
+}

@@ -1,0 +1,316 @@
+"""DeepSeek-V4 of Hugging Face transformers on paged caches: what `transformers.sparse_attention` runs for its layers.
+
+Each layer caches the rows of its sliding window; layers that compress cache, beside them, one row for 4 or 128 tokens,
+and those that compress 4:1 (C4A) a key of their indexer for each of these rows. What is not a whole group of tokens yet
+waits in a `_Pooler`. Projections, norms, RoPE and the weights of the compressors stay the model's own.
+
+Written against transformers 5.17 and 5.18.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
+
+from .. import arrays
+from ..backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
+from ..backends.indexer import IndexerImpl
+from ..backends.workspace import Workspace
+from ..bridges import Place
+from ..config import SparseMLAConfig
+from ..layouts import INDEXER_FP8, V4_FP8
+from ..metadata.batch import BatchMetadata
+from ..metadata.indexer import C4A, IndexerMetadata, IndexerMetadataBuilder
+from ..metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
+from ..metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
+from ..ops.cache import quantize_and_insert_k_cache
+from ..ops.logits import quantize_indexer_q
+
+SWA = 1
+RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": C4A, "heavily_compressed_attention": 128}
+
+
+class _Pooler:
+    """What a compressor keeps between forward passes: tokens that make no whole group yet, and, where groups overlap,
+    the part of the last group that goes into the next row."""
+
+    def __init__(self) -> None:
+        self.rows: int = 0  # made so far
+        self.waiting: tuple[torch.Tensor, torch.Tensor] | None = None  # values and gates of tokens
+        self.earlier: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def pool(self, module: Any, hidden_states: torch.Tensor, overlap: bool) -> torch.Tensor | None:
+        """Rows [R, n, d] that the tokens of hidden_states complete, normalised and rotated; None where there are none.
+
+        Without overlap a row is the mean of its group's values, weighted by the softmax of their gates, value by value.
+        With it the projections are twice as wide: the second half is of the own group, the first of the group before.
+        """
+        parts = (module.kv_proj(hidden_states), module.gate_proj(hidden_states))
+        if self.waiting is not None:
+            parts = tuple(torch.cat(both, 1) for both in zip(self.waiting, parts, strict=True))
+        ratio, groups = module.compress_rate, parts[0].shape[1] // module.compress_rate
+        self.waiting = tuple(part[:, groups * ratio :] for part in parts)
+        if groups == 0:
+            return None
+        values, gates = (part[:, : groups * ratio].unflatten(1, (groups, ratio)) for part in parts)
+        gates = gates + module.position_bias
+        if overlap:
+            d = module.head_dim
+            of_next = (values[..., :d], gates[..., :d])
+            if self.earlier is None:  # the first group has none before it
+                self.earlier = (torch.zeros_like(of_next[0][:, :1]), torch.full_like(of_next[1][:, :1], -torch.inf))
+            before = (torch.cat([e, n[:, :-1]], 1) for e, n in zip(self.earlier, of_next, strict=True))
+            self.earlier = tuple(part[:, -1:] for part in of_next)
+            values, gates = (torch.cat(both, 2) for both in zip(before, (values[..., d:], gates[..., d:]), strict=True))
+        weights = gates.softmax(2, dtype=torch.float32).to(values.dtype)
+        rows = module.kv_norm((values * weights).sum(2))
+        first = ratio * torch.arange(self.rows, self.rows + groups, device=rows.device)[None]
+        self.rows += groups
+        cos, sin = module.rotary_emb(rows, position_ids=first, layer_type=module.rope_layer_type)
+        rotated: torch.Tensor = apply_rotary_pos_emb(rows.unsqueeze(1), cos, sin).squeeze(1)
+        return rotated
+
+
+class PagedV4Layer(CacheLayerMixin):
+    """One layer's share of a `PagedV4Cache`.
+
+    Attributes:
+        ratio: tokens that a compressed row stands for; 1: the layer has a sliding window alone.
+        swa_k_cache: [num_blocks, swa_block_size, 584] uint8 in layout V4_FP8.
+        k_cache: [num_blocks, block_size // ratio, 584] uint8, compressed rows; None with ratio 1.
+        indexer_cache: [num_blocks, block_size // 4, 132] uint8, keys of the indexer; None but with ratio 4.
+        cache: the cache that the layer belongs to.
+    """
+
+    is_sliding = False
+
+    def __init__(self, ratio: int, cache: Any) -> None:
+        super().__init__()
+        self.ratio: int = ratio
+        self.cache: Any = cache
+        swa, compressed = cache.configs[SWA], cache.configs[ratio]
+        self.swa_k_cache: torch.Tensor = _rows(cache, SWA, swa.rows_per_block)
+        self.k_cache: torch.Tensor | None = None
+        self.indexer_cache: torch.Tensor | None = None
+        if ratio > 1:
+            self.k_cache = _rows(cache, ratio, compressed.rows_per_block)
+        if ratio == C4A:
+            shape = (cache.num_blocks[C4A], compressed.rows_per_block, INDEXER_FP8.last_axis)
+            self.indexer_cache = torch.empty(shape, dtype=torch.uint8, device=cache.device)
+        self.reset()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is left to do: the caches are there from the start."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a PagedV4Cache is for models within `sparse_attention`")
+
+    def reset(self) -> None:
+        """Forget all tokens; the blocks stay as they are and will be written over."""
+        self.poolers: dict[str, _Pooler] = {"compressor": _Pooler(), "indexer": _Pooler()}
+        self.cache.length = 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.length
+
+    def get_max_length(self) -> int:
+        return self.cache.configs[SWA].max_model_len
+
+
+class PagedV4Cache(Cache):
+    """The paged caches of a DeepSeek-V4 model, for `past_key_values`. Requests have equally many tokens, no padding.
+
+    Args:
+        config: the model's configuration.
+        swa_block_table: [R, M] integers, the blocks of each request in the sliding windows' caches.
+        block_table: [R, M'] the same for the caches of compressed rows and of the indexers' keys.
+        swa_block_size: tokens a block of the sliding windows' caches.
+        block_size: tokens that a block of the other caches stands for, a multiple of all compress ratios.
+        max_num_batched_tokens: most query tokens of a forward pass, all requests together; workspaces grow with it.
+            Default: as many as the blocks have room for.
+        device: where the model is.
+
+    Attributes:
+        length: tokens that every request was given so far.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        swa_block_table: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        swa_block_size: int = 64,
+        block_size: int = 256,
+        max_num_batched_tokens: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.device: torch.device = torch.device(device)
+        self.length: int = 0
+        ratios = [RATIOS[kind] for kind in config.layer_types]
+        tables = {ratio: (block_table, block_size) for ratio in ratios if ratio > 1}
+        tables[SWA] = (swa_block_table, swa_block_size)
+        capacity = min(table.shape[1] * size for table, size in tables.values())
+        requests = len(swa_block_table)
+        tokens = requests * capacity if max_num_batched_tokens is None else max_num_batched_tokens
+        place = Place.of(torch.empty(0, device=self.device))
+        workspace = Workspace(place)
+        self.configs: dict[int, SparseMLAConfig] = {
+            ratio: SparseMLAConfig(
+                config.num_attention_heads, d_qk=config.head_dim, cache_layout="v4_fp8", topk=config.index_topk,
+                block_size=size, max_num_seqs=requests, max_num_batched_tokens=tokens, max_model_len=capacity,
+                compress_ratio=ratio, window=config.sliding_window, model="v4",
+            )
+            for ratio, (_, size) in tables.items()
+        }  # fmt: skip
+        self.num_blocks: dict[int, int] = {ratio: int(table.max()) + 1 for ratio, (table, _) in tables.items()}
+        self.impls: dict[int, DeepseekV4Impl] = {
+            ratio: DeepseekV4Impl(settings, config.head_dim**-0.5, workspace)
+            for ratio, settings in self.configs.items()
+        }
+        self._tables = {ratio: table.cpu().numpy() for ratio, (table, _) in tables.items()}
+        self._swa_builder = SparseSWAMetadataBuilder(self.configs[SWA], place, tables)
+        self._builders = {r: SparseMLAMetadataBuilder(c, place) for r, c in self.configs.items() if r > 1}
+        self.indexer: IndexerImpl | None = None
+        if C4A in self.configs:
+            self.indexer = IndexerImpl(self.configs[C4A], workspace)
+            self._index_builder = IndexerMetadataBuilder(self.configs[C4A], place)
+        self.swa: SparseSWAMetadata | None = None
+        self.compressed: dict[int, SparseMLAMetadata] = {}
+        self.index: IndexerMetadata | None = None
+        super().__init__(layers=[PagedV4Layer(ratio, self) for ratio in ratios])
+
+    def advance(self, new: int, position_ids: torch.Tensor) -> None:
+        """Plan the forward pass of the next `new` tokens of every request.
+
+        Raises:
+            ValueError: the blocks are too few, or the tokens more than `max_num_batched_tokens`. Under
+                `cupy_mla.set_checks`: positions do not go on from the tokens before, as where requests are padded.
+        """
+        settings, requests = self.configs[SWA], len(self._tables[SWA])
+        positions = np.arange(self.length, self.length + new)
+        if self.length + new > settings.max_model_len:
+            raise ValueError(
+                f"block_table: has room for {settings.max_model_len} tokens a request, got {self.length + new}"
+            )
+        if arrays.CHECK_VALUES and not (position_ids.cpu().numpy() == positions).all():
+            raise ValueError("position_ids: expected those of tokens without padding")
+        batches = {}
+        for ratio, table in self._tables.items():
+            size = self.configs[ratio].block_size
+            slots = table[:, positions // size] * size + positions % size
+            batches[ratio] = BatchMetadata(
+                new * np.arange(requests + 1), np.full(requests, self.length + new), table, slots.reshape(-1),
+                np.tile(positions, requests),
+            )  # fmt: skip
+        self.swa = self._swa_builder.build(batches[SWA])
+        self.compressed = {ratio: builder.build(batches[ratio]) for ratio, builder in self._builders.items()}
+        if self.indexer is not None:
+            self.index = self._index_builder.build(batches[C4A])
+        self.length += new
+
+    def per_token(self, rows: torch.Tensor, ratio: int, new: int) -> torch.Tensor:
+        """Of rows [R, n, d] that this step's tokens completed, for each token the one of its group: [R * new, d]."""
+        first = (self.length - new) // ratio
+        group = torch.arange(self.length - new, self.length, device=rows.device) // ratio - first
+        return rows[:, group.clamp(max=rows.shape[1] - 1)].flatten(0, 1)
+
+
+def _rows(cache: PagedV4Cache, ratio: int, rows_per_block: int) -> torch.Tensor:
+    """A cache of layout V4_FP8 [num_blocks, rows_per_block, 584], its blocks as far apart as FlashMLA wants them."""
+    blocks, stride = cache.num_blocks[ratio], V4_FP8.block_bytes(rows_per_block)
+    whole = torch.empty(blocks, stride, dtype=torch.uint8, device=cache.device)
+    return whole.as_strided((blocks, rows_per_block, V4_FP8.token_bytes), (stride, V4_FP8.token_bytes, 1))
+
+
+def quantized_queries(q: torch.Tensor, weights: torch.Tensor, **rope: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_indexer_q` of q [T, H, 128] and weights [T, H]. Where H is no multiple of 8, heads of weight zero are
+    added: they change logits by a factor that is the same for all."""
+    missing = -q.shape[1] % 8
+    if missing:
+        q, weights = (torch.nn.functional.pad(x, (*[0, 0] * (x.ndim - 2), 0, missing)) for x in (q, weights))
+    return quantize_indexer_q(q, weights, **rope)
+
+
+def attend_v4(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What `DeepseekV4Attention.forward` computes, on hidden_states [R, n, hidden] and a `PagedV4Cache`."""
+    layer: PagedV4Layer = past_key_values.layers[self.layer_idx]
+    requests, new, _ = hidden_states.shape
+    if self.layer_idx == 0:
+        past_key_values.advance(new, position_ids)
+    ratio, swa = layer.ratio, past_key_values.swa
+    if swa is None:
+        raise RuntimeError("no forward pass has reached the first layer yet")
+    cos, sin = position_embeddings[self.rope_layer_type]
+
+    q_latent = self.q_a_norm(self.q_a_proj(hidden_states))
+    q = self.q_b_norm(self.q_b_proj(q_latent).view(requests, new, self.num_heads, self.head_dim))
+    q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)
+    kv = self.kv_norm(self.kv_proj(hidden_states)).unsqueeze(2)
+    kv = apply_rotary_pos_emb(kv, cos, sin, unsqueeze_dim=2)
+    quantize_and_insert_k_cache(kv.flatten(0, 2), layer.swa_k_cache, swa.slot_mapping)
+
+    metadata = chosen = None
+    if layer.k_cache is not None:
+        metadata = past_key_values.compressed[ratio]
+        rows = layer.poolers["compressor"].pool(self.compressor, hidden_states, overlap=ratio == C4A)
+        if rows is not None:
+            of_tokens = past_key_values.per_token(rows, ratio, new).to(torch.bfloat16)
+            quantize_and_insert_k_cache(of_tokens, layer.k_cache, metadata.slot_mapping)
+    if ratio == C4A:
+        topk = self.compressor.indexer(hidden_states, q_latent, position_ids, past_key_values, self.layer_idx)
+        missing = past_key_values.configs[C4A].topk - topk.shape[-1]
+        chosen = torch.nn.functional.pad(topk.int().flatten(0, 1), (0, missing), value=-1)
+    state = DeepseekV4Layer(layer.swa_k_cache, self.sinks.float(), layer.k_cache, chosen)
+    out = past_key_values.impls[ratio].forward(
+        q.flatten(0, 1), state, swa, metadata, torch.empty_like(q.flatten(0, 1))
+    )  # fmt: skip
+    out = apply_rotary_pos_emb(out.view_as(q), cos, -sin, unsqueeze_dim=2)
+    groups = self.o_a_proj(out.reshape(requests, new, self.config.o_groups, -1)).flatten(2)
+    return self.o_b_proj(groups), None
+
+
+def choose_v4(
+    self: Any,
+    hidden_states: torch.Tensor,
+    q_residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    past_key_values: Any,
+    layer_idx: int,
+) -> torch.Tensor:
+    """What `DeepseekV4Indexer.forward` computes, with e4m3 keys and queries.
+
+    Returns:
+        [R, n, topk] int32 compressed positions, ascending, -1 behind the last.
+    """
+    layer: PagedV4Layer = past_key_values.layers[layer_idx]
+    requests, new, _ = hidden_states.shape
+    if past_key_values.indexer is None or layer.indexer_cache is None:
+        raise ValueError(f"layer_idx: layer {layer_idx} has no indexer")
+    rows = layer.poolers["indexer"].pool(self, hidden_states, overlap=True)
+    keys = None if rows is None else past_key_values.per_token(rows, C4A, new).to(torch.bfloat16)
+    cos, sin = self.rotary_emb(hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type)
+    angles = torch.cat([cos, sin], -1).expand(requests, -1, -1).flatten(0, 1)
+    q = self.q_b_proj(q_residual).view(requests * new, self.num_heads, self.head_dim)
+    q8, w = quantized_queries(
+        q, self.scorer.weights_proj(hidden_states).flatten(0, 1), positions=torch.arange(len(q), device=q.device),
+        cos_sin_cache=angles, rope_first=False, interleaved=True,
+    )  # fmt: skip
+    chosen = torch.empty(len(q), self.index_topk, dtype=torch.int32, device=q.device)
+    past_key_values.indexer.forward(keys, q8, w, layer.indexer_cache, past_key_values.index, chosen)
+    return chosen.view(requests, new, -1)
