@@ -1,16 +1,17 @@
-"""A small continuous-batching loop on the metadata builder and the backend of DeepSeek-V3.2 layers.
+"""A small continuous-batching loop on the metadata builders, the indexer and the backend of DeepSeek-V3.2 layers.
 
 Requests of different lengths arrive over time. Each is admitted when the cache has room for all of its tokens, its
 prompt is prefilled in chunks beside the decodes of the others, it decodes its output a token a step, and gives its
-blocks back. One layer is computed: new latent rows go into the paged cache, the queries are absorbed, attend and are
-projected up. There is no model: rows, queries and weights are random, and a random choice of tokens stands in for the
-indexer.
+blocks back. One layer is computed: new latent rows and the indexer's keys go into their paged caches, the indexer
+chooses tokens, the queries are absorbed, attend and are projected up. There is no model: rows, keys, queries and
+weights are random.
 
 Runs on the GPU at DeepSeek-V3.2's sizes where CuPy finds one, else on the CPU at small ones.
 
     python examples/03_serve_batch.py [--cache fp8_ds_mla|bf16] [--requests N] [--seed N]
 
-Needs rich (pip install 'cupy_mla[examples]'). Ends with an error when a sampled token's attention is out of tolerance.
+Needs rich (pip install 'cupy_mla[examples]'). Ends with an error when a sampled token's attention is out of tolerance,
+or its chosen tokens are not those of the largest logits in float64.
 """
 
 from __future__ import annotations
@@ -29,19 +30,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import cupy_mla
-from cupy_mla import BatchMetadata, Place, SparseMLABackend, SparseMLAConfig, SparseMLAMetadataBuilder, Workspace
+from cupy_mla import (
+    BatchMetadata,
+    IndexerImpl,
+    IndexerMetadataBuilder,
+    Place,
+    SparseMLABackend,
+    SparseMLAConfig,
+    SparseMLAMetadataBuilder,
+    Workspace,
+)
+from cupy_mla.layouts import INDEXER_FP8
 from cupy_mla.reference.cache import unpack_rows
 
-BF16 = ml_dtypes.bfloat16
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 ON_GPU = cupy_mla.cuda_available()
 LATENT, ROPE, D_NOPE, D_V = 512, 64, 128, 128
 SCALE = (D_NOPE + ROPE) ** -0.5  # DeepSeek-V3.2's, without its yarn factor
 ABSOLUTE, RELATIVE = 1e-3, 3.01 / 128  # an element must be within one of the two
+INDEX_D = 128
+LOGIT_TOLERANCE = 1e-4  # of the largest logit: rows chosen and left out may differ from float64's order by so much
 
 
 @dataclass(frozen=True)
 class Sizes:
     heads: int
+    index_heads: int
     topk: int
     block_size: int
     num_blocks: int
@@ -53,8 +67,8 @@ class Sizes:
     check_every: int  # steps
 
 
-SMALL = Sizes(32, 32, 16, 48, 8, 48, 24, (5, 150), (3, 25), 1)
-DEEPSEEK = Sizes(128, 2048, 64, 4096, 64, 4096, 64, (500, 16000), (16, 128), 8)
+SMALL = Sizes(32, 8, 32, 16, 48, 8, 48, 24, (5, 150), (3, 25), 1)
+DEEPSEEK = Sizes(128, 64, 2048, 64, 4096, 64, 4096, 64, (500, 16000), (16, 128), 8)
 
 
 @dataclass
@@ -89,6 +103,17 @@ class BlockAllocator:
         self._free.extend(blocks)
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A step's queries in two parts, the indexer's queries and weights, the tokens chosen, and the attention."""
+
+    q: tuple[Any, Any]
+    q8: Any
+    w: Any
+    topk_indices: Any
+    out: Any
+
+
 class Layer:
     """One attention layer with its cache, where the work is done."""
 
@@ -106,55 +131,78 @@ class Layer:
         )  # fmt: skip
         shape = SparseMLABackend.get_kv_cache_shape(sizes.num_blocks, sizes.block_size, cache_dtype=cache_dtype)
         self.cache = xp.zeros(shape, self.config.layout.dtype)
+        self.keys = xp.zeros((sizes.num_blocks, sizes.block_size, INDEXER_FP8.last_axis), np.uint8)
         place = Place.of(self.cache)
+        workspace = Workspace(place)
         self.builder = SparseMLAMetadataBuilder(self.config, place, num_blocks=sizes.num_blocks)
-        self.attention = SparseMLABackend.get_impl_cls()(self.config, SCALE, Workspace(place))
+        self.index_builder = IndexerMetadataBuilder(self.config, place, num_blocks=sizes.num_blocks)
+        self.indexer = IndexerImpl(self.config, workspace)
+        self.attention = SparseMLABackend.get_impl_cls()(self.config, SCALE, workspace)
+        self.index_heads = sizes.index_heads
+        self.topk_indices = xp.zeros((sizes.tokens_a_step, sizes.topk), np.int32)
         weight = self.random(LATENT, sizes.heads * (D_NOPE + D_V), size=LATENT**-0.5)
         self.w_uk, self.w_uv = cupy_mla.split_kv_b_proj(weight, sizes.heads, D_NOPE)
 
     def random(self, *shape: int, size: float = 1.0) -> Any:
         return (size * self.rng.standard_normal(shape, dtype=np.float32)).astype(BF16)
 
-    def choose_tokens(self, positions: np.ndarray) -> Any:
-        """The indexer's stand-in: `topk` different tokens among those up to each position, or all, -1 padded."""
-        xp, topk = self.xp, self.config.topk
-        k, seen = xp.arange(topk), xp.asarray(positions)[:, None] + 1
-        first, end = k * seen // topk, (k + 1) * seen // topk  # each entry comes from a stretch of its own
-        chosen = first + (self.rng.random((len(positions), topk), dtype=np.float32) * (end - first)).astype(np.int64)
-        chosen = xp.where(seen > topk, xp.minimum(chosen, end - 1), xp.where(k < seen, k, -1))
-        return chosen.astype(np.int32)
+    def choose_tokens(self, batch: BatchMetadata) -> tuple[Any, Any, Any]:
+        """Tokens that each query token attends to, [T, topk], and the quantized queries and weights that chose them."""
+        tokens = batch.num_actual_tokens
+        q8, w = cupy_mla.quantize_indexer_q(
+            self.random(tokens, self.index_heads, INDEX_D), self.random(tokens, self.index_heads)
+        )
+        keys, metadata = self.random(tokens, INDEX_D), self.index_builder.build(batch)
+        self.indexer.forward(keys, q8, w, self.keys, metadata, self.topk_indices)
+        return self.topk_indices[:tokens], q8, w
 
-    def forward(self, batch: BatchMetadata) -> tuple[Any, Any, Any, Any]:
-        """One step: returns the layer's output, and what it takes to check the attention in it."""
+    def forward(self, batch: BatchMetadata) -> tuple[Any, Checked]:
+        """One step: returns the layer's output, and what it takes to check what led to it."""
         tokens, heads = batch.num_actual_tokens, self.config.num_heads
         metadata = self.builder.build(batch)
         rows = self.random(tokens, LATENT), self.random(tokens, ROPE)
         # Power-of-two scales: what FP8 holds is then exact in bf16, too, and the same for every path.
         cupy_mla.concat_and_cache_mla(*rows, self.cache, metadata.slot_mapping, scale_format="ue8m0")
+        topk_indices, q8, w = self.choose_tokens(batch)
         ql_nope = cupy_mla.absorb_q(self.random(tokens, heads, D_NOPE), self.w_uk)
         q_pe = self.random(tokens, heads, ROPE)
-        topk_indices = self.choose_tokens(batch.positions)
         out = self.attention.forward_mqa((ql_nope, q_pe), self.cache, metadata, topk_indices)
-        return cupy_mla.v_up_proj(out, self.w_uv), (ql_nope, q_pe), topk_indices, out
+        return cupy_mla.v_up_proj(out, self.w_uv), Checked((ql_nope, q_pe), q8, w, topk_indices, out)
 
     def wait(self) -> None:
         if ON_GPU:
             self.xp.cuda.get_current_stream().synchronize()
 
-    def error_of(self, t: int, request: Request, q: Any, topk_indices: Any, out: Any) -> tuple[float, bool]:
+    def error_of(self, t: int, position: int, request: Request, step: Checked) -> tuple[float, bool]:
         """Largest difference of a token's attention to float64 over the rows it chose, and if that is in tolerance."""
-        chosen = cupy_mla.to_numpy(topk_indices[t])
+        chosen = cupy_mla.to_numpy(step.topk_indices[t])
         chosen = chosen[chosen >= 0]
         block, offset = np.array(request.blocks)[chosen // self.config.block_size], chosen % self.config.block_size
         stored = cupy_mla.to_numpy(self.cache.view(np.uint8)[self.xp.asarray(block), self.xp.asarray(offset)])
         one_a_block = stored.view(self.config.layout.dtype)[:, None]
         rows = unpack_rows(one_a_block, self.config.layout, np.arange(len(stored))).astype(np.float64)
-        query = np.concatenate([cupy_mla.to_numpy(part[t]) for part in q], axis=-1).astype(np.float64)
+        query = np.concatenate([cupy_mla.to_numpy(part[t]) for part in step.q], axis=-1).astype(np.float64)
         logits = SCALE * query @ rows.T
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         want = weights / weights.sum(axis=1, keepdims=True) @ rows[:, :LATENT]
-        error = np.abs(cupy_mla.to_numpy(out[t]).astype(np.float64) - want)
-        return float(error.max()), bool(((error < ABSOLUTE) | (error < RELATIVE * np.abs(want))).all())
+        error = np.abs(cupy_mla.to_numpy(step.out[t]).astype(np.float64) - want)
+        in_tolerance = bool(((error < ABSOLUTE) | (error < RELATIVE * np.abs(want))).all())
+        return float(error.max()), in_tolerance and self.best_chosen(t, position, request, chosen, step)
+
+    def best_chosen(self, t: int, position: int, request: Request, chosen: np.ndarray, step: Checked) -> bool:
+        """If the tokens that a token chose are those of the largest logits in float64, of keys as they are cached."""
+        seen = np.arange(position + 1)
+        size, count = self.config.block_size, min(len(seen), self.config.topk)
+        if len(set(chosen.tolist())) != count or not np.isin(chosen, seen).all():
+            return False
+        blocks = cupy_mla.to_numpy(self.keys[self.xp.asarray(request.blocks)]).reshape(len(request.blocks), -1)
+        codes = blocks[:, : INDEX_D * size].reshape(-1, INDEX_D)[seen].view(E4M3).astype(np.float64)
+        scales = np.ascontiguousarray(blocks[:, INDEX_D * size :]).view(np.float32).reshape(-1)[seen]
+        query = cupy_mla.to_numpy(step.q8[t]).view(E4M3).astype(np.float64)
+        logits = scales * (np.maximum(codes @ query.T, 0) @ cupy_mla.to_numpy(step.w[t]).astype(np.float64))
+        left_out = np.setdiff1d(seen, chosen)
+        slack = LOGIT_TOLERANCE * np.abs(logits).max()
+        return len(left_out) == 0 or logits[chosen].min() >= logits[left_out].max() - slack
 
 
 @dataclass
@@ -192,14 +240,14 @@ class Server:
             batch = self.batch_of(work)
             self.layer.wait()
             start = time.perf_counter()
-            _, q, topk_indices, out = self.layer.forward(batch)
+            _, step = self.layer.forward(batch)
             self.layer.wait()
             totals.seconds += time.perf_counter() - start
 
             if (len(totals.blocks) - 1) % self.sizes.check_every == 0:
                 t = int(self.rng.integers(batch.num_actual_tokens))
                 request = work[np.searchsorted(batch.query_start_loc, t, side="right") - 1][0]
-                error, fine = self.layer.error_of(t, request, q, topk_indices, out)
+                error, fine = self.layer.error_of(t, int(batch.positions[t]), request, step)
                 totals.errors.append(error)
                 totals.in_tolerance &= fine
             for request, count in work:
@@ -261,14 +309,17 @@ def report(console: Console, sizes: Sizes, layer: Layer, totals: Totals, count: 
     tokens = totals.prompt_tokens + totals.output_tokens
     used = np.array(totals.blocks) / sizes.num_blocks
     table = Table(show_header=False)
-    table.add_row("layer", f"{sizes.heads} heads, topk {sizes.topk}, {layer.config.layout.name} cache")
+    table.add_row("layer", f"{sizes.heads} heads, {layer.config.layout.name} cache")
+    table.add_row("indexer", f"{sizes.index_heads} heads, {sizes.topk} tokens chosen, {INDEXER_FP8.name} cache")
     table.add_row("backend", "CUDA" if ON_GPU else "NumPy")
     table.add_row("served", f"{count} requests in {totals.steps} steps")
     table.add_row("tokens", f"{totals.prompt_tokens} of prompts, {totals.output_tokens} decoded")
     table.add_row("speed", f"{tokens / totals.seconds:.0f} tokens/s, {1e3 * totals.seconds / len(used):.2f} ms a step")
     table.add_row("cache use", f"{used.max():.0%} at most, {used.mean():.0%} on average, {sizes.num_blocks} blocks")
     sampled = len(totals.errors)
-    table.add_row("largest difference", f"{max(totals.errors):.2e} to float64, {sampled} tokens sampled")
+    table.add_row(
+        "largest difference", f"{max(totals.errors):.2e} to float64, {sampled} tokens sampled, their choice as well"
+    )
     table.add_row("", "within the tolerances" if totals.in_tolerance else "OUT OF THE TOLERANCES")
     console.print(table)
 
@@ -288,7 +339,7 @@ def main() -> int:
     rng = np.random.default_rng(args.seed)
     server = Server(sizes, layer, rng)
     if ON_GPU:  # compile the kernels first
-        server.serve([Request(sizes.topk, 2, 0)], Progress(disable=True))
+        server.serve([Request(2 * sizes.topk, 2, 0)], Progress(disable=True))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
         totals = server.serve(some_requests(rng, sizes, args.requests), progress)

@@ -1,4 +1,4 @@
-"""The serving example runs as it stands, on both caches, and fails where the attention does not agree."""
+"""The serving example runs as it stands, on both caches, and fails where attention or indexer do not agree."""
 
 from __future__ import annotations
 
@@ -34,12 +34,17 @@ def test_serve_batch(cache: str) -> None:
     assert all(a == b for a, b in done)
 
 
-def test_it_fails_where_the_attention_is_wrong(tmp_path: Path) -> None:
-    """Other rows than the chosen ones are noticed."""
+@pytest.mark.parametrize(
+    ("what", "instead"),
+    [("self.cache, metadata, topk_indices)", "self.cache, metadata, topk_indices // 2)"),
+     ("forward(keys, q8, w,", "forward(keys, q8, -w,")],
+    ids=["attention", "indexer"],
+)  # fmt: skip
+def test_it_fails_where_something_is_wrong(tmp_path: Path, what: str, instead: str) -> None:
+    """Attention over other rows than the chosen ones, and a choice by other logits, are noticed."""
     program = PROGRAM.read_text()
-    spoilt = program.replace("self.cache, metadata, topk_indices)", "self.cache, metadata, topk_indices // 2)")
-    assert spoilt != program
-    (tmp_path / "spoilt.py").write_text(spoilt)
+    assert program.count(what) == 1
+    (tmp_path / "spoilt.py").write_text(program.replace(what, instead))
     result = run(tmp_path / "spoilt.py", "--requests", "4")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "OUT OF THE TOLERANCES" in result.stdout
