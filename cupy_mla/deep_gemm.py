@@ -3,7 +3,7 @@
     from cupy_mla import deep_gemm          # instead of: import deep_gemm
 
 Takes torch, CuPy and NumPy arrays. Beyond DeepGEMM: 8 to 64 heads in steps of 8, any number of queries a request, any
-block size, GPUs from sm_80 on, and CPUs. Not there: FP4 and compressed logits (`max_seqlen_k`).
+block size, GPUs from sm_80 on, CPUs, and compressed logits (`max_seqlen_k`) with `clean_logits`. Not there: FP4.
 
 Source: DeepGEMM's Python interface as it ships in vLLM 0.22.1.
 """
@@ -41,7 +41,8 @@ def fp8_mqa_logits(
     Args:
         kv: keys [N, 128] and their scales [N].
         clean_logits: write -inf for keys that a token does not see.
-        max_seqlen_k: must be 0; another value asks for compressed logits, which are not there.
+        max_seqlen_k: 0, or the width of compressed logits, whose rows start at the first key that a token sees:
+            `compact_width`. At least the longest range.
 
     Example:
         >>> q, keys = np.ones((1, 32, 128), float8_e4m3fn), np.ones((3, 128), float8_e4m3fn)
@@ -50,10 +51,11 @@ def fp8_mqa_logits(
         >>> cupy_mla.deep_gemm.fp8_mqa_logits(q, (keys, scales), weights, starts, ends).tolist()
         [[-inf, 4096.0, 4096.0]]
     """
-    if require_integer("max_seqlen_k", max_seqlen_k, 0):
-        raise ValueError(f"max_seqlen_k is {max_seqlen_k}, which asks for compressed logits: they are not there so far")
+    width = require_integer("max_seqlen_k", max_seqlen_k, 0)
     keys, scales = _pair("kv", kv)
-    return logits.indexer_logits(q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean_logits)
+    return logits.indexer_logits(
+        q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean_logits, compact_width=width or None
+    )  # fmt: skip
 
 
 def fp8_paged_mqa_logits(

@@ -11,7 +11,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla import deep_gemm
-from tests import indexers, oracle_indexer
+from tests import indexers, oracle, oracle_indexer
 from tests.ops.test_logits import paged, put, ragged
 
 # Names and defaults of DeepGEMM's Python interface, as vLLM 0.22.1 ships it.
@@ -71,6 +71,122 @@ def test_paged(kind, rng, spelling: str, clean: bool, of_tokens: bool, n: int) -
     check(kind.take(got), expected, clean)
 
 
+# --- DeepGEMM's own test cases --------------------------------------------------------------------------------
+
+
+def causal_ranges(rng: np.random.Generator, m: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The last m tokens of a sequence of n, each before itself."""
+    return np.zeros(m, np.int32), np.arange(n - m, n, dtype=np.int32)
+
+
+def one_ranks_ranges(rng: np.random.Generator, m: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Context parallelism: a sequence of n in 2 n / m portions, of which a rank has one from either end."""
+    half, ranks = m // 2, n // m
+    rank = ranks // 3
+    firsts = (rank * half, (2 * ranks - 1 - rank) * half)
+    return np.zeros(m, np.int32), np.concatenate([np.arange(f, f + half, dtype=np.int32) for f in firsts])
+
+
+def packed_ranges(rng: np.random.Generator, m: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Four sequences side by side, where compressed logits are narrower than the keys."""
+    length, own = n // 4, m // 4
+    starts = np.repeat(np.arange(4) * length, own)
+    ends = starts + np.tile(np.arange(length - own, length), 4) + 1
+    return starts.astype(np.int32), ends.astype(np.int32)
+
+
+def some_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Rows [*shape, 128] of e4m3 bytes, drawn from a few hundred."""
+    return indexers.codes(rng, 500, 128)[rng.integers(500, size=shape)]
+
+
+def exact_logits(q8: np.ndarray, k8: np.ndarray, ks: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """As `oracle_indexer.logits`, for tens of thousands of keys."""
+    dots = oracle.E4M3[k8].astype(np.float64) @ oracle.E4M3[q8].astype(np.float64).T
+    return ks.astype(np.float64) * (np.maximum(dots, 0) @ w.astype(np.float64))
+
+
+def skip_unless_small(kind, entries: int) -> None:
+    if entries > 100_000 and kind.name != "cupy":
+        pytest.skip("takes long, and shows no more than CuPy does")
+
+
+RANGES = {"causal": causal_ranges, "one rank's": one_ranks_ranges, "packed": packed_ranges}
+FULL = [pytest.param(m, n, marks=pytest.mark.gpu) for m in (2048, 8192) for n in (8192, 65536)]
+SAMPLED = 4  # rows that are compared with float64, beside the first and the last
+
+
+def check_rows(kind, rng, got, expected_of, starts: np.ndarray, seen: np.ndarray, clean: bool) -> None:
+    """Rows whose entries from `starts` on are `seen` logits: some against float64; of all, how many are -inf."""
+    for i in np.unique(np.append(rng.integers(len(seen), size=SAMPLED), [0, len(seen) - 1])):
+        row, own = kind.take(got[int(i)]), slice(starts[i], starts[i] + seen[i])
+        assert oracle_indexer.calc_diff(row[own], expected_of(i)) < indexers.TOLERANCE
+        assert np.isfinite(row[own]).all()
+    if clean:
+        left_out = kind.take((got == float("-inf")).sum(-1))
+        np.testing.assert_array_equal(left_out, got.shape[1] - seen)
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["whole", "compressed"])
+@pytest.mark.parametrize("clean", [True, False], ids=["clean", "as it is"])
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize(("m", "n"), [(32, 256), (128, 512), *FULL])
+def test_cases_of_rows(kind, rng, m: int, n: int, ranges, clean: bool, compressed: bool) -> None:
+    """64 heads; compressed rows are as wide as the longest range, and start at their first key."""
+    skip_unless_small(kind, m * n)
+    q8, k8 = some_codes(rng, m, 64), some_codes(rng, n)
+    ks, w = indexers.scales(rng, n), indexers.weights(rng, m, 64)
+    starts, ends = ranges(rng, m, n)
+    seen = ends - starts
+    width = int(seen.max()) if compressed else 0
+    given = map(kind.put, (q8, k8, ks, w, starts, ends))
+    q, keys, scales, *rest = given
+    got = deep_gemm.fp8_mqa_logits(q, (keys, scales), *rest, clean, width)
+    assert tuple(got.shape) == (m, width or n)
+
+    def of_range(i: int) -> np.ndarray:
+        own = slice(int(starts[i]), int(ends[i]))
+        return exact_logits(q8[i], k8[own], ks[own], w[i])
+
+    check_rows(kind, rng, got, of_range, starts * (not compressed), seen, clean)
+
+
+FULL_BATCHES = [
+    pytest.param(b, n, mean, 111_000, marks=pytest.mark.gpu)
+    for b, n in ((64, 1), (64, 2), (128, 1)) for mean in (8192, 65536)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("clean", [True, False], ids=["clean", "as it is"])
+@pytest.mark.parametrize(("requests", "n", "mean", "longest"), [(4, 1, 200, 600), (3, 2, 130, 300), *FULL_BATCHES])
+def test_cases_of_paged_batches(kind, rng, requests: int, n: int, mean: int, longest: int, clean: bool) -> None:
+    """64 heads, blocks of 64; context lengths within 30 % of their mean, far below what rows have room for."""
+    skip_unless_small(kind, requests * longest)
+    lens = rng.integers(int(0.7 * mean), int(1.3 * mean), requests, dtype=np.int32)
+    blocks = -(-lens // 64)
+    table = np.zeros((requests, int(blocks.max())), np.int32)
+    order = iter(np.split(rng.permutation(blocks.sum()), np.cumsum(blocks)[:-1]))
+    for row, own in zip(table, order, strict=True):
+        row[: len(own)] = own
+    cache = indexers.key_cache(some_codes(rng, int(blocks.sum()), 64), indexers.scales(rng, int(blocks.sum()), 64))
+    q8, w = some_codes(rng, requests, n, 64), indexers.weights(rng, requests * n, 64)
+    per_token = lens[:, None] - n + 1 + np.arange(n, dtype=np.int32)
+    q, keys, weights, context_lens, block_table = map(kind.put, (q8, cache[:, :, None], w, per_token, table))
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(context_lens, 64, 132)
+    got = deep_gemm.fp8_paged_mqa_logits(q, keys, weights, context_lens, block_table, schedule, longest, clean)
+    assert tuple(got.shape) == (requests * n, longest)
+
+    def of_request(i: int) -> np.ndarray:
+        b, j = divmod(int(i), n)
+        own = cache[table[b, : blocks[b]]].reshape(blocks[b], -1)
+        codes = own[:, : 128 * 64].reshape(-1, 128)[: per_token[b, j]]
+        scales = np.ascontiguousarray(own[:, 128 * 64 :]).view(np.float32).reshape(-1)[: per_token[b, j]]
+        return exact_logits(q8[b, j], codes, scales, w[i])
+
+    seen = per_token.reshape(-1)
+    check_rows(kind, rng, got, of_request, 0 * seen, seen, clean)
+
+
 def check(got: np.ndarray, expected: np.ndarray, clean: bool) -> None:
     """With `clean` all entries, else those that a token sees."""
     seen = ~np.isneginf(expected)
@@ -82,8 +198,8 @@ def check(got: np.ndarray, expected: np.ndarray, clean: bool) -> None:
 def test_what_is_not_there_is_an_error(rng) -> None:
     q8, k8, ks, w, starts, ends = ragged(rng, 3, 20, 64).values()
     rest = (w, starts, ends)
-    with pytest.raises(ValueError, match=r"^max_seqlen_k is 16, which asks for compressed logits"):
-        deep_gemm.fp8_mqa_logits(q8, (k8, ks), *rest, False, 16)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k must be >= 0, got -1"):
+        deep_gemm.fp8_mqa_logits(q8, (k8, ks), *rest, False, -1)
     with pytest.raises(ValueError, match=r"^q: scales were given"):
         deep_gemm.fp8_fp4_mqa_logits((q8, np.zeros((3, 64), np.int32)), (k8, ks), *rest)
     for q, kv, name in ((q8, (k8, ks), "q"), ((q8, None), k8, "kv")):

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 from .. import private
 from ..arrays import Array
 from ..layouts import INDEXER_FP8
-from ..sizes import least, looked_up
+from ..sizes import least, looked_up, most
 from . import logits_sm90, structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -44,10 +44,12 @@ def quantize_kernel(aligned: bool) -> Kernel:
 
 
 @cache
-def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool) -> Kernel:
-    """The kernel for so many heads and query rows of a tile, keys in rows or paged that allow wide loads or do not."""
+def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bool = False) -> Kernel:
+    """The kernel for so many heads and query rows of a tile, keys in rows or paged that allow wide loads or do not;
+    `compact`: results start at the first key that a query sees."""
     defines = {
-        **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": rows // heads, "PAGED": int(paged), "ALIGNED": int(aligned)
+        **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": rows // heads, "PAGED": int(paged), "ALIGNED": int(aligned),
+        "COMPACT": int(compact),
     }  # fmt: skip
     return Kernel("indexer/logits.cu", structs.LOGITS, defines, spill_bytes=SPILL_BYTES)
 
@@ -57,7 +59,8 @@ def kernels() -> Iterator[Kernel]:
     for aligned in (True, False):
         yield quantize_kernel(aligned)
     for heads in HEADS:
-        yield logits_kernel(heads, TILE_ROWS, False, True)
+        for compact in (False, True):
+            yield logits_kernel(heads, TILE_ROWS, False, True, compact)
         yield logits_kernel(heads, TILE_ROWS, True, False)
         for rows in (FEW_ROWS, TILE_ROWS):
             yield logits_kernel(heads, rows, True, True)
@@ -92,10 +95,22 @@ def quantize_indexer_q(
 
 
 def indexer_logits(
-    gpu: Gpu, q8: Array, k8: Array, ks: Array, w: Array, starts: Array, ends: Array, clean: bool, out: Array
+    gpu: Gpu,
+    q8: Array,
+    k8: Array,
+    ks: Array,
+    w: Array,
+    starts: Array,
+    ends: Array,
+    clean: bool,
+    compact: bool,
+    out: Array,
 ) -> Program:
     """Twin of `reference.logits.indexer_logits`."""
-    return ragged_logits(gpu, q8, k8, ks, w, starts, ends, clean, out.ptr, out.strides[0], 0, q8.shape[0])
+    return ragged_logits(
+        gpu, q8, k8, ks, w, starts, ends, clean, out.ptr, out.strides[0], 0, q8.shape[0],
+        out.shape[1] if compact else None,
+    )  # fmt: skip
 
 
 def paged_indexer_logits(
@@ -120,11 +135,13 @@ def ragged_logits(
     out_stride: int,
     first: int,
     queries: int,
+    compact_width: int | None = None,
 ) -> Program:
-    """Logits of `queries` queries from number `first` on, to `out`."""
+    """Logits of `queries` queries from number `first` on, to `out`, whose rows start at their first keys where
+    `compact_width` is given."""
     _, heads, _ = q8.shape
     keys = k8.shape[0]
-    if queries == 0 or keys == 0:
+    if queries == 0 or (keys == 0 if compact_width is None else compact_width == 0):
         return ()
     params = structs.LOGITS(
         table=NO_TABLE, q8=q8.ptr + first * q8.strides[0], keys=k8.ptr, scales=ks.ptr,
@@ -132,8 +149,9 @@ def ragged_logits(
         ends=ends.ptr + 4 * first * ends.strides[0], q_request=0, q_query=q8.strides[0], q_head=q8.strides[1],
         w_stride=w.strides[0], out_stride=out_stride, key_stride=k8.strides[0], lens_stride=0, requests=1,
         queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(clean),
+        compact_width=0 if compact_width is None else compact_width,
     )  # fmt: skip
-    return [_launch(gpu, heads, False, True, 1, queries, keys, params)]
+    return [_launch(gpu, heads, False, True, 1, queries, keys, params, compact_width is not None)]
 
 
 def paged_logits(
@@ -162,7 +180,7 @@ def paged_logits(
         ends=lens.ptr + 4 * first * lens.strides[0], q_request=q8.strides[0], q_query=q8.strides[1],
         q_head=q8.strides[2], w_stride=w.strides[0], out_stride=out_stride, key_stride=kv_cache.strides[0],
         lens_stride=lens.strides[0] if of_tokens else 0, requests=requests, queries=n, heads=heads, width=width,
-        num_blocks=num_blocks, clean=int(clean),
+        num_blocks=num_blocks, clean=int(clean), compact_width=0,
     )  # fmt: skip
     aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
     return [_launch(gpu, heads, True, aligned, requests, n, width, params)]
@@ -184,25 +202,27 @@ class Chooser:
 
     Attributes:
         aligned: keys allow 16-byte loads.
+        compact: results start at the first key that a query sees.
         depends_on: tells what the choice depends on beside the arguments.
     """
 
     capability: int
     aligned: bool
+    compact: bool
 
     depends_on: ClassVar[staticmethod[[], str | None]] = staticmethod(asked_kernel)
 
     def __call__(self, heads: int) -> Choice:
-        return choose(self.capability, self.aligned, asked_kernel())
+        return choose(self.capability, self.aligned, asked_kernel(), self.compact)
 
 
-def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
+def choose(capability: int, aligned: bool, asked: str | None, compact: bool = False) -> Choice:
     """The kernel that makes logits, or the one that is asked for.
 
     Raises:
         ValueError: no kernel has that name, or it cannot serve this call.
     """
-    hopper = capability == 90 and aligned
+    hopper = capability == 90 and aligned and not compact
     if not asked:
         return Choice(SM90 if hopper else PORTABLE)
     if asked not in NAMES:
@@ -211,17 +231,26 @@ def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
         raise ValueError(
             f"{VARIABLE} is {asked}, which cannot serve this call: compute capability {capability / 10}"
             + ("" if aligned else ", keys not aligned to 16 bytes")
+            + (", compact rows" if compact else "")
         )
     return Choice(asked)
 
 
 def _launch(
-    gpu: Gpu, heads: int, paged: bool, aligned: bool, requests: int, queries: int, width: int, params: Packed
+    gpu: Gpu,
+    heads: int,
+    paged: bool,
+    aligned: bool,
+    requests: int,
+    queries: int,
+    width: int,
+    params: Packed,
+    compact: bool = False,
 ) -> Launch:
-    if looked_up(Chooser(gpu.capability, aligned), heads).kernel == SM90:
+    if looked_up(Chooser(gpu.capability, aligned, compact), heads).kernel == SM90:
         return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params)
     padded = next(padded for padded in HEADS if heads <= padded)
     rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)
-    blocks = least(BLOCKS_PER_SM * gpu.sms, tiles * ceil_div(width, UNIT))
-    return Launch(logits_kernel(padded, rows, paged, aligned), (blocks, 1, 1), params)
+    blocks = least(BLOCKS_PER_SM * gpu.sms, tiles * most(ceil_div(width, UNIT), 1))
+    return Launch(logits_kernel(padded, rows, paged, aligned, compact), (blocks, 1, 1), params)

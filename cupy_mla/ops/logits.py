@@ -114,6 +114,7 @@ def indexer_logits(
     ends: AnyArray,
     *,
     clean: bool = True,
+    compact_width: int | None = None,
     out: A | None = None,
 ) -> A:
     """Logits of query tokens over keys in rows, each token over a range of them.
@@ -133,10 +134,12 @@ def indexer_logits(
         starts, ends: [M] int32; token i sees keys `max(starts[i], 0) <= j < min(ends[i], N)`.
         clean: write -inf for keys that a token does not see; else these entries are left as they are, or overwritten
             with -inf.
-        out: [M, N] float32, written in place when given.
+        compact_width: when given, rows of the result have so many entries and start at the first key of their range:
+            entry j of row i belongs to key `max(starts[i], 0) + j`. Keys of the range beyond them are left out.
+        out: [M, N] float32, or [M, compact_width], written in place when given.
 
     Returns:
-        [M, N] float32.
+        [M, N] float32, or [M, compact_width].
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -149,13 +152,21 @@ def indexer_logits(
         >>> starts, ends = np.array([0, 0], np.int32), np.array([2, 3], np.int32)  # the first token sees 2 keys
         >>> cupy_mla.indexer_logits(q8, k8, ks, w, starts, ends).tolist()
         [[512.0, 0.0, -inf], [512.0, 0.0, 1024.0]]
+        >>> starts = np.array([1, 2], np.int32)
+        >>> cupy_mla.indexer_logits(q8, k8, ks, w, starts, ends, compact_width=2).tolist()  # from keys 1 and 2 on
+        [[0.0, -inf], [1024.0, -inf]]
     """
     require_bool("clean", clean)
+    if compact_width is not None:
+        compact_width = require_integer("compact_width", compact_width, 0)
     place, (q8_, k8_, ks_, w_, starts_, ends_) = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
     (out_,) = place.optional(out=out)
     queries, keys = require_ragged(q8_, k8_, ks_, w_, starts_, ends_)
-    out_ = place.output("out", out_, (queries, keys), FLOAT32)
-    place.call(cuda.indexer_logits, reference.indexer_logits, q8_, k8_, ks_, w_, starts_, ends_, clean, out_)
+    out_ = place.output("out", out_, (queries, keys if compact_width is None else compact_width), FLOAT32)
+    place.call(
+        cuda.indexer_logits, reference.indexer_logits,
+        q8_, k8_, ks_, w_, starts_, ends_, clean, compact_width is not None, out_,
+    )  # fmt: skip
     return out_.obj
 
 

@@ -402,6 +402,12 @@ RAGGED = ((7, 300, 64), (21, 90, 32), (3, 40, 8))  # queries, keys, heads
 def _logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for queries, keys, heads in RAGGED:
         yield Call(f"{queries} x {keys}, {heads} heads", _ragged(rng, wanted, queries, keys, heads))
+        arguments = {**_ragged(rng, wanted, queries, keys, heads), "compact_width": keys // 2}
+        yield Call(f"{queries} x {keys}, {heads} heads, compact", arguments)
+
+
+def _logits_shape(q8: Any, k8: Any, compact_width: int | None = None, **_: Any) -> tuple[int, int]:
+    return q8.shape[0], k8.shape[0] if compact_width is None else compact_width
 
 
 def _select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -612,7 +618,7 @@ TABLE = (
     Operation(
         logits.indexer_logits,
         _logits_calls,
-        results=(Result("out", lambda q8, k8, **_: (q8.shape[0], k8.shape[0]), FLOAT32),),
+        results=(Result("out", _logits_shape, FLOAT32),),
     ),
     Operation(
         logits.paged_indexer_logits,

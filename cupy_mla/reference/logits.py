@@ -65,16 +65,19 @@ def indexer_logits(
     starts: np.ndarray,
     ends: np.ndarray,
     clean: bool,
+    compact: bool,
     out: np.ndarray,
 ) -> None:
     """Logits of queries over ranges of key rows; see `cupy_mla.indexer_logits`."""
     keys = k8.view(E4M3).astype(np.float64)
     for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         begin, stop = max(start, 0), min(end, len(keys))
+        first = begin if compact else 0  # the key of a row's first entry
+        stop = min(stop, first + out.shape[1])
         if clean:
             out[i] = -np.inf
         if begin < stop:
-            out[i, begin:stop] = _logits(q8[i], keys[begin:stop], ks[begin:stop], w[i])
+            out[i, begin - first : stop - first] = _logits(q8[i], keys[begin:stop], ks[begin:stop], w[i])
 
 
 def paged_indexer_logits(

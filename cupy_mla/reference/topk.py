@@ -54,7 +54,7 @@ def select_rows(
     for first in range(0, queries, step):
         part = slice(first, first + step)
         logits = np.empty((len(q8[part]), keys), np.float32)
-        indexer_logits(q8[part], k8, ks, w[part], starts[part], ends[part], False, logits)
+        indexer_logits(q8[part], k8, ks, w[part], starts[part], ends[part], False, False, logits)
         topk_indices(logits, k, starts[part], ends[part], True, out[part])
     if req_id is not None and block_table is not None and block_size is not None:
         to_slots(out, req_id, block_table, block_size)

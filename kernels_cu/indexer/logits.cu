@@ -8,6 +8,8 @@
 //              and over the four lanes of a quad: each lane is left with one key, and stores its logit
 //   end        -inf for the keys that no unit covers, if asked
 //
+// COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
+//
 // Operands are e4m3 on sm_89 and from sm_120 on, m16n8k32. On the others, which have no such mma or whose mma.sync widens
 // e4m3 each time it runs (sm_90, sm_100), they are widened to f16 once, which is exact: m16n8k16.
 //
@@ -148,8 +150,13 @@ __device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& 
 #pragma unroll 1
         for (int i = 0; i < tile.count; ++i) {
             const float logit = weighted_sum(fragments, i) * scale;
-            const bool seen = range_of_query(p, tile.request, tile.first + i).has(asked);
-            if (key < p.width) p.out[tile.row(p, i) * p.out_stride + key] = seen ? logit : -INF;
+            const KeyRange own = range_of_query(p, tile.request, tile.first + i);
+            float* to = p.out + tile.row(p, i) * p.out_stride;
+            if constexpr (COMPACT) {
+                if (own.has(asked) && key - own.begin < p.compact_width) to[key - own.begin] = logit;
+            } else {
+                if (key < p.width) to[key] = own.has(asked) ? logit : -INF;
+            }
         }
     }
 }
@@ -159,7 +166,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) logits(const __grid_con
     for_tiles<QUERIES, UNIT>(p, share, [&](const QueryTile& tile, const KeyRange& range, int unit, int units) {
         work_on(p, tile, range, unit, units);
     });
-    clean_rows<THREADS, QUERIES, UNIT>(p, threadIdx.x);
+    if constexpr (COMPACT) {
+        clean_compact_rows<THREADS>(p, threadIdx.x);
+    } else {
+        clean_rows<THREADS, QUERIES, UNIT>(p, threadIdx.x);
+    }
 }
 
 // Read by the launcher.

@@ -26,7 +26,8 @@ struct LogitsParams {
     int32_t requests, queries, heads;    // keys in rows: one request
     int32_t width;                       // keys, or the longest context
     int32_t num_blocks;
-    int32_t clean;  // write -inf for keys that a query does not see
+    int32_t clean;          // write -inf for keys that a query does not see
+    int32_t compact_width;  // logits of a query in COMPACT rows, which start at the first key that it sees
 };
 
 constexpr int KEY_BYTES = 128;
@@ -133,6 +134,17 @@ __device__ __forceinline__ void for_tiles(const LogitsParams& p, Share share, Ac
         const int units = min(share.count, units_in<UNIT>(range) - share.unit);
         if (units > 0) act(tile, range, share.unit, units);
         share = {share.tile + 1, 0, share.count - units};
+    }
+}
+
+// -inf behind the logits of COMPACT rows, which have no room for keys that a query does not see.
+template <int THREADS>
+__device__ __forceinline__ void clean_compact_rows(const LogitsParams& p, int thread) {
+    if (!p.clean) return;
+    for (int row = blockIdx.x; row < p.queries; row += gridDim.x) {
+        const KeyRange range = range_of_query(p, 0, row);
+        float* to = p.out + row * p.out_stride;
+        for (int i = max(range.end - range.begin, 0) + thread; i < p.compact_width; i += THREADS) to[i] = -INF;
     }
 }
 

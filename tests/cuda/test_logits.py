@@ -53,6 +53,12 @@ def test_hopper_takes_its_own_kernel_where_keys_are_aligned() -> None:
             choose(capability, aligned, SM90)
 
 
+def test_compact_rows_are_made_by_the_portable_kernel() -> None:
+    assert choose(90, True, None, compact=True).kernel == PORTABLE
+    with pytest.raises(ValueError, match=r"cannot serve this call: compute capability 9\.0, compact rows$"):
+        choose(90, True, SM90, compact=True)
+
+
 @pytest.mark.parametrize(
     ("heads", "paged", "queries", "rows", "warpgroups"),
     [

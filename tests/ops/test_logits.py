@@ -133,6 +133,30 @@ def test_ragged(kind, rng, m: int, n: int, heads: int, exact: bool) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize(("m", "n", "heads"), SHAPES)
+def test_compact_rows(kind, rng, m: int, n: int, heads: int, clean: bool) -> None:
+    """Each starts at the first key of its range: the same bits as in whole rows, and nothing beyond the width."""
+    inputs = ragged(rng, m, n, heads)
+    there = {name: kind.put(a) for name, a in inputs.items()}
+    whole_rows = kind.take(indexer_logits(**there))
+    expected_rows = oracle_indexer.ragged_logits(**inputs)
+    lens = np.minimum(inputs["ends"], n) - np.maximum(inputs["starts"], 0)
+    for width in {0, 1, int(lens.max(initial=1).clip(1)), n + 3, n // 2}:
+        out, memory = kind.put_with_allocation(gapped(poisoned((m, width), np.float32), 0, 5))
+        assert indexer_logits(**there, clean=clean, compact_width=width, out=out) is out
+        got = kind.take(out)
+        if m:
+            assert (kind.take(memory).reshape(m, -1)[:, 4 * width :] == POISON).all()
+        for i, start in enumerate(inputs["starts"].clip(0)):
+            count = min(max(int(lens[i]), 0), width)
+            own = slice(start, start + count)
+            assert oracle_indexer.calc_diff(got[i, :count], expected_rows[i, own]) < indexers.TOLERANCE
+            assert np.isneginf(got[i, count:]).all() if clean else not np.isfinite(got[i, count:]).any()
+            if not kind.on_gpu:  # a GPU may have a kernel of its own for whole rows
+                np.testing.assert_array_equal(got[i, :count], whole_rows[i, own])
+
+
 def test_ragged_of_given_result(kind, rng) -> None:
     """Nothing beyond the row's items is written, and without `clean` what is not seen is old or -inf."""
     inputs = ragged(rng, 6, 140, 64)
