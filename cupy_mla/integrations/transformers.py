@@ -250,6 +250,9 @@ def sparse_attention(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     For inference only, with weights in bfloat16 and `past_key_values` at every call: a `PagedLatentCache` for
     `DeepseekV32ForCausalLM` and `GlmMoeDsaForCausalLM`, a `PagedV4Cache` for `DeepseekV4ForCausalLM`.
 
+    Tokens see all tokens of their request up to themselves; padding is left out, of which a `PagedV4Cache` allows none.
+    Other masks are an error under `cupy_mla.set_checks`.
+
     Raises:
         ValueError: the model is none of these.
     """

@@ -53,7 +53,11 @@ def test_hopper_takes_its_own_kernel_where_keys_are_aligned() -> None:
             choose(capability, aligned, SM90)
 
 
-def test_compact_rows_are_made_by_the_portable_kernel() -> None:
+def test_compact_rows_are_made_by_the_portable_kernel(host, launched, rng) -> None:
+    for width in (7, 50, 90):
+        launched.clear()
+        assert indexer_logits(**put(host, ragged(rng, 3, 50, 64)), compact_width=width).shape == (3, width)
+        assert launched == {PORTABLE}
     assert choose(90, True, None, compact=True).kernel == PORTABLE
     with pytest.raises(ValueError, match=r"cannot serve this call: compute capability 9\.0, compact rows$"):
         choose(90, True, SM90, compact=True)

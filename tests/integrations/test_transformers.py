@@ -141,7 +141,8 @@ def test_left_padding(world: SimpleNamespace) -> None:
     assert relative(got[mask.bool()], want[mask.bool()]) < BOUNDS["bf16"]
 
 
-def test_generate(world: SimpleNamespace) -> None:
+def test_generate(any_world: SimpleNamespace) -> None:
+    world = any_world
     prompt, length = world.tokens[:, :20], 30
     indexer_of(world.model).index_topk = length  # no choice that rounding could tip
     world.model.generation_config.eos_token_id = None

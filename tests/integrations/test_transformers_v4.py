@@ -145,6 +145,20 @@ def test_a_model_of_all_kinds_starts_over(device: str, rng: np.random.Generator)
     assert torch.equal(model(tokens).logits, before)
 
 
+def test_generate(device: str, rng: np.random.Generator) -> None:
+    """Every token it chooses must be (nearly) the likeliest after the tokens before it."""
+    world = world_of("compressed_sparse_attention", device, rng)
+    world.model.generation_config.eos_token_id = None
+    prompt, length = world.tokens[:, :20], 34  # too short for a choice that rounding could tip
+    with sparse_attention(world.model):
+        text = world.model.generate(prompt, past_key_values=new_cache(world), max_length=length, do_sample=False)
+        logits = world.model(text, past_key_values=new_cache(world)).logits
+    assert text.shape == (2, length)
+    steps = logits[:, prompt.shape[1] - 1 : -1]
+    taken = steps.gather(-1, text[:, prompt.shape[1] :, None]).squeeze(-1)
+    assert float((steps.max(-1).values - taken).max()) < 0.05 * float(logits.abs().max())
+
+
 def test_padding_is_refused_when_checked(device: str, rng: np.random.Generator) -> None:
     world = world_of(KINDS[0], device, rng)
     positions = (torch.arange(LENGTH, device=device) - 3).clamp(min=0)[None]
