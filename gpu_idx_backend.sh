@@ -1,7 +1,7 @@
 #!/bin/bash
 # Temporary: GPU tests of the indexer's backend, of the integrations and of compact logits, three processes at a time.
 export OMP_WAIT_POLICY=passive PYTHONPATH=$PWD
-run() { name=$1; shift; timeout 150 python -m pytest -q -p no:cacheprovider -m gpu --durations=3 --tb=short "$@" > "$OUT/$name.txt" 2>&1; }
+run() { name=$1; shift; timeout 120 python -m pytest -q -p no:cacheprovider -m gpu --durations=3 --tb=short "$@" > "$OUT/$name.txt" 2>&1; }
 run backend tests/backends/test_indexer.py tests/metadata/test_indexer.py &
 run transformers tests/integrations/test_transformers.py tests/integrations/test_transformers_v4.py &
 (run logits tests/test_deep_gemm.py tests/cuda/test_logits.py; run compact tests/ops/test_logits.py -k "compact or ragged") &
