@@ -18,20 +18,6 @@ PROGRAM = ROOT / "tests" / "typed_program.py"
 needs_pyright = pytest.mark.skipif(not installed("basedpyright"), reason="basedpyright is not installed")
 needs_mypy = pytest.mark.skipif(not installed("mypy"), reason="mypy is not installed")
 
-# Their base classes (of a function: its decorator) are those of a library without types.
-OF_UNTYPED_LIBRARIES = {
-    f"cupy_mla.integrations.{name}"
-    for name in (
-        "transformers.PagedLatentCache", "transformers.PagedLatentLayer", "transformers.PagedV4Cache",
-        "transformers.PagedV4Layer", "transformers_v4.PagedV4Cache", "transformers_v4.PagedV4Layer",
-        "vllm.sparse_mla.CupyMLASparseBackend", "vllm.sparse_mla.CupyMLASparseBackend.get_builder_cls",
-        "vllm.sparse_mla.CupyMLASparseBackend.get_impl_cls", "vllm.sparse_mla.CupyMLASparseBuilder",
-        "vllm.sparse_mla.CupyMLASparseImpl", "vllm.indexer.CupyMLAIndexer", "vllm.indexer.CupyMLAIndexerBackend",
-        "vllm.indexer.CupyMLAIndexerBackend.get_builder_cls", "vllm.indexer.CupyMLAIndexerBuilder",
-        "vllm.indexer.sparse_attn_indexer",
-    )
-}  # fmt: skip
-
 WRONG_CALLS = """
 import numpy as np
 import cupy_mla
@@ -114,4 +100,4 @@ def test_every_public_symbol_has_a_type(tmp_path: Path) -> None:
         s["name"] for s in report["symbols"] if s["isExported"] and not (s["isTypeKnown"] and not s["isTypeAmbiguous"])
     }
     assert len(report["symbols"]) > 1000
-    assert unknown <= OF_UNTYPED_LIBRARIES
+    assert unknown == set()

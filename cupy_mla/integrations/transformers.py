@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicIndexedLayer
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
@@ -38,6 +37,12 @@ from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_c
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.topk import select_rows, select_rows_paged
 from .transformers_v4 import PagedV4Cache, PagedV4Layer, attend_v4, choose_v4, quantized_queries
+
+if TYPE_CHECKING:
+    from .untyped import Untyped as Cache
+    from .untyped import Untyped as DynamicIndexedLayer
+else:
+    from transformers.cache_utils import Cache, DynamicIndexedLayer
 
 __all__ = ["PagedLatentCache", "PagedLatentLayer", "PagedTokens", "PagedV4Cache", "PagedV4Layer", "sparse_attention"]
 

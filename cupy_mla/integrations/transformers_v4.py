@@ -9,11 +9,10 @@ Written against transformers 5.17 and 5.18.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
 from .. import arrays
@@ -29,6 +28,12 @@ from ..metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from ..metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from ..ops.cache import quantize_and_insert_k_cache
 from ..ops.logits import quantize_indexer_q
+
+if TYPE_CHECKING:
+    from .untyped import Untyped as Cache
+    from .untyped import Untyped as CacheLayerMixin
+else:
+    from transformers.cache_utils import Cache, CacheLayerMixin
 
 SWA = 1
 RATIOS = {"sliding_attention": SWA, "compressed_sparse_attention": C4A, "heavily_compressed_attention": 128}

@@ -1,6 +1,6 @@
 """The lightning indexer in vLLM 0.22: keys into the cache, logits and exact top-k by our operations, no DeepGEMM."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.envs as envs
@@ -8,7 +8,7 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import sparse_attn_indexer as stock
-from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
+from vllm.utils.torch_utils import _encode_layer_name, _resolve_layer_name, direct_register_custom_op
 from vllm.v1.attention.backends.mla import indexer as stock_metadata
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -17,18 +17,31 @@ from ...ops.topk import select_rows, select_rows_paged
 from ...typing import ScaleFormat
 from .rebound import rebound
 
+if TYPE_CHECKING:
+    from ..untyped import Untyped as StockBackend
+    from ..untyped import Untyped as StockBuilder
+    from ..untyped import Untyped as StockIndexer
+
+    LayerNameType = Any
+else:
+    from vllm.utils.torch_utils import LayerNameType
+
+    StockBackend = stock_metadata.DeepseekV32IndexerBackend
+    StockBuilder = stock_metadata.DeepseekV32IndexerMetadataBuilder
+    StockIndexer = stock.SparseAttnIndexer
+
 # An op of our own, so that vLLM's stays as it is for models with another backend.
 LIBRARY: torch.library.Library = torch.library.Library("cupy_mla_vllm", "DEF")
 OP = "sparse_attn_indexer"
 
 
-class CupyMLAIndexerBuilder(stock_metadata.DeepseekV32IndexerMetadataBuilder):
+class CupyMLAIndexerBuilder(StockBuilder):
     """vLLM's metadata without DeepGEMM's schedule."""
 
     build: Any = rebound(stock_metadata.DeepseekV32IndexerMetadataBuilder.build, has_deep_gemm=lambda: False)
 
 
-class CupyMLAIndexerBackend(stock_metadata.DeepseekV32IndexerBackend):
+class CupyMLAIndexerBackend(StockBackend):
     """What the indexer's cache says of itself."""
 
     @staticmethod
@@ -36,7 +49,7 @@ class CupyMLAIndexerBackend(stock_metadata.DeepseekV32IndexerBackend):
         return CupyMLAIndexerBuilder
 
 
-class CupyMLAIndexer(stock.SparseAttnIndexer):
+class CupyMLAIndexer(StockIndexer):
     """The layer that fills the buffer of chosen positions."""
 
     def forward_cuda(

@@ -7,7 +7,7 @@ also hands the layer's indexer over (`indexer.adopt`), so a model that does not 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -22,10 +22,19 @@ from ...ops.indices import convert_req_index_to_global_index
 from .indexer import adopt
 from .rebound import rebound
 
+if TYPE_CHECKING:
+    from ..untyped import Untyped as StockBackend
+    from ..untyped import Untyped as StockBuilder
+    from ..untyped import Untyped as StockImpl
+else:
+    StockBackend = stock.FlashMLASparseBackend
+    StockBuilder = stock.FlashMLASparseMetadataBuilder
+    StockImpl = stock.FlashMLASparseImpl
+
 CACHE_TYPES = ("auto", "bfloat16", "fp8_ds_mla")  # what `concat_and_cache_mla` writes
 
 
-class CupyMLASparseBackend(stock.FlashMLASparseBackend):
+class CupyMLASparseBackend(StockBackend):
     """Its name stays FLASHMLA_SPARSE: by that name vLLM knows that `fp8` means `fp8_ds_mla`."""
 
     @staticmethod
@@ -46,7 +55,7 @@ def _no_schedule(*args: Any, **kwargs: Any) -> tuple[None, None]:
     return None, None
 
 
-class CupyMLASparseBuilder(stock.FlashMLASparseMetadataBuilder):
+class CupyMLASparseBuilder(StockBuilder):
     """vLLM's metadata without FlashMLA's schedules. Ranks of few heads give whole batches to the decode kernel."""
 
     build: Any = rebound(
@@ -60,7 +69,7 @@ class CupyMLASparseBuilder(stock.FlashMLASparseMetadataBuilder):
     )
 
 
-class CupyMLASparseImpl(stock.FlashMLASparseImpl):
+class CupyMLASparseImpl(StockImpl):
     """One layer's attention. Buffers are those that vLLM's impl reserves."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
