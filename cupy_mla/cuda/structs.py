@@ -147,6 +147,7 @@ class Struct:
 
 DIVISOR = Struct("Divisor", value=UINT32, multiplier=UINT32, shift=UINT32)  # rows/block_table.cuh
 BLOCK_TABLE = Struct("BlockTable", blocks=POINTER, stride=INT64, num_requests=INT32, width=INT32, block_size=DIVISOR)
+OWNERSHIP = Struct("Ownership", interleave=DIVISOR, turn=DIVISOR, rank=INT32)  # indices/ownership.cuh
 QUERIES = Struct("Queries", starts=POINTER, seq_lens=POINTER, num_requests=INT32, num_tokens=INT32)
 
 SOURCE = Struct(
@@ -232,4 +233,18 @@ C128A = Struct(
     "C128aParams", table=BLOCK_TABLE, positions=POINTER, slot_mapping=POINTER, token_to_req=POINTER,
     decode_indices=POINTER, decode_lens=POINTER, prefill_indices=POINTER, decode_stride=INT64, prefill_stride=INT64,
     decode_width=INT32, prefill_width=INT32, num_decode_tokens=INT32, ratio=INT32, most=INT32,
+)  # fmt: skip
+LOCAL_LENS = Struct("LocalLensParams", owner=OWNERSHIP, lens=POINTER, out=POINTER, requests=INT32)
+LOCALIZE = Struct(
+    "LocalizeParams", owner=OWNERSHIP, positions=POINTER, out=POINTER, length=POINTER, positions_stride=INT64,
+    out_stride=INT64, width=INT32, aligned=INT32,
+)  # fmt: skip
+MERGE_TOPK = Struct(
+    "MergeTopkParams", values=POINTER, positions=POINTER, out=POINTER, values_rank=INT64, values_token=INT64,
+    positions_rank=INT64, positions_token=INT64, out_stride=INT64, ranks=INT32, width=INT32, k=INT32,
+)  # fmt: skip
+MERGE_RANKS = Struct(
+    "MergeRanksParams", outs=POINTER, lses=POINTER, sink=POINTER, out=POINTER, lse=POINTER, outs_rank=INT64,
+    outs_token=INT64, outs_head=INT64, lses_rank=INT64, lses_token=INT64, lses_head=INT64, out_token=INT64,
+    out_head=INT64, lse_token=INT64, lse_head=INT64, ranks=INT32, aligned=INT32,
 )  # fmt: skip

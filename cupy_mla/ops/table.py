@@ -22,7 +22,7 @@ from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, BFLOAT16, D_V, E4M3
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from ..typing import A, AnyArray
-from . import attention, cache, compressed, gather, indexer, indices, logits, quant, swa, topk
+from . import attention, cache, compressed, context_parallel, gather, indexer, indices, logits, quant, swa, topk
 
 FLOAT32, INT32, INT64 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64)
 
@@ -582,6 +582,47 @@ def _c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         yield Call(f"blocks of {block_size}", arguments)
 
 
+# --- context parallelism --------------------------------------------------------------------------------------
+
+RANKS = ((2, 0, 1), (3, 2, 4))  # world size, rank, interleave
+
+
+def _local_lens_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for world_size, rank, interleave in RANKS:
+        arguments = {"world_size": world_size, "rank": rank, "interleave": interleave}
+        lens = rng.integers(-3 if wanted.strays else 0, 1000, 50, dtype=np.int32)
+        yield Call(f"rank {rank} of {world_size}, interleave {interleave}", {"seq_lens": lens, **arguments})
+
+
+def _localize_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for (world_size, rank, interleave), width in zip(RANKS, (2048, 77), strict=True):
+        arguments = {"world_size": world_size, "rank": rank, "interleave": interleave}
+        positions = rng.integers(-3, 5000, (7, width), dtype=np.int32)
+        yield Call(f"rank {rank} of {world_size}, {width} entries", {"topk_indices": positions, **arguments})
+
+
+def _merge_topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for ranks, width, k in ((2, 2048, 2048), (3, 77, 100), (1, 50, 60)):
+        positions = np.stack([rng.permutation(ranks * width).astype(np.int32) for _ in range(5)]).reshape(5, ranks, -1)
+        positions[rng.random(positions.shape) < 0.1] = -1
+        values = np.maximum(rng.standard_normal((ranks, 5, width), np.float32), 0)
+        arguments = {"values": values, "positions": np.ascontiguousarray(positions.swapaxes(0, 1)), "k": k}
+        yield Call(f"{k} of {ranks} x {width}", arguments)
+
+
+def _merge_attention_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    sink = rng.standard_normal(6, np.float32)
+    for detail, ranks, dtype, more in (
+        ("bfloat16, sink", 2, BFLOAT16, {"attn_sink": sink}),
+        ("float32", 3, FLOAT32, {}),
+    ):
+        outs, lses = rng.standard_normal((ranks, 5, 6, D_V), np.float32), rng.standard_normal((ranks, 5, 6), np.float32)
+        lses[rng.random(lses.shape) < 0.3] = np.inf
+        arguments = {"outs": outs.astype(dtype), "lses": lses, **more}
+        yield Call(detail, arguments)
+        yield Call(f"{detail}, unaligned rows", arguments, unaligned=("outs",))
+
+
 # --- the table ------------------------------------------------------------------------------------------------
 
 TABLE = (
@@ -707,6 +748,33 @@ TABLE = (
         written=("decode_indices", "decode_lens", "prefill_indices"),
         layouts=(V4_FP8,),
         writer=compressed.write_c128a_topk_metadata,
+    ),
+    Operation(
+        context_parallel.local_seq_lens,
+        _local_lens_calls,
+        results=(Result("out", lambda seq_lens, **_: seq_lens.shape, INT32),),
+    ),
+    Operation(
+        context_parallel.localize_topk,
+        _localize_calls,
+        results=(
+            Result("out", lambda topk_indices, **_: topk_indices.shape, INT32),
+            Result("topk_length", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
+        ),
+    ),
+    Operation(
+        context_parallel.merge_topk,
+        _merge_topk_calls,
+        results=(Result("out", lambda values, k, **_: (values.shape[1], k), INT32),),
+    ),
+    Operation(
+        context_parallel.merge_attention,
+        _merge_attention_calls,
+        results=(
+            Result("out", lambda outs, **_: outs.shape[1:], BFLOAT16),
+            Result("lse", lambda lses, **_: lses.shape[1:], FLOAT32),
+        ),
+        exact=False,
     ),
 )
 OPERATIONS = {operation.name: operation for operation in TABLE}

@@ -1,0 +1,107 @@
+"""Launches the steps of context parallelism: a rank's lengths and positions, and merges of what the ranks found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ..arrays import Array
+from . import structs
+from .driver import Gpu
+from .kernel import Kernel
+from .paging import ceil_div, divisor, pointer
+from .program import Launch, Program
+from .structs import Packed
+
+LENS_PER_BLOCK = 128
+
+
+@cache
+def local_lens_kernel() -> Kernel:
+    return Kernel("indices/local_lens.cu", structs.LOCAL_LENS, {"LENS_PER_BLOCK": LENS_PER_BLOCK})
+
+
+@cache
+def localize_kernel() -> Kernel:
+    return Kernel("indices/localize.cu", structs.LOCALIZE, {})
+
+
+@cache
+def merge_topk_kernel() -> Kernel:
+    return Kernel("indexer/merge_topk.cu", structs.MERGE_TOPK, {})
+
+
+@cache
+def merge_ranks_kernel(bf16: bool) -> Kernel:
+    """The kernel for partial results in bfloat16 or float32."""
+    return Kernel("attention/merge_ranks.cu", structs.MERGE_RANKS, {"BF16": int(bf16)})
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    yield local_lens_kernel()
+    yield localize_kernel()
+    yield merge_topk_kernel()
+    for bf16 in (False, True):
+        yield merge_ranks_kernel(bf16)
+
+
+def _ownership(world_size: int, rank: int, interleave: int) -> Packed:
+    """`struct Ownership` of a rank."""
+    return structs.OWNERSHIP(
+        interleave=divisor(int(interleave)), turn=divisor(int(interleave) * int(world_size)), rank=rank
+    )
+
+
+def local_seq_lens(gpu: Gpu, lens: Array, world_size: int, rank: int, interleave: int, out: Array) -> Program:
+    """Twin of `reference.context_parallel.local_seq_lens`."""
+    requests = lens.shape[0]
+    if requests == 0:
+        return ()
+    params = structs.LOCAL_LENS(
+        owner=_ownership(world_size, rank, interleave), lens=lens.ptr, out=out.ptr, requests=requests
+    )
+    return [Launch(local_lens_kernel(), (ceil_div(requests, LENS_PER_BLOCK), 1, 1), params)]
+
+
+def localize_topk(
+    gpu: Gpu, positions: Array, world_size: int, rank: int, interleave: int, out: Array, length: Array
+) -> Program:
+    """Twin of `reference.context_parallel.localize_topk`."""
+    tokens, width = positions.shape
+    if tokens == 0:
+        return ()
+    params = structs.LOCALIZE(
+        owner=_ownership(world_size, rank, interleave), positions=positions.ptr, out=out.ptr, length=length.ptr,
+        positions_stride=positions.strides[0], out_stride=out.strides[0], width=width,
+        aligned=int(positions.aligned(16)),
+    )  # fmt: skip
+    return [Launch(localize_kernel(), (tokens, 1, 1), params)]
+
+
+def merge_topk(gpu: Gpu, values: Array, positions: Array, k: int, out: Array) -> Program:
+    """Twin of `reference.context_parallel.merge_topk`."""
+    ranks, tokens, width = values.shape
+    if tokens == 0:
+        return ()
+    params = structs.MERGE_TOPK(
+        values=values.ptr, positions=positions.ptr, out=out.ptr, values_rank=values.strides[0],
+        values_token=values.strides[1], positions_rank=positions.strides[0], positions_token=positions.strides[1],
+        out_stride=out.strides[0], ranks=ranks, width=width, k=k,
+    )  # fmt: skip
+    return [Launch(merge_topk_kernel(), (tokens, 1, 1), params)]
+
+
+def merge_attention(gpu: Gpu, outs: Array, lses: Array, sink: Array | None, out: Array, lse: Array) -> Program:
+    """Twin of `reference.context_parallel.merge_attention`."""
+    ranks, tokens, heads, _ = outs.shape
+    if tokens == 0 or heads == 0:
+        return ()
+    params = structs.MERGE_RANKS(
+        outs=outs.ptr, lses=lses.ptr, sink=pointer(sink), out=out.ptr, lse=lse.ptr, outs_rank=outs.strides[0],
+        outs_token=outs.strides[1], outs_head=outs.strides[2], lses_rank=lses.strides[0], lses_token=lses.strides[1],
+        lses_head=lses.strides[2], out_token=out.strides[0], out_head=out.strides[1], lse_token=lse.strides[0],
+        lse_head=lse.strides[1], ranks=ranks,
+        aligned=int(outs.aligned(4 * outs.dtype.itemsize) and out.aligned(8)),
+    )  # fmt: skip
+    return [Launch(merge_ranks_kernel(outs.dtype.itemsize == 2), (tokens, heads, 1), params)]

@@ -1,0 +1,26 @@
+// Which tokens of a request lie on a rank: token i on rank (i / interleave) % world size.
+#pragma once
+#include "rows/block_table.cuh"
+
+// cupy_mla/cuda/structs.py declares the same fields.
+struct Ownership {
+    Divisor interleave;
+    Divisor turn;  // interleave times the number of ranks
+    int32_t rank;
+};
+
+// How many of a request's first `length` tokens lie on the rank.
+__device__ __forceinline__ int32_t local_length(const Ownership& o, int32_t length) {
+    const int32_t interleave = int32_t(o.interleave.value);
+    const int32_t turns = divide(max(length, 0), o.turn);
+    const int64_t rest = max(length, 0) - int64_t(turns) * o.turn.value - int64_t(o.rank) * interleave;
+    return turns * interleave + int32_t(min(max(rest, int64_t(0)), int64_t(interleave)));
+}
+
+// A token's number among those of the rank. -1: it lies on another one, or is none.
+__device__ __forceinline__ int32_t local_position(const Ownership& o, int32_t position) {
+    if (position < 0) return -1;
+    const int32_t interleave = int32_t(o.interleave.value), turn = divide(position, o.turn);
+    const int32_t in_turn = position - turn * int32_t(o.turn.value), rank = divide(in_turn, o.interleave);
+    return rank == o.rank ? turn * interleave + in_turn - rank * interleave : -1;
+}
