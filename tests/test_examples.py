@@ -76,6 +76,30 @@ def test_full_pipeline_fails_where_something_is_wrong(tmp_path: Path, what: str,
         python(str(tmp_path / "spoilt.py"))
 
 
+TWO_GPUS = ROOT / "examples" / "06_two_gpus.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
+def test_two_ranks() -> None:
+    printed = python(*TORCHRUN, str(TWO_GPUS))
+    assert sorted(re.findall(r"^rank (\d) of 2 on c", printed, re.M)) == ["0", "1"]
+    for line in (
+        r"\d+ steps of \d+ requests, .* ms each; (?:100|99)\.\d % of the chosen",
+        r"attention differs by \S+ from",
+    ):
+        assert len(re.findall(f"^  {line}", printed, re.M)) == 2
+
+
+@pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
+def test_two_ranks_fail_where_a_part_is_missing(tmp_path: Path) -> None:
+    program = TWO_GPUS.read_text()
+    assert program.count("topk_length=length)") == 1
+    (tmp_path / "spoilt.py").write_text(program.replace("topk_length=length)", "topk_length=length - 40)"))
+    with pytest.raises(AssertionError, match="DIFFERS from one process"):
+        python(*TORCHRUN, str(tmp_path / "spoilt.py"))
+
+
 def test_extras_can_be_hidden() -> None:
     """So that the test above would fail."""
     with pytest.raises(AssertionError, match="ModuleNotFoundError"):

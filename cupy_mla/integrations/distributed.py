@@ -1,0 +1,176 @@
+"""Context parallelism on `torch.distributed`: NCCL between GPUs, gloo between processes on the CPU.
+
+Each rank holds a part of every request's rows (`cupy_mla.ops.context_parallel` says which) and has a part of the heads,
+as tensor parallelism gives it. For attention the ranks bring the queries of all heads together, each attends over its
+own rows, and each gets back all parts of its own heads::
+
+    ranks = ContextParallel(group)
+    chosen = ranks.select(logits, positions, k)          # indexer: top-k of all ranks' keys
+    local, length = ranks.localize_topk(chosen)          # of those, this rank's
+    out, lse = ranks.attend(q, cache, slots, sm_scale, topk_length=length)
+
+Nothing waits for a GPU, so with NCCL all of it can be captured in a CUDA graph (once a first call has connected the
+ranks). Every rank must call the same methods in the same order, with as many query tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..layouts import D_V
+from ..ops.attention import sparse_decode
+from ..ops.context_parallel import local_seq_lens, localize_topk, merge_attention, merge_topk
+
+# Values of bfloat16 that a head of a query token takes on its way: its output, its lse (two), and six that are unused,
+# so that the next one starts at a multiple of 16 bytes.
+ROW = D_V + 8
+
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name, and the older
+
+
+class ContextParallel:
+    """The ranks among which the rows of every request are divided, as one of them sees it.
+
+    Attributes:
+        group: of torch.distributed.
+        world_size: number of ranks.
+        rank: this one.
+        interleave: neighbouring tokens of a request that lie on the same rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, interleave: int = 1) -> None:
+        """
+        Args:
+            group: None: all processes.
+            interleave: neighbouring tokens of a request that lie on the same rank.
+
+        Raises:
+            ValueError: torch.distributed has no such group yet, or does not count this process in.
+        """
+        if not dist.is_initialized():
+            raise ValueError("call torch.distributed.init_process_group first")
+        self.group = group
+        self.world_size: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.interleave = interleave
+        if self.rank < 0:
+            raise ValueError("group: this process is none of its ranks")
+
+    def local_seq_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """How many tokens of each request lie here: `cupy_mla.local_seq_lens`."""
+        return local_seq_lens(seq_lens, self.world_size, self.rank, self.interleave)
+
+    def localize_topk(self, topk_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of chosen positions those that lie here, as positions in this rank's cache: `cupy_mla.localize_topk`."""
+        return localize_topk(topk_indices, self.world_size, self.rank, self.interleave)
+
+    def select(self, logits: torch.Tensor, positions: torch.Tensor, k: int) -> torch.Tensor:
+        """The k keys with the largest logits among those of all ranks.
+
+        Args:
+            logits: [T, width] float32 of this rank's keys.
+            positions: [T, K] int32, what `cupy_mla.topk_indices` found in them; K is the same on all ranks, and must
+                be k at least for the result to be exact.
+            k: 1 to 4096.
+
+        Returns:
+            [T, k] int32 positions in the requests, ascending, -1 behind the last; the same on all ranks.
+        """
+        sent = positions.new_empty((2, *positions.shape))
+        sent[0].view(torch.float32).copy_(logits.gather(1, positions.clamp_min(0).long()))
+        turn, in_turn = positions, 0
+        if self.interleave > 1:
+            turn, in_turn = positions.div(self.interleave, rounding_mode="floor"), positions.remainder(self.interleave)
+        # -1 becomes a negative number, too.
+        sent[1].copy_((turn * self.world_size + self.rank) * self.interleave + in_turn)
+        found = sent.new_empty((self.world_size, *sent.shape))
+        _all_gather(found.flatten(0, 1), sent, group=self.group)
+        return merge_topk(found[:, 0].view(torch.float32), found[:, 1], k)
+
+    def gather_heads(self, q: torch.Tensor) -> torch.Tensor:
+        """The queries of all ranks' heads.
+
+        Args:
+            q: [T, h, d] of this rank's heads. No copy is made where heads are the outer axis in memory.
+
+        Returns:
+            [T, world_size * h, d]; heads are the outer axis in memory.
+        """
+        sent = q.transpose(0, 1).contiguous()
+        heads, tokens, d = sent.shape
+        gathered = sent.new_empty((self.world_size * heads, tokens, d))
+        _all_gather(gathered.view(torch.uint8), sent.view(torch.uint8), group=self.group)
+        return gathered.transpose(0, 1)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        indices: torch.Tensor,
+        sm_scale: float,
+        *,
+        topk_length: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of this rank's heads over the rows of all ranks.
+
+        Args:
+            q: [T, h, d_qk] bfloat16 of this rank's heads.
+            k_cache: this rank's rows, as for `cupy_mla.sparse_decode`.
+            indices: [T, K] int32 slots of this rank's cache.
+            sm_scale: factor on the dot products before the softmax.
+            topk_length: [T] int32; entries of `indices` at or after it are not looked at.
+            attn_sink: [h] float32 of this rank's heads.
+
+        Returns:
+            out [T, h, 512] bfloat16 and lse [T, h] float32 of this rank's heads.
+
+        Raises:
+            TypeError, ValueError: as `cupy_mla.sparse_decode`.
+        """
+        everyones = self.gather_heads(q)
+        tokens, heads, _ = everyones.shape
+        sent = q.new_empty((heads, tokens, ROW))
+        out, lse = _parts(sent)
+        _, found = sparse_decode(
+            everyones[:, None], k_cache, indices[:, None], sm_scale, topk_length=topk_length, out=out[:, None]
+        )
+        lse.copy_(found[:, :, 0])
+        return self._merge(sent, attn_sink)
+
+    def merge(
+        self, out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of this rank's heads out of that of all heads over each rank's own rows.
+
+        For attention by other means than `attend`, of the queries of `gather_heads`: `cupy_mla.sparse_prefill`.
+
+        Args:
+            out: [T, world_size * h, 512] bfloat16 over this rank's rows, without the sink.
+            lse: [T, world_size * h] float32; infinite where a query token has no row here.
+            attn_sink: [h] float32 of this rank's heads.
+
+        Returns:
+            out [T, h, 512] bfloat16 and lse [T, h] float32 of this rank's heads.
+        """
+        tokens, heads, _ = out.shape
+        sent = out.new_empty((heads, tokens, ROW))
+        for part, given in zip(_parts(sent), (out, lse), strict=True):
+            part.copy_(given)
+        return self._merge(sent, attn_sink)
+
+    def _merge(self, sent: torch.Tensor, attn_sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give each rank the rows [heads, T, ROW] of its heads, and merge those that come back."""
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got.view(torch.uint8), sent.view(torch.uint8), group=self.group)
+        outs, lses = _parts(got.unflatten(0, (self.world_size, -1)))
+        return merge_attention(outs, lses, attn_sink)
+
+
+def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of out [..., T, heads, 512] and lse [..., T, heads] in rows [..., heads, T, ROW]."""
+    lse = rows[..., D_V : D_V + 2].view(torch.float32)[..., 0]
+    return rows[..., :D_V].transpose(-3, -2), lse.transpose(-2, -1)

@@ -1,0 +1,128 @@
+"""Context parallelism over real processes, with gloo on the CPU and with NCCL on GPUs, against one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import oracle
+from tests.kinds import BF16, installed
+
+if not installed("torch"):
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LENGTH, TOPK, HEADS, TOKENS, BLOCK_SIZE, SCALE = 500, 64, 12, 4, 16, 0.1
+
+RANK = """
+import sys
+import numpy as np
+import torch, torch.distributed as dist
+import cupy_mla
+from cupy_mla.integrations.distributed import ContextParallel
+
+folder, backend, interleave = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group(backend)
+ranks = ContextParallel(interleave=interleave)
+me, n = ranks.rank, ranks.world_size
+place = f"cuda:{me}" if backend == "nccl" else "cpu"
+if backend == "nccl":
+    torch.cuda.set_device(me)
+given = {name: torch.from_numpy(a) for name, a in np.load(f"{folder}/inputs.npz").items()}
+rows, q = given["rows"].view(torch.bfloat16), given["q"].view(torch.bfloat16)
+tokens = torch.arange(len(rows))
+mine = tokens[tokens // interleave % n == me]
+lens = ranks.local_seq_lens(torch.tensor([len(rows)], dtype=torch.int32, device=place))
+assert int(lens[0]) == len(mine)
+cache = torch.zeros(-(-len(mine) // BLOCK), BLOCK, 576, dtype=torch.bfloat16)
+cache.view(-1, 576)[: len(mine)] = rows[mine]
+cache, own_logits = cache.to(place), given["logits"][:, mine].contiguous().to(place)
+heads = q.shape[1] // n
+q = q[:, me * heads : (me + 1) * heads].to(place)
+sink = given["sink"][me * heads : (me + 1) * heads].to(place)
+few = given["few"].to(place)
+
+def step():
+    chosen = ranks.select(own_logits, cupy_mla.topk_indices(own_logits, TOPK), TOPK)
+    first = torch.where(chosen == chosen[:, :1], chosen, -1)
+    local, length = ranks.localize_topk(torch.where(few[:, None], first, chosen))
+    out, lse = ranks.attend(q, cache, local, SCALE, topk_length=length, attn_sink=sink)
+    everyones = ranks.gather_heads(q)
+    partial, _, partial_lse = cupy_mla.sparse_prefill(everyones, cache.view(-1, 1, 576), local[:, None], SCALE)
+    return chosen, out, lse, *ranks.merge(partial, partial_lse, sink)
+
+results = step()
+if backend == "nccl":  # the same in a CUDA graph
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for array in captured:
+        array.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, results))
+names = ("chosen", "out", "lse", "out_of_prefill", "lse_of_prefill")
+np.savez(f"{folder}/rank{me}.npz", **{n: a.cpu().float().numpy() for n, a in zip(names, results)})
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, backend: str, ranks: int, interleave: int) -> list[dict[str, np.ndarray]]:
+    """What each rank found."""
+    program = RANK.replace("BLOCK", str(BLOCK_SIZE)).replace("SCALE", str(SCALE)).replace("TOPK", str(TOPK))
+    (folder / "rank.py").write_text(program)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+        str(folder / "rank.py"), str(folder), backend, str(interleave),
+    ]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, "\n".join(line for line in result.stderr.splitlines() if "rank" in line)[:3000]
+    return [dict(np.load(folder / f"rank{r}.npz")) for r in range(ranks)]
+
+
+def check(folder: Path, rng: np.random.Generator, backend: str, ranks: int, interleave: int) -> None:
+    q = (10 * rng.standard_normal((TOKENS, HEADS, 576))).astype(BF16)
+    rows = (0.1 * rng.standard_normal((LENGTH, 576))).astype(BF16)
+    logits = np.maximum(rng.standard_normal((TOKENS, LENGTH), np.float32), 0.5)  # many are equal
+    sink = rng.standard_normal(HEADS).astype(np.float32)
+    few = np.array([False] * (TOKENS - 1) + [True])  # one row: the other ranks have none
+    inputs = {"q": q.view(np.int16), "rows": rows.view(np.int16), "logits": logits, "sink": sink, "few": few}
+    np.savez(folder / "inputs.npz", **inputs)
+    found = run(folder, backend, ranks, interleave)
+    chosen = np.sort(np.argsort(-logits, axis=1, kind="stable")[:, :TOPK], axis=1)
+    for rank in found:
+        np.testing.assert_array_equal(rank["chosen"], chosen)
+    lists = chosen.copy()
+    lists[-1, 1:] = -1
+    out, _, lse = oracle.prefill(q, rows[:, None], lists[:, None], SCALE, sink)
+    for suffix in ("", "_of_prefill"):
+        oracle.assert_close(np.concatenate([rank[f"out{suffix}"] for rank in found], 1), out, "decode out")
+        oracle.assert_close(np.concatenate([rank[f"lse{suffix}"] for rank in found], 1), lse, "decode lse")
+
+
+@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 8)])
+def test_processes(tmp_path: Path, rng, ranks: int, interleave: int) -> None:
+    check(tmp_path, rng, "gloo", ranks, interleave)
+
+
+@pytest.mark.gpu
+def test_two_gpus(tmp_path: Path, rng) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check(tmp_path, rng, "nccl", 2, 1)
+
+
+def test_without_a_group() -> None:
+    from cupy_mla.integrations.distributed import ContextParallel
+
+    with pytest.raises(ValueError, match="init_process_group"):
+        ContextParallel()
