@@ -21,7 +21,7 @@ from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
-from cupy_mla.ops.table import SM_SCALES, TABLE, Operation, Wanted
+from cupy_mla.ops.table import OPERATIONS, SM_SCALES, TABLE, Operation, Wanted
 
 BF16 = ml_dtypes.bfloat16
 
@@ -74,6 +74,17 @@ def operation_case(rng: np.random.Generator, operation: Operation) -> None:
         for i, pair in enumerate(results):
             name = " ".join([operation.name, *call.detail.split(), str(i)])
             compare(name, *(np.ascontiguousarray(a).view(np.uint8) for a in pair))
+
+
+def merge_case(rng: np.random.Generator) -> None:
+    """The merge of what ranks found; its twins agree to rounding."""
+    operation = OPERATIONS["merge_attention"]
+    for call in operation.calls(rng, Wanted(strays=True)):
+        results = zip(
+            ("out", "lse"), *(operation.run(call, array) for array in (cupy.asarray, np.asarray)), strict=True
+        )
+        for name, ours, reference in results:
+            compare(f"attention of ranks {call.detail} {name}", ours, reference)
 
 
 def prefill_case(rng: np.random.Generator, h: int, kernel: str, queries: int = 3, rows: int = 500) -> None:
@@ -171,6 +182,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 f"logits {kernel} h {heads} n {queries}",
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
             )
+    yield "attention of ranks", merge_case
     for rows, width in ((200, 5000), (200, 20000), (3, 20000), (2, 200000), (100, 40000)):
         yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches

@@ -3,13 +3,16 @@
     python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS]
 
 PACK is the folder that `get_vllm.sh` made (vLLM 0.22.1 and what it needs). Every engine runs in a process of its own;
-all start at the same time, wait, and are then measured one after the other, stock and plug-in in turn:
+all start at the same time. While two of them are measured, the others are stopped:
 
-- tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one. Once two engines part they read
-  different texts, so what follows counts as different too. `gap_apart` is the largest difference of the two best
-  log-probabilities where they part.
-- log-probabilities of all prompt tokens: mean distance from the same engine with attention in float32.
-- decode: tokens a second beyond the first token, with CUDA graphs, median of repeats.
+- tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
+  chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
+  largest difference of the two best log-probabilities at such places, `texts_equal` the number of prompts without one.
+- log-probabilities of all prompt tokens: mean distance from the same engine with attention in float32, and
+  `logprob_error_noise`, the standard error of the difference of the two means.
+- decode: tokens a second, from the median time of steps in which every request gets one token, stock and plug-in in
+  turn. `first_tokens_s` is the time until every request has its first token, `gpu_us` that of a decode step's kernels.
+- with tensor parallelism also the tokens of the same kernels on one GPU.
 
 Engines of one layer can be compared token by token. With more layers rounding changes what later indexers choose.
 """
@@ -17,15 +20,20 @@ Engines of one layer can be compared token by token. With more layers rounding c
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import math
 import multiprocessing
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from configparser import ConfigParser
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,7 +45,7 @@ PROMPTS = [7, 23, 64, 65, 130, 250, 400, 511, 512, 513, 600, 777, 1000, 1023, 10
            2500, 2800, 3000]  # fmt: skip
 NEW_TOKENS = 8
 VOCABULARY = 4096
-SPEED_PROMPT, SPEED_TOKENS = 1024, 64
+SPEED_PROMPT, SPEED_TOKENS, WARM_TOKENS, PROFILED_STEPS = 1024, 128, 48, 8  # of 64 prompts 16 steps are prefills
 REQUESTS = (1, 16, 64)
 VARIANTS = ("stock", "ours", "float32")
 
@@ -49,6 +57,7 @@ class Setting(NamedTuple):
         mode: "graphs" (CUDA graphs of decodes), "compiled" (vLLM's default: torch.compile and all graphs) or "eager".
         place: CUPY_MLA_VLLM of the plug-in's process.
         repeats: of each measurement of speed; 0: none.
+        two_gpus: whether it is measured with tensor parallelism, too.
     """
 
     cache: str
@@ -58,6 +67,7 @@ class Setting(NamedTuple):
     mode: str
     place: str = "custom"
     repeats: int = 3
+    two_gpus: bool = True
 
     def __str__(self) -> str:
         layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
@@ -76,10 +86,10 @@ class Setting(NamedTuple):
 SETTINGS = (
     Setting("fp8", 64, 1, 512, "graphs"),
     Setting("auto", 64, 1, 512, "graphs"),
-    Setting("fp8_ds_mla", 16, 1, 512, "eager", "override", 0),
-    Setting("fp8", 64, 1, 512, "compiled", repeats=0),
-    Setting("fp8", 64, 8, 2048, "graphs"),
-    Setting("auto", 128, 8, 2048, "graphs"),
+    Setting("fp8_ds_mla", 16, 1, 512, "eager", "override", 0, False),
+    Setting("fp8", 64, 1, 512, "compiled", repeats=0, two_gpus=False),
+    Setting("fp8", 64, 8, 2048, "graphs", two_gpus=False),
+    Setting("auto", 128, 8, 2048, "graphs", two_gpus=False),
 )
 
 
@@ -127,53 +137,90 @@ def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> A
     )  # fmt: skip
 
 
-def prompts_of(lengths: list[int]) -> list[dict[str, list[int]]]:
+def prompts_of(lengths: list[int]) -> list[list[int]]:
     """Random tokens, the same in every process; none is the model's begin or end."""
     import numpy as np
 
     rng = np.random.default_rng(7)
-    return [{"prompt_token_ids": rng.integers(2, VOCABULARY, n).tolist()} for n in lengths]
+    return [rng.integers(2, VOCABULARY, n).tolist() for n in lengths]
 
 
-def generate(engine: Any, lengths: list[int], new: int, logprobs: int | None = None) -> list[Any]:
+def continuations(engine: Any, texts: dict[int, list[int]]) -> dict[int, list[tuple[int, float]]]:
+    """The tokens that end a continuation of NEW_TOKENS, each with the distance of the two best log-probabilities.
+
+    Args:
+        texts: by the prompt's number, the tokens that it begins with.
+    """
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs)
-    return engine.generate(prompts_of(lengths), params, use_tqdm=False)
-
-
-def tokens(engine: Any) -> list[list[tuple[int, float]]]:
-    """For each prompt its new tokens, each with the distance of the two best log-probabilities."""
-    answers = []
-    for answer in generate(engine, PROMPTS, NEW_TOKENS, logprobs=2):
+    prompts = prompts_of(PROMPTS)
+    given = [{"prompt_token_ids": prompts[i] + text} for i, text in texts.items()]
+    params = [
+        SamplingParams(temperature=0, max_tokens=NEW_TOKENS - len(text), ignore_eos=True, detokenize=False, logprobs=2)
+        for text in texts.values()
+    ]
+    found = {}
+    for i, answer in zip(texts, engine.generate(given, params, use_tqdm=False), strict=True):
         out = answer.outputs[0]
         best = [sorted((x.logprob for x in at.values()), reverse=True) for at in out.logprobs]
-        answers.append([(token, b[0] - b[1]) for token, b in zip(out.token_ids, best, strict=True)])
-    return answers
+        found[i] = [(token, b[0] - b[1]) for token, b in zip(out.token_ids, best, strict=True)]
+    return found
 
 
 def prompt_logprobs(engine: Any) -> list[list[float]]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
-    answers = engine.generate(prompts_of(PROMPTS), params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(PROMPTS)]
     return [
         [at[token].logprob for token, at in zip(a.prompt_token_ids[1:], a.prompt_logprobs[1:], strict=True)]
-        for a in answers
+        for a in engine.generate(prompts, params, use_tqdm=False)
     ]
 
 
-def speed(engine: Any, requests: int) -> float:
-    """Decoded tokens a second, the first of each request aside."""
-    lengths, times = [SPEED_PROMPT] * requests, []
-    for new in (1, 1 + SPEED_TOKENS):
-        began = time.perf_counter()
-        generate(engine, lengths, new)
-        times.append(time.perf_counter() - began)
-    return requests * SPEED_TOKENS / (times[1] - times[0])
+NUMBERS = itertools.count()  # of requests
 
 
-QUESTIONS = {"tokens": tokens, "prompt_logprobs": prompt_logprobs, "speed": speed}
+def decoding(engine: Any, requests: int, new: int) -> Iterator[float]:
+    """Serve requests of equal length. Yields the time at which a step ends that gave each of them a token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    core = engine.llm_engine
+    for prompt in prompts_of([SPEED_PROMPT] * requests):
+        params = SamplingParams(
+            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE
+        )
+        core.add_request(f"speed {next(NUMBERS)}", {"prompt_token_ids": prompt}, params)
+    while core.has_unfinished_requests():
+        if len(core.step()) == requests:
+            yield time.perf_counter()
+
+
+def speed(engine: Any, requests: int, new: int = SPEED_TOKENS) -> tuple[float, float]:
+    """Seconds until all requests have their first token, and of a decode step after that."""
+    began = time.perf_counter()
+    ends = list(decoding(engine, requests, new))
+    return ends[0] - began, statistics.median(b - a for a, b in itertools.pairwise(ends))
+
+
+def kernels(engine: Any, requests: int) -> list[tuple[str, float]]:
+    """The kernels of a decode step by name, with their microseconds, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    steps = decoding(engine, requests, WARM_TOKENS)
+    for _ in range(4):
+        next(steps)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            next(steps)
+    for _ in steps:
+        pass
+    times = [(event.key, event.self_device_time_total / PROFILED_STEPS) for event in profiler.key_averages()]
+    return sorted(((name, us) for name, us in times if us > 0), key=lambda named: -named[1])
+
+
+QUESTIONS = {"continuations": continuations, "prompt_logprobs": prompt_logprobs, "speed": speed, "kernels": kernels}
 
 
 # --- the measuring process ------------------------------------------------------------------------------------
@@ -189,7 +236,7 @@ class Engine:
     def __init__(self, folder: Path, setting: Setting, variant: str, tensor_parallel: int) -> None:
         self.name = f"{setting}, {variant}"
         self.seconds: float | None = None
-        self._log = folder / f"{setting} {variant}.log".replace(" ", "_")
+        self._log = folder / f"{setting} {variant} {tensor_parallel}.log".replace(" ", "_")
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         os.environ["CUPY_MLA_VLLM"] = setting.place if variant == "ours" else "off" if variant == "float32" else ""
         self.process = multiprocessing.get_context("spawn").Process(
@@ -213,6 +260,10 @@ class Engine:
         except OSError:
             pass
         self.process.kill()
+
+    def pause(self, now: bool) -> None:
+        """Stop the process where it stands, or let it go on."""
+        os.kill(self.process.pid or 0, signal.SIGSTOP if now else signal.SIGCONT)
 
     def last_lines(self, count: int = 12) -> str:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
@@ -240,47 +291,93 @@ def started(engines: list[Engine], deadline: float) -> list[Engine]:
     return [engine for engine in engines if engine.seconds is not None]
 
 
-def compare(ours: list[list[tuple[int, float]]], stock: list[list[tuple[int, float]]]) -> dict[str, Any]:
-    """How many tokens agree, and how near the two best tokens were where they do not."""
-    equal, gaps = 0, [0.0]
-    for mine, theirs in zip(ours, stock, strict=True):
-        for (a, gap_a), (b, gap_b) in zip(mine, theirs, strict=True):
-            if a != b:
-                gaps.append(max(gap_a, gap_b))
-                break
-            equal += 1
-    return {"tokens_equal": equal, "tokens": sum(map(len, stock)), "gap_apart": round(max(gaps), 4)}
+@contextlib.contextmanager
+def alone(engines: list[Engine], measured: list[Engine]) -> Iterator[None]:
+    """No other engine runs meanwhile."""
+    others = [engine for engine in engines if engine not in measured and engine.process.is_alive()]
+    for engine in others:
+        engine.pause(True)
+    try:
+        yield
+    finally:
+        for engine in others:
+            engine.pause(False)
 
 
-def distance(some: list[list[float]], others: list[list[float]]) -> float:
-    """Mean distance of log-probabilities."""
-    return statistics.fmean(
-        abs(a - b) for x, y in zip(some, others, strict=True) for a, b in zip(x, y, strict=True)
-    )  # fmt: skip
+def compare(ours: Engine, stock: Engine) -> dict[str, Any]:
+    """How many tokens agree under the same text, and how near the two best tokens were where they do not."""
+    texts: dict[int, list[int]] = {i: [] for i in range(len(PROMPTS))}
+    wanted = stock.ask("continuations", texts)
+    apart, gaps, parted = 0, [0.0], set()
+    while texts:
+        for i, found in ours.ask("continuations", texts).items():
+            at = len(texts.pop(i))
+            for (token, gap), (expected, its_gap) in zip(found, wanted[i][at:], strict=True):
+                at += 1
+                if token != expected:
+                    apart += 1
+                    gaps.append(max(gap, its_gap))
+                    parted.add(i)
+                    if at < NEW_TOKENS:
+                        texts[i] = [token for token, _ in wanted[i][:at]]
+                    break
+    tokens = NEW_TOKENS * len(PROMPTS)
+    return {
+        "tokens_equal": tokens - apart, "tokens": tokens, "gap_apart": round(max(gaps), 4),
+        "texts_equal": len(PROMPTS) - len(parted),
+    }  # fmt: skip
 
 
-def measure(setting: Setting, engines: dict[str, Engine]) -> list[dict[str, Any]]:
-    """The rows of a setting, one a number of requests."""
+def logprob_errors(ours: list[list[float]], stock: list[list[float]], exact: list[list[float]]) -> dict[str, float]:
+    """Mean distances from the exact log-probabilities, and the standard error of their difference."""
+    flat = [list(itertools.chain(*values)) for values in (ours, stock, exact)]
+    mine, theirs = ([abs(a - b) for a, b in zip(some, flat[2], strict=True)] for some in flat[:2])
+    noise = statistics.stdev(a - b for a, b in zip(mine, theirs, strict=True)) / math.sqrt(len(mine))
+    return {
+        "logprob_error_ours": round(statistics.fmean(mine), 6),
+        "logprob_error_stock": round(statistics.fmean(theirs), 6),
+        "logprob_error_noise": round(noise, 6),
+    }
+
+
+def measure(setting: Setting, engines: dict[str, Engine], profiles: Path | None) -> list[dict[str, Any]]:
+    """The rows of a setting, one a number of requests.
+
+    Args:
+        profiles: folder for the kernels of a decode step; None: they are not timed.
+    """
     ours, stock = engines["ours"], engines["stock"]
     row: dict[str, Any] = {"start_s_ours": ours.seconds, "start_s_stock": stock.seconds}
     if setting.compared:
-        row |= compare(ours.ask("tokens"), stock.ask("tokens"))
+        row |= compare(ours, stock)
+        for variant in ("ours", "stock"):
+            if f"{variant} on one GPU" in engines:
+                same = compare(engines[variant], engines[f"{variant} on one GPU"])
+                row[f"tokens_equal_one_gpu_{variant}"] = same["tokens_equal"]
         if "float32" in engines:
             exact = engines["float32"].ask("prompt_logprobs")
-            row["logprob_error_ours"] = round(distance(ours.ask("prompt_logprobs"), exact), 6)
-            row["logprob_error_stock"] = round(distance(stock.ask("prompt_logprobs"), exact), 6)
+            row |= logprob_errors(ours.ask("prompt_logprobs"), stock.ask("prompt_logprobs"), exact)
     if not setting.repeats:
         return [{"setting": str(setting), **row}]
     rows = []
     for requests in REQUESTS:
         for engine in (ours, stock):
-            engine.ask("speed", requests)
+            engine.ask("speed", requests, WARM_TOKENS)
         times = [(ours.ask("speed", requests), stock.ask("speed", requests)) for _ in range(setting.repeats)]
-        rates = [round(statistics.median(of), 1) for of in zip(*times, strict=True)]
-        rows.append(
-            {"setting": f"{setting}, {requests} request{'s'[: requests > 1]}", **row, "tokens_per_s_ours": rates[0],
-             "tokens_per_s_stock": rates[1]}
-        )  # fmt: skip
+        measured = {}
+        for name, of in zip(("ours", "stock"), zip(*times, strict=True), strict=True):
+            first, step = (statistics.median(t) for t in zip(*of, strict=True))
+            measured[f"tokens_per_s_{name}"] = round(requests / step, 1)
+            measured[f"first_tokens_s_{name}"] = round(first, 4)
+        if profiles is not None:
+            for name, engine in (("ours", ours), ("stock", stock)):
+                found = engine.ask("kernels", requests)
+                measured[f"gpu_us_{name}"] = round(sum(us for _, us in found), 1)
+                lines = [f"{us:9.1f} {kernel[:100]}" for kernel, us in found[:25]]
+                with (profiles / "kernels.txt").open("a") as file:
+                    file.write("\n".join([f"--- {setting}, {requests} requests, {name}", *lines, ""]))
+        name = f"{setting}, {requests} request{'s'[: requests > 1]}"
+        rows.append({"setting": name, **row, **measured})
     return rows
 
 
@@ -305,19 +402,25 @@ def prepare(pack: Path, folder: Path) -> None:
     os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
-def caches(pack: Path, out: Path, restore: bool) -> None:
-    """What compilers made, kept from one machine to the next (a minute less to start), and the engines' logs."""
+def restore_caches(pack: Path) -> None:
+    """What compilers made on another machine (a minute less to start), if the pack has it; where to keep it."""
     folder = Path(os.environ["ENGINE_CACHES"])
-    if restore:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (pack / "caches.tar.xz").exists():
-            shutil.unpack_archive(pack / "caches.tar.xz", folder)
-        names = {"CUPY_CACHE_DIR": "cupy", "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm"}
-        os.environ |= {name: str(folder / value) for name, value in names.items()}
-    elif "OUT" in os.environ:
-        shutil.make_archive(str(out / "caches"), "xztar", folder)
-        for log in folder.parent.glob("*.log"):
-            shutil.copy(log, out)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (pack / "caches.tar.xz").exists():
+        shutil.unpack_archive(pack / "caches.tar.xz", folder)
+    names = {"CUPY_CACHE_DIR": "cupy", "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm"}
+    os.environ |= {name: str(folder / value) for name, value in names.items()}
+
+
+def keep(out: Path) -> None:
+    """The caches, and one archive of the engines' logs."""
+    folder = Path(os.environ["ENGINE_CACHES"])
+    shutil.make_archive(str(out / "caches"), "xztar", folder)
+    logs = folder.parent / "logs"
+    logs.mkdir()
+    for log in (*folder.parent.glob("*.log"), *folder.parent.glob("kernels.txt")):
+        shutil.copy(log, logs)
+    shutil.make_archive(str(out / "logs"), "xztar", logs)
 
 
 def main() -> None:
@@ -325,30 +428,33 @@ def main() -> None:
     parser.add_argument("pack", type=Path)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--limit", type=float, default=165, help="seconds after which no more is measured")
+    parser.add_argument("--profile", action="store_true", help="time the kernels of decode steps, too")
     parser.add_argument("--only", default="", help="settings whose name contains this")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit
     folder = Path(tempfile.mkdtemp(prefix="vllm_engine"))
     os.environ["ENGINE_CACHES"] = str(folder / "caches")
     out = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
-    caches(options.pack, out, restore=True)
+    restore_caches(options.pack)
     prepare(options.pack, folder)
     print(f"unpacked after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
     sys.path.insert(0, str(options.pack.resolve()))
     import tiny_v32  # type: ignore[import-not-found]
 
-    settings = [s for s in SETTINGS if options.only in str(s)]
+    several = options.tensor_parallel > 1
+    settings = [s for s in SETTINGS if options.only in str(s) and (s.two_gpus or not several)]
     for setting in {s.model: s for s in settings}.values():
         tiny_v32.write(folder / setting.model, heads=setting.heads, topk=setting.topk, layers=setting.layers)
-    if options.tensor_parallel > 1:
+    if several:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     print(f"models written after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
-    engines = {
-        (setting, variant): Engine(folder, setting, variant, options.tensor_parallel)
-        for setting in settings
-        for variant in VARIANTS
-        if variant != "float32" or (setting.compared and options.tensor_parallel == 1 and setting.mode != "compiled")
-    }
+    engines: dict[tuple[Setting, str], Engine] = {}
+    for setting in settings:
+        for variant in VARIANTS:
+            if variant != "float32" or (setting.compared and not several and setting.mode != "compiled"):
+                engines[setting, variant] = Engine(folder, setting, variant, options.tensor_parallel)
+            if variant != "float32" and several and setting.compared:
+                engines[setting, f"{variant} on one GPU"] = Engine(folder, setting, variant, 1)
     warmups = [
         subprocess.Popen(
             [sys.executable, "-m", "cupy_mla", "warmup", "--heads", str(heads), "--layout", layout], cwd=ROOT,
@@ -360,29 +466,32 @@ def main() -> None:
     print(
         f"{len(up)} of {len(engines)} engines up after {time.monotonic() - deadline + options.limit:.0f} s", flush=True
     )
+    for process in warmups:  # what they have not compiled yet, no engine needs
+        process.kill()
     rows = []
     try:
         for setting in settings:
-            of = {v: e for v in VARIANTS if (e := engines.get((setting, v))) in up and e is not None}
+            of = {variant: engine for (s, variant), engine in engines.items() if s == setting and engine in up}
             if not {"ours", "stock"} <= of.keys() or time.monotonic() > deadline:
                 print(f"left out: {setting}", flush=True)
                 continue
             try:
-                measured = measure(setting, of)
+                with alone([] if several else list(up), list(of.values())):
+                    measured = measure(setting, of, folder if options.profile and not several else None)
             except (RuntimeError, EOFError, OSError) as error:
                 print(error, *(e.last_lines() for e in of.values()), sep="\n", flush=True)
                 continue
+            rows += [{"version": "0.22.1", "tensor_parallel": options.tensor_parallel, **row} for row in measured]
+            shown: dict[str, Any] = {}  # what the row before has as well is not printed again
             for row in measured:
-                row = {"version": "0.22.1", "tensor_parallel": options.tensor_parallel, **row}
-                rows.append(row)
-                print({k: v for k, v in row.items() if k not in ("version", "tensor_parallel")}, flush=True)
+                print({k: v for k, v in row.items() if shown.get(k) != v}, flush=True)
+                shown = row
     finally:
         for engine in engines.values():
             engine.stop()
-        for process in warmups:
-            process.kill()
     write(out, options.tensor_parallel, rows)
-    caches(options.pack, out, restore=False)
+    if "OUT" in os.environ:
+        keep(out)
     print(f"done after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
 
 

@@ -219,17 +219,36 @@ def test_plots_of_the_records_show_every_row_and_label_every_axis(module, monkey
     assert all(axes.get_xlabel() for axes in prefill.axes)
 
 
-def test_engines_are_compared_token_by_token(module):
-    """Once two part, what follows counts as different; the gap is that of the engine that was surer."""
-    pytest.importorskip("torch")
-    compare = module("vllm_engine").compare
-    stock = [[(1, 2.0), (2, 0.5), (3, 1.0)], [(4, 1.0), (5, 1.0), (6, 1.0)]]
-    ours = [[(1, 2.0), (9, 0.25), (3, 1.0)], [(4, 3.0), (5, 1.0), (7, 1.25)]]
-    assert compare(stock, stock) == {"tokens_equal": 6, "tokens": 6, "gap_apart": 0.0}
-    assert compare(ours, stock) == {"tokens_equal": 3, "tokens": 6, "gap_apart": 1.25}
-    assert compare(ours[:1], stock[:1]) == {"tokens_equal": 1, "tokens": 3, "gap_apart": 0.5}
+class Engine:
+    """Continues each text with a token and its gap by a table."""
+
+    def __init__(self, tokens: dict[tuple[int, ...], tuple[int, float]]) -> None:
+        self.tokens = tokens
+
+    def ask(self, question: str, texts: dict[int, list[int]]) -> dict[int, list[tuple[int, float]]]:
+        assert question == "continuations"
+        found: dict[int, list[tuple[int, float]]] = {}
+        for prompt, text in texts.items():
+            for _ in range(3 - len(text)):
+                so_far = (*text, *(token for token, _ in found.get(prompt, [])))
+                found.setdefault(prompt, []).append(self.tokens.get((prompt, *so_far), (1, 5.0)))
+        return found
 
 
-def test_distance_of_log_probabilities(module):
+def test_engines_are_compared_under_the_same_text(module, monkeypatch):
+    """Where they part the plug-in goes on from stock's text; the gap is that of the engine that was surer."""
     pytest.importorskip("torch")
-    assert module("vllm_engine").distance([[0.0, -1.0], [-3.0]], [[0.5, -1.0], [-4.0]]) == pytest.approx(0.5)
+    program = module("vllm_engine")
+    monkeypatch.setattr(program, "PROMPTS", [10, 20, 30])
+    monkeypatch.setattr(program, "NEW_TOKENS", 3)
+    stock = Engine({(0,): (2, 1.0), (0, 2): (3, 0.25), (2, 1, 1): (7, 0.5)})
+    assert program.compare(stock, stock) == {"tokens_equal": 9, "tokens": 9, "gap_apart": 0.0, "texts_equal": 3}
+    ours = Engine({(0,): (9, 0.5), (0, 2): (8, 0.125), (0, 9): (77, 0), (0, 2, 3): (1, 5.0), (2, 1, 1): (6, 0.75)})
+    assert program.compare(ours, stock) == {"tokens_equal": 6, "tokens": 9, "gap_apart": 1.0, "texts_equal": 1}
+
+
+def test_errors_of_log_probabilities(module):
+    """And how sure their difference is: of distances 0.5, 0, 1 and 0, 0.5, 0.25 those differ by 0.5, -0.5, 0.75."""
+    pytest.importorskip("torch")
+    errors = module("vllm_engine").logprob_errors([[0.5, -1.0], [-4.0]], [[0.0, -1.5], [-3.25]], [[0.0, -1.0], [-3.0]])
+    assert errors == {"logprob_error_ours": 0.5, "logprob_error_stock": 0.25, "logprob_error_noise": 0.381881}
