@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from ..arrays import Array
 from ..bridges import Place, bind, describe
@@ -11,7 +11,6 @@ from ..layouts import BFLOAT16, D_V
 from ..metadata.batch import INT32, prefill_workspace_size, reshape_query_for_spec_decode
 from ..metadata.sparse_mla import (
     FP8KernelMetadata,
-    FP8PrefillMetadata,
     FP8SeparatePrefillDecode,
     SparseMLAMetadata,
     SparseMLAMetadataBuilder,
@@ -19,8 +18,8 @@ from ..metadata.sparse_mla import (
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
-from ..ops.validate import QUANTIZED
-from ..options import require_instance, require_integer, require_scale
+from ..ops.validate import FLOAT32, QUANTIZED
+from ..options import require_bool, require_instance, require_integer, require_scale
 from ..typing import A, AnyArray, CacheLayout, ModelKind
 from .workspace import Workspace
 
@@ -122,6 +121,7 @@ class SparseMLAImpl:
         rows = prefill_workspace_size(config.max_model_len) if gathers else 0
         self._scratch(config.max_num_batched_tokens, True, rows)
 
+    @overload
     def forward_mqa(
         self,
         q: A | tuple[A, A],
@@ -130,7 +130,31 @@ class SparseMLAImpl:
         topk_indices: AnyArray,
         *,
         out: A | None = None,
-    ) -> A:
+        return_lse: Literal[False] = False,
+    ) -> A: ...
+
+    @overload
+    def forward_mqa(
+        self,
+        q: A | tuple[A, A],
+        kv_cache: AnyArray,
+        metadata: SparseMLAMetadata,
+        topk_indices: AnyArray,
+        *,
+        out: A | None = None,
+        return_lse: Literal[True],
+    ) -> tuple[A, A]: ...
+
+    def forward_mqa(
+        self,
+        q: A | tuple[A, A],
+        kv_cache: AnyArray,
+        metadata: SparseMLAMetadata,
+        topk_indices: AnyArray,
+        *,
+        out: A | None = None,
+        return_lse: bool = False,
+    ) -> A | tuple[A, A]:
         """Attention of a step's query tokens over their chosen KV tokens, which the cache must already hold.
 
         bf16 cache: one launch over slots; batches of decodes alone go to the decode kernel, which splits rows to fill
@@ -145,9 +169,11 @@ class SparseMLAImpl:
             metadata: of this step, from `SparseMLAMetadataBuilder`; T is its number of tokens.
             topk_indices: [T, topk] int32 token positions in each token's request, -1 where there are fewer.
             out: [T, h, 512] bfloat16, written in place when given.
+            return_lse: also return the logarithms that merge this with attention over other rows.
 
         Returns:
-            [T, h, 512] bfloat16.
+            [T, h, 512] bfloat16, and with `return_lse` also lse [T, h] float32. Rows of tokens that pad a batch with
+            prefills hold anything.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, shape, device or strides.
@@ -156,6 +182,7 @@ class SparseMLAImpl:
         tokens, heads, extra = metadata.num_actual_tokens, self.config.num_heads, metadata.fp8_extra_metadata
         (out_,) = place.optional(out=out)
         result = place.output("out", out_, (tokens, heads, D_V), BFLOAT16).obj
+        lse = place.new("lse", (tokens, heads), FLOAT32).obj if require_bool("return_lse", return_lse) else None
         prefill = extra.prefill if isinstance(extra, FP8SeparatePrefillDecode) else None
         rows = max((chunk.chunk_tot_seqlen for chunk in prefill.chunks), default=0) if prefill else 0
         padded = self.config.d_qk < self.config.layout.d_qk
@@ -174,53 +201,58 @@ class SparseMLAImpl:
             prefill.request_ids if prefill else None, prefill.workspace_starts if prefill else None, out=slots,
         )  # fmt: skip
         if isinstance(extra, FP8SeparatePrefillDecode):
-            self._forward_separate(queries, kv_cache, extra, slots, workspace, result)
+            self._forward_separate(queries, kv_cache, extra, slots, workspace, result, lse)
         elif isinstance(extra, FP8KernelMetadata):
-            self._decode(queries[:, None], kv_cache, slots[:, None], extra, result[:, None])
+            self._decode(queries, kv_cache, slots, extra, tokens, result, lse)
         else:
-            self._forward_bf16(queries, kv_cache, cache, metadata, slots, result)
-        return result
+            self._forward_bf16(queries, kv_cache, cache, metadata, slots, result, lse)
+        return result if lse is None else (result, lse)
 
     def _forward_bf16(
-        self, q: Any, kv_cache: Any, cache: Array, metadata: SparseMLAMetadata, slots: Any, out: Any
+        self, q: Any, kv_cache: Any, cache: Array, metadata: SparseMLAMetadata, slots: Any, out: Any, lse: Any
     ) -> None:
         num_blocks, block_size, d_qk = cache.shape
         flat = num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1]
         if flat and metadata.max_query_len > 1 + self.config.num_speculative_tokens:
             rows = kv_cache.reshape(num_blocks * block_size, 1, d_qk)
-            sparse_prefill(q, rows, slots[:, None], self.scale, out=out)
+            self._prefill(q, rows, slots, out, lse)
         else:
-            sparse_decode(q[:, None], kv_cache, slots[:, None], self.scale, out=out[:, None])
+            self._decode(q, kv_cache, slots, FP8KernelMetadata(), metadata.num_actual_tokens, out, lse)
 
     def _forward_separate(
-        self, q: Any, kv_cache: Any, batch: FP8SeparatePrefillDecode, slots: Any, workspace: Any, out: Any
+        self, q: Any, kv_cache: Any, batch: FP8SeparatePrefillDecode, slots: Any, workspace: Any, out: Any, lse: Any
     ) -> None:
         if batch.decode is not None:
             end = batch.num_decode_tokens
             decodes = end // batch.decode.decode_query_len  # requests without tokens have no row
+            of_decodes = None if lse is None else lse[:end]
             self._decode(
-                reshape_query_for_spec_decode(q[:end], decodes),
-                kv_cache,
-                reshape_query_for_spec_decode(slots[:end], decodes),
-                batch.decode.kernel_metadata,
-                reshape_query_for_spec_decode(out[:end], decodes),
-            )
-        if batch.prefill is not None:
-            self._prefill(q, kv_cache, batch.prefill, slots, workspace, out)
-
-    def _decode(self, q: Any, kv_cache: Any, slots: Any, kernel: FP8KernelMetadata, out: Any) -> None:
-        """q and out [b, s, h, d], slots [b, s, topk]."""
-        sparse_decode(q, kv_cache, slots, self.scale, out=out, num_splits=kernel.num_splits)
-
-    def _prefill(
-        self, q: Any, kv_cache: Any, prefill: FP8PrefillMetadata, slots: Any, workspace: Any, out: Any
-    ) -> None:
-        for chunk in prefill.chunks:
+                q[:end], kv_cache, slots[:end], batch.decode.kernel_metadata, decodes, out[:end], of_decodes
+            )  # fmt: skip
+        for chunk in batch.prefill.chunks if batch.prefill else ():
             rows, tokens = workspace[: chunk.chunk_tot_seqlen], chunk.tokens_slice
             cp_gather_and_upconvert_fp8_kv_cache(
                 kv_cache, rows, chunk.block_table, chunk.seq_lens, chunk.workspace_starts
             )
-            sparse_prefill(q[tokens], rows[:, None], slots[tokens][:, None], self.scale, out=out[tokens])
+            of_chunk = None if lse is None else lse[tokens]
+            self._prefill(q[tokens], rows[:, None], slots[tokens], out[tokens], of_chunk)
+
+    def _decode(
+        self, q: Any, kv_cache: Any, slots: Any, kernel: FP8KernelMetadata, decodes: int, out: Any, lse: Any
+    ) -> None:
+        """Attention of the equally many query tokens of some decodes over the cache."""
+        if decodes == 0:
+            return
+        q, slots, into = (reshape_query_for_spec_decode(array, decodes) for array in (q, slots, out))
+        _, found = sparse_decode(q, kv_cache, slots, self.scale, out=into, num_splits=kernel.num_splits)
+        if lse is not None:
+            lse[...] = found.swapaxes(1, 2).reshape(lse.shape)
+
+    def _prefill(self, q: Any, rows: Any, slots: Any, out: Any, lse: Any) -> None:
+        """Attention of query tokens over flat rows."""
+        _, _, found = sparse_prefill(q, rows, slots[:, None], self.scale, out=out)
+        if lse is not None:
+            lse[...] = found
 
     def _scratch(self, tokens: int, with_q: bool, rows: int) -> list[Any]:
         """Room for a concatenated query (or none), slots, and gathered rows."""

@@ -36,13 +36,16 @@ PREFILL_WORKSPACE_SEQUENCES = 5  # longest sequences that the workspace of gathe
 
 @dataclass(frozen=True, eq=False, init=False)
 class BatchMetadata:
-    """R requests and their T query tokens, decodes first, prefills after. Checked once, here.
+    """R requests and T query tokens, decodes first, prefills after. Checked once, here.
+
+    Tokens behind those of the last request pad the batch to the size of a captured CUDA graph. They attend nothing.
 
     Attributes:
-        query_start_loc: [R + 1] where each request's tokens start; the first is 0, the last T.
-        seq_lens: [R] tokens of each sequence, those of this step included.
+        query_start_loc: [R + 1] where each request's tokens start; the first is 0, the last at most T.
+        seq_lens: [R] tokens of each sequence, those of this step included. Where only the device has them, upper
+            bounds: see `SparseMLAMetadataBuilder.build`.
         block_table: [R, M] blocks of each sequence, in order; what stands past a sequence's last block is not read.
-        slot_mapping: [T] slot of the cache that each token is written to, negative: not written.
+        slot_mapping: [T] slot of the cache that each token is written to, negative: not written. It gives T.
         positions: [T] place of each token in its sequence.
 
     All are NumPy arrays (or sequences) of integers; they become int32, `slot_mapping` and `positions` int64.
@@ -80,7 +83,18 @@ class BatchMetadata:
                 f"query_start_loc: offsets must not go down, got {starts[r]} and then {starts[r + 1]} at request {r}"
             )
         self._require_length("a request", len(starts) - 1, "seq_lens", "block_table")
-        self._require_length("a token", int(starts[-1]), "slot_mapping", "positions")
+        tokens = len(self.slot_mapping)
+        if tokens < starts[-1]:
+            raise ValueError(f"slot_mapping: query_start_loc gives {starts[-1]} entries, one a token, got {tokens}")
+        if len(self.positions) != tokens:
+            raise ValueError(f"positions: slot_mapping gives {tokens} entries, one a token, got {len(self.positions)}")
+        written = np.flatnonzero(self.slot_mapping[starts[-1] :] >= 0)
+        if written.size:
+            t = int(starts[-1] + written[0])
+            raise ValueError(
+                f"slot_mapping: token {t} goes to slot {self.slot_mapping[t]}, but tokens from {starts[-1]} on pad the "
+                "batch and cannot be written"
+            )
         short = np.flatnonzero(self.seq_lens < self.query_lens)
         if short.size:
             r = int(short[0])
@@ -101,7 +115,7 @@ class BatchMetadata:
 
     @property
     def num_actual_tokens(self) -> int:
-        """Query tokens, T."""
+        """Query tokens, T, padding included."""
         return len(self.slot_mapping)
 
     @cached_property
@@ -152,10 +166,12 @@ class BatchMetadata:
         if arrays.CHECK_VALUES:
             check_written_once("slot_mapping", self.slot_mapping)
             lens = np.repeat(self.seq_lens, self.query_lens)
-            at = first_of((self.slot_mapping >= 0) & ((self.positions < 0) | (self.positions >= lens)))
-            if at is not None:
+            written, positions = self.slot_mapping[: len(lens)] >= 0, self.positions[: len(lens)]
+            outside = first_of(written & ((positions < 0) | (positions >= lens)))
+            if outside is not None:
+                token = outside[0]
                 raise ValueError(
-                    f"positions: token {at[0]} has position {self.positions[at]}, its sequence {lens[at]} tokens"
+                    f"positions: token {token} has position {positions[token]}, its sequence {lens[token]} tokens"
                 )
 
     def _check_blocks(self, block_size: int, num_blocks: int, window: int | None) -> None:
@@ -192,8 +208,10 @@ def split_decodes_and_prefills(
     """Where the decodes of a batch end and its prefills begin.
 
     A request is a decode when it has at most `decode_threshold` query tokens, and, with `require_uniform`, as many
-    as the first request has; requests without tokens, which pad a batch, are decodes too when all others of the
-    batch are uniform decodes. The first request that is no decode and all after it are prefills.
+    as the first request has. Requests without tokens, which pad a batch, are decodes too: without `require_uniform`
+    always, with it where all others of the batch are decodes like the first one, or the threshold is 1 and none has
+    more. The first request that is no decode and all after it are prefills. Tokens that pad the batch count as prefill
+    tokens, and where there are no prefills as decode tokens. All that is as in vLLM.
 
     Returns:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens.
@@ -209,12 +227,14 @@ def split_decodes_and_prefills(
     require_bool("require_uniform", require_uniform)
     lens = batch.query_lens
     is_decode = lens <= decode_threshold
-    if require_uniform and len(lens):
-        busy = lens[lens > 0]
-        padded_uniform = busy.size == 0 or (busy[0] <= decode_threshold and (busy == busy[0]).all())
-        if not padded_uniform:
-            is_decode &= lens == lens[0]
-    num_decodes = len(lens) if is_decode.all() else int(is_decode.argmin())
+    one_token_at_most = decode_threshold == 1 and is_decode.all()
+    if require_uniform and len(lens) and not one_token_at_most:
+        is_like_first = lens == lens[0]
+        if not (is_like_first | (lens == 0)).all():
+            is_decode &= is_like_first
+    if is_decode.all():
+        return len(lens), 0, batch.num_actual_tokens, 0
+    num_decodes = int(is_decode.argmin())
     num_decode_tokens = int(batch.query_start_loc[num_decodes])
     return num_decodes, len(lens) - num_decodes, num_decode_tokens, batch.num_actual_tokens - num_decode_tokens
 

@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from .. import arrays
 from ..arrays import HOST
-from ..bridges import Place
+from ..bridges import Place, describe
 from ..config import SparseMLAConfig
+from ..ops.values import check_bounds
 from ..options import require_instance, require_integer
+from ..typing import AnyArray
 from .batch import (
     INT32,
     INT64,
@@ -46,7 +49,8 @@ class FP8DecodeMetadata:
     Attributes:
         seq_lens: [num_decodes] int32.
         kernel_metadata: the schedule of their launch.
-        decode_query_len: query tokens of each decode (requests without tokens, which pad a batch, aside).
+        decode_query_len: query tokens of each decode (requests without tokens, which pad a batch, aside). 1 where
+            tokens that pad the batch do not make up whole decodes: each token is then a decode of its own.
     """
 
     seq_lens: Any
@@ -114,7 +118,7 @@ class SparseMLAMetadata:
         slot_mapping: [T] int64, where this step's tokens go; with compression, where the rows go that they complete,
             -1 for tokens that complete none.
         block_table: [R, M] int32, M fixed by the config; -1 past the blocks that the batch gave.
-        req_id_per_token: [T] int32, the request of each token.
+        req_id_per_token: [T] int32, the request of each token; 0 for tokens that pad the batch.
         block_size: tokens a block.
         topk_tokens: KV tokens chosen for each query token.
         fp8_extra_metadata: None for a bf16 cache and for V4 layers.
@@ -205,8 +209,16 @@ class SparseMLAMetadataBuilder:
             },
         )
 
-    def build(self, batch: BatchMetadata) -> SparseMLAMetadata:
+    def build(
+        self, batch: BatchMetadata, *, seq_lens: AnyArray | None = None, positions: AnyArray | None = None
+    ) -> SparseMLAMetadata:
         """The metadata of one step.
+
+        Args:
+            batch: where the device alone knows how long sequences are, with upper bounds for `seq_lens`.
+            seq_lens: [R] int32 where the device arrays live, the lengths of sequences instead of the batch's. None of
+                them may be greater than the batch says, which only `cupy_mla.set_checks` looks at.
+            positions: [T] int64 there, the tokens' places instead of the batch's. C128A layers alone read them.
 
         Raises:
             ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
@@ -215,9 +227,13 @@ class SparseMLAMetadataBuilder:
         """
         config = self.config
         check_batch(config, batch, self.num_blocks)
+        known = known_on_device(self._buffers.place, batch, seq_lens=seq_lens, positions=positions)
         separate = config.layout.quantized and not config.is_v4 and not config.use_mixed_batch
         mode = self._separate_mode(batch) if separate else None
         self._buffers.upload(lambda host: self._write(host, batch, mode))
+        self._buffers.put(known)
+        if "seq_lens" in known and config.compress_ratio > 1:
+            self._buffers.put({"compressed_seq_lens": known["seq_lens"] // config.compress_ratio})
 
         device, requests, tokens = self._buffers.arrays, batch.num_reqs, batch.num_actual_tokens
         extra: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
@@ -281,9 +297,10 @@ class SparseMLAMetadataBuilder:
         num_decodes, num_prefills, decode_tokens, _ = mode.counts
         decode = prefill = None
         if decode_tokens:
-            decode = FP8DecodeMetadata(
-                device["seq_lens"][:num_decodes], FP8KernelMetadata(), int(batch.query_lens[:num_decodes].max())
-            )
+            query_len = max(int(batch.query_lens[:num_decodes].max(initial=0)), 1)
+            if decode_tokens % query_len:
+                query_len = 1
+            decode = FP8DecodeMetadata(device["seq_lens"][:num_decodes], FP8KernelMetadata(), query_len)
         if num_prefills:
             prefill = FP8PrefillMetadata(
                 seq_lens=device["seq_lens"][num_decodes:requests],
@@ -316,6 +333,24 @@ def check_batch(
         if got > most:
             raise ValueError(f"batch: expected at most {most} {what} (config), got {got}")
     batch.check_cache(config.block_size, num_blocks, window)
+
+
+def known_on_device(place: Place, batch: BatchMetadata, **given: AnyArray | None) -> dict[str, Any]:
+    """What the device has and the host has not, of lengths [R] and positions [T], checked; without those not given.
+
+    Raises:
+        TypeError, ValueError: an array has the wrong type, shape or device.
+        IndexError: under `cupy_mla.set_checks`: a sequence is longer than the batch says.
+    """
+    dtypes: dict[str, np.dtype] = {"seq_lens": INT32, "positions": INT64}
+    lengths = {"seq_lens": batch.num_reqs, "positions": batch.num_actual_tokens}
+    found = {}
+    for name, value in given.items():
+        if value is not None:
+            found[name] = place.admit(describe(name, value)).require(dtypes[name], lengths[name])
+    if arrays.CHECK_VALUES and "seq_lens" in found:
+        check_bounds(found["seq_lens"], batch.seq_lens)
+    return {name: array.obj for name, array in found.items()}
 
 
 def fill(buffer: np.ndarray, values: Any, rest: int) -> None:

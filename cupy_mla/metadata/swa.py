@@ -17,8 +17,9 @@ from ..bridges import Place
 from ..config import SparseMLAConfig
 from ..ops.swa import BOOL, compute_prefill_gather_lens, compute_swa_indices_and_lens
 from ..options import require_instance, require_integer
+from ..typing import AnyArray
 from .batch import INT32, INT64, BatchMetadata, split_decodes_and_prefills
-from .sparse_mla import FP8KernelMetadata, check_batch, fill
+from .sparse_mla import FP8KernelMetadata, check_batch, fill, known_on_device
 from .uploads import Uploads
 
 LAYER_KINDS = (1, 4, 128)  # compress ratios: sliding window alone, C4A, C128A
@@ -124,12 +125,15 @@ class SparseSWAMetadataBuilder:
         for array in (self._decode_indices, self._decode_lens, self._gather_lens):
             array[...] = 0
 
-    def build(self, batch: BatchMetadata) -> SparseSWAMetadata:
+    def build(self, batch: BatchMetadata, *, seq_lens: AnyArray | None = None) -> SparseSWAMetadata:
         """The metadata of one step.
 
         Args:
             batch: with the block table and the slots of the sliding-window cache; blocks that no window of the batch
-                reaches any more are not read.
+                reaches any more are not read. Where the device alone knows how long sequences are, with upper bounds
+                for `seq_lens`.
+            seq_lens: [R] int32 where the device arrays live, the lengths instead of the batch's; see
+                `SparseMLAMetadataBuilder.build`.
 
         Raises:
             ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
@@ -138,27 +142,31 @@ class SparseSWAMetadataBuilder:
         """
         config = self.config
         check_batch(config, batch, self.num_blocks, config.window)
+        known = known_on_device(self._buffers.place, batch, seq_lens=seq_lens)
         counts = split_decodes_and_prefills(batch, self.decode_threshold)
         num_decodes, num_prefills, decode_tokens, _ = counts
+        if decode_tokens > len(self._decode_lens):
+            raise ValueError(f"batch: expected at most {len(self._decode_lens)} decode tokens, got {decode_tokens}")
         self._buffers.upload(lambda host: self._write(host, batch))
+        self._buffers.put(known)
 
         device, requests, tokens = self._buffers.arrays, batch.num_reqs, batch.num_actual_tokens
-        starts, seq_lens = device["query_start_loc"][: requests + 1], device["seq_lens"][:requests]
+        starts, lengths = device["query_start_loc"][: requests + 1], device["seq_lens"][:requests]
         table = device["block_table"][:requests]
         token_to_req, is_valid = device["token_to_req"][:tokens], device["is_valid_token"][:tokens]
         self._decode_lens[decode_tokens:] = 0
         indices, lens = compute_swa_indices_and_lens(
-            starts, seq_lens, token_to_req[:decode_tokens], is_valid[:decode_tokens], table, config.block_size,
+            starts, lengths, token_to_req[:decode_tokens], is_valid[:decode_tokens], table, config.block_size,
             config.window, out=self._decode_indices[:decode_tokens], lens=self._decode_lens[:decode_tokens],
         )  # fmt: skip
         gather_lens = compute_prefill_gather_lens(
-            seq_lens, starts, num_decodes, config.window, out=self._gather_lens[:num_prefills]
+            lengths, starts, num_decodes, config.window, out=self._gather_lens[:num_prefills]
         )
         return SparseSWAMetadata(
             block_table=table,
             slot_mapping=device["slot_mapping"][:tokens],
             block_size=config.block_size,
-            seq_lens=seq_lens,
+            seq_lens=lengths,
             query_start_loc=starts,
             query_start_loc_cpu=batch.query_start_loc,
             is_valid_token=is_valid,
@@ -169,7 +177,7 @@ class SparseSWAMetadataBuilder:
             num_prefills=num_prefills,
             num_decode_tokens=decode_tokens,
             num_prefill_tokens=counts[3],
-            prefill_seq_lens=seq_lens[num_decodes:],
+            prefill_seq_lens=lengths[num_decodes:],
             prefill_gather_lens=gather_lens,
             schedules={ratio: FP8KernelMetadata() for ratio in self._kinds},
         )

@@ -63,6 +63,11 @@ class Uploads:
         size = last.start + rows * math.prod(last.shape[1:]) * last.dtype.itemsize
         staging.copy(whole.ptr, size, self.place.stream())
 
+    def put(self, known: dict[str, Any]) -> None:
+        """Write arrays that the device has at the start of those of the same name, in order after the last upload."""
+        for name, values in known.items():
+            self.arrays[name][: len(values)] = values
+
 
 class _Staging:
     """Pinned host memory, and the event that says when the last copy out of it has ended."""

@@ -51,6 +51,14 @@ def check_lengths(array: Array, most: Any = None, of: str = "") -> np.ndarray:
     return values
 
 
+def check_bounds(array: Array, bounds: np.ndarray) -> None:
+    """Lengths that are not negative and within bounds, one a length."""
+    values = check_lengths(array)
+    at = first_of(values > bounds)
+    if at is not None:
+        raise IndexError(f"{array.name}{list(at)} is {values[at]}, the batch says at most {bounds[at]}")
+
+
 def check_ranges(starts: Array | None, ends: Array | None, width: Any) -> None:
     """Ranges of columns, which may be empty, in rows of `width`."""
     if starts is not None:

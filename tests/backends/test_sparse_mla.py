@@ -48,6 +48,21 @@ class Step:
     topk_indices: np.ndarray
     caches: dict[str, np.ndarray]  # by cache layout
     want: np.ndarray  # float64 [T, h, 512]
+    want_lse: np.ndarray  # float64 [T, h]
+
+    def padded(self, count: int) -> Step:
+        """The same with tokens behind the last request's, whose queries are NaN."""
+        batch, heads = self.batch, self.q.shape[1]
+        more = {"slot_mapping": [-1] * count, "positions": [0] * count}
+        per_token = {name: np.append(getattr(batch, name), values) for name, values in more.items()}
+        return Step(
+            BatchMetadata(batch.query_start_loc, batch.seq_lens, batch.block_table, **per_token),
+            np.concatenate([self.q, poisoned((count, heads, 576), BF16)]),
+            np.concatenate([self.topk_indices, np.full((count, TOPK), -1, np.int32)]),
+            self.caches,
+            np.concatenate([self.want, np.zeros((count, heads, 512))]),
+            np.concatenate([self.want_lse, np.full((count, heads), np.inf)]),
+        )
 
 
 def make_step(
@@ -71,7 +86,7 @@ def make_step(
     q = queries(rng, tokens, heads, 576)
     q[..., 512:] *= rope
     topk_indices = np.full((tokens, TOPK), -1, np.int32)
-    slots, positions, want = [], [], np.empty((tokens, heads, 512))
+    slots, positions, want, want_lse = [], [], np.empty((tokens, heads, 512)), np.empty((tokens, heads))
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         rows, packed = exact_rows(rng, seq_len)
         rows[:, 512:] *= rope
@@ -85,12 +100,12 @@ def make_step(
                 chosen = chosen[:0]
             places = rng.permutation(TOPK)[: len(chosen)]  # -1 anywhere, not at the end alone
             topk_indices[t, places] = chosen
-            want[t], _, _ = oracle.attend(q[t], rows[chosen].astype(np.float64), SCALE, None)
+            want[t], _, want_lse[t] = oracle.attend(q[t], rows[chosen].astype(np.float64), SCALE, None)
             slots.append(int(block[position]) * BLOCK_SIZE + int(offset[position]))
             positions.append(position)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(int)
     batch = BatchMetadata(starts, seq_lens, table, slots, positions)
-    return Step(batch, q, topk_indices, {"bf16": bf16, "v32_fp8": fp8}, want)
+    return Step(batch, q, topk_indices, {"bf16": bf16, "v32_fp8": fp8}, want, want_lse)
 
 
 class Engine:
@@ -207,6 +222,44 @@ def test_a_cache_with_a_head_axis(kind, rng, path: str) -> None:
     engine = Engine(kind, path, 3)
     step.caches = {name: cache[:, :, None] for name, cache in step.caches.items()}
     assert_result(engine.run(step), step.want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("query_lens", "padding"), [([1, 1, 1], 5), ([2, 2, 0], 4), ([2, 2], 3), ([0, 0], 2), ([1, 1, 6, 3], 2)], ids=str
+)
+def test_tokens_that_pad_the_batch(kind, rng, path: str, query_lens: list[int], padding: int) -> None:
+    """They attend nothing. Where they are decodes their result is 0; behind prefills it is nobody's business."""
+    step = make_step(rng, 8, query_lens).padded(padding)
+    got = Engine(kind, path, 8, speculative=1).run(step)
+    count = len(got) if max(query_lens) <= 2 else sum(query_lens)
+    assert_result(got[:count], step.want[:count])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("query_lens", [[1, 1], [2, 2, 5, 9], [4, 4, 4, 4, 4, 4, 4]], ids=str)
+def test_lengths_that_the_device_has(kind, rng, path: str, query_lens: list[int]) -> None:
+    """With upper bounds on the host the result is the same."""
+    step = make_step(rng, 8, query_lens)
+    batch = step.batch
+    bounds = batch.seq_lens + rng.integers(0, MAX_MODEL_LEN + 1 - batch.seq_lens)
+    loose = BatchMetadata(batch.query_start_loc, bounds, batch.block_table, batch.slot_mapping, batch.positions)
+    engine, put = Engine(kind, path, 8, speculative=1), kind.put
+    metadata = engine.builder.build(loose, seq_lens=put(batch.seq_lens))
+    engine.poison_workspace()
+    got = engine.impl.forward_mqa(put(step.q), put(step.caches[engine.layout]), metadata, put(step.topk_indices))
+    assert_result(kind.take(got), step.want)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 2], [1, 1, 6, 3], [9]], ids=str)
+def test_lse(kind, rng, path: str, query_lens: list[int]) -> None:
+    step = make_step(rng, 8, query_lens)
+    engine, put = Engine(kind, path, 8, speculative=1), kind.put
+    arguments = (put(step.q), put(step.caches[engine.layout]), engine.builder.build(step.batch), put(step.topk_indices))
+    out, lse = engine.impl.forward_mqa(*arguments, return_lse=True)
+    assert_result(kind.take(out), step.want)
+    oracle.assert_close(kind.take(lse), step.want_lse, "decode lse")
 
 
 def test_hostile_indices(kind, rng) -> None:

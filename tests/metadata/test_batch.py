@@ -26,10 +26,9 @@ GOOD = {
 }
 
 
-def batch_of(query_lens: list[int]) -> BatchMetadata:
+def batch_of(query_lens: list[int], padding: int = 0) -> BatchMetadata:
     starts = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)])
-    tokens = int(starts[-1])
-    table, per_token = np.zeros((len(query_lens), 1), int), np.zeros(tokens, int)
+    table, per_token = np.zeros((len(query_lens), 1), int), np.full(int(starts[-1]) + padding, -1)
     return BatchMetadata(starts, query_lens, table, per_token, per_token)
 
 
@@ -64,7 +63,10 @@ def test_a_batch_without_requests() -> None:
         ({"block_table": [[3, 1, 0], [2, 0, 0]]}, ValueError, "block_table: query_start_loc gives 3 .*got 2"),
         ({"block_table": [3, 1, 0]}, ValueError, "block_table: expected 2 axes"),
         ({"slot_mapping": [8, 11, 16]}, ValueError, "slot_mapping: query_start_loc gives 7 .*got 3"),
-        ({"positions": [0] * 8}, ValueError, "positions: query_start_loc gives 7 entries.*got 8"),
+        ({"positions": [0] * 8}, ValueError, "positions: slot_mapping gives 7 entries.*got 8"),
+        ({"slot_mapping": [0] * 6, "positions": [0] * 6}, ValueError, "slot_mapping: query_start_loc gives 7 .*got 6"),
+        ({"slot_mapping": [-1] * 8 + [5], "positions": [0] * 9}, ValueError,
+         "slot_mapping: token 8 goes to slot 5, but tokens from 7 on pad the batch"),
         ({"seq_lens": [9, 4, 4]}, ValueError, "seq_lens: request 2 has 5 query tokens in a sequence of 4"),
     ],
 )  # fmt: skip
@@ -114,29 +116,40 @@ def test_slots_written_twice_and_positions_outside_a_sequence_are_found_when_ask
             batch.check_cache(4, 6)
 
 
-def split_oracle(query_lens: list[int], threshold: int, uniform: bool) -> tuple[int, int, int, int]:
-    busy = [n for n in query_lens if n != 0]
-    padded_uniform = all(n == busy[0] <= threshold for n in busy)
-    decodes = tokens = 0
+def split_oracle(query_lens: list[int], threshold: int, uniform: bool, padding: int) -> tuple[int, int, int, int]:
+    """What vLLM 0.22's `split_decodes_and_prefills` does with such a batch, request by request."""
+    tokens = sum(query_lens) + padding
+    everything = (len(query_lens), 0, tokens, 0)
+    if max(query_lens, default=0) <= threshold and (not uniform or threshold == 1):
+        return everything
+    if uniform and query_lens and query_lens[0] <= threshold and set(query_lens) <= {query_lens[0], 0}:
+        return everything
+    decodes = 0
     for n in query_lens:
-        if n > threshold or (uniform and not padded_uniform and n != query_lens[0]):
+        if n > threshold or (uniform and n != query_lens[0]):
             break
-        decodes, tokens = decodes + 1, tokens + n
-    return decodes, len(query_lens) - decodes, tokens, sum(query_lens) - tokens
+        decodes += 1
+    if decodes == len(query_lens):
+        return everything
+    of_decodes = sum(query_lens[:decodes])
+    return decodes, len(query_lens) - decodes, of_decodes, tokens - of_decodes
 
 
-@given(st.lists(st.integers(0, 5), max_size=9), st.integers(1, 4), st.booleans())
-@example([1, 1, 1], 1, False)
-@example([1, 1, 5, 6], 1, False)
-@example([2, 1, 2, 4, 5, 6], 4, False)
-@example([2, 2, 2, 4, 5, 6], 5, True)
-@example([2, 2, 0, 0], 3, True)
-@example([2, 2, 0, 5], 3, True)
-@example([5, 1, 1], 1, False)
-@example([4, 4], 3, True)
-def test_split_decodes_and_prefills(query_lens: list[int], threshold: int, uniform: bool) -> None:
-    got = split_decodes_and_prefills(batch_of(query_lens), threshold, uniform)
-    assert got == split_oracle(query_lens, threshold, uniform)
+@given(st.lists(st.integers(0, 5), max_size=9), st.integers(1, 4), st.booleans(), st.integers(0, 3))
+@example([1, 1, 1], 1, False, 0)
+@example([1, 1, 5, 6], 1, False, 2)
+@example([2, 1, 2, 4, 5, 6], 4, False, 0)
+@example([2, 2, 2, 4, 5, 6], 5, True, 0)
+@example([2, 2, 0, 0], 3, True, 4)
+@example([2, 2, 0, 5], 3, True, 0)
+@example([0, 2, 2], 3, True, 0)
+@example([0, 1, 1], 1, True, 0)
+@example([1, 0, 5], 1, True, 0)
+@example([5, 1, 1], 1, False, 0)
+@example([4, 4], 3, True, 0)
+def test_split_decodes_and_prefills(query_lens: list[int], threshold: int, uniform: bool, padding: int) -> None:
+    got = split_decodes_and_prefills(batch_of(query_lens, padding), threshold, uniform)
+    assert got == split_oracle(query_lens, threshold, uniform, padding)
 
 
 def test_lengths_that_are_none() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import cupy_mla
 from cupy_mla import SparseMLAConfig
 from cupy_mla.bridges import Place, describe
 from cupy_mla.metadata import sparse_mla
@@ -173,6 +174,56 @@ def test_padding_requests_without_tokens(kind, rng) -> None:
     built = builder.build(batch_of(rng, [2, 2, 0, 0], [9, 7, 0, 0])).fp8_extra_metadata
     assert (built.num_decodes, built.num_prefills, built.num_decode_tokens) == (4, 0, 4)
     assert built.decode.decode_query_len == 2
+
+
+def test_tokens_that_pad_the_batch(kind, rng) -> None:
+    builder = SparseMLAMetadataBuilder(config(num_speculative_tokens=1), place_of(kind))
+    given = batch_of(rng, [2, 2, 0], [9, 7, 0])
+    for padding, query_len in ((4, 2), (3, 1)):
+        tokens = 4 + padding
+        slots, positions = (np.append(a, [-1] * padding) for a in (given.slot_mapping, given.positions))
+        batch = BatchMetadata(given.query_start_loc, given.seq_lens, given.block_table, slots, positions)
+        built = builder.build(batch)
+        assert (built.num_actual_tokens, built.fp8_extra_metadata.num_decode_tokens) == (tokens, tokens)
+        assert built.fp8_extra_metadata.decode.decode_query_len == query_len
+        np.testing.assert_array_equal(kind.take(built.req_id_per_token), [0, 0, 1, 1] + [0] * padding)
+        np.testing.assert_array_equal(kind.take(built.slot_mapping)[4:], -1)
+
+
+def test_lengths_that_the_device_has(kind, rng) -> None:
+    """They are what the metadata hold; chunks have room for what the host says at most."""
+    builder = SparseMLAMetadataBuilder(config(), place_of(kind))
+    batch = batch_of(rng, [1, 5, 6], [20, 30, 40])
+    lens = np.array([9, 5, 33], np.int32)
+    built = builder.build(batch, seq_lens=kind.put(lens)).fp8_extra_metadata
+    np.testing.assert_array_equal(kind.take(built.decode.seq_lens), [9])
+    np.testing.assert_array_equal(kind.take(built.prefill.seq_lens), [5, 33])
+    (chunk,) = built.prefill.chunks
+    np.testing.assert_array_equal(kind.take(chunk.workspace_starts), [0, 30])
+    assert chunk.chunk_tot_seqlen == 70
+    again = builder.build(batch).fp8_extra_metadata
+    np.testing.assert_array_equal(kind.take(again.prefill.seq_lens), [30, 40])
+    for wrong, error, message in (
+        (lens[:2], ValueError, r"seq_lens: expected shape \[3\]"),
+        (lens.astype(np.int64), TypeError, "seq_lens: expected dtype int32"),
+    ):
+        with pytest.raises(error, match=message):
+            builder.build(batch, seq_lens=kind.put(wrong))
+    batch.slot_mapping[:] = -1
+    with cupy_mla.set_checks(True), pytest.raises(IndexError, match=r"seq_lens\[1\] is 31, the batch says at most 30"):
+        builder.build(batch, seq_lens=kind.put(np.array([9, 31, 5], np.int32)))
+
+
+def test_compressed_lengths_that_the_device_has(kind, rng) -> None:
+    v4 = {"d_qk": 512, "cache_layout": "v4_fp8", "compress_ratio": 4}
+    builder = SparseMLAMetadataBuilder(config(**v4), place_of(kind))
+    positions = np.arange(6, dtype=np.int64)
+    batch = batch_of(rng, [1, 5], [20, 30])
+    built = builder.build(
+        batch, seq_lens=kind.put(np.array([7, 29], np.int32)), positions=kind.put(positions)
+    )  # fmt: skip
+    np.testing.assert_array_equal(kind.take(built.compressed_seq_lens), [1, 7])
+    np.testing.assert_array_equal(kind.take(builder._buffers.arrays["positions"])[:6], positions)
 
 
 def test_no_requests(kind, rng) -> None:
