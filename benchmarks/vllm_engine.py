@@ -45,7 +45,7 @@ PROMPTS = [7, 23, 64, 65, 130, 250, 400, 511, 512, 513, 600, 777, 1000, 1023, 10
            2500, 2800, 3000]  # fmt: skip
 NEW_TOKENS = 8
 VOCABULARY = 4096
-SPEED_PROMPT, SPEED_TOKENS, WARM_TOKENS, PROFILED_STEPS = 1024, 128, 48, 8  # of 64 prompts 16 steps are prefills
+SPEED_PROMPT, SPEED_TOKENS, WARM_TOKENS, PROFILED_STEPS = 1024, 96, 48, 8  # of 64 prompts 16 steps are prefills
 REQUESTS = (1, 16, 64)
 VARIANTS = ("stock", "ours", "float32")
 
@@ -191,7 +191,7 @@ def decoding(engine: Any, requests: int, new: int) -> Iterator[float]:
         params = SamplingParams(
             temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE
         )
-        core.add_request(f"speed {next(NUMBERS)}", {"prompt_token_ids": prompt}, params)
+        core.add_request(f"speed {next(NUMBERS)}", {"type": "token", "prompt_token_ids": prompt}, params)
     while core.has_unfinished_requests():
         if len(core.step()) == requests:
             yield time.perf_counter()
@@ -206,6 +206,7 @@ def speed(engine: Any, requests: int, new: int = SPEED_TOKENS) -> tuple[float, f
 
 def kernels(engine: Any, requests: int) -> list[tuple[str, float]]:
     """The kernels of a decode step by name, with their microseconds, the longest first."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     steps = decoding(engine, requests, WARM_TOKENS)
@@ -216,8 +217,9 @@ def kernels(engine: Any, requests: int) -> list[tuple[str, float]]:
             next(steps)
     for _ in steps:
         pass
-    times = [(event.key, event.self_device_time_total / PROFILED_STEPS) for event in profiler.key_averages()]
-    return sorted(((name, us) for name, us in times if us > 0), key=lambda named: -named[1])
+    events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    times = [(event.key, event.self_device_time_total / PROFILED_STEPS) for event in events]
+    return sorted(times, key=lambda named: -named[1])
 
 
 QUESTIONS = {"continuations": continuations, "prompt_logprobs": prompt_logprobs, "speed": speed, "kernels": kernels}
@@ -369,7 +371,7 @@ def measure(setting: Setting, engines: dict[str, Engine], profiles: Path | None)
             first, step = (statistics.median(t) for t in zip(*of, strict=True))
             measured[f"tokens_per_s_{name}"] = round(requests / step, 1)
             measured[f"first_tokens_s_{name}"] = round(first, 4)
-        if profiles is not None:
+        if profiles is not None and requests == max(REQUESTS):
             for name, engine in (("ours", ours), ("stock", stock)):
                 found = engine.ask("kernels", requests)
                 measured[f"gpu_us_{name}"] = round(sum(us for _, us in found), 1)
@@ -428,7 +430,7 @@ def main() -> None:
     parser.add_argument("pack", type=Path)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--limit", type=float, default=165, help="seconds after which no more is measured")
-    parser.add_argument("--profile", action="store_true", help="time the kernels of decode steps, too")
+    parser.add_argument("--profile", action="store_true", help="time the kernels of a decode step of the most requests")
     parser.add_argument("--only", default="", help="settings whose name contains this")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit

@@ -125,6 +125,9 @@ class IndexerImpl:
             self._decode(metadata.decode, q.obj[:end], w, kv_cache, padded, chosen.obj[:end])
         for chunk in metadata.prefill_chunks:
             self._prefill(chunk, q.obj, w, kv_cache, keys, scales, chosen.obj)
+        if metadata.num_prefills:  # tokens that pad the batch
+            last = metadata.prefill_chunks[-1].tokens_slice.stop if metadata.prefill_chunks else 0
+            chosen.obj[max(last, metadata.num_decode_tokens) : tokens] = -1
         return topk_indices_buffer
 
     def _decode(self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any) -> None:

@@ -18,8 +18,9 @@ from ..bridges import Place
 from ..config import SparseMLAConfig
 from ..ops.compressed import get_compressed_slot_mapping
 from ..options import require_instance, require_integer
+from ..typing import AnyArray
 from .batch import INT32, INT64, PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and_prefills
-from .sparse_mla import check_batch, fill
+from .sparse_mla import check_batch, fill, known_on_device
 from .uploads import Uploads
 
 C4A = 4
@@ -119,8 +120,8 @@ class _Split(NamedTuple):
 
     Attributes:
         counts: decodes, prefills, decode tokens, prefill tokens.
-        seen: [T] keys that each query token sees of its own request.
-        decodes: requests up to the last decode that has tokens.
+        seen: [T] keys that each query token sees of its own request; without tokens that pad prefills.
+        decodes: requests up to the last decode that has tokens, and those that padding tokens stand for.
         decode_len: most query tokens of a decode.
         places: [Td] where decode tokens stand in [decodes, decode_len].
         key_starts: [T] where the keys of a prefill token's request start in the workspace.
@@ -185,18 +186,26 @@ class IndexerMetadataBuilder:
                 "padded_rows": ((requests * self.decode_threshold,), INT64),
                 "token_rows": ((min(tokens, requests * self.decode_threshold),), INT64),
                 "cu_seq_lens": ((2 * requests,), INT32),
+                "query_start_loc": ((requests + 1,), INT32),
+                "token_to_req": ((tokens,), INT64),
+                "from_end": ((tokens,), INT32),
                 "starts": ((tokens,), INT32),
                 "ends": ((tokens,), INT32),
                 "block_table": ((requests, self._width), INT32),  # last: only its used rows go up
             },
         )
 
-    def build(self, batch: BatchMetadata) -> IndexerMetadata:
+    def build(self, batch: BatchMetadata, *, seq_lens: AnyArray | None = None) -> IndexerMetadata:
         """The metadata of one step.
+
+        Tokens that pad a batch of decodes are decodes that see nothing. Those behind prefills are in no chunk.
 
         Args:
             batch: with the block table and the slots of the cache of keys; where keys stand for several tokens, the
-                slots are computed from the block table.
+                slots are computed from the block table. Where the device alone knows how long sequences are, with upper
+                bounds for `seq_lens`.
+            seq_lens: [R] int32 where the device arrays live, the lengths instead of the batch's; see
+                `SparseMLAMetadataBuilder.build`.
 
         Raises:
             ValueError: the batch exceeds a maximum of the config, its block table is too narrow for a sequence, or a
@@ -205,8 +214,16 @@ class IndexerMetadataBuilder:
         """
         config = self.config
         check_batch(config, batch, self.num_blocks)
+        known = known_on_device(self._buffers.place, batch, seq_lens=seq_lens)
         split = self._split(batch)
+        if split.decodes > config.max_num_seqs:
+            raise ValueError(
+                f"batch: expected at most {config.max_num_seqs} decodes (config), with tokens that pad it "
+                f"{split.decodes}"
+            )
         self._buffers.upload(lambda host: self._write(host, batch, split))
+        if known:
+            self._see(batch, split, known["seq_lens"])
         tokens = batch.num_actual_tokens
         return IndexerMetadata(
             *split.counts,
@@ -223,14 +240,19 @@ class IndexerMetadataBuilder:
         counts = split_decodes_and_prefills(batch, self.decode_threshold)
         num_decodes, _, decode_tokens, _ = counts
         request = np.repeat(np.arange(batch.num_reqs), batch.query_lens)
-        token = np.arange(batch.num_actual_tokens)
+        token = np.arange(len(request))
+        padding = max(decode_tokens - len(request), 0)
         position = batch.seq_lens[request] - batch.query_start_loc[request + 1] + token
         seen = (position + 1) // self.config.compress_ratio
 
-        decodes = int(request[decode_tokens - 1]) + 1 if decode_tokens else 0
-        decode_len = int(batch.query_lens[:decodes].max(initial=0))
-        of_decodes = slice(decode_tokens)
+        of_decodes = slice(decode_tokens - padding)
+        decodes = int(request[of_decodes][-1]) + 1 if decode_tokens > padding else 0
+        decode_len = max(int(batch.query_lens[:decodes].max(initial=0)), 1)
         places = request[of_decodes] * decode_len + token[of_decodes] - batch.query_start_loc[request[of_decodes]]
+        if padding:
+            places = np.append(places, decodes * decode_len + np.arange(padding))
+            seen = np.append(seen, np.zeros(padding, seen.dtype))
+            decodes += -(-padding // decode_len)
 
         # Requests without query tokens have no keys to look at.
         keys = np.where(batch.query_lens > 0, batch.seq_lens // self.config.compress_ratio, 0)
@@ -269,12 +291,32 @@ class IndexerMetadataBuilder:
         host["padded_rows"][split.places] = np.arange(decode_tokens)
         fill(host["token_rows"], split.places, 0)
         fill(host["cu_seq_lens"], split.cu_seq_lens, 0)
+        tokens = len(split.key_starts)
         fill(host["starts"], split.key_starts, 0)
-        fill(host["ends"], split.key_starts + split.seen, 0)
+        fill(host["ends"], split.key_starts + split.seen[:tokens], 0)
+        request = np.repeat(np.arange(batch.num_reqs), batch.query_lens)
+        fill(host["query_start_loc"], batch.query_start_loc, batch.num_actual_tokens)
+        fill(host["token_to_req"], request, 0)
+        fill(host["from_end"], np.arange(tokens) - batch.query_start_loc[request + 1] + 1, 0)
         width = min(batch.block_table.shape[1], self._width)
         host["block_table"][: batch.num_reqs, :width] = batch.block_table[:, :width]
         host["block_table"][: batch.num_reqs, width:] = -1
         return batch.num_reqs
+
+    def _see(self, batch: BatchMetadata, split: _Split, seq_lens: Any) -> None:
+        """What follows from lengths that only the device has: the keys that each query token sees, and their slots."""
+        config, device, tokens = self.config, self._buffers.arrays, len(split.key_starts)
+        decode_tokens = min(split.counts[2], tokens)
+        lens = seq_lens[device["token_to_req"][:tokens]] + device["from_end"][:tokens]
+        seen = lens // config.compress_ratio
+        device["ends"][:tokens] = device["starts"][:tokens] + seen
+        device["context_lens"][device["token_rows"][:decode_tokens]] = seen[:decode_tokens]
+        if config.compress_ratio > 1:
+            requests = batch.num_reqs
+            get_compressed_slot_mapping(
+                batch.num_actual_tokens, device["query_start_loc"][: requests + 1], seq_lens,
+                device["block_table"][:requests], config.rows_per_block, config.compress_ratio, device["slot_mapping"],
+            )  # fmt: skip
 
     def _decode(self, split: _Split) -> IndexerDecodeMetadata:
         device, n = self._buffers.arrays, split.decode_len

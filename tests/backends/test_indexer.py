@@ -6,6 +6,7 @@ no key is NaN, and so is the whole workspace.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,6 +102,19 @@ def make_step(rng: np.random.Generator, model: Model, query_lens: list[int], seq
     return step
 
 
+def padded(step: Step, count: int) -> Step:
+    """The same with tokens behind the last request's."""
+    batch = step.batch
+    slots, positions = np.append(batch.slot_mapping, [-1] * count), np.append(batch.positions, [0] * count)
+    arrays = {
+        name: np.concatenate([value, poisoned((count, *value.shape[1:]), value.dtype)])
+        for name, value in (("k", step.k), ("q8", step.q8), ("w", step.w))
+    }
+    want = np.concatenate([step.want, np.full((count, step.want.shape[1]), -1, np.int32)])
+    longer = BatchMetadata(batch.query_start_loc, batch.seq_lens, batch.block_table, slots, positions)
+    return dataclasses.replace(step, batch=longer, want=want, **arrays)
+
+
 def chosen(step: Step, model: Model) -> np.ndarray:
     """What every query token should choose, from the keys as the cache holds them after the step."""
     rows, want, t = model.block // model.ratio, np.full((len(step.q8), model.topk), -1, np.int32), 0
@@ -132,10 +146,18 @@ class Engine:
         assert (kind.take(out) == -1).all()
         self.workspace.lock()
 
-    def run(self, step: Step, *, with_keys: bool = True, fp8: bool = False, head_axis: bool = False) -> np.ndarray:
+    def run(
+        self,
+        step: Step,
+        *,
+        with_keys: bool = True,
+        fp8: bool = False,
+        head_axis: bool = False,
+        seq_lens: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Chosen rows of a step, after checks of the cache and of the buffer's other rows."""
         kind, tokens = self.kind, len(step.q8)
-        metadata = self.builder.build(step.batch)
+        metadata = self.builder.build(step.batch, seq_lens=kind.put(seq_lens))
         self.workspace.get_simultaneous(((self.workspace.size,), np.uint8))[0][...] = 0xFF
         cache, whole = kind.put_with_allocation(step.cache if with_keys else step.packed)
         buffer = kind.put(gapped(poisoned((tokens + 3, self.model.topk), np.int32), 0, 2))
@@ -197,6 +219,27 @@ def test_nothing_is_scored_where_all_keys_are_chosen(kind, rng, model: Model) ->
     for array in (step.q8, step.w.view(np.uint8)):
         array[...] = 0xFF
     np.testing.assert_array_equal(Engine(kind, model).run(step), step.want)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("query_lens", "padding"), [([1, 1, 1], 3), ([2, 1, 2], 2), ([2, 2, 0, 0], 4), ([0], 2), ([1, 2, 9, 5], 3)], ids=str
+)
+def test_tokens_that_pad_the_batch(kind, rng, model: Model, query_lens: list[int], padding: int) -> None:
+    step = padded(make_step(rng, model, query_lens), padding)
+    np.testing.assert_array_equal(Engine(kind, model).run(step), step.want)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 1, 2], [1, 2, 9, 5]], ids=str)
+def test_lengths_that_the_device_has(kind, rng, model: Model, query_lens: list[int]) -> None:
+    """With upper bounds on the host the same keys are chosen."""
+    step = make_step(rng, model, query_lens)
+    batch = step.batch
+    bounds = batch.seq_lens + rng.integers(0, MAX_MODEL_LEN + 1 - batch.seq_lens)
+    loose = BatchMetadata(batch.query_start_loc, bounds, batch.block_table, batch.slot_mapping, batch.positions)
+    got = Engine(kind, model).run(dataclasses.replace(step, batch=loose), seq_lens=batch.seq_lens)
+    np.testing.assert_array_equal(got, step.want)
 
 
 def test_keys_that_are_there_already(kind, rng) -> None:
