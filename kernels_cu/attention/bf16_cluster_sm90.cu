@@ -7,7 +7,8 @@
 #include "attention/merge.cuh"
 
 struct Cluster : SingleQueries {
-    static constexpr bool CLUSTER = true;
+    static constexpr bool CLUSTER = true, OVERLAPS = true;
+    static constexpr int KEPT = 5;
 
     static __device__ __forceinline__ int num_items(const Params&, int) { return read_num_ctas(); }
     static __device__ __forceinline__ int find_item(const Params&, int item, int) { return item; }
@@ -25,9 +26,8 @@ struct Cluster : SingleQueries {
     }
 
     // Writes this CTA's partial result and merges a share of the cluster's.
-    template <int W>
-    static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warp, int lane,
-                                                 const float (&sum)[2], const float (&max)[2], const Softmax& state,
+    template <int W, typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, Total total_of,
                                                  const float (&o)[128]) {
         const ClusterResults<4> partials(p, w.query.index * num_head_tiles(p) + w.head_tile);
         const int thread = 128 * W + 32 * warp + lane;
@@ -42,12 +42,13 @@ struct Cluster : SingleQueries {
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            const LineTotal total = total_of(i);
             if (W == 0 && lane % 4 == 0)
-                partials.write_statistics(16 * warp + lane / 4 + 8 * i, state.ref[i], sum[i], max[i]);
+                partials.write_statistics(16 * warp + lane / 4 + 8 * i, total.ref, total.sum, total.max);
         }
         auto head_of = [](int chunk) { return chunk % 128 / 32 * 16 + chunk % 32 / 4 + chunk / 256 % 2 * 8; };
-        auto finish = [&](int local, bool write, float ref, float total, float largest) {
-            return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, total, largest);
+        auto finish = [&](int local, bool write, float ref, float sum, float max) {
+            return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, sum, max);
         };
         auto column_of = [](int chunk) { return chunk % 256 / 128 * 256 + chunk / 512 * 16 + chunk % 4 * 2; };
         auto store = [&](int local, int column, const float (&v)[4]) {
@@ -58,20 +59,6 @@ struct Cluster : SingleQueries {
         };
         auto* weights = reinterpret_cast<float*>(shared);  // in the space of Q
         partials.merge<CONSUMERS>(weights, head_of, column_of, finish, [] { sync_consumers(); }, store);
-    }
-
-    template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
-                                                 int turn, const Softmax& state, const float (&o)[128]) {
-        const Small& sm = small<Cluster>();
-        float sums[2], maxima[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = 16 * warp + g + 8 * i;
-            sums[i] = sm.sum[turn][0][row] + sm.sum[turn][1][row];
-            maxima[i] = fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]);
-        }
-        merge<W>(p, w, warp, lane, sums, maxima, state, o);
     }
 };
 

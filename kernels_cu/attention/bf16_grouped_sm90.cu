@@ -19,10 +19,10 @@ constexpr uint32_t ONE = 0x3f80, EXCLUDED = 0xfb80;  // bfloat16: 1, -2^120
 constexpr float LEAST_LISTED = -0x1p100f;
 static_assert(MAX_QUERIES == 8, "a bit of `excluded` and a column of the last step for each query");
 
-struct Grouped {
+struct Grouped : Default {
     using Params = GroupedParams;
     static constexpr int EXTRA_BYTES = 4 * FACTOR_BYTES, AHEAD = 1, KEPT = 4;  // registers are short
-    static constexpr bool CLUSTER = false, EXCLUDES = true;
+    static constexpr bool EXCLUDES = true;
 
     static __device__ __forceinline__ int num_items(const Params& p, int) { return p.num_groups; }
     static __device__ __forceinline__ int find_item(const Params& p, int item, int) {
@@ -125,10 +125,10 @@ struct Grouped {
         fence_proxy_async();
     }
 
-    template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
-                                                 int turn, const Softmax& state, const float (&o)[128]) {
-        write_lines<Grouped, W>(p, w, warp, g, t, turn, state, o);
+    template <int W, typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, Total total_of,
+                                                 const float (&o)[128]) {
+        write_lines<Grouped, W>(p, w, warp, lane, total_of, o);
         // A row that is not finite has reached all queries of the group, whether they list it or not: all are left
         // after all.
         float probe = 0.0f;

@@ -5,8 +5,6 @@
 #include "attention/bf16_sm90.cuh"
 
 struct Plain : SingleQueries {
-    static constexpr bool CLUSTER = false;
-
     static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) {
         return p.num_queries * head_tiles;
     }
@@ -20,10 +18,10 @@ struct Plain : SingleQueries {
         return {query_of(p, index / head_tiles), index % head_tiles, length, num_pairs(length), index, 0};
     }
 
-    template <int W>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, int g, int t,
-                                                 int turn, const Softmax& state, const float (&o)[128]) {
-        write_lines<Plain, W>(p, w, warp, g, t, turn, state, o);
+    template <int W, typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, Total total_of,
+                                                 const float (&o)[128]) {
+        write_lines<Plain, W>(p, w, warp, lane, total_of, o);
     }
 };
 

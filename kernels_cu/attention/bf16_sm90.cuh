@@ -32,9 +32,11 @@
 //   P_READY + w           named: P_w is published: warpgroup w arrives, the other one waits
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
 //
-// Softmax without a running maximum to exchange: P_w is relative to ref_w, which stays as it is until a logit passes
-// it by 2^REF_SLACK, and is published with P_w. Who multiplies P_w brings its accumulators, or P_w, to the higher of
-// the two references. That happens in the first tiles and then hardly ever, and needs no waiting.
+// Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w. ref_w rises to
+// a tile's largest logit where that passes it by REF_SLACK, or where its P would be PEAK of the sum so far or more. (The
+// largest P is then 1, which bf16 holds exactly; where few rows take the softmax, rounding it is the largest error.) Who
+// multiplies P_w brings its accumulators, or P_w, to the higher of the two references. Unless few rows take the softmax
+// that happens in the first tiles and then hardly ever, and needs no waiting.
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB;
 // bf16_grouped_sm90 4 KB more.
@@ -68,7 +70,7 @@ constexpr int BLOCK_BYTES = TILE_ROWS * LINE_BYTES;
 constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
 constexpr bool P_OVER_ROPE = D_QK > D_V;
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-constexpr float REF_SLACK = 8.0f;
+constexpr float REF_SLACK = 8.0f, PEAK = 0.25f;
 
 // Named barriers; P_READY: + tile.
 enum NamedBarrier { P_READY = 1, CONSUMER_SYNC = 3 };
@@ -79,7 +81,8 @@ constexpr int EXTRA_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
 
 struct Small {
     uint64_t full[2][2], empty[2][2], q_full, q_empty;
-    int work, length;  // what Q is of: the number of a work item, -1 behind the last, and its list's length
+    // What Q is of: the number of a work item, -1 behind the last, its list's length, and the pairs of tiles of it.
+    int work, length, pairs;
     union {
         uint8_t valid[2][TILE_ROWS];  // whether a row of a tile is valid
         // Bf16_grouped_sm90: for each query, a bit for each row of a tile that counts twice.
@@ -111,7 +114,8 @@ struct Work {
     Query query;
     int head_tile, length, pairs;  // entries of the list, pairs of tiles
     int number;                    // of a query group, which has no query of its own
-    int first;                     // bf16_cluster_sm90: the first of the entries
+    int first;                     // of a split: the first of the entries
+    int tiles;                     // bf16_shares_sm90: those of them that are worked on
 };
 
 __device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS); }
@@ -149,16 +153,31 @@ struct Copier {
 //   Params, EXTRA_BYTES
 //   AHEAD                tiles whose list entries are loaded ahead, 1 or 2
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
-//   CLUSTER              whether a CTA belongs to a cluster, and the launch overlaps the one before
-//   num_items, find_item, length_of, work_of      its work items
+//   CLUSTER              whether a CTA belongs to a cluster
+//   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
+//   num_items, worker, workers, find_item, length_of, work_of    its work items, and who works on them
+//   choose_tiles, tile_of                         which tiles of a work item's list are worked on
 //   list_of, line_at                              their list, and the query and head of each line of Q
 //   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
 //   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
 //   Reader, Columns, mask_tile, top_of, count_twice            how softmax applies validity
 //   init, write                                   before the first work item, and the results of one
+//
+// Default is what most kernels have.
+struct Default {
+    static constexpr bool CLUSTER = false, OVERLAPS = false;
+
+    template <typename Params>
+    static __device__ __forceinline__ void start(const Params&) {}
+    static __device__ __forceinline__ int worker() { return blockIdx.x; }
+    static __device__ __forceinline__ int workers() { return read_num_ctas(); }
+    template <typename Params>
+    static __device__ __forceinline__ void choose_tiles(const Params&, const Work&, const Copier&) {}
+    static __device__ __forceinline__ int tile_of(const Work&, int tile) { return tile; }
+};
 
 // What the kernels of single queries share.
-struct SingleQueries {
+struct SingleQueries : Default {
     using Params = AttentionParams;
     static constexpr int EXTRA_BYTES = 0, AHEAD = 2, KEPT = 6;
     static constexpr bool EXCLUDES = false;
@@ -235,7 +254,7 @@ template <typename K>
 __device__ __forceinline__ void load_slots(const typename K::Params& p, const Work& w, const Copier& c, int tile,
                                            int32_t (&slots)[4]) {
     const int32_t* list = K::list_of(p, w);
-    const int first = opaque(tile * TILE_ROWS + c.row);
+    const int first = opaque(K::tile_of(w, tile) * TILE_ROWS + c.row);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int entry = first + 16 * i;
@@ -284,10 +303,11 @@ __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& 
 
 // Tells the consumers what they work on next.
 template <typename K>
-__device__ __forceinline__ void announce(int work, int length) {
+__device__ __forceinline__ void announce(int work, const Work& w) {
     if (threadIdx.x % 128 != 0) return;
     small<K>().work = work;
-    small<K>().length = length;
+    small<K>().length = w.length;
+    small<K>().pairs = w.pairs;
     mbarrier_arrive(shared_address(&small<K>().q_full));
 }
 
@@ -298,10 +318,11 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
     uint32_t parity = 1, q_parity = 1;  // the first wait for each space returns at once
     const int head_tiles = num_head_tiles(p);
     auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
-    for_each_item(K::num_items(p, head_tiles), blockIdx.x, read_num_ctas, find, [&](int index) {
-        const Work w = K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
+    for_each_item(K::num_items(p, head_tiles), K::worker(), K::workers, find, [&](int index) {
+        Work w = K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
         int32_t even[4], odd[4];  // list entries of the next even and odd tile
         const uint8_t* rows[4];
+        K::choose_tiles(p, w, c);
         load_slots<K>(p, w, c, 0, even);
         if (K::AHEAD == 2) load_slots<K>(p, w, c, 1, odd);
 
@@ -309,7 +330,7 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         find_q<K>(p, w, c, rows);
         mbarrier_wait(shared_address(&sm.q_empty), q_parity);
         q_parity ^= 1;
-        announce<K>(index, w.length);
+        announce<K>(index, w);
         copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
@@ -328,17 +349,27 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         }
     });
     mbarrier_wait(shared_address(&sm.q_empty), q_parity);
-    announce<K>(-1, 0);
+    announce<K>(-1, {});
     mbarrier_arrive(shared_address(&sm.q_full));
 }
 
 // --- consumers ------------------------------------------------------------------------------------------------
 
 // The softmax of a thread's two lines (g and g + 8 of its warp's 16). Accumulators and `sum` are relative to `ref`.
-// `sum` and `max` cover this thread's columns of this warpgroup's tiles only.
+// `sum` and `max` cover this thread's columns of this warpgroup's tiles only. A logit of `peak` has a P of PEAK of the
+// quad's sum.
 struct Softmax {
-    float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF};
+    float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF}, peak[2] = {-INF, -INF};
 };
+
+// After a tile: its sums are added.
+__device__ __forceinline__ void add_sums(Softmax& state, const float (&sum)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        state.sum[row] += sum[row];
+        state.peak[row] = log2_sum_exp(state.ref[row], PEAK * quad_sum(state.sum[row]));
+    }
+}
 
 // The steps of k whose part of Q a consumer warpgroup keeps in registers, so that Q . K reads only K there, are every
 // KEPT_EVERY-th: number KEPT_EVERY - 1, 2 KEPT_EVERY - 1, ...
@@ -400,7 +431,8 @@ __device__ __forceinline__ void softmax_tile(const typename K::Params& p, const 
         for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
         top = K::top_of(quad_max(top), scale);
         state.max[row] = fmaxf(state.max[row], top);
-        ref[row] = top > state.ref[row] + REF_SLACK ? top : state.ref[row];
+        const float most = fmaxf(state.ref[row], fminf(state.ref[row] + REF_SLACK, state.peak[row]));
+        ref[row] = top > most ? top : state.ref[row];
         const float base = finite_reference(ref[row]);
         sum[row] = 0.0f;
 #pragma unroll
@@ -519,19 +551,34 @@ __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     mbarrier_arrive_for_warp(shared_address(&barrier), lane);
 }
 
-// Writes the output and statistics of one work item: warpgroup W's half of the columns.
-template <typename K, int W>
-__device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warp, int g, int t,
-                                            int turn, const Softmax& state, const float (&o)[128]) {
+// A line's softmax over the tiles of both warpgroups.
+struct LineTotal {
+    float ref, sum, max;
+};
+
+// That of a thread's i-th line at the end of work item number `turn` (mod 2) of a CTA.
+template <typename K>
+__device__ __forceinline__ LineTotal line_total(int warp, int lane, int turn, const Softmax& state, int i) {
     const Small& sm = small<K>();
+    const int row = 16 * warp + lane / 4 + 8 * i;
+    return {state.ref[i], sm.sum[turn][0][row] + sm.sum[turn][1][row],
+            fmaxf(sm.max[turn][0][row], sm.max[turn][1][row])};
+}
+
+// Writes the output and statistics of one work item: warpgroup W's half of the columns. `total_of(i)` returns the
+// LineTotal of a thread's i-th line.
+template <typename K, int W, typename Total>
+__device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warp, int lane,
+                                            Total total_of, const float (&o)[128]) {
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = 16 * warp + g + 8 * i;
         const Line line = K::line_at(p, w, w.head_tile * HEADS + row);
-        const float sum = sm.sum[turn][0][row] + sm.sum[turn][1][row];
-        const HeadResult result = {fmaxf(sm.max[turn][0][row], sm.max[turn][1][row]), log2_sum_exp(state.ref[i], sum)};
+        const LineTotal total = total_of(i);
+        const HeadResult result = {total.max, log2_sum_exp(total.ref, total.sum)};
         const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
-        const float scale = !here || sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / sum;
+        const float scale = !here || total.sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / total.sum;
         bf16* out = out_of(p, line.query, line.head, 256 * W);
         const bool aligned = p.flags & WIDE_OUT;
 #pragma unroll
@@ -552,7 +599,7 @@ __device__ __forceinline__ void write_lines(const typename K::Params& p, const W
 // The end of a work item in warpgroup W.
 template <typename K, int W>
 __device__ __forceinline__ void finish(const typename K::Params& p, const Work& w, int warp, int lane, int turn,
-                                       const Softmax& state, const float (&o)[128]) {
+                                       const Softmax& state, float (&o)[128]) {
     Small& sm = small<K>();
     lane = opaque(lane);  // so that nothing derived from it is kept in registers all through the loop
     const int g = lane / 4, t = lane % 4;
@@ -565,7 +612,7 @@ __device__ __forceinline__ void finish(const typename K::Params& p, const Work& 
         }
     }
     sync_consumers();
-    K::template write<W>(p, w, warp, lane, g, t, turn, state, o);
+    K::template write<W>(p, w, warp, lane, [&](int i) { return line_total<K>(warp, lane, turn, state, i); }, o);
 }
 
 template <typename K, int W>
@@ -582,7 +629,8 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
         for (int i = 0; i < 128; ++i) o[i] = 0.0f;
         mbarrier_wait(shared_address(&sm.q_full), turn);
         if (sm.work < 0) break;
-        const Work w = K::work_of(p, sm.work, num_head_tiles(p), sm.length);
+        Work w = K::work_of(p, sm.work, num_head_tiles(p), sm.length);
+        w.pairs = sm.pairs;
         uint32_t kept[K::KEPT][4];
         keep_q(warp, lane, kept);
         if (w.pairs == 0) release(sm.q_empty, lane);
@@ -609,9 +657,8 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
                 release(sm.empty[0][1], lane);
             }
             raise(state, my_ref, o);  // my_ref is not below state.ref: P stays as it was published
-            state.sum[0] += my_sum[0];
-            state.sum[1] += my_sum[1];
             start_pv(W, W, mine, o);
+            add_sums(state, my_sum);
             wgmma_wait<0>();
             mbarrier_arrive(shared_address(&sm.empty[W][W]));  // every thread: each has read validity
             if constexpr (W == 0) {
@@ -647,8 +694,9 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
     }
     K::init(p);
     __syncthreads();
-    if constexpr (K::CLUSTER) {
+    if constexpr (K::OVERLAPS) {
         wait_for_earlier_kernels();
+        K::start(p);
         let_next_kernel_start();
     }
     const int warpgroup = threadIdx.x / 128;

@@ -1012,12 +1012,6 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
     sync_consumers();
 }
 
-// 2^(14 - exponent of `largest`), which brings it to just below the largest f16.
-__device__ __forceinline__ float to_f16_range(float largest) {
-    const int exponent = 268 - int(__float_as_uint(largest) >> 23);
-    return __uint_as_float(uint32_t(max(1, min(exponent, 253))) << 23);
-}
-
 // Writes this CTA's partial result, as f16 times a power of two for each head. Denominators have been gathered.
 __device__ __forceinline__ void write_partial(const Role& r, const Output& out, const PartialResults<8>& partials) {
     Small& sm = small();

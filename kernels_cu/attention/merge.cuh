@@ -38,6 +38,12 @@ __device__ __forceinline__ void add_chunk(float (&v)[8], float weight, const flo
     }
 }
 
+// 2^(14 - exponent of `largest`), which brings it to just below the largest f16.
+__device__ __forceinline__ float to_f16_range(float largest) {
+    const int exponent = 268 - int(__float_as_uint(largest) >> 23);
+    return __uint_as_float(uint32_t(max(1, min(exponent, 253))) << 23);
+}
+
 // Partial results, of HEADS heads of a query each, and the place of this CTA's among them.
 template <int VALUES>
 struct PartialResults {

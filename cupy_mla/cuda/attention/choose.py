@@ -44,6 +44,7 @@ BF16_FEW_HEADS_SPLITS = 2  # up to so many splits of a query `bf16_few_heads_sm9
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
+SHARE_LEAST_SPLIT = 2  # pairs of tiles that a split has at least, where rows are divided evenly
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
@@ -247,6 +248,15 @@ def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
     return Choice("bf16_cluster_sm90", bf16_sm90.HEADS, splits, splits)
 
 
+def _bf16_shares(f: Facts, s: Sizes) -> Choice:
+    items, pairs = _items(s, bf16_sm90.HEADS), max(1, ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS))
+    if s.splits is not None:
+        splits = min(s.splits, fp8_sm90.MOST_SPLITS)
+        return Choice("bf16_shares_sm90", bf16_sm90.HEADS, splits, ctas=items * splits)
+    ctas = max(1, min(f.gpu.sms, items * pairs // SHARE_LEAST_SPLIT))
+    return Choice("bf16_shares_sm90", bf16_sm90.HEADS, EVENLY, ctas=ctas, least_split=SHARE_LEAST_SPLIT)
+
+
 def _bf16_wanted(f: Facts, s: Sizes) -> bool:
     return _items(s, bf16_sm90.HEADS) >= (CLUSTER_HALF_ITEMS if s.h_q <= 32 else CLUSTER_ITEMS)
 
@@ -286,6 +296,10 @@ TABLE = (
     Row(
         "bf16_cluster_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits != 1,
         lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant and _cluster_splits(f, s) > 1, _bf16_cluster,
+    ),
+    Row(
+        "bf16_shares_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits != 1,
+        lambda f, s: False, _bf16_shares,
     ),
     Row(
         "bf16_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits in (None, 1),

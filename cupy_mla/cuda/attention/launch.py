@@ -17,6 +17,7 @@ from . import (
     bf16_cluster_sm90,
     bf16_few_heads_sm90,
     bf16_grouped_sm90,
+    bf16_shares_sm90,
     bf16_sm90,
     combine,
     few_heads_sm90,
@@ -28,6 +29,7 @@ from .choose import Choice, Facts, chooser
 
 # Of a head, in what clusters merge, and in what CTAs leave to others, as float16; kernels_cu/attention/merge.cuh
 CLUSTER_PARTIAL_BYTES, SHARE_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
+MERGES_ITSELF = ("fp8_sm90", "bf16_shares_sm90")  # kernels that leave nothing to `combine.cu`
 
 
 def sparse_prefill(
@@ -206,9 +208,9 @@ def _launches(
     queries, heads = b * s_q, int(choice.heads)
     partials = most(1, choice.splits // choice.cluster)
     items = queries * ceil_div(h_q, heads)
-    memory: _Partials | _Fp8Partials
-    if choice.kernel == "fp8_sm90":
-        memory = _Fp8Partials(choice, items)
+    memory: _Partials | _HalfPartials
+    if choice.kernel in MERGES_ITSELF:
+        memory = _HalfPartials(choice, items)
     else:
         memory = _Partials(queries, h_q, heads, choice.splits, choice.cluster)
     flags = ALIGNED_ROWS * rows.aligned | ALIGNED_Q * q.array.aligned(4) | ALIGNED_OUT * out.array.aligned(4)
@@ -228,7 +230,7 @@ def _launches(
             call, int(choice.queries), choice.most_rows, choice.rest, rows.length, choice.longest_first
         )
     steps = list(_of_kernel(call, choice, heads, partials))
-    return [*steps, combine.launch(call)] if choice.kernel != "fp8_sm90" and partials > 1 else steps
+    return [*steps, combine.launch(call)] if choice.kernel not in MERGES_ITSELF and partials > 1 else steps
 
 
 def _of_kernel(call: Call, choice: Choice, heads: int, partials: int) -> Program:
@@ -242,6 +244,8 @@ def _of_kernel(call: Call, choice: Choice, heads: int, partials: int) -> Program
         return bf16_few_heads_sm90.launches(call, heads, queries, choice.cluster, partials, choice.longest_first)
     if choice.kernel == "bf16_cluster_sm90":
         return bf16_cluster_sm90.launches(call, choice.cluster)
+    if choice.kernel == "bf16_shares_sm90":
+        return bf16_shares_sm90.launches(call, choice.ctas)
     if choice.kernel == "bf16_sm90":
         return bf16_sm90.launches(call, choice.longest_first, bool(choice.counted))
     return portable.launches(call, heads, partials)
@@ -267,8 +271,8 @@ class _Partials:
             self.max_logits = memory + (nbytes + 4 * rows * (D_V + 1))  # type: ignore[assignment]
 
 
-class _Fp8Partials:
-    """Memory for what clusters merge, or CTAs leave to others and say that it is there; pointers, or 0 for none."""
+class _HalfPartials:
+    """The same in float16, or what CTAs leave to others and say that it is there; pointers, or 0 for none."""
 
     out = lse = max_logits = 0
 
