@@ -103,7 +103,7 @@ def prefill_case(rng: np.random.Generator, h: int, kernel: str, queries: int = 3
 
 
 # Kernels that take one cache, whose rows are flat, and how many splits they take; the others take any.
-FLAT = {"bf16_sm90": (1,), "bf16_cluster_sm90": (2,)}
+FLAT = {"bf16_sm90": (1,), "bf16_cluster_sm90": (2,), "bf16_shares_sm90": (3,)}
 # Of `fp8_sm90`: whole work items, a cluster of three, and CTAs that leave partial results to one another.
 SPLITS = {**FLAT, "fp8_sm90": (1, 3, 20)}
 

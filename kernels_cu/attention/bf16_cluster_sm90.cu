@@ -3,8 +3,7 @@
 // bf16_sm90.cuh.
 //
 // grid: x = (query * head tiles + head tile) * CTAs of the cluster + rank.
-#include "attention/bf16_sm90.cuh"
-#include "attention/merge.cuh"
+#include "attention/bf16_partials.cuh"
 
 struct Cluster : SingleQueries {
     static constexpr bool CLUSTER = true, OVERLAPS = true;
@@ -29,36 +28,22 @@ struct Cluster : SingleQueries {
     template <int W, typename Total>
     static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, Total total_of,
                                                  const float (&o)[128]) {
-        const ClusterResults<4> partials(p, w.query.index * num_head_tiles(p) + w.head_tile);
-        const int thread = 128 * W + 32 * warp + lane;
-        // Chunk 512 j + 256 i + thread: of line i columns 2 t and 2 t + 1 of the eights 2 j and 2 j + 1.
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float *first = &o[8 * j + 2 * i], *second = first + 4;
-                partials.write(512 * j + 256 * i + thread, make_float4(first[0], first[1], second[0], second[1]));
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const LineTotal total = total_of(i);
-            if (W == 0 && lane % 4 == 0)
-                partials.write_statistics(16 * warp + lane / 4 + 8 * i, total.ref, total.sum, total.max);
-        }
-        auto head_of = [](int chunk) { return chunk % 128 / 32 * 16 + chunk % 32 / 4 + chunk / 256 % 2 * 8; };
+        const int warps = num_line_warps(p, w);
+        const ClusterResults<8> partials(p, w.query.index * num_head_tiles(p) + w.head_tile, warps * CHUNKS_OF_WARP);
+        // Both in the space of Q.
+        auto& largest = *reinterpret_cast<float (*)[2][HEADS]>(shared);
+        auto* weights = reinterpret_cast<float*>(shared + sizeof(largest));
+        write_partial<W>(partials, largest, warps, warp, lane, total_of, o);
         auto finish = [&](int local, bool write, float ref, float sum, float max) {
             return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, sum, max);
         };
-        auto column_of = [](int chunk) { return chunk % 256 / 128 * 256 + chunk / 512 * 16 + chunk % 4 * 2; };
-        auto store = [&](int local, int column, const float (&v)[4]) {
+        auto store = [&](int local, int column, const float (&v)[8]) {
             const int head = w.head_tile * HEADS + local;
             if (head >= p.h_q) return;
-            write_output(p, w.query, head, column, v[0], v[1]);
-            write_output(p, w.query, head, column + 8, v[2], v[3]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) write_output(p, w.query, head, column + 8 * i, v[2 * i], v[2 * i + 1]);
         };
-        auto* weights = reinterpret_cast<float*>(shared);  // in the space of Q
-        partials.merge<CONSUMERS>(weights, head_of, column_of, finish, [] { sync_consumers(); }, store);
+        partials.merge<CONSUMERS>(weights, line_of_chunk, column_of_chunk, finish, [] { sync_consumers(); }, store);
     }
 };
 

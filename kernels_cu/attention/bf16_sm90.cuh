@@ -81,8 +81,7 @@ constexpr int EXTRA_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
 
 struct Small {
     uint64_t full[2][2], empty[2][2], q_full, q_empty;
-    // What Q is of: the number of a work item, -1 behind the last, its list's length, and the pairs of tiles of it.
-    int work, length, pairs;
+    int work, length;  // what Q is of: the number of a work item, -1 behind the last, and its list's length
     union {
         uint8_t valid[2][TILE_ROWS];  // whether a row of a tile is valid
         // Bf16_grouped_sm90: for each query, a bit for each row of a tile that counts twice.
@@ -115,7 +114,6 @@ struct Work {
     int head_tile, length, pairs;  // entries of the list, pairs of tiles
     int number;                    // of a query group, which has no query of its own
     int first;                     // of a split: the first of the entries
-    int tiles;                     // bf16_shares_sm90: those of them that are worked on
 };
 
 __device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS); }
@@ -155,8 +153,8 @@ struct Copier {
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
 //   CLUSTER              whether a CTA belongs to a cluster
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
-//   num_items, worker, workers, find_item, length_of, work_of    its work items, and who works on them
-//   choose_tiles, tile_of                         which tiles of a work item's list are worked on
+//   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
+//   length_of, work_of   what is known of a work item
 //   list_of, line_at                              their list, and the query and head of each line of Q
 //   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
 //   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
@@ -169,11 +167,11 @@ struct Default {
 
     template <typename Params>
     static __device__ __forceinline__ void start(const Params&) {}
-    static __device__ __forceinline__ int worker() { return blockIdx.x; }
-    static __device__ __forceinline__ int workers() { return read_num_ctas(); }
-    template <typename Params>
-    static __device__ __forceinline__ void choose_tiles(const Params&, const Work&, const Copier&) {}
-    static __device__ __forceinline__ int tile_of(const Work&, int tile) { return tile; }
+    template <typename K, typename Params, typename Act>
+    static __device__ __forceinline__ void for_each(const Params& p, int head_tiles, Act act) {
+        auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
+        for_each_item(K::num_items(p, head_tiles), blockIdx.x, read_num_ctas, find, act);
+    }
 };
 
 // What the kernels of single queries share.
@@ -254,7 +252,7 @@ template <typename K>
 __device__ __forceinline__ void load_slots(const typename K::Params& p, const Work& w, const Copier& c, int tile,
                                            int32_t (&slots)[4]) {
     const int32_t* list = K::list_of(p, w);
-    const int first = opaque(K::tile_of(w, tile) * TILE_ROWS + c.row);
+    const int first = opaque(tile * TILE_ROWS + c.row);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int entry = first + 16 * i;
@@ -303,11 +301,10 @@ __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& 
 
 // Tells the consumers what they work on next.
 template <typename K>
-__device__ __forceinline__ void announce(int work, const Work& w) {
+__device__ __forceinline__ void announce(int work, int length) {
     if (threadIdx.x % 128 != 0) return;
     small<K>().work = work;
-    small<K>().length = w.length;
-    small<K>().pairs = w.pairs;
+    small<K>().length = length;
     mbarrier_arrive(shared_address(&small<K>().q_full));
 }
 
@@ -317,12 +314,10 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
     Small& sm = small<K>();
     uint32_t parity = 1, q_parity = 1;  // the first wait for each space returns at once
     const int head_tiles = num_head_tiles(p);
-    auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
-    for_each_item(K::num_items(p, head_tiles), K::worker(), K::workers, find, [&](int index) {
-        Work w = K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
+    K::template for_each<K>(p, head_tiles, [&](int index) {
+        const Work w = K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
         int32_t even[4], odd[4];  // list entries of the next even and odd tile
         const uint8_t* rows[4];
-        K::choose_tiles(p, w, c);
         load_slots<K>(p, w, c, 0, even);
         if (K::AHEAD == 2) load_slots<K>(p, w, c, 1, odd);
 
@@ -330,7 +325,7 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         find_q<K>(p, w, c, rows);
         mbarrier_wait(shared_address(&sm.q_empty), q_parity);
         q_parity ^= 1;
-        announce<K>(index, w);
+        announce<K>(index, w.length);
         copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
@@ -349,17 +344,16 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         }
     });
     mbarrier_wait(shared_address(&sm.q_empty), q_parity);
-    announce<K>(-1, {});
+    announce<K>(-1, 0);
     mbarrier_arrive(shared_address(&sm.q_full));
 }
 
 // --- consumers ------------------------------------------------------------------------------------------------
 
 // The softmax of a thread's two lines (g and g + 8 of its warp's 16). Accumulators and `sum` are relative to `ref`.
-// `sum` and `max` cover this thread's columns of this warpgroup's tiles only. A logit of `peak` has a P of PEAK of the
-// quad's sum.
+// `sum` and `max` cover this thread's columns of this warpgroup's tiles only. A logit above `most` and `ref` raises `ref`.
 struct Softmax {
-    float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF}, peak[2] = {-INF, -INF};
+    float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF}, most[2] = {-INF, -INF};
 };
 
 // After a tile: its sums are added.
@@ -367,7 +361,7 @@ __device__ __forceinline__ void add_sums(Softmax& state, const float (&sum)[2]) 
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         state.sum[row] += sum[row];
-        state.peak[row] = log2_sum_exp(state.ref[row], PEAK * quad_sum(state.sum[row]));
+        state.most[row] = state.ref[row] + fminf(REF_SLACK, log2_approx(PEAK * quad_sum(state.sum[row])));
     }
 }
 
@@ -431,8 +425,7 @@ __device__ __forceinline__ void softmax_tile(const typename K::Params& p, const 
         for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
         top = K::top_of(quad_max(top), scale);
         state.max[row] = fmaxf(state.max[row], top);
-        const float most = fmaxf(state.ref[row], fminf(state.ref[row] + REF_SLACK, state.peak[row]));
-        ref[row] = top > most ? top : state.ref[row];
+        ref[row] = top > fmaxf(state.ref[row], state.most[row]) ? top : state.ref[row];
         const float base = finite_reference(ref[row]);
         sum[row] = 0.0f;
 #pragma unroll
@@ -629,8 +622,7 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
         for (int i = 0; i < 128; ++i) o[i] = 0.0f;
         mbarrier_wait(shared_address(&sm.q_full), turn);
         if (sm.work < 0) break;
-        Work w = K::work_of(p, sm.work, num_head_tiles(p), sm.length);
-        w.pairs = sm.pairs;
+        const Work w = K::work_of(p, sm.work, num_head_tiles(p), sm.length);
         uint32_t kept[K::KEPT][4];
         keep_q(warp, lane, kept);
         if (w.pairs == 0) release(sm.q_empty, lane);

@@ -71,11 +71,11 @@ struct ClusterResults : PartialResults<VALUES> {
     using PartialResults<VALUES>::STEP;
     using PartialResults<VALUES>::first;
     using PartialResults<VALUES>::rank;
-    int ctas;
+    int ctas, chunks;
 
-    // Of the cluster that has number `index` among those of the launch.
-    __device__ __forceinline__ ClusterResults(const AttentionParams& p, int index)
-        : PartialResults<VALUES>{p.cluster_parts, cluster_rank()}, ctas(cluster_size()) {
+    // Of the cluster that has number `index` among those of the launch; of each partial result the first `chunks`.
+    __device__ __forceinline__ ClusterResults(const AttentionParams& p, int index, int chunks = CHUNKS)
+        : PartialResults<VALUES>{p.cluster_parts, cluster_rank()}, ctas(cluster_size()), chunks(chunks) {
         first += int64_t(index) * ctas * STEP;
     }
 
@@ -107,7 +107,7 @@ struct ClusterResults : PartialResults<VALUES> {
     __device__ __forceinline__ void merge_up_to(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish,
                                                 Sync sync, Act act) const {
         constexpr int AT_ONCE = MAX_CLUSTER / CTAS;  // chunks of a thread whose loads are under way at a time
-        const int share = ceil_div(CHUNKS, ctas), end = min(CHUNKS, (rank + 1) * share);
+        const int share = ceil_div(chunks, ctas), end = min(chunks, (rank + 1) * share);
         int chunk = rank * share + threadIdx.x;
         float4 o[AT_ONCE][CTAS];
         auto load = [&] {
@@ -143,7 +143,7 @@ struct ClusterResults : PartialResults<VALUES> {
     template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Act>
     __device__ __forceinline__ void merge_chunk_by_chunk(HeadOf head_of, ColumnOf column_of, Finish finish,
                                                          Act act) const {
-        const int share = ceil_div(CHUNKS, ctas), end = min(CHUNKS, (rank + 1) * share);
+        const int share = ceil_div(chunks, ctas), end = min(chunks, (rank + 1) * share);
 #pragma unroll 1
         for (int chunk = rank * share + threadIdx.x; chunk < end; chunk += THREADS) {
             const int head = head_of(chunk), column = column_of(chunk);

@@ -27,9 +27,9 @@ from . import (
 from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, SOME_DONE, WIDE_OUT, Call, no_source
 from .choose import Choice, Facts, chooser
 
-# Of a head, in what clusters merge, and in what CTAs leave to others, as float16; kernels_cu/attention/merge.cuh
-CLUSTER_PARTIAL_BYTES, SHARE_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
-MERGES_ITSELF = ("fp8_sm90", "bf16_shares_sm90")  # kernels that leave nothing to `combine.cu`
+# Of a head, in what CTAs leave to others, as float32 and float16; kernels_cu/attention/merge.cuh
+PARTIAL_BYTES, HALF_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
+MERGES_ITSELF = ("fp8_sm90", "bf16_cluster_sm90", "bf16_shares_sm90")  # these leave nothing to `combine.cu`
 
 
 def sparse_prefill(
@@ -260,7 +260,7 @@ class _Partials:
         self.clusters = self.out = self.lse = self.max_logits = 0
         nbytes = rows = 0
         if cluster > 1:
-            nbytes = queries * splits * (ceil_div(h_q, heads) * heads) * CLUSTER_PARTIAL_BYTES
+            nbytes = queries * splits * (ceil_div(h_q, heads) * heads) * PARTIAL_BYTES
         if splits // cluster > 1:
             rows = splits // cluster * queries * h_q
         if cluster > 1 or splits // cluster > 1:
@@ -278,7 +278,7 @@ class _HalfPartials:
 
     def __init__(self, choice: Choice, items: int) -> None:
         self.clusters = self.ready = 0
-        each = int(choice.heads) * SHARE_PARTIAL_BYTES
+        each = int(choice.heads) * HALF_PARTIAL_BYTES
         if choice.cluster > 1:
             self.clusters = Slot("partial results", shape=(items * choice.cluster * each,)).ptr  # type: ignore[assignment]
         elif choice.splits != 1:

@@ -117,7 +117,10 @@ def test_decode_of_flat_caches(hopper, rng, fmt, b, s_q, h_q, block_size, num_sp
 
 @on_clusters
 @FLAT
-@pytest.mark.parametrize(("b", "s_q", "h_q", "block_size"), [(3, 2, 64, 64), (100, 1, 33, 2), (2, 1, 128, 61)])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "block_size"),
+    [(3, 2, 64, 64), (100, 1, 33, 2), (2, 1, 128, 61), (2, 2, 16, 64), (2, 2, 17, 64), (1, 1, 1, 64)],
+)
 @pytest.mark.parametrize("num_splits", [2, 3, 7, 17])
 def test_decode_of_flat_caches_on_clusters(hopper, rng, fmt, b, s_q, h_q, block_size, num_splits):
     """Some splits have no rows; a cluster holds 16 of 17 splits, so 16 there are."""

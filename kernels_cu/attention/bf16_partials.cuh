@@ -1,0 +1,62 @@
+// Partial results of the pipeline of bf16_sm90.cuh, for merge.cuh: f16 times a power of two for each line.
+//
+// A chunk has, of one line, two columns each of four neighbouring eights: what a thread holds. The chunks of 16 lines
+// stand together, so that those of padding can be left out.
+#pragma once
+#include "attention/bf16_sm90.cuh"
+#include "attention/merge.cuh"
+
+constexpr int CHUNKS_OF_WARP = 1024;  // of 16 lines
+
+// Chunk n, of 8, of a thread's line i in warpgroup W.
+template <int W>
+__device__ __forceinline__ int chunk_of(int warp, int lane, int i, int n) {
+    return warp * CHUNKS_OF_WARP + i * 512 + n * 64 + W * 32 + lane;
+}
+__device__ __forceinline__ int line_of_chunk(int chunk) {
+    return chunk / CHUNKS_OF_WARP * 16 + chunk / 512 % 2 * 8 + chunk % 32 / 4;
+}
+// The first of its columns. The others are 1, 8, 9, 16, 17, 24 and 25 further.
+__device__ __forceinline__ int column_of_chunk(int chunk) {
+    return chunk % 64 / 32 * 256 + chunk / 64 % 8 * 32 + chunk % 4 * 2;
+}
+
+// Warps whose lines are not all padding.
+__device__ __forceinline__ int num_line_warps(const AttentionParams& p, const Work& w) {
+    return min(4, ceil_div(p.h_q - w.head_tile * HEADS, 16));
+}
+
+// Writes this CTA's partial result. `largest` is shared memory: of each line |O|, in each warpgroup's columns.
+template <int W, typename Total>
+__device__ __forceinline__ void write_partial(const PartialResults<8>& partials, float (&largest)[2][HEADS],
+                                              int line_warps, int warp, int lane, Total total_of,
+                                              const float (&o)[128]) {
+    const int line = 16 * warp + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float top = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 32; ++j) top = fmaxf(top, fmaxf(fabsf(o[4 * j + 2 * i]), fabsf(o[4 * j + 2 * i + 1])));
+        top = quad_max(top);
+        if (lane % 4 == 0) largest[W][line + 8 * i] = top;
+    }
+    sync_consumers();
+    if (warp >= line_warps) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float up = to_f16_range(fmaxf(largest[0][line + 8 * i], largest[1][line + 8 * i]));
+        const LineTotal total = total_of(i);
+        if (W == 0 && lane % 4 == 0)
+            partials.write_statistics(line + 8 * i, total.ref, total.sum, total.max, 1.0f / up);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            float words[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float* two = &o[4 * (4 * n + k) + 2 * i];
+                words[k] = __uint_as_float(pack_f16x2(two[0] * up, two[1] * up));
+            }
+            partials.write(chunk_of<W>(warp, lane, i, n), make_float4(words[0], words[1], words[2], words[3]));
+        }
+    }
+}

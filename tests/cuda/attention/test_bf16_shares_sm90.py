@@ -1,0 +1,153 @@
+"""`bf16_shares_sm90`: bf16 rows of a call, divided evenly over CTAs, against the oracle. Needs a Hopper GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda.attention import choose
+from cupy_mla.cuda.attention.choose import EVENLY, Choice, Facts, Sizes, chooser
+from cupy_mla.cuda.paging import ceil_div
+
+from ... import oracle
+from ...cases import check_decode, check_prefill, decode_oracle, paged, prefill_inputs, queries, run_decode, sinks
+from ...kinds import make
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+
+KERNEL = "bf16_shares_sm90"
+CTAS = 132
+
+
+@pytest.fixture
+def small_splits(monkeypatch) -> Iterator[None]:
+    """Splits of a pair of tiles and more: small calls are divided over many CTAs as well."""
+
+    def divided(facts: Facts, sizes: Sizes) -> Choice:
+        pairs = max(1, ceil_div(sizes.rows, 128))
+        ctas = max(1, min(CTAS, sizes.queries * ceil_div(sizes.h_q, 64) * pairs))
+        return Choice(KERNEL, 64, EVENLY, ctas=ctas, least_split=1)
+
+    table = [row._replace(choice=divided) if row.kernel == KERNEL else row for row in choose.TABLE]
+    monkeypatch.setattr(choose, "TABLE", tuple(table))
+    chooser.cache_clear()
+    forget_calls()
+    yield
+    chooser.cache_clear()
+    forget_calls()
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "block_size"),
+    [
+        (1, 1, 1, 1, 1),
+        (1, 1, 64, 3000, 64),  # a query over 24 CTAs
+        (3, 1, 7, 63, 2),
+        (1, 2, 16, 65, 61),
+        (3, 1, 100, 700, 256),
+        (133, 1, 64, 300, 64),  # one more than there are multiprocessors
+        (45, 2, 128, 390, 64),
+    ],
+)
+def test_sizes(hopper, small_splits, rng, fmt, b, s_q, h_q, topk, block_size):
+    main = paged(rng, fmt, b, s_q, topk, block_size)
+    q = queries(rng, b, s_q, h_q, fmt.d_qk)
+    check_decode(hopper, fmt, q, main, sink=sinks(rng, h_q), num_splits=None, out_gaps=(0, 1, 2, 3))
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "batches", [range(first, 301, 12) for first in range(1, 13)], ids=lambda r: f"{r[0]} to {r[-1]}"
+)
+def test_every_batch(hopper, small_splits, rng, fmt, batches):
+    """Random heads and lists, lengths and tiles without a valid entry. Lists are empty or not short, so that no lse
+    is near 0, where its bound is next to nothing."""
+    for b in batches:
+        h_q, topk = int(rng.integers(1, 9)), int(rng.integers(64, 400))
+        main = paged(rng, fmt, b, 1, topk, 64, lengths=bool(rng.integers(2)))
+        if main.length is not None:
+            main.length[(main.length > 0) & (main.length < 60)] = 60
+        if rng.integers(2):
+            empty = np.repeat(rng.random((b, 1, ceil_div(topk, 64))) < 0.5, 64, -1)[..., :topk]
+            empty[..., :64] = False
+            main.indices[empty] = -1
+        check_decode(hopper, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main, num_splits=None)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [0, 1, 300, 5000],
+        [0] * 69 + [300],  # one request with everything
+        [300] + [0] * 69,
+        [0],
+        [-7, 64, 65],
+    ],
+    ids=str,
+)
+def test_lengths(hopper, small_splits, rng, fmt, lengths):
+    main = paged(rng, fmt, 70, 2, 300, 64, lengths=True)
+    main.length[:] = np.resize(lengths, 70)
+    check_decode(hopper, fmt, queries(rng, 70, 2, 72, fmt.d_qk), main, sink=sinks(rng, 72), num_splits=None)
+
+
+@FORMATS
+@pytest.mark.parametrize("num_splits", [2, 3, 7, 33])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_splits_that_are_asked_for(hopper, rng, fmt, num_splits, lengths):
+    """Some have no rows."""
+    main = paged(rng, fmt, 5, 2, 500, 64, lengths=lengths)
+    check_decode(hopper, fmt, queries(rng, 5, 2, 33, fmt.d_qk), main, sink=sinks(rng, 33), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_prefill(hopper, small_splits, rng, d_qk):
+    """It writes the largest logits, too."""
+    check_prefill(hopper, *prefill_inputs(rng, 150, 100, d_qk, 700, 600), 0.05, sinks(rng, 100))
+
+
+@FORMATS
+def test_nothing_valid(hopper, small_splits, rng, fmt):
+    main = paged(rng, fmt, 140, 1, 300, 64)
+    main.indices[5:] = -1
+    out, lse = check_decode(hopper, fmt, queries(rng, 140, 1, 64, fmt.d_qk), main, num_splits=None)
+    assert (out[5:].astype(np.float32) == 0).all()
+    assert (lse[5:] == np.inf).all()
+
+
+@FORMATS
+def test_same_bits_every_time(hopper, small_splits, rng, fmt):
+    main, q = paged(rng, fmt, 37, 1, 1000, 64), queries(rng, 37, 1, 64, fmt.d_qk)
+    first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
+def test_replays_with_other_lengths(hopper, small_splits, rng):
+    """Each replay divides anew, by the lengths that then lie in memory."""
+    torch = pytest.importorskip("torch")
+    kind = make("torch_cuda")
+    main = paged(rng, oracle.BF16_576, 70, 2, 300, 64, lengths=True)
+    q = queries(rng, 70, 2, 64, 576)
+    arrays = [kind.put(a) for a in (q, main.cache, main.indices)]
+    length = kind.put(main.length)
+    cupy_mla.sparse_decode(*arrays, 0.05, topk_length=length)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = cupy_mla.sparse_decode(*arrays, 0.05, topk_length=length)
+    for _ in range(4):
+        main.length[:] = rng.integers(0, 301, 70)
+        length.copy_(kind.put(main.length))
+        graph.replay()
+        kind.synchronize()
+        wanted = decode_oracle(oracle.BF16_576, q, main, sm_scale=0.05)
+        for name, got, want in zip(("out", "lse"), (out, lse), wanted, strict=True):
+            oracle.assert_close(kind.take(got), want, f"decode {name}")
