@@ -32,11 +32,13 @@
 //   P_READY + w           named: P_w is published: warpgroup w arrives, the other one waits
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
 //
-// Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w. ref_w rises to
-// a tile's largest logit where that passes it by REF_SLACK, or where its P would be PEAK of the sum so far or more. (The
-// largest P is then 1, which bf16 holds exactly; where few rows take the softmax, rounding it is the largest error.) Who
-// multiplies P_w brings its accumulators, or P_w, to the higher of the two references. Unless few rows take the softmax
-// that happens in the first tiles and then hardly ever, and needs no waiting.
+// Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w and never below
+// what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. ref_w rises to a
+// tile's largest logit where that passes it by REF_SLACK, or where its P would be PEAK of what the sum will have become
+// by the end of the list, or more: it goes by the rows so far. (The largest P is then 1, which bf16 holds exactly; where
+// few rows take the softmax, rounding it is the largest error.) Unless few rows do that happens in the first tiles and
+// then hardly ever, and needs no waiting. Sums only grow: what a logit has to pass is looked up only when one passes
+// what that was at the last look.
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB;
 // bf16_grouped_sm90 4 KB more.
@@ -70,7 +72,7 @@ constexpr int BLOCK_BYTES = TILE_ROWS * LINE_BYTES;
 constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
 constexpr bool P_OVER_ROPE = D_QK > D_V;
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-constexpr float REF_SLACK = 8.0f, PEAK = 0.25f;
+constexpr float REF_SLACK = 8.0f, PEAK = 0.0625f;
 
 // Named barriers; P_READY: + tile.
 enum NamedBarrier { P_READY = 1, CONSUMER_SYNC = 3 };
@@ -351,19 +353,10 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
 // --- consumers ------------------------------------------------------------------------------------------------
 
 // The softmax of a thread's two lines (g and g + 8 of its warp's 16). Accumulators and `sum` are relative to `ref`.
-// `sum` and `max` cover this thread's columns of this warpgroup's tiles only. A logit above `most` and `ref` raises `ref`.
+// `sum` and `max` cover this thread's columns of this warpgroup's tiles only. No logit up to `least` raises `ref`.
 struct Softmax {
-    float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF}, most[2] = {-INF, -INF};
+    float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF}, least[2] = {-INF, -INF};
 };
-
-// After a tile: its sums are added.
-__device__ __forceinline__ void add_sums(Softmax& state, const float (&sum)[2]) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        state.sum[row] += sum[row];
-        state.most[row] = state.ref[row] + fminf(REF_SLACK, log2_approx(PEAK * quad_sum(state.sum[row])));
-    }
-}
 
 // The steps of k whose part of Q a consumer warpgroup keeps in registers, so that Q . K reads only K there, are every
 // KEPT_EVERY-th: number KEPT_EVERY - 1, 2 KEPT_EVERY - 1, ...
@@ -412,20 +405,42 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
     wgmma_commit();
 }
 
-// S becomes P relative to `ref`, rounded, as the A operands of four steps of k. `sum` is that of P before rounding.
-template <typename K>
-__device__ __forceinline__ void softmax_tile(const typename K::Params& p, const typename K::Columns& columns,
-                                             float (&s)[32], Softmax& state, float (&ref)[2], float (&sum)[2],
-                                             uint32_t (&prob)[4][4]) {
-    const float scale = K::mask_tile(p, columns, s);
+// The reference for this warpgroup's tile of pair `pair`, whose largest logits are `top`; see above. Returns whether it
+// rises in one of the warp's lines. Mostly a vote is all that is done.
+__device__ __forceinline__ bool choose_reference(Softmax& state, const float (&top)[2], int pair, int pairs,
+                                                 float (&ref)[2]) {
+    ref[0] = state.ref[0];
+    ref[1] = state.ref[1];
+    if (!__any_sync(~0u, top[0] > state.least[0] || top[1] > state.least[1])) return false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        float top = -INF;
+        const float expected = quad_sum(state.sum[row]) * (float(opaque(pairs)) * reciprocal_approx(float(pair)));
+        // In the first pair nothing is known: `expected` is NaN, and fminf returns REF_SLACK.
+        const float passes = ref[row] + fmaxf(fminf(log2_approx(PEAK * expected), REF_SLACK), 0.0f);
+        state.least[row] = pair == 0 ? ref[row] : passes;
+        if (top[row] > passes) ref[row] = top[row];
+    }
+    return __any_sync(~0u, ref[0] != state.ref[0] || ref[1] != state.ref[1]);
+}
+
+// S becomes P relative to `ref`, rounded, as the A operands of four steps of k. `sum` is that of P before rounding.
+// Returns whether a reference of the warp rises.
+template <typename K>
+__device__ __forceinline__ bool softmax_tile(const typename K::Params& p, const typename K::Columns& columns, int pair,
+                                             int pairs, float (&s)[32], Softmax& state, float (&ref)[2],
+                                             float (&sum)[2], uint32_t (&prob)[4][4]) {
+    const float scale = K::mask_tile(p, columns, s);
+    float top[2] = {-INF, -INF};
 #pragma unroll
-        for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
-        top = K::top_of(quad_max(top), scale);
-        state.max[row] = fmaxf(state.max[row], top);
-        ref[row] = top > fmaxf(state.ref[row], state.most[row]) ? top : state.ref[row];
+    for (int row = 0; row < 2; ++row) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) top[row] = fmaxf(top[row], fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
+        top[row] = K::top_of(quad_max(top[row]), scale);
+        state.max[row] = fmaxf(state.max[row], top[row]);
+    }
+    const bool rises = choose_reference(state, top, pair, pairs, ref);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
         const float base = finite_reference(ref[row]);
         sum[row] = 0.0f;
 #pragma unroll
@@ -442,6 +457,7 @@ __device__ __forceinline__ void softmax_tile(const typename K::Params& p, const 
             prob[n / 2][n % 2 * 2 + row] = pack_bf16x2(x, y);
         }
     }
+    return rises;
 }
 
 // Word `t` of chunk `chunk` of a line of P.
@@ -479,40 +495,27 @@ __device__ __forceinline__ void take_p(int tile, int warp, int lane, float (&ref
     ref[1] = small<K>().ref[tile][row + 8];
 }
 
-// Before the product with a P relative to `ref`: accumulators are brought to the higher of the two references. Rarely
-// there is anything to do; then this waits until no product is under way. Returns false if there was nothing to do.
-__device__ __forceinline__ bool raise(Softmax& state, const float (&ref)[2], float (&o)[128]) {
-    if (__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) return false;
+// Before the product with a P relative to `ref`, which is nowhere below the accumulators' reference: they are brought
+// to it, once no product is under way. Rarely called for.
+__device__ __forceinline__ void raise(Softmax& state, const float (&ref)[2], float (&o)[128]) {
     wgmma_wait<0>();
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const float to = fmaxf(state.ref[row], ref[row]), by = rescale_factor(state.ref[row], to);
+        const float by = rescale_factor(state.ref[row], ref[row]);
         state.sum[row] *= by;
-        state.ref[row] = to;
+        state.ref[row] = ref[row];
+        state.least[row] = fmaxf(state.least[row], ref[row]);
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
             o[4 * j + 2 * row] *= by;
             o[4 * j + 2 * row + 1] *= by;
         }
     }
-    return true;
 }
 
-// The same, and so is P of the other warpgroup, in shared memory. A warp's products read its own lines only.
-__device__ __forceinline__ void raise_and_move(int tile, int warp, int lane, Softmax& state, const float (&ref)[2],
-                                               float (&o)[128]) {
-    if (!raise(state, ref, o)) return;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        const float by = rescale_factor(ref[row], state.ref[row]);
-#pragma unroll 1
-        for (int chunk = 0; chunk < 8; ++chunk) {
-            uint32_t& two = p_word(tile, 16 * warp + lane / 4 + 8 * row, chunk, lane % 4);
-            two = pack_bf16x2(bf16_low(two) * by, bf16_high(two) * by);
-        }
-    }
-    fence_proxy_async();
-    __syncwarp();
+// The same for the other warpgroup's P.
+__device__ __forceinline__ void follow(Softmax& state, const float (&ref)[2], float (&o)[128]) {
+    if (!__all_sync(~0u, ref[0] == state.ref[0] && ref[1] == state.ref[1])) raise(state, ref, o);
 }
 
 __device__ __forceinline__ uint64_t v_operand(int tile, int half) {
@@ -637,25 +640,27 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
             } else {
                 // P_0 is ready by now: its product runs while this warpgroup computes P_1.
                 take_p<K>(0, warp, lane, other_ref);
-                raise_and_move(0, warp, lane, state, other_ref, o);
+                follow(state, other_ref, o);
                 start_pv(0, W, o);
                 wgmma_wait<1>();
             }
             if (pair + 1 == w.pairs) release(sm.q_empty, lane);
-            softmax_tile<K>(p, typename K::Columns(reader, W, lane % 4), s, state, my_ref, my_sum, mine);
+            const bool rises = softmax_tile<K>(p, typename K::Columns(reader, W, lane % 4), pair, w.pairs, s, state,
+                                               my_ref, my_sum, mine);
             publish_p<K>(W, warp, lane, mine, my_ref);
             if constexpr (W == 1) {
                 wgmma_wait<0>();
                 release(sm.empty[0][1], lane);
             }
-            raise(state, my_ref, o);  // my_ref is not below state.ref: P stays as it was published
+            if (rises) raise(state, my_ref, o);
+            state.sum[0] += my_sum[0];
+            state.sum[1] += my_sum[1];
             start_pv(W, W, mine, o);
-            add_sums(state, my_sum);
             wgmma_wait<0>();
             mbarrier_arrive(shared_address(&sm.empty[W][W]));  // every thread: each has read validity
             if constexpr (W == 0) {
                 take_p<K>(1, warp, lane, other_ref);
-                raise_and_move(1, warp, lane, state, other_ref, o);
+                follow(state, other_ref, o);
                 start_pv(1, W, o);
                 wgmma_wait<0>();
                 release(sm.empty[1][0], lane);

@@ -12,7 +12,7 @@ from ..program import Launch, Program
 from . import bf16_sm90
 from .call import Call
 
-SPILL_BYTES = 32  # of a producer thread, once a work item
+SPILL_BYTES = 32  # some words, once a work item
 
 
 @cache
