@@ -21,6 +21,7 @@ from .cost import (
     FP8_LEAST_SPLIT,
     KNOWN_QUERIES,
     Division,
+    bf16_evenly,
     few_heads_candidates,
     fp8_candidates,
     portable_splits,
@@ -44,7 +45,10 @@ BF16_FEW_HEADS_SPLITS = 2  # up to so many splits of a query `bf16_few_heads_sm9
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
-SHARE_LEAST_SPLIT = 2  # pairs of tiles that a split has at least, where rows are divided evenly
+# Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; the most waves of work
+# items; and what was measured of up to 16 heads: the most waves, and the fewest entries.
+SHARE_LEAST_SPLIT, SHARE_WAVES = 2, 4
+SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = 1.3, 1024
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
@@ -257,6 +261,18 @@ def _bf16_shares(f: Facts, s: Sizes) -> Choice:
     return Choice("bf16_shares_sm90", bf16_sm90.HEADS, EVENLY, ctas=ctas, least_split=SHARE_LEAST_SPLIT)
 
 
+def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
+    """Work items that fill more than half of the GPU, but no whole wave."""
+    items, sms = _items(s, bf16_sm90.HEADS), f.gpu.sms
+    waves = items / sms
+    if f.batch_invariant or s.splits is not None or not 0.5 < waves <= SHARE_WAVES:
+        return False
+    if s.h_q <= 16 and (f.prefill or not 1 < waves <= SHARE_WAVES_FEW_HEADS or s.rows < SHARE_ROWS_FEW_HEADS):
+        return False
+    pairs = ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
+    return bf16_evenly(items, items // s.queries, pairs, sms, f.prefill, f.uneven)
+
+
 def _bf16_wanted(f: Facts, s: Sizes) -> bool:
     return _items(s, bf16_sm90.HEADS) >= (CLUSTER_HALF_ITEMS if s.h_q <= 32 else CLUSTER_ITEMS)
 
@@ -282,6 +298,8 @@ TABLE = (
     Row("bf16_grouped_sm90", _can_group, lambda f, s: _full(f, s) >= LEAST_FULL, _group),
     # V4_FP8, and V32_FP8 of 9 to 16 heads and at most 8 queries.
     Row("fp8_sm90", lambda f, s: _on_hopper(f) and f.layout.quantized, _fp8_wanted_first, _fp8),
+    # Flat bf16 rows, somewhat more than half a wave of work items, or than whole waves.
+    Row("bf16_shares_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits != 1, _bf16_shares_wanted, _bf16_shares),
     # Up to 16 heads, and small prefills: bf16 rows in at most 2 splits, then all others.
     Row(
         "bf16_few_heads_sm90", lambda f, s: _bf16_rows(f),
@@ -296,10 +314,6 @@ TABLE = (
     Row(
         "bf16_cluster_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits != 1,
         lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant and _cluster_splits(f, s) > 1, _bf16_cluster,
-    ),
-    Row(
-        "bf16_shares_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits != 1,
-        lambda f, s: False, _bf16_shares,
     ),
     Row(
         "bf16_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits in (None, 1),

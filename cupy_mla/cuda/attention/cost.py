@@ -181,6 +181,38 @@ def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, .
     return Candidates(found.all, time)
 
 
+# Of `bf16_sm90` and `bf16_shares_sm90`, fitted to 2048 rows, batch 60 to 270 of 17 to 128 heads. ITEM, PAIR: of a work
+# item, and each of its pairs of tiles. LOAD: what is added to a pair, in decode, as CTAs fill the GPU. Where several
+# CTAs work on a query it is not added to whole items, and half a wave less to rows that are divided evenly. EVEN: of
+# rows that are divided evenly, once.
+BF16_ITEM, BF16_PAIR, BF16_LOAD, BF16_EVEN = 7.0, 3.5, 1.25, 18.0
+BF16_UNEVEN = FP8_UNEVEN  # taken over, not measured
+
+
+def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool, uneven: bool = False) -> bool:
+    """Whether flat bf16 rows take less time divided evenly than as whole work items, one CTA each at a time.
+
+    Args:
+        items: work items of the call.
+        head_tiles: work items of a query.
+        pairs: of tiles, of an item.
+        sms: CTAs that run at a time.
+        prefill: queries lie next to one another, and so do most of their rows.
+        uneven: queries have lengths of their own.
+    """
+    of_pair, of_item, of_whole = BF16_UNEVEN if uneven else (1.0, 1.0, 1.0)
+    share = items / sms
+    rounds = -(-items // sms)
+    load = 0.0 if prefill else BF16_LOAD * pairs
+    alone = head_tiles == 1
+    whole = rounds * (BF16_ITEM + BF16_PAIR * pairs) + load * alone * (rounds - 1 + (share - rounds + 1) ** 2)
+    if rounds > 1:
+        whole *= of_whole
+    each = of_item * BF16_ITEM + of_pair * BF16_PAIR * pairs
+    even = BF16_EVEN + share * each + of_pair * load * (share if alone else share - 0.5)
+    return even < whole
+
+
 # Of the portable kernel, in steps of its main loop (about 4 us on an H200): Q, first rows and results of a CTA; the
 # launch of combine.cu; what each split adds to that launch, once and for each CTA of an unsplit launch. Fitted to 2048
 # rows at 16, 64 and 128 heads, batch 1 to 64, 1 to 64 splits: the choice is within 10 % of the best of those.

@@ -10,6 +10,7 @@ from cupy_mla.cuda.attention.cost import (
     FEW_CONSUMERS,
     KNOWN_QUERIES,
     Division,
+    bf16_evenly,
     divisions,
     few_heads_candidates,
     fp8_candidates,
@@ -113,6 +114,17 @@ def test_lists_of_unequal_length_are_divided_evenly_sooner():
         for uneven in (False, True)
     ]
     assert even[0] < even[1]
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("head_tiles", [1, 2])
+@pytest.mark.parametrize("pairs", [8, 16, 32])
+def test_whole_waves_of_bf16_rows_are_not_divided(prefill, head_tiles, pairs):
+    """One work item more than a wave is."""
+    for waves in (1, 2):
+        whole, more = (bf16_evenly(132 * waves + n, head_tiles, pairs, 132, prefill) for n in (0, 1))
+        assert (whole, more) == (False, True)
+    assert not bf16_evenly(133, head_tiles, 1, 132, prefill)  # a merge takes longer than a pair
 
 
 @pytest.mark.parametrize("candidates", [fp8, few_heads])
