@@ -1,15 +1,16 @@
-"""FP8 decode of V3.2, ours and FlashMLA's, against float64 on the same dequantized rows.
+"""FP8 decode of V3.2 and bf16 prefill, ours and FlashMLA's, against float64 on the same (dequantized) rows.
 
 python benchmarks/accuracy.py [--only REGEX]
 
-Prints ‖out - ref‖ / ‖ref‖ and the largest error of lse, side by side, for scales as vLLM writes them (float32, which
-FlashMLA rounds to bf16) and powers of two. Writes accuracy.json: `ours`, `peer`, `ours_lse`, `peer_lse`.
+Prints ‖out - ref‖ / ‖ref‖ and the largest error of lse, side by side; of FP8 for scales as vLLM writes them (float32,
+which FlashMLA rounds to bf16) and powers of two. Writes accuracy.json: `ours`, `peer`, `ours_lse`, `peer_lse`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "peaked softmax, q 4x": peaked,
     "small values": small,
 }
+PREFILL_FACTORS = (1, 2, 4, 8)  # the larger the queries, the fewer rows take the softmax
 
 
 def packed(rows: torch.Tensor, scale_format: str) -> torch.Tensor:
@@ -68,20 +70,50 @@ def dequantized(cache: torch.Tensor) -> torch.Tensor:
     return torch.cat([values * scales.repeat_interleave(layout.scale_tile, 1), rope], 1)
 
 
-def in_float64(q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s_q, h, 512] and lse [b, h, s_q]."""
-    chosen = dequantized(cache)[indices.long()]  # [b, s_q, topk, 576]
+def in_float64(q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [b, s_q, h, 512] and lse [b, h, s_q] of float64 rows."""
+    chosen = rows[indices.long()]  # [b, s_q, topk, 576]
     logits = torch.einsum("bshd,bstd->bsht", q.double(), chosen) * 576**-0.5
     lse = logits.logsumexp(-1)
     return torch.einsum("bsht,bstd->bshd", (logits - lse[..., None]).exp(), chosen[..., :512]), lse.transpose(1, 2)
 
 
-def errors(module: Any, q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor) -> tuple[float, float]:
+def distance(got: Inputs, want: Inputs) -> tuple[float, float]:
     """Relative error of out, largest error of lse."""
-    meta, _ = module.get_mla_metadata()
-    out, lse = module.flash_mla_with_kvcache(q, cache, None, None, 512, meta, is_fp8_kvcache=True, indices=indices)
-    ref, ref_lse = in_float64(q, cache, indices)
+    (out, lse), (ref, ref_lse) = got, want
     return ((out.double() - ref).norm() / ref.norm()).item(), (lse.double() - ref_lse).abs().max().item()
+
+
+def decode_errors(peer: Any, make: Callable[[], Inputs], scale_format: str) -> Iterator[tuple[float, float]]:
+    """`distance` of our decode, and of the peer's."""
+    q, rows = make()
+    cache, indices = packed(rows, scale_format), random_slots(BATCH, QUERY_TOKENS, TOPK, slots=TOKENS)
+    want = in_float64(q, dequantized(cache), indices)
+    for module in (flash_mla, peer):
+        meta, _ = module.get_mla_metadata()
+        got = module.flash_mla_with_kvcache(q, cache, None, None, 512, meta, is_fp8_kvcache=True, indices=indices)
+        yield distance(got, want)
+
+
+def prefill_errors(peer: Any, factor: int) -> Iterator[tuple[float, float]]:
+    """`distance` of our prefill, and of the peer's, of unit normal rows and queries `factor` times as large."""
+    s_q = BATCH * QUERY_TOKENS
+    q, rows, indices = factor * normal(s_q, HEADS, 576), normal(TOKENS, 576), random_slots(s_q, 1, TOPK, slots=TOKENS)
+    out, lse = in_float64(q[None], rows.double(), indices[None, :, 0])
+    for module in (flash_mla, peer):
+        result = module.flash_mla_sparse_fwd(q, rows[:, None], indices, 576**-0.5)
+        yield distance((result[0], result[2]), (out[0], lse[0].T))
+
+
+def add_row(record: Record, case: str, errors: Callable[[], Iterable[tuple[float, float]]]) -> None:
+    """The row of a case, if it is wanted."""
+    if not record.wants(case):
+        return
+    (ours, ours_lse), (theirs, theirs_lse) = errors()
+    if not all(map(math.isfinite, (ours, ours_lse, theirs, theirs_lse))):
+        record.wrong.append(f"{case}: a result is not finite")
+    row = {"case": case, "ours": ours, "peer": theirs, "ours_lse": ours_lse, "peer_lse": theirs_lse}
+    record.add_row(row, "".join(f"{x:10.1e}" for x in (ours, theirs, ours_lse, theirs_lse))[1:])
 
 
 def main() -> None:
@@ -90,20 +122,9 @@ def main() -> None:
     peer = flash_mla_peer()
     for scale_format, scales in (("fp32", "float32 scales"), ("ue8m0", "scales powers of two")):
         for name, make in CASES.items():
-            case = f"{name}; {scales}"
-            if not record.wants(case):
-                continue
-            q, rows = make()
-            cache = packed(rows, scale_format)
-            indices = random_slots(BATCH, QUERY_TOKENS, TOPK, slots=TOKENS)
-            figures = (*errors(flash_mla, q, cache, indices), *errors(peer, q, cache, indices))
-            ours, ours_lse, theirs, theirs_lse = figures
-            if not all(map(math.isfinite, figures)):
-                record.wrong.append(f"{case}: a result is not finite")
-            shown = "".join(f"{x:10.1e}" for x in (ours, theirs, ours_lse, theirs_lse))
-            record.add_row(
-                {"case": case, "ours": ours, "peer": theirs, "ours_lse": ours_lse, "peer_lse": theirs_lse}, shown[1:]
-            )
+            add_row(record, f"{name}; {scales}", partial(decode_errors, peer, make, scale_format))
+    for factor in PREFILL_FACTORS:
+        add_row(record, f"bf16 prefill, q {factor}x", partial(prefill_errors, peer, factor))
     print(record.write())
 
 

@@ -102,6 +102,9 @@ BATCHES = [
     Group("every batch: V4, 64 and 128 heads", "decode_batches", _kind("V4", heads=MANY), 1.35),
     Group("every batch: V4 ragged, 64 and 128 heads", "decode_batches", _kind("V4 ragged", heads=MANY), 1.35),
     Group("every batch: V4, 8 to 32 heads", "decode_batches", _kind("V4", "V4 ragged", heads=FEW), 1.7),
+    Group(
+        "every batch: bf16, beside FlashAttention 3", "decode_batches", _kind("bf16", heads=FEW + MANY, least=1), 1.3,
+    ),
     *(
         Group(
             f"short lists: {valid} of 2048 valid", "decode_batches",

@@ -1,4 +1,5 @@
-"""FP8 decode of batches of every size beside FlashMLA's: full lists, short ones, and lists of unequal length.
+"""Decode of batches of every size beside FlashMLA's: full lists, short ones, and lists of unequal length; over a bf16
+cache beside FlashAttention 3's.
 
 python benchmarks/decode_batches.py [--quick] [--only REGEX]
 
@@ -9,6 +10,7 @@ Batch sizes are drawn at random; the seed is in the record. Kinds:
     V32 ragged  lengths drawn for each request; FlashMLA has none there, and is timed with full lists
     V4          128 rows of the window and 512 or, from 128 heads on, 1024 others
     V4 ragged   the same, lengths of both lists drawn for each request
+    bf16        2048 rows of 576 numbers a query
 
 All calls of a replay share one schedule, which is planned within it. Writes decode_batches.json and decode_batches.png.
 """
@@ -22,8 +24,9 @@ from typing import Any
 
 import torch
 from cases import BATCHES, decode_floor_us, judge
+from fa3_peer import fa3_calls, fa3_peer
 from harness import SETS, Call, Options, Record, flash_mla_peer, peer_name, time_side_by_side
-from inputs import v4_cache, v32_cache
+from inputs import normal, v4_cache, v32_cache
 from report import plot_batches
 from rows import Set, decode_call, decode_sets, padded
 
@@ -34,6 +37,7 @@ TOKENS = 1 << 21
 TOPK = 2048
 HEADS = (8, 16, 32, 64, 128)
 VALID = (100, 512, 1024)
+PLOTTED = ("V32", "V4", "bf16")  # with a floor
 
 
 def batches(rng: random.Random, quick: bool, least: int = 1) -> list[tuple[int, int]]:
@@ -55,6 +59,9 @@ def rows(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
                 yield {
                     "kind": "V32 short", "h": h, "b": b, "s_q": s_q, "topk": TOPK, "extra_topk": 0, "valid": valid
                 }  # fmt: skip
+    for h in HEADS:
+        for b, s_q in batches(rng, quick):
+            yield {"kind": "bf16", "h": h, "b": b, "s_q": s_q, "topk": TOPK, "extra_topk": 0}
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -100,31 +107,52 @@ def calls(module: Any, sets: list[Set]) -> list[Call]:
     return [lambda i=i, s=s: call(i, s) for i, s in enumerate(sets)]
 
 
+def bf16_cache() -> torch.Tensor:
+    cache = torch.empty(TOKENS // 64, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+    for part in cache.split(1024):
+        part.copy_(normal(*part.shape))
+    return cache
+
+
+def peer_calls(peer: Any, row: dict[str, Any], sets: list[Set]) -> tuple[list[Call], Call]:
+    """One call of the peer's a set, and one of the first set whose result ours should have."""
+    if row["kind"] == "bf16":
+        timed = fa3_calls(sets)
+        return timed, timed[0]
+    sets = alike = [{**s, "q": padded(s["q"])} for s in sets]
+    if row["kind"] == "V32 ragged":  # FlashMLA takes no lengths here: full lists, and for the comparison -1
+        alike = [{**s, "indices": without(s["indices"], s["topk_length"]), "topk_length": None} for s in sets]
+        sets = [{**s, "topk_length": None} for s in sets]
+    compared = calls(peer, alike)[0]
+    return calls(peer, sets), lambda: compared()[0][:, :, : row["h"]]
+
+
 def main() -> None:
     options = Options.parse(__doc__)
     seed = random.randrange(1 << 31)
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    peer = flash_mla_peer()
     record = Record("decode_batches", options)
     record.note("seed", seed)
-    caches = {"V32": cache(lambda: v32_cache(TOKENS)), "V4": cache(lambda: v4_cache(TOKENS, 256))}
+    wanted = [row for row in rows(rng, options.quick) if record.wants(name_of(row))]
+    kinds = {row["kind"] for row in wanted}
+    if "bf16" in kinds:
+        fa3_peer()
+    peer = flash_mla_peer() if kinds != {"bf16"} else None
+    caches = {
+        "V32": cache(lambda: v32_cache(TOKENS)), "V4": cache(lambda: v4_cache(TOKENS, 256)), "bf16": cache(bf16_cache)
+    }  # fmt: skip
     extra_cache = cache(lambda: v4_cache(TOKENS, 64))
-    for row in rows(rng, options.quick):
+    for row in wanted:
         case = name_of(row)
-        if not record.wants(case):
-            continue
         sets = input_sets(row, caches[row["kind"].split()[0]](), extra_cache() if row["extra_topk"] else None)
-        theirs = [{**s, "q": padded(s["q"])} for s in sets]
-        alike = theirs
-        if row["kind"] == "V32 ragged":  # FlashMLA takes no lengths here: full lists, and for the comparison -1
-            alike = [{**s, "indices": without(s["indices"], s["topk_length"]), "topk_length": None} for s in theirs]
-            theirs = [{**s, "topk_length": None} for s in theirs]
+        theirs, compared = peer_calls(peer, row, sets)
         ours = calls(flash_mla, sets)
-        error = record.compare(case, ours[0]()[0], calls(peer, alike)[0]()[0][:, :, : row["h"]])
-        times = time_side_by_side(ours, calls(peer, theirs))
-        floor = {} if row["kind"] not in ("V32", "V4") else {"floor_us": round(decode_floor_us(case, SETS), 2)}
-        record.add(case, *times, error, peer=peer_name(), **row, **floor)
+        error = record.compare(case, ours[0]()[0], compared())
+        times = time_side_by_side(ours, theirs)
+        floor = {} if row["kind"] not in PLOTTED else {"floor_us": round(decode_floor_us(case, SETS), 2)}
+        name = "FlashAttention 3" if row["kind"] == "bf16" else peer_name()
+        record.add(case, *times, error, peer=name, **row, **floor)
     judge(BATCHES, record.rows)
     path = record.write()
     print(path, plot_batches(path))

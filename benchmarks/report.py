@@ -1,6 +1,6 @@
 """Puts the records into the README and docs/: tables and plots. `--check` only says whether the texts are up to date.
 
-python benchmarks/report.py [--check]
+python benchmarks/report.py [--check] [--part FILE]
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def accuracy_table() -> str:
         [row["case"], *(f"{row[name]:.1e}" for name in ("ours", "peer", "ours_lse", "peer_lse"))]
         for row in load("accuracy")["rows"]
     ]
-    return table("FP8 decode V32, 128 heads | ours | FlashMLA | ours, lse | FlashMLA, lse", rows)
+    return table("FP8 decode V32, bf16 prefill, 128 heads | ours | FlashMLA | ours, lse | FlashMLA, lse", rows)
 
 
 def host_table() -> str:
@@ -103,11 +103,11 @@ def readme() -> str:
         parts.append("![decode: time against batch, and the floor](benchmarks/results/sparse_decode.png)")
     if load("decode_batches")["rows"]:
         parts.append(
-            "![decode of every batch size: time, FlashMLA's, and the floor](benchmarks/results/decode_batches.png)"
+            "![decode of every batch size: time, the peer's, and the floor](benchmarks/results/decode_batches.png)"
         )
     if load("accuracy")["rows"]:
         parts.append(
-            "Distance to float64 on the same dequantized rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse:"
+            "Distance to float64 on the same (dequantized) rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse:"
         )
         parts.append(accuracy_table())
     if load("host_overhead")["rows"]:
@@ -218,32 +218,38 @@ def plot_decode(record: Path) -> Path:
 
 
 def plot_batches(record: Path) -> Path:
-    """Time against query tokens on linear axes, ours, FlashMLA's and the floor; a panel a layout and heads."""
+    """Time against query tokens on linear axes, ours, the peer's and the floor; a panel a kind of lists and heads."""
     pyplot = _pyplot()
     panels: dict[tuple[str, int], list[Row]] = {}
     for row in json.loads(record.read_text())["rows"]:
-        if row["kind"] in ("V32", "V4"):
-            panels.setdefault((row["kind"], row["h"]), []).append(row)
+        if not row["kind"].endswith("ragged"):
+            kind = f"V32, {row['valid']} of {row['topk']} valid" if "valid" in row else row["kind"]
+            panels.setdefault((kind, row["h"]), []).append(row)
     kinds = list(dict.fromkeys(kind for kind, _ in panels))
     heads = sorted({h for _, h in panels})
     figure, grid = pyplot.subplots(
         max(len(kinds), 1), max(len(heads), 1), figsize=(2.8 * len(heads) + 1, 2.6 * len(kinds) + 0.5), squeeze=False
     )
-    for line, kind in zip(grid, kinds, strict=False):
-        for axes, h in zip(line, heads, strict=False):
-            rows = panels.get((kind, h), [])
-            points = sorted((_queries(row), row["ours_us"], row["peer_us"], row["floor_us"]) for row in rows)
-            queries, ours, theirs, floor = zip(*points, strict=True) if points else ((), (), (), ())
-            axes.plot(queries, theirs, "s-", label="FlashMLA", color="tab:gray", markersize=3)
-            axes.plot(queries, ours, "o-", label="cupy_mla", color="tab:green", markersize=3)
-            axes.plot(queries, floor, "--", label="floor", color="tab:red")
-            axes.set_xlim(left=0)
-            axes.set_ylim(bottom=0)
-            axes.set_title(f"{kind}, {h} heads", fontsize=8)
-            axes.set_xlabel("query tokens (b·s_q)", fontsize=7)
-            axes.set_ylabel("µs", fontsize=7)
-            axes.tick_params(labelsize=7)
-    grid[0][0].legend(fontsize=7)
+    for axes in grid.flat:
+        axes.axis("off")
+    for (kind, h), rows in panels.items():
+        axes = grid[kinds.index(kind)][heads.index(h)]
+        axes.axis("on")
+        rows.sort(key=_queries)
+        queries = [_queries(row) for row in rows]
+        peer = "FlashAttention 3" if kind == "bf16" else "FlashMLA"
+        axes.plot(queries, [row["peer_us"] for row in rows], "s-", label=peer, color="tab:gray", markersize=3)
+        axes.plot(queries, [row["ours_us"] for row in rows], "o-", label="cupy_mla", color="tab:green", markersize=3)
+        if "floor_us" in rows[0]:
+            axes.plot(queries, [row["floor_us"] for row in rows], "--", label="floor", color="tab:red")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{kind}, {h} heads", fontsize=8)
+        axes.set_xlabel("query tokens (b·s_q)", fontsize=7)
+        axes.set_ylabel("µs", fontsize=7)
+        axes.tick_params(labelsize=7)
+        if h == min(n for other, n in panels if other == kind):
+            axes.legend(fontsize=7)
     return _save(figure, record.with_suffix(".png"))
 
 
@@ -308,6 +314,19 @@ def write() -> None:
         plot_prefill(RESULTS / "sparse_prefill.json")
 
 
+def take_part(path: Path) -> None:
+    """Put the rows of a `<name>.part.json` into `<name>.json`, in place of those of the same kinds. Each of them says
+    what was measured when: `commit`, `date` and `seed`."""
+    part = json.loads(path.read_text())
+    whole = path.with_name(path.name.replace(".part.json", ".json"))
+    record = json.loads(whole.read_text())
+    kinds = {row["kind"] for row in part["rows"]}
+    of_run = {name: part[name] for name in ("commit", "date", "seed")}
+    record["rows"] = [row for row in record["rows"] if row["kind"] not in kinds]
+    record["rows"] += [{**row, **of_run} for row in part["rows"]]
+    whole.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def split(path: Path) -> tuple[str, str, str]:
     """A file's text before BEGIN, between the marks, and after END."""
     before, _, rest = path.read_text().partition(BEGIN)
@@ -318,7 +337,11 @@ def split(path: Path) -> tuple[str, str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail when a text differs from the records")
-    if not parser.parse_args().check:
+    parser.add_argument("--part", type=Path, metavar="FILE", help="first put these rows into the record of all")
+    options = parser.parse_args()
+    if options.part:
+        take_part(options.part)
+    if not options.check:
         write()
         return
     for path, wanted in texts().items():

@@ -252,3 +252,34 @@ def test_errors_of_log_probabilities(module):
     pytest.importorskip("torch")
     errors = module("vllm_engine").logprob_errors([[0.5, -1.0], [-4.0]], [[0.0, -1.5], [-3.25]], [[0.0, -1.0], [-3.0]])
     assert errors == {"logprob_error_ours": 0.5, "logprob_error_stock": 0.25, "logprob_error_noise": 0.381881}
+
+
+def test_rows_of_a_part_take_the_place_of_their_kind(module, tmp_path):
+    report = module("report")
+    head = {"gpu": "none", "commit": "a", "date": "d", "seed": 1}
+    rows = [{"case": "V4 1", "kind": "V4"}, {"case": "bf16 1", "kind": "bf16"}]
+    part = [{"case": "bf16 2", "kind": "bf16"}, {"case": "bf16 3", "kind": "bf16"}]
+    (tmp_path / "name.json").write_text(json.dumps({**head, "rows": rows}))
+    (tmp_path / "name.part.json").write_text(json.dumps({**head, "commit": "b", "seed": 2, "rows": part}))
+    report.take_part(tmp_path / "name.part.json")
+    of_part = {"commit": "b", "date": "d", "seed": 2}
+    assert json.loads((tmp_path / "name.json").read_text()) == {
+        **head, "rows": [rows[0], *({**row, **of_part} for row in part)]
+    }  # fmt: skip
+
+
+def test_plot_of_batches(module, tmp_path):
+    """Panels of kinds that not all heads have, with a floor and without."""
+    pytest.importorskip("matplotlib")
+    report = module("report")
+    rows = [
+        {"case": f"{kind} h {h} b {b} s_q 1 topk 2048", "kind": kind, "h": h, "topk": 2048, "ours_us": b, "peer_us": b}
+        for kind, h in (("V32", 8), ("V32", 64), ("V32 short", 64), ("V32 ragged", 64), ("bf16", 8))
+        for b in (9, 3)
+    ]
+    for row in rows:
+        row.update({"valid": 100} if row["kind"] == "V32 short" else {"floor_us": 1.0})
+    (tmp_path / "record.json").write_text(json.dumps({"rows": rows}))
+    path = report.plot_batches(tmp_path / "record.json")
+    assert path == tmp_path / "record.png"
+    assert path.stat().st_size > 1000
