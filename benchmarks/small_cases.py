@@ -186,12 +186,13 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     for rows, width in ((200, 5000), (200, 20000), (3, 20000), (2, 200000), (100, 40000)):
         yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
-        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90"):
+        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90"):
             yield f"prefill of 140 queries {kernel}", partial(prefill_case, h=16, kernel=kernel, queries=140)
         kernel = "bf16_grouped_sm90"
         yield f"prefill of a large cache {kernel}", partial(prefill_case, h=8, kernel=kernel, rows=60000)
     for h in (7, 32, 70):
-        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_grouped_sm90") if hopper else ():
+        flat = "bf16_shares_sm90", "bf16_sm90", "bf16_grouped_sm90"
+        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", *flat) if hopper else ():
             if kernel != "bf16_grouped_sm90" or h <= 32:
                 yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
         yield f"prefill h {h} portable", partial(prefill_case, h=h, kernel="portable")

@@ -151,3 +151,21 @@ def test_replays_with_other_lengths(hopper, small_splits, rng):
         wanted = decode_oracle(oracle.BF16_576, q, main, sm_scale=0.05)
         for name, got, want in zip(("out", "lse"), (out, lse), wanted, strict=True):
             oracle.assert_close(kind.take(got), want, f"decode {name}")
+
+
+@pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
+def test_two_gpus_in_turn(hopper, small_splits, rng):
+    """Each has memory of its own for partial results, and says there what has been left."""
+    if hopper.cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    main, q = paged(rng, oracle.BF16_576, 70, 2, 300, 64), queries(rng, 70, 2, 64, 576)
+    wanted = decode_oracle(oracle.BF16_576, q, main, sm_scale=0.05)
+    arrays = []
+    for device in (0, 1):
+        with hopper.on(device):
+            arrays.append([hopper.put(a) for a in (q, main.cache, main.indices)])
+    results = [(device, cupy_mla.sparse_decode(*arrays[device], 0.05)) for _ in range(3) for device in (0, 1)]
+    for device, result in results:
+        with hopper.on(device):
+            for name, got, want in zip(("out", "lse"), result, wanted, strict=True):
+                oracle.assert_close(hopper.take(got), want, f"decode {name}")
