@@ -64,18 +64,19 @@ def test_compact_rows_are_made_by_the_portable_kernel(host, launched, rng) -> No
 
 
 @pytest.mark.parametrize(
-    ("heads", "paged", "queries", "rows", "warpgroups"),
+    ("heads", "paged", "queries", "rows", "together"),
     [
-        (64, False, 1, 256, 2), (64, True, 1, 64, 4), (64, True, 2, 128, 3), (64, True, 3, 256, 2),
-        (64, True, 5, 256, 2), (40, True, 1, 64, 4), (32, True, 2, 64, 4), (8, True, 3, 128, 3), (24, True, 9, 256, 2),
+        (64, False, 1, 256, 0), (64, False, 4, 256, 0), (64, False, 5, 256, 1), (64, True, 1, 64, 0),
+        (64, True, 2, 128, 0), (64, True, 3, 192, 0), (64, True, 4, 256, 0), (64, True, 5, 256, 1),
+        (40, True, 1, 64, 0), (32, True, 2, 64, 0), (8, True, 3, 128, 0), (32, True, 5, 192, 0), (24, True, 9, 256, 1),
     ],
 )  # fmt: skip
-def test_tiles(heads: int, paged: bool, queries: int, rows: int, warpgroups: int) -> None:
+def test_tiles(heads: int, paged: bool, queries: int, rows: int, together: int) -> None:
     params = LOGITS(table=NO_TABLE, **{name: 0 for name in LOGITS.index if "." not in name})
     launch = logits_sm90.launch(Gpu(0, 132, 90), heads, paged, 3, queries, 1000, params)
     padded = 32 if heads <= 32 else 64
     found = launch.kernel.defines
-    assert (found["HEADS"], found["QUERIES"] * padded, found["WARPGROUPS"]) == (padded, rows, warpgroups)
+    assert (found["HEADS"], found["QUERIES"] * padded, found["TOGETHER"]) == (padded, rows, together)
 
 
 @pytest.mark.gpu

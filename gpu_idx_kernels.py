@@ -1,0 +1,103 @@
+"""Temporary: variants of logits_sm90 side by side. python gpu_idx_kernels.py [prefill|decode] [--peer]"""
+import os, re, sys, time, subprocess
+from concurrent.futures import ThreadPoolExecutor
+sys.path.insert(0, "benchmarks")
+import numpy as np, torch
+import indexer as bench
+from harness import Options, time_side_by_side
+import cupy_mla
+from cupy_mla.cuda import logits_sm90 as m, structs
+from cupy_mla.cuda.kernel import Kernel
+from cupy_mla.layouts import INDEXER_FP8
+from cupy_mla.sizes import least
+from cupy_mla.cuda.paging import ceil_div
+from cupy_mla.cuda.program import Launch
+
+def kernel(paged, heads=64, queries=4, wgs=2, together=1, stages=10, ctas=1, **kw):
+    return Kernel("indexer/logits_sm90.cu", structs.LOGITS, {**INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": queries,
+        "WARPGROUPS": wgs, "TOGETHER": together, "STAGES": stages, "CTAS_PER_SM": ctas, "PAGED": paged, "ALIGNED": 1, **kw},
+        archs=("90a",), target="90a", overlaps=True)
+
+P = {  # prefill
+    "base": {}, "U2": dict(UNDERWAY=2), "U2 turns1": dict(UNDERWAY=2, TURNS=1), "U2 turns2": dict(UNDERWAY=2, TURNS=2),
+    "U2 max": dict(UNDERWAY=2, RELU_ADD=0), "U2 divided": dict(UNDERWAY=2, together=0, stages=16),
+    "U2 3x128": dict(UNDERWAY=2, wgs=3, queries=2, stages=12), "U2 4x128": dict(UNDERWAY=2, wgs=4, queries=2, stages=10),
+    "U2 few sums": dict(UNDERWAY=2, DIAG=1), "U2 t2 few sums": dict(UNDERWAY=2, TURNS=2, DIAG=1),
+}
+D = {
+    "s20": dict(stages=20), "s20 U4": dict(stages=20, UNDERWAY=4), "s10 c2": dict(stages=10, ctas=2),
+    "s10 c2 U2": dict(stages=10, ctas=2, UNDERWAY=2), "s12 U2": dict(stages=12, UNDERWAY=2),
+    "s20 U4 w3": dict(stages=20, UNDERWAY=4, wgs=3), "s20 U4 max": dict(stages=20, UNDERWAY=4, RELU_ADD=0),
+}
+PRE = ((4096, 8192), (256, 131072))
+DEC = ((1, 1, 4096), (1, 1, 32768), (8, 1, 131072), (64, 1, 8192), (64, 1, 32768), (64, 1, 131072), (64, 2, 32768),
+       (20, 3, 16384), (256, 1, 4096))
+
+chosen = None
+def patched(gpu, heads, paged, requests, queries, width, params):
+    c = chosen
+    per = c["config"].get("queries", 4) * (c["config"].get("wgs", 2) if c["config"].get("together", 1) else 1)
+    units = requests * ceil_div(queries, per) * ceil_div(width, 64)
+    return Launch(c["kernel"], (least(c["config"].get("ctas", 1) * gpu.sms, units), 1, 1), params)
+m.launch = patched
+
+def main():
+    global chosen
+    work = []
+    which = sys.argv[1:]
+    if not which or "prefill" in which: work += [("prefill_logits", s) for s in PRE]
+    if not which or "decode" in which: work += [("decode_logits", s) for s in DEC]
+    peers = {}
+    if "--peer" in which:
+        names = "|".join(f"{w} {' x '.join(map(str, s))}" for w, s in work)
+        bench.FOLDERS = [f for f in bench.FOLDERS if f.endswith(".peer-indexer")]
+        peers = bench.peer_times(1, Options(False, f"^({names})$"))
+    made = {}
+    def config_of(w, s, name):
+        if w == "prefill_logits": return dict(paged=0, **P[name])
+        return dict(paged=1, together=0, queries=s[1], **D[name])
+    for w, s in work:
+        for name in P if w == "prefill_logits" else D:
+            c = config_of(w, s, name); made.setdefault(repr(c), dict(config=c, kernel=kernel(**c)))
+    torch.zeros(1, device="cuda"); start = time.time()
+    def load(x):
+        try: x["kernel"].load(0)
+        except Exception as e: x["error"] = str(e)[-300:]; print(x["config"], x["error"])
+    with ThreadPoolExecutor(12) as pool: list(pool.map(load, made.values()))
+    print(f"compiled {len(made)} in {time.time() - start:.0f} s", flush=True)
+    if "--one" in which:
+        case = bench.Case(*work[0]); chosen = made[repr(config_of(*work[0], which[-1]))]
+        calls = bench.ours(case, bench.inputs(case)[:1])
+        for _ in range(3):
+            calls[0]()
+        torch.cuda.synchronize()
+        return
+    for w, s in work:
+        case = bench.Case(w, s); sets = bench.inputs(case); candidates, names, first = [], [], None
+        for name in P if w == "prefill_logits" else D:
+            chosen = made[repr(config_of(w, s, name))]
+            if "error" in chosen: continue
+            calls = [lambda c=chosen, f=f: run(c, f) for f in bench.ours(case, sets)]
+            got = calls[0]()
+            torch.cuda.synchronize()
+            d = bench.check_logits(case, sets[0], got)
+            ends = (sets[0][5] if "prefill" in w else sets[0][3]).view(-1, 1)
+            seen = torch.arange(got.shape[1], device="cuda") < ends
+            got = torch.where(seen, got, 0)
+            same = first is None or torch.equal(first, got)
+            first = got if first is None else first
+            note = ("" if d < 5e-6 else f" DIFF {d:.1e}") + ("" if same else " BITS")
+            names.append(name + note); candidates.append(calls)
+        del got, seen, first
+        times = time_side_by_side(*candidates)
+        peer = min(peers.get(case.name, {"": float("nan")}).values(), default=float("nan"))
+        print(f"{case.name}: peer {peer:.1f}; " + "; ".join(f"{n} {t:.1f}" for n, t in zip(names, times)), flush=True)
+        del sets, candidates; torch.cuda.empty_cache()
+
+def run(c, f):
+    global chosen
+    chosen = c
+    return f()
+
+if __name__ == "__main__":
+    main()
