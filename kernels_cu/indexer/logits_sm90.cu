@@ -344,10 +344,11 @@ __device__ __forceinline__ float sum_of_quad(const float (&sums)[ITEMS], int pai
     return (t % 2 ? high : low) + __shfl_xor_sync(~0u, t % 2 ? low : high, 1);
 }
 
-// What a lane stores: a key of every second query.
+// What a lane stores: a key of every second query from `first` on.
 struct Results {
-    KeyRange range[MINE];
-    float* out[MINE];  // null where there is no such query
+    float* out;             // of query `first`
+    const KeyRange* range;  // in shared memory
+    int count;              // queries
 };
 
 // A unit's sums, before those over quads.
@@ -361,8 +362,8 @@ __device__ __forceinline__ void finish(const LogitsParams& p, const Unfinished& 
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
         const float logit = sum_of_quad(u.sums, i, t) * u.scale;
-        if (results.out[i] != nullptr && u.key < p.width)
-            results.out[i][u.key] = results.range[i].has(u.asked) ? logit : -INF;
+        if (i < results.count && u.key < p.width)
+            results.out[2 * i * p.out_stride + u.key] = results.range[2 * i].has(u.asked) ? logit : -INF;
     }
 }
 
@@ -389,14 +390,9 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
             w[i] = __uint_as_float(two.x) * WEIGHT_FACTOR;
             w[i + 1] = __uint_as_float(two.y) * WEIGHT_FACTOR;
         }
-        Results results;
-#pragma unroll
-        for (int i = 0; i < MINE; ++i) {
-            const int own = 2 * i + t / 2, query = own_queries + own;
-            const bool exists = own < QUERIES && query < h.count;
-            results.range[i] = exists ? h.range[query] : KeyRange{0, 0};
-            results.out[i] = exists ? p.out + (h.row + query) * p.out_stride : nullptr;
-        }
+        const int first = own_queries + t / 2;
+        const int count = ceil_div(min(h.count - first, QUERIES - t / 2), 2);  // of every second
+        const Results results = {p.out + (h.row + first) * p.out_stride, &h.range[first], count};
         const uint64_t queries =
             wgmma_operand(base + slot * SLOT_BYTES + own_queries * HEADS * KEY_BYTES, LINE_GROUP, 16);
         fence_proxy_async();
