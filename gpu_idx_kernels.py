@@ -12,22 +12,27 @@ from cupy_mla.layouts import INDEXER_FP8
 from cupy_mla.sizes import least
 from cupy_mla.cuda.paging import ceil_div
 from cupy_mla.cuda.program import Launch
+from cupy_mla.calls.signature import forget_calls
 
-def kernel(paged, heads=64, queries=4, wgs=2, together=1, stages=10, ctas=1, **kw):
+def kernel(paged, heads=64, queries=4, wgs=2, together=1, stages=10, ctas=1, one=0, **kw):
     return Kernel("indexer/logits_sm90.cu", structs.LOGITS, {**INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": queries,
         "WARPGROUPS": wgs, "TOGETHER": together, "STAGES": stages, "CTAS_PER_SM": ctas, "PAGED": paged, "ALIGNED": 1, **kw},
         archs=("90a",), target="90a", overlaps=True)
 
+U = dict(UNDERWAY=2)
 P = {  # prefill
-    "base": {}, "U2": dict(UNDERWAY=2), "U2 turns1": dict(UNDERWAY=2, TURNS=1), "U2 turns2": dict(UNDERWAY=2, TURNS=2),
-    "U2 max": dict(UNDERWAY=2, RELU_ADD=0), "U2 divided": dict(UNDERWAY=2, together=0, stages=16),
-    "U2 3x128": dict(UNDERWAY=2, wgs=3, queries=2, stages=12), "U2 4x128": dict(UNDERWAY=2, wgs=4, queries=2, stages=10),
-    "U2 few sums": dict(UNDERWAY=2, DIAG=1), "U2 t2 few sums": dict(UNDERWAY=2, TURNS=2, DIAG=1),
+    "fp32": dict(U, SUMS=0), "fp32 parts": dict(U, SUMS=0, PARTS=2), "mma": U, "mma parts": dict(U, PARTS=2),
+    "mma parts U0": dict(PARTS=2), "mma 4x128": dict(U, wgs=4, queries=2), "mma 3x128": dict(U, wgs=3, queries=2, stages=12),
+    "few parts": dict(U, PARTS=2, DIAG=1), "few fp32": dict(U, SUMS=0, DIAG=1),
+    "2|fp32": dict(U, SUMS=0), "2|fp32 t1": dict(U, SUMS=0, TURNS=1), "2|fp32 t2": dict(U, SUMS=0, TURNS=2),
+    "2|mma t1": dict(U, TURNS=1), "2|mma t2": dict(U, TURNS=2), "2|few fp32 t2": dict(U, SUMS=0, TURNS=2, DIAG=1),
 }
+S, C, G = dict(stages=20), dict(stages=10, ctas=2), dict(stages=10, ctas=2, one=1)
 D = {
-    "s20": dict(stages=20), "s20 U4": dict(stages=20, UNDERWAY=4), "s10 c2": dict(stages=10, ctas=2),
-    "s10 c2 U2": dict(stages=10, ctas=2, UNDERWAY=2), "s12 U2": dict(stages=12, UNDERWAY=2),
-    "s20 U4 w3": dict(stages=20, UNDERWAY=4, wgs=3), "s20 U4 max": dict(stages=20, UNDERWAY=4, RELU_ADD=0),
+    "fp32": dict(S, SUMS=0, PREFETCH=0), "mma": dict(S, PREFETCH=0), "pf": S, "pf U4": dict(S, UNDERWAY=4),
+    "pf 256B": dict(S, CPHINT=1), "pf w3": dict(S, wgs=3), "c2": dict(C, PREFETCH=0), "c2 pf": C,
+    "c2g1": dict(G, PREFETCH=0), "c2g1 pf": G, "c2g1 pf U2": dict(G, UNDERWAY=2), "c2g1 pf 256B": dict(G, CPHINT=1),
+    "bulk pf": dict(S, BULK=1), "bulk c2 pf": dict(C, BULK=1), "bulk c2g1 pf": dict(G, BULK=1), "bulk s12 pf": dict(stages=12, BULK=1),
 }
 PRE = ((4096, 8192), (256, 131072))
 DEC = ((1, 1, 4096), (1, 1, 32768), (8, 1, 131072), (64, 1, 8192), (64, 1, 32768), (64, 1, 131072), (64, 2, 32768),
@@ -38,7 +43,7 @@ def patched(gpu, heads, paged, requests, queries, width, params):
     c = chosen
     per = c["config"].get("queries", 4) * (c["config"].get("wgs", 2) if c["config"].get("together", 1) else 1)
     units = requests * ceil_div(queries, per) * ceil_div(width, 64)
-    return Launch(c["kernel"], (least(c["config"].get("ctas", 1) * gpu.sms, units), 1, 1), params)
+    return Launch(c["kernel"], (least((1 if c["config"].get("one") else c["config"].get("ctas", 1)) * gpu.sms, units), 1, 1), params)
 m.launch = patched
 
 def main():
@@ -62,7 +67,7 @@ def main():
     torch.zeros(1, device="cuda"); start = time.time()
     def load(x):
         try: x["kernel"].load(0)
-        except Exception as e: x["error"] = str(e)[-300:]; print(x["config"], x["error"])
+        except Exception as e: x["error"] = str(e)[-300:]; print("no", x["config"])
     with ThreadPoolExecutor(12) as pool: list(pool.map(load, made.values()))
     print(f"compiled {len(made)} in {time.time() - start:.0f} s", flush=True)
     if "--one" in which:
@@ -73,30 +78,32 @@ def main():
         torch.cuda.synchronize()
         return
     for w, s in work:
-        case = bench.Case(w, s); sets = bench.inputs(case); candidates, names, first = [], [], None
-        for name in P if w == "prefill_logits" else D:
-            chosen = made[repr(config_of(w, s, name))]
-            if "error" in chosen: continue
-            calls = [lambda c=chosen, f=f: run(c, f) for f in bench.ours(case, sets)]
-            got = calls[0]()
-            torch.cuda.synchronize()
-            d = bench.check_logits(case, sets[0], got)
-            ends = (sets[0][5] if "prefill" in w else sets[0][3]).view(-1, 1)
-            seen = torch.arange(got.shape[1], device="cuda") < ends
-            got = torch.where(seen, got, 0)
-            same = first is None or torch.equal(first, got)
-            first = got if first is None else first
-            note = ("" if d < 5e-6 else f" DIFF {d:.1e}") + ("" if same else " BITS")
-            names.append(name + note); candidates.append(calls)
-        del got, seen, first
-        times = time_side_by_side(*candidates)
+        case = bench.Case(w, s); sets = bench.inputs(case); first = None
         peer = min(peers.get(case.name, {"": float("nan")}).values(), default=float("nan"))
-        print(f"{case.name}: peer {peer:.1f}; " + "; ".join(f"{n} {t:.1f}" for n, t in zip(names, times)), flush=True)
+        every = P if w == "prefill_logits" else D
+        for group in ("", "2|"):
+            candidates, names = [], []
+            for name in every:
+                chosen = made[repr(config_of(w, s, name))]
+                if "error" in chosen or name.startswith("2|") != bool(group): continue
+                calls = [lambda c=chosen, f=f: run(c, f) for f in bench.ours(case, sets)]
+                got = calls[0]()
+                torch.cuda.synchronize()
+                d = bench.check_logits(case, sets[0], got)
+                ends = (sets[0][5] if "prefill" in w else sets[0][3]).view(-1, 1)
+                seen = torch.arange(got.shape[1], device="cuda") < ends
+                got = torch.where(seen, got, 0)
+                names.append(name + (f" DIFF {d:.1e}" if d > 1e-7 else "")); candidates.append(calls)
+            if not names: continue
+            del got, seen
+            times = time_side_by_side(*candidates)
+            print(f"{case.name}: peer {peer:.1f}; " + "; ".join(f"{n} {t:.1f}" for n, t in zip(names, times)), flush=True)
         del sets, candidates; torch.cuda.empty_cache()
 
 def run(c, f):
     global chosen
     chosen = c
+    forget_calls()
     return f()
 
 if __name__ == "__main__":
