@@ -74,7 +74,7 @@ constexpr int PART_QUERIES = QUERIES / PARTS, PART_ROWS = PART_QUERIES * HEADS;
 constexpr int ITEMS = 2 * PART_QUERIES;          // sums of a lane: of two keys
 constexpr int MINE = ceil_div(PART_QUERIES, 2);  // queries whose logits a lane stores
 static_assert(PARTS == 1 || QUERIES % 4 == 0, "");
-constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 112;
+constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 104;
 static_assert(HEADS % 32 == 0 && STAGES >= PRODUCERS && STAGES > UNDERWAY * PRODUCERS, "");
 
 extern __shared__ uint8_t shared[];
