@@ -5,10 +5,6 @@
 // cp.async.cg: 16 bytes from global to shared memory past L1. If `valid` is false, zeros are written and nothing is
 // read.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid) {
-#ifdef CPHINT
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-    return;
-#endif
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 

@@ -15,13 +15,6 @@ __device__ __forceinline__ uint32_t opaque_value(uint32_t x) {
     return x;
 }
 
-// The same for floats: what is done with them is done from here on.
-template <int N>
-__device__ __forceinline__ void opaque_all(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-
 // threadIdx.x, read anew wherever it is asked for, so that nothing derived from it stays in registers.
 __device__ __forceinline__ int read_thread_index() {
     int thread;
