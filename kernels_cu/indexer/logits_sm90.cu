@@ -300,10 +300,8 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share) {
         ahead -= units;
     }
     underway.tell_all(lane);
-    if (warp == 0) {
-        wait_for_slot(turn, underway, lane);
-        if (lane == 0) sm.header[turn % SLOTS].units = 0;
-    }
+    wait_for_slot(turn, underway, lane);  // no warp may tell of a slot twice before another one did once
+    if (warp == 0 && lane == 0) sm.header[turn % SLOTS].units = 0;
     tell_of_slot(turn % SLOTS, warp, lane);
 }
 
