@@ -133,6 +133,15 @@ CACHE_OPS = [
         _beginning("pack", "gather", "concat"),
     )
 ]  # fmt: skip
+INDEXER = [
+    Group("indexer: prefill logits", "indexer", _beginning("prefill_logits"), 1.15),
+    Group("indexer: decode logits", "indexer", _beginning("decode_logits"), 1.1),
+    Group("indexer: prefill top-k", "indexer", _beginning("topk_prefill"), 2.0),
+    Group("indexer: decode top-k", "indexer", _beginning("topk_decode"), 1.4),
+    Group("indexer: prefill selection, logits to slots", "indexer", _beginning("select_prefill"), 1.3),
+    Group("indexer: decode selection, logits to slots", "indexer", _beginning("select_decode"), 1.3),
+    Group("indexer: portable kernel's logits", "indexer", _beginning("portable_"), 0.35),
+]
 
 
 def of_group(group: Group, rows: Iterable[Row]) -> list[float]:

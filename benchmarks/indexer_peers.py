@@ -1,6 +1,6 @@
 """The indexer's peers: DeepGEMM's logits and vLLM's compiled top-k, in a folder that `get_indexer_peers.sh` filled.
 
-Two versions cannot be loaded by one process, so each is timed by a process of its own (`indexer.py --times FOLDER`).
+Two versions cannot be loaded by one process, so each is timed by a process of its own (`indexer.py`).
 """
 
 from __future__ import annotations
@@ -15,30 +15,37 @@ from typing import Any
 
 import torch
 
+LIBRARY = "vllm_C.so"
 WORKSPACE_BYTES = 1 << 20  # of vLLM's top-k
 
 
+def unpack(folder: Path) -> Path:
+    """`deep_gemm.tar.xz` and `vllm_C.so.xz` of a folder, unpacked into a new one of its name."""
+    unpacked = Path(tempfile.mkdtemp()) / folder.name
+    with tarfile.open(folder / "deep_gemm.tar.xz") as archive:
+        archive.extractall(unpacked, filter="data")
+    (unpacked / LIBRARY).write_bytes(lzma.decompress((folder / f"{LIBRARY}.xz").read_bytes()))
+    return unpacked
+
+
 class Peers:
-    """What a folder holds: `deep_gemm.tar.xz` and `vllm_C.so.xz`.
+    """What an unpacked folder holds.
 
     Attributes:
         names: of vLLM's top-k kernels for decode that are there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        unpacked = Path(tempfile.mkdtemp(prefix="indexer_peers"))
-        with tarfile.open(folder / "deep_gemm.tar.xz") as archive:
-            archive.extractall(unpacked, filter="data")
-        library = unpacked / "vllm_C.so"
-        library.write_bytes(lzma.decompress((folder / "vllm_C.so.xz").read_bytes()))
+    def __init__(self, unpacked: Path, topk: bool = True) -> None:
         os.environ.setdefault("DG_JIT_CACHE_DIR", str(Path(tempfile.gettempdir()) / "deep_gemm_cache"))
         sys.path.insert(0, str(unpacked))
         import deep_gemm
 
         self._gemm: Any = deep_gemm
-        torch.ops.load_library(str(library))
-        self._ops = torch.ops._C
         self._legacy = hasattr(deep_gemm, "fp8_mqa_logits")
+        if not topk:
+            return
+        torch.ops.load_library(str(unpacked / LIBRARY))
+        self._ops = torch.ops._C
         self._workspace = torch.zeros(WORKSPACE_BYTES, device="cuda", dtype=torch.uint8)
         self.names = [n for n in ("persistent_topk", "cooperative_topk") if hasattr(self._ops, n)] + ["per_row"]
 

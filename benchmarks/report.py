@@ -16,6 +16,7 @@ from cases import (
     BATCHES,
     CACHE_OPS,
     DECODE,
+    INDEXER,
     PORTABLE,
     PREFILL,
     SMALL_PREFILL,
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
-GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE]
+GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE, *INDEXER]
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 
@@ -96,6 +97,7 @@ def readme() -> str:
         "FlashMLA's time / ours, so above 1 ours is faster. FlashMLA gets 8 to 32 heads padded to 64, not timed.\n"
         "Every row stands in [benchmarks/results](benchmarks/results/README.md); `python benchmarks/run.py` (extra\n"
         "`bench`) measures them again.",
+        indexer_peers(),
         ratio_table(),
         "![ratio to FlashMLA by kind of work](benchmarks/results/ratios.png)",
     ]
@@ -105,6 +107,8 @@ def readme() -> str:
         parts.append(
             "![decode of every batch size: time, the peer's, and the floor](benchmarks/results/decode_batches.png)"
         )
+    if load("indexer")["rows"]:
+        parts.append("![indexer: time of every row, and the best peer's](benchmarks/results/indexer.png)")
     if load("accuracy")["rows"]:
         parts.append(
             "Distance to float64 on the same (dequantized) rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse:"
@@ -117,6 +121,16 @@ def readme() -> str:
         )
         parts += [host_table(), new_sizes_table()]
     return "\n\n".join(filter(None, parts))
+
+
+def indexer_peers() -> str:
+    """What the indexer's rows are measured beside."""
+    if not load("indexer")["rows"]:
+        return ""
+    return (
+        "The indexer's rows are beside the fastest of what vLLM 0.22 and 0.33 ship: DeepGEMM's logits, vLLM's top-k,\n"
+        "and for selection both of them and our conversion to slots."
+    )
 
 
 def ways(record: str, heading: str, first: str, second: str, digits: int) -> str:
@@ -280,6 +294,33 @@ def plot_prefill(record: Path) -> Path:
     return _save(figure, record.with_suffix(".png"))
 
 
+def plot_indexer(record: Path) -> Path:
+    """Time of every row, ours and the best peer's, on logarithmic axes: a panel a kind of work."""
+    pyplot = _pyplot()
+    panels: dict[str, list[Row]] = {}
+    for row in json.loads(record.read_text())["rows"]:
+        panels.setdefault(row["work"], []).append(row)
+    most = max(map(len, panels.values()), default=1)
+    height = -(-len(panels) // 2)
+    figure, grid = pyplot.subplots(max(height, 1), 2, figsize=(10, max(height, 1) * (0.2 * most + 1.2)), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    for axes, (work, rows) in zip(grid.flat, panels.items(), strict=False):
+        rows.sort(key=lambda row: row["peer_us"])
+        for shift, key, label, color in (
+            (-0.2, "peer_us", "best peer", "tab:gray"),
+            (0.2, "ours_us", "cupy_mla", "tab:green"),
+        ):
+            axes.barh([i + shift for i in range(len(rows))], [row[key] for row in rows], 0.4, label=label, color=color)
+        axes.set_yticks(range(len(rows)), [row["case"].removeprefix(work).strip() for row in rows], fontsize=6)
+        axes.set_xscale("log")
+        axes.set_title(work.replace("_", " "), fontsize=8)
+        axes.set_xlabel("µs", fontsize=7)
+        axes.tick_params(axis="x", labelsize=7)
+    grid[0][0].legend(fontsize=7)
+    return _save(figure, record.with_suffix(".png"))
+
+
 def _queries(row: Row) -> int:
     n = numbers(row["case"])
     return n["b"] * n["s_q"]
@@ -312,6 +353,8 @@ def write() -> None:
         plot_batches(RESULTS / "decode_batches.json")
     if load("sparse_prefill")["rows"]:
         plot_prefill(RESULTS / "sparse_prefill.json")
+    if load("indexer")["rows"]:
+        plot_indexer(RESULTS / "indexer.json")
 
 
 def take_part(path: Path) -> None:

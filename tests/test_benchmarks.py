@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -193,7 +194,14 @@ def test_plots(module, tmp_path):
         for h in (8, 64)
     ]
     (tmp_path / "sparse_prefill.json").write_text(json.dumps({"rows": rows}))
+    rows = [
+        {"case": f"{work} {m} x 8192", "work": work, "ours_us": m, "peer_us": 2 * m, "ratio": 2}
+        for work in ("prefill_logits", "topk_prefill", "select_prefill")
+        for m in (256, 4096)
+    ]
+    (tmp_path / "indexer.json").write_text(json.dumps({"rows": rows}))
     for path in (
+        report.plot_indexer(tmp_path / "indexer.json"),
         report.plot_decode(tmp_path / "sparse_decode.json"), report.plot_prefill(tmp_path / "sparse_prefill.json"),
         report.plot_ratios(tmp_path / "ratios.png"),
     ):  # fmt: skip
@@ -217,6 +225,106 @@ def test_plots_of_the_records_show_every_row_and_label_every_axis(module, monkey
         assert {int(label.get_text()) for label in axes.get_xticklabels()} == set(line.get_xdata())
     prefill = report.plot_prefill(BENCHMARKS / "results" / "sparse_prefill.json")
     assert all(axes.get_xlabel() for axes in prefill.axes)
+
+
+@pytest.fixture
+def indexer(harness, module) -> ModuleType:
+    return module("indexer")
+
+
+def test_shapes_of_the_indexer(indexer):
+    """The important ones first, then five prefills and ten decodes drawn anew."""
+    one, same, other = (indexer.shapes(np.random.default_rng(seed), False) for seed in (1, 1, 2))
+    fixed = {*indexer.PREFILLS, *indexer.DECODES}
+    assert one == same != other
+    assert one[: len(indexer.QUICK)] == indexer.shapes(np.random.default_rng(1), True) == [*indexer.QUICK]
+    assert {*one[: len(fixed)]} == fixed
+    assert [len(shape) for shape in one[len(fixed) :]].count(2) == 5
+    assert [len(shape) for shape in one[len(fixed) :]].count(3) == 10
+    for shape in one:
+        assert all(size > 0 for size in shape)
+        assert shape[-1] >= shape[-2]
+
+
+def test_every_row_of_the_indexer_is_in_one_group(indexer, module):
+    cases = module("cases")
+    rows = [{"case": case.name, "ratio": 1} for shape in ((7, 90), (2, 1, 90)) for case in indexer.cases(shape)]
+    assert len({row["case"] for row in rows}) == 8
+    for row in rows:
+        assert sum(len(cases.of_group(group, [row])) for group in cases.INDEXER) == 1
+
+
+class FakePeer:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.process = SimpleNamespace(kill=lambda: None)
+
+    def ask(self, case, deadline) -> dict[str, float]:
+        self.asked.append(case.name)
+        return {} if case.work == "topk_decode" else {"slow": 5.0, "fast": 3.0}
+
+
+def run_indexer(indexer, harness, monkeypatch, tmp_path, *arguments: str) -> tuple[dict, FakePeer]:
+    peer = FakePeer()
+    monkeypatch.setattr(indexer, "started", lambda shapes, deadline: [peer])
+    monkeypatch.setattr(indexer.Inputs, "of", lambda self, case: [()])
+    monkeypatch.setattr(indexer.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(indexer, "ours", lambda case, sets: [lambda: None])
+    monkeypatch.setattr(indexer, "check_logits", lambda *a: 1e-9)
+    monkeypatch.setattr(indexer, "check_topk", lambda *a: 1)
+    monkeypatch.setattr(indexer, "time_side_by_side", lambda calls: (2.0,))
+    monkeypatch.setattr(harness, "environment", dict)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("CUPY_MLA_INDEXER_KERNELS", "")
+    monkeypatch.setattr(sys, "argv", ["indexer.py", *arguments])
+    indexer.main()
+    return json.loads(next(tmp_path.glob("indexer*.json")).read_text()), peer
+
+
+def test_rows_of_the_indexer(indexer, harness, monkeypatch, tmp_path):
+    """The best peer counts; portable logits have the times of the others; rows without a peer are left out."""
+    record, peer = run_indexer(indexer, harness, monkeypatch, tmp_path, "--seed", "3")
+    works = {case.work for shape in ((7, 90), (2, 1, 90)) for case in indexer.cases(shape)}
+    assert {row["work"] for row in record["rows"]} == works - {"topk_decode"}
+    assert {(row["ours_us"], row["peer_us"], row["peer"], row["ratio"]) for row in record["rows"]} == {
+        (2.0, 3.0, "fast", 1.5)
+    }
+    assert record["seed"] == 3
+    assert record["left_out"]
+    assert all(name.startswith("topk_decode") for name in record["left_out"])
+    assert len(peer.asked) == len({*peer.asked})
+    assert not any(name.startswith("portable") for name in peer.asked)
+
+
+def test_rows_of_the_indexer_that_a_limit_leaves_out(indexer, harness, monkeypatch, tmp_path):
+    record, peer = run_indexer(indexer, harness, monkeypatch, tmp_path, "--limit", "-1", "--quick")
+    assert record["rows"] == peer.asked == []
+    assert len(record["left_out"]) == 4 * len(indexer.QUICK)
+
+
+def test_a_peer_in_a_process(indexer):
+    """Its times by its name; none where it has ended or answers too late."""
+    process = object.__new__(indexer.PeerProcess)
+    process.name = "version"
+    process._pipe, theirs = indexer.SPAWN.Pipe()
+    case = indexer.Case("prefill_logits", (7, 90))
+    assert process.ask(case, time.monotonic()) == {}
+    theirs.send({"kernel": 2.0})
+    assert process.ask(case, time.monotonic() + 9) == {"kernel (version)": 2.0}
+    assert theirs.recv() == case
+    theirs.close()
+    assert process.ask(case, time.monotonic() + 9) == {}
+
+
+def test_the_readme_shows_the_indexer_once_there_is_a_record(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "portable.json").write_text(json.dumps({"gpu": "G", "driver": "1", "rows": []}))
+    assert "indexer" not in report.readme()
+    rows = [{"case": f"topk_prefill {m} x 9", "ratio": 2.0} for m in (3, 4)]
+    (tmp_path / "indexer.json").write_text(json.dumps({"rows": rows}))
+    assert "| indexer: prefill top-k | 2 | 2.00 | 2.00 | 2.00 |" in report.readme()
+    assert "indexer.png" in report.readme()
 
 
 class Engine:

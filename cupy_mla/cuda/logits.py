@@ -202,27 +202,25 @@ class Chooser:
 
     Attributes:
         aligned: keys allow 16-byte loads.
-        compact: results start at the first key that a query sees.
         depends_on: tells what the choice depends on beside the arguments.
     """
 
     capability: int
     aligned: bool
-    compact: bool
 
     depends_on: ClassVar[staticmethod[[], str | None]] = staticmethod(asked_kernel)
 
     def __call__(self, heads: int) -> Choice:
-        return choose(self.capability, self.aligned, asked_kernel(), self.compact)
+        return choose(self.capability, self.aligned, asked_kernel())
 
 
-def choose(capability: int, aligned: bool, asked: str | None, compact: bool = False) -> Choice:
+def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
     """The kernel that makes logits, or the one that is asked for.
 
     Raises:
         ValueError: no kernel has that name, or it cannot serve this call.
     """
-    hopper = capability == 90 and aligned and not compact
+    hopper = capability == 90 and aligned
     if not asked:
         return Choice(SM90 if hopper else PORTABLE)
     if asked not in NAMES:
@@ -231,7 +229,6 @@ def choose(capability: int, aligned: bool, asked: str | None, compact: bool = Fa
         raise ValueError(
             f"{VARIABLE} is {asked}, which cannot serve this call: compute capability {capability / 10}"
             + ("" if aligned else ", keys not aligned to 16 bytes")
-            + (", compact rows" if compact else "")
         )
     return Choice(asked)
 
@@ -247,8 +244,8 @@ def _launch(
     params: Packed,
     compact: bool = False,
 ) -> Launch:
-    if looked_up(Chooser(gpu.capability, aligned, compact), heads).kernel == SM90:
-        return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params)
+    if looked_up(Chooser(gpu.capability, aligned), heads).kernel == SM90:
+        return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params, compact)
     padded = next(padded for padded in HEADS if heads <= padded)
     rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ..layouts import INDEXER_FP8
-from ..sizes import least
+from ..sizes import least, most
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -16,31 +16,43 @@ from .program import Launch
 from .structs import Packed
 
 HEADS = (32, 64)  # index heads that kernels are compiled for; fewer are padded
-WARPGROUP_KEYS = 64
+UNIT = 64  # keys
+FEW_UNITS = 100  # an SM: up to so many, a second CTA of an SM costs more than it hides
 
 
 class Tile(NamedTuple):
     """What a CTA works on at a time.
 
     Attributes:
-        rows: queries times heads.
-        warpgroups: each has keys of its own.
+        rows: queries times heads of a warpgroup.
+        warpgroups: that multiply.
+        together: each warpgroup has queries of its own, and all work on the same keys.
+        stages: units of keys that are under way or in work.
+        ctas: that fit an SM.
     """
 
     rows: int
     warpgroups: int
+    together: bool
+    stages: int
+    ctas: int = 1
+
+    def queries(self, heads: int) -> int:
+        """Of the whole tile."""
+        return self.rows // heads * (self.warpgroups if self.together else 1)
 
 
-MANY = Tile(256, 2)
-FEW = (Tile(64, 4), Tile(128, 3))  # for fewer rows: more keys are under way
+MANY = Tile(128, 4, True, 10)
+FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
 
 
 @cache
-def kernel(heads: int, tile: Tile, paged: bool) -> Kernel:
-    """The kernel for so many heads."""
+def kernel(heads: int, tile: Tile, paged: bool, compact: bool = False) -> Kernel:
+    """The kernel for so many heads; `compact`: results start at the first key that a query sees."""
     defines = {
         **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
-        "PAGED": int(paged), "ALIGNED": 1,
+        "TOGETHER": int(tile.together), "STAGES": tile.stages, "CTAS_PER_SM": tile.ctas, "PAGED": int(paged),
+        "ALIGNED": 1, "COMPACT": int(compact),
     }  # fmt: skip
     return Kernel("indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", overlaps=True)
 
@@ -48,15 +60,32 @@ def kernel(heads: int, tile: Tile, paged: bool) -> Kernel:
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for heads in HEADS:
-        yield kernel(heads, MANY, False)
         for tile in (*FEW, MANY):
             yield kernel(heads, tile, True)
+        for tile in (FEW[-1], MANY):
+            for compact in (False, True):
+                yield kernel(heads, tile, False, compact)
 
 
-def launch(gpu: Gpu, heads: int, paged: bool, requests: int, queries: int, width: int, params: Packed) -> Launch:
+def tile_for(heads: int, queries: int, paged: bool) -> Tile:
+    """The tile for requests of so many queries each, keys in rows or paged."""
+    few = FEW if paged else FEW[-1:]
+    return next((tile for tile in few if queries * heads <= tile.rows), MANY)
+
+
+def launch(
+    gpu: Gpu,
+    heads: int,
+    paged: bool,
+    requests: int,
+    queries: int,
+    width: int,
+    params: Packed,
+    compact: bool = False,
+) -> Launch:
     """The launch for requests of `queries` queries each over at most `width` keys."""
     padded = next(padded for padded in HEADS if heads <= padded)
-    tile = next((tile for tile in FEW if paged and queries * padded <= tile.rows), MANY)
-    tiles = requests * ceil_div(queries, tile.rows // padded)
-    blocks = least(gpu.sms, tiles * ceil_div(width, tile.warpgroups * WARPGROUP_KEYS))
-    return Launch(kernel(padded, tile, paged), (blocks, 1, 1), params)
+    tile = tile_for(padded, queries, paged)
+    units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
+    ctas = 1 if tile.ctas == 1 or units <= FEW_UNITS * gpu.sms else tile.ctas
+    return Launch(kernel(padded, tile, paged, compact), (least(ctas * gpu.sms, units), 1, 1), params)

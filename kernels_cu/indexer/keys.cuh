@@ -1,4 +1,4 @@
-// Keys on their way into fragments of mma's and wgmma's A operand, straight from global memory.
+// Keys on their way into fragments of mma's A operand, straight from global memory.
 //
 // A warp has 16 keys, or 32. Lane l looks up where key l % 16 (or l) stands. Lane 4 g + t then reads of keys g, g + 8,
 // ... their 16-byte chunks t and t + 4. The order of k is free as long as both operands agree: in mma step 2 h + s, of 32

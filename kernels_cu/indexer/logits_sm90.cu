@@ -1,176 +1,468 @@
-// The indexer's logits on Hopper: wgmma on e4m3, keys in rows, or in a paged cache.
+// The indexer's logits on Hopper: wgmma on e4m3, sums over heads by mma; keys in rows, or in a paged cache.
 //
-//   grid        as many CTAs as the GPU runs at a time; each takes an equal share of the units of keys (work.cuh)
-//   warpgroup   works alone, on the tile's QUERIES queries and 64 of a unit's keys. What one does between two products
-//               is hidden behind the products of the others
-//     a tile    its queries to shared memory, its weights to registers
-//     a unit    keys x heads: A are keys in registers, B queries in shared memory; one wgmma group of 4 steps
-//               load: the keys of the next unit; where they stand was looked up a round earlier
-//               sum: relu, times the head's weight, in float32, over a lane's heads, then over the four lanes of a
-//               quad: each lane is left with a query of each group of four, and stores its logits of two keys
-//   end         -inf for the keys that no unit covers, if asked
+//   grid   as many CTAs as the GPU runs at a time, each with an equal share of the units of keys (work.cuh)
+//   tile   TILE_QUERIES queries and those units of their keys that fall into the CTA's share
+//   unit   64 keys: a stage of the ring
 //
-// The order of k is that of keys.cuh: of the 16 words of half a key, word 4 t + r is multiplied as word t of part r. So
-// the words of half a row of queries are transposed as a matrix of 4 x 4, and stand as wgmma's B operand, 128-byte
-// swizzle.
+//   producer warpgroup        queries, weights and what the tile is, by all four warps: to one of two slots
+//                             keys and scales, each warp every fourth unit: to the ring
+//                               |
+//                               | cp.async, 128-byte swizzle
+//                               v
+//   WARPGROUPS of math   A B A B     A: keys x (queries x heads), one wgmma group of 4 steps, both operands in shared
+//                          A B A B      memory; behind it, the logits of the unit before are stored
+//                        time ->     B: relu, to bfloat16, then mma with the weights: the sums over heads
 //
-// Shared memory: 128 bytes a query and head, a copy for each warpgroup: 32 to 64 KB, and 1 KB to align them.
+// While one math warpgroup sums, others multiply. TOGETHER (prefill): each has QUERIES queries of its own, and all work
+// on every unit. Otherwise they have the same queries and take turns with the units.
+//
+// mma's B has the weights of 16 heads in all 8 columns: in even ones rounded to bfloat16, in odd ones what that rounded
+// off. So a column pair is the sum under weights of 16 bits, only the products' relu is rounded to bfloat16, and every
+// lane has sums of its own: of keys g and g + 8, for all queries.
+//
+// COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
+//
+// Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes and their scales.
 #include "indexer/keys.cuh"
-#include "ptx/arithmetic.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/named_barrier.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
 
-constexpr int THREADS = 128 * WARPGROUPS;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int PRODUCERS = 4;  // warps
+constexpr int UNIT = 64;
 constexpr int ROWS = QUERIES * HEADS;  // columns of wgmma
-constexpr int KEYS = 64, UNIT = KEYS * WARPGROUPS;
-constexpr int TILE_BYTES = ROWS * KEY_BYTES;
+constexpr int TILE_QUERIES = TOGETHER ? QUERIES * WARPGROUPS : QUERIES;
+constexpr int TILE_ROWS = TILE_QUERIES * HEADS;
+constexpr int STAGE_BYTES = UNIT * KEY_BYTES, SLOT_BYTES = TILE_ROWS * KEY_BYTES;
 constexpr int LINE_GROUP = 8 * LINE_BYTES;  // what the swizzle repeats after
-constexpr int MINE = ceil_div(QUERIES, 4);  // queries whose logits a lane stores
+constexpr int SLOTS = 2;
 static_assert(HEADS % 32 == 0, "");
+
+// Copies to the ring become visible to wgmma by a fence. Where there are many units, a producer warp waits for the
+// copies of a unit when UNDERWAY more are under way, fences and tells; otherwise the copies themselves tell, which is
+// sooner, and each math warpgroup fences.
+constexpr int UNDERWAY = TOGETHER ? 2 : 0;
+static_assert(STAGES > UNDERWAY * PRODUCERS && STAGES >= PRODUCERS, "");
+
+// Registers of a thread. More than the CTA was given at its launch would never come free: the last warpgroup that asks
+// would wait for ever.
+constexpr bool MOVES_REGISTERS = CTAS_PER_SM == 1;
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 104;
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+static_assert(!MOVES_REGISTERS ||
+                  128 * (WARPGROUPS * MATH_REGISTERS + PRODUCER_REGISTERS) <= THREADS * LAUNCH_REGISTERS,
+              "");
 
 extern __shared__ uint8_t shared[];
 
-__device__ __forceinline__ int this_warpgroup() { return uniform(threadIdx.x / 128); }
-__device__ __forceinline__ void meet_warpgroup() { named_barrier_sync(1 + this_warpgroup(), 128); }
+// What the producer tells of a tile.
+struct Header {
+    int units;      // 0: there are no more tiles
+    int first_key;  // of the first unit
+    int row;        // of the logits, of the first query
+    int count;      // queries
+    KeyRange range[TILE_QUERIES];
+};
 
-// The warpgroup's copy of the tile's queries.
-__device__ __forceinline__ uint32_t query_rows() {
-    return (shared_address(shared) + LINE_GROUP - 1) / LINE_GROUP * LINE_GROUP + this_warpgroup() * TILE_BYTES;
+struct Small {
+    float scales[STAGES][UNIT];
+    float weights[SLOTS][TILE_ROWS];
+    uint32_t exists[STAGES][2];  // a bit a key
+    Header header[SLOTS];
+    uint64_t full[STAGES], empty[STAGES], slot_full[SLOTS], slot_empty[SLOTS];
+};
+constexpr int RING_AT = SLOTS * SLOT_BYTES, SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
+
+__device__ __forceinline__ uint8_t* aligned_shared() { return shared + (0u - shared_address(shared)) % LINE_GROUP; }
+__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(aligned_shared() + SMALL_AT); }
+__device__ __forceinline__ uint32_t slot_rows(int slot) {
+    return shared_address(aligned_shared()) + slot * SLOT_BYTES;
+}
+__device__ __forceinline__ uint32_t stage_rows(int stage) {
+    return shared_address(aligned_shared()) + RING_AT + stage * STAGE_BYTES;
 }
 
-// The queries to shared memory; heads and queries that do not exist are zeros.
-__device__ __forceinline__ void load_queries(const LogitsParams& p, const QueryTile& tile) {
-    const uint32_t rows = query_rows();
-    for (int item = threadIdx.x % 128; item < ROWS * 2; item += 128) {
-        const int row = item / 2, half = item % 2, query = row / HEADS, head = row % HEADS;
-        Vec16 x[4] = {};
-        if (query < tile.count && head < p.heads) {
-            const uint8_t* from = p.q8 + tile.request * p.q_request + (tile.first + query) * p.q_query;
-#pragma unroll
-            for (int t = 0; t < 4; ++t) x[t] = reinterpret_cast<const Vec16*>(from + head * p.q_head + 64 * half)[t];
-        }
-        const int chunk = 4 * half;
-        store_shared_16(swizzled(rows, row, chunk), {x[0].x, x[1].x, x[2].x, x[3].x});
-        store_shared_16(swizzled(rows, row, chunk + 1), {x[0].y, x[1].y, x[2].y, x[3].y});
-        store_shared_16(swizzled(rows, row, chunk + 2), {x[0].z, x[1].z, x[2].z, x[3].z});
-        store_shared_16(swizzled(rows, row, chunk + 3), {x[0].w, x[1].w, x[2].w, x[3].w});
-    }
-}
+// A place in the ring, and the parity of its current round.
+struct Place {
+    int stage;
+    uint32_t round;
 
-// What a lane needs of its queries: weights of its accumulators' columns, and what of the queries it stores.
-struct Queries {
-    float w[ROWS / 4];  // of columns 8 j + 2 t + k: 2 j + k
-    KeyRange range[MINE];
-    float* out[MINE];  // null where there is no such query
-
-    __device__ __forceinline__ void load(const LogitsParams& p, const QueryTile& tile) {
-        const int t = threadIdx.x % 4;
-        const int64_t row = tile.row(p, 0);
-#pragma unroll
-        for (int i = 0; i < ROWS / 4; ++i) {
-            const int column = 8 * (i / 2) + 2 * t + i % 2, query = column / HEADS, head = column % HEADS;
-            w[i] = query < tile.count && head < p.heads ? p.w[(row + query) * p.w_stride + head] : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < MINE; ++i) {
-            const int query = 4 * i + t;
-            const bool exists = query < tile.count;
-            range[i] = exists ? range_of_query(p, tile.request, tile.first + query) : KeyRange{0, 0};
-            out[i] = exists ? p.out + (row + query) * p.out_stride : nullptr;
+    __device__ __forceinline__ void advance(int by) {
+        stage += by;
+        if (stage >= STAGES) {
+            stage -= STAGES;
+            round ^= 1;
         }
     }
 };
 
-// c = keys x heads.
-__device__ __forceinline__ void multiply(float (&c)[ROWS / 2], const Keys<2>& keys, uint64_t queries) {
-    uint32_t a[4][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const Vec16 &x = keys.chunk[0][half], &y = keys.chunk[1][half];
-        const uint32_t of_steps[8] = {x.x, y.x, x.y, y.y, x.z, y.z, x.w, y.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) a[2 * half + i / 4][i % 4] = of_steps[i];
+__device__ __forceinline__ void init_barriers() {
+    Small& sm = small();
+    for (int i = 0; i < STAGES; ++i) {
+        mbarrier_init(shared_address(&sm.full[i]), UNDERWAY ? 1 : 33);
+        mbarrier_init(shared_address(&sm.empty[i]), 4 * (TOGETHER ? WARPGROUPS : 1) * WARP_ARRIVALS);
     }
-    wgmma_fence();
-    wgmma_e4m3<Sum::SET>(c, a[0], queries);
-#pragma unroll
-    for (int step = 1; step < 4; ++step) wgmma_e4m3<Sum::ADD>(c, a[step], wgmma_further(queries, 32 * step));
-    wgmma_commit();
-    wgmma_wait<0>();
+    for (int i = 0; i < SLOTS; ++i) {
+        mbarrier_init(shared_address(&sm.slot_full[i]), 32 * PRODUCERS + 1);
+        mbarrier_init(shared_address(&sm.slot_empty[i]), 4 * WARPGROUPS * WARP_ARRIVALS);
+    }
+    mbarrier_init_fence();
 }
 
-// Sums of a lane's columns, of key g or g + 8, for four queries from `first` on; then over the quad. Returns the logit,
-// without the key's scale, of query first + t.
-__device__ __forceinline__ float weighted_sum(const float (&c)[ROWS / 2], const Queries& queries, int first, int key) {
-    float sum[4] = {};
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-        const int query = first + q;
-        if (query >= QUERIES) break;
-#pragma unroll
-        for (int i = 0; i < HEADS / 4; ++i) {
-            const int column = query * HEADS / 4 + i;  // of this lane
-            const float dot = c[column / 2 * 4 + 2 * key + column % 2];
-            sum[q] = fmaf(max_or_nan(dot, 0.0f), queries.w[column], sum[q]);
-        }
-    }
-    return quad_sum_of_mine(sum, threadIdx.x % 4);
+// --- producer -------------------------------------------------------------------------------------------------
+
+// As range_of_tile, by a warp; `mine` is the range of the lane's query, if it has one.
+__device__ __forceinline__ KeyRange range_of_tile(const LogitsParams& p, const QueryTile& tile, int lane,
+                                                  KeyRange& mine) {
+    mine = lane < tile.count ? range_of_query(p, tile.request, tile.first + lane) : KeyRange{0, 0};
+    const bool any = mine.begin < mine.end;
+    const int begin = __reduce_min_sync(~0u, any ? mine.begin : p.width);
+    return {begin / ALIGNED_KEYS * ALIGNED_KEYS, __reduce_max_sync(~0u, any ? mine.end : 0)};
 }
 
-__device__ __forceinline__ void work_on(const LogitsParams& p, const QueryTile& tile, const KeyRange& range, int unit,
-                                        int units) {
-    const int lane = threadIdx.x % 32, g = lane / 4;
-    const int of_warp = range.begin + this_warpgroup() * KEYS + threadIdx.x % 128 / 32 * 16;
-    const auto first_key = [&](int u) { return of_warp + (unit + u) * UNIT; };
-    const int end = min(range.end, range.begin + (unit + units) * UNIT);
+// Queries and weights of a tile; heads and queries that do not exist are zeros.
+__device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryTile& tile, int slot, int thread) {
+    const uint32_t rows = slot_rows(slot);
+    const uint8_t* q8 = p.q8 + tile.request * p.q_request + tile.first * p.q_query;
+#pragma unroll 4
+    for (int item = thread; item < TILE_ROWS * 8; item += 32 * PRODUCERS) {
+        const int row = item / 8, chunk = item % 8, query = row / HEADS, head = row % HEADS;
+        cp_async_16(swizzled(rows, row, chunk), q8 + query * p.q_query + head * p.q_head + 16 * chunk,
+                    query < tile.count && head < p.heads);
+    }
+    const uint32_t weights = shared_address(small().weights[slot]);
+    const float* w = p.w + tile.row(p, 0) * p.w_stride;
+#pragma unroll 4
+    for (int row = thread; row < TILE_ROWS; row += 32 * PRODUCERS) {
+        const int query = row / HEADS, head = row % HEADS;
+        cp_async_4(weights + 4 * row, w + query * p.w_stride + head, query < tile.count && head < p.heads);
+    }
+}
 
-    Keys<2> keys = {};
-    keys.load(p, block_of_key(p, tile.request, first_key(0) + lane % 16, end), first_key(0) + lane % 16, end);
-    KeyBlock next = block_of_key(p, tile.request, first_key(1) + lane % 16, end);
-    meet_warpgroup();  // all have multiplied with the queries before
-    load_queries(p, tile);
-    Queries queries;
-    queries.load(p, tile);
-    fence_proxy_async();
-    meet_warpgroup();
-    const uint64_t rows = wgmma_operand(query_rows(), LINE_GROUP, 16);
+// Where the keys `lane` and `lane` + 32 of a unit are to be looked for.
+struct UnitBlocks {
+    KeyBlock at[2];
 
-#pragma unroll 1
-    for (int u = 0; u < units; ++u) {
-        float c[ROWS / 2];
-        multiply(c, keys, rows);
-        const float scale = keys.scale;
-        const bool exists = keys.exists;
-        keys.load(p, next, first_key(u + 1) + lane % 16, end);
-        next = block_of_key(p, tile.request, first_key(u + 2) + lane % 16, end);
+    __device__ __forceinline__ void find(const LogitsParams& p, int request, int first, int end, int lane) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float of_key = __shfl_sync(~0u, scale, g + 8 * i);
-            const int key = first_key(u) + g + 8 * i, asked = __shfl_sync(~0u, exists, g + 8 * i) ? key : -1;
+        for (int i = 0; i < 2; ++i) at[i] = block_of_key(p, request, first + 32 * i + lane, end);
+    }
+};
+
+// A unit's keys and scales to a stage. Keys that do not exist are zeros.
+__device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlocks& blocks, int first, int end,
+                                          int stage, int lane) {
+    Small& sm = small();
+    const int row = lane / 8, chunk = lane % 8;  // of four rows that the warp copies at a time
+    const uint32_t to = stage_rows(stage) + row * LINE_BYTES;
+    const uint32_t to_chunk[2] = {to + swizzle(row, chunk), to + swizzle(row + 4, chunk)};
+    const uint32_t scales = shared_address(sm.scales[stage]) + 4 * lane;
+    const auto copy_row = [&](int i, const uint8_t* from, bool exists) {
+        cp_async_16(to_chunk[i % 2] + 4 * i * LINE_BYTES, from + 16 * chunk, exists);
+    };
+    uint32_t exists[2] = {~0u, ~0u};
+    if constexpr (!PAGED) {
+        const uint8_t* from = p.keys + (first + row) * p.key_stride;
 #pragma unroll
-            for (int j = 0; j < MINE; ++j) {
-                const float logit = weighted_sum(c, queries, 4 * j, i) * of_key;
-                if (queries.out[j] != nullptr && key < p.width)
-                    queries.out[j][key] = queries.range[j].has(asked) ? logit : -INF;
+        for (int i = 0; i < 16; ++i) copy_row(i, from + 4 * i * p.key_stride, first + 4 * i + row < end);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            cp_async_4(scales + 128 * i, p.scales + first + 32 * i + lane, first + 32 * i + lane < end);
+    } else if (p.table.block_size.value % UNIT == 0) {  // a unit stands in one block
+        const KeyBlock at = {__shfl_sync(~0u, blocks.at[0].block, 0), __shfl_sync(~0u, blocks.at[0].offset, 0)};
+        const KeyPlace place = place_of_key(p, at, first, end);
+        const bool there = place.data >= 0;
+        const uint8_t* from = p.keys + place.data + row * KEY_BYTES;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) copy_row(i, from + 4 * i * KEY_BYTES, there);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) cp_async_4(scales + 128 * i, place.scale + 32 * i + lane, there);
+        if (!there) exists[0] = exists[1] = 0;
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const KeyPlace place = place_of_key(p, blocks.at[half], first + 32 * half + lane, end);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int64_t from = __shfl_sync(~0u, place.data, 4 * i + row);
+                copy_row(8 * half + i, p.keys + from, from >= 0);
             }
+            cp_async_4(scales + 128 * half, place.scale, place.data >= 0);
+            exists[half] = __ballot_sync(~0u, place.data >= 0);
+        }
+    }
+    if (lane == 0) {
+        sm.exists[stage][0] = exists[0];
+        sm.exists[stage][1] = exists[1];
+    }
+}
+
+// How a producer warp tells that units are there.
+struct Underway {
+    Place oldest;
+    int count;
+
+    // The copies of a unit were started.
+    __device__ __forceinline__ void add(int stage, int lane) {
+        if constexpr (UNDERWAY == 0) {
+            const uint32_t full = shared_address(&small().full[stage]);
+            if (lane == 0) mbarrier_arrive(full);
+            mbarrier_arrive_after_copies(full);
+        } else {
+            cp_async_commit();
+            if (++count <= UNDERWAY) return;
+            cp_async_wait<UNDERWAY>();
+            tell(lane);
+        }
+    }
+    __device__ __forceinline__ void tell_all(int lane) {
+        if (count == 0) return;
+        cp_async_wait<0>();
+        while (count > 0) tell(lane);
+    }
+
+  private:
+    // The oldest unit's copies are done.
+    __device__ __forceinline__ void tell(int lane) {
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared_address(&small().full[oldest.stage]));
+        oldest.advance(PRODUCERS);
+        --count;
+    }
+};
+
+// Wait until the slot of tile number `turn` is free; `underway` may hold what frees it.
+__device__ __forceinline__ void wait_for_slot(int turn, Underway& underway, int lane) {
+    const uint32_t empty = shared_address(&small().slot_empty[turn % SLOTS]), parity = turn / SLOTS % 2 ^ 1;
+    if (UNDERWAY && !__all_sync(~0u, mbarrier_done(empty, parity))) underway.tell_all(lane);
+    mbarrier_wait(empty, parity);
+}
+
+// Tell that `warp` has filled its part of a slot; the first warp has filled the header too.
+__device__ __forceinline__ void tell_of_slot(int slot, int warp, int lane) {
+    const uint32_t full = shared_address(&small().slot_full[slot]);
+    if (warp == 0) {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(full);
+    }
+    mbarrier_arrive_after_copies(full);
+}
+
+__device__ __forceinline__ void produce(const LogitsParams& p, Share share) {
+    Small& sm = small();
+    const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x % 128 / 32);
+    Place place = {warp, 1};  // the first wait for each stage returns at once
+    int ahead = warp;         // units before this warp's next one
+    int turn = 0;
+    Underway underway = {place, 0};
+    while (share.count > 0) {
+        const QueryTile tile = tile_of<TILE_QUERIES>(p, share.tile);
+        KeyRange mine;
+        const KeyRange range = range_of_tile(p, tile, lane, mine);
+        const int unit = share.unit, units = min(share.count, units_in<UNIT>(range) - unit);
+        share = {share.tile + 1, 0, share.count - units};
+        if (units <= 0) continue;
+
+        const int slot = turn % SLOTS;
+        wait_for_slot(turn++, underway, lane);
+        copy_queries(p, tile, slot, threadIdx.x % 128);
+        if (warp == 0) {
+            Header& h = sm.header[slot];
+            if (lane == 0) h.units = units, h.first_key = range.begin + unit * UNIT;
+            if (lane == 1) h.row = int(tile.row(p, 0)), h.count = tile.count;
+            if (lane < TILE_QUERIES) h.range[lane] = mine;
+        }
+        tell_of_slot(slot, warp, lane);
+
+        const auto first_key = [&](int u) { return range.begin + (unit + u) * UNIT; };
+        UnitBlocks next;
+        next.find(p, tile.request, first_key(ahead), range.end, lane);
+#pragma unroll 1
+        for (; ahead < units; ahead += PRODUCERS) {
+            const UnitBlocks blocks = next;
+            next.find(p, tile.request, first_key(ahead + PRODUCERS), range.end, lane);
+            mbarrier_wait(shared_address(&sm.empty[place.stage]), place.round);
+            copy_unit(p, blocks, first_key(ahead), range.end, place.stage, lane);
+            underway.add(place.stage, lane);
+            place.advance(PRODUCERS);
+        }
+        ahead -= units;
+    }
+    underway.tell_all(lane);
+    wait_for_slot(turn, underway, lane);  // no warp may tell of a slot twice before another one did once
+    if (warp == 0 && lane == 0) sm.header[turn % SLOTS].units = 0;
+    tell_of_slot(turn % SLOTS, warp, lane);
+}
+
+// --- math -----------------------------------------------------------------------------------------------------
+
+// mma's B, 16 heads a step: a lane's column has the weights in bfloat16, or what that rounded off.
+struct Weights {
+    uint32_t b[ROWS / 16][2];
+
+    __device__ __forceinline__ void load(uint32_t weights, int lane) {
+        const int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int i = 0; i < ROWS / 8; ++i) {
+            const Vec8 two = load_shared_8(weights + 4 * (8 * i + 2 * t));
+            const float w0 = __uint_as_float(two.x), w1 = __uint_as_float(two.y);
+            const uint32_t high = pack_bf16x2(w0, w1);
+            b[i / 2][i % 2] = g % 2 ? pack_bf16x2(w0 - bf16_low(high), w1 - bf16_high(high)) : high;
+        }
+    }
+};
+
+// c = keys x (queries x heads), to be waited for.
+__device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, uint64_t queries) {
+    wgmma_fence();
+    wgmma_e4m3<Sum::SET>(c, keys, queries);
+#pragma unroll
+    for (int step = 1; step < 4; ++step)
+        wgmma_e4m3<Sum::ADD>(c, wgmma_further(keys, 32 * step), wgmma_further(queries, 32 * step));
+    wgmma_commit();
+}
+
+// Sums over all heads of keys g and g + 8. Accumulators of 16 heads are mma's A.
+__device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weights& w, float (&sums)[QUERIES][2]) {
+    constexpr int STEPS = HEADS / 16;
+    float d[QUERIES][4] = {};
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+#pragma unroll
+        for (int q = 0; q < QUERIES; ++q) {
+            const int step = q * STEPS + i;
+            uint32_t a[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) a[j] = pack_relu_bf16x2(c[8 * step + 2 * j], c[8 * step + 2 * j + 1]);
+            mma_m16n8k16(d[q], a, w.b[step][0], w.b[step][1]);
+        }
+    }
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q) {
+        sums[q][0] = d[q][0] + d[q][1];
+        sums[q][1] = d[q][2] + d[q][3];
+    }
+}
+
+// What a lane stores: lane t has key g + 8 (t % 2) of every second query from `first` on.
+struct Results {
+    float* out;             // of query `first`
+    const KeyRange* range;  // in shared memory
+    int count;              // queries
+
+    __device__ __forceinline__ Results(const LogitsParams& p, const Header& h, int own_queries, int t) {
+        const int first = own_queries + t / 2;
+        out = p.out + (h.row + first) * p.out_stride;
+        range = &h.range[first];
+        count = ceil_div(min(h.count - first, QUERIES - t / 2), 2);
+    }
+};
+
+// A unit's sums over heads, and the key whose logits this lane stores.
+struct Unfinished {
+    float sums[QUERIES][2];
+    float scale;
+    int key, asked;  // asked: -1 where the cache does not have the key
+
+    // Of the key that lane t stores.
+    __device__ __forceinline__ float sum(int query, int t) const { return t % 2 ? sums[query][1] : sums[query][0]; }
+};
+
+// The unit's logits. The first unit has none before it: no key.
+__device__ __forceinline__ void store(const LogitsParams& p, const Unfinished& u, const Results& results, int t) {
+#pragma unroll
+    for (int i = 0; i < ceil_div(QUERIES, 2); ++i) {
+        const float even = u.sum(2 * i, t), odd = 2 * i + 1 < QUERIES ? u.sum((2 * i + 1) % QUERIES, t) : even;
+        const float logit = (t / 2 ? odd : even) * u.scale;
+        if (i >= results.count) continue;
+        const KeyRange seen = results.range[2 * i];
+        float* to = results.out + 2 * i * p.out_stride;
+        if constexpr (COMPACT) {
+            if (seen.has(u.asked) && u.asked - seen.begin < p.compact_width) to[u.asked - seen.begin] = logit;
+        } else {
+            if (u.key < p.width) to[u.key] = seen.has(u.asked) ? logit : -INF;
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) logits_sm90(const __grid_constant__ LogitsParams p) {
+__device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
+    Small& sm = small();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = lane % 4;
+    const int my_key = 16 * warp + lane / 4 + 8 * (t % 2);  // of a unit
+    const int own_queries = TOGETHER ? warpgroup * QUERIES : 0;
+    constexpr int EVERY = TOGETHER ? 1 : WARPGROUPS;
+    Place place = {TOGETHER ? 0 : warpgroup, 0};
+    int ahead = place.stage;  // units before this warpgroup's next one
+    for (int turn = 0;; ++turn) {
+        const int slot = turn % SLOTS;
+        mbarrier_wait(shared_address(&sm.slot_full[slot]), turn / SLOTS % 2);
+        const Header& h = sm.header[slot];
+        const int units = uniform(h.units), first_key = h.first_key;
+        if (units == 0) return;
+        Weights w;
+        w.load(shared_address(&sm.weights[slot][own_queries * HEADS]), lane);
+        const Results results(p, h, own_queries, t);
+        const uint64_t queries = wgmma_operand(slot_rows(slot) + own_queries * HEADS * KEY_BYTES, LINE_GROUP, 16);
+        fence_proxy_async();
+
+        Unfinished before = {};
+        before.key = p.width;
+        before.asked = -1;
+#pragma unroll 1
+        for (; ahead < units; ahead += EVERY) {
+            float c[ROWS / 2];
+            mbarrier_wait(shared_address(&sm.full[place.stage]), place.round);
+            if (!UNDERWAY) fence_proxy_async();
+            multiply(c, wgmma_operand(stage_rows(place.stage), LINE_GROUP, 16), queries);
+            store(p, before, results, t);
+            before.scale = sm.scales[place.stage][my_key];
+            before.key = before.asked = first_key + ahead * UNIT + my_key;
+            if (PAGED && !(sm.exists[place.stage][warp / 2] >> my_key % 32 & 1)) before.asked = -1;
+            wgmma_wait<0>();
+            __syncwarp();
+            mbarrier_arrive_for_warp(shared_address(&sm.empty[place.stage]), lane);
+            sum_heads(c, w, before.sums);
+            place.advance(EVERY);
+        }
+        ahead -= units;
+        store(p, before, results, t);
+        __syncwarp();
+        mbarrier_arrive_for_warp(shared_address(&sm.slot_empty[slot]), lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    logits_sm90(const __grid_constant__ LogitsParams p) {
+    let_next_kernel_start();
+    if (threadIdx.x == 0) init_barriers();
     wait_for_earlier_kernels();
-    const Share share = share_of_cta<THREADS, QUERIES, UNIT>(p);
-    for_tiles<QUERIES, UNIT>(p, share, [&](const QueryTile& tile, const KeyRange& range, int unit, int units) {
-        work_on(p, tile, range, unit, units);
-    });
-    clean_rows<THREADS, QUERIES, UNIT>(p, threadIdx.x);
+    const Share share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
+    const int warpgroup = uniform(threadIdx.x / 128);
+    if (warpgroup < WARPGROUPS) {
+        if constexpr (MOVES_REGISTERS) increase_registers_to<MATH_REGISTERS>();
+        compute(p, warpgroup);
+        return;
+    }
+    if constexpr (MOVES_REGISTERS) decrease_registers_to<PRODUCER_REGISTERS>();
+    produce(p, share);
+    if constexpr (COMPACT) {
+        clean_compact_rows<128>(p, threadIdx.x % 128);
+    } else {
+        clean_rows<128, TILE_QUERIES, UNIT>(p, threadIdx.x % 128);
+    }
 }
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;
-extern "C" __device__ int kernel_shared_bytes = WARPGROUPS * TILE_BYTES + LINE_GROUP;
+extern "C" __device__ int kernel_shared_bytes = LINE_GROUP + SMALL_AT + int(sizeof(Small));

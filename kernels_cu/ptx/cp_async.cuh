@@ -13,6 +13,11 @@ __device__ __forceinline__ void cp_async_8(uint32_t to, const void* from, bool v
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid ? 8 : 0) : "memory");
 }
 
+// cp.async.ca: the same for 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
 // cp.async.commit_group: the copies that this thread has started since the last commit become one group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

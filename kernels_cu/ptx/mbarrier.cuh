@@ -58,6 +58,21 @@ __device__ __forceinline__ void copy_in_bulk(uint32_t to, const void* from, int 
                  : "memory");
 }
 
+// Whether the phase of the given parity has ended.
+__device__ __forceinline__ bool mbarrier_done(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // Wait for the end of the phase of the given parity.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile(

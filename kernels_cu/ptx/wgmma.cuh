@@ -1,10 +1,9 @@
 // PTX ISA: wgmma.mma_async with float32 accumulators: m64nNk16, N = 8, 16, 32, 64 or 256, on bfloat16 or float16, A in
-// registers or in shared memory; m64nNk32, N = 64, 128 or 256, on e4m3, A in registers; wgmma.fence, .commit_group,
-// .wait_group. sm_90a.
+// registers or in shared memory; m64nNk32, N = 64, 128, 192 or 256, on e4m3, both operands in shared memory;
+// wgmma.fence, .commit_group, .wait_group. sm_90a.
 //
 // A warpgroup multiplies together. Accumulators of warp w, lane 4 g + t: c[4 j + 2 i + k] is row 16 w + g + 8 i,
-// column 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh), of e4m3
-// as those of mma.m16n8k32.
+// column 8 j + 2 t + k. A in registers: each warp holds its 16 rows as fragments of mma.m16n8k16 (mma_sync.cuh).
 #pragma once
 #include "ptx/registers.cuh"
 #include "ptx/types.cuh"
@@ -60,6 +59,7 @@ enum class Major { K, MN };
 #define C16(k) C16_AT(k, 0)
 #define C32(k) C32_AT(k, 0)
 #define C64(k) C32_AT(k, 0), C32_AT(k, 32)
+#define C96(k) C32_AT(k, 0), C32_AT(k, 32), C32_AT(k, 64)
 #define C128(k) C32_AT(k, 0), C32_AT(k, 32), C32_AT(k, 64), C32_AT(k, 96)
 #define R4 "%0, %1, %2, %3"
 #define R8 R4 ", %4, %5, %6, %7"
@@ -71,6 +71,10 @@ enum class Major { K, MN };
     R32 ", "                                                                               \
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define R96                                                                                \
+    R64 ", "                                                                               \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define R128                                                                                           \
     R64 ", "                                                                                           \
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
@@ -140,11 +144,11 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
           "n"(SUM == Sum::ADD), "n"(B == Major::MN));
 }
 
-// On e4m3, K-major. A in registers.
+// On e4m3, K-major, both operands in shared memory.
 #define WGMMA_E4M3_AS(shape, registers, outputs, inputs)                                                         \
     asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32.e4m3.e4m3 {" registers "}, " inputs ", 1, 1;" \
                  : outputs                                                                                       \
-                 : A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD))
+                 : "l"(a), "l"(b), "n"(SUM == Sum::ADD))
 #define WGMMA_E4M3(shape, registers, outputs, inputs)           \
     if constexpr (SUM == Sum::SET) {                            \
         WGMMA_E4M3_AS(shape, registers, outputs("=f"), inputs); \
@@ -153,16 +157,20 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
     }
 
 template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA_E4M3("n64", R32, C32, "{%32, %33, %34, %35}, %36, %37");
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[32], uint64_t a, uint64_t b) {
+    WGMMA_E4M3("n64", R32, C32, "%32, %33, %34");
 }
 template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA_E4M3("n128", R64, C64, "{%64, %65, %66, %67}, %68, %69");
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[64], uint64_t a, uint64_t b) {
+    WGMMA_E4M3("n128", R64, C64, "%64, %65, %66");
 }
 template <Sum SUM>
-__device__ __forceinline__ void wgmma_e4m3(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA_E4M3("n256", R128, C128, "{%128, %129, %130, %131}, %132, %133");
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[96], uint64_t a, uint64_t b) {
+    WGMMA_E4M3("n192", R96, C96, "%96, %97, %98");
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[128], uint64_t a, uint64_t b) {
+    WGMMA_E4M3("n256", R128, C128, "%128, %129, %130");
 }
 
 #undef C4_AT
@@ -173,12 +181,14 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[128], const uint32_t (&a)[
 #undef C16
 #undef C32
 #undef C64
+#undef C96
 #undef C128
 #undef R4
 #undef R8
 #undef R16
 #undef R32
 #undef R64
+#undef R96
 #undef R128
 #undef WGMMA_AS
 #undef WGMMA

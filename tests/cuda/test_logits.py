@@ -13,6 +13,7 @@ from cupy_mla.cuda import logits_sm90
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.logits import NAMES, PORTABLE, SM90, VARIABLE, choose
 from cupy_mla.cuda.paging import NO_TABLE
+from cupy_mla.cuda.program import Launch
 from cupy_mla.cuda.structs import LOGITS
 from tests import indexers, oracle_indexer
 from tests.ops.test_logits import paged, put, ragged
@@ -53,29 +54,45 @@ def test_hopper_takes_its_own_kernel_where_keys_are_aligned() -> None:
             choose(capability, aligned, SM90)
 
 
-def test_compact_rows_are_made_by_the_portable_kernel(host, launched, rng) -> None:
-    for width in (7, 50, 90):
+@pytest.mark.parametrize("name", NAMES)
+def test_compact_rows_are_made_by_every_kernel(host, launched, monkeypatch, rng, name: str) -> None:
+    monkeypatch.setenv(VARIABLE, name)
+    for keys, width in ((50, 7), (50, 50), (50, 90), (0, 3)):
         launched.clear()
-        assert indexer_logits(**put(host, ragged(rng, 3, 50, 64)), compact_width=width).shape == (3, width)
-        assert launched == {PORTABLE}
-    assert choose(90, True, None, compact=True).kernel == PORTABLE
-    with pytest.raises(ValueError, match=r"cannot serve this call: compute capability 9\.0, compact rows$"):
-        choose(90, True, SM90, compact=True)
+        assert indexer_logits(**put(host, ragged(rng, 3, keys, 64)), compact_width=width).shape == (3, width)
+        assert launched == {name}
+
+
+def launch(heads: int, paged: bool, requests: int, queries: int, width: int) -> Launch:
+    params = LOGITS(table=NO_TABLE, **{name: 0 for name in LOGITS.index if "." not in name})
+    return logits_sm90.launch(Gpu(0, 132, 90), heads, paged, requests, queries, width, params)
 
 
 @pytest.mark.parametrize(
-    ("heads", "paged", "queries", "rows", "warpgroups"),
+    ("heads", "paged", "queries", "rows", "warpgroups", "together"),
     [
-        (64, False, 1, 256, 2), (64, True, 1, 64, 4), (64, True, 2, 128, 3), (64, True, 3, 256, 2),
-        (64, True, 5, 256, 2), (40, True, 1, 64, 4), (32, True, 2, 64, 4), (8, True, 3, 128, 3), (24, True, 9, 256, 2),
+        (64, False, 1, 256, 2, 0), (64, False, 4, 256, 2, 0), (64, False, 5, 128, 4, 1), (64, True, 1, 64, 2, 0),
+        (64, True, 2, 128, 3, 0), (64, True, 3, 192, 2, 0), (64, True, 4, 256, 2, 0), (64, True, 5, 128, 4, 1),
+        (40, True, 1, 64, 2, 0), (32, True, 2, 64, 2, 0), (8, True, 3, 128, 3, 0), (32, True, 5, 192, 2, 0),
+        (24, True, 9, 128, 4, 1),
     ],
 )  # fmt: skip
-def test_tiles(heads: int, paged: bool, queries: int, rows: int, warpgroups: int) -> None:
-    params = LOGITS(table=NO_TABLE, **{name: 0 for name in LOGITS.index if "." not in name})
-    launch = logits_sm90.launch(Gpu(0, 132, 90), heads, paged, 3, queries, 1000, params)
+def test_tiles(heads: int, paged: bool, queries: int, rows: int, warpgroups: int, together: int) -> None:
+    found = launch(heads, paged, 3, queries, 1000).kernel.defines
     padded = 32 if heads <= 32 else 64
-    found = launch.kernel.defines
-    assert (found["HEADS"], found["QUERIES"] * padded, found["WARPGROUPS"]) == (padded, rows, warpgroups)
+    assert (found["HEADS"], found["QUERIES"] * padded) == (padded, rows)
+    assert (found["WARPGROUPS"], found["TOGETHER"]) == (warpgroups, together)
+
+
+@pytest.mark.parametrize(
+    ("requests", "queries", "width", "ctas"),
+    [
+        (1, 1, 1000, 16), (64, 1, 8192, 132), (64, 1, 32768, 264), (64, 2, 32768, 132), (3, 9, 640, 60),
+        (3, 8, 640, 30), (2, 1, 0, 2),
+    ],
+)  # fmt: skip
+def test_as_many_ctas_as_run_at_a_time_and_have_work(requests: int, queries: int, width: int, ctas: int) -> None:
+    assert launch(64, True, requests, queries, width).grid == (ctas, 1, 1)
 
 
 @pytest.mark.gpu

@@ -153,8 +153,7 @@ def test_compact_rows(kind, rng, m: int, n: int, heads: int, clean: bool) -> Non
             own = slice(start, start + count)
             assert oracle_indexer.calc_diff(got[i, :count], expected_rows[i, own]) < indexers.TOLERANCE
             assert np.isneginf(got[i, count:]).all() if clean else not np.isfinite(got[i, count:]).any()
-            if not kind.on_gpu:  # a GPU may have a kernel of its own for whole rows
-                np.testing.assert_array_equal(got[i, :count], whole_rows[i, own])
+            np.testing.assert_array_equal(got[i, :count], whole_rows[i, own])
 
 
 def test_ragged_of_given_result(kind, rng) -> None:
