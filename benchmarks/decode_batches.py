@@ -1,7 +1,7 @@
 """Decode of batches of every size beside FlashMLA's: full lists, short ones, and lists of unequal length; over a bf16
 cache beside FlashAttention 3's.
 
-python benchmarks/decode_batches.py [--quick] [--only REGEX]
+python benchmarks/decode_batches.py [--quick] [--only REGEX] [--limit SECONDS]
 
 Batch sizes are drawn at random; the seed is in the record. Kinds:
 
@@ -145,6 +145,8 @@ def main() -> None:
     extra_cache = cache(lambda: v4_cache(TOKENS, 64))
     for row in wanted:
         case = name_of(row)
+        if not record.in_time(case):
+            continue
         sets = input_sets(row, caches[row["kind"].split()[0]](), extra_cache() if row["extra_topk"] else None)
         theirs, compared = peer_calls(peer, row, sets)
         ours = calls(flash_mla, sets)

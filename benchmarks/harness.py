@@ -12,11 +12,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
+BEGAN = time.monotonic()
 SETS = 4  # input sets in rotation, so that nothing stays in L2 that would not in service
 REPEATS = 15
 NO_PEER = 3  # exit status
@@ -134,12 +137,14 @@ class Options(NamedTuple):
 
     quick: bool = False
     only: str = ""
+    limit: float = math.inf
 
     @classmethod
     def parse(cls, description: str) -> Options:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--quick", action="store_true", help="a few rows, or smaller ones")
         parser.add_argument("--only", metavar="REGEX", default="", help="the rows in whose name this is found")
+        parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no row is begun")
         return cls(**vars(parser.parse_args()))
 
 
@@ -151,6 +156,7 @@ class Record:
         self.options = options
         self.rows: list[dict[str, Any]] = []
         self.wrong: list[str] = []
+        self.left_out: list[str] = []
         self.notes: dict[str, Any] = {}
         print(f"{'case':<52}", *(f"{column:>9}" for column in columns.split(",")))
 
@@ -159,8 +165,15 @@ class Record:
         self.notes[name] = value
 
     def wants(self, case: str) -> bool:
-        """Whether the command line asks for this row."""
-        return re.search(self.options.only, case) is not None
+        """Whether the command line asks for this row, and there is time for it."""
+        return re.search(self.options.only, case) is not None and self.in_time(case)
+
+    def in_time(self, case: str) -> bool:
+        """Whether a row may still be begun; one that may not is named in the record's `left_out`."""
+        if time.monotonic() - BEGAN < self.options.limit:
+            return True
+        self.left_out.append(case)
+        return False
 
     def compare(self, case: str, ours: torch.Tensor, theirs: torch.Tensor) -> float:
         """`largest_difference` of two results of one attention. Those that differ by more than rounding explains
@@ -198,7 +211,9 @@ class Record:
         Raises:
             SystemExit: a row's results were wrong.
         """
-        part = ".part" if any(self.options) else ""
+        part = ".part" if self.options.quick or self.options.only or self.left_out else ""
+        if self.left_out:
+            self.note("left_out", self.left_out)
         path = Path(os.environ.get("OUT", RESULTS)) / f"{self.name}{part}.json"
         path.write_text(json.dumps({**environment(), **self.notes, "rows": self.rows}, indent=1) + "\n")
         if self.wrong:

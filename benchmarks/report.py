@@ -367,6 +367,8 @@ def take_part(path: Path) -> None:
     of_run = {name: part[name] for name in ("commit", "date", "seed")}
     record["rows"] = [row for row in record["rows"] if row["kind"] not in kinds]
     record["rows"] += [{**row, **of_run} for row in part["rows"]]
+    if "left_out" in part:
+        record["left_out"] = part["left_out"]
     whole.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
 """Prefill of few queries beside FlashMLA's, and of a prompt's first tokens, whose lists are not full.
 
-python benchmarks/small_prefill.py [--quick] [--only REGEX]
+python benchmarks/small_prefill.py [--quick] [--only REGEX] [--limit SECONDS]
 
 Numbers of queries are drawn at random; the seed is in the record. Kinds:
 

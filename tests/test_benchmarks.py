@@ -101,6 +101,11 @@ def test_record(harness, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "name.part.json").exists()
     assert "WRONG b row" in capsys.readouterr().out
 
+    late = harness.Record("late", harness.Options(limit=0))
+    assert not late.wants("a row")
+    late.write()
+    assert json.loads((tmp_path / "late.part.json").read_text()) == {"gpu": "none", "left_out": ["a row"], "rows": []}
+
 
 def write_module(folder: Path, name: str, functions: tuple[str, ...], parameters: str = "") -> None:
     folder.mkdir()

@@ -7,7 +7,6 @@
 
 struct Cluster : SingleQueries {
     static constexpr bool CLUSTER = true, OVERLAPS = true;
-    static constexpr int KEPT = 5;
 
     static __device__ __forceinline__ int num_items(const Params&, int) { return read_num_ctas(); }
     static __device__ __forceinline__ int find_item(const Params&, int item, int) { return item; }

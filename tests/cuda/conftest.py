@@ -51,6 +51,13 @@ def hopper_gpu(monkeypatch) -> CuPy:
 
 
 @pytest.fixture
+def two_gpus() -> None:
+    """Skips the test where there is one GPU. It stands before `hopper`, which fails a test that launches nothing."""
+    if CuPy().cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+
+
+@pytest.fixture
 def hopper(request, hopper_gpu, launched, monkeypatch) -> Iterator[CuPy]:
     """CuPy arrays on a Hopper GPU, whose calls are to run the kernel that the test's module names in KERNEL.
 

@@ -45,10 +45,12 @@ BF16_FEW_HEADS_SPLITS = 2  # up to so many splits of a query `bf16_few_heads_sm9
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
-# Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; the most waves of work
-# items; and what was measured of up to 16 heads: the most waves, and the fewest entries.
-SHARE_LEAST_SPLIT, SHARE_WAVES = 2, 4
-SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = 1.3, 1024
+# Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; waves of work items,
+# more than the first number and at most the second; the first one where queries have lengths of their own; and what
+# was measured of up to 16 heads without lengths: waves, and the fewest entries.
+SHARE_LEAST_SPLIT = 2
+SHARE_WAVES, SHARE_WAVES_UNEVEN = (0.5, 4), 1 / 3
+SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = (1, 1.4), 1024
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
@@ -262,12 +264,14 @@ def _bf16_shares(f: Facts, s: Sizes) -> Choice:
 
 
 def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
-    """Work items that fill more than half of the GPU, but no whole wave."""
+    """Work items that fill more than half of the GPU, of unequal length more than a third, but no whole wave."""
     items, sms = _items(s, bf16_sm90.HEADS), f.gpu.sms
-    waves = items / sms
-    if f.batch_invariant or s.splits is not None or not 0.5 < waves <= SHARE_WAVES:
+    few_heads = s.h_q <= 16
+    least, most = SHARE_WAVES_FEW_HEADS if few_heads else SHARE_WAVES
+    least = SHARE_WAVES_UNEVEN if f.uneven else least
+    if f.batch_invariant or s.splits is not None or not least < items / sms <= most:
         return False
-    if s.h_q <= 16 and (f.prefill or not 1 < waves <= SHARE_WAVES_FEW_HEADS or s.rows < SHARE_ROWS_FEW_HEADS):
+    if few_heads and (f.prefill or f.uneven or s.rows < SHARE_ROWS_FEW_HEADS):
         return False
     pairs = ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
     return bf16_evenly(items, items // s.queries, pairs, sms, f.prefill, f.uneven)

@@ -181,12 +181,16 @@ def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, .
     return Candidates(found.all, time)
 
 
-# Of `bf16_sm90` and `bf16_shares_sm90`, fitted to 2048 rows, batch 60 to 270 of 17 to 128 heads. ITEM, PAIR: of a work
-# item, and each of its pairs of tiles. LOAD: what is added to a pair, in decode, as CTAs fill the GPU. Where several
-# CTAs work on a query it is not added to whole items, and half a wave less to rows that are divided evenly. EVEN: of
-# rows that are divided evenly, once.
-BF16_ITEM, BF16_PAIR, BF16_LOAD, BF16_EVEN = 7.0, 3.5, 1.25, 18.0
-BF16_UNEVEN = FP8_UNEVEN  # taken over, not measured
+# Of `bf16_sm90` and `bf16_shares_sm90`, fitted to 512 to 2048 rows, batch 38 to 270 of 17 to 128 heads. ITEM, PAIR: of
+# a work item, and each of its pairs of tiles. LOAD: what is added to a pair, in decode, as CTAs fill the GPU. Where
+# several CTAs work on a query it is not added to whole items, and half a wave less to rows that are divided evenly.
+# EVEN: of rows that are divided evenly, once.
+BF16_ITEM, BF16_PAIR, BF16_LOAD = 7.0, 3.5, 1.25
+BF16_EVEN, BF16_EVEN_PREFILL = 18.4, 16.0
+# Where queries have lengths of their own, fitted to decode of 64 heads with random ones up to 2048; prefill was not
+# measured. Divided evenly: once, and the part of a full work item's time that each takes. Whole items: the part that
+# the longest one takes, and that a wave adds.
+BF16_UNEVEN_EVEN, BF16_UNEVEN_WHOLE = (24.0, 0.52), (0.76, 0.35)
 
 
 def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool, uneven: bool = False) -> bool:
@@ -200,17 +204,17 @@ def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool
         prefill: queries lie next to one another, and so do most of their rows.
         uneven: queries have lengths of their own.
     """
-    of_pair, of_item, of_whole = BF16_UNEVEN if uneven else (1.0, 1.0, 1.0)
     share = items / sms
-    rounds = -(-items // sms)
+    item = BF16_ITEM + BF16_PAIR * pairs
+    if uneven:
+        (once, of_item), (of_longest, of_wave) = BF16_UNEVEN_EVEN, BF16_UNEVEN_WHOLE
+        return once + of_item * share * (item + BF16_LOAD * pairs) < (of_longest + of_wave * share) * item
     load = 0.0 if prefill else BF16_LOAD * pairs
+    rounds = -(-items // sms)
     alone = head_tiles == 1
-    whole = rounds * (BF16_ITEM + BF16_PAIR * pairs) + load * alone * (rounds - 1 + (share - rounds + 1) ** 2)
-    if rounds > 1:
-        whole *= of_whole
-    each = of_item * BF16_ITEM + of_pair * BF16_PAIR * pairs
-    even = BF16_EVEN + share * each + of_pair * load * (share if alone else share - 0.5)
-    return even < whole
+    whole = rounds * item + load * alone * (rounds - 1 + (share - rounds + 1) ** 2)
+    once = BF16_EVEN_PREFILL if prefill else BF16_EVEN
+    return once + share * item + load * (share if alone else share - 0.5) < whole
 
 
 # Of the portable kernel, in steps of its main loop (about 4 us on an H200): Q, first rows and results of a CTA; the

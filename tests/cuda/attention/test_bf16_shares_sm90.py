@@ -130,7 +130,6 @@ def test_same_bits_every_time(hopper, small_splits, rng, fmt):
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
 def test_replays_with_other_lengths(hopper, small_splits, rng):
     """Each replay divides anew, by the lengths that then lie in memory."""
     torch = pytest.importorskip("torch")
@@ -153,11 +152,8 @@ def test_replays_with_other_lengths(hopper, small_splits, rng):
             oracle.assert_close(kind.take(got), want, f"decode {name}")
 
 
-@pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
-def test_two_gpus_in_turn(hopper, small_splits, rng):
+def test_two_gpus_in_turn(two_gpus, hopper, small_splits, rng):
     """Each has memory of its own for partial results, and says there what has been left."""
-    if hopper.cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
     main, q = paged(rng, oracle.BF16_576, 70, 2, 300, 64), queries(rng, 70, 2, 64, 576)
     wanted = decode_oracle(oracle.BF16_576, q, main, sm_scale=0.05)
     arrays = []
