@@ -39,7 +39,9 @@ def sources(package: str, version: str) -> zipfile.Path:
     return zipfile.Path(wheel, f"{package}/")
 
 
-@pytest.mark.parametrize(("version", "adapter"), [("0.22.1", "sparse_mla"), ("0.33.0", "sparse_mla_common")])
+@pytest.mark.parametrize(
+    ("version", "adapter"), [("0.22.1", "sparse_mla"), ("0.23.0", "sparse_mla"), ("0.33.0", "sparse_mla_common")]
+)
 def test_vllm(caplog, version: str, adapter: str) -> None:
     package = sources("vllm", version)
     assert missing(package, plugin.ADAPTERS[adapter]) == []
@@ -47,7 +49,7 @@ def test_vllm(caplog, version: str, adapter: str) -> None:
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("version", ["0.22.1", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.22.1", "0.23.0", "0.33.0"])
 def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
     """Each call that V4's layers make of a function that is replaced fits our function's parameters."""
     package = sources("vllm", version)
