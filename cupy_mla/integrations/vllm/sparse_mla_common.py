@@ -7,6 +7,7 @@ an FP8 cache go to the decode kernel, which reads FP8 rows in place.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,6 +31,9 @@ else:
     StockBackend = FlashMLASparseBackend
     StockBuilder = common.SparseMLACommonMetadataBuilder
     StockImpl = common.SparseMLACommonImpl
+
+
+PAGE = 64  # most rows of a page, as vLLM's FP8 caches have them
 
 
 class CupyMLASparseBackend(StockBackend):
@@ -101,9 +105,8 @@ class CupyMLASparseImpl(StockImpl):
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         query = _whole(q, BF16_576.d_qk if self.fp8 else rows.shape[-1])
         if self.fp8 or is_decode:
-            out, lse = sparse_decode(
-                query[:, None], rows[None], topk_indices[:, None], self.scale, topk_length=valid_counts
-            )
+            pages = rows.view(-1, gcd(len(rows), PAGE), rows.shape[-1])  # of a power of two, which saves divisions
+            out, lse = sparse_decode(query[:, None], pages, topk_indices[:, None], self.scale, topk_length=valid_counts)
             out, lse = out[:, 0], lse[..., 0]
         else:
             out, _, lse = sparse_prefill(
