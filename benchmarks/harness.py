@@ -12,11 +12,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -134,12 +136,16 @@ class Options(NamedTuple):
 
     quick: bool = False
     only: str = ""
+    seconds: float = math.inf
 
     @classmethod
     def parse(cls, description: str) -> Options:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--quick", action="store_true", help="a few rows, or smaller ones")
         parser.add_argument("--only", metavar="REGEX", default="", help="the rows in whose name this is found")
+        parser.add_argument(
+            "--seconds", type=float, default=math.inf, help="leave out the rows that would begin later than this"
+        )
         return cls(**vars(parser.parse_args()))
 
 
@@ -152,6 +158,8 @@ class Record:
         self.rows: list[dict[str, Any]] = []
         self.wrong: list[str] = []
         self.notes: dict[str, Any] = {}
+        self.late = 0  # rows that were left out because the time was over
+        self.started = time.monotonic()
         print(f"{'case':<52}", *(f"{column:>9}" for column in columns.split(",")))
 
     def note(self, name: str, value: Any) -> None:
@@ -159,8 +167,12 @@ class Record:
         self.notes[name] = value
 
     def wants(self, case: str) -> bool:
-        """Whether the command line asks for this row."""
-        return re.search(self.options.only, case) is not None
+        """Whether the command line asks for this row, and there is time left."""
+        if re.search(self.options.only, case) is None:
+            return False
+        late = time.monotonic() - self.started > self.options.seconds
+        self.late += late
+        return not late
 
     def compare(self, case: str, ours: torch.Tensor, theirs: torch.Tensor) -> float:
         """`largest_difference` of two results of one attention. Those that differ by more than rounding explains
@@ -198,7 +210,9 @@ class Record:
         Raises:
             SystemExit: a row's results were wrong.
         """
-        part = ".part" if any(self.options) else ""
+        if self.late:
+            print(f"{self.late} rows were left out: the time was over")
+        part = ".part" if self.options.quick or self.options.only or self.late else ""
         path = Path(os.environ.get("OUT", RESULTS)) / f"{self.name}{part}.json"
         path.write_text(json.dumps({**environment(), **self.notes, "rows": self.rows}, indent=1) + "\n")
         if self.wrong:
