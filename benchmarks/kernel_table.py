@@ -26,6 +26,10 @@ SM = {
     "120": (100, 1536),
 }
 REGISTERS, REGISTER_UNIT, RESERVED = 65536, 256, 1024
+COLUMNS = (
+    "layout and width", "heads", "shape", "rows of a tile", "shared memory", "registers of a thread", "spills",
+    "CTAs an SM",
+)  # fmt: skip
 
 
 class Built(NamedTuple):
@@ -59,12 +63,14 @@ def main() -> None:
     work = [(i, arch) for i, kernel in enumerate(kernels) for arch in kernel.archs]
     with ProcessPoolExecutor() as pool:
         built = dict(zip(work, pool.map(build, *zip(*work, strict=True)), strict=True))
-    print("| layout | heads | shape | rows of a tile | shared memory | registers of a thread | spills | CTAs an SM |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = "layout and width|heads|shape|rows of a tile|shared memory|registers of a thread|spills|CTAs an SM".split(
+        "|"
+    )
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for number, kernel in enumerate(kernels):
         found = {arch: built[number, arch] for arch in kernel.archs}
         layout = next(x for x in ATTENTION_LAYOUTS if x.defines().items() <= kernel.defines.items())
-        shape = kernel.defines["SHARED_LIMIT"] // 1024
+        heads, rows, limit = (kernel.defines[name] for name in ("HEADS", "TILE_ROWS", "SHARED_LIMIT"))
         registers = ", ".join(f"sm_{arch} {b.registers}" for arch, b in found.items())
         spills, shared, ctas = (
             "/".join(str(x) for x in sorted(set(values)))
@@ -74,8 +80,8 @@ def main() -> None:
             )
         )  # fmt: skip
         print(
-            f"| {layout.name} | {kernel.defines['HEADS']} | {shape} KB | {kernel.defines['TILE_ROWS']} | {shared} | "
-            f"{registers} | {spills} | {ctas} |"
+            f"| {layout.name} {layout.d_qk} | {heads} | {limit // 1024} KB | {rows} | {shared} | {registers} | {spills} | "
+            f"{ctas} |"
         )
 
 

@@ -18,11 +18,12 @@
 //   P_EMPTY + i        named: output warps have read buffer i of P; all score warps have left their parts of S
 //   P_FULL + i         named: score warps have written buffer i of P; all output warps are done with the tile before
 //   OUTPUTS            named: output warps are done with a tile
-//   SCORES + i         named: score warps of group i have read each other's parts of S, where there is one buffer for them
+//   SCORES + i         named: score warps of group i have read each other's parts of S (where these have one buffer)
+//   MERGE              named: score warps know how many partial results of other CTAs there are (in shares)
 //   FINAL              named: score warps have left the final factors of the heads
 //
-// Output warps look up where their rows of the next NOTED_TILES tiles are, a lane a row, and note the addresses in shared
-// memory: looked up tile by tile, that chain of dependent instructions took longer than a tile's products.
+// Output warps look up where their rows of the next NOTED_TILES tiles are, a lane a row, and note the addresses in
+// shared memory: looked up tile by tile, that chain of dependent instructions took longer than a tile's products.
 //
 // bf16 rows are copied (cp.async) into the stage of a tile that all output warps are done with. FP8 rows are copied as
 // they lie in the cache into a ring that each output warp has for its own rows, some tiles ahead. From there the warp

@@ -88,16 +88,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         "r"(parity)
         : "memory");
 #else
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "again:\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@p bra done;\n"
-        "bra again;\n"
-        "done:\n"
-        "}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
+    while (!mbarrier_done(barrier, parity)) {
+    }
 #endif
 }
