@@ -63,10 +63,7 @@ def main() -> None:
     work = [(i, arch) for i, kernel in enumerate(kernels) for arch in kernel.archs]
     with ProcessPoolExecutor() as pool:
         built = dict(zip(work, pool.map(build, *zip(*work, strict=True)), strict=True))
-    columns = "layout and width|heads|shape|rows of a tile|shared memory|registers of a thread|spills|CTAs an SM".split(
-        "|"
-    )
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for number, kernel in enumerate(kernels):
         found = {arch: built[number, arch] for arch in kernel.archs}
         layout = next(x for x in ATTENTION_LAYOUTS if x.defines().items() <= kernel.defines.items())
@@ -79,10 +76,8 @@ def main() -> None:
                 [b.ctas(arch) for arch, b in found.items()],
             )
         )  # fmt: skip
-        print(
-            f"| {layout.name} {layout.d_qk} | {heads} | {limit // 1024} KB | {rows} | {shared} | {registers} | {spills} | "
-            f"{ctas} |"
-        )
+        name = f"{layout.name} {layout.d_qk}"
+        print(f"| {name} | {heads} | {limit // 1024} KB | {rows} | {shared} | {registers} | {spills} | {ctas} |")
 
 
 if __name__ == "__main__":
