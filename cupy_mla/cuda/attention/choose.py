@@ -283,7 +283,8 @@ def _portable(f: Facts, s: Sizes) -> Choice:
     items, steps = _items(s, heads), ceil_div(s.rows, portable.STEP_ROWS)
     splits = s.splits or portable_splits(items, steps, sms)
     if splits == EVENLY:
-        return Choice("portable", heads, EVENLY, ctas=min(sms, items * steps), least_split=portable.LEAST_SPLIT)
+        ctas = max(1, min(sms, items * steps))
+        return Choice("portable", heads, EVENLY, ctas=ctas, least_split=portable.LEAST_SPLIT)
     return Choice("portable", heads, splits)
 
 

@@ -215,7 +215,7 @@ def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool
 
 # Of the portable kernel, in steps of 32 rows (about 1.2 us on an H200 with 64 heads): Q, first rows and results of a
 # CTA; the launch of combine.cu; what each split adds to that launch, once and for each CTA of an unsplit launch; of
-# rows that are divided evenly, what is added once, and for each partial result of an item.
+# rows that are divided evenly, what is added once, and for each partial result of an item. Estimates, not fitted.
 CTA_OVERHEAD = 4.0
 COMBINE_OVERHEAD = 3.0
 SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.08, 0.03
