@@ -10,6 +10,7 @@ import pytest
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import portable
 from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention.cost import EVENLY, portable_splits
 from cupy_mla.layouts import ATTENTION_LAYOUTS
 
 from ... import oracle
@@ -170,9 +171,11 @@ def test_logits_that_rise_from_tile_to_tile(kind, rng, fmt, h_q):
 
 @gpu
 @FORMATS
-@pytest.mark.parametrize(("b", "h_q"), [(35, 16), (90, 64), (140, 72)])
-def test_rows_of_unequal_lists_divided_evenly(kind, rng, fmt, b, h_q):
+@pytest.mark.parametrize(("waves", "h_q"), [(0.25, 16), (0.67, 64), (1.05, 72)])
+def test_rows_of_unequal_lists_divided_evenly(kind, rng, fmt, waves, h_q):
     """Lists of all lengths, among them none and one that is far longer than the others, with sinks."""
+    b = int(waves * driver.gpu(0).sms)
+    assert portable_splits(b * -(-h_q // 64), 40, driver.gpu(0).sms) == EVENLY
     main = paged(rng, fmt, b, 1, 1200, 64, lengths=True)
     main.length[:] = main.length % 150
     main.length[:4] = 0, 1200, 0, 1
