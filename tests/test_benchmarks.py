@@ -103,6 +103,24 @@ def test_record(harness, monkeypatch, tmp_path, capsys):
     assert "WRONG b row" in capsys.readouterr().out
 
 
+def test_rows_are_left_out_when_the_time_is_over(harness, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(harness, "environment", dict)
+    record = harness.Record("name", harness.Options(seconds=10.0))
+    assert record.wants("first")
+    record.started -= 11.0
+    assert not record.wants("second")
+    assert record.write() == tmp_path / "name.part.json"
+    assert "1 rows were left out" in capsys.readouterr().out
+
+
+def test_shapes_of_the_portable_kernel_are_judged_apart(module):
+    cases = module("cases")
+    rows = [{"case": f"V32 h 64 b 3 s_q 1 topk 2048 shape {shape}", "ratio": shape} for shape in (99, 163)]
+    rows.append({"case": "V32 h 64 b 3 s_q 1 topk 2048", "ratio": 1})  # of records from before there were shapes
+    assert [found for group in cases.PORTABLE if (found := cases.of_group(group, rows))] == [[163, 1], [99]]
+
+
 def write_module(folder: Path, name: str, functions: tuple[str, ...], parameters: str = "") -> None:
     folder.mkdir()
     (folder / f"{name}.py").write_text("".join(f"def {f}({parameters}): pass\n" for f in functions))
