@@ -88,19 +88,20 @@ constexpr int VALID_TILES = 2 * NOTED_TILES;
 template <int STAGES>
 struct SmallOf {
     uint64_t tile_full[STAGES];
-    Row rows[NOTED_TILES][TILE_ROWS];       // where the rows of coming tiles are in memory
-    float rescale[2][HEADS];                // of O, before a tile
-    float factor[HEADS];                    // of O, in the end
-    uint8_t rescaled[2][SCORE_WARPS];       // a score warp's heads have factors other than 1
-    uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one
+    Row rows[NOTED_TILES][TILE_ROWS];             // where the rows of coming tiles are in memory
+    float rescale[2][HEADS];                      // of O, before a tile
+    float factor[HEADS];                          // of O, in the end
+    alignas(4) uint8_t rescaled[2][SCORE_WARPS];  // a score warp's heads have factors other than 1; read as a word
+    alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
     WorkItem work;
     int turn, tiles_done;                         // splits of this CTA that are done, and their tiles
     bool ends_item;                               // the split is the last of its item
     int partials;                                 // partial results of other CTAs that are merged with the split's
     float top[HEADS], factor_of_partials[HEADS];  // of the merge: reference, and factor of all O relative to it
     Shares<THREADS> shares;
-    float scale[FOLDED ? STAGES : 1][FOLDED ? NUM_SCALES : 1][TILE_ROWS];
-    float ratio[FOLDED ? STAGES : 1][FOLDED ? 2 : 1][TILE_ROWS];  // of a score warp's two scales
+    // Of V32_FP8, read two at a time: scales, and ratios of a score warp's two scales.
+    alignas(8) float scale[FOLDED ? STAGES : 1][FOLDED ? NUM_SCALES : 1][TILE_ROWS];
+    alignas(8) float ratio[FOLDED ? STAGES : 1][FOLDED ? 2 : 1][TILE_ROWS];
 };
 
 // Stages of tiles and of rows as they are in the cache: as many as fit.
@@ -137,6 +138,10 @@ constexpr int RAW_AT = STAGES * STAGE_BYTES, PARTS_AT = RAW_AT + RAW_STAGES * RA
               P_AT = PARTS_AT + PART_BUFFERS * PART_BUFFER, Q_AT = P_AT + 2 * P_BYTES, SMALL_AT = Q_AT + Q_BYTES,
               SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(SHARED_BYTES <= SHARED_LIMIT, "");
+// Swizzled tiles start at multiples of 128 bytes; everything else is read in pieces of up to 16 bytes.
+static_assert(STAGE_BYTES % 128 == 0 && RAW_ROWS_BYTES % 16 == 0 && Row::STAGED_BYTES % 16 == 0, "");
+static_assert(RAW_AT % 16 == 0 && PARTS_AT % 16 == 0 && P_AT % 16 == 0 && Q_AT % 16 == 0, "");
+static_assert(SMALL_AT % alignof(Small) == 0 && TILE_ROWS % 2 == 0, "");
 
 extern __shared__ __align__(128) uint8_t shared[];
 __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
