@@ -220,6 +220,40 @@ def convert_cases(tokens: int, topk: int) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def rank_cases(tokens: int, heads: int) -> Iterator[Case]:
+    """Context parallelism over two ranks with 160K tokens a request: lists of 2048, and what both found for them."""
+    ranks, topk, longest = 2, 2048, 163840
+    arrays = {
+        "topk_indices": torch.randint(0, longest, (8 * tokens, topk), device="cuda", dtype=torch.int32),
+        "out": torch.zeros(8 * tokens, topk, device="cuda", dtype=torch.int32),
+        "topk_length": torch.zeros(8 * tokens, device="cuda", dtype=torch.int32),
+    }
+    yield Case(
+        f"localize topk {8 * tokens} x {topk}", cupy_mla.localize_topk, arrays, {"world_size": ranks, "rank": 1},
+        ("out", "topk_length"), 2 * 4 * 8 * tokens * topk,
+    )  # fmt: skip
+    gap = longest // ranks // topk  # each rank's choices: one position in each of its ranges of so many tokens
+    local = torch.arange(topk, device="cuda") * gap + torch.randint(0, gap, (ranks, tokens, topk), device="cuda")
+    arrays = {
+        "values": torch.randn(ranks, tokens, topk, device="cuda"),
+        "positions": (local * ranks + torch.arange(ranks, device="cuda")[:, None, None]).int(),
+        "out": torch.zeros(tokens, topk, device="cuda", dtype=torch.int32),
+    }
+    yield Case(
+        f"merge topk {tokens} x {ranks} x {topk}", cupy_mla.merge_topk, arrays, {"k": topk}, ("out",),
+        4 * tokens * topk * (2 * ranks + 1),
+    )  # fmt: skip
+    arrays = {
+        "outs": normal(ranks, tokens, heads, 512), "lses": torch.randn(ranks, tokens, heads, device="cuda"),
+        "out": torch.zeros(tokens, heads, 512, device="cuda", dtype=torch.bfloat16),
+        "lse": torch.zeros(tokens, heads, device="cuda"),
+    }  # fmt: skip
+    yield Case(
+        f"merge attention {tokens} x {ranks} h {heads}", cupy_mla.merge_attention, arrays, {}, ("out", "lse"),
+        tokens * heads * (ranks + 1) * (1024 + 4),
+    )  # fmt: skip
+
+
 def quant_cases(tokens: int, heads: int) -> Iterator[Case]:
     yield Case(
         f"quantize tensor tokens {tokens} h {heads}", cupy_mla.dynamic_per_batched_tensor_quant,
@@ -263,6 +297,7 @@ def main() -> None:
     measure(record, lambda: concat_cases(2048 // small, 128))
     measure(record, lambda: convert_cases(4096 // small, 2048))
     measure(record, lambda: v4_index_cases(4096 // small))
+    measure(record, lambda: rank_cases(512 // small, 128))
     measure(record, lambda: quant_cases(1024 // small, 128))
     print(record.write())
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 import os
 import socket
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import Options, Record
+from harness import NO_PEER, Options, Record
 
 import cupy_mla
 from cupy_mla.integrations.distributed import ContextParallel
@@ -235,10 +236,9 @@ def measure(rank: int, world_size: int, address: str, options: Options) -> None:
 
 def main() -> None:
     options = Options.parse(__doc__)
-    if options.only:
-        raise SystemExit("--only: every GPU has to take the same rows; use --quick")
-    if torch.cuda.device_count() < 2:
-        raise SystemExit("two GPUs are needed")
+    if options.only or torch.cuda.device_count() < 2:
+        print("left out: needs two GPUs, and takes no --only, as all GPUs have to take the same rows")
+        sys.exit(NO_PEER)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

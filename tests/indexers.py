@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from .kinds import BF16, E4M3, gapped, poisoned
+from .oracle_indexer import calc_diff
 
-TOLERANCE = 5e-6  # of `oracle_indexer.calc_diff`
+TOLERANCE = 5e-6  # of `calc_diff`, over the logits of a call
+FEW = 300  # logits; so few may all be what is left of larger terms
 NAN_CODE = 0x7F
 
 
@@ -48,6 +50,19 @@ def ranges(rng: np.random.Generator, queries: int, keys: int) -> tuple[np.ndarra
     starts = rng.integers(-3, keys + 1, queries, dtype=np.int32)
     ends = starts + rng.integers(-2, keys + 3, queries, dtype=np.int32)
     return starts, ends
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray, size: np.ndarray | None = None) -> None:
+    """The logits of a call are within the tolerance. Of few ones, each is within bfloat16's rounding of its terms.
+
+    Args:
+        size: for calls that may have few logits: their terms' magnitudes, added up.
+    """
+    finite = np.isfinite(expected)
+    if size is not None and finite.sum() < FEW:
+        assert (np.abs(got - expected)[finite] <= 2.0**-8 * size[finite]).all()
+    else:
+        assert calc_diff(got, expected) < TOLERANCE
 
 
 def as_bf16(x: np.ndarray) -> np.ndarray:

@@ -106,7 +106,7 @@ def test_paged_by_every_kernel(hopper_gpu, launched, monkeypatch, rng, name: str
     got = hopper_gpu.take(paged_indexer_logits(**put(hopper_gpu, inputs)))
     expected = oracle_indexer.paged_logits(**{"cache" if k == "kv_cache" else k: a for k, a in inputs.items()})
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
-    assert oracle_indexer.calc_diff(got, expected) < indexers.TOLERANCE
+    indexers.assert_close(got, expected)
     assert launched == {name}
 
 
@@ -119,5 +119,5 @@ def test_rows_by_every_kernel(hopper_gpu, launched, monkeypatch, rng, name: str,
     got = hopper_gpu.take(indexer_logits(**put(hopper_gpu, inputs)))
     expected = oracle_indexer.ragged_logits(**inputs)
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
-    assert oracle_indexer.calc_diff(got, expected) < indexers.TOLERANCE
+    indexers.assert_close(got, expected)
     assert launched == {name}

@@ -1,7 +1,7 @@
 """Stand-ins for the parts of vLLM 0.22 that our plug-in builds on: a package on disk with the same names.
 
 They do as little as the plug-in needs: build metadata of one batch, reserve buffers, and note what they are told.
-`tests/integrations/test_vllm_contract.py` holds the real package to the same names and parameters.
+`tests/integrations/test_engine_contracts.py` holds the real package to the same names and parameters.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ SOURCES = {
             target_lib.define(op_name + schema)
             target_lib.impl(op_name, op_func, dispatch_key="CPU")
             target_lib._register_fake(op_name, fake_impl)
+        """,
+    "utils/import_utils": """
+        deep_gemm = True
+
+        def has_deep_gemm():
+            return deep_gemm
         """,
     "v1/__init__": "",
     "v1/worker/__init__": "",
@@ -255,7 +261,17 @@ SOURCES = {
     "model_executor/custom_op": """
         import torch
 
+        op_registry_oot = {}
+
         class CustomOp(torch.nn.Module):
+            def __new__(cls, *args, **kwargs):
+                return super().__new__(op_registry_oot.get(cls.__name__, cls))
+
+            @classmethod
+            def register_oot(cls, op):
+                assert cls.__name__ not in op_registry_oot
+                op_registry_oot[cls.__name__] = op
+
             def __init__(self):
                 super().__init__()
                 self._forward_method = self.forward_cuda
@@ -266,6 +282,7 @@ SOURCES = {
     "model_executor/layers/__init__": "",
     "model_executor/layers/sparse_attn_indexer": """
         from vllm.model_executor.custom_op import CustomOp
+        from vllm.utils.import_utils import has_deep_gemm
 
         class SparseAttnIndexer(CustomOp):
             def __init__(
@@ -273,6 +290,8 @@ SOURCES = {
                 topk_indices_buffer, skip_k_cache_insert=False, use_fp4_cache=False,
             ):
                 super().__init__()
+                if not has_deep_gemm():
+                    raise RuntimeError("DeepGEMM is not there")
                 self.k_cache, self.scale_fmt, self.topk_tokens = k_cache, scale_fmt, topk_tokens
                 self.max_model_len, self.max_total_seq_len = max_model_len, max_total_seq_len
                 self.topk_indices_buffer = topk_indices_buffer
@@ -287,13 +306,146 @@ SOURCES = {
             def __init__(self, indexer_op, k_cache, topk_indices_buffer):
                 self.indexer_op, self.k_cache, self.topk_indices_buffer = indexer_op, k_cache, topk_indices_buffer
         """,
+    "model_executor/models/registry": """
+        class _ModelRegistry:
+            def __init__(self):
+                self.models = {}
+
+            def register_model(self, model_arch, model_cls):
+                self.models[model_arch] = model_cls
+
+        ModelRegistry = _ModelRegistry()
+        """,
+    "models/__init__": "",
+    "models/deepseek_v4/__init__": """
+        class DeepseekV4ForCausalLM:
+            pass
+        """,
+    "models/deepseek_v4/nvidia/__init__": "",
+    "models/deepseek_v4/nvidia/flashmla": """
+        def stock(*args, **kwargs):
+            return "stock", kwargs
+
+        flash_mla_sparse_fwd = flash_mla_with_kvcache = combine_topk_swa_indices = stock
+        compute_global_topk_indices_and_lens = dequantize_and_gather_k_cache = stock
+        """,
 }
 
 
-def write(folder: Path) -> Path:
+# vLLM 0.33, where sparse MLA backends share all but the attention itself.
+SOURCES_33 = {
+    name: source
+    for name, source in SOURCES.items()
+    if name.startswith(("model_executor/models", "models", "utils"))
+    or name.endswith(("__init__", "envs", "config", "registry", "custom_op"))
+} | {
+    "v1/attention/backend": """
+        from enum import Enum
+
+        class AttentionCGSupport(Enum):
+            UNIFORM_BATCH = 2
+
+        class AttentionImplBase:
+            can_return_lse_for_decode: bool = False
+            lse_base_on_e: bool = True
+            need_to_return_lse_for_decode: bool = False
+            supports_dcp: bool = False
+            supports_dense_mha_prefill: bool = True
+
+        class MLAAttentionImpl(AttentionImplBase):
+            def do_kv_cache_update(
+                self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
+            ):
+                raise NotImplementedError
+        """,
+    "v1/attention/backends/mla/sparse_utils": """
+        def flat_kv_row_view(kv_cache, block_size):
+            blocks, _, width = kv_cache.shape
+            stride = kv_cache.stride(0) // width
+            return kv_cache.as_strided(((blocks - 1) * stride + block_size, width), (width, 1)), stride
+        """,
+    "v1/attention/backends/mla/flashmla_sparse": """
+        class FlashMLASparseBackend:
+            supported_kv_cache_dtypes = ["auto", "bfloat16", "fp8_ds_mla", "fp8", "nvfp4_ds_mla"]
+
+            @classmethod
+            def customize_spec(cls, spec):
+                return spec
+
+            @staticmethod
+            def get_name():
+                return "FLASHMLA_SPARSE"
+
+            @staticmethod
+            def get_builder_cls():
+                raise NotImplementedError
+
+            @staticmethod
+            def get_impl_cls():
+                raise NotImplementedError
+
+            @classmethod
+            def supports_compute_capability(cls, capability):
+                return capability.major in (9, 10)
+        """,
+    "model_executor/layers/attention/__init__": "",
+    "model_executor/layers/attention/mla_attention": """
+        from vllm.v1.attention.backend import MLAAttentionImpl
+
+        class MLACommonBaseImpl(MLAAttentionImpl):
+            def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim):
+                self.scale, self.kv_cache_dtype, self.qk_rope_head_dim = scale, kv_cache_dtype, qk_rope_head_dim
+        """,
+    "model_executor/layers/attention/sparse_mla_attention": """
+        import torch
+
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonBaseImpl
+        from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+
+        class SparseMLACommonMetadata:
+            pass
+
+        class SparseMLACommonMetadataBuilder:
+            metadata_cls: type
+
+            def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+                self.threshold = None
+
+            def _init_reorder_batch_threshold(self, reorder_batch_threshold=1, supports_spec_as_decode=False):
+                self.threshold = reorder_batch_threshold, supports_spec_as_decode
+
+        class SparseMLACommonImpl(MLACommonBaseImpl):
+            def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim, topk_indices_buffer):
+                super().__init__(scale, kv_cache_dtype, qk_rope_head_dim)
+                self.topk_indices_buffer = topk_indices_buffer
+
+            def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+                "Rows of this rank's tokens counted over gaps between blocks, moved to the front of each list."
+                block, meta = attn_metadata.block_size, attn_metadata
+                tokens = len(q[0] if isinstance(q, tuple) else q)
+                stride = flat_kv_row_view(kv_c_and_k_pe_cache, block)[1]
+                rows = torch.full((tokens, self.topk_indices_buffer.shape[1]), -1, dtype=torch.int32)
+                counts = torch.zeros(tokens, dtype=torch.int32)
+                for t in range(tokens):
+                    table = meta.block_table[meta.req_id_per_token[t]]
+                    own = [int(p) for p in self.topk_indices_buffer[t] if p >= 0 and meta.is_own(p)]
+                    rows[t, : len(own)] = torch.tensor([int(table[p // block]) * stride + p % block for p in own])
+                    counts[t] = len(own)
+                return self._forward_mqa_kernel(
+                    q, kv_c_and_k_pe_cache, rows, counts, layer=layer, block_size=block,
+                    is_decode=meta.num_decode_tokens >= tokens,
+                )
+
+            def _forward_mqa_kernel(self, q, kv_cache, topk_indices, valid_counts, *, layer, block_size, is_decode):
+                raise NotImplementedError
+        """,
+}
+
+
+def write(folder: Path, sources: dict[str, str] = SOURCES) -> Path:
     """Put the package `vllm` into a folder; returns the package's own."""
     package = folder / "vllm"
-    for name, source in SOURCES.items():
+    for name, source in sources.items():
         path = package / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dedent(source))

@@ -5,6 +5,9 @@ Opt-in, as wheels are large: CUPY_MLA_ENGINE_WHEELS names a folder, into which w
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import logging
 import os
 import subprocess
@@ -14,9 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from cupy_mla.integrations import vllm as plugin
-from cupy_mla.integrations.vllm.contract import definitions, missing
+pytest.importorskip("torch", reason="torch is not installed")
 
+from cupy_mla.integrations import sglang
+from cupy_mla.integrations import vllm as plugin
+from cupy_mla.integrations.contract import definitions, missing
+
+PLATFORMS = {"vllm": "manylinux_2_28_x86_64", "sglang": "manylinux_2_34_x86_64"}
 FOLDER = os.environ.get("CUPY_MLA_ENGINE_WHEELS")
 
 
@@ -26,18 +33,41 @@ def sources(package: str, version: str) -> zipfile.Path:
         pytest.skip(f"CUPY_MLA_ENGINE_WHEELS names no folder for the wheel of {package} {version}")
     pattern = f"{package}-{version}-*.whl"
     if not list(Path(FOLDER).glob(pattern)):
-        download = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--platform", "manylinux_2_28_x86_64"]
+        download = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--platform", PLATFORMS[package]]
         subprocess.run([sys.executable, "-m", *download, "-d", FOLDER, f"{package}=={version}"], check=True)
     (wheel,) = Path(FOLDER).glob(pattern)
     return zipfile.Path(wheel, f"{package}/")
 
 
-@pytest.mark.parametrize(("version", "adapter"), [("0.22.1", "sparse_mla")])
+@pytest.mark.parametrize(
+    ("version", "adapter"), [("0.22.1", "sparse_mla"), ("0.23.0", "sparse_mla"), ("0.33.0", "sparse_mla_common")]
+)
 def test_vllm(caplog, version: str, adapter: str) -> None:
     package = sources("vllm", version)
     assert missing(package, plugin.ADAPTERS[adapter]) == []
     assert plugin.adapter(package) == adapter
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("version", ["0.22.1", "0.23.0", "0.33.0"])
+def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
+    """Each call that V4's layers make of a function that is replaced fits our function's parameters."""
+    package = sources("vllm", version)
+    assert plugin.has_deepseek_v4(package)
+    assert caplog.records == []
+    ours = importlib.import_module(f"{plugin.__name__}.deepseek_v4").OURS
+    tree = ast.parse(package.joinpath("models", "deepseek_v4", "nvidia", "flashmla.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    called = {node.func.id: node for node in calls if node.func.id in ours}
+    assert called.keys() == ours.keys()
+    for node in calls:
+        if node.func.id in ours:
+            keywords = dict.fromkeys(keyword.arg for keyword in node.keywords)
+            inspect.signature(ours[node.func.id]).bind(*node.args, **keywords)
+
+
+def test_sglang() -> None:
+    assert missing(sources("sglang", "0.5.23"), sglang.NEEDS) == []
 
 
 def test_what_a_module_defines() -> None:

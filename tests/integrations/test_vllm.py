@@ -20,28 +20,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
 from tests import indexers, oracle_indexer  # noqa: E402
 from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, assert_result, make_step  # noqa: E402
-from tests.integrations import stub_vllm  # noqa: E402
 from tests.kinds import E4M3  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 K, HEADS, MAX_LEN = 6, 8, 32
-
-
-@pytest.fixture(scope="session")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stub_vllm.write(tmp_path_factory.mktemp("stub"))
-
-
-@pytest.fixture
-def vllm(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-ins as `vllm`, and the modules of the plug-in that import it; both are gone afterwards."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(package.parent))
-    yield
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "vllm" or name in (f"{plugin.__name__}.{m}" for m in ("sparse_mla", "indexer")):
-            del sys.modules[name]
 
 
 def loaded(name: str) -> ModuleType:
@@ -62,7 +44,7 @@ def modules(vllm: None) -> Iterator[SimpleNamespace]:
     indexer.LIBRARY._destroy()
 
 
-def layer_indexer(modules: SimpleNamespace, buffer: torch.Tensor, fp4: bool = False) -> SimpleNamespace:
+def layer_indexer(buffer: torch.Tensor, fp4: bool = False) -> SimpleNamespace:
     """vLLM's indexer of a layer, with its op and its cache of keys."""
     cache = SimpleNamespace(prefix="layer.k_cache", kv_cache=torch.zeros(0))
     stock = loaded("vllm.model_executor.layers.sparse_attn_indexer")
@@ -93,6 +75,60 @@ def test_registers(vllm, monkeypatch, mode: str | None, place: str) -> None:
     assert registered == {place: "cupy_mla.integrations.vllm.sparse_mla.CupyMLASparseBackend"}
     assert f"{plugin.__name__}.sparse_mla" not in sys.modules
     assert "vllm.v1.attention.backends.mla.flashmla_sparse" not in sys.modules
+
+
+def test_registers_in_a_later_vllm(vllm_33, monkeypatch, caplog) -> None:
+    monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
+    plugin.register()
+    registered = loaded("vllm.v1.attention.backends.registry").registered
+    assert registered == {"CUSTOM": "cupy_mla.integrations.vllm.sparse_mla_common.CupyMLASparseBackend"}
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("mode", plugin.MODES)
+def test_deepseek_v4_is_overridden_only_when_asked(vllm, monkeypatch, mode: str) -> None:
+    """Its attention has no backend to select. The model's module is named, not imported."""
+    monkeypatch.setenv("CUPY_MLA_VLLM", mode)
+    plugin.register()
+    models = loaded("vllm.model_executor.models.registry").ModelRegistry.models
+    name = "DeepseekV4ForCausalLM"
+    assert models == ({name: f"{plugin.__name__}.deepseek_v4:{name}"} if mode == "override" else {})
+    assert "vllm.models.deepseek_v4" not in sys.modules
+
+
+def test_another_deepseek_v4_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog) -> None:
+    """The backend is registered all the same."""
+    other = shutil.copytree(package, tmp_path / "vllm")
+    path = other / "models/deepseek_v4/nvidia/flashmla.py"
+    path.write_text(path.read_text().replace("dequantize_and_gather_k_cache", "gather"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("CUPY_MLA_VLLM", "override")
+    plugin.register()
+    (record,) = caplog.records
+    assert record.getMessage().endswith("Missing: models.deepseek_v4.nvidia.flashmla: dequantize_and_gather_k_cache")
+    assert list(loaded("vllm.v1.attention.backends.registry").registered) == ["FLASHMLA_SPARSE"]
+    assert loaded("vllm.model_executor.models.registry").ModelRegistry.models == {}
+
+
+def test_an_indexer_without_deep_gemm(vllm, monkeypatch) -> None:
+    """Where vLLM cannot make its own, it makes ours; where it can, it goes on doing so."""
+    monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
+    compilation = SimpleNamespace(splitting_ops=["vllm::sparse_attn_indexer"])
+    loaded("vllm.config").current = SimpleNamespace(compilation_config=compilation)
+    buffer = torch.zeros(4, K, dtype=torch.int32)
+    plugin.register()
+    assert type(layer_indexer(buffer).indexer_op).__name__ == "SparseAttnIndexer"
+    monkeypatch.setattr(loaded("vllm.utils.import_utils"), "deep_gemm", False)
+    with pytest.raises(RuntimeError, match="DeepGEMM"):
+        layer_indexer(buffer)
+    plugin.register()
+    plugin.register()
+    op = layer_indexer(buffer).indexer_op
+    indexer = loaded(f"{plugin.__name__}.indexer")
+    assert type(op) is indexer.CupyMLAIndexer
+    assert op.topk_tokens == K
+    assert compilation.splitting_ops == ["vllm::sparse_attn_indexer", "cupy_mla_vllm::sparse_attn_indexer"]
+    indexer.LIBRARY._destroy()
 
 
 def test_off_does_nothing(vllm, monkeypatch) -> None:
@@ -156,6 +192,12 @@ def test_another_vllm_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog
 
 def test_the_stand_ins_are_what_the_adapter_needs(package) -> None:
     assert plugin.missing(package, plugin.FLASHMLA_SPARSE) == []
+    assert plugin.missing(package, plugin.DEEPSEEK_V4) == []
+
+
+def test_the_later_stand_ins_are_what_the_adapter_needs(package_33) -> None:
+    assert plugin.missing(package_33, plugin.SPARSE_MLA_COMMON) == []
+    assert plugin.missing(package_33, plugin.DEEPSEEK_V4) == []
 
 
 # --- the backend ----------------------------------------------------------------------------------------------
@@ -193,9 +235,7 @@ def test_attention(modules, rng, path: str, query_lens: list[int], pair: bool) -
     metadata = builder.build(0, batch)
     separate = hasattr(metadata.fp8_extra_metadata, "num_decodes")
     assert (path == "separate") == separate
-    impl = modules.sparse_mla.CupyMLASparseImpl(
-        heads, 576, SCALE, cache_type, indexer=layer_indexer(modules, topk_buffer)
-    )
+    impl = modules.sparse_mla.CupyMLASparseImpl(heads, 576, SCALE, cache_type, indexer=layer_indexer(topk_buffer))
     impl.prefill_bf16_workspace.fill_(float("nan"))
     q = torch.zeros(padded, heads, 576, dtype=torch.bfloat16)
     q[:tokens] = as_torch(step.q)
@@ -219,7 +259,7 @@ def test_the_benchmark_measures_against_exact_attention(modules, rng, monkeypatc
         block_table_tensor=as_torch(step.batch.block_table), num_actual_tokens=44,
     )  # fmt: skip
     builder = float32.Float32Backend.get_builder_cls()(8, BLOCK_SIZE, cache_type == "fp8_ds_mla")
-    impl = float32.Float32Backend.get_impl_cls()(8, 576, SCALE, cache_type, indexer=layer_indexer(modules, topk_buffer))
+    impl = float32.Float32Backend.get_impl_cls()(8, 576, SCALE, cache_type, indexer=layer_indexer(topk_buffer))
     q, cache = as_torch(step.q), as_torch(step.caches["bf16" if path == "bf16" else "v32_fp8"])
     cache.view(torch.uint8)[(cache.view(torch.uint8) == 0xFF).all(-1)] = 0  # it multiplies rows that nobody names by 0
     got, _ = impl.forward_mqa((q[..., :512], q[..., 512:]), cache, builder.build(0, batch), None)
@@ -233,7 +273,7 @@ def test_cache_write(modules, rng, cache_type: str) -> None:
     from cupy_mla import concat_and_cache_mla
 
     impl = modules.sparse_mla.CupyMLASparseImpl(
-        8, 576, SCALE, cache_type, indexer=layer_indexer(modules, torch.zeros(1, K, dtype=torch.int32))
+        8, 576, SCALE, cache_type, indexer=layer_indexer(torch.zeros(1, K, dtype=torch.int32))
     )
     fp8 = cache_type == "fp8_ds_mla"
     shape, dtype = ((3, 16, 656), torch.uint8) if fp8 else ((3, 16, 576), torch.bfloat16)
@@ -249,7 +289,7 @@ def test_cache_write(modules, rng, cache_type: str) -> None:
 
 def test_a_cache_of_another_type_is_an_error(modules) -> None:
     impl = modules.sparse_mla.CupyMLASparseImpl(
-        8, 576, SCALE, "auto", indexer=layer_indexer(modules, torch.zeros(1, K, dtype=torch.int32))
+        8, 576, SCALE, "auto", indexer=layer_indexer(torch.zeros(1, K, dtype=torch.int32))
     )
     row = torch.zeros(1, 512, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"^kv_cache_dtype: expected one of .*, got 'fp8_e5m2'"):
@@ -262,7 +302,7 @@ def test_a_cache_of_another_type_is_an_error(modules) -> None:
 def test_a_layer_brings_its_indexer_along(modules) -> None:
     """A model of another backend keeps vLLM's: nothing changes before a layer of ours is made."""
     buffer = torch.zeros(4, K, dtype=torch.int32)
-    indexer = layer_indexer(modules, buffer)
+    indexer = layer_indexer(buffer)
     stock = type(indexer.indexer_op)
     modules.sparse_mla.CupyMLASparseImpl(8, 576, SCALE, "auto", indexer=indexer)
     assert isinstance(indexer.indexer_op, modules.indexer.CupyMLAIndexer)
@@ -271,15 +311,15 @@ def test_a_layer_brings_its_indexer_along(modules) -> None:
     assert backend.get_builder_cls()().build(0, None) == "built"  # without DeepGEMM's schedule
     with pytest.raises(RuntimeError, match="DeepGEMM"):
         modules.metadata.DeepseekV32IndexerMetadataBuilder().build(0, None)
-    assert type(layer_indexer(modules, buffer).indexer_op) is stock
-    modules.sparse_mla.CupyMLASparseImpl(8, 576, SCALE, "auto", indexer=layer_indexer(modules, buffer))
+    assert type(layer_indexer(buffer).indexer_op) is stock
+    modules.sparse_mla.CupyMLASparseImpl(8, 576, SCALE, "auto", indexer=layer_indexer(buffer))
     assert modules.splitting_ops == ["vllm::sparse_attn_indexer", "cupy_mla_vllm::sparse_attn_indexer"]
 
 
 def test_an_fp4_indexer_is_an_error(modules) -> None:
     buffer = torch.zeros(4, K, dtype=torch.int32)
     with pytest.raises(ValueError, match="FP4"):
-        modules.indexer.adopt(layer_indexer(modules, buffer, fp4=True))
+        modules.indexer.adopt(layer_indexer(buffer, fp4=True))
 
 
 @pytest.mark.parametrize(
@@ -301,7 +341,7 @@ def test_indexer(modules, rng, query_lens: list[int], speculative: int, padding:
         indexers.exact_weights(rng, tokens + padding, HEADS),
     )
     buffer = torch.full((tokens + padding + 1, K), 77, dtype=torch.int32)
-    indexer = layer_indexer(modules, buffer)
+    indexer = layer_indexer(buffer)
     indexer.k_cache.kv_cache = as_torch(cache)
     indexer.indexer_op.skip_k_cache_insert = True
     modules.indexer.adopt(indexer)
@@ -357,7 +397,7 @@ def test_indexer_writes_keys(modules, rng) -> None:
     from cupy_mla import indexer_k_quant_and_cache
 
     buffer = torch.zeros(4, K, dtype=torch.int32)
-    indexer = layer_indexer(modules, buffer)
+    indexer = layer_indexer(buffer)
     cache = indexer.k_cache.kv_cache = torch.zeros(2, BLOCK_SIZE, 132, dtype=torch.uint8)
     modules.indexer.adopt(indexer)
     slots = torch.tensor([3, BLOCK_SIZE, -1])
@@ -373,7 +413,7 @@ def test_indexer_writes_keys(modules, rng) -> None:
 
 def test_a_profiling_run_reserves_memory(modules, monkeypatch) -> None:
     buffer = torch.full((4, K), 5, dtype=torch.int32)
-    indexer = layer_indexer(modules, buffer)
+    indexer = layer_indexer(buffer)
     modules.indexer.adopt(indexer)
     asked = []
     manager = SimpleNamespace(get_simultaneous=lambda *what: asked.append(what))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -99,11 +101,16 @@ def test_quantize_errors() -> None:
 # --- logits ---------------------------------------------------------------------------------------------------
 
 
-def check(got: np.ndarray, expected: np.ndarray) -> None:
-    """The same entries are -inf, the others close."""
+def check(got: np.ndarray, expected: np.ndarray, size: np.ndarray | None = None) -> None:
+    """The same entries are -inf, the others close (`indexers.assert_close`)."""
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
     assert np.isfinite(got[np.isfinite(expected)]).all()
-    assert oracle_indexer.calc_diff(got, expected) < indexers.TOLERANCE
+    indexers.assert_close(got, expected, size)
+
+
+def with_sizes(oracle: Callable[..., np.ndarray], inputs: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Logits, and their terms' magnitudes added up."""
+    return oracle(**inputs), oracle(**{**inputs, "w": np.abs(inputs["w"])})
 
 
 def ragged(rng: np.random.Generator, m: int, n: int, heads: int, exact: bool = False) -> dict[str, np.ndarray]:
@@ -125,10 +132,10 @@ SHAPES = [(1, 1, 8), (3, 70, 64), (5, 129, 24), (9, 64, 32), (17, 301, 40), (2, 
 @pytest.mark.parametrize(("m", "n", "heads"), SHAPES)
 def test_ragged(kind, rng, m: int, n: int, heads: int, exact: bool) -> None:
     inputs = ragged(rng, m, n, heads, exact)
-    expected = oracle_indexer.ragged_logits(**inputs)
+    expected, size = with_sizes(oracle_indexer.ragged_logits, inputs)
     got = kind.take(indexer_logits(**{name: kind.put(a) for name, a in inputs.items()}))
     assert (got.shape, got.dtype) == ((m, n), np.float32)
-    check(got, expected)
+    check(got, expected, size)
     if exact:
         np.testing.assert_array_equal(got, expected)
 
@@ -140,7 +147,7 @@ def test_compact_rows(kind, rng, m: int, n: int, heads: int, clean: bool) -> Non
     inputs = ragged(rng, m, n, heads)
     there = {name: kind.put(a) for name, a in inputs.items()}
     whole_rows = kind.take(indexer_logits(**there))
-    expected_rows = oracle_indexer.ragged_logits(**inputs)
+    check(whole_rows, *with_sizes(oracle_indexer.ragged_logits, inputs))
     lens = np.minimum(inputs["ends"], n) - np.maximum(inputs["starts"], 0)
     for width in {0, 1, int(lens.max(initial=1).clip(1)), n + 3, n // 2}:
         out, memory = kind.put_with_allocation(gapped(poisoned((m, width), np.float32), 0, 5))
@@ -151,7 +158,6 @@ def test_compact_rows(kind, rng, m: int, n: int, heads: int, clean: bool) -> Non
         for i, start in enumerate(inputs["starts"].clip(0)):
             count = min(max(int(lens[i]), 0), width)
             own = slice(start, start + count)
-            assert oracle_indexer.calc_diff(got[i, :count], expected_rows[i, own]) < indexers.TOLERANCE
             assert np.isneginf(got[i, count:]).all() if clean else not np.isfinite(got[i, count:]).any()
             np.testing.assert_array_equal(got[i, :count], whole_rows[i, own])
 
@@ -166,7 +172,7 @@ def test_ragged_of_given_result(kind, rng) -> None:
         assert returned is out
         got, seen = kind.take(out), np.isfinite(expected)
         assert (kind.take(whole).reshape(6, -1)[:, 4 * 140 :] == POISON).all()
-        assert oracle_indexer.calc_diff(got, expected) < indexers.TOLERANCE
+        indexers.assert_close(got, expected)
         assert (np.isneginf(got[~seen]) if clean else np.isneginf(got[~seen]) | np.isnan(got[~seen])).all()
 
 
@@ -237,10 +243,11 @@ PAGED = [(1, 1, 64, 64, 200), (3, 2, 32, 16, 100), (2, 1, 8, 1, 40), (4, 3, 64, 
 @pytest.mark.parametrize(("b", "n", "heads", "block_size", "longest"), PAGED)
 def test_paged(kind, rng, b: int, n: int, heads: int, block_size: int, longest: int, exact: bool) -> None:
     inputs = paged(rng, b, n, heads, block_size, longest, exact)
-    expected = oracle_indexer.paged_logits(**{"cache" if name == "kv_cache" else name: a for name, a in inputs.items()})
+    cases = {"cache" if name == "kv_cache" else name: a for name, a in inputs.items()}
+    expected, size = with_sizes(oracle_indexer.paged_logits, cases)
     got = kind.take(paged_indexer_logits(**put(kind, inputs)))
     assert (got.shape, got.dtype) == ((b * n, longest), np.float32)
-    check(got, expected)
+    check(got, expected, size)
     if exact:
         np.testing.assert_array_equal(got, expected)
 

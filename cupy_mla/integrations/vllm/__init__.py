@@ -4,7 +4,8 @@ vLLM calls `register` in each of its processes: setup.cfg names it in the entry-
 `CUPY_MLA_VLLM` says what it does:
 
 - unset or `custom`: the backend is there as CUSTOM, and nothing changes until `--attention-backend CUSTOM` asks for it;
-- `override`: it takes FLASHMLA_SPARSE's place, which vLLM chooses by itself for sparse MLA models;
+- `override`: it takes FLASHMLA_SPARSE's place, which vLLM chooses by itself for sparse MLA models, and DeepSeek-V4,
+  whose attention cannot be selected, runs on our operations, too;
 - `off`: nothing.
 
 A vLLM that lacks something an adapter needs is left alone, with one warning that names what is missing. To find that
@@ -19,7 +20,7 @@ import os
 from pathlib import Path
 
 from ...options import require_choice
-from .contract import Needs, missing
+from ..contract import Needs, missing
 
 MODES = ("custom", "override", "off")
 PLACES = {"custom": "CUSTOM", "override": "FLASHMLA_SPARSE"}
@@ -95,13 +96,15 @@ FLASHMLA_SPARSE: Needs = {
         "DeepseekV32IndexerPrefillChunkMetadata.skip_kv_gather",
     ),
     "model_executor.layers.sparse_attn_indexer": (
+        "has_deep_gemm",
         "SparseAttnIndexer.__init__"
         "(self, k_cache, quant_block_size, scale_fmt, topk_tokens, head_dim, max_model_len, max_total_seq_len, "
         "topk_indices_buffer, skip_k_cache_insert, use_fp4_cache)",
         "SparseAttnIndexer.forward_cuda(self, hidden_states, q_quant, k, weights)",
     ),
     "model_executor.models.deepseek_v2": ("Indexer.indexer_op", "Indexer.k_cache"),
-    "model_executor.custom_op": ("CustomOp._forward_method",),
+    "model_executor.custom_op": ("CustomOp._forward_method", "CustomOp.register_oot(cls)", "op_registry_oot"),
+    "utils.import_utils": ("has_deep_gemm()",),
     "utils.torch_utils": (
         "LayerNameType",
         "_encode_layer_name(layer_name)",
@@ -111,8 +114,59 @@ FLASHMLA_SPARSE: Needs = {
     "v1.worker.workspace": ("current_workspace_manager()", "WorkspaceManager.get_simultaneous(self)"),
 }
 
+# What `sparse_mla_common` builds on, as vLLM 0.33 has it.
+SPARSE_MLA_COMMON: Needs = {
+    **REGISTRY,
+    "v1.attention.backends.mla.flashmla_sparse": (
+        "FlashMLASparseBackend.supported_kv_cache_dtypes",
+        "FlashMLASparseBackend.customize_spec(cls, spec)",
+        "FlashMLASparseBackend.get_builder_cls()",
+        "FlashMLASparseBackend.get_impl_cls()",
+        "FlashMLASparseBackend.supports_compute_capability(cls, capability)",
+    ),
+    "v1.attention.backends.mla.sparse_utils": ("flat_kv_row_view(kv_cache, block_size)",),
+    "model_executor.layers.attention.sparse_mla_attention": (
+        "SparseMLACommonMetadata",
+        "SparseMLACommonMetadataBuilder.metadata_cls",
+        "SparseMLACommonMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)",
+        "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold"
+        "(self, reorder_batch_threshold, supports_spec_as_decode)",
+        "SparseMLACommonImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
+        "SparseMLACommonImpl._forward_mqa_kernel"
+        "(self, q, kv_cache, topk_indices, valid_counts, layer, block_size, is_decode)",
+    ),
+    "model_executor.layers.attention.mla_attention": (
+        "MLACommonBaseImpl.kv_cache_dtype",
+        "MLACommonBaseImpl.qk_rope_head_dim",
+        "MLACommonBaseImpl.scale",
+    ),
+    "v1.attention.backend": (
+        "AttentionCGSupport.UNIFORM_BATCH",
+        "AttentionImplBase.can_return_lse_for_decode",
+        "AttentionImplBase.lse_base_on_e",
+        "AttentionImplBase.need_to_return_lse_for_decode",
+        "AttentionImplBase.supports_dcp",
+        "AttentionImplBase.supports_dense_mha_prefill",
+        "MLAAttentionImpl.do_kv_cache_update"
+        "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)",
+    ),
+}
+# What `deepseek_v4` builds on, from vLLM 0.22 to 0.33.
+DEEPSEEK_V4: Needs = {
+    "model_executor.models.registry": ("ModelRegistry", "_ModelRegistry.register_model(self, model_arch, model_cls)"),
+    "models.deepseek_v4": ("DeepseekV4ForCausalLM",),
+    "models.deepseek_v4.nvidia.flashmla": (
+        "flash_mla_sparse_fwd",
+        "flash_mla_with_kvcache",
+        "combine_topk_swa_indices",
+        "compute_global_topk_indices_and_lens",
+        "dequantize_and_gather_k_cache",
+    ),
+}
+
 # Adapters by the module with their backend class; the first whose needs a vLLM meets is taken.
-ADAPTERS: dict[str, Needs] = {"sparse_mla": FLASHMLA_SPARSE}
+ADAPTERS: dict[str, Needs] = {"sparse_mla": FLASHMLA_SPARSE, "sparse_mla_common": SPARSE_MLA_COMMON}
+V4_MODELS = ("DeepseekV4ForCausalLM",)
 
 logger: logging.Logger = logging.getLogger(
     "vllm.cupy_mla"
@@ -129,12 +183,36 @@ def register() -> None:
     require_choice("CUPY_MLA_VLLM", mode, MODES)
     if mode == "off":
         return
-    chosen = adapter(_sources())
-    if chosen is None:
-        return
+    sources = _sources()
+    chosen = adapter(sources)
+    if chosen is not None:
+        _register_backend(chosen, mode)
+    if mode == "override" and has_deepseek_v4(sources):
+        _register_deepseek_v4()
+
+
+def _register_backend(chosen: str, mode: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum[PLACES[mode]], f"{__name__}.{chosen}.CupyMLASparseBackend")
+    if chosen == "sparse_mla" and not _has_deep_gemm():
+        from .indexer import replace_stock
+
+        replace_stock()
+
+
+def _has_deep_gemm() -> bool:
+    from vllm.utils.import_utils import has_deep_gemm
+
+    return bool(has_deep_gemm())
+
+
+def _register_deepseek_v4() -> None:
+    """vLLM loads V4's model from our module, and imports that only then."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for model in V4_MODELS:
+        ModelRegistry.register_model(model, f"{__name__}.deepseek_v4:{model}")
 
 
 def adapter(sources: Path) -> str | None:
@@ -153,6 +231,18 @@ def adapter(sources: Path) -> str | None:
         "cupy_mla leaves this vLLM alone, the CUSTOM attention backend is not registered. Missing: %s", "; ".join(least)
     )
     return None
+
+
+def has_deepseek_v4(sources: Path) -> bool:
+    """Whether a vLLM's DeepSeek-V4 can run on our operations; False, after a warning, where it cannot.
+
+    Args:
+        sources: the folder of the package `vllm`.
+    """
+    lacking = missing(sources, DEEPSEEK_V4)
+    if lacking:
+        logger.warning("cupy_mla leaves this vLLM's DeepSeek-V4 alone. Missing: %s", "; ".join(lacking))
+    return not lacking
 
 
 def _sources() -> Path:

@@ -7,6 +7,7 @@ import vllm.envs as envs
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import sparse_attn_indexer as stock
 from vllm.utils.torch_utils import _encode_layer_name, _resolve_layer_name, direct_register_custom_op
 from vllm.v1.attention.backends.mla import indexer as stock_metadata
@@ -50,7 +51,13 @@ class CupyMLAIndexerBackend(StockBackend):
 
 
 class CupyMLAIndexer(StockIndexer):
-    """The layer that fills the buffer of chosen positions."""
+    """The layer that fills the buffer of chosen positions. It can be made where DeepGEMM is missing."""
+
+    _stock_init: Any = rebound(stock.SparseAttnIndexer.__init__, has_deep_gemm=lambda: True)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._stock_init(*args, **kwargs)
+        _end_graphs_before_the_op()
 
     def forward_cuda(
         self,
@@ -88,7 +95,17 @@ def adopt(indexer: Any) -> None:
     op.__class__ = CupyMLAIndexer
     op._forward_method = op.forward_cuda
     indexer.k_cache.get_attn_backend = lambda: CupyMLAIndexerBackend
-    # Metadata differ from step to step, so piecewise CUDA graphs must end before the op.
+    _end_graphs_before_the_op()
+
+
+def replace_stock() -> None:
+    """Have vLLM make a `CupyMLAIndexer` wherever it makes an indexer, for one that lacks DeepGEMM: its own raises."""
+    if "SparseAttnIndexer" not in op_registry_oot:
+        stock.SparseAttnIndexer.register_oot(CupyMLAIndexer)
+
+
+def _end_graphs_before_the_op() -> None:
+    """Metadata differ from step to step, so piecewise CUDA graphs must end before the op."""
     splitting_ops = get_current_vllm_config().compilation_config.splitting_ops
     name = f"{LIBRARY.ns}::{OP}"
     if splitting_ops and name not in splitting_ops:

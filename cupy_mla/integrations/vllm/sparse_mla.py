@@ -16,9 +16,9 @@ from vllm.v1.attention.backends.mla import flashmla_sparse as stock
 from ...backends.sparse_mla import SparseMLABackend
 from ...config import SparseMLAConfig
 from ...ops.attention import sparse_decode, sparse_prefill
-from ...ops.cache import concat_and_cache_mla
 from ...ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ...ops.indices import convert_req_index_to_global_index
+from . import cache_write
 from .indexer import adopt
 from .rebound import rebound
 
@@ -30,8 +30,6 @@ else:
     StockBackend = stock.FlashMLASparseBackend
     StockBuilder = stock.FlashMLASparseMetadataBuilder
     StockImpl = stock.FlashMLASparseImpl
-
-CACHE_TYPES = ("auto", "bfloat16", "fp8_ds_mla")  # what `concat_and_cache_mla` writes
 
 
 class CupyMLASparseBackend(StockBackend):
@@ -87,11 +85,7 @@ class CupyMLASparseImpl(StockImpl):
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
     ) -> None:
-        if kv_cache.numel() == 0:  # a profiling run
-            return
-        if kv_cache_dtype not in CACHE_TYPES:
-            raise ValueError(f"kv_cache_dtype: expected one of {CACHE_TYPES}, got {kv_cache_dtype!r}")
-        concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping.flatten())
+        cache_write.write(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
 
     def forward_mqa(
         self,

@@ -1,0 +1,112 @@
+"""SGLang's FlashMLA attention paths on this package's kernels, for models of the DeepSeek-V3.2 kind.
+
+SGLang calls `register` in each of its processes: setup.cfg names it in the entry-point group `sglang.srt.plugins`.
+`CUPY_MLA_SGLANG=override` makes it take the place of the attention behind `flashmla_sparse` and `flashmla_kv`, which
+`--dsa-prefill-backend` and `--dsa-decode-backend` select; unset, or with `off`, nothing happens. A SGLang that lacks
+something it needs is left alone, with one warning that names what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..layouts import BF16_512, BF16_576, V32_FP8
+from ..ops.attention import sparse_decode, sparse_prefill
+from ..options import require_choice
+from .contract import Needs, missing
+
+MODES = ("off", "override")
+BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+NEEDS: Needs = {
+    "srt.plugins.hook_registry": (
+        "HookRegistry.register(cls, target, hook, hook_type)",
+        "HookType.AROUND",
+        "HookType.REPLACE",
+    ),
+    "srt.layers.attention.dsa_backend": (
+        "DeepseekSparseAttnBackend._forward_flashmla_sparse"
+        "(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length, attn_sink)",
+        "DeepseekSparseAttnBackend._forward_flashmla_kv"
+        "(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)",
+        "DeepseekSparseAttnBackend.physical_page_size",
+        "DeepseekSparseAttnBackend.kv_cache_dim",
+    ),
+}
+# Values of a cache row that the decode kernels read: bf16 with RoPE and without, and FP8 in bytes.
+ROWS = (BF16_576.d_qk, BF16_512.d_qk, V32_FP8.token_bytes)
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Hook our attention into the SGLang of this process, as `CUPY_MLA_SGLANG` says.
+
+    Raises:
+        ValueError: `CUPY_MLA_SGLANG` has a value that is none of its own.
+    """
+    mode = os.environ.get("CUPY_MLA_SGLANG") or "off"
+    require_choice("CUPY_MLA_SGLANG", mode, MODES)
+    if mode == "off":
+        return
+    lacking = missing(_sources(), NEEDS)
+    if lacking:
+        logger.warning("cupy_mla leaves this SGLang alone. Missing: %s", "; ".join(lacking))
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{BACKEND}._forward_flashmla_sparse", forward_flashmla_sparse, HookType.REPLACE)
+    HookRegistry.register(f"{BACKEND}._forward_flashmla_kv", forward_flashmla_kv, HookType.AROUND)
+
+
+def forward_flashmla_sparse(
+    self: Any,
+    q_all: torch.Tensor,
+    kv_cache: torch.Tensor,
+    v_head_dim: int,
+    page_table_1: torch.Tensor,
+    sm_scale: float,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention over bf16 rows, of any number of heads, none padded: [T, h, 512]."""
+    if topk_length is not None and len(topk_length) != len(q_all):  # of a batch that was padded: entries are -1 there
+        topk_length = None
+    rows = kv_cache.view(-1, 1, kv_cache.shape[-1])
+    out, _, _ = sparse_prefill(
+        q_all, rows, page_table_1[:, None], sm_scale, d_v=v_head_dim, attn_sink=attn_sink, topk_length=topk_length
+    )
+    return out
+
+
+def forward_flashmla_kv(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    q_all: torch.Tensor,
+    kv_cache: torch.Tensor,
+    v_head_dim: int,
+    sm_scale: float,
+    layer: Any,
+    metadata: Any,
+    page_table_1: torch.Tensor,
+) -> torch.Tensor:
+    """Attention over the paged cache as it is, FP8 or bf16: [T, 1, h, 512]. Caches of other rows are SGLang's."""
+    if self.kv_cache_dim not in ROWS:
+        return original(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
+    q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
+    pages = kv_cache.view(-1, self.physical_page_size, 1, self.kv_cache_dim)
+    out, _ = sparse_decode(q, pages, page_table_1[:, None], sm_scale)
+    return out
+
+
+def _sources() -> Path:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("sglang is not installed")
+    return Path(spec.origin).parent

@@ -1,0 +1,94 @@
+"""DeepSeek-V4 in vLLM on our attention and index operations.
+
+vLLM's V4 layers call functions that one module has imported by name. Importing this module binds those names to ours,
+and it has V4's model classes: vLLM's model registry is told to take them from here, so nothing happens before a V4
+model is loaded. Queries keep the padded heads that these layers allocate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.models import deepseek_v4 as stock
+from vllm.models.deepseek_v4.nvidia import flashmla as layers
+
+from ...ops import compressed, swa
+from ...ops.attention import sparse_decode, sparse_prefill
+from ...ops.gather import dequantize_and_gather_k_cache
+
+stock_combine: Callable[..., Any] = layers.combine_topk_swa_indices
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    *,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    out: torch.Tensor,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    **dense: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse_decode` with FlashMLA's keywords; those of dense attention and of FlashMLA's schedule are not used."""
+    return sparse_decode(
+        q, k_cache, indices, softmax_scale, attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
+        extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length, out=out,
+    )  # fmt: skip
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    is_valid_token: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours; vLLM gives the requests of all tokens of a batch, of which the first ones are meant."""
+    requests = token_to_req_indices[: len(topk_indices)]
+    return compressed.compute_global_topk_indices_and_lens(
+        topk_indices, requests, block_table, block_size, is_valid_token
+    )
+
+
+def combine_topk_swa_indices(
+    topk_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    M: int,
+    N: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **images: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours; vLLM's own for a model with images, whose tokens see one another in both directions."""
+    if images.get("left_visible") is not None or images.get("max_image_tokens"):
+        return stock_combine(
+            topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, M, N, out=out,
+            **images,
+        )  # fmt: skip
+    rows, lens = out or (None, None)
+    return swa.combine_topk_swa_indices(
+        topk_indices, query_start_loc, seq_lens, gather_lens, window_size, max(compress_ratio, 1), topk, M, N,
+        out=rows, lens=lens,
+    )  # fmt: skip
+
+
+OURS: dict[str, Callable[..., Any]] = {
+    "flash_mla_sparse_fwd": sparse_prefill,
+    "flash_mla_with_kvcache": flash_mla_with_kvcache,
+    "combine_topk_swa_indices": combine_topk_swa_indices,
+    "compute_global_topk_indices_and_lens": compute_global_topk_indices_and_lens,
+    "dequantize_and_gather_k_cache": dequantize_and_gather_k_cache,
+}
+vars(layers).update(OURS)
+
+DeepseekV4ForCausalLM: Any = stock.DeepseekV4ForCausalLM

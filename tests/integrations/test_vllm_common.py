@@ -1,0 +1,121 @@
+"""The adapter for vLLM 0.33 on stand-ins of its classes, on the CPU: attention, lse of a rank, cache write."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from cupy_mla.integrations import vllm as plugin  # noqa: E402
+from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, Step, assert_result, make_step  # noqa: E402
+from tests.integrations.test_vllm import as_torch  # noqa: E402
+
+CACHES = {"bf16": ("auto", "bf16"), "fp8": ("fp8_ds_mla", "v32_fp8")}
+
+
+@pytest.fixture
+def adapter(vllm_33: None) -> ModuleType:
+    return importlib.import_module(f"{plugin.__name__}.sparse_mla_common")
+
+
+def spread(cache: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same blocks with `gap` rows of another layer behind each."""
+    blocks, size, width = cache.shape
+    whole = cache.new_full((blocks, size + gap, width), 0xFF if cache.dtype == torch.uint8 else torch.nan)
+    whole[:, :size] = cache
+    return whole[:, :size]
+
+
+def metadata(step: Step, num_decode_tokens: int, rank: int = 0, ranks: int = 1) -> SimpleNamespace:
+    batch = step.batch
+    requests = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start_loc))
+    return SimpleNamespace(
+        block_size=BLOCK_SIZE, num_decode_tokens=num_decode_tokens, req_id_per_token=requests,
+        block_table=batch.block_table, is_own=lambda position: int(position) % ranks == rank,
+    )  # fmt: skip
+
+
+def test_backend(adapter) -> None:
+    backend = adapter.CupyMLASparseBackend
+    capability = [(7, 5), (8, 0), (9, 0), (12, 1)]
+    supported = [backend.supports_compute_capability(SimpleNamespace(major=a, minor=b)) for a, b in capability]
+    assert supported == [False, True, True, True]
+    assert backend.get_name() == "FLASHMLA_SPARSE"
+    assert "nvfp4_ds_mla" not in backend.supported_kv_cache_dtypes
+    assert backend.get_impl_cls() is adapter.CupyMLASparseImpl
+    builder = backend.get_builder_cls()(None, [], None, None)
+    assert builder.threshold == (1, True)
+    assert builder.metadata_cls is adapter.common.SparseMLACommonMetadata
+
+
+@pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [7], [1, 1, 6, 3]], ids=str)
+@pytest.mark.parametrize("pair", [True, False], ids=["parts", "whole"])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_attention(adapter, rng, rope: bool, cache: str, query_lens: list[int], pair: bool, gap: int) -> None:
+    """Against float64 attention over the chosen rows, with and without rows of other layers between blocks."""
+    step = make_step(rng, 12, query_lens, rope=rope)
+    cache_type, layout = CACHES[cache]
+    rows = as_torch(step.caches[layout])
+    if not rope and cache == "bf16":
+        rows = rows[..., :512].contiguous()
+    q = as_torch(step.q)
+    nope, pe = q[..., :512], q[..., 512:].clone()
+    if not rope:
+        q, pe = nope, pe[..., :0]
+    impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64 if rope else 0, as_torch(step.topk_indices))
+    decodes = len(step.q) if max(query_lens) == 1 else 0
+    got, lse = impl.forward_mqa(
+        (nope, pe) if pair else q.contiguous(), spread(rows, gap), metadata(step, decodes), None
+    )
+    assert lse is None
+    assert_result(got.float().numpy(), step.want)
+    assert impl.supports_dense_mha_prefill == (rope or cache == "bf16")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("decode", [True, False])
+def test_the_parts_of_ranks_merge(adapter, rng, cache: str, decode: bool) -> None:
+    """Under context parallelism a rank has its rows' attention and lse: -inf, and zeros, where it has none."""
+    step = make_step(rng, 5, [1, 1, 1], seq_lens=[1, 40, 37])
+    cache_type, layout = CACHES[cache]
+    impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, as_torch(step.topk_indices))
+    impl.need_to_return_lse_for_decode = True
+    outs, lses = [], []
+    for rank in range(2):
+        meta = metadata(step, 3 if decode else 0, rank, 2)
+        out, lse = impl.forward_mqa(as_torch(step.q), as_torch(step.caches[layout]), meta, None)
+        assert lse.shape == (3, 5)
+        assert (out[lse == -torch.inf] == 0).all()
+        outs.append(out.double())
+        lses.append(lse.double())
+    assert lses[1][0].eq(-torch.inf).all(), "position 0 is rank 0's"
+    lse = torch.logaddexp(*lses)
+    weights = [(part - lse).exp().nan_to_num(0)[..., None] for part in lses]
+    assert_result(sum(w * o for w, o in zip(weights, outs, strict=True)).numpy(), step.want)
+    want = np.where(step.want_lse == np.inf, -np.inf, step.want_lse)
+    np.testing.assert_allclose(lse.numpy(), want, atol=2e-3)
+
+
+@pytest.mark.parametrize("cache_type", ["auto", "fp8_ds_mla"])
+def test_cache_write(adapter, cache_type: str) -> None:
+    from cupy_mla import concat_and_cache_mla
+
+    impl = adapter.CupyMLASparseImpl(SCALE, cache_type, 64, None)
+    fp8 = cache_type == "fp8_ds_mla"
+    shape, dtype = ((3, 16, 656), torch.uint8) if fp8 else ((3, 16, 576), torch.bfloat16)
+    got, want = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    kv_c, k_pe = torch.randn(3, 512).bfloat16(), torch.randn(3, 1, 64).bfloat16()
+    slots = torch.tensor([5, -1, 40])
+    impl.do_kv_cache_update(kv_c, k_pe, got, slots, cache_type, torch.ones(()), skip_scale=True)
+    concat_and_cache_mla(kv_c, k_pe, want, slots)
+    assert want.any()
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    impl.do_kv_cache_update(kv_c, k_pe, torch.zeros(0), slots, cache_type, torch.ones(()))
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: expected one of .*, got 'nvfp4_ds_mla'"):
+        impl.do_kv_cache_update(kv_c, k_pe, got, slots, "nvfp4_ds_mla", torch.ones(()))
