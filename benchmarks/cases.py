@@ -121,11 +121,23 @@ SMALL_PREFILL = [
     Group("prefill of 1 to 264 queries, 64 and 128 heads", "small_prefill", _beginning("small"), 1.2),
     Group("prefill of a prompt's first 2048 tokens", "small_prefill", _beginning("causal"), 1.8),
 ]
+
+
+def _shape(kb: int, *begins: str) -> Callable[[str, dict[str, int]], bool]:
+    """Rows of one shape of the portable kernel: of the shared memory that it is built for."""
+    return lambda case, n: case.startswith(begins) and n.get("shape", 163) == kb
+
+
 PORTABLE = [
-    Group("portable kernels: prefill", "portable", _beginning("prefill")),
-    Group("portable kernels: FP8 decode V32, 16 heads", "portable", _beginning("V32 h 16 ")),
-    Group("portable kernels: FP8 decode V32, 64 and 128 heads", "portable", _beginning("V32 h 64 ", "V32 h 128 ")),
-    Group("portable kernels: FP8 decode V4", "portable", _beginning("V4 ")),
+    Group(f"portable kernels{suffix}: {title}", "portable", _shape(kb, *begins), target)
+    for kb, suffix, prefill in ((163, "", 0.6), (99, " in 99 KB", 0.5))
+    for title, begins, target in (
+        ("prefill", ("prefill",), prefill),
+        ("FP8 decode V32, 8 to 32 heads", ("V32 h 8 ", "V32 h 16 ", "V32 h 32 "), 1.0),
+        ("FP8 decode V32, 64 and 128 heads", ("V32 h 64 ", "V32 h 128 "), 0.75),
+        ("FP8 decode V4", ("V4 ",), 0.75),
+        ("bf16 decode, beside FlashAttention 3", ("bf16 ",), 0.8),
+    )
 ]
 CACHE_OPS = [
     Group(

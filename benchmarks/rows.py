@@ -56,6 +56,7 @@ def prefill_row(
     case: str,
     kv: torch.Tensor,
     sets: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    /,
     **more: Any,
 ) -> None:
     """A row of prefills of q, lists and lengths over one array of rows; `more` goes into the record."""

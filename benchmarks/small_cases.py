@@ -17,6 +17,8 @@ import numpy as np
 
 import cupy_mla
 from cupy_mla import layouts
+from cupy_mla.cuda import driver
+from cupy_mla.cuda.attention import portable
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
@@ -171,7 +173,8 @@ def topk_case(rng: np.random.Generator, rows: int, width: int) -> None:
 
 def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     """The cache and index operations, then attention by every kernel that can serve a call, named by CUPY_MLA_KERNELS;
-    on GPUs other than Hopper that is the portable one."""
+    on GPUs other than Hopper that is the portable one, in the shapes that fit the GPU."""
+    shapes = ("portable_99kb", "portable")[: 2 if driver.gpu(0).shared_kb >= portable.LARGE else 1]
     hopper = cupy.cuda.Device().compute_capability == "90"
     for operation in TABLE:
         if operation.exact:  # attention has cases of its own, one for each of its kernels
@@ -195,10 +198,11 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", *flat) if hopper else ():
             if kernel != "bf16_grouped_sm90" or h <= 32:
                 yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
-        yield f"prefill h {h} portable", partial(prefill_case, h=h, kernel="portable")
+        for kernel in shapes:
+            yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
     for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576):
         for h in (16, 32, 64, 128):
-            for kernel in (*(decode_kernels(layout) if hopper else ()), "portable"):
+            for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes):
                 yield f"decode {layout.name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
 
 

@@ -83,7 +83,7 @@ class FakeGPU:
         )
         monkeypatch.setattr(driver, "runtime", lambda: runtime)
         monkeypatch.setattr(driver, "THREAD", driver._Threads())
-        monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, SMS, CAPABILITY))
+        monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, SMS, CAPABILITY, 227))
         monkeypatch.setattr(driver, "driver_version", lambda: 13000)
         monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: CLUSTERS_AT_ONCE)
         monkeypatch.setattr(driver, "api", lambda: self.graphs)

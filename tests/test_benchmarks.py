@@ -72,6 +72,7 @@ def test_small_cases_are_of_every_operation(module, monkeypatch, rng):
         asarray=np.asarray, asnumpy=np.asarray, cuda=SimpleNamespace(Device=lambda: device)
     )  # fmt: skip
     monkeypatch.setattr(small_cases, "cupy", stand_in)
+    monkeypatch.setattr(small_cases.driver, "gpu", lambda _: SimpleNamespace(shared_kb=227))
     acts = dict(small_cases.cases())
     assert len(acts) == len([*small_cases.cases()])
     for operation in TABLE:
@@ -105,6 +106,13 @@ def test_record(harness, monkeypatch, tmp_path, capsys):
     assert not late.wants("a row")
     late.write()
     assert json.loads((tmp_path / "late.part.json").read_text()) == {"gpu": "none", "left_out": ["a row"], "rows": []}
+
+
+def test_shapes_of_the_portable_kernel_are_judged_apart(module):
+    cases = module("cases")
+    rows = [{"case": f"V32 h 64 b 3 s_q 1 topk 2048 shape {shape}", "ratio": shape} for shape in (99, 163)]
+    rows.append({"case": "V32 h 64 b 3 s_q 1 topk 2048", "ratio": 1})  # of records from before there were shapes
+    assert [found for group in cases.PORTABLE if (found := cases.of_group(group, rows))] == [[163, 1], [99]]
 
 
 def write_module(folder: Path, name: str, functions: tuple[str, ...], parameters: str = "") -> None:

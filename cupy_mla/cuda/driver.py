@@ -100,11 +100,13 @@ class Gpu:
         device: its number.
         sms: streaming multiprocessors.
         capability: 10 times its compute capability.
+        shared_kb: shared memory that a CTA may have.
     """
 
     device: int
     sms: int
     capability: int
+    shared_kb: int
 
     def clusters_at_once(self, kernel: Launchable) -> tuple[int, ...]:
         """How many clusters of 1, 2, ... `kernel.max_cluster` CTAs run at a time.
@@ -119,7 +121,8 @@ class Gpu:
 def gpu(device: int) -> Gpu:
     """The facts of a GPU."""
     properties = runtime().getDeviceProperties(device)
-    return Gpu(device, properties["multiProcessorCount"], 10 * properties["major"] + properties["minor"])
+    capability = 10 * properties["major"] + properties["minor"]
+    return Gpu(device, properties["multiProcessorCount"], capability, properties["sharedMemPerBlockOptin"] // 1024)
 
 
 @lru_cache(maxsize=1)

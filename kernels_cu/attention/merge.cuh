@@ -7,6 +7,7 @@
 // head. A chunk has the same values of O in every partial result.
 #pragma once
 #include "attention/params.cuh"
+#include "attention/partials.cuh"
 #include "attention/results.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cluster.cuh"
@@ -43,26 +44,6 @@ __device__ __forceinline__ float to_f16_range(float largest) {
     const int exponent = 268 - int(__float_as_uint(largest) >> 23);
     return __uint_as_float(uint32_t(max(1, min(exponent, 253))) << 23);
 }
-
-// Partial results, of HEADS heads of a query each, and the place of this CTA's among them.
-template <int VALUES>
-struct PartialResults {
-    static constexpr int CHUNKS = HEADS * D_V / VALUES, STEP = CHUNKS + HEADS;  // from one partial result to the next
-    float4* first;
-    int rank;
-
-    __device__ __forceinline__ void write(int chunk, float4 v) const { first[int64_t(rank) * STEP + chunk] = v; }
-    __device__ __forceinline__ void write_statistics(int head, float ref, float sum, float max,
-                                                     float scale = 1.0f) const {
-        first[int64_t(rank) * STEP + CHUNKS + head] = make_float4(ref, sum, max, scale);
-    }
-    __device__ __forceinline__ float4 chunk_of(int other, int chunk) const {
-        return __ldcg(first + int64_t(other) * STEP + chunk);
-    }
-    __device__ __forceinline__ float4 statistics_of(int other, int head) const {
-        return chunk_of(other, CHUNKS + head);
-    }
-};
 
 // Those of a cluster that works on HEADS heads of a query.
 template <int VALUES>

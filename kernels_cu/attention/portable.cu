@@ -1,307 +1,574 @@
 // Sparse attention on mma.sync, for every GPU from sm_80 on: decode and prefill, every cache layout.
 //
-// A CTA: one query, HEADS heads, one split of its index lists, in tiles of 32 rows. Warps come in pairs:
+// A CTA works on a split of a work item at a time: one query, HEADS heads, some of its rows, in tiles of TILE_ROWS. It
+// has one split, whose result combine.cu merges with the others', or an equal share of all rows of the launch
+// (shares.cuh). Two kinds of warps work on neighbouring tiles at the same time:
 //
-//   pair (share, m)    16 heads, and of every tile the 32 / SHARES rows of its row share
-//     warp half 0      Q.K over the even slices of 16 of D_QK     output columns   0 .. 255
-//     warp half 1      Q.K over the odd slices                    output columns 256 .. 511
+//   4 score warps    S = Q.K^T and softmax. They form GROUPS groups, each with HEADS / GROUPS heads. A warp of a group
+//                    multiplies its share of the columns, then the warps add their parts of S through shared memory. Q
+//                    is held in registers, its last slices in shared memory. 64 heads: each of the two warps of a group
+//                    gets the sums of half of the group's heads. Fewer heads: all warps get all.
+//   8 output warps   O += P.V, all heads x 64 columns each. They also bring the rows of later tiles.
 //
-//   Q stays in registers (72 a thread), so do the accumulators (128 a thread). Shared memory holds rows only.
+//   tile             output warps           score warps                                          output warps
+//                    rows  -->              S parts --> exchange --> S --> P, rescale factors --> O
+//                             tile_full[stage]      P_EMPTY[tile % 2]               P_FULL[tile % 2]
 //
-//   for each tile  all warps   wait for the tile's rows; start the copies of the next ones
-//                              FP8: widen the staged rows into the bf16 tile, which is exact; float32 scales stay
-//                              apart
-//                  a warp      S_half = Q_half . K_half^T           ldmatrix + mma
-//                  a pair      S = S_0 + S_1 through shared memory  (then both warps hold all of S)
-//                  a warp      online softmax, P in registers       (both warps compute it, P is not exchanged)
-//                              O += P . V of its columns            ldmatrix.trans + mma
-//                  V32_FP8: float32 scales are folded into S, one scale after the other, and into a copy of P for each
-//                  scale of V's columns, so that no scaled row is ever rounded to 16 bits. V4_FP8: scales are powers
-//                  of two, and widening is exact
-//   at the end     row shares merge through shared memory; the CTA writes the output or its partial result
+//   tile_full[stage]   mbarrier: all rows of a stage are there, as bf16
+//   P_EMPTY + i        named: output warps have read buffer i of P; all score warps have left their parts of S
+//   P_FULL + i         named: score warps have written buffer i of P; all output warps are done with the tile before
+//   OUTPUTS            named: output warps are done with a tile
+//   SCORES + i         named: score warps of group i have read each other's parts of S (where these have one buffer)
+//   MERGE              named: score warps know how many partial results of other CTAs there are (in shares)
+//   FINAL              named: score warps have left the final factors of the heads
 //
-// Barriers: __syncthreads between tiles; PAIR_SUMS + pair, 64 threads: both halves of S are in shared memory.
+// Output warps look up where their rows of the next NOTED_TILES tiles are, a lane a row, and note the addresses in
+// shared memory: looked up tile by tile, that chain of dependent instructions took longer than a tile's products.
 //
-// Shared memory, D_QK 576 (99 KB is the limit of sm_86, 89 and 120):
-//                  bf16: 2 stages of 32 rows 73,728   FP8: tile 36,864 + 2 stages of 656 x 32 41,984
-//                  partial S 2 KB a warp at 32 rows a share (16,384 for 8 warps), validity of 4 tiles 512, scales 512
-// Registers: 255. Some compilers spill a few words of softmax state once a tile (the compile test asserts the bound).
+// bf16 rows are copied (cp.async) into the stage of a tile that all output warps are done with. FP8 rows are copied as
+// they lie in the cache into a ring that each output warp has for its own rows, some tiles ahead. From there the warp
+// widens them to bf16, once, after P.V of the tile two before has freed the stage. V4_FP8: scaled, which is exact.
+// V32_FP8: not scaled, for a value times a float32 would be rounded. A score warp scales S where the columns of a scale
+// end: ((S_0 * c_0 / c_1) + S_1) * c_1. An output warp, whose columns have one scale, multiplies P by it.
 //
-// List entries that are invalid are not read: their rows are zeros in the tile and their logits become -inf.
+// References (what logits are relative to) rise when a logit is REF_SLACK above; that is rare, and O is rescaled then.
+//
+// List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf.
 #include "attention/params.cuh"
+#include "attention/partials.cuh"
 #include "attention/results.cuh"
+#include "attention/shares.cuh"
 #include "attention/work.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/matrix.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
+#include "rows/quantize.cuh"
 #include "tile/softmax.cuh"
 #include "tile/staged_rows.cuh"
 #include "tile/warp.cuh"
 
-constexpr int M_TILES = HEADS / 16, SHARES = HEADS == 64 ? 1 : 2;
-constexpr int WARPS = 2 * M_TILES * SHARES;
-constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = TILE_ROWS / SHARES;              // rows of a tile that a pair works on
-constexpr int N_TILES = ROWS / 8;                     // mma column tiles of S
-constexpr int K_STEPS = D_QK / 16 / 2;                // mma steps of a warp's half of Q.K
-constexpr int V_TILES = D_V / 2 / 8;                  // mma column tiles of a warp's half of O
-constexpr int WARP_ROWS = TILE_ROWS / WARPS;          // rows that a warp copies
-constexpr int STAGES = 2, VALID_RING = 4;             // tiles whose rows, and whose validity, are held
-constexpr int PREFETCH = Row::FOLDED_SCALES ? 1 : 2;  // fragments that ldmatrix is ahead of mma
-constexpr int COPIES_AHEAD = Row::QUANTIZED ? 2 : 1;  // tiles whose copies are under way
-static_assert(WARP_ROWS % ROWS_AT_ONCE == 0, "a warp copies four rows at once");
+constexpr int SCORE_WARPS = 4, OUTPUT_WARPS = 8;
+constexpr int SCORE_THREADS = 32 * SCORE_WARPS, OUTPUT_THREADS = 32 * OUTPUT_WARPS;
+constexpr int THREADS = SCORE_THREADS + OUTPUT_THREADS;
+constexpr int GROUPS = HEADS >= 32 ? 2 : 1, SLICES = SCORE_WARPS / GROUPS;
+constexpr int M_TILES = HEADS / 16, GROUP_TILES = M_TILES / GROUPS;  // mma row tiles of the CTA, of a group
+constexpr int N_TILES = TILE_ROWS / 8, K_TILES = TILE_ROWS / 16;     // a tile's rows as columns of S, as k of P.V
+constexpr bool FP8 = Row::QUANTIZED, FOLDED = Row::FOLDED_SCALES > 0;
+constexpr int V_STEPS = D_V / 16 / SLICES;             // a score warp's slices of 16 columns among the first D_V
+constexpr int STEPS = D_QK / 16 / SLICES;              // all its slices
+constexpr int Q_IN_REGISTERS = STEPS - Q_IN_SHARED;    // slices of Q in registers
+constexpr int V_TILES = D_V / OUTPUT_WARPS / 8;        // mma column tiles of an output warp
+constexpr int COPIED_ROWS = TILE_ROWS / OUTPUT_WARPS;  // rows of a tile that an output warp brings
+constexpr int NOTED_TILES = 8;                         // tiles whose rows a warp looks up at once, a lane a row
+constexpr bool ALL_GET_ALL = GROUP_TILES == 1;         // every warp of a group gets all sums
+constexpr int SCALE_COLUMNS = FP8 ? SCALE_TILE : 8;
+constexpr float REF_SLACK = 8.0f;
+constexpr float LEAST_RATIO = 0x1p-64f;  // a scale of which the one before is more times as large counts as larger
+static_assert(COPIED_ROWS <= ROWS_AT_ONCE && (ALL_GET_ALL || (GROUP_TILES == 2 && SLICES == 2)), "");
+static_assert(!FOLDED || NUM_SCALES == 4, "one or two scales a score warp");
 
-constexpr int PAIR_SUMS = 1;  // named barriers PAIR_SUMS + pair
+enum NamedBarrier { P_EMPTY = 1, P_FULL = 3, OUTPUTS = 5, FINAL = 6, SCORES = 7, MERGE = 9 };
 
-constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
-constexpr int STAGE_BYTES = Row::QUANTIZED ? TILE_ROWS * Row::STAGED_BYTES : TILE_BYTES;
-// Shared memory, in bytes: stages, the tile of widened rows (FP8; bf16 rows are used where they are staged), halves of
-// S (float4 [WARPS][N_TILES][32]), validity (int32 [VALID_RING][TILE_ROWS]), scales (float32
-// [FOLDED_SCALES][TILE_ROWS]).
-constexpr int HALF_BYTES = N_TILES * 32 * 16;
-constexpr int TILE_AT = STAGES * STAGE_BYTES;
-constexpr int HALVES_AT = TILE_AT + (Row::QUANTIZED ? TILE_BYTES : 0);
-constexpr int VALID_AT = HALVES_AT + WARPS * HALF_BYTES;
-constexpr int SCALES_AT = VALID_AT + VALID_RING * TILE_ROWS * 4;
-constexpr int SHARED_BYTES = SCALES_AT + Row::FOLDED_SCALES * TILE_ROWS * 4;
-static_assert(M_TILES * 16 * D_V * 4 <= HALVES_AT || SHARES == 1, "row shares merge in the space of the rows");
+// Shared memory: tiles, rows as they are in the cache, parts of S, P, slices of Q, and the rest. Fragments lie as
+// threads hold them.
+constexpr int STAGE_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int RAW_ROWS_BYTES = COPIED_ROWS * Row::STAGED_BYTES;  // of an output warp and a tile
+constexpr int RAW_BYTES = FP8 ? OUTPUT_WARPS * RAW_ROWS_BYTES : 0;
+constexpr int PARTS = ALL_GET_ALL ? 1 : GROUP_TILES - 1;  // m tiles that a score warp gives to others
+constexpr int PART_BYTES = PARTS * N_TILES * 512;         // of a warp
+constexpr int PART_BUFFER = SCORE_WARPS * PART_BYTES;
+constexpr int PART_BUFFERS = (TILE_ROWS > 16 ? FOLDED : !FP8) && HEADS > 32 ? 1 : 2;  // one where space is short
+constexpr int P_BYTES = M_TILES * K_TILES * 512;
+constexpr int Q_BYTES = SCORE_WARPS * Q_IN_SHARED * GROUP_TILES * 512;
+constexpr int VALID_TILES = 2 * NOTED_TILES;
+
+template <int STAGES>
+struct SmallOf {
+    uint64_t tile_full[STAGES];
+    Row rows[NOTED_TILES][TILE_ROWS];             // where the rows of coming tiles are in memory
+    float rescale[2][HEADS];                      // of O, before a tile
+    float factor[HEADS];                          // of O, in the end
+    alignas(4) uint8_t rescaled[2][SCORE_WARPS];  // a score warp's heads have factors other than 1; read as a word
+    alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
+    WorkItem work;
+    int turn, tiles_done;                         // splits of this CTA that are done, and their tiles
+    bool ends_item;                               // the split is the last of its item
+    int partials;                                 // partial results of other CTAs that are merged with the split's
+    float top[HEADS], factor_of_partials[HEADS];  // of the merge: reference, and factor of all O relative to it
+    Shares<THREADS> shares;
+    // Of V32_FP8, read two at a time: scales, and ratios of a score warp's two scales.
+    alignas(8) float scale[FOLDED ? STAGES : 1][FOLDED ? NUM_SCALES : 1][TILE_ROWS];
+    alignas(8) float ratio[FOLDED ? STAGES : 1][FOLDED ? 2 : 1][TILE_ROWS];
+};
+
+// Stages of tiles and of rows as they are in the cache: as many as fit.
+template <int STAGES, int RAW_STAGES>
+__host__ __device__ constexpr int shared_bytes() {
+    return STAGES * STAGE_BYTES + RAW_STAGES * RAW_BYTES + PART_BUFFERS * PART_BUFFER + 2 * P_BYTES + Q_BYTES +
+           int(sizeof(SmallOf<STAGES>));
+}
+constexpr int MOST_STAGES = 6, MOST_RAW_STAGES = 4;
+template <int N>
+__host__ __device__ constexpr int most_stages() {
+    if constexpr (shared_bytes<N, FP8 ? 2 : 0>() <= SHARED_LIMIT || N == 1) {
+        return N;
+    } else {
+        return most_stages<N - 1>();
+    }
+}
+constexpr int STAGES = most_stages<FP8 ? (TILE_ROWS > 16 ? 2 : 3) : MOST_STAGES>();
+template <int N>
+__host__ __device__ constexpr int most_raw_stages() {
+    if constexpr (shared_bytes<STAGES, N>() <= SHARED_LIMIT || N == 1) {
+        return N;
+    } else {
+        return most_raw_stages<N - 1>();
+    }
+}
+constexpr int RAW_STAGES = FP8 ? most_raw_stages<MOST_RAW_STAGES>() : 1;
+static_assert(FP8 ? STAGES >= 2 && RAW_STAGES >= 2 : STAGES >= 3, "one for each kind of warp, and one for copies");
+constexpr int WIDENED_BEFORE = 2;  // tiles from P.V to those that are widened behind it
+constexpr int COPIED_BEFORE = FP8 ? WIDENED_BEFORE + RAW_STAGES : STAGES - 1;  // tiles from P.V to copies behind it
+static_assert(COPIED_BEFORE <= NOTED_TILES && NOTED_TILES * COPIED_ROWS <= 32, "");
+using Small = SmallOf<STAGES>;
+constexpr int RAW_AT = STAGES * STAGE_BYTES, PARTS_AT = RAW_AT + RAW_STAGES * RAW_BYTES,
+              P_AT = PARTS_AT + PART_BUFFERS * PART_BUFFER, Q_AT = P_AT + 2 * P_BYTES, SMALL_AT = Q_AT + Q_BYTES,
+              SHARED_BYTES = SMALL_AT + int(sizeof(Small));
+static_assert(SHARED_BYTES <= SHARED_LIMIT, "");
+// Swizzled tiles start at multiples of 128 bytes; everything else is read in pieces of up to 16 bytes.
+static_assert(STAGE_BYTES % 128 == 0 && RAW_ROWS_BYTES % 16 == 0 && Row::STAGED_BYTES % 16 == 0, "");
+static_assert(RAW_AT % 16 == 0 && PARTS_AT % 16 == 0 && P_AT % 16 == 0 && Q_AT % 16 == 0, "");
+static_assert(SMALL_AT % alignof(Small) == 0 && TILE_ROWS % 2 == 0, "");
 
 extern __shared__ __align__(128) uint8_t shared[];
+__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
 
 // --- who a thread is ------------------------------------------------------------------------------------------
 
 // Computed anew wherever it is used: %tid is read through a volatile asm, so that nothing derived from it stays in
-// registers, which Q and O fill.
+// registers. The output warps come first: warp number % 8 is the number among a warp's kind.
 struct Role {
-    int warp, lane, share, m, half;
-    int g, t;  // place in mma fragments: row g (and g + 8), columns 2t, 2t + 1
+    int warp, lane, g, t;  // warp: among those of its kind
 
     static __device__ __forceinline__ Role here() {
-        const int thread = read_thread_index();
-        Role r;
-        r.warp = thread / 32;
-        r.lane = thread % 32;
-        r.share = r.warp / (2 * M_TILES);
-        r.m = r.warp / 2 % M_TILES;
-        r.half = r.warp % 2;
-        r.g = r.lane / 4;
-        r.t = r.lane % 4;
-        return r;
+        const uint32_t thread = read_thread_index(), lane = thread % 32;
+        return {int(thread / 32 % OUTPUT_WARPS), int(lane), int(lane / 4), int(lane % 4)};
     }
-
-    // The head of fragment row g; that of row g + 8 is 8 more.
-    __device__ __forceinline__ int head(const AttentionParams& p) const {
-        const int head_tiles = (p.h_q + 16 * M_TILES - 1) / (16 * M_TILES);
-        return int(blockIdx.x) % head_tiles * 16 * M_TILES + 16 * m + g;
-    }
+    // Of a score warp.
+    __device__ __forceinline__ int slice() const { return warp % SLICES; }
+    __device__ __forceinline__ int group() const { return warp / SLICES; }
+    // The m tile whose softmax it computes, among the CTA's.
+    __device__ __forceinline__ int own_tile() const { return group() * GROUP_TILES + (ALL_GET_ALL ? 0 : slice()); }
 };
+
+__device__ __forceinline__ int first_head() { return small().work.first_head; }
+
+// Where a tile is.
+__device__ __forceinline__ uint32_t stage_address(int stage) { return shared_address(shared) + stage * STAGE_BYTES; }
+
+// FP8: where an output warp's rows of a tile are, as they lie in the cache.
+__device__ __forceinline__ uint32_t raw_rows(int warp, int stage) {
+    return shared_address(shared) + RAW_AT + stage * RAW_BYTES + warp * RAW_ROWS_BYTES;
+}
+
+// V32_FP8: the second of a score warp's two scales.
+__device__ __forceinline__ float least_scale(float first, float second) { return fmaxf(second, first * LEAST_RATIO); }
 
 // --- rows in --------------------------------------------------------------------------------------------------
 
-// The CTA's query and split. In shared memory, because registers are full and it is looked at only between tiles.
-__shared__ Split work;
+// Whether the launch's rows are divided into shares (shares.cuh). If not, a CTA has one split: grid x = query * head
+// tiles + head tile, y = split.
+__device__ __forceinline__ bool in_shares(const AttentionParams& p) { return p.ready != nullptr; }
 
-__device__ __forceinline__ Split find_work(const AttentionParams& p, Query q, int split) {
-    Split w;
-    w.query = q;
-    const int64_t tiles = find_lists(p, w);
-    w.begin = int(tiles * split / p.num_splits);
-    w.end = int(tiles * (split + 1) / p.num_splits);
-    return w;
+// In shares: the last item of this CTA's share, with which it starts.
+__device__ __forceinline__ int last_item() {
+    const Boundary end = small().shares.end;
+    return end.pair > 0 ? end.item : end.item - 1;
 }
 
-// The slot of the row of `tile` that this lane copies; -1 where there is none.
-__device__ __forceinline__ int32_t load_slot(const AttentionParams& p, int tile) {
-    const Role r = Role::here();
-    if (r.lane >= WARP_ROWS || tile >= work.end) return -1;
-    const bool extra = tile >= work.main_tiles;
-    const Source& source = extra ? p.extra : p.main;
-    const int entry = (extra ? tile - work.main_tiles : tile) * TILE_ROWS + r.warp * WARP_ROWS + r.lane;
-    if (entry >= (extra ? work.extra_length : work.main_length)) return -1;
-    const int32_t slot = list_of(source, work.query)[entry];
-    return slot >= 0 && slot < source.num_slots ? slot : -1;
+// How many splits this CTA has.
+__device__ __forceinline__ int num_turns(const AttentionParams& p) {
+    return in_shares(p) ? last_item() + 1 - small().shares.begin.item : 1;
 }
 
-// Start the copies of a tile's rows into its stage and note which rows are valid. Lane i < WARP_ROWS passes the slot
-// of the warp's row i.
-__device__ __forceinline__ void copy_tile(const AttentionParams& p, int tile, int32_t slot) {
+// Find this CTA's split. One thread calls.
+__device__ __forceinline__ void find_split(const AttentionParams& p) {
+    Small& sm = small();
+    const int item = in_shares(p) ? last_item() - sm.turn : int(blockIdx.x), head_tiles = num_head_tiles(p);
+    sm.partials = 0;
+    sm.ends_item = true;
+    if (!in_shares(p)) {
+        find_item(p, sm.work, item / head_tiles, item % head_tiles, blockIdx.y, p.num_splits);
+        return;
+    }
+    find_item(p, sm.work, item / head_tiles, item % head_tiles, 0, 1);
+    const Boundary begin = sm.shares.begin, end = sm.shares.end;
+    if (item == begin.item) sm.work.begin = 2 * begin.pair;
+    if (item == end.item) {
+        sm.work.end = 2 * end.pair;
+        sm.ends_item = false;
+    }
+}
+
+// A CTA has two places for partial results: for what it leaves to another CTA, and for O of the split with which it
+// merges what others have left. (Merged in registers, O would spill.)
+__device__ __forceinline__ PartialResults<4> partial_of(const AttentionParams& p, int cta, bool merged) {
+    return {p.cluster_parts, 2 * cta + merged};
+}
+__device__ __forceinline__ float4 statistics_of(const PartialResults<4>& partial, int head) {
+    return partial.statistics_of(partial.rank, head);
+}
+
+// The list entry of a row of an output warp; -1 where there is none. A lane has row lane % COPIED_ROWS of the warp's,
+// of tile `tile` + lane / COPIED_ROWS.
+__device__ __forceinline__ int32_t load_entries(const AttentionParams& p, int tile) {
     const Role r = Role::here();
-    if (tile < work.end) {
-        const Source& source = tile >= work.main_tiles ? p.extra : p.main;
-        const uint32_t stage = shared_address(shared) + (tile - work.begin) % STAGES * STAGE_BYTES;
+    return load_entry(p, small().work, tile + r.lane / COPIED_ROWS, r.warp * COPIED_ROWS + r.lane % COPIED_ROWS);
+}
+
+// Look up where an output warp's rows of tiles `count` .. `count` + NOTED_TILES - 1 of the split are, and which are
+// valid. `entry`: what load_entries gave for them. Returns the entries of the tiles behind, which are on their way.
+__device__ __forceinline__ int32_t note_rows(const AttentionParams& p, int count, int32_t entry) {
+    const Role r = Role::here();
+    Small& sm = small();
+    const int i = r.lane / COPIED_ROWS, row = r.warp * COPIED_ROWS + r.lane % COPIED_ROWS;
+    const Row from = find_row(p, sm.work, sm.work.begin + count + i, entry);
+    __syncwarp();
+    if (i < NOTED_TILES) {
+        sm.rows[i][row] = from;
+        sm.valid[(count + i) % VALID_TILES][row] = from.data != nullptr;
+    }
+    __syncwarp();
+    return load_entries(p, sm.work.begin + count + NOTED_TILES);
+}
+
+// Start the copies of an output warp's rows of tile `count` of the split.
+__device__ __forceinline__ void copy_rows(const AttentionParams& p, int count, int stage) {
+    const Role r = Role::here();
+    const int row = r.lane / 8;
+    if (COPIED_ROWS < ROWS_AT_ONCE && row >= COPIED_ROWS) return;
+    const Row from = small().rows[count % NOTED_TILES][r.warp * COPIED_ROWS + row];
+    if constexpr (FP8) {
+        copy_to_stage(from, raw_rows(r.warp, stage), row, r.lane, true);
+    } else {
+        copy_to_stage(from, stage_address(stage), r.warp * COPIED_ROWS + row, r.lane, p.flags & ALIGNED_ROWS);
+    }
+}
+
+// bf16: copy the rows of a tile, which its stage then waits for.
+__device__ __forceinline__ void copy_tile(const AttentionParams& p, int count, int stage) {
+    copy_rows(p, count, stage);
+    const uint32_t full = shared_address(&small().tile_full[stage]);
+    if (p.flags & ALIGNED_ROWS) {
+        mbarrier_arrive_after_copies(full);
+    } else {
+        mbarrier_arrive(full);
+    }
+}
+
+// FP8: widen an output warp's rows of a tile, which have been copied, and say that they are there.
+__device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
+    const Role r = Role::here();
+    Small& sm = small();
+    const uint32_t from = raw_rows(r.warp, raw_stage);
+    const int first = r.warp * COPIED_ROWS;
+    // A lane widens a chunk of 8 values of each part of a row. Where the chunks do not fill the last part (V4_FP8), its
+    // other lanes have the chunks of the bf16 columns.
+    constexpr int CHUNKS = D_NOPE / 8, PARTS_OF_ROW = ceil_div(CHUNKS, 32), AT_ONCE = FOLDED ? 2 : 1;
+    constexpr bool ROPE_WITH = CHUNKS % 32 != 0;
+    static_assert(!ROPE_WITH || CHUNKS + D_ROPE / 8 == 32 * PARTS_OF_ROW, "");
 #pragma unroll
-        for (int i = 0; i < WARP_ROWS; i += ROWS_AT_ONCE) {
-            const int row = i + r.lane / 8;
-            const int32_t at = __shfl_sync(~0u, slot, row);
-            const Row from = at >= 0 ? Row::of_slot(source, at) : Row::none();
-            copy_to_stage(from, stage, r.warp * WARP_ROWS + row, r.lane, p.flags & ALIGNED_ROWS);
+    for (int begin = 0; begin < COPIED_ROWS; begin += AT_ONCE) {
+        Vec8 codes[AT_ONCE][PARTS_OF_ROW], more[AT_ONCE];
+        uint32_t scales[AT_ONCE][PARTS_OF_ROW];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const uint32_t line = from + (begin + i) * Row::STAGED_BYTES;
+#pragma unroll
+            for (int part = 0; part < PARTS_OF_ROW; ++part) {
+                const int chunk = 32 * part + r.lane;
+                const bool rope = ROPE_WITH && chunk >= CHUNKS;
+                const uint32_t at = line + (rope ? int(ROPE_OFFSET) + 16 * (chunk - CHUNKS) : 8 * chunk);
+                codes[i][part] = load_shared_8(at);
+                if (ROPE_WITH && part == PARTS_OF_ROW - 1) more[i] = load_shared_8(at + (rope ? 8 : 0));
+                if (!FOLDED) scales[i][part] = load_shared_byte(line + ROW_STRIDE + chunk / (SCALE_COLUMNS / 8));
+            }
         }
-        if (r.lane < WARP_ROWS) {
-            auto* valid = reinterpret_cast<int32_t*>(shared + VALID_AT) + (tile - work.begin) % VALID_RING * TILE_ROWS;
-            valid[r.warp * WARP_ROWS + r.lane] = slot >= 0;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+            for (int part = 0; part < PARTS_OF_ROW; ++part) {
+                const int chunk = 32 * part + r.lane;
+                const Vec8 c = codes[i][part];
+                Vec16 values = dequantize_8(c, FOLDED ? 1.0f : ue8m0_to_float(scales[i][part]));
+                if (ROPE_WITH && chunk >= CHUNKS) values = {c.x, c.y, more[i].x, more[i].y};
+                store_shared_16(chunk_address(stage_address(stage), first + begin + i, chunk), values);
+            }
         }
     }
-    cp_async_commit();
+    if (!ROPE_WITH && r.lane / 8 < COPIED_ROWS) {
+        const int row = r.lane / 8, chunk = r.lane % 8;
+        store_shared_16(chunk_address(stage_address(stage), first + row, CHUNKS + chunk),
+                        load_shared_16(from + row * Row::STAGED_BYTES + int(ROPE_OFFSET) + 16 * chunk));
+    }
+    if constexpr (FOLDED) {
+        const int row = r.lane / 4 % COPIED_ROWS, i = r.lane % 4;
+        const float scale = __uint_as_float(load_shared_4(from + row * Row::STAGED_BYTES + int(SCALE_OFFSET) + 4 * i));
+        const float next = least_scale(scale, __shfl_down_sync(~0u, scale, 1));
+        if (r.lane < 4 * COPIED_ROWS) {
+            sm.scale[stage][i][first + row] = scale;
+            if (SLICES == 2 && i % 2 == 0)
+                sm.ratio[stage][i / 2][first + row] = next > 0.0f ? __fdividef(scale, next) : 0.0f;
+        }
+    }
+    __syncwarp();
+    mbarrier_arrive_for_warp(shared_address(&sm.tile_full[stage]), r.lane);
 }
 
 // --- Q --------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t load_q_pair(const bf16* q, bool aligned) {
-    return aligned ? *reinterpret_cast<const uint32_t*>(q) : q[0] | uint32_t(q[1]) << 16;
+template <bool ALIGNED>
+__device__ __forceinline__ uint32_t load_q_pair(const bf16* q) {
+    return ALIGNED ? *reinterpret_cast<const uint32_t*>(q) : q[0] | uint32_t(q[1]) << 16;
 }
 
-// A warp's half of Q as A fragments of mma. Heads beyond h_q are zeros.
-__device__ __forceinline__ void load_q(const AttentionParams& p, Query query, uint32_t (&q)[K_STEPS][4]) {
+// Where fragment (step, m) of a score warp's Q in shared memory is, for this lane.
+__device__ __forceinline__ uint32_t q_fragment(const Role& r, int step, int m) {
+    return shared_address(shared) + Q_AT +
+           (((r.warp * Q_IN_SHARED + step - Q_IN_REGISTERS) * GROUP_TILES + m) * 32 + r.lane) * 16;
+}
+
+using QRegisters = uint32_t[Q_IN_REGISTERS][GROUP_TILES][4];
+
+// Load a score warp's Q into registers and shared memory. Heads beyond h_q repeat the last one, so that no load stands
+// behind a branch: they are all on their way at once.
+template <bool ALIGNED>
+__device__ __forceinline__ void load_q(const AttentionParams& p, QRegisters& q) {
     const Role r = Role::here();
-    const int head = r.head(p);
-    const bf16* row = q_of(p, query, head);
-    const bool here = head < p.h_q, below = head + 8 < p.h_q, aligned = p.flags & ALIGNED_Q;
+    const int first = first_head() + r.group() * GROUP_TILES * 16 + r.g;
+    const bf16* lines[GROUP_TILES][2];
 #pragma unroll
-    for (int k = 0; k < K_STEPS; ++k) {
-        const int column = 16 * (2 * k + r.half) + 2 * r.t;
-        q[k][0] = here ? load_q_pair(row + column, aligned) : 0;
-        q[k][1] = below ? load_q_pair(row + 8 * p.q_h + column, aligned) : 0;
-        q[k][2] = here ? load_q_pair(row + column + 8, aligned) : 0;
-        q[k][3] = below ? load_q_pair(row + 8 * p.q_h + column + 8, aligned) : 0;
+    for (int m = 0; m < GROUP_TILES; ++m) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            lines[m][i] = q_of(p, small().work.query, min(first + 16 * m + 8 * i, p.h_q - 1)) + 2 * r.t;
+    }
+    const int columns = r.slice() * (D_V / SLICES), last_columns = D_V + r.slice() * ((D_QK - D_V) / SLICES);
+    const auto load = [&](int step, int m, uint32_t (&a)[4]) {
+        const int column = step < V_STEPS ? columns + 16 * step : last_columns + 16 * (step - V_STEPS);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = load_q_pair<ALIGNED>(lines[m][i % 2] + column + i / 2 * 8);
+    };
+    constexpr int AT_ONCE = 3;
+#pragma unroll
+    for (int begin = Q_IN_REGISTERS; begin < STEPS; begin += AT_ONCE) {
+        uint32_t a[AT_ONCE][GROUP_TILES][4];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+            for (int m = 0; m < GROUP_TILES; ++m) {
+                if (begin + i < STEPS) load(begin + i, m, a[i][m]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+            for (int m = 0; m < GROUP_TILES; ++m) {
+                if (begin + i < STEPS)
+                    store_shared_16(q_fragment(r, begin + i, m), {a[i][m][0], a[i][m][1], a[i][m][2], a[i][m][3]});
+            }
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < Q_IN_REGISTERS; ++step) {
+#pragma unroll
+        for (int m = 0; m < GROUP_TILES; ++m) load(step, m, q[step][m]);
+        if (!ALIGNED && step % AT_ONCE == 0) __syncwarp();  // half words on their way take a register each
     }
 }
 
 // --- S = Q.K^T ------------------------------------------------------------------------------------------------
 
-// Where a warp's fragments of K are. The matrices of one ldmatrix: rows 0-7 of the two chunks of a slice, then rows
-// 8-15 of them. Slice k of this warp is chunks 4k + 2 half and the next; 4k changes the swizzled address by a
-// constant, or flips its bit 6.
-struct KFragments {
-    uint32_t even, odd;
+using Scores = float[GROUP_TILES][N_TILES][4];
 
-    static __device__ __forceinline__ KFragments of(uint32_t tile) {
-        const Role r = Role::here();
-        const int row = r.share * ROWS + r.lane / 16 * 8 + r.lane % 8;
-        const uint32_t even = chunk_address(tile, row, r.lane / 8 % 2 + 2 * r.half);
-        return {even, even ^ 64};
+template <typename T>
+__device__ __forceinline__ void clear(T& acc) {
+#pragma unroll
+    for (auto& row : acc) {
+#pragma unroll
+        for (auto& c : row) c[0] = c[1] = c[2] = c[3] = 0.0f;
     }
+}
 
-    // The fragments of column tiles 2 pair and 2 pair + 1 in slice k.
-    __device__ __forceinline__ void load(uint32_t (&b)[4], int k, int pair) const {
-        ldmatrix_x4(b, (k % 2 ? odd : even) + k / 2 * 128 + pair * 16 * ROW_BYTES);
+// B fragments of one slice for a tile's rows.
+using Slice = uint32_t[N_TILES / 2][4];
+
+// Where a score warp's slices of the rows are.
+struct KPlace {
+    uint32_t columns, last_columns;
+
+    static __device__ __forceinline__ KPlace of(uint32_t stage) {
+        const Role r = Role::here();
+        const int row = r.lane / 16 * 8 + r.lane % 8, half = r.lane / 8 % 2;
+        return {chunk_address(stage, row, half) + r.slice() * (2 * D_V / SLICES),
+                chunk_address(stage, row, r.slice() * 2 * (STEPS - V_STEPS) + half) + 2 * D_V};
+    }
+    __device__ __forceinline__ void load(Slice& b, int step) const {
+        const int i = step < V_STEPS ? step : step - V_STEPS;
+        const uint32_t at = ((step < V_STEPS ? columns : last_columns) ^ (i % 4 * 32)) + i / 4 * 128;
+#pragma unroll
+        for (int pair = 0; pair < N_TILES / 2; ++pair) ldmatrix_x4(b[pair], at + pair * 16 * ROW_BYTES);
     }
 };
 
-// For ROUNDS fragments, load(b, round) PREFETCH rounds ahead of multiply(b, round).
-template <int ROUNDS, typename Load, typename Multiply>
-__device__ __forceinline__ void prefetched(Load load, Multiply multiply) {
-    uint32_t b[PREFETCH + 1][4];
+// The A fragment of a step and an m tile.
+__device__ __forceinline__ void take_q(const QRegisters& q, int step, int m, uint32_t (&a)[4]) {
+    if (step < Q_IN_REGISTERS) {
 #pragma unroll
-    for (int round = 0; round < PREFETCH; ++round) load(b[round], round);
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        if (round + PREFETCH < ROUNDS) load(b[(round + PREFETCH) % (PREFETCH + 1)], round + PREFETCH);
-        multiply(b[round % (PREFETCH + 1)], round);
+        for (int i = 0; i < 4; ++i) a[i] = q[step < Q_IN_REGISTERS ? step : 0][m][i];
+    } else {
+        const Vec16 v = load_shared_16(q_fragment(Role::here(), step, m));
+        a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
     }
 }
 
-__device__ __forceinline__ float2 folded_scales(const Role& r, int tile, int n) {
-    auto* scales = reinterpret_cast<const float2*>(shared + SCALES_AT + (tile * TILE_ROWS + r.share * ROWS) * 4);
-    return scales[4 * n + r.t];
+// V32_FP8: what S is multiplied with when the columns of a score warp's scale number `number` are done, for the rows
+// of this thread's columns of S.
+__device__ __forceinline__ float2 fold_factor(int stage, int number, int row) {
+    const Small& sm = small();
+    const int slice = Role::here().slice();
+    if (SLICES == 4) return *reinterpret_cast<const float2*>(&sm.scale[stage][slice][row]);
+    if (number == 0) return *reinterpret_cast<const float2*>(&sm.ratio[stage][slice][row]);
+    const float2 first = *reinterpret_cast<const float2*>(&sm.scale[stage][2 * slice][row]);
+    const float2 second = *reinterpret_cast<const float2*>(&sm.scale[stage][2 * slice + 1][row]);
+    return make_float2(least_scale(first.x, second.x), least_scale(first.y, second.y));
 }
 
-__device__ __forceinline__ void clear(float (&c)[4]) { c[0] = c[1] = c[2] = c[3] = 0.0f; }
-
-// A warp's half of S: 16 heads x ROWS rows over every second slice of 16 of D_QK.
-__device__ __forceinline__ void multiply_qk(uint32_t tile, const uint32_t (&q)[K_STEPS][4], float (&s)[N_TILES][4]) {
-    const KFragments fragments = KFragments::of(tile);
-    constexpr int PAIRS = N_TILES / 2;
-#pragma unroll
-    for (int n = 0; n < N_TILES; ++n) clear(s[n]);
-    if constexpr (Row::FOLDED_SCALES == 0) {
-        prefetched<K_STEPS * PAIRS>(
-            [&](uint32_t (&b)[4], int round) { fragments.load(b, round / PAIRS, round % PAIRS); },
-            [&](uint32_t (&b)[4], int round) {
-                mma_m16n8k16(s[round % PAIRS * 2], q[round / PAIRS], b[0], b[1]);
-                mma_m16n8k16(s[round % PAIRS * 2 + 1], q[round / PAIRS], b[2], b[3]);
-            });
-        return;
-    }
-    // The sum over the columns of a scale is multiplied by the scale. RoPE has no scale: it comes last and is added as
-    // it is.
-    constexpr int SCALE_STEPS = SCALE_TILE == 0 ? 1 : SCALE_TILE / 32, NOPE_STEPS = D_NOPE / 32;
-    const Role r = Role::here();
-    float partial[2][4];
-    prefetched<PAIRS * K_STEPS>(
-        [&](uint32_t (&b)[4], int round) { fragments.load(b, round % K_STEPS, round / K_STEPS); },
-        [&](uint32_t (&b)[4], int round) {
-            const int pair = round / K_STEPS, k = round % K_STEPS;
-            const bool rope = k >= NOPE_STEPS, first = !rope && k % SCALE_STEPS == 0,
-                       last = !rope && (k + 1) % SCALE_STEPS == 0;
-            if (first) {
-                clear(partial[0]);
-                clear(partial[1]);
-            }
-            mma_m16n8k16(rope ? s[2 * pair] : partial[0], q[k], b[0], b[1]);
-            mma_m16n8k16(rope ? s[2 * pair + 1] : partial[1], q[k], b[2], b[3]);
-            if (!last) return;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float2 scale = folded_scales(r, k / SCALE_STEPS, 2 * pair + i);
-                s[2 * pair + i][0] += partial[i][0] * scale.x;
-                s[2 * pair + i][1] += partial[i][1] * scale.y;
-                s[2 * pair + i][2] += partial[i][2] * scale.x;
-                s[2 * pair + i][3] += partial[i][3] * scale.y;
-            }
-        });
-}
-
-// Both warps of a pair get the sum of their halves. The __syncthreads of the next tile frees the space.
-__device__ __forceinline__ void add_halves(float (&s)[N_TILES][4]) {
-    const Role r = Role::here();
-    auto* mine = reinterpret_cast<float4*>(shared + HALVES_AT + r.warp * HALF_BYTES) + r.lane;
-    auto* other = reinterpret_cast<const float4*>(shared + HALVES_AT + (r.warp ^ 1) * HALF_BYTES) + r.lane;
-#pragma unroll
-    for (int n = 0; n < N_TILES; ++n) mine[32 * n] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
-    named_barrier_sync(PAIR_SUMS + r.warp / 2, 64);
+__device__ __forceinline__ void fold_scale(int stage, int number, Scores& s) {
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
-        const float4 v = other[32 * n];
-        s[n][0] += v.x;
-        s[n][1] += v.y;
-        s[n][2] += v.z;
-        s[n][3] += v.w;
+        const float2 by = fold_factor(stage, number, 8 * n + 2 * Role::here().t);
+#pragma unroll
+        for (int m = 0; m < GROUP_TILES; ++m) {
+            s[m][n][0] *= by.x;
+            s[m][n][1] *= by.y;
+            s[m][n][2] *= by.x;
+            s[m][n][3] *= by.y;
+        }
+    }
+}
+
+// A warp's part of S.
+__device__ __forceinline__ void multiply_qk(int stage, const QRegisters& q, Scores& s) {
+    constexpr int SCALE_STEPS = FOLDED ? SCALE_COLUMNS / 16 : STEPS + 1;
+    const KPlace k = KPlace::of(stage_address(stage));
+    Slice b[2];
+    k.load(b[0], 0);
+    clear(s);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        if (step + 1 < STEPS) k.load(b[(step + 1) % 2], step + 1);
+#pragma unroll
+        for (int m = 0; m < GROUP_TILES; ++m) {
+            uint32_t a[4];
+            take_q(q, step, m, a);
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+                mma_m16n8k16(s[m][n], a, b[step % 2][n / 2][n % 2 * 2], b[step % 2][n / 2][n % 2 * 2 + 1]);
+        }
+        if (step < V_STEPS && step % SCALE_STEPS == SCALE_STEPS - 1) fold_scale(stage, step / SCALE_STEPS, s);
+    }
+}
+
+// --- the sums of all parts of S -------------------------------------------------------------------------------
+
+__device__ __forceinline__ float4* part_of(const Role& r, int warp, int buffer) {
+    return reinterpret_cast<float4*>(shared + PARTS_AT + buffer % PART_BUFFERS * PART_BUFFER + warp * PART_BYTES) +
+           r.lane;
+}
+
+// Leave what the other warps of the group need of this warp's part.
+__device__ __forceinline__ void leave_part(const Scores& s, int buffer) {
+    const Role r = Role::here();
+    float4* to = part_of(r, r.warp, buffer);
+    if constexpr (ALL_GET_ALL) {
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) to[32 * n] = make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3]);
+    } else {
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+            const bool first = r.slice() == 1;  // the m tile that is not its own
+            to[32 * n] = make_float4(
+                first ? s[0][n][0] : s[GROUP_TILES - 1][n][0], first ? s[0][n][1] : s[GROUP_TILES - 1][n][1],
+                first ? s[0][n][2] : s[GROUP_TILES - 1][n][2], first ? s[0][n][3] : s[GROUP_TILES - 1][n][3]);
+        }
+    }
+}
+
+using OwnScores = float[N_TILES][4];
+
+// The sums of this warp's own m tile, in the same order in all warps.
+__device__ __forceinline__ void add_parts(const Scores& s, int buffer, OwnScores& own) {
+    const Role r = Role::here();
+    if constexpr (ALL_GET_ALL) {
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) {
+            const float4* from = part_of(r, r.group() * SLICES + i, buffer);
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) {
+                const float4 v = from[32 * n];
+                own[n][0] = i == 0 ? v.x : own[n][0] + v.x;
+                own[n][1] = i == 0 ? v.y : own[n][1] + v.y;
+                own[n][2] = i == 0 ? v.z : own[n][2] + v.z;
+                own[n][3] = i == 0 ? v.w : own[n][3] + v.w;
+            }
+        }
+    } else {
+        const float4* from = part_of(r, r.warp ^ 1, buffer);
+        const bool first = r.slice() == 0;
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+            const float4 v = from[32 * n];
+            own[n][0] = (first ? s[0][n][0] : s[GROUP_TILES - 1][n][0]) + v.x;
+            own[n][1] = (first ? s[0][n][1] : s[GROUP_TILES - 1][n][1]) + v.y;
+            own[n][2] = (first ? s[0][n][2] : s[GROUP_TILES - 1][n][2]) + v.z;
+            own[n][3] = (first ? s[0][n][3] : s[GROUP_TILES - 1][n][3]) + v.w;
+        }
     }
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// Running softmax of a thread's two heads (rows g and g + 8), base 2. `sum` covers this thread's columns only.
+// Softmax of a thread's two heads (rows g and g + 8 of its own m tile), base 2. `sum` covers this thread's columns
+// only.
 struct Softmax {
-    float max[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f};
+    float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF};
 };
 
-// Logits of invalid rows become -inf, the others are brought to base 2.
-__device__ __forceinline__ void scale_and_mask(const AttentionParams& p, int ring, float (&s)[N_TILES][4]) {
+// Own sums become P in shared memory, and the factors with which O is brought to the new references.
+__device__ __forceinline__ void write_p(float scale_log2, const uint8_t* valid, int buffer, OwnScores& s,
+                                        Softmax& state) {
     const Role r = Role::here();
-    auto* valid = reinterpret_cast<const int2*>(shared + VALID_AT + (ring * TILE_ROWS + r.share * ROWS) * 4) + r.t;
+    Small& sm = small();
+    bool rescaled = false;
 #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
-        const int2 v = valid[4 * n];
-        s[n][0] = v.x ? s[n][0] * p.scale_log2 : -INF;
-        s[n][1] = v.y ? s[n][1] * p.scale_log2 : -INF;
-        s[n][2] = v.x ? s[n][2] * p.scale_log2 : -INF;
-        s[n][3] = v.y ? s[n][3] * p.scale_log2 : -INF;
+        const uint32_t both = *reinterpret_cast<const uint16_t*>(valid + 8 * n + 2 * r.t);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = (i % 2 ? both >> 8 : both & 1) ? s[n][i] * scale_log2 : -INF;
     }
-}
-
-// S becomes P = 2^(S - max). Accumulators are rescaled when a maximum rises.
-__device__ __forceinline__ void update_softmax(Softmax& state, float (&s)[N_TILES][4], float (&o)[V_TILES][4]) {
-    float rescale[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float top = -INF;
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) top = fmaxf(top, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-        top = fmaxf(state.max[i], quad_max(top));
-        const float base = finite_reference(top);
-        rescale[i] = exp2_approx(state.max[i] - base);
+        top = quad_max(top);
+        state.max[i] = fmaxf(state.max[i], top);
+        const float ref = top > state.ref[i] + REF_SLACK ? top : state.ref[i], base = finite_reference(ref);
+        const float rescale = ref == state.ref[i] ? 1.0f : exp2_approx(state.ref[i] - base);
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) {
@@ -309,175 +576,384 @@ __device__ __forceinline__ void update_softmax(Softmax& state, float (&s)[N_TILE
             s[n][2 * i + 1] = exp2_approx(s[n][2 * i + 1] - base);
             sum += s[n][2 * i] + s[n][2 * i + 1];
         }
-        state.sum[i] = state.sum[i] * rescale[i] + sum;
-        state.max[i] = top;
+        state.sum[i] = state.sum[i] * rescale + sum;
+        state.ref[i] = ref;
+        if (r.t == 0 && (!ALL_GET_ALL || r.slice() == 0))
+            sm.rescale[buffer][r.own_tile() * 16 + r.g + 8 * i] = rescale;
+        rescaled |= rescale != 1.0f;
     }
-    if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+    rescaled = __any_sync(~0u, rescaled);
+    if (r.lane == 0) sm.rescaled[buffer][r.warp] = rescaled;
+    const uint32_t to = shared_address(shared) + P_AT + buffer * P_BYTES + r.own_tile() * K_TILES * 512 + r.lane * 16;
 #pragma unroll
-        for (int v = 0; v < V_TILES; ++v) {
-            o[v][0] *= rescale[0];
-            o[v][1] *= rescale[0];
-            o[v][2] *= rescale[1];
-            o[v][3] *= rescale[1];
-        }
+    for (int k = 0; k < K_TILES; ++k) {
+        if (ALL_GET_ALL && k % SLICES != r.slice()) continue;
+        uint32_t a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = pack_bf16x2(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
+        store_shared_16(to + k * 512, {a[0], a[1], a[2], a[3]});
     }
+}
+
+// What the sums of a partial result are multiplied with.
+__device__ __forceinline__ float weight_of(float ref, float top) {
+    return ref == -INF ? 0.0f : exp2_approx(ref - top);
+}
+
+// In shares: wait for the partial results of the item's splits before this one. The score warps call.
+__device__ __forceinline__ void wait_for_earlier_splits(const AttentionParams& p) {
+    const Role r = Role::here();
+    if (r.warp == 0) {
+        const int count = wait_for_partials(p, r.lane);
+        if (r.lane == 0) small().partials = count;
+    }
+    named_barrier_sync(MERGE, SCORE_THREADS);
+}
+
+// What becomes of the heads: statistics to memory, the factors of O to the output warps.
+__device__ __forceinline__ void finish_heads(const AttentionParams& p, const Softmax& state) {
+    const Role r = Role::here();
+    Small& sm = small();
+    const bool writes = r.t == 0 && (!ALL_GET_ALL || r.slice() == 0);
+    const int cta = blockIdx.x;
+    if (in_shares(p) && sm.ends_item && sm.work.begin > 0) wait_for_earlier_splits(p);
+    const int count = sm.partials;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+        float sum = quad_sum(i == 0 ? state.sum[0] : state.sum[1]);
+        const float ref = i == 0 ? state.ref[0] : state.ref[1];
+        float top = ref, max = i == 0 ? state.max[0] : state.max[1];
+        const int local = r.own_tile() * 16 + r.g + 8 * i, head = first_head() + local;
+        if (!writes) continue;
+        if (!sm.ends_item) {
+            partial_of(p, cta, false).write_statistics(local, ref, sum, max);
+            sm.factor[local] = 1.0f;
+            continue;
+        }
+#pragma unroll 1
+        for (int other = cta - count; other < cta; ++other) {
+            const float4 statistics = statistics_of(partial_of(p, other, false), local);
+            top = fmaxf(top, statistics.x);
+            max = fmaxf(max, statistics.z);
+        }
+        const float own = weight_of(ref, top);
+        sum *= own;
+#pragma unroll 1
+        for (int other = cta - count; other < cta; ++other) {
+            const float4 statistics = statistics_of(partial_of(p, other, false), local);
+            sum += weight_of(statistics.x, top) * statistics.y;
+        }
+        const HeadResult result = {max, log2_sum_exp(top, sum)};
+        float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+        if (head < p.h_q) {
+            if (in_shares(p) || p.num_splits == 1) {
+                if (sum != 0.0f) factor *= sink_factor(p, head, result.lse);
+                write_statistics(p, sm.work.query, head, result);
+            } else {
+                write_partial_statistics(p, partial_index(p, blockIdx.y, sm.work.query, head), result);
+            }
+        }
+        sm.top[local] = top;
+        sm.factor[local] = own * factor;
+        sm.factor_of_partials[local] = factor;
+    }
+}
+
+__device__ __forceinline__ void run_score_warp(const AttentionParams& p) {
+    QRegisters q;
+    if (p.flags & ALIGNED_Q) {
+        load_q<true>(p, q);
+    } else {
+        load_q<false>(p, q);
+    }
+    Softmax softmax;
+    const int tiles = small().work.end - small().work.begin;
+    int stage = small().tiles_done % STAGES, phase = small().tiles_done / STAGES & 1;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int buffer = tile % 2;
+        mbarrier_wait(shared_address(&small().tile_full[stage]), phase);
+        Scores s;
+        multiply_qk(stage, q, s);
+        if (PART_BUFFERS == 1) named_barrier_sync(SCORES + Role::here().group(), SCORE_THREADS / GROUPS);
+        leave_part(s, buffer);
+        named_barrier_sync(P_EMPTY + buffer, THREADS);
+        OwnScores own;
+        add_parts(s, buffer, own);
+        write_p(p.scale_log2, small().valid[tile % VALID_TILES], buffer, own, softmax);
+        named_barrier_arrive(P_FULL + buffer, THREADS);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    finish_heads(p, softmax);
+    named_barrier_arrive(FINAL, THREADS);
 }
 
 // --- O += P.V -------------------------------------------------------------------------------------------------
 
-// P as A fragments of mma, times the folded scales (if any) of the columns of V that share scale number `scale_index`.
-__device__ __forceinline__ void round_p(int scale_index, const float (&s)[N_TILES][4],
-                                        uint32_t (&prob)[N_TILES / 2][4]) {
+using Output = float[M_TILES][V_TILES][4];
+
+// Bring O to the references of a tile.
+__device__ __forceinline__ void rescale_output(int buffer, Output& o) {
+    if (*reinterpret_cast<const uint32_t*>(small().rescaled[buffer]) == 0) return;
     const Role r = Role::here();
 #pragma unroll
-    for (int n = 0; n < N_TILES; ++n) {
-        float2 scale = make_float2(1.0f, 1.0f);
-        if constexpr (Row::FOLDED_SCALES > 0) scale = folded_scales(r, scale_index, n);
-        prob[n / 2][n % 2 * 2] = pack_bf16x2(s[n][0] * scale.x, s[n][1] * scale.y);
-        prob[n / 2][n % 2 * 2 + 1] = pack_bf16x2(s[n][2] * scale.x, s[n][3] * scale.y);
-    }
-}
-
-__device__ __forceinline__ void multiply_pv(uint32_t tile, const float (&s)[N_TILES][4], float (&o)[V_TILES][4]) {
-    const Role r = Role::here();
-    // The matrices of one ldmatrix: a chunk of rows 0-7 and of rows 8-15, then the next chunk of them. v chunks
-    // further on, the swizzled address differs by flips of its bits 4 to 6 and a constant.
-    const uint32_t first =
-        chunk_address(tile, r.share * ROWS + r.lane / 8 % 2 * 8 + r.lane % 8, r.half * V_TILES + r.lane / 16);
-    constexpr int SCALES = Row::FOLDED_SCALES == 0 ? 1 : Row::FOLDED_SCALES / 2;  // of half of the columns
-    constexpr int SCALE_TILES = V_TILES / SCALES, ROUNDS = N_TILES / 2 * SCALE_TILES / 2;
-#pragma unroll
-    for (int scale = 0; scale < SCALES; ++scale) {
-        uint32_t prob[N_TILES / 2][4];
-        round_p(r.half * SCALES + scale, s, prob);
-        const int begin = scale * SCALE_TILES;
-        prefetched<ROUNDS>(
-            [&](uint32_t (&b)[4], int round) {
-                const int k = round / (SCALE_TILES / 2), v = begin + round % (SCALE_TILES / 2) * 2;
-                ldmatrix_x4_trans(b, (first ^ (v % 8 * 16)) + v / 8 * 128 + k * 16 * ROW_BYTES);
-            },
-            [&](uint32_t (&b)[4], int round) {
-                const int k = round / (SCALE_TILES / 2), v = begin + round % (SCALE_TILES / 2) * 2;
-                mma_m16n8k16(o[v], prob[k], b[0], b[1]);
-                mma_m16n8k16(o[v + 1], prob[k], b[2], b[3]);
-            });
-    }
-}
-
-// --- results out ----------------------------------------------------------------------------------------------
-
-// Adds the results of the other row shares to those of share 0, one share after the other, through the space of the
-// rows.
-__device__ __forceinline__ void merge_shares(Softmax& state, float (&o)[V_TILES][4]) {
-    const Role r = Role::here();
-    auto* space = reinterpret_cast<float4*>(shared) + (r.m * 2 + r.half) * V_TILES * 32 + r.lane;
-    auto* stats = reinterpret_cast<float4*>(shared + HALVES_AT) + (r.m * 2 + r.half) * 32 + r.lane;
-#pragma unroll 1
-    for (int share = 1; share < SHARES; ++share) {
-        __syncthreads();
-        if (r.share == share) {
-#pragma unroll
-            for (int v = 0; v < V_TILES; ++v) space[32 * v] = make_float4(o[v][0], o[v][1], o[v][2], o[v][3]);
-            *stats = make_float4(state.max[0], state.max[1], state.sum[0], state.sum[1]);
-        }
-        __syncthreads();
-        if (r.share != 0) continue;
-        const float4 other = *stats;
-        float mine[2], theirs[2];
+    for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float their_max = i ? other.y : other.x, top = fmaxf(state.max[i], their_max);
-            mine[i] = exp2_approx(state.max[i] - finite_reference(top));
-            theirs[i] = exp2_approx(their_max - finite_reference(top));
-            state.max[i] = top;
-            state.sum[i] = state.sum[i] * mine[i] + (i ? other.w : other.z) * theirs[i];
-        }
+            const float by = small().rescale[buffer][16 * m + r.g + 8 * i];
 #pragma unroll
-        for (int v = 0; v < V_TILES; ++v) {
-            const float4 w = space[32 * v];
-            o[v][0] = o[v][0] * mine[0] + w.x * theirs[0];
-            o[v][1] = o[v][1] * mine[0] + w.y * theirs[0];
-            o[v][2] = o[v][2] * mine[1] + w.z * theirs[1];
-            o[v][3] = o[v][3] * mine[1] + w.w * theirs[1];
+            for (int v = 0; v < V_TILES; ++v) o[m][v][2 * i] *= by, o[m][v][2 * i + 1] *= by;
         }
     }
 }
 
-// The results of a thread's two heads: the output, or the partial result of a split for combine.cu.
-__device__ __forceinline__ void write_results(const AttentionParams& p, Query q, int split, const Softmax& state,
-                                              const float (&o)[V_TILES][4]) {
+// P of 16 rows as A fragments. V32_FP8: times the scale of the warp's columns, in two bf16 numbers, so that only the
+// product is rounded.
+__device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&a)[M_TILES][4]) {
     const Role r = Role::here();
+    const uint32_t from = shared_address(shared) + P_AT + buffer * P_BYTES + k * 512 + r.lane * 16;
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+        const Vec16 v = load_shared_16(from + m * K_TILES * 512);
+        a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+    }
+    if constexpr (FOLDED) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 scale = *reinterpret_cast<const float2*>(
+                &small().scale[stage][r.warp * 64 / SCALE_COLUMNS][16 * k + 8 * half + 2 * r.t]);
+            const uint32_t high = pack_bf16x2(scale.x, scale.y);
+            const uint32_t low = pack_bf16x2(scale.x - bf16_low(high), scale.y - bf16_high(high));
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; ++i)
+                    a[m][i] = fma_bf16x2(a[m][i], high, fma_bf16x2(a[m][i], low, 0x80008000u));
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_pv(int stage, int buffer, Output& o) {
+    const Role r = Role::here();
+    const uint32_t first =
+        chunk_address(stage_address(stage), r.lane / 8 % 2 * 8 + r.lane % 8, r.warp * V_TILES + r.lane / 16);
+#pragma unroll
+    for (int k = 0; k < K_TILES; ++k) {
+        uint32_t a[M_TILES][4], b[2][4];
+        ldmatrix_x4_trans(b[0], first + k * 16 * ROW_BYTES);
+        load_p(stage, buffer, k, a);
+#pragma unroll
+        for (int v = 0; v < V_TILES; v += 2) {
+            const int now = v / 2 % 2;
+            if (v + 2 < V_TILES) ldmatrix_x4_trans(b[1 - now], (first ^ ((v + 2) * 16)) + k * 16 * ROW_BYTES);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                mma_m16n8k16(o[m][v], a[m], b[now][0], b[now][1]);
+                mma_m16n8k16(o[m][v + 1], a[m], b[now][2], b[now][3]);
+            }
+        }
+    }
+}
+
+// Write a head's columns that this thread has: two of every eight.
+template <typename Write>
+__device__ __forceinline__ void write_columns(const float (&o)[V_TILES][4], int i, float factor, Write write) {
+#pragma unroll
+    for (int v = 0; v < V_TILES; ++v) write(8 * v, o[v][2 * i] * factor, o[v][2 * i + 1] * factor);
+}
+
+// Write O of m tile m. `factor`: of its heads g and g + 8.
+__device__ __forceinline__ void write_tile(const AttentionParams& p, int m, const float (&o)[V_TILES][4],
+                                           const float (&factor)[2]) {
+    const Role r = Role::here();
+    const Query query = small().work.query;
+    const int column = 64 * r.warp + 2 * r.t;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float sum = quad_sum(state.sum[i]);
-        const int head = r.head(p) + 8 * i;
+        const int head = first_head() + 16 * m + r.g + 8 * i;
         if (head >= p.h_q) continue;
-        const HeadResult result = {state.max[i], log2_sum_exp(state.max[i], sum)};
-        const bool writes_statistics = r.half == 0 && r.t == 0;
-        const int column = r.half * (D_V / 2) + 2 * r.t;
-        float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-        if (p.num_splits == 1) {
-            if (sum != 0.0f) factor *= sink_factor(p, head, result.lse);
-#pragma unroll
-            for (int v = 0; v < V_TILES; ++v)
-                write_output(p, q, head, column + 8 * v, o[v][2 * i] * factor, o[v][2 * i + 1] * factor);
-            if (writes_statistics) write_statistics(p, q, head, result);
+        if (p.num_splits > 1 && !in_shares(p)) {
+            float* to = partial_out(p, partial_index(p, blockIdx.y, query, head)) + column;
+            write_columns(o, i, factor[i],
+                          [&](int at, float x, float y) { *reinterpret_cast<float2*>(to + at) = make_float2(x, y); });
             continue;
         }
-        const int64_t at = partial_index(p, split, q, head);
-        if (writes_statistics) write_partial_statistics(p, at, result);
-        if (result.lse == -INF) continue;
+        bf16* to = out_of(p, query, head, column);
+        if (p.flags & ALIGNED_OUT) {
+            write_columns(o, i, factor[i], [&](int at, float x, float y) {
+                *reinterpret_cast<uint32_t*>(to + at) = pack_bf16x2(x, y);
+            });
+        } else {
+            write_columns(o, i, factor[i], [&](int at, float x, float y) {
+                const uint32_t packed = pack_bf16x2(x, y);
+                to[at] = bf16(packed), to[at + 1] = bf16(packed >> 16);
+            });
+        }
+    }
+}
+
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Output& o) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+        const int head = 16 * m + Role::here().g;
+        write_tile(p, m, o[m], {small().factor[head], small().factor[head + 8]});
+    }
+}
+
+// --- in shares ------------------------------------------------------------------------------------------------
+
+// Write O as it is. Chunk (8 m + v) * OUTPUT_THREADS + thread has what a thread has of m tile m and columns 8 v.
+__device__ __forceinline__ void write_partial(const PartialResults<4>& partial, const Output& o) {
+    const int thread = read_thread_index();
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v)
-            *reinterpret_cast<float2*>(partial_out(p, at) + column + 8 * v) =
-                make_float2(o[v][2 * i] * factor, o[v][2 * i + 1] * factor);
+            partial.write((m * V_TILES + v) * OUTPUT_THREADS + thread,
+                          make_float4(o[m][v][0], o[m][v][1], o[m][v][2], o[m][v][3]));
     }
+}
+
+// Merge the item's partial results, this CTA's last. A thread reads what it or its like have written.
+__device__ __forceinline__ void merge_partials(const AttentionParams& p) {
+    const Role r = Role::here();
+    const Small& sm = small();
+    const int cta = blockIdx.x;
+#pragma unroll 1
+    for (int m = 0; m < M_TILES; ++m) {
+        const int head = 16 * m + r.g;
+        float o[V_TILES][4] = {};
+#pragma unroll 1
+        for (int other = cta - sm.partials; other <= cta; ++other) {
+            const PartialResults<4> partial = partial_of(p, other, other == cta);
+            float4 chunks[V_TILES];
+#pragma unroll
+            for (int v = 0; v < V_TILES; ++v)
+                chunks[v] = partial.chunk_of(partial.rank, (m * V_TILES + v) * OUTPUT_THREADS + int(threadIdx.x));
+            float weight[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int local = head + 8 * i;
+                weight[i] = other == cta ? sm.factor[local]
+                                         : weight_of(statistics_of(partial, local).x, sm.top[local]) *
+                                               sm.factor_of_partials[local];
+            }
+#pragma unroll
+            for (int v = 0; v < V_TILES; ++v) {
+                o[v][0] += weight[0] * chunks[v].x;
+                o[v][1] += weight[0] * chunks[v].y;
+                o[v][2] += weight[1] * chunks[v].z;
+                o[v][3] += weight[1] * chunks[v].w;
+            }
+        }
+        write_tile(p, m, o, {1.0f, 1.0f});
+    }
+}
+
+// What becomes of a split's O.
+__device__ __forceinline__ void finish_output(const AttentionParams& p, const Output& o) {
+    if (small().ends_item && small().partials == 0) {
+        write_results(p, o);
+        return;
+    }
+    const bool merges = small().ends_item;
+    write_partial(partial_of(p, blockIdx.x, merges), o);
+    if (merges) {
+        merge_partials(p);
+    } else {
+        named_barrier_sync(OUTPUTS, OUTPUT_THREADS);
+        if (read_thread_index() == 0) announce_partial(p, small().work.begin == 0);
+    }
+}
+
+// --- output warps ---------------------------------------------------------------------------------------------
+
+// FP8: widen the rows of tile `count` into `stage`, and start to copy those that come RAW_STAGES tiles later.
+__device__ __forceinline__ void bring_tile(const AttentionParams& p, int count, int tiles, int stage) {
+    const int raw_stage = count % RAW_STAGES;
+    cp_async_wait<RAW_STAGES - 1>();
+    __syncwarp();
+    widen_own_rows(raw_stage, stage);
+    if (count + RAW_STAGES < tiles) copy_rows(p, count + RAW_STAGES, raw_stage);
+    cp_async_commit();
+}
+
+__device__ __forceinline__ void run_output_warp(const AttentionParams& p) {
+    const int tiles = small().work.end - small().work.begin;
+    int stage = small().tiles_done % STAGES;
+    int32_t entries = note_rows(p, 0, load_entries(p, small().work.begin));
+    if constexpr (FP8) {
+#pragma unroll 1
+        for (int i = 0; i < RAW_STAGES; ++i) {
+            if (i < tiles) copy_rows(p, i, i);
+            cp_async_commit();
+        }
+#pragma unroll 1
+        for (int i = 0; i < min(tiles, WIDENED_BEFORE); ++i) bring_tile(p, i, tiles, (stage + i) % STAGES);
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < min(tiles, STAGES - 1); ++i) copy_tile(p, i, (stage + i) % STAGES);
+    }
+    if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
+    if (tiles > 1) named_barrier_arrive(P_EMPTY + 1, THREADS);
+    Output o;
+    clear(o);
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int buffer = tile % 2;
+        if ((tile + COPIED_BEFORE) % NOTED_TILES == 0) entries = note_rows(p, tile + COPIED_BEFORE, entries);
+        named_barrier_sync(P_FULL + buffer, THREADS);
+        if (!FP8 && tile + COPIED_BEFORE < tiles)
+            copy_tile(p, tile + COPIED_BEFORE, stage == 0 ? STAGES - 1 : stage - 1);
+        rescale_output(buffer, o);
+        multiply_pv(stage, buffer, o);
+        if (tile + 2 < tiles) named_barrier_arrive(P_EMPTY + buffer, THREADS);
+        if constexpr (FP8) {
+            if (tile + WIDENED_BEFORE < tiles) {
+                if (STAGES == 2) named_barrier_sync(OUTPUTS, OUTPUT_THREADS);
+                bring_tile(p, tile + WIDENED_BEFORE, tiles, (stage + WIDENED_BEFORE) % STAGES);
+            }
+        }
+        if (++stage == STAGES) stage = 0;
+    }
+    named_barrier_sync(FINAL, THREADS);
+    finish_output(p, o);
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x = query * head tiles + head tile, y = split
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    portable(const __grid_constant__ AttentionParams p) {
-    const int head_tiles = (p.h_q + 16 * M_TILES - 1) / (16 * M_TILES);
-    if (threadIdx.x == 0) work = find_work(p, query_of(p, blockIdx.x / head_tiles), blockIdx.y);
-    __syncthreads();
-
-#pragma unroll
-    for (int i = 0; i < COPIES_AHEAD; ++i) copy_tile(p, work.begin + i, load_slot(p, work.begin + i));
-    int32_t next = load_slot(p, work.begin + COPIES_AHEAD);
-
-    uint32_t q[K_STEPS][4];
-    load_q(p, work.query, q);
-    float o[V_TILES][4];
-#pragma unroll
-    for (int v = 0; v < V_TILES; ++v) clear(o[v]);
-    Softmax softmax;
-
+// grid: x = query * head tiles + head tile, y = split; in shares: x = CTAs among which all rows are divided
+extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_constant__ AttentionParams p) {
+    Small& sm = small();
+    if (threadIdx.x == 0) {
 #pragma unroll 1
-    for (int tile = work.begin; tile < work.end; ++tile) {
-        const int i = tile - work.begin;
-        const uint32_t stage = shared_address(shared) + i % STAGES * STAGE_BYTES;
-        const uint32_t rows = Row::QUANTIZED ? shared_address(shared) + TILE_AT : stage;
-        cp_async_wait<COPIES_AHEAD - 1>();
-        __syncthreads();
-        if constexpr (Row::QUANTIZED) {
-            dequantize_stage<TILE_ROWS, THREADS>(stage, rows, shared_address(shared) + SCALES_AT);
-            __syncthreads();
-        }
-        copy_tile(p, tile + COPIES_AHEAD, next);
-        next = load_slot(p, tile + COPIES_AHEAD + 1);
-
-        float s[N_TILES][4];
-        multiply_qk(rows, q, s);
-        add_halves(s);
-        scale_and_mask(p, i % VALID_RING, s);
-        update_softmax(softmax, s, o);
-        multiply_pv(rows, s, o);
+        for (int stage = 0; stage < STAGES; ++stage)
+            mbarrier_init(shared_address(&sm.tile_full[stage]), (FP8 ? WARP_ARRIVALS : 32) * OUTPUT_WARPS);
     }
-    cp_async_wait<0>();
-    if constexpr (SHARES > 1) merge_shares(softmax, o);
-    if (Role::here().share == 0) write_results(p, work.query, blockIdx.y, softmax, o);
+    if (in_shares(p)) {
+        find_share_early(p, sm.shares);
+        find_share(p, sm.shares);
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) sm.turn = sm.tiles_done = 0;
+    __syncthreads();
+    // What the splits have in common is in shared memory: registers are short.
+    while (sm.turn < num_turns(p)) {
+        if (threadIdx.x == 0) find_split(p);
+        __syncthreads();
+        if (threadIdx.x < OUTPUT_THREADS) {
+            run_output_warp(p);
+        } else {
+            run_score_warp(p);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            sm.tiles_done += sm.work.end - sm.work.begin;
+            ++sm.turn;
+        }
+        __syncthreads();
+    }
 }
 
 // Read by the launcher.

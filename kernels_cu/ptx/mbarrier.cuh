@@ -73,8 +73,9 @@ __device__ __forceinline__ bool mbarrier_done(uint32_t barrier, uint32_t parity)
     return done != 0;
 }
 
-// Wait for the end of the phase of the given parity.
+// Wait for the end of the phase of the given parity. Before sm_90 there is only a test that does not suspend the thread.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -86,4 +87,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         "}\n" ::"r"(barrier),
         "r"(parity)
         : "memory");
+#else
+    while (!mbarrier_done(barrier, parity)) {
+    }
+#endif
 }

@@ -364,7 +364,7 @@ def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
         cupy_mla.sparse_prefill(**prefill())
     assert tuple(launch.kernel.name for launch in gpu.log) == names
     monkeypatch.setenv("CUPY_MLA_KERNELS", "bf16_sm9")
-    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS must be one of .*portable, got 'bf16_sm9'$"):
+    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS must be one of .*portable_99kb, got 'bf16_sm9'$"):
         cupy_mla.sparse_prefill(**prefill())
     monkeypatch.setenv("CUPY_MLA_KERNELS", "fp8_sm90")
     with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is fp8_sm90, which cannot serve this call: prefill of 4"):

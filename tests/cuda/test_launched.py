@@ -60,8 +60,9 @@ def test_a_kernel_that_is_asked_for_runs(kind, launched, monkeypatch, asked):
     else:
         prefill(kind, 5, 16)
     helpers = {"combine", "group_lists", "bf16_few_heads_sm90"} if asked != "bf16_few_heads_sm90" else {"combine"}
-    assert asked in launched
-    assert launched <= {asked} | helpers
+    name = asked.removesuffix("_99kb")  # one kernel in two shapes
+    assert name in launched
+    assert launched <= {name} | helpers
 
 
 def test_a_kernel_that_cannot_serve_a_call_launches_nothing(kind, launched, monkeypatch):

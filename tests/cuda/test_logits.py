@@ -65,7 +65,7 @@ def test_compact_rows_are_made_by_every_kernel(host, launched, monkeypatch, rng,
 
 def launch(heads: int, paged: bool, requests: int, queries: int, width: int) -> Launch:
     params = LOGITS(table=NO_TABLE, **{name: 0 for name in LOGITS.index if "." not in name})
-    return logits_sm90.launch(Gpu(0, 132, 90), heads, paged, requests, queries, width, params)
+    return logits_sm90.launch(Gpu(0, 132, 90, 227), heads, paged, requests, queries, width, params)
 
 
 @pytest.mark.parametrize(

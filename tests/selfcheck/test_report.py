@@ -45,7 +45,7 @@ def check_with(monkeypatch, cupy: StandIn, failure: Exception | None = None, arg
 
     monkeypatch.setattr(report, "require_cupy", lambda why: cupy)
     monkeypatch.setattr(report, "nvrtc_version", lambda: "13.0")
-    monkeypatch.setattr(report, "gpu", lambda device: Gpu(device, 4, 90))
+    monkeypatch.setattr(report, "gpu", lambda device: Gpu(device, 4, 90, 227))
     monkeypatch.setattr(Kernel, "load", load)
     return __main__.main(arguments)
 

@@ -64,7 +64,8 @@ class Choice(NamedTuple):
         heads: of a CTA.
         splits: of a query's rows; `EVENLY`: wherever an equal share of all rows ends.
         cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
-        ctas: of `fp8_sm90`: among which the work is divided; 0: none, each item has a cluster.
+        ctas: of `fp8_sm90` and `portable`: among which the work is divided; 0: none, each item has a cluster, or a CTA
+            for each split.
         counted: lists without lengths end with their last valid entry, which a launch before finds.
         least_split: pairs of tiles that a split has at least, where rows are divided among CTAs.
         queries: of a CTA; of a query group.
@@ -282,10 +283,17 @@ def _bf16_wanted(f: Facts, s: Sizes) -> bool:
 
 
 def _portable(f: Facts, s: Sizes) -> Choice:
-    heads = portable.block_heads(s.h_q)
-    slots = f.gpu.sms * portable.BLOCKS_PER_SM[heads]
-    splits = s.splits or portable_splits(_items(s, heads), ceil_div(s.rows, portable.TILE_ROWS), slots)
+    heads, sms = portable.block_heads(s.h_q), f.gpu.sms
+    items, steps = _items(s, heads), ceil_div(s.rows, portable.STEP_ROWS)
+    splits = s.splits or portable_splits(items, steps, sms)
+    if splits == EVENLY:
+        ctas = max(1, min(sms, items * steps))
+        return Choice("portable", heads, EVENLY, ctas=ctas, least_split=portable.LEAST_SPLIT)
     return Choice("portable", heads, splits)
+
+
+def _portable_99kb(f: Facts, s: Sizes) -> Choice:
+    return _portable(f, s)._replace(kernel="portable_99kb")
 
 
 def _always(f: Facts, s: Sizes) -> bool:
@@ -330,8 +338,9 @@ TABLE = (
     ),
     Row("few_heads_sm90", lambda f, s: _on_hopper(f) and not f.layout.scales_apart, lambda f, s: not f.prefill,
         _few_heads_splits),
-    # Any GPU, any call.
-    Row("portable", _always, _always, _portable),
+    # Any call: GPUs with much shared memory, any GPU.
+    Row("portable", lambda f, s: f.gpu.shared_kb >= portable.LARGE, _always, _portable),
+    Row("portable_99kb", _always, _always, _portable_99kb),
 )  # fmt: skip
 NAMES = tuple(dict.fromkeys(row.kernel for row in TABLE))
 

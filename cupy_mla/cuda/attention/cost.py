@@ -217,17 +217,18 @@ def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool
     return once + share * item + load * (share if alone else share - 0.5) < whole
 
 
-# Of the portable kernel, in steps of its main loop (about 4 us on an H200): Q, first rows and results of a CTA; the
-# launch of combine.cu; what each split adds to that launch, once and for each CTA of an unsplit launch. Fitted to 2048
-# rows at 16, 64 and 128 heads, batch 1 to 64, 1 to 64 splits: the choice is within 10 % of the best of those.
-CTA_OVERHEAD = 2.0
-COMBINE_OVERHEAD = 0.5
-SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.08, 0.01
+# Of the portable kernel, in steps of 32 rows (about 1.2 us on an H200 with 64 heads): Q, first rows and results of a
+# CTA; the launch of combine.cu; what each split adds to that launch, once and for each CTA of an unsplit launch; of
+# rows that are divided evenly, what is added once, and for each partial result of an item. Estimates, not fitted.
+CTA_OVERHEAD = 4.0
+COMBINE_OVERHEAD = 3.0
+SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.08, 0.03
+EVEN_OVERHEAD, EVEN_PARTIAL = 4.0, 1.5
 
 
 @lru_cache(maxsize=4096)
 def portable_splits(ctas: int, steps: int, slots: int) -> int:
-    """Splits with which the portable kernel takes the least time.
+    """Splits with which the portable kernel takes the least time; `EVENLY`: equal shares of all rows.
 
     Args:
         ctas: of an unsplit launch (queries times head tiles).
@@ -241,4 +242,6 @@ def portable_splits(ctas: int, steps: int, slots: int) -> int:
     waves = -(-ctas * splits // slots)
     time = waves * (-(-steps // splits) + CTA_OVERHEAD)
     time[1:] += COMBINE_OVERHEAD + splits[1:] * (SPLIT_OVERHEAD + SPLIT_OVERHEAD_PER_CTA * ctas)
-    return int(splits[np.argmin(time)])
+    share = ctas / slots
+    even = share * (steps + CTA_OVERHEAD) + EVEN_OVERHEAD + EVEN_PARTIAL * max(0.0, 1.0 / share - 1.0)
+    return EVENLY if even < time.min() else int(splits[np.argmin(time)])

@@ -26,6 +26,7 @@ from . import (
 )
 from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, SOME_DONE, WIDE_OUT, Call, no_source
 from .choose import Choice, Facts, chooser
+from .cost import EVENLY
 
 # Of a head, in what CTAs leave to others, as float32 and float16; kernels_cu/attention/merge.cuh
 PARTIAL_BYTES, HALF_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
@@ -208,9 +209,11 @@ def _launches(
     queries, heads = b * s_q, int(choice.heads)
     partials = most(1, choice.splits // choice.cluster)
     items = queries * ceil_div(h_q, heads)
-    memory: _Partials | _HalfPartials
+    memory: _Partials | _SharePartials
     if choice.kernel in MERGES_ITSELF:
-        memory = _HalfPartials(choice, items)
+        memory = _SharePartials(choice, items, heads * HALF_PARTIAL_BYTES)
+    elif choice.splits == EVENLY:
+        memory = _SharePartials(choice, items, portable.PLACES * heads * PARTIAL_BYTES)
     else:
         memory = _Partials(queries, h_q, heads, choice.splits, choice.cluster)
     flags = ALIGNED_ROWS * rows.aligned | ALIGNED_Q * q.array.aligned(4) | ALIGNED_OUT * out.array.aligned(4)
@@ -248,7 +251,8 @@ def _of_kernel(call: Call, choice: Choice, heads: int, partials: int) -> Program
         return bf16_shares_sm90.launches(call, choice.ctas)
     if choice.kernel == "bf16_sm90":
         return bf16_sm90.launches(call, choice.longest_first, bool(choice.counted))
-    return portable.launches(call, heads, partials)
+    limit = portable.LARGE if choice.kernel == "portable" else portable.SMALL
+    return portable.launches(call, heads, partials, int(choice.ctas), limit)
 
 
 class _Partials:
@@ -271,14 +275,17 @@ class _Partials:
             self.max_logits = memory + (nbytes + 4 * rows * (D_V + 1))  # type: ignore[assignment]
 
 
-class _HalfPartials:
-    """The same in float16, or what CTAs leave to others and say that it is there; pointers, or 0 for none."""
+class _SharePartials:
+    """Memory for what clusters merge, or CTAs leave to others and say that it is there; pointers, or 0 for none.
+
+    Args:
+        each: bytes of a CTA's partial results.
+    """
 
     out = lse = max_logits = 0
 
-    def __init__(self, choice: Choice, items: int) -> None:
+    def __init__(self, choice: Choice, items: int, each: int) -> None:
         self.clusters = self.ready = 0
-        each = int(choice.heads) * HALF_PARTIAL_BYTES
         if choice.cluster > 1:
             self.clusters = Slot("partial results", shape=(items * choice.cluster * each,)).ptr  # type: ignore[assignment]
         elif choice.splits != 1:

@@ -4,40 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
-from ...layouts import ATTENTION_LAYOUTS, D_V, Layout
+from ...layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, V4_FP8, V32_FP8, Layout
 from .. import structs
-from ..kernel import Kernel
+from ..kernel import PORTABLE, Kernel
 from ..program import Launch, Program
 from .call import Call
 
-TILE_ROWS = 32  # rows of a step of the main loop
-BLOCKS_PER_SM = {16: 2, 32: 1, 64: 1}  # CTAs that an SM runs at a time, by the heads of a CTA
+HEADS = (16, 32, 64)  # heads a CTA is built for
+SMALL, LARGE = 99, 163  # KB of shared memory that a CTA of each shape may have: sm_86, 89, 120, 121; sm_80, 90, 100
+STEP_ROWS = 32  # rows of a step, in which `cost.py` counts
+PLACES = 2  # for partial results of a CTA, where rows are divided evenly
+LEAST_SPLIT = 2  # pairs of tiles that a split has at least there
 
-SPILL_BYTES = 96  # Q and O fill the registers; some compilers put a few words of softmax state into local memory
+
+class Shape(NamedTuple):
+    """Rows of a tile, and slices of Q that a warp holds in shared memory instead of registers."""
+
+    tile_rows: int
+    q_in_shared: int
+
+
+# Of 64 heads, by layout and shared memory.
+SHAPES = {
+    (BF16_576, SMALL): Shape(16, 4), (BF16_576, LARGE): Shape(32, 6),
+    (BF16_512, SMALL): Shape(16, 4), (BF16_512, LARGE): Shape(32, 6),
+    (V32_FP8, SMALL): Shape(16, 5), (V32_FP8, LARGE): Shape(32, 7),
+    (V4_FP8, SMALL): Shape(16, 3), (V4_FP8, LARGE): Shape(32, 6),
+}  # fmt: skip
 
 
 def block_heads(h_q: int) -> int:
     """Heads of a CTA, for a call with `h_q` heads."""
-    return next((heads for heads in BLOCKS_PER_SM if h_q <= heads), max(BLOCKS_PER_SM))
+    return next((heads for heads in HEADS if h_q <= heads), max(HEADS))
+
+
+def shape(layout: Layout, heads: int, limit: int) -> Shape:
+    """Tile and Q of a kernel that has `limit` KB of shared memory."""
+    if heads == max(HEADS):
+        return SHAPES[layout, limit]
+    return Shape(32 if limit == LARGE else 16, 0)
 
 
 @cache
-def kernel(layout: Layout, heads: int) -> Kernel:
-    """The kernel for one cache layout and heads of a CTA."""
+def kernel(layout: Layout, heads: int, limit: int) -> Kernel:
+    """The kernel for one cache layout, heads of a CTA, and KB of shared memory."""
+    rows, q_in_shared = shape(layout, heads, limit)
     defines = {
-        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "BLOCKS_PER_SM": BLOCKS_PER_SM[heads]
+        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
+        "SHARED_LIMIT": 1024 * limit,
     }  # fmt: skip
-    return Kernel("attention/portable.cu", structs.ATTENTION, defines, spill_bytes=SPILL_BYTES)
+    archs = PORTABLE if limit == SMALL else ("80", "90", "100")
+    return Kernel("attention/portable.cu", structs.ATTENTION, defines, archs=archs)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for layout in ATTENTION_LAYOUTS:
-        for heads in BLOCKS_PER_SM:
-            yield kernel(layout, heads)
+        for heads in HEADS:
+            for limit in (SMALL, LARGE):
+                yield kernel(layout, heads, limit)
 
 
-def launches(call: Call, heads: int, partials: int) -> Program:
-    """The launch: a CTA for each work item and split."""
-    return [Launch(kernel(call.layout, heads), (call.items(heads), partials, 1), call.params)]
+def launches(call: Call, heads: int, partials: int, ctas: int, limit: int) -> Program:
+    """The launch: a CTA for each work item and split, or so many CTAs among which all rows are divided evenly."""
+    grid = (ctas, 1, 1) if ctas else (call.items(heads), partials, 1)
+    return [Launch(kernel(call.layout, heads, limit), grid, call.params)]

@@ -61,6 +61,7 @@ FOR_ROWS = [
     ("decode", BF16_576, 128, 128, {"flat": False}),
     ("decode", BF16_576, 128, 1, {"flat": False}),
     ("decode", V32_FP8, 64, 1, {"aligned": False}),
+    ("decode", V32_FP8, 64, 1, {"gpu": Gpu(0, 128, 89, 99)}),
 ]
 
 
@@ -68,14 +69,15 @@ FOR_ROWS = [
 def test_each_row_is_for_some_calls(number):
     assert len(FOR_ROWS) == len(TABLE)
     kind, layout, h_q, queries, facts = FOR_ROWS[number]
-    found = row_of(Facts(GPU, layout, kind == "prefill", **facts), Sizes(h_q, queries, 2048))
+    facts = {"gpu": GPU, "layout": layout, "prefill": kind == "prefill", **facts}
+    found = row_of(Facts(**facts), Sizes(h_q, queries, 2048))
     assert found is TABLE[number], f"it is for {found.kernel}"
 
 
 def test_every_kernel_has_a_name():
     assert NAMES == (
         "bf16_grouped_sm90", "fp8_sm90", "bf16_shares_sm90", "bf16_few_heads_sm90", "few_heads_sm90",
-        "bf16_cluster_sm90", "bf16_sm90", "portable",
+        "bf16_cluster_sm90", "bf16_sm90", "portable", "portable_99kb",
     )  # fmt: skip
 
 
@@ -385,16 +387,28 @@ def test_invariant_calls_are_cut_up_as_if_for_32_queries():
 # --- what no kernel for Hopper can serve ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capability", [80, 86, 89, 100, 103, 120])
+@pytest.mark.parametrize(
+    ("capability", "shared_kb", "kernel"),
+    [
+        (80, 163, "portable"),
+        (86, 99, "portable_99kb"),
+        (87, 163, "portable"),
+        (89, 99, "portable_99kb"),
+        (100, 227, "portable"),
+        (103, 227, "portable"),
+        (120, 99, "portable_99kb"),
+    ],
+)
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS, ids=lambda layout: layout.name)
-def test_other_gpus_run_the_portable_kernel(layout, capability):
-    gpu = Gpu(0, 132, capability)
+def test_other_gpus_run_the_portable_kernel(layout, capability, shared_kb, kernel):
+    gpu = Gpu(0, 132, capability, shared_kb)
     for h_q, heads in ((16, 16), (32, 32), (33, 64), (128, 64)):
         chosen = decode(layout, h_q, 4, gpu=gpu)
-        assert (chosen.kernel, chosen.heads, chosen.cluster) == ("portable", heads, 1)
+        assert (chosen.kernel, chosen.heads, chosen.cluster) == (kernel, heads, 1)
         assert chosen.splits > 1
         if not layout.quantized:
-            assert prefill(h_q, 2048, layout=layout, gpu=gpu) == Choice("portable", heads)
+            chosen = prefill(h_q, 2048, layout=layout, gpu=gpu)
+            assert chosen == Choice(kernel, heads, EVENLY, ctas=132, least_split=2)
 
 
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS, ids=lambda layout: layout.name)
@@ -406,7 +420,10 @@ def test_unaligned_rows_run_the_portable_kernel(layout):
 
 def test_splits_of_the_portable_kernel():
     assert decode(V32_FP8, 128, 1, aligned=False, splits=9).splits == 9
-    assert decode(V32_FP8, 64, 132, aligned=False).splits == 1
+    assert decode(V32_FP8, 64, 132, aligned=False) == Choice("portable", 64)
+    evenly = decode(V32_FP8, 64, 100, aligned=False)
+    assert evenly == Choice("portable", 64, EVENLY, ctas=132, least_split=2)
+    assert decode(V32_FP8, 64, 100, aligned=False, batch_invariant=True).ctas == 0
 
 
 # --- CUPY_MLA_KERNELS -----------------------------------------------------------------------------------------
@@ -428,7 +445,7 @@ def test_a_kernel_that_is_asked_for_runs(asked):
 
 @pytest.mark.parametrize("asked", ["few_heads", "sm90", "grouped", "Portable", "portable ", "0"])
 def test_a_name_that_does_not_exist_is_an_error(asked):
-    with pytest.raises(ValueError, match=rf"^CUPY_MLA_KERNELS must be one of .*bf16_sm90.*portable, got '{asked}'$"):
+    with pytest.raises(ValueError, match=rf"^CUPY_MLA_KERNELS must be one of .*bf16_sm90.*portable.*, got '{asked}'$"):
         decode(V32_FP8, 64, 1, asked=asked)
 
 
@@ -447,8 +464,9 @@ def test_a_name_that_does_not_exist_is_an_error(asked):
         ("bf16_grouped_sm90", lambda asked: decode(BF16_576, 16, 1000, asked=asked)),
         ("bf16_grouped_sm90", lambda asked: prefill(33, 1000, asked=asked)),
         ("bf16_grouped_sm90", lambda asked: prefill(16, 1000, groupable=False, asked=asked)),
-        *((name, lambda asked: prefill(16, 9, gpu=Gpu(0, 132, 100), asked=asked)) for name in NAMES[:-1]),
-        *((name, lambda asked: prefill(16, 9, aligned=False, asked=asked)) for name in NAMES[:-1]),
+        *((name, lambda asked: prefill(16, 9, gpu=Gpu(0, 132, 100, 227), asked=asked)) for name in NAMES[:-2]),
+        *((name, lambda asked: prefill(16, 9, aligned=False, asked=asked)) for name in NAMES[:-2]),
+        ("portable", lambda asked: prefill(16, 9, gpu=Gpu(0, 132, 120, 99), asked=asked)),
     ],
 )
 def test_a_kernel_that_cannot_serve_the_call_is_an_error(asked, call):
