@@ -35,6 +35,17 @@ def test_a_portable_launch_of_few_ctas_has_many_splits():
     assert portable_splits(8, 64, 132) >= 8
 
 
+@pytest.mark.parametrize(
+    ("ctas", "measured"),  # us by splits, V32 of 64 and 128 heads, 2048 rows
+    [
+        (20, {0: 61, 3: 61, 6: 40, 7: 62, 12: 52}), (40, {0: 75, 1: 154, 3: 66, 4: 97, 6: 78}),
+        (100, {0: 142, 1: 158, 2: 177}), (160, {0: 213, 1: 317, 2: 266}), (200, {0: 256, 1: 310, 2: 349}),
+    ],
+)  # fmt: skip
+def test_the_portable_kernel_is_divided_as_was_fastest(ctas, measured):
+    assert portable_splits(ctas, 64, 132) == min(measured, key=measured.__getitem__)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 63])
 @pytest.mark.parametrize("ctas", [1, 7, 131, 132, 1000])
 def test_bounds_of_the_portable_kernels_splits(ctas, steps):
