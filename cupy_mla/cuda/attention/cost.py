@@ -217,10 +217,10 @@ def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool
     return once + share * item + load * (share if alone else share - 0.5) < whole
 
 
-# Of the portable kernel, in steps of 32 rows (2.2 us on an H200 with 64 heads, 1.4 us with 16): Q, first rows and results
-# of a CTA; the launch of combine.cu; what each split adds to that launch, once and for each CTA of an unsplit launch; of
-# rows that are divided evenly, what is added once, and for each partial result of an item. Fitted to V32 decode of 2048
-# rows, 16 heads (batch 5 to 160), 64 (1 to 160) and 128 (100): the choice was the fastest of what was measured.
+# Of the portable kernel, in steps of 32 rows (2.2 us on an H200 with 64 heads, 1.4 us with 16): Q, first rows and
+# results of a CTA; the launch of combine.cu; what each split adds to that launch, once and for each CTA of an unsplit
+# launch; of rows that are divided evenly, what is added once, and for each partial result of an item. Fitted to V32
+# decode of 2048 rows with 16 heads (batch 5 to 160), 64 (1 to 160) and 128 (100).
 CTA_OVERHEAD = 4.9
 COMBINE_OVERHEAD = 0.5
 SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.01, 0.015
