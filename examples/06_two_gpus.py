@@ -159,14 +159,17 @@ def main() -> None:
         difference = (out.float() - want[:, 0].float()).norm() / want.float().norm()
         worst = max(worst, difference.item())
     held = mine.rows.numel() + mine.keys.numel()
-    print(
+    own_report = (
         f"rank {ranks.rank} of {ranks.world_size} on {place}: {held / 1e6:.1f} MB of caches, one process would hold "
         f"{(whole.rows.numel() + whole.keys.numel()) / 1e6:.1f}\n"
         f"  {options.steps} steps of {options.requests} requests, {1e3 * seconds / options.steps:.2f} ms each; "
         f"{100 * same:.1f} % of the chosen positions are those of one process\n"
-        f"  attention differs by {worst:.1e} from that of one process (at most {BOUND:.1e})",
-        flush=True,
+        f"  attention differs by {worst:.1e} from that of one process (at most {BOUND:.1e})"
     )
+    reports = [own_report] * ranks.world_size
+    dist.all_gather_object(reports, own_report)
+    if ranks.rank == 0:  # what several processes print may run into one another
+        print(*reports, sep="\n", flush=True)
     dist.destroy_process_group()
     if not (worst <= BOUND and same > 0.99):
         raise SystemExit("DIFFERS from one process")
