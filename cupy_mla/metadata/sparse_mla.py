@@ -325,6 +325,7 @@ def check_batch(
     config: SparseMLAConfig, batch: BatchMetadata, num_blocks: int | None, window: int | None = None
 ) -> None:
     """Check a batch against the config's maxima and its cache; `window` as of `BatchMetadata.check_cache`."""
+    require_instance("batch", batch, BatchMetadata)
     for what, got, most in (
         ("requests", batch.num_reqs, config.max_num_seqs),
         ("query tokens", batch.num_actual_tokens, config.max_num_batched_tokens),

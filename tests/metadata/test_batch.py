@@ -227,3 +227,18 @@ def test_spec_decode_reshapes_refuse() -> None:
         reshape_attn_output_for_spec_decode(np.zeros((7, 1, 4)))
     with pytest.raises(ValueError, match="attn_output: the first two axes cannot be viewed as one"):
         reshape_attn_output_for_spec_decode(np.zeros((4, 3, 1, 2))[:, :2])
+
+
+BUILDERS = {
+    cupy_mla.SparseMLAMetadataBuilder: {},
+    cupy_mla.IndexerMetadataBuilder: {},
+    cupy_mla.SparseSWAMetadataBuilder: {"d_qk": 512, "cache_layout": "v4_fp8", "window": 128},
+}
+
+
+@pytest.mark.parametrize("batch", [None, 3, {"num_reqs": 1}])
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_every_builder_says_what_is_no_batch(builder, batch) -> None:
+    config = cupy_mla.SparseMLAConfig(16, **BUILDERS[builder])
+    with pytest.raises(TypeError, match="batch: expected a BatchMetadata, got"):
+        builder(config).build(batch)
