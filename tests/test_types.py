@@ -62,9 +62,14 @@ def test_the_program_runs() -> None:
 
 @needs_mypy
 def test_mypy_strict(tmp_path: Path) -> None:
-    result = run("mypy", "--strict", copied(PROGRAM.read_text(), tmp_path), cwd=tmp_path, path="MYPYPATH")
-    ours = [line for line in result.stdout.splitlines() if line.startswith("program.py")]
-    assert not ours, result.stdout
+    """One run, for it reads the whole package: nothing in a right program, and every wrong call."""
+    (tmp_path / "wrong.py").write_text(WRONG_CALLS)
+    program = copied(PROGRAM.read_text(), tmp_path)
+    result = run("mypy", "--strict", program, "wrong.py", cwd=tmp_path, path="MYPYPATH")
+    found = [line.split(":") for line in result.stdout.splitlines() if ": error:" in line]
+    assert not [f for f in found if f[0] == "program.py"], result.stdout
+    wrong = {int(number) - 1 for name, number, *_ in found if name == "wrong.py"}
+    assert wrong == {n for n, line in enumerate(WRONG_CALLS.splitlines()) if line.startswith("cupy_mla.")}
 
 
 @needs_pyright
@@ -80,17 +85,6 @@ def test_pyright_finds_wrong_calls(tmp_path: Path) -> None:
     lines = WRONG_CALLS.splitlines()
     wrong = {d["range"]["start"]["line"] for d in found if d["severity"] == "error"}
     assert wrong == {n for n, line in enumerate(lines) if line.startswith("cupy_mla.")}
-
-
-@needs_mypy
-def test_mypy_finds_wrong_calls(tmp_path: Path) -> None:
-    result = run("mypy", copied(WRONG_CALLS, tmp_path), cwd=tmp_path, path="MYPYPATH")
-    wrong = {
-        int(line.split(":")[1]) - 1
-        for line in result.stdout.splitlines()
-        if line.startswith("program.py") and "error" in line
-    }
-    assert wrong == {n for n, line in enumerate(WRONG_CALLS.splitlines()) if line.startswith("cupy_mla.")}
 
 
 @needs_pyright
