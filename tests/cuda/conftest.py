@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from cupy_mla.calls.graph import LaunchGraph
 from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
 
@@ -68,3 +70,20 @@ def hopper(request, hopper_gpu, launched, monkeypatch) -> Iterator[CuPy]:
     monkeypatch.setenv(VARIABLE, kernel)
     yield hopper_gpu
     assert kernel in launched, f"{kernel} was never launched, only {sorted(launched)}"
+
+
+@pytest.fixture
+def replace_in_choose(monkeypatch) -> Iterator[Callable[[str, Any], None]]:
+    """A function that gives a name of `choose` another value while the test lasts. Choices of before are forgotten, and
+    so are those of the test."""
+
+    def forget() -> None:
+        choose.chooser.cache_clear()
+        forget_calls()
+
+    def replace(name: str, value: Any) -> None:
+        monkeypatch.setattr(choose, name, value)
+        forget()
+
+    yield replace
+    forget()

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla.calls.signature import forget_calls
-from cupy_mla.cuda.attention import choose
-from cupy_mla.cuda.attention.choose import EVENLY, Choice, Facts, Sizes, chooser
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
 from ...cases import check_decode, check_prefill, decode_oracle, paged, prefill_inputs, queries, run_decode, sinks
 from ...kinds import make
+from . import evenly
 
 pytestmark = pytest.mark.gpu
 
 FORMATS = pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
 
 KERNEL = "bf16_shares_sm90"
-CTAS = 132
 
 
 @pytest.fixture
-def small_splits(monkeypatch) -> Iterator[None]:
+def small_splits(replace_in_choose) -> None:
     """Splits of a pair of tiles and more: small calls are divided over many CTAs as well."""
-
-    def divided(facts: Facts, sizes: Sizes) -> Choice:
-        pairs = max(1, ceil_div(sizes.rows, 128))
-        ctas = max(1, min(CTAS, sizes.queries * ceil_div(sizes.h_q, 64) * pairs))
-        return Choice(KERNEL, 64, EVENLY, ctas=ctas, least_split=1)
-
-    table = [row._replace(choice=divided) if row.kernel == KERNEL else row for row in choose.TABLE]
-    monkeypatch.setattr(choose, "TABLE", tuple(table))
-    chooser.cache_clear()
-    forget_calls()
-    yield
-    chooser.cache_clear()
-    forget_calls()
+    replace_in_choose("TABLE", evenly.table(KERNEL, heads=64))
 
 
 @FORMATS

@@ -16,6 +16,7 @@ from cupy_mla.cuda.attention.choose import EVENLY, NAMES, TABLE, VARIABLE, Choic
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, V4_FP8, V32_FP8, Layout
 
+from . import evenly
 from .h200 import CLUSTERS_AT_ONCE, GPU
 
 BF16 = pytest.mark.parametrize("layout", [BF16_576, BF16_512], ids=lambda layout: layout.name)
@@ -543,3 +544,12 @@ def test_the_end_of_lists_is_looked_for_in_long_prefills():
 def test_more_splits_than_a_cta_merges_are_fewer():
     chosen = decode(V32_FP8, 64, 3, rows=100_000, splits=1000)
     assert (chosen.splits, chosen.ctas) == (256, 3 * (64 // chosen.heads) * 256)
+
+
+@pytest.mark.parametrize(("kernel", "layout"), [("bf16_shares_sm90", BF16_576), ("fp8_sm90", V32_FP8)])
+def test_the_kernels_tests_divide_small_calls_over_many_ctas(replace_in_choose, kernel, layout):
+    facts, sizes = Facts(GPU, layout, prefill=False), Sizes(64, 3, 700)
+    before = choose.chooser(facts)(*sizes)
+    replace_in_choose("TABLE", evenly.table(kernel, heads=64))
+    assert before.splits != EVENLY
+    assert choose.choose(facts, sizes, kernel) == Choice(kernel, 64, EVENLY, ctas=18, least_split=1)

@@ -29,6 +29,11 @@ def test_portable_rows_are_divided_evenly_where_no_wave_is_full(ctas):
     assert portable_splits(ctas, 64, 132) == EVENLY
 
 
+def test_the_portable_kernels_own_test_reaches_even_shares():
+    """`test_portable.py`: 70 queries of 128 heads, 500 rows, without a number of splits."""
+    assert portable_splits(140, 16, 132) == EVENLY
+
+
 def test_a_portable_launch_of_few_ctas_has_many_splits():
     """No CTA then merges many partial results."""
     assert portable_splits(1, 64, 132) >= 16

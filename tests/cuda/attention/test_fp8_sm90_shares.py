@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla.calls.signature import forget_calls
-from cupy_mla.cuda.attention import choose
-from cupy_mla.cuda.attention.choose import EVENLY, Choice, Facts, Sizes, chooser
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
 from ...cases import Paged, check_decode, decode_oracle, paged, queries, run_decode, sinks
 from ...kinds import make
+from . import evenly as divided
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +19,6 @@ FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt
 HEADS = pytest.mark.parametrize("heads", [32, 64])
 
 KERNEL = "fp8_sm90"
-CTAS = 132
 
 
 @pytest.fixture
@@ -33,21 +28,9 @@ def heads() -> int:
 
 
 @pytest.fixture
-def evenly(heads, monkeypatch) -> Iterator[None]:
+def evenly(heads, replace_in_choose) -> None:
     """Every call's rows are divided evenly over 132 CTAs, into splits of a pair of tiles and more."""
-
-    def divided(facts: Facts, sizes: Sizes) -> Choice:
-        pairs = ceil_div(ceil_div(sizes.rows, 64), 2)
-        ctas = max(1, min(CTAS, sizes.queries * ceil_div(sizes.h_q, heads) * pairs))
-        return Choice("fp8_sm90", heads, EVENLY, ctas=ctas, least_split=1)
-
-    table = [row._replace(choice=divided) if row.kernel == KERNEL else row for row in choose.TABLE]
-    monkeypatch.setattr(choose, "TABLE", tuple(table))
-    chooser.cache_clear()
-    forget_calls()
-    yield
-    chooser.cache_clear()
-    forget_calls()
+    replace_in_choose("TABLE", divided.table(KERNEL, heads))
 
 
 @FORMATS

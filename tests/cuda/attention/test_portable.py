@@ -10,7 +10,7 @@ import pytest
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import portable
 from cupy_mla.cuda.attention.choose import VARIABLE
-from cupy_mla.cuda.attention.cost import EVENLY, portable_splits
+from cupy_mla.cuda.attention.cost import EVENLY
 from cupy_mla.layouts import ATTENTION_LAYOUTS
 
 from ... import oracle
@@ -50,6 +50,20 @@ def kind(request, launched, monkeypatch) -> Iterator[CuPy]:
     yield found
     assert "portable" in launched
     assert limits == {LIMITS[request.param]}
+
+
+@pytest.fixture
+def evenly(replace_in_choose) -> Iterator[None]:
+    """Rows are divided evenly wherever the number of splits is free, also where that is not the fastest."""
+    asked = []
+
+    def divided(ctas: int, steps: int, slots: int) -> int:
+        asked.append(ctas)
+        return EVENLY
+
+    replace_in_choose("portable_splits", divided)
+    yield
+    assert asked, "no call left the number of splits open"
 
 
 @pytest.mark.parametrize("limit", LIMITS.values())
@@ -105,7 +119,7 @@ def test_rows_that_are_not_aligned(kind, rng, gap):
 )
 def test_decode_sizes(kind, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
     """Lists of 2500 entries let every ring of buffers come round; 150 queries are more than a GPU runs at a time.
-    Without a number of splits, the rows of 70 and of 150 queries are divided evenly."""
+    Without a number of splits, the rows of 70 queries are divided evenly."""
     main = paged(rng, fmt, b, s_q, topk, block_size)
     check_decode(kind, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, num_splits=num_splits)
 
@@ -172,10 +186,9 @@ def test_logits_that_rise_from_tile_to_tile(kind, rng, fmt, h_q):
 @gpu
 @FORMATS
 @pytest.mark.parametrize(("waves", "h_q"), [(0.25, 16), (0.67, 64), (1.05, 72)])
-def test_rows_of_unequal_lists_divided_evenly(kind, rng, fmt, waves, h_q):
+def test_rows_of_unequal_lists_divided_evenly(kind, evenly, rng, fmt, waves, h_q):
     """Lists of all lengths, among them none and one that is far longer than the others, with sinks."""
     b = int(waves * driver.gpu(0).sms)
-    assert portable_splits(b * -(-h_q // 64), 40, driver.gpu(0).sms) == EVENLY
     main = paged(rng, fmt, b, 1, 1200, 64, lengths=True)
     main.length[:] = main.length % 150
     main.length[:4] = 0, 1200, 0, 1
@@ -186,7 +199,7 @@ def test_rows_of_unequal_lists_divided_evenly(kind, rng, fmt, waves, h_q):
 
 @gpu
 @FORMATS
-def test_shares_leave_the_same_bits_every_time(kind, rng, fmt):
+def test_shares_leave_the_same_bits_every_time(kind, evenly, rng, fmt):
     main, q = paged(rng, fmt, 100, 1, 600, 64), queries(rng, 100, 1, 64, fmt.d_qk)
     first, *others = ([r.tobytes() for r in run_decode(kind, q, main)] for _ in range(4))
     assert all(other == first for other in others)
