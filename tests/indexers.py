@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .kinds import BF16, E4M3, gapped, poisoned
+from .kinds import E4M3, gapped, poisoned
 from .oracle_indexer import calc_diff
 
 TOLERANCE = 5e-6  # of `calc_diff`, over the logits of a call
@@ -63,10 +63,6 @@ def assert_close(got: np.ndarray, expected: np.ndarray, size: np.ndarray | None 
         assert (np.abs(got[finite] - expected[finite]) <= 2.0**-8 * size[finite]).all()
     else:
         assert calc_diff(got, expected) < TOLERANCE
-
-
-def as_bf16(x: np.ndarray) -> np.ndarray:
-    return x.astype(BF16)
 
 
 def strided(rng: np.random.Generator, rows: np.ndarray, items: int = 16) -> np.ndarray:

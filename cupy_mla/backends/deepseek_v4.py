@@ -172,11 +172,8 @@ class DeepseekV4Impl:
         if count == 0:
             return
         rows, combined, combined_lens = rows[: end - first], combined[:count], combined_lens[:count]
-        chosen, compressed_rows, of_layer = (
-            combined[:, :0],
-            cast(AnyArray, layer.k_cache),
-            cast(Any, layer.topk_indices),
-        )
+        chosen = combined[:, :0]
+        compressed_rows, of_layer = cast(AnyArray, layer.k_cache), cast(Any, layer.topk_indices)
         if metadata is not None:
             dequantize_and_gather_k_cache(
                 rows, compressed_rows, metadata.compressed_seq_lens[requests], None, metadata.block_table[requests],

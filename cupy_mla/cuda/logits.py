@@ -18,6 +18,7 @@ from ..sizes import least, looked_up, most
 from . import logits_sm90, structs
 from .driver import Gpu
 from .kernel import Kernel
+from .logits_sm90 import HEADS, padded_heads
 from .paging import NO_TABLE, block_table, ceil_div, pointer
 from .program import Launch, Pointer, Program
 from .structs import Packed
@@ -29,7 +30,6 @@ VARIABLE = "CUPY_MLA_INDEXER_KERNELS"
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 PORTABLE, SM90 = NAMES = ("logits", "logits_sm90")
 
-HEADS = (32, 64)  # index heads that kernels are compiled for; fewer are padded
 TILE_ROWS = 256  # queries times heads that a CTA has in shared memory,
 FEW_ROWS = 64  # and of a decode with a few queries a request
 UNIT = 256  # keys that a CTA works on at a time
@@ -246,7 +246,7 @@ def _launch(
 ) -> Launch:
     if looked_up(Chooser(gpu.capability, aligned), heads).kernel == SM90:
         return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params, compact)
-    padded = next(padded for padded in HEADS if heads <= padded)
+    padded = padded_heads(heads)
     rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)
     blocks = least(BLOCKS_PER_SM * gpu.sms, tiles * most(ceil_div(width, UNIT), 1))

@@ -46,6 +46,11 @@ MANY = Tile(128, 4, True, 10)
 FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
 
 
+def padded_heads(heads: int) -> int:
+    """The heads that a kernel is compiled for which serves a call of so many."""
+    return next(padded for padded in HEADS if heads <= padded)
+
+
 @cache
 def kernel(heads: int, tile: Tile, paged: bool, compact: bool = False) -> Kernel:
     """The kernel for so many heads; `compact`: results start at the first key that a query sees."""
@@ -84,7 +89,7 @@ def launch(
     compact: bool = False,
 ) -> Launch:
     """The launch for requests of `queries` queries each over at most `width` keys."""
-    padded = next(padded for padded in HEADS if heads <= padded)
+    padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
     units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
     ctas = 1 if tile.ctas == 1 or units <= FEW_UNITS * gpu.sms else tile.ctas

@@ -8,12 +8,25 @@ assigns to `self`; a name may be defined in a module or imported into it.
 from __future__ import annotations
 
 import ast
+import importlib.util
 from pathlib import Path
 
 # Needs by module, whose name is relative to the engine's package.
 Needs = dict[str, tuple[str, ...]]
 # A definition by its dotted name; the value is its parameters where it is a function.
 Found = dict[str, "list[str] | None"]
+
+
+def sources(package: str) -> Path:
+    """The folder of an installed package, which is not imported.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise RuntimeError(f"{package} is not installed")
+    return Path(spec.origin).parent
 
 
 def missing(package: Path, needs: Needs) -> list[str]:

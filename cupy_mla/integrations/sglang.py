@@ -8,11 +8,9 @@ something it needs is left alone, with one warning that names what is missing.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ import torch
 from ..layouts import BF16_512, BF16_576, V32_FP8
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..options import require_choice
-from .contract import Needs, missing
+from .contract import Needs, missing, sources
 
 MODES = ("off", "override")
 BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
@@ -55,7 +53,7 @@ def register() -> None:
     require_choice("CUPY_MLA_SGLANG", mode, MODES)
     if mode == "off":
         return
-    lacking = missing(_sources(), NEEDS)
+    lacking = missing(sources("sglang"), NEEDS)
     if lacking:
         logger.warning("cupy_mla leaves this SGLang alone. Missing: %s", "; ".join(lacking))
         return
@@ -103,10 +101,3 @@ def forward_flashmla_kv(
     pages = kv_cache.view(-1, self.physical_page_size, 1, self.kv_cache_dim)
     out, _ = sparse_decode(q, pages, page_table_1[:, None], sm_scale)
     return out
-
-
-def _sources() -> Path:
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or spec.origin is None:
-        raise RuntimeError("sglang is not installed")
-    return Path(spec.origin).parent

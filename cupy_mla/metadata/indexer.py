@@ -120,6 +120,7 @@ class _Split(NamedTuple):
 
     Attributes:
         counts: decodes, prefills, decode tokens, prefill tokens.
+        request: [T] of each query token, without those that pad the batch.
         seen: [T] keys that each query token sees of its own request; without tokens that pad prefills.
         decodes: requests up to the last decode that has tokens, and those that padding tokens stand for.
         decode_len: most query tokens of a decode.
@@ -128,6 +129,7 @@ class _Split(NamedTuple):
     """
 
     counts: tuple[int, int, int, int]
+    request: np.ndarray
     seen: np.ndarray
     decodes: int
     decode_len: int
@@ -272,7 +274,7 @@ class IndexerMetadataBuilder:
             base = int(batch.query_start_loc[first])
             chunks.append(_Chunk(first, end, slice(base + portion.start, base + portion.stop), cu_start))
         return _Split(
-            counts, seen, decodes, decode_len, places, chunks, np.concatenate(sums), key_starts[request]
+            counts, request, seen, decodes, decode_len, places, chunks, np.concatenate(sums), key_starts[request]
         )  # fmt: skip
 
     def _write(self, host: dict[str, np.ndarray], batch: BatchMetadata, split: _Split) -> int:
@@ -294,10 +296,9 @@ class IndexerMetadataBuilder:
         tokens = len(split.key_starts)
         fill(host["starts"], split.key_starts, 0)
         fill(host["ends"], split.key_starts + split.seen[:tokens], 0)
-        request = np.repeat(np.arange(batch.num_reqs), batch.query_lens)
         fill(host["query_start_loc"], batch.query_start_loc, batch.num_actual_tokens)
-        fill(host["token_to_req"], request, 0)
-        fill(host["from_end"], np.arange(tokens) - batch.query_start_loc[request + 1] + 1, 0)
+        fill(host["token_to_req"], split.request, 0)
+        fill(host["from_end"], np.arange(tokens) - batch.query_start_loc[split.request + 1] + 1, 0)
         width = min(batch.block_table.shape[1], self._width)
         host["block_table"][: batch.num_reqs, :width] = batch.block_table[:, :width]
         host["block_table"][: batch.num_reqs, width:] = -1

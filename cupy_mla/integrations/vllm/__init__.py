@@ -14,13 +14,12 @@ out its sources are read, not imported.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from pathlib import Path
 
 from ...options import require_choice
-from ..contract import Needs, missing
+from ..contract import Needs, missing, sources
 
 MODES = ("custom", "override", "off")
 PLACES = {"custom": "CUSTOM", "override": "FLASHMLA_SPARSE"}
@@ -183,11 +182,11 @@ def register() -> None:
     require_choice("CUPY_MLA_VLLM", mode, MODES)
     if mode == "off":
         return
-    sources = _sources()
-    chosen = adapter(sources)
+    folder = sources("vllm")
+    chosen = adapter(folder)
     if chosen is not None:
         _register_backend(chosen, mode)
-    if mode == "override" and has_deepseek_v4(sources):
+    if mode == "override" and has_deepseek_v4(folder):
         _register_deepseek_v4()
 
 
@@ -215,15 +214,15 @@ def _register_deepseek_v4() -> None:
         ModelRegistry.register_model(model, f"{__name__}.deepseek_v4:{model}")
 
 
-def adapter(sources: Path) -> str | None:
+def adapter(package: Path) -> str | None:
     """The module whose backend fits a vLLM; None, after a warning, where none does.
 
     Args:
-        sources: the folder of the package `vllm`.
+        package: the folder of the package `vllm`.
     """
     lacking = {}
     for name, needs in ADAPTERS.items():
-        lacking[name] = missing(sources, needs)
+        lacking[name] = missing(package, needs)
         if not lacking[name]:
             return name
     least = min(lacking.values(), key=len)
@@ -233,20 +232,13 @@ def adapter(sources: Path) -> str | None:
     return None
 
 
-def has_deepseek_v4(sources: Path) -> bool:
+def has_deepseek_v4(package: Path) -> bool:
     """Whether a vLLM's DeepSeek-V4 can run on our operations; False, after a warning, where it cannot.
 
     Args:
-        sources: the folder of the package `vllm`.
+        package: the folder of the package `vllm`.
     """
-    lacking = missing(sources, DEEPSEEK_V4)
+    lacking = missing(package, DEEPSEEK_V4)
     if lacking:
         logger.warning("cupy_mla leaves this vLLM's DeepSeek-V4 alone. Missing: %s", "; ".join(lacking))
     return not lacking
-
-
-def _sources() -> Path:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        raise RuntimeError("vllm is not installed")
-    return Path(spec.origin).parent
