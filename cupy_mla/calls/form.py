@@ -1,9 +1,9 @@
-"""Forms: a traced call as Python functions of straight lines, for the calls that meet its guards.
+"""Forms: a traced call as what it takes to make others, for the calls that meet its guards.
 
-`measure` takes the sizes, strides and integer settings of a call; it checks the guards and computes all that follows
-from sizes: shapes of results, grids, the bytes of parameter structs between the pointers. It runs once for sizes that
-were not seen before. `body` takes what `measure` returned, and the arrays: it allocates, puts pointers into the structs
-and launches.
+A form has its guards and the *values* that follow from sizes: shapes of results, grids, the bytes of parameter structs
+between the pointers. `tree.py` writes the guards and values of all forms of a signature as one function, which runs
+once for sizes that were not seen before. `body` is a function of straight lines. It takes the values and the arrays: it
+allocates, puts pointers into the structs and launches.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class Form:
     """The compiled form of a traced call.
 
     Attributes:
-        measure: takes shapes and strides, integers, and addresses modulo `ALIGNMENT`; returns what `body` needs, or
-            None for a call that does not meet the guards.
-        body: takes what `measure` returned, the arrays' addresses and the arrays; returns what the operation returns.
+        guards: conditions that a call must meet, in order: what one needs may hold only where those before it do.
+        values: terms of what `body` needs.
+        body: takes the values, the arrays' addresses and the arrays; returns what the operation returns.
         choices: functions that return what a choice depends on beside its arguments (`depends_on`).
     """
 
     def __init__(self, call: TracedCall) -> None:
         writer = _Writer(call)
-        self.measure: Callable[..., tuple[Any, ...] | None] = writer.measure()
+        self.guards: list[Node] = list(call.trace.guards)
+        self.values: list[Term] = writer.values
         self.body: Callable[..., Any] = writer.body()
         self.choices: list[Callable[[], Any]] = _choices(call)
 
@@ -61,61 +62,35 @@ def _calls(call: TracedCall) -> Iterator[Node]:
 
 
 class _Writer:
-    """Writes the two functions of a form.
-
-    Attributes:
-        code: of `body`.
-        sizes: of `measure`.
-    """
+    """Writes the body of a form, and notes the values that it needs."""
 
     def __init__(self, call: TracedCall) -> None:
         self.call = call
         self.place = call.place
         self.library = call.place.library
         self.code = Code()
-        self.sizes = Code()
-        self._values: list[str] = []  # what `measure` returns, as expressions in it
-        self._starts: dict[int, str] = {}  # addresses of slots in `body`, by their id
-        self._write_guards()
+        self.values: list[Term] = []
+        self._starts: dict[int, str] = {}  # addresses of slots, by their id
         self._write_apart()
         self._write_memory()
         self._write_steps()
         self._write_result()
 
-    # values that go from `measure` to `body`
-
-    def _value(self, expression: str) -> str:
-        """The name in `body` of an expression in `measure`."""
-        self._values.append(expression)
-        return f"x{len(self._values) - 1}"
+    def _value(self, of: Term) -> str:
+        """The name of a value."""
+        if of not in self.values:
+            self.values.append(of)
+        return f"x{self.values.index(of)}"
 
     def _number(self, size: Any) -> str:
-        """The name in `body` of a size."""
         of = term(size)
-        return self._value(self.sizes.variable(of)) if is_node(of) else self.code.name(of)
+        return self._value(of) if is_node(of) else self.code.variable(of)
 
     def _tuple(self, sizes: Sequence[Any]) -> str:
-        return self._value(f"({' '.join(f'{self.sizes.variable(term(n))},' for n in sizes)})")
+        terms = tuple(map(term, sizes))
+        return self._value(("tuple", *terms)) if any(map(is_node, terms)) else self.code.name(terms)
 
     # what is written
-
-    def _write_guards(self) -> None:
-        """Write the guards. What a guard needs is computed only when those before it are met."""
-        code = self.sizes
-        pending: list[str] = []
-
-        def flush(at: int) -> None:
-            if pending:
-                code.lines[at:at] = [f"if not ({' and '.join(pending)}):", "    return None"]
-                pending.clear()
-
-        for guard in self.call.trace.guards:
-            before = len(code.lines)
-            condition = code.condition(guard)
-            if len(code.lines) > before:
-                flush(before)
-            pending.append(condition)
-        flush(len(code.lines))
 
     def _write_apart(self) -> None:
         """Compare the addresses of what is written with those of the other arguments."""
@@ -178,11 +153,11 @@ class _Writer:
                 packed = struct.Struct("=" + "".join(codes))
                 known = [n for n in numbers if n is not None]
                 formats.append(f"{packed.size}s")
-                if any(is_node(term(n)) for n in known):
-                    pack = self.sizes.name(packed.pack)
-                    values.append(self._value(f"{pack}({', '.join(self.sizes.variable(term(n)) for n in known)})"))
+                terms = tuple(map(term, known))
+                if any(map(is_node, terms)):
+                    values.append(self._value(("call", packed.pack, *terms)))
                 else:
-                    values.append(self.code.name(packed.pack(*known)))
+                    values.append(self.code.name(packed.pack(*terms)))
         pack = self.code.name(struct.Struct("=" + "".join(formats)).pack)
         return f"{pack}({', '.join(values)})"
 
@@ -224,27 +199,11 @@ class _Writer:
             texts.append(results.get(id(leaf)) or (plain(leaf) if argument is None else f"a{argument}"))
         self.code.line(f"return {', '.join(texts)}" + ("," if type(self.call.result) is tuple else ""))
 
-    # the functions
-
-    def measure(self) -> Callable[..., tuple[Any, ...] | None]:
-        """The function of sizes: None for a call that does not meet the guards."""
-        call, head = self.call, []
-        parameters = [name for i in call.arrays for name in (f"h{i}", f"s{i}")]
-        parameters += [f"a{i}" for i, value in enumerate(call.values) if is_numbers(value)]
-        parameters += [f"p{i}" for i in call.arrays]
-        for i in call.arrays:
-            for letter, whole in (("n", f"h{i}"), ("t", f"s{i}")):
-                wanted = [f"{letter}{i}_{k}" for k in range(len(call.values[i].shape))]
-                if any(name in self.sizes.read for name in wanted):
-                    head.append(f"{' '.join(f'{name},' for name in wanted)} = {whole}")
-        result = f"return ({' '.join(f'{value},' for value in self._values)})"
-        return self.sizes.function("measure", parameters, [*head, *self.sizes.lines, result])
-
     def body(self) -> Callable[..., Any]:
         """The function that does what the call does."""
         arrays = self.call.arrays
-        lines = [f"{' '.join(f'x{k},' for k in range(len(self._values)))} = sizes"] if self._values else []
-        parameters = ["sizes", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
+        lines = [f"{' '.join(f'x{k},' for k in range(len(self.values)))} = values"] if self.values else []
+        parameters = ["values", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
         return self.code.function("body", parameters, [*lines, *self.code.lines])
 
 

@@ -142,7 +142,7 @@ class TracedCall:
     def _symbolic(self, i: int, array: Array) -> TracedArray:
         """Argument i, an array, as the body gets it."""
         read, size = self.trace.read, array.dtype.itemsize
-        shape = tuple(read(f"n{i}_{k}", n) for k, n in enumerate(array.shape))
+        shape = tuple(read(f"n{i}_{k}", n, least=0) for k, n in enumerate(array.shape))
         strides: list[Any]
         if array.library.strides_in_bytes:
             in_bytes = [read(f"t{i}_{k}", s * size) for k, s in enumerate(array.strides)]
