@@ -186,9 +186,13 @@ class Size:
         return _computed("-", operator.sub, other, self)
 
     def __mul__(self, other: Any) -> Any:
+        if _is(other, 0):
+            return 0
         return self if _is(other, 1) else _computed("*", operator.mul, self, other)
 
     def __rmul__(self, other: Any) -> Any:
+        if _is(other, 0):
+            return 0
         return self if _is(other, 1) else _computed("*", operator.mul, other, self)
 
     def __floordiv__(self, other: Any) -> Any:

@@ -9,7 +9,8 @@ allocates, puts pointers into the structs and launches.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -70,7 +71,7 @@ class _Writer:
         self.library = call.place.library
         self.code = Code()
         self.values: list[Term] = []
-        self._starts: dict[int, str] = {}  # addresses of slots, by their id
+        self._starts: dict[int, tuple[str, Any]] = {}  # of slots, by their id: an address, and bytes from there
         self._write_apart()
         self._write_memory()
         self._write_steps()
@@ -115,7 +116,7 @@ class _Writer:
                 shape, strides = self._tuple(slot.shape), self._tuple(dense_strides(slot.shape))
                 code.line(f"r{k} = {make}({shape}, {strides}, {code.name(library.native_dtype(slot.dtype))})")
                 code.line(f"start_r{k} = {library.address.format(a=f'r{k}')}")
-                self._starts[id(slot)] = f"start_r{k}"
+                self._starts[id(slot)] = f"start_r{k}", 0
         if self.call.scratch:
             self._write_shared(self.call.scratch, "scratch")
 
@@ -123,21 +124,23 @@ class _Writer:
         """One allocation for several slots; returns what is added to its start for each of them."""
         allocate, address = self.library.allocator()
         offsets: list[str] = []
-        start, end = 0, 0
+        end = 0
         for slot in slots:
-            start = aligned_up(end) if offsets else 0
-            offsets.append(f" + {self._number(start)}" if offsets else "")
+            start = aligned_up(end)
+            offsets.append(self._offset(start))
+            self._starts[id(slot)] = f"start_{name}", start
             end = start + slot.nbytes
         self.code.line(f"{name} = {self.code.name(allocate)}({self._number(end)})")
         self.code.line(f"start_{name} = {address.format(a=name)}")
-        for slot, offset in zip(slots, offsets, strict=True):
-            self._starts[id(slot)] = f"start_{name}{offset}"
         return offsets
 
+    def _offset(self, nbytes: Any) -> str:
+        return "" if term(nbytes) == 0 else f" + {self._number(nbytes)}"
+
     def _address(self, pointer: Pointer) -> str:
-        start = f"p{pointer.slot.argument}" if pointer.slot.argument is not None else self._starts[id(pointer.slot)]
-        offset = term(pointer.offset)
-        return start if type(offset) is int and offset == 0 else f"{start} + {self._number(offset)}"
+        argument = pointer.slot.argument
+        start, before = (f"p{argument}", 0) if argument is not None else self._starts[id(pointer.slot)]
+        return start + self._offset(before + pointer.offset)
 
     def _params(self, params: Packed) -> str:
         """The expression of a parameter struct: what differs from run to run, and the bytes between that."""
@@ -149,16 +152,13 @@ class _Writer:
                     is_pointer = isinstance(value, Pointer)
                     values.append(self._address(value) if is_pointer else f"{self.code.name(Nonce.next)}()")
             else:
-                codes, numbers = zip(*fields, strict=True)
-                packed = struct.Struct("=" + "".join(codes))
-                known = [n for n in numbers if n is not None]
+                packed, terms = _joined([(code, term(value)) for code, value in fields])
                 formats.append(f"{packed.size}s")
-                terms = tuple(map(term, known))
                 if any(map(is_node, terms)):
                     values.append(self._value(("call", packed.pack, *terms)))
                 else:
                     values.append(self.code.name(packed.pack(*terms)))
-        pack = self.code.name(struct.Struct("=" + "".join(formats)).pack)
+        pack = self.code.name(_struct("=" + "".join(formats)).pack)
         return f"{pack}({', '.join(values)})"
 
     def _write_steps(self) -> None:
@@ -168,13 +168,13 @@ class _Writer:
             return
         known: tuple[Packed | None, str] = (None, "")
 
-        def given(launch: Launch) -> str:
+        def params(launch: Launch) -> str:
             nonlocal known
             if known[0] is not launch.params:  # launches in a row may share them
                 name = f"params{len(code.lines)}"
                 code.line(f"{name} = {self._params(launch.params)}")
                 known = launch.params, name
-            return ", ".join([*map(self._number, launch.grid), known[1]])
+            return known[1]
 
         code.line(f"stream = {code.name(self.library.stream_reader(place.device))}()")
         for step in in_graphs(place.program, place.device):
@@ -182,12 +182,13 @@ class _Writer:
                 clear = code.name(driver.clear)
                 code.line(f"{clear}({self._address(step.pointer)}, {self._number(step.nbytes)}, stream)")
             elif isinstance(step, Launch):
-                arguments, submit = given(step), code.name(step.kernel.submitter(place.device))
-                code.line(f"{submit}(stream, {arguments}, {self._number(step.cluster)})")
+                given, submit = params(step), code.name(step.kernel.submitter(place.device))
+                arguments = [*map(self._number, step.grid), given, self._number(step.cluster)]
+                code.line(f"{submit}(stream, {', '.join(arguments)})")
             else:
                 graph = LaunchGraph([launch.kernel for launch in step], place.device)
-                launches = [f"({given(launch)})" for launch in step]
-                code.line(f"{code.name(graph)}(stream, {', '.join(launches)})")
+                grids = self._value(("tuple", *(("tuple", *map(term, launch.grid)) for launch in step)))
+                code.line(f"{code.name(graph)}(stream, {', '.join([grids, *map(params, step)])})")
 
     def _write_result(self) -> None:
         """Return what the operation returns."""
@@ -205,6 +206,28 @@ class _Writer:
         lines = [f"{' '.join(f'x{k},' for k in range(len(self.values)))} = values"] if self.values else []
         parameters = ["values", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
         return self.code.function("body", parameters, [*lines, *self.code.lines])
+
+
+@cache
+def _struct(format: str) -> struct.Struct:
+    """One for a format, so that equal bytes are seen to be equal."""
+    return struct.Struct(format)
+
+
+def _joined(fields: Iterable[tuple[str, Term]]) -> tuple[struct.Struct, list[Term]]:
+    """A format for fields, and what goes in: terms, and the bytes of neighbours that are the same in every call."""
+    formats: list[str] = []
+    terms: list[Term] = []
+    for differs, neighbours in groupby(fields, lambda field: is_node(field[1])):
+        codes, values = zip(*neighbours, strict=True)
+        if differs:
+            formats += codes
+            terms += values
+        else:
+            same = _struct("=" + "".join(codes))
+            formats.append(f"{same.size}s")
+            terms.append(same.pack(*(value for value in values if value is not None)))
+    return _struct("=" + "".join(formats)), terms
 
 
 def in_graphs(program: Program, device: int) -> Iterator[Step | list[Launch]]:

@@ -89,14 +89,18 @@ def operation(function: Operation) -> Operation:
         if traced_by_torch():
             return in_graph(function.__name__)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        written = (len(args), *kwargs)
-        asked = () if arrays.CHECK_VALUES else recent.get(written, ())
-        for place, make in enumerate(asked):
-            result = make(*values)
+        written = (len(args), *kwargs) if kwargs else len(args)
+        asked = recent.get(written)
+        if asked is not None and not arrays.CHECK_VALUES:
+            result = asked[0](*values)
             if result is not NotImplemented:
-                if place > 1:  # two signatures in turn, as of two kinds of layers, keep their order
-                    recent[written] = [make, *(other for other in asked if other is not make)]
                 return result
+            for make in asked[1:]:
+                result = make(*values)
+                if result is not NotImplemented:
+                    if make is not asked[1]:  # two signatures in turn, as of two kinds of layers, keep their order
+                        recent[written] = [make, *(other for other in asked if other is not make)]
+                    return result
         return signatures.call(args, kwargs, values)
 
     call.signatures = signatures  # type: ignore[attr-defined]
@@ -109,7 +113,7 @@ class Signatures:
     Attributes:
         known: every signature, by what it consists of.
         recent: `Signature.run` of the last calls' signatures, the latest first, by how a call writes its arguments: the
-            number of positional ones and the names of the others.
+            number of positional ones, and the names of the others where there are some.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -118,7 +122,7 @@ class Signatures:
         self._names = [p.name for p in parameters]
         self._positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         self.known: dict[Any, Signature] = {}
-        self.recent: dict[tuple[Any, ...], list[Run]] = {}
+        self.recent: dict[Any, list[Run]] = {}
 
     def forget(self) -> None:
         self.known.clear()
@@ -143,10 +147,10 @@ class Signatures:
         result = known.run(*values)
         if result is NotImplemented:  # a setting that does not equal itself, as NaN
             return run(TracedCall(self._function, names, values))
-        self._remember(key, (len(args), *kwargs), known)
+        self._remember(key, (len(args), *kwargs) if kwargs else len(args), known)
         return result
 
-    def _remember(self, key: Any, written: tuple[Any, ...], known: Signature) -> None:
+    def _remember(self, key: Any, written: Any, known: Signature) -> None:
         """Make the signature of a call the first that is tried."""
         if key not in self.known and len(self.known) >= MAX_SIGNATURES:
             self.forget()

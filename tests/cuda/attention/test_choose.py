@@ -44,7 +44,7 @@ def decode(
 
 def row_of(facts: Facts, sizes: Sizes) -> Row:
     """The row of the table that a call is for."""
-    return next(row for row in TABLE if row.can(facts, sizes) and row.wanted(facts, sizes))
+    return next(row for row in TABLE if row.can(facts) and row.takes(sizes) and row.wanted(facts, sizes))
 
 
 # --- every row ------------------------------------------------------------------------------------------------
