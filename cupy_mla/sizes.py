@@ -22,7 +22,7 @@ Term = Any  # a Node, or the number or other object that it is known to be
 Bounds = tuple[float, float]  # the least and the greatest number that a term may be
 
 TEXT = {
-    "+": "{} + {}", "-": "{} - {}", "*": "{} * {}", "//": "{} // {}", "%": "{} % {}", "neg": "-{}", "abs": "abs({})",
+    "+": "{} + {}", "-": "{} - {}", "*": "{} * {}", "//": "{} // {}", "%": "{} % {}", "|": "{} | {}", "neg": "-{}", "abs": "abs({})",
     "min": "min({}, {})", "max": "max({}, {})", "bits": "{}.bit_length()",
     "==": "{} == {}", "<": "{} < {}", "<=": "{} <= {}", "not": "not {}",
 }  # fmt: skip
