@@ -162,6 +162,14 @@ def _shapes(q: Any, k_cache: Any, indices: Any, extra_k_cache: Any, extra_indice
         return None
 
 
+def require_sparse(head_dim_v: Any, causal: Any, is_fp8_kvcache: Any) -> bool:
+    """Check settings of sparse decode; returns the last one as a bool."""
+    require_d_v("head_dim_v", head_dim_v)
+    if require_bool("causal", causal):
+        raise ValueError("causal must be False when indices is given: the index list says what is attended")
+    return require_bool("is_fp8_kvcache", is_fp8_kvcache)
+
+
 @operation
 def _with_kvcache(
     q: Any,
@@ -181,11 +189,8 @@ def _with_kvcache(
     planned: Shapes | None,
     num_splits: int | None,
 ) -> tuple[Any, Any, Shapes | None]:
-    """out, lse, and what the schedule is made for. Checks what a call repeats: later ones of its signature are spared."""
-    require_d_v("head_dim_v", head_dim_v)
-    is_fp8_kvcache = require_bool("is_fp8_kvcache", is_fp8_kvcache)
-    if require_bool("causal", causal):
-        raise ValueError("causal must be False when indices is given: the index list says what is attended")
+    """out, lse, and what the schedule is made for."""
+    is_fp8_kvcache = require_sparse(head_dim_v, causal, is_fp8_kvcache)
     shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices, is_fp8_kvcache)
     if planned is not None and shapes is not None:
         for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):

@@ -22,8 +22,8 @@ Term = Any  # a Node, or the number or other object that it is known to be
 Bounds = tuple[float, float]  # the least and the greatest number that a term may be
 
 TEXT = {
-    "+": "{} + {}", "-": "{} - {}", "*": "{} * {}", "//": "{} // {}", "%": "{} % {}", "|": "{} | {}", "neg": "-{}", "abs": "abs({})",
-    "min": "min({}, {})", "max": "max({}, {})", "bits": "{}.bit_length()",
+    "+": "{} + {}", "-": "{} - {}", "*": "{} * {}", "//": "{} // {}", "%": "{} % {}", "|": "{} | {}",
+    "neg": "-{}", "abs": "abs({})", "min": "min({}, {})", "max": "max({}, {})", "bits": "{}.bit_length()",
     "==": "{} == {}", "<": "{} < {}", "<=": "{} <= {}", "not": "not {}",
 }  # fmt: skip
 
@@ -72,26 +72,21 @@ class Trace:
         (least_a, most_a), (least_b, most_b) = self.bounds(a), self.bounds(b)
         if sign == "==":
             return most_a < least_b or most_b < least_a or least_a == most_a == least_b == most_b
-        if sign == "<":
-            return most_a < least_b or most_b <= least_a
-        return most_a <= least_b or most_b < least_a
+        less = sign == "<"
+        return most_a <= least_b - less or most_b <= least_a - (not less)
 
     def _learn(self, sign: str, a: Term, b: Term, holds: bool) -> None:
         (least_a, most_a), (least_b, most_b) = self.bounds(a), self.bounds(b)
-        if sign == "==" and holds:
-            least_a, most_a = least_b, most_b = max(least_a, least_b), min(most_a, most_b)
-        elif sign == "==":  # it may be that an end is excluded
-            if least_b == most_b:
-                least_a, most_a = least_a + (least_a == least_b), most_a - (most_a == most_b)
-        elif (sign == "<") == holds:  # a < b, or b < a
-            if holds:
-                most_a, least_b = min(most_a, most_b - 1), max(least_b, least_a + 1)
-            else:
-                most_b, least_a = min(most_b, most_a - 1), max(least_a, least_b + 1)
+        if sign != "==":
+            less = (sign == "<") == holds
+            if holds:  # a <= b - less
+                most_a, least_b = min(most_a, most_b - less), max(least_b, least_a + less)
+            else:  # b <= a - less
+                most_b, least_a = min(most_b, most_a - less), max(least_a, least_b + less)
         elif holds:
-            most_a, least_b = min(most_a, most_b), max(least_b, least_a)
-        else:
-            most_b, least_a = min(most_b, most_a), max(least_a, least_b)
+            least_a, most_a = least_b, most_b = max(least_a, least_b), min(most_a, most_b)
+        elif least_b == most_b:  # an end of a's may be the number that it is not
+            least_a, most_a = least_a + (least_a == least_b), most_a - (most_a == most_b)
         for of, found in ((a, (least_a, most_a)), (b, (least_b, most_b))):
             if is_node(of):
                 self._bounds[of] = found

@@ -19,10 +19,10 @@ from ..bridges import dense_strides
 from ..cuda import driver
 from ..cuda.program import Clear, Launch, Nonce, Pointer, Program, Slot, Step
 from ..cuda.structs import Packed
-from ..sizes import Node, is_node, term
+from ..sizes import Node, Term, is_node, term
 from .code import Code
 from .graph import LaunchGraph
-from .program import TracedCall, is_numbers
+from .program import TracedCall
 
 
 class Form:

@@ -66,7 +66,7 @@ class LaunchGraph:
     """
 
     def __init__(self, kernels: Sequence[Kernel], device: int) -> None:
-        self._kernels, self._device = kernels, device
+        self.kernels, self._device = kernels, device
         self._submit = [kernel.submitter(device) for kernel in kernels]
         self._lock = threading.Lock()  # of parameters until the graph is launched
         self._executable: Any = None
@@ -97,7 +97,7 @@ class LaunchGraph:
         nodes: list[_Node] = []
         with driver.relaxed_capture():
             graph = self._own("cuGraphDestroy", driver.call("cuGraphCreate", 0))
-            for kernel, grid, given in zip(self._kernels, grids, params, strict=True):
+            for kernel, grid, given in zip(self.kernels, grids, params, strict=True):
                 node = _Node(kernel, self._device, grid, given)
                 before = [nodes[-1].handle] if nodes else []
                 node.handle = driver.call("cuGraphAddKernelNode", graph, before, len(before), node.params)

@@ -228,23 +228,23 @@ class Signature:
                 code.line("return NotImplemented")
         device = library.device_of(values[next(i for i in self._arrays if _on_gpu(values[i]))])
         with code.block(f"if {code.name(driver.THREAD)}.current_device() != {device}:"):
-            with code.block(f"with {code.name(library.to_device)}({device}):"):
-                code.line(f"return run({', '.join(parameters)})")
+            code.line(f"with {code.name(library.to_device)}({device}):")
+            code.line(f"    return run({', '.join(parameters)})")
         code.line(f"now = {code.name(self._chosen)}[0]()")
         code.line(f"like, integers, chosen, body, values = {last}")
-        same = f"like({', '.join(arrays)}) and now == chosen" + (f" and {integers} == integers" if self._integers else "")
-        with code.block(f"if {same}:"):
+        same = [f"like({', '.join(arrays)})", "now == chosen", *([f"{integers} == integers"] if self._integers else [])]
+        with code.block(f"if {' and '.join(same)}:"):
             read_addresses()
             with code.block(f"if ({' | '.join(addresses)}) % {ALIGNMENT} == 0:"):
                 code.line(f"return body(values, {given})")
         with code.block(f"if not {alike}({', '.join(arrays)}) and not {code.name(self._admits)}({', '.join(arrays)}):"):
             code.line("return NotImplemented")
+        sizes = [f"{library.shape}, {library.strides}".format(a=a) for a in arrays]
         with code.block("try:"):
             read_addresses()
+            code.line(f"sizes = (now, {', '.join([*sizes, *(f'a{i}' for i in self._integers)])},)")
         with code.block("except RuntimeError:"):  # a tensor without memory: the checks say what is wrong
             code.line(f"return {code.name(self._refused)}({', '.join(parameters)})")
-        sizes = [f"{library.shape}, {library.strides}".format(a=a) for a in arrays]
-        code.line(f"sizes = (now, {', '.join([*sizes, *(f'a{i}' for i in self._integers)])},)")
         code.line(f"aligned = ({' | '.join(addresses)}) % {ALIGNMENT} == 0")
         with code.block("if not aligned:"):
             code.line(f"sizes += ({' '.join(f'{address} % {ALIGNMENT},' for address in addresses)})")
@@ -307,7 +307,7 @@ class Signature:
         if not call.holds_for_others:
             return lambda *arguments: run(call), ()
         form = Form(call)
-        self.forms = [form, *self.forms][:MAX_FORMS]  # other threads see the list of before or the new one
+        forms = [form, *self.forms][:MAX_FORMS]
         self._choices += [choice for choice in form.choices if choice not in self._choices]
         self._chosen[0] = _all_of(self._choices)
         parts = {
@@ -316,10 +316,9 @@ class Signature:
             for letter, item in ("hn", "st")
         }
         addresses = [f"p{i}=0" for i in self._arrays]
-        self._measure[0] = measure_of(
-            self.forms, ["chosen", *parts, *(f"a{i}" for i in self._integers), *addresses], parts
-        )
-        found = self._measure[0](*sizes)
+        measure = measure_of(forms, ["chosen", *parts, *(f"a{i}" for i in self._integers), *addresses], parts)
+        self.forms, self._measure[0] = forms, measure  # other threads see those of before or the new ones
+        found = measure(*sizes)
         assert found is not None, f"{self._function.__name__}: a call does not meet its own guards"
         return found
 
