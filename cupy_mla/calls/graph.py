@@ -66,7 +66,8 @@ class LaunchGraph:
     """
 
     def __init__(self, kernels: Sequence[Kernel], device: int) -> None:
-        self.kernels, self._device = kernels, device
+        self.kernels: Sequence[Kernel] = kernels
+        self._device = device
         self._submit = [kernel.submitter(device) for kernel in kernels]
         self._lock = threading.Lock()  # of parameters until the graph is launched
         self._executable: Any = None
