@@ -55,6 +55,7 @@ SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = (1, 1.4), 1024
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
+USUAL_ROWS = 64  # lists of models, and those that other kernels take, are multiples of it
 
 
 class Choice(NamedTuple):
@@ -412,8 +413,9 @@ def rows_for(facts: Facts) -> list[Row]:
 class Chooser:
     """`choose` for calls of one signature, which remembers what it chose.
 
-    A server meets another number of queries at every step, and lists of few lengths. So when a second number of queries
-    comes for a length, the choices of all numbers up to `KNOWN_QUERIES` are made together, in a few milliseconds.
+    A server meets another number of queries at every step, and lists of few lengths, which are whole `USUAL_ROWS`. So
+    the choices of all numbers of queries up to `KNOWN_QUERIES` are made together, in 2 ms, when such a length comes;
+    for another length, when a second number of queries does.
 
     Attributes:
         depends_on: tells what a choice depends on beside the arguments.
@@ -433,7 +435,8 @@ class Chooser:
         known = self._known.get(key)
         if known is not None and queries in known:
             return known[queries]
-        wanted = (queries,) if known is None or queries > KNOWN_QUERIES else range(1, KNOWN_QUERIES + 1)
+        alone = queries > KNOWN_QUERIES or (known is None and rows % USUAL_ROWS > 0)
+        wanted = (queries,) if alone else range(1, KNOWN_QUERIES + 1)
         made = {n: choose(self.facts, Sizes(h_q, n, rows, splits), key[0], self._table) for n in wanted}
         self._size += len(made)
         if self._size > MAX_CHOICES:
