@@ -18,7 +18,6 @@ from harness import flash_mla_peer
 
 import cupy_mla
 from cupy_mla import private
-from cupy_mla.bridges import CuPyLibrary, TorchLibrary
 from cupy_mla.calls import signature
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import choose
@@ -84,7 +83,11 @@ def main():
     print(f"{'':38}{'':7}{'new':>7}{'again':>7}{'same':>7}{'hot':>7}")
     for kind, of in (("torch", lambda tensor: tensor), ("cupy", cupy_mla.to_cupy)):
         for name, calls in rows(kind, of, peer):
-            calls = list(calls) if not name.startswith(("concat", "build")) else [c for c, _ in zip(calls, range(96))]
+            calls = (
+                list(calls)
+                if not name.startswith(("concat", "build"))
+                else [c for c, _ in zip(calls, range(96), strict=False)]
+            )
             new = middle([once(call) for call in calls][48:])
             again = middle([once(call) for call in calls][48:])
             same, hot = [], []
@@ -102,7 +105,7 @@ def main():
     for kind, of in (("torch", lambda tensor: tensor), ("cupy", cupy_mla.to_cupy)):
         for name, calls in rows(kind, of, peer):
             taken, sums = [], []
-            for call, _ in zip(calls, range(144)):
+            for call, _ in zip(calls, range(144), strict=False):
                 taken.append(once(call))
                 sums.append(dict(SUMS))
             parts = "".join(
