@@ -11,7 +11,8 @@ all start at the same time. While two of them are measured, the others are stopp
 - log-probabilities of all prompt tokens: mean distance from the same engine with attention in float32, and
   `logprob_error_noise`, the standard error of the difference of the two means.
 - decode: tokens a second, from the median time of steps in which every request gets one token, stock and plug-in in
-  turn. `first_tokens_s` is the time until every request has its first token, `gpu_us` that of a decode step's kernels.
+  turn; `_low` and `_high`: of the slowest and fastest repeat. `first_tokens_s` is the time until every request has its
+  first token, `gpu_us` that of a decode step's kernels.
 - with tensor parallelism also the tokens of the same kernels on one GPU.
 
 Engines of one layer can be compared token by token. With more layers rounding changes what later indexers choose.
@@ -66,7 +67,7 @@ class Setting(NamedTuple):
     topk: int
     mode: str
     place: str = "custom"
-    repeats: int = 3
+    repeats: int = 4
     two_gpus: bool = True
 
     def __str__(self) -> str:
@@ -365,12 +366,17 @@ def measure(setting: Setting, engines: dict[str, Engine], profiles: Path | None)
     for requests in REQUESTS:
         for engine in (ours, stock):
             engine.ask("speed", requests, WARM_TOKENS)
-        times = [(ours.ask("speed", requests), stock.ask("speed", requests)) for _ in range(setting.repeats)]
+        times: dict[str, list[tuple[float, float]]] = {"ours": [], "stock": []}
+        for turn in range(setting.repeats):
+            for name in reversed(times) if turn % 2 else times:
+                times[name].append(engines[name].ask("speed", requests))
         measured = {}
-        for name, of in zip(("ours", "stock"), zip(*times, strict=True), strict=True):
-            first, step = (statistics.median(t) for t in zip(*of, strict=True))
-            measured[f"tokens_per_s_{name}"] = round(requests / step, 1)
-            measured[f"first_tokens_s_{name}"] = round(first, 4)
+        for name, of in times.items():
+            first, steps = zip(*of, strict=True)
+            measured[f"tokens_per_s_{name}"] = round(requests / statistics.median(steps), 1)
+            measured[f"tokens_per_s_{name}_low"] = round(requests / max(steps), 1)
+            measured[f"tokens_per_s_{name}_high"] = round(requests / min(steps), 1)
+            measured[f"first_tokens_s_{name}"] = round(statistics.median(first), 4)
         if profiles is not None and requests == max(REQUESTS):
             for name, engine in (("ours", ours), ("stock", stock)):
                 found = engine.ask("kernels", requests)
