@@ -200,6 +200,9 @@ def main():
         for s in settings:
             pair = {v: engines[s, v] for v in ("ours", "stock") if engines[s, v] in up}
             extra = {v: e for (of, v), e in engines.items() if of == s and v not in pair and e in up}
+            if len(pair) < 2:
+                print("left out:", s)
+                continue
             with bench.alone(list(up), [*pair.values(), *extra.values()]):
                 for requests in bench.REQUESTS:
                     if time.monotonic() - start > options.limit:
@@ -232,8 +235,12 @@ def measure(s, requests, pair, extra, cpus):
         for i in range(2 if requests == 64 else 3):
             for v in list(pair)[:: 1 if i % 2 == 0 else -1]:
                 found.setdefault(f"{v} {run}", []).append(pair[v].ask("host", requests))
-    for v, e in (pair | extra).items():
-        found[f"gpu {v}"] = e.ask("gpu", requests)
+    for v, e in list((pair | extra).items()):
+        try:
+            found[f"gpu {v}"] = e.ask("gpu", requests)
+        except (RuntimeError, EOFError, OSError) as error:
+            print(v, error)
+            extra.pop(v, None)
     show(found, list(pair), list(extra))
     return found
 
@@ -253,9 +260,8 @@ def show(found, pair, extra):
     print("best worst of ours, of stock:", "; ".join(f"{n.strip('_')[:16]} {' '.join(us)}" for n, us in wanted.items()))
     for v in pair:
         r = every[v][-1]
-        print(
-            f"worst {v}: first {r['first']:.0f} share {r['cpu share']:.2f} off {r['switched off']} threads {r['threads']}"
-        )
+        shown = f"first {r['first']:.0f} share {r['cpu share']:.2f} off {r['switched off']} slept {r['slept']}"
+        print(f"worst {v}: {shown} threads {r['threads']}")
     for v in [*pair, *extra]:
         g = found[f"gpu {v}"]
         calls = " ".join(f"{n.removeprefix('cuda')[:12]} {us:.0f}/{c:.0f}" for n, us, c in g["calls"][:3])
