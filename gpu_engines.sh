@@ -5,7 +5,7 @@ tests() {
 }
 case $1 in
 host) # where the time of a decode step goes: at most 100 s
-    timeout 110 python gpu_engines_host.py .peer-vllm --limit 88 > "$OUT/host.txt" 2>&1
+    timeout 110 python gpu_engines_host.py .peer-vllm --limit 82 > "$OUT/host.txt" 2>&1
     cut -c1-420 "$OUT/host.txt" | tail -n 60
     ;;
 one) # the record of one GPU: 155 s

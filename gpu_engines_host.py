@@ -185,13 +185,18 @@ def main():
     for s in settings:
         for variant in ("ours", "stock"):
             engines[s, variant] = bench.Engine(folder, s, variant, 1)
-    for kernel in ("bf16_sm90", "bf16_shares_sm90"):
+    for variable, kernel in (
+        ("CUPY_MLA_KERNELS", "bf16_sm90"),
+        ("CUPY_MLA_KERNELS", "bf16_shares_sm90"),
+        ("CUPY_MLA_INDEXER_KERNELS", "logits"),
+    ):
         (folder / kernel).mkdir()
         (folder / kernel / one.model).symlink_to(folder / one.model)
-        os.environ["CUPY_MLA_KERNELS"] = kernel
+        os.environ[variable] = kernel
         engines[one, kernel] = bench.Engine(folder / kernel, one, "ours", 1)
-        del os.environ["CUPY_MLA_KERNELS"]
-    up = set(bench.started(list(engines.values()), start + options.limit - 30))
+        del os.environ[variable]
+    float32 = bench.Engine(folder, one, "float32", 1)
+    up = set(bench.started([*engines.values(), float32], start + options.limit - 30))
     print(f"{len(up)} of {len(engines)} up after {time.monotonic() - start:.0f} s", flush=True)
     cpus = sorted(os.sched_getaffinity(0))
     print("cpus", len(cpus), "siblings", *siblings(cpus), "load", *os.getloadavg(), flush=True)
@@ -203,7 +208,9 @@ def main():
             if len(pair) < 2:
                 print("left out:", s)
                 continue
-            with bench.alone(list(up), [*pair.values(), *extra.values()]):
+            with bench.alone(list(up), [*pair.values(), *extra.values(), *([float32] if s == one else [])]):
+                if s == one and float32 in up:
+                    accuracy(pair | extra, float32)
                 for requests in bench.REQUESTS:
                     if time.monotonic() - start > options.limit:
                         print("left out:", s, requests)
@@ -211,10 +218,19 @@ def main():
                     details.append(measure(s, requests, pair, extra, cpus))
                     (out / "host.json").write_text(json.dumps(details, indent=1))
     finally:
-        for engine in engines.values():
+        for engine in [*engines.values(), float32]:
             engine.stop()
     bench.keep(out)
     print(f"done after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def accuracy(engines, float32):
+    """Mean distances of log-probabilities from the float32 engine's; `logits`: ours with sums over heads in float32."""
+    exact = list(itertools.chain(*float32.ask("prompt_logprobs")))
+    for variant, engine in engines.items():
+        found = itertools.chain(*engine.ask("prompt_logprobs"))
+        error = statistics.fmean(abs(a - b) for a, b in zip(found, exact, strict=True))
+        print(f"log-probability error of {variant}: {error:.6f}", flush=True)
 
 
 def siblings(cpus):
@@ -235,13 +251,13 @@ def measure(s, requests, pair, extra, cpus):
         for i in range(2 if requests == 64 else 3):
             for v in list(pair)[:: 1 if i % 2 == 0 else -1]:
                 found.setdefault(f"{v} {run}", []).append(pair[v].ask("host", requests))
-    for v, e in list((pair | extra).items()):
+    for v, e in list((pair | extra if requests == 64 else pair).items()):
         try:
             found[f"gpu {v}"] = e.ask("gpu", requests)
         except (RuntimeError, EOFError, OSError) as error:
             print(v, error)
             extra.pop(v, None)
-    show(found, list(pair), list(extra))
+    show(found, list(pair), [v for v in extra if f"gpu {v}" in found])
     return found
 
 
