@@ -48,6 +48,7 @@ NEW_TOKENS = 8
 VOCABULARY = 4096
 SPEED_PROMPT, SPEED_TOKENS, WARM_TOKENS, PROFILED_STEPS = 1024, 96, 48, 8  # of 64 prompts 16 steps are prefills
 REQUESTS = (1, 16, 64)
+MEASURING = 45  # seconds of the limit that starting leaves
 VARIANTS = ("stock", "ours", "float32")
 
 
@@ -245,6 +246,7 @@ class Engine:
         self.process = multiprocessing.get_context("spawn").Process(
             target=serve, args=(theirs, str(self._log), setting, variant, str(folder / setting.model), tensor_parallel)
         )
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(tensor_parallel > 1))
         self.process.start()
         theirs.close()
 
@@ -411,18 +413,22 @@ def prepare(pack: Path, folder: Path) -> None:
 
 
 def restore_caches(pack: Path) -> None:
-    """What compilers made on another machine (a minute less to start), if the pack has it; where to keep it."""
+    """What compilers and vLLM made elsewhere, if the pack has it (a minute less to start); where they are kept."""
     folder = Path(os.environ["ENGINE_CACHES"])
     folder.mkdir(parents=True, exist_ok=True)
     if (pack / "caches.tar.xz").exists():
         shutil.unpack_archive(pack / "caches.tar.xz", folder)
-    names = {"CUPY_CACHE_DIR": "cupy", "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm"}
+    names = {
+        "CUPY_CACHE_DIR": "cupy", "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm",
+        "VLLM_CACHE_ROOT": "vllm",  # what it knows of a model's class: else a second process imports vLLM to look
+    }  # fmt: skip
     os.environ |= {name: str(folder / value) for name, value in names.items()}
 
 
 def keep(out: Path) -> None:
     """The caches, and one archive of the engines' logs."""
     folder = Path(os.environ["ENGINE_CACHES"])
+    shutil.rmtree(folder / "vllm" / "torch_compile_cache", ignore_errors=True)  # of models in this run's own folder
     shutil.make_archive(str(out / "caches"), "xztar", folder)
     logs = folder.parent / "logs"
     logs.mkdir()
@@ -453,8 +459,6 @@ def main() -> None:
     settings = [s for s in SETTINGS if options.only in str(s) and (s.two_gpus or not several)]
     for setting in {s.model: s for s in settings}.values():
         tiny_v32.write(folder / setting.model, heads=setting.heads, topk=setting.topk, layers=setting.layers)
-    if several:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     print(f"models written after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
     engines: dict[tuple[Setting, str], Engine] = {}
     for setting in settings:
@@ -468,9 +472,12 @@ def main() -> None:
             [sys.executable, "-m", "cupy_mla", "warmup", "--heads", str(heads), "--layout", layout], cwd=ROOT,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
-        for heads, layout in sorted({(s.heads, "fp8_ds_mla" if "fp8" in s.cache else "bf16") for s in settings})
+        for heads, layout in sorted({
+            (s.heads // ranks, "fp8_ds_mla" if "fp8" in s.cache else "bf16")
+            for s in settings for ranks in {1, options.tensor_parallel}
+        })
     ]  # fmt: skip
-    up = set(started(list(engines.values()), deadline - 45))
+    up = set(started(list(engines.values()), deadline - MEASURING))
     print(
         f"{len(up)} of {len(engines)} engines up after {time.monotonic() - deadline + options.limit:.0f} s", flush=True
     )
