@@ -375,6 +375,23 @@ def test_errors_of_log_probabilities(module):
     assert errors == {"logprob_error_ours": 0.5, "logprob_error_stock": 0.25, "logprob_error_noise": 0.381881}
 
 
+def test_speed_is_of_blocks_around_which_the_machine_was_fastest(module):
+    """Two of eight blocks count, whatever their own steps took; the slowest and fastest of all are told."""
+    program = module("vllm_engine")
+    quiet = [program.Block(0.002, 100.0), program.Block(0.004, 110.0)]
+    others = [program.Block(0.001, 160.0), program.Block(0.008, 300.0), *[program.Block(0.005, 200.0)] * 4]
+    assert program.speed_of("ours", 3, [0.5, 0.25], [*others[:3], *quiet, *others[3:]]) == {
+        "tokens_per_s_ours": 1000.0, "tokens_per_s_ours_low": 375.0, "tokens_per_s_ours_high": 3000.0,
+        "loop_us_ours": 105.0, "first_tokens_s_ours": 0.25,
+    }  # fmt: skip
+
+
+def test_time_that_overlaps_counts_once(module):
+    covered = module("vllm_engine").covered
+    assert covered([(6, 7), (0, 2), (1, 3), (1.5, 2.5), (3, 4)]) == 5
+    assert covered([]) == 0
+
+
 def test_rows_of_a_part_take_the_place_of_their_kind(module, tmp_path):
     report = module("report")
     head = {"gpu": "none", "commit": "a", "date": "d", "seed": 1}
