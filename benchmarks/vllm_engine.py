@@ -603,16 +603,21 @@ def main() -> None:
 
 
 def write(out: Path, tensor_parallel: int, rows: list[Row]) -> None:
-    """`vllm.json`: these rows and those of the record that have another tensor parallelism, each with its commit."""
+    """`vllm.json`: these rows and those of the record that have another tensor parallelism, each with its commit.
+
+    `notes` of the record, by commit, stay with their rows.
+    """
     import json
 
     from harness import RESULTS, environment
 
     head, record = environment(), RESULTS / "vllm.json"
-    before = json.loads(record.read_text())["rows"] if record.exists() else []
-    kept = [row for row in before if row["tensor_parallel"] != tensor_parallel]
-    rows = kept + [{**row, "commit": head["commit"]} for row in rows]
-    (out / "vllm.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    before = json.loads(record.read_text()) if record.exists() else {"rows": []}
+    rows = [{**row, "commit": head["commit"]} for row in rows]
+    rows = [row for row in before["rows"] if row["tensor_parallel"] != tensor_parallel] + rows
+    commits = {row["commit"] for row in rows}
+    notes = {commit: note for commit, note in before.get("notes", {}).items() if commit in commits}
+    (out / "vllm.json").write_text(json.dumps({**head, "notes": notes, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -392,6 +392,50 @@ def test_time_that_overlaps_counts_once(module):
     assert covered([]) == 0
 
 
+def test_rows_of_engines_take_the_place_of_those_of_as_many_gpus(module, monkeypatch, tmp_path, harness):
+    """A note stays as long as rows of its commit do."""
+    program = module("vllm_engine")
+    rows = [{"tensor_parallel": n, "commit": c, "setting": c} for n, c in ((1, "a"), (2, "b"))]
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "environment", lambda: {"commit": "c"})
+    (tmp_path / "vllm.json").write_text(json.dumps({"notes": {"a": "A", "b": "B"}, "rows": rows}))
+    program.write(tmp_path, 2, [{"tensor_parallel": 2, "setting": "new"}])
+    assert json.loads((tmp_path / "vllm.json").read_text()) == {
+        "commit": "c", "notes": {"a": "A"},
+        "rows": [rows[0], {"tensor_parallel": 2, "setting": "new", "commit": "c"}],
+    }  # fmt: skip
+
+
+def test_docs_show_engines_and_several_gpus_once_there_are_records(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.vllm() == report.context_parallel() == report.beside_copy("merge topk") == report.NOT_MEASURED
+    speed = {f"tokens_per_s_{who}": 1000.0 * times for who, times in (("ours", 3), ("stock", 2))}
+    spread = {f"{key}_{side}": speed[key] + more for key in speed for side, more in (("low", -5), ("high", 5))}
+    results = {"tokens_equal": 191, "tokens": 192, "gap_apart": 0.0625}
+    head = {"version": "0.22.1", "commit": "abc"}
+    rows = [
+        {**head, "tensor_parallel": 1, "setting": "fp8, 16 requests", **results, **speed},
+        {**head, "tensor_parallel": 2, "setting": "fp8, 16 requests", **results, "tokens_equal_one_gpu_ours": 190,
+         "tokens_equal_one_gpu_stock": 189, **speed, **spread, "gpu_us_ours": 40.0, "gpu_us_stock": 50.0},
+    ]  # fmt: skip
+    (tmp_path / "vllm.json").write_text(json.dumps({"gpu": "G", "notes": {"abc": "First."}, "rows": rows}))
+    one, two = report.vllm().split("vLLM 0.22.1, G, tensor parallel over 2, at abc. First.")
+    assert one.startswith("vLLM 0.22.1, G, at abc. First.")
+    assert "| fp8 | 191 of 192 | 0.0625 |\n" in one
+    assert "| fp8, 16 requests | 3,000 | 2,000 | 1.50 |" in one
+    assert "| fp8 | 191 of 192 | 0.0625 | 190 | 189 |\n" in two
+    assert "| fp8, 16 requests | 3,000 (2,995 to 3,005) | 2,000 (1,995 to 2,005) | 1.50 | 40 | 50 | 1.25 |" in two
+    parts = ("one", "replicated", "two", "logits", "topk", "merge_topk", "localize", "gather_q", "attention",
+             "merge_attention")  # fmt: skip
+    row = {"case": "b 8 h 128 context 9 topk 2", **{f"{part}_us": float(i) for i, part in enumerate(parts)}}
+    (tmp_path / "context_parallel.json").write_text(json.dumps({"rows": [row]}))
+    assert "| 8 | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |" in report.context_parallel()
+    rows = [{"case": f"merge {what} 4 x 2", "ours_us": 12.34, "ratio": 0.5} for what in ("topk", "attention")]
+    (tmp_path / "cache_ops.json").write_text(json.dumps({"rows": rows}))
+    assert report.beside_copy("merge topk").endswith("| merge topk 4 x 2 | 12.3 | 0.50 |")
+
+
 def test_rows_of_a_part_take_the_place_of_their_kind(module, tmp_path):
     report = module("report")
     head = {"gpu": "none", "commit": "a", "date": "d", "seed": 1}
