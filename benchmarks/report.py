@@ -454,14 +454,14 @@ def write() -> None:
 
 
 def take_part(path: Path) -> None:
-    """Put the rows of a `<name>.part.json` into `<name>.json`, in place of those of the same kinds. Each of them says
-    what was measured when: `commit`, `date` and `seed`."""
+    """Put the rows of a `<name>.part.json` into `<name>.json`, in place of those of the same kinds, or cases where rows
+    have no kind. Each of them says what was measured when: `commit`, `date` and `seed`."""
     part = json.loads(path.read_text())
     whole = path.with_name(path.name.replace(".part.json", ".json"))
     record = json.loads(whole.read_text())
-    kinds = {row["kind"] for row in part["rows"]}
-    of_run = {name: part[name] for name in ("commit", "date", "seed")}
-    record["rows"] = [row for row in record["rows"] if row["kind"] not in kinds]
+    kinds = {row.get("kind", row["case"]) for row in part["rows"]}
+    of_run = {name: part[name] for name in ("commit", "date", "seed") if name in part}
+    record["rows"] = [row for row in record["rows"] if row.get("kind", row["case"]) not in kinds]
     record["rows"] += [{**row, **of_run} for row in part["rows"]]
     if "left_out" in part:
         record["left_out"] = part["left_out"]

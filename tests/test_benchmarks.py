@@ -454,6 +454,19 @@ def test_rows_of_a_part_take_the_place_of_their_kind(module, tmp_path):
     }  # fmt: skip
 
 
+def test_rows_of_a_part_without_kinds_take_the_place_of_their_case(module, tmp_path):
+    report = module("report")
+    head = {"gpu": "none", "commit": "a", "date": "d"}
+    (tmp_path / "name.json").write_text(json.dumps({**head, "rows": [{"case": "pack"}, {"case": "merge", "us": 1}]}))
+    rows = [{"case": "merge", "us": 2}, {"case": "new", "us": 3}]
+    (tmp_path / "name.part.json").write_text(json.dumps({**head, "commit": "b", "rows": rows}))
+    report.take_part(tmp_path / "name.part.json")
+    of_part = {"commit": "b", "date": "d"}
+    assert json.loads((tmp_path / "name.json").read_text())["rows"] == [
+        {"case": "pack"}, *({**row, **of_part} for row in rows)
+    ]  # fmt: skip
+
+
 def test_plot_of_batches(module, tmp_path):
     """Panels of kinds that not all heads have, with a floor and without."""
     pytest.importorskip("matplotlib")
