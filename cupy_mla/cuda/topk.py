@@ -19,7 +19,7 @@ from .program import Launch, Pointer, Program, Slot
 from .structs import Packed
 
 LEAST_CLUSTER_CAPABILITY = 90
-SPILL_BYTES = 84  # some compilers put what is needed once a row into local memory
+SPILL_BYTES = 24  # some compilers put what is needed once a row into local memory
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -46,8 +46,11 @@ class Shape(NamedTuple):
 
 
 # Shapes that hold rows in registers, the smallest first: for more rows than SMs, for fewer, and for clusters.
-MANY_HELD = tuple(Shape(512, items, per_sm, False) for items, per_sm in ((8, 3), (16, 3), (20, 2), (24, 2)))
-FEW_HELD = (*MANY_HELD[:2], *(Shape(1024, items, 1, False) for items in (12, 16, 20, 24)))
+MANY_HELD = tuple(Shape(512, items, per_sm, False) for items, per_sm in ((8, 2), (16, 3), (20, 2), (24, 2)))
+FEW_HELD = (
+    *(Shape(512, items, 2, False) for items in (8, 16)),
+    *(Shape(1024, items, 1, False) for items in (12, 16, 20, 24)),
+)
 HELD_BY_CLUSTERS = tuple(Shape(1024, items, 1, False, True) for items in (4, 8, 16))
 # Shapes for longer rows.
 MANY, FEW, CLUSTERS = Shape(512, 16, 2), Shape(1024, 16, 1), Shape(1024, 16, 1, clusters=True)
@@ -77,11 +80,18 @@ def choose(rows: int, width: int, sms: int, clusters: bool) -> tuple[Shape, int]
     if rows > sms:
         return next((shape for shape in MANY_HELD if width <= shape.held), MANY), 1
     cluster = PORTABLE_CLUSTER if clusters and width > LEAST_CLUSTER_WIDTH else 1
-    while cluster > 1 and (rows * cluster > sms or width <= cluster // 2 * HELD_BY_CLUSTERS[0].held):
+    while cluster > 1 and (
+        rows * cluster > _fitting(sms, cluster) or width <= cluster // 2 * HELD_BY_CLUSTERS[0].held
+    ):  # fmt: skip
         cluster //= 2
     if cluster == 1:
         return next((shape for shape in FEW_HELD if width <= shape.held), FEW), 1
     return next((shape for shape in HELD_BY_CLUSTERS if width <= cluster * shape.held), CLUSTERS), cluster
+
+
+def _fitting(sms: int, cluster: int) -> int:
+    """CTAs that run at a time in clusters of this size, which must lie in one group of SMs each."""
+    return sms if cluster <= 2 else sms * 3 // 4
 
 
 class Logits(NamedTuple):

@@ -5,22 +5,21 @@
 //
 //   CTA        a row; with CLUSTERS, the CTAs of a cluster have a part of the row each
 //     short row  ITEMS items a thread hold it in registers
-//     long row   STREAMED: a sample of the row tells a logit that somewhat more than k of it are not smaller than. Those
-//                go from memory into a pool in shared memory, in any order, and from there into registers. If the pool
-//                gets less than k or more than it holds (the sample misled), each step below reads the row again
-//   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10 more
-//                    bits of the items that agree with it so far. After the first, those are few: they are listed in
-//                    shared memory. A cluster's histograms are added up
+//     long row   STREAMED: a sample of the row tells a logit that somewhat more than k of it are not smaller than.
+//                Those go from memory into a pool in shared memory, in any order, and from there into registers. If the
+//                pool gets less than k or more than it holds (the sample misled), each step below reads the row again
+//   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10
+//                    more bits of the items that agree with it so far. A cluster's histograms are added up
 //   in order   short row: items are numbered part by part, warp by warp; the place of a chosen one is the number of
 //              chosen ones before it, by sums over lanes, warps and CTAs
-//              long row: a bit of shared memory a column is set where an item is chosen, and counted over words, lanes,
-//              warps and CTAs
+//              long row: a bit of shared memory a column is set where an item is chosen. By the sums of bits before, a
+//              thread brings the columns of a stretch of bits to their places in shared memory
 //
 // No atomics decide about places, so results do not depend on timing. Rows no longer than k are not read. BF16: logits
 // are bfloat16.
 //
-// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 8 or 16 KB for the list and the
-// bits, and a few words a warp.
+// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), and a few words a warp. Bits take
+// the pool's place, chosen columns that of histograms.
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/global.cuh"
@@ -50,10 +49,9 @@ struct TopkParams {
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
 constexpr int BINS = 2048, BINS_OF_THREAD = BINS / THREADS;
-constexpr int WINDOW = CLUSTERS ? 32768 : 65536;     // columns whose choice is marked in shared memory at a time
-constexpr int CAPACITY = STREAMED ? 8192 : 4;        // of the pool: twice the largest k
-constexpr int NEAR = STREAMED ? WINDOW / 16 : 2048;  // items of a bin that are listed
-constexpr int SAMPLED = 2;                           // vectors of a thread in the sample
+constexpr int CAPACITY = STREAMED ? 8192 : 4;  // of the pool: twice the largest k
+constexpr int WINDOW = CAPACITY / 2 * 32;      // columns whose choice is marked in shared memory at a time
+constexpr int SAMPLED = 2;                     // vectors of a thread in the sample
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t MAX_K = 4096;
 constexpr uint32_t OUTSIDE = 0;
@@ -61,18 +59,20 @@ static_assert(BINS % THREADS == 0 && CAPACITY <= TILE && ITEMS % 4 == 0 && ITEMS
 static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp's sum, 8 bytes a lane of its bins");
 
 struct Shared {
-    uint32_t bins[CLUSTERS ? 3 : 1][BINS];  // those of [0] are all 0 between uses
     union {
-        uint32_t near[NEAR];                            // orders of the items in the first pass' bin, in any order
-        uint32_t marks[2][STREAMED ? WINDOW / 32 : 4];  // a bit a column: larger than the threshold, equal to it
+        uint32_t bins[CLUSTERS ? 3 : 1][BINS];         // those of [0] are all 0 between uses
+        int32_t chosen_columns[STREAMED ? MAX_K : 1];  // when histograms are no longer needed: ascending
     };
-    uint32_t pool[2][CAPACITY];    // logits that may be chosen, in any order, and their columns
+    union {
+        uint32_t pool[CAPACITY];  // logits that may be chosen, in any order
+        uint32_t marks[2][CAPACITY /
+                          2];  // when those are in registers: a bit a column, if larger than the threshold, if equal
+    };
+    uint32_t columns[CAPACITY];    // of the pool
     uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
-    uint32_t chosen[WARPS];
-    uint64_t marked[WARPS];
-    int32_t warp_sums[WARPS];
+    uint32_t of_warp[WARPS];
     int32_t digit, above, inside, above_before, inside_before;
-    uint32_t listed, pooled;
+    uint32_t pooled;
 };
 extern __shared__ uint4 shared_bytes[];
 __device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(shared_bytes); }
@@ -161,65 +161,89 @@ __device__ __forceinline__ float4 logits_at(const TopkParams& p, int64_t at) {
 #endif
 }
 
-// Four neighbouring logits from column `at` on of those of [begin, end); `outside` for the others.
-__device__ __forceinline__ float4 logits_inside(const TopkParams& p, int64_t start, int at, const Range& range,
-                                                float outside) {
-    float4 x = {outside, outside, outside, outside};
-    if (p.aligned && range.begin <= at && at + 4 <= range.end) {
-        x = logits_at(p, start + at);
-    } else {
-        if (range.begin <= at && at < range.end) x.x = logit_at(p, start + at);
-        if (range.begin <= at + 1 && at + 1 < range.end) x.y = logit_at(p, start + at + 1);
-        if (range.begin <= at + 2 && at + 2 < range.end) x.z = logit_at(p, start + at + 2);
-        if (range.begin <= at + 3 && at + 3 < range.end) x.w = logit_at(p, start + at + 3);
-    }
-    return x;
-}
+// A thread's logits of a part that registers hold, on their way. The items of all threads are numbered by warp, vector,
+// lane, and place in the vector.
+struct Tile {
+    float4 vector[VECTORS];
 
-// The orders of a thread's items. Items are numbered by warp, vector, lane, and place in the vector. Every warp has as
-// many vectors as are needed.
+    static __device__ __forceinline__ int first_of_warp_vector(int v) {
+        return threadIdx.x / 32 * (VECTORS * 128) + v * 128;
+    }
+    static __device__ __forceinline__ int first_of_vector(int v) {
+        return first_of_warp_vector(v) + threadIdx.x % 32 * 4;
+    }
+
+    // The items from column `first` on.
+    __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range, int first) {
+        const int64_t start = row * p.logits_stride;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int at = first + first_of_vector(v);
+            float4 x = {0, 0, 0, 0};
+            if (p.aligned && at + 4 <= p.width) {
+                if (at < range.end) x = logits_at(p, start + at);
+            } else {
+                if (at < range.end) x.x = logit_at(p, start + at);
+                if (at + 1 < range.end) x.y = logit_at(p, start + at + 1);
+                if (at + 2 < range.end) x.z = logit_at(p, start + at + 2);
+                if (at + 3 < range.end) x.w = logit_at(p, start + at + 3);
+            }
+            vector[v] = x;
+        }
+    }
+};
+
+// The orders of a thread's items.
 struct Items {
     uint32_t order[VECTORS][4];
-    int vectors;
+    int vectors;  // the others have nothing inside the range
 
     __device__ __forceinline__ uint32_t operator[](int i) const { return order[i / 4][i % 4]; }
-    __device__ __forceinline__ int first_of_vector(int v) const {
-        return (threadIdx.x / 32 * vectors + v) * 128 + threadIdx.x % 32 * 4;
-    }
-    __device__ __forceinline__ void count(int items) { vectors = ceil_div(items, WARPS * 128); }
 
-    // The logits of a range, from column `first` on.
-    __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range, int first) {
-        count(range.end - first);
-        const int64_t start = row * p.logits_stride;
-        float4 vector[VECTORS];
+    // Calls act(order) for each.
+    template <typename Act>
+    __device__ __forceinline__ void for_each(Act act) const {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            vector[v] = {0, 0, 0, 0};
-            if (v < vectors) vector[v] = logits_inside(p, start, first + first_of_vector(v), range, 0);
+            if (v >= vectors) break;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) act(order[v][i]);
         }
-        const bool whole = range.begin == first && range.end - first == vectors * (WARPS * 128);
+    }
+
+    __device__ __forceinline__ void set(const Tile& tile, const Range& range, int first) {
+        const int rest = range.end - first - Tile::first_of_warp_vector(0);
+        vectors = max(0, min(ceil_div(rest, 128), VECTORS));
+        const bool whole = range.begin <= first && range.end - first >= Tile::first_of_warp_vector(VECTORS);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            const float4& x = vector[v];
+            const float4& x = tile.vector[v];
             const float of_vector[4] = {x.x, x.y, x.z, x.w};
-            const int at = first + first_of_vector(v);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
+        }
+        if (whole) return;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int at = first + Tile::first_of_vector(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                order[v][i] = order_of(of_vector[i]);
-                if (!whole && (at + i < range.begin || range.end <= at + i)) order[v][i] = OUTSIDE;
+                if (at + i < range.begin || range.end <= at + i) order[v][i] = OUTSIDE;
             }
         }
     }
 
+    // Of the pool, each warp has as many vectors.
+    static __device__ __forceinline__ int first_in_pool(int v) { return (v * THREADS + threadIdx.x) * 4; }
+
     // The first `items` of the pool.
-    __device__ __forceinline__ void load_pool(int items) {
-        count(items);
+    __device__ __forceinline__ void set_pooled(int items) {
+        vectors = ceil_div(items, THREADS * 4);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            const int at = first_of_vector(v);
+            const int at = first_in_pool(v);
             uint4 four = {0, 0, 0, 0};
-            if (v < vectors && at < items) four = *reinterpret_cast<const uint4*>(&shared().pool[0][at]);
+            if (at < items) four = *reinterpret_cast<const uint4*>(&shared().pool[at]);
             const uint32_t values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) order[v][i] = at + i < items ? order_of(__uint_as_float(values[i])) : OUTSIDE;
@@ -323,9 +347,9 @@ __device__ __forceinline__ void find_bin_of_cta(uint32_t (&all)[BINS], int need)
 #pragma unroll
     for (int i = 0; i < BINS_OF_THREAD; ++i) mine += bins[i];
     int above = inclusive_sum(mine, lane);
-    if (lane == 31) shared().warp_sums[warp] = above;
+    if (lane == 31) shared().of_warp[warp] = above;
     __syncthreads();
-    above += __reduce_add_sync(~0u, lane < warp ? shared().warp_sums[lane] : 0) - mine;
+    above += __reduce_add_sync(~0u, lane < warp ? shared().of_warp[lane] : 0) - mine;
     if (above < need && need <= above + mine) {
 #pragma unroll
         for (int i = 0; i < BINS_OF_THREAD; ++i) {
@@ -340,174 +364,44 @@ __device__ __forceinline__ void find_bin_of_cta(uint32_t (&all)[BINS], int need)
     __syncthreads();
 }
 
-// The digits of an order.
-__device__ constexpr int digit_width(int pass) { return pass == 2 ? 10 : 11; }
-__device__ constexpr int digit_shift(int pass) { return pass == 0 ? 21 : pass == 1 ? 10 : 0; }
-
-template <int PASS>
-__device__ __forceinline__ void count_digit(uint32_t (&bins)[BINS], uint32_t order) {
-    atomicAdd(&bins[order >> digit_shift(PASS) & ((1u << digit_width(PASS)) - 1)], 1u);
-}
-// Only if the digits before are those of `prefix`.
-template <int PASS>
-__device__ __forceinline__ void count_digit_of(uint32_t (&bins)[BINS], uint32_t order, uint32_t prefix) {
-    if (PASS == 0 || order >> (digit_shift(PASS) + digit_width(PASS)) == prefix) count_digit<PASS>(bins, order);
+// Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`.
+__device__ __forceinline__ void count_digit(uint32_t (&bins)[BINS], uint32_t order, uint32_t prefix, int above,
+                                            int shift) {
+    const uint32_t rest = order - (above < 32 ? prefix << above : 0);
+    if (above == 32 || rest < 1u << above) atomicAdd(&bins[rest >> shift], 1u);
 }
 
-// Items in registers. The first pass tells which are larger than the threshold for sure, and which are near it: those
-// of its bin. They are few, and the other passes look at a list of them.
-struct Held {
-    Items items;
-    uint32_t sure = 0, near = 0;  // bit 4 v + i: item i of vector v
-    int first_near = 0;           // this thread's place in the list
-    int listed = 0;               // of the CTA; 0: too many
-
-    template <int PASS>
-    __device__ __forceinline__ void count(uint32_t (&bins)[BINS], uint32_t prefix) const {
-        if (PASS > 0 && listed > 0) {
-            for (int i = threadIdx.x; i < listed; i += THREADS) count_digit_of<PASS>(bins, shared().near[i], prefix);
-            return;
-        }
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            if (v >= items.vectors) break;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) count_digit_of<PASS>(bins, items.order[v][i], prefix);
-        }
-    }
-
-    // The first digit of the threshold is known, and how many items of the CTA have it.
-    __device__ __forceinline__ void narrow(uint32_t digit, int count) {
-        const uint32_t low = digit << digit_shift(0), high = low | ((1u << digit_shift(0)) - 1);
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            if (v >= items.vectors) break;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t order = items.order[v][i];
-                if (order > high) sure |= 1u << (4 * v + i);
-                if (order >= low) near |= 1u << (4 * v + i);
-            }
-        }
-        near &= ~sure;
-        if (count > NEAR || count == 0) return;
-        listed = count;
-        if (__any_sync(~0u, near != 0)) {
-            const int lane = threadIdx.x % 32, mine = __popc(near), sum = inclusive_sum(mine, lane);
-            int first = 0;
-            if (lane == 31) first = atomicAdd(&shared().listed, uint32_t(sum));
-            first_near = __shfl_sync(~0u, first, 31) + sum - mine;
-            uint32_t* to = &shared().near[first_near];
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                if (near >> i & 1) *to++ = items[i];
-            }
-        }
-        __syncthreads();
-    }
-
-    // Which items are larger than the threshold, and which are equal to it.
-    __device__ __forceinline__ void compare(uint32_t threshold, uint32_t& larger, uint32_t& equal) const {
-        larger = sure, equal = 0;
-        if (listed > 0) {
-            int at = first_near;
-            for (uint32_t left = near; left != 0; left &= left - 1, ++at) {
-                const uint32_t bit = left & (0u - left), order = shared().near[at];
-                if (order > threshold) larger |= bit;
-                if (order == threshold) equal |= bit;
-            }
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (near >> i & 1) {
-                larger |= uint32_t(items[i] > threshold) << i;
-                equal |= uint32_t(items[i] == threshold) << i;
-            }
-        }
-    }
-};
-
-// A part of a row that is read from memory in each pass: for rows of which a sample told too little.
-struct InMemory {
-    const TopkParams& p;
-    int row;
-    Range range;
-
-    // Calls act(column, order) for each item of this thread from `begin` to before `end`.
-    template <typename Act>
-    __device__ __forceinline__ void for_each(int begin, int end, Act act) const {
-        constexpr int DEPTH = 2;
-        const int64_t start = row * p.logits_stride;
-        const Range inside = {max(begin, range.begin), min(end, range.end)};
-        for (int first = inside.begin / 4 * 4; first < inside.end; first += DEPTH * THREADS * 4) {
-            float4 vector[DEPTH];
-#pragma unroll
-            for (int v = 0; v < DEPTH; ++v) {
-                vector[v] = logits_inside(p, start, first + (v * THREADS + threadIdx.x) * 4, inside, 0);
-            }
-#pragma unroll
-            for (int v = 0; v < DEPTH; ++v) {
-                const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
-                const int at = first + (v * THREADS + threadIdx.x) * 4;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (inside.begin <= at + i && at + i < inside.end) act(at + i, order_of(of_vector[i]));
-                }
-            }
-        }
-    }
-    template <int PASS>
-    __device__ __forceinline__ void count(uint32_t (&bins)[BINS], uint32_t prefix) const {
-        for_each(range.begin, range.end, [&](int, uint32_t order) { count_digit_of<PASS>(bins, order, prefix); });
-    }
-    __device__ __forceinline__ void narrow(uint32_t, int) const {}
-};
-
-// Looks for the threshold that the k largest items meet, of at least k inside the range.
-template <Scope SCOPE>
-struct Search {
-    static constexpr bool OF_ROW = SCOPE == Scope::ROW && CLUSTERS;
-    int need;             // k, less the items that are larger than those of this prefix
-    uint32_t prefix = 0;  // the digits of the k-th largest item's order so far
+// The threshold that the k largest items meet, of at least k inside the range. Each pass finds a digit.
+template <Scope SCOPE, typename Source>
+__device__ __forceinline__ Threshold find_threshold(const Source& source, int k) {
+    constexpr bool OF_ROW = SCOPE == Scope::ROW && CLUSTERS;
+    uint32_t prefix = 0;  // the upper bits of the k-th largest item's order
+    int need = k;         // less the items that are larger than those of this prefix
     uint32_t larger_before = 0;
-    Threshold found = {};
-
-    // Finds one more digit. Returns whether the threshold is known.
-    template <int PASS, typename Source>
-    __device__ __forceinline__ bool pass(Source& source) {
-        auto& bins = shared().bins[OF_ROW ? PASS : 0];
-        source.template count<PASS>(bins, prefix);
+    constexpr int DIGITS[4] = {32, 21, 10, 0};  // digit i has the bits from DIGITS[i + 1] to DIGITS[i]
+#pragma unroll
+    for (int pass = 0; pass < 3; ++pass) {
+        const int above = DIGITS[pass], shift = DIGITS[pass + 1];
+        auto& bins = shared().bins[OF_ROW ? pass : 0];
+        source.for_each([&](uint32_t order) { count_digit(bins, order, prefix, above, shift); });
 #if CLUSTERS
         if constexpr (OF_ROW) {
-            find_bin_of_row(bins, shared().groups[PASS], need);
+            find_bin_of_row(bins, shared().groups[pass], need);
         } else
 #endif
             find_bin_of_cta(bins, need);
-        const uint32_t digit = shared().digit;
-        const int inside = shared().inside;
-        prefix = prefix << digit_width(PASS) | digit;
+        prefix = prefix << (above - shift) | shared().digit;
         need -= shared().above;
         uint32_t inside_before = 0;
         if constexpr (OF_ROW) {
             larger_before += shared().above_before;
             inside_before = shared().inside_before;
         }
-        if constexpr (PASS == 0) source.narrow(digit, OF_ROW ? int(bins[digit]) : inside);
-        if (inside == need) {  // All items of the bin are chosen: the threshold is just below it.
-            found = {max(prefix << digit_shift(PASS), 1u) - 1, 0, {larger_before + inside_before}};
-            return true;
-        }
-        found = {prefix, need, {larger_before | min(inside_before, MAX_K) << 16}};
-        return PASS == 2;
+        // All items of the bin are chosen: the threshold is just below it.
+        if (shared().inside == need) return {max(prefix << shift, 1u) - 1, 0, {larger_before + inside_before}};
+        if (pass == 2) return {prefix, need, {larger_before | min(inside_before, MAX_K) << 16}};
     }
-};
-
-template <Scope SCOPE, typename Source>
-__device__ __forceinline__ Threshold find_threshold(Source& source, int k) {
-    Search<SCOPE> search = {k};
-    if (!search.template pass<0>(source) && !search.template pass<1>(source)) search.template pass<2>(source);
-    return search.found;
+    return {};
 }
 
 // Counts of a thread's set bits, 8 bits a vector.
@@ -559,15 +453,19 @@ struct Chosen {
 };
 
 // Called by the CTA.
-__device__ __forceinline__ Chosen choose(const Held& held, const Threshold& threshold) {
+__device__ __forceinline__ Chosen choose(const Items& items, const Threshold& threshold) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t larger, equal;
-    held.compare(threshold.order, larger, equal);
+    uint32_t larger = 0, equal = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        larger |= uint32_t(items[i] > threshold.order) << i;
+        equal |= uint32_t(items[i] == threshold.order) << i;
+    }
     if (threshold.ties == 0) equal = 0;
     const Both of_warp = {__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16)};
-    if (lane == 0) shared().chosen[warp] = of_warp.counts;
+    if (lane == 0) shared().of_warp[warp] = of_warp.counts;
     __syncthreads();
-    const uint32_t of_lane = lane < WARPS ? shared().chosen[lane] : 0;
+    const uint32_t of_lane = lane < WARPS ? shared().of_warp[lane] : 0;
     const Both before = {__reduce_add_sync(~0u, lane < warp ? of_lane : 0) + threshold.before.counts};
     const int left = threshold.ties - before.equal();  // ties for this warp and those behind it
     if (left > 0 && of_warp.equal() != 0) {
@@ -591,13 +489,63 @@ __device__ __forceinline__ Chosen choose(const Held& held, const Threshold& thre
 
 // --- long rows ------------------------------------------------------------------------------------------------
 
+// Four neighbouring logits from column `at` on of those of [begin, end); `outside` for the others.
+__device__ __forceinline__ float4 logits_inside(const TopkParams& p, int64_t start, int at, const Range& range,
+                                                float outside) {
+    float4 x = {outside, outside, outside, outside};
+    if (p.aligned && range.begin <= at && at + 4 <= range.end) {
+        x = logits_at(p, start + at);
+    } else {
+        if (range.begin <= at && at < range.end) x.x = logit_at(p, start + at);
+        if (range.begin <= at + 1 && at + 1 < range.end) x.y = logit_at(p, start + at + 1);
+        if (range.begin <= at + 2 && at + 2 < range.end) x.z = logit_at(p, start + at + 2);
+        if (range.begin <= at + 3 && at + 3 < range.end) x.w = logit_at(p, start + at + 3);
+    }
+    return x;
+}
+
+// A part of a row that is read from memory in each pass: for rows of which a sample told too little.
+struct InMemory {
+    const TopkParams& p;
+    int row;
+    Range range;
+
+    // Calls act(order, column) for each item of this thread from `begin` to before `end`.
+    template <typename Act>
+    __device__ __forceinline__ void for_columns(int begin, int end, Act act) const {
+        constexpr int DEPTH = 2;
+        const int64_t start = row * p.logits_stride;
+        const Range inside = {max(begin, range.begin), min(end, range.end)};
+        for (int first = inside.begin / 4 * 4; first < inside.end; first += DEPTH * THREADS * 4) {
+            float4 vector[DEPTH];
+#pragma unroll
+            for (int v = 0; v < DEPTH; ++v) {
+                vector[v] = logits_inside(p, start, first + (v * THREADS + threadIdx.x) * 4, inside, 0);
+            }
+#pragma unroll
+            for (int v = 0; v < DEPTH; ++v) {
+                const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
+                const int at = first + (v * THREADS + threadIdx.x) * 4;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (inside.begin <= at + i && at + i < inside.end) act(order_of(of_vector[i]), at + i);
+                }
+            }
+        }
+    }
+    template <typename Act>
+    __device__ __forceinline__ void for_each(Act act) const {
+        for_columns(range.begin, range.end, [&](uint32_t order, int) { act(order); });
+    }
+};
+
 __device__ __forceinline__ float logit_of(uint32_t order) {
     const uint32_t bits = max(order, 0x00800001u) - 2;  // at least -inf
     return __uint_as_float(bits >> 31 ? bits ^ 0x80000000u : ~bits);
 }
 
-// A logit that somewhat more than k of a row are not smaller than, by a sample: pieces of 32 bytes from all over the row.
-// Called by the CTA.
+// A logit that somewhat more than k of a row are not smaller than, by a sample: pieces of 32 bytes from all over the
+// row. Called by the CTA.
 __device__ __forceinline__ float guess_threshold(const TopkParams& p, int row, const Range& range) {
     constexpr int SIZE = THREADS * SAMPLED * 4, PIECES = SIZE / 8;
     const int64_t start = row * p.logits_stride;
@@ -619,15 +567,15 @@ __device__ __forceinline__ float guess_threshold(const TopkParams& p, int row, c
     const float share = float(SIZE) / length, expected = p.k * share;
     const int rank = max(1, int(min(expected + 6 * sqrt_approx(expected) + 4, (p.k + CAPACITY) * 0.5f * share)));
 #pragma unroll
-    for (int i = 0; i < 4 * SAMPLED; ++i) count_digit<0>(shared().bins[0], order[i / 4][i % 4]);
+    for (int i = 0; i < 4 * SAMPLED; ++i) count_digit(shared().bins[0], order[i / 4][i % 4], 0, 32, 21);
     find_bin_of_cta(shared().bins[0], rank);
     const uint32_t digit = shared().digit;
     const int above = shared().above, inside = shared().inside;
-    if (above + inside <= rank + rank / 2) return logit_of(digit << digit_shift(0));
+    if (above + inside <= rank + rank / 2) return logit_of(digit << 21);
 #pragma unroll
-    for (int i = 0; i < 4 * SAMPLED; ++i) count_digit_of<1>(shared().bins[0], order[i / 4][i % 4], digit);
+    for (int i = 0; i < 4 * SAMPLED; ++i) count_digit(shared().bins[0], order[i / 4][i % 4], digit, 21, 10);
     find_bin_of_cta(shared().bins[0], rank - above);
-    return logit_of((digit << digit_width(1) | shared().digit) << digit_shift(1));
+    return logit_of(digit << 21 | shared().digit << 10);
 }
 
 // A thread's logits of a step through a range: of all threads, STEP neighbouring ones.
@@ -668,16 +616,15 @@ struct Step {
         if (lane == 31) at = atomicAdd(&shared().pooled, uint32_t(sum));
         at = __shfl_sync(~0u, at, 31) + sum - mine;
         if (at + mine > CAPACITY) return;
-        uint32_t* to = &shared().pool[0][at];
+        int to = at;
 #pragma unroll
         for (int v = 0; v < DEPTH; ++v) {
             const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (mask >> (4 * v + i) & 1) {
-                    to[0] = __float_as_uint(of_vector[i]);
-                    to[CAPACITY] = first + first_of_vector(v) + i;
-                    ++to;
+                    shared().pool[to] = __float_as_uint(of_vector[i]);
+                    shared().columns[to++] = first + first_of_vector(v) + i;
                 }
             }
         }
@@ -701,62 +648,70 @@ __device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Ran
     return shared().pooled;
 }
 
-__device__ __forceinline__ void mark(bool equal, int column_in_window) {
-    atomicOr(&shared().marks[equal][column_in_window / 32], 1u << (column_in_window % 32));
+// Marks a column of a window, if it is to be, as larger than the threshold or equal to it. Without a branch, which the
+// compiler makes of an atomic that not all lanes execute.
+__device__ __forceinline__ void mark_if(bool when, bool equal, uint32_t column) {
+    atomicOr(&shared().marks[equal][column % WINDOW / 32], when ? 1u << column % 32 : 0);
 }
 
-// Calls act(place, column) for each of the chosen items of a range, by windows of its columns. `mark_window(begin)` marks
-// what is larger than the threshold or equal to it in the window that begins there. Called by the CTA.
-template <typename MarkWindow, typename Act>
-__device__ __forceinline__ void for_marked(const Range& range, const Threshold& threshold, MarkWindow mark_window,
-                                           Act act) {
-    constexpr int WORDS = WINDOW / 32 / THREADS;  // of a thread
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint64_t before = uint64_t(threshold.before.equal()) << 32 | uint32_t(threshold.before.larger());
+// How much is marked in some words: in the lower 14 bits larger ones, in the others equal ones.
+__device__ __forceinline__ uint32_t count_marks(uint32_t larger, uint32_t equal) {
+    return __popc(larger) | __popc(equal) << 14;
+}
+
+__device__ __forceinline__ uint32_t first_bits(uint32_t bits, int count) {
+    uint32_t first = 0;
+    for (int i = 0; i < count && bits != 0; ++i, bits &= bits - 1) first |= bits & (0u - bits);
+    return first;
+}
+
+// Brings the columns of a range's chosen items into shared().chosen_columns, ascending. Returns how many they are.
+// `mark_window(begin, end)` marks those of these columns that the threshold does not rule out. Called by the CTA, when
+// no one needs its histograms any more.
+template <typename MarkWindow>
+__device__ __forceinline__ int bring_in_order(const Range& range, const Threshold& threshold, MarkWindow mark_window) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, ties = threshold.ties;
+    const bool with_equal = ties > 0;
+    const auto& marks = shared().marks;
+    const int ties_before = min(threshold.before.equal(), ties);
+    int larger = 0, equal = threshold.before.equal();  // in the windows before; in the CTAs before too
     for (int begin = range.begin / 4 * 4; begin < range.end; begin += WINDOW) {
-        __syncthreads();  // what was there has been read
-        for (int i = threadIdx.x; i < WINDOW / 64; i += THREADS) {
-            reinterpret_cast<uint4*>(shared().marks)[i] = {0, 0, 0, 0};
+        const int end = min(range.end - begin, WINDOW) + begin,
+                  words = ceil_div(end - begin, 32 * THREADS);  // a thread
+        __syncthreads();                                        // what was there has been read
+        for (int i = threadIdx.x; i < words * THREADS; i += THREADS) {
+            shared().marks[0][i] = 0;
+            if (with_equal) shared().marks[1][i] = 0;
         }
         __syncthreads();
-        mark_window(begin);
+        mark_window(begin, end);
         __syncthreads();
-        uint32_t larger[WORDS], equal[WORDS];
-        uint64_t sums[WORDS], of_warp = 0;  // of words before
-#pragma unroll
-        for (int j = 0; j < WORDS; ++j) {
-            const int word = (warp * WORDS + j) * 32 + lane;
-            larger[j] = shared().marks[0][word];
-            equal[j] = threshold.ties == 0 ? 0 : shared().marks[1][word];
-            const uint64_t counts = uint64_t(__popc(equal[j])) << 32 | uint32_t(__popc(larger[j]));
-            const uint64_t sum = inclusive_sum(counts, lane);
-            sums[j] = of_warp + sum - counts;
-            of_warp += __shfl_sync(~0u, sum, 31);
-        }
-        if (lane == 0) shared().marked[warp] = of_warp;
+        const int first = threadIdx.x * words;
+        uint32_t mine = 0;
+        for (int i = first; i < first + words; ++i) mine += count_marks(marks[0][i], with_equal ? marks[1][i] : 0);
+        const uint32_t sum = inclusive_sum(mine, lane);
+        if (lane == 31) shared().of_warp[warp] = sum;
         __syncthreads();
-        uint64_t warps_before = before;
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            if (i < warp) warps_before += shared().marked[i];
-            before += shared().marked[i];
-        }
-#pragma unroll
-        for (int j = 0; j < WORDS; ++j) {
-            const uint64_t here = warps_before + sums[j];
-            const int equal_before = int(here >> 32), left = threshold.ties - equal_before;
-            uint32_t bits = 0;  // the first `left` of the equal ones
-            for (int i = 0; i < left && equal[j] != 0; ++i) {
-                bits |= equal[j] & (0u - equal[j]);
-                equal[j] &= equal[j] - 1;
+        const uint32_t of_lane = lane < WARPS ? shared().of_warp[lane] : 0;
+        const uint32_t before = __reduce_add_sync(~0u, lane < warp ? of_lane : 0) + sum - mine;
+        const uint32_t all = __reduce_add_sync(~0u, of_lane);
+        int equal_before = equal + int(before >> 14);
+        int place = larger + int(before & 0x3fff) + min(equal_before, ties) - ties_before;
+        for (int i = first; i < first + words; ++i) {
+            uint32_t bits = marks[0][i];
+            if (with_equal) {
+                bits |= first_bits(marks[1][i], ties - equal_before);
+                equal_before += __popc(marks[1][i]);
             }
-            bits |= larger[j];
-            int place = int(uint32_t(here)) + min(equal_before, threshold.ties);
-            for (; bits != 0; bits &= bits - 1, ++place) {
-                act(place, begin + ((warp * WORDS + j) * 32 + lane) * 32 + __popc((bits & (0u - bits)) - 1));
+            for (; bits != 0; bits &= bits - 1) {
+                shared().chosen_columns[place++] = begin + 32 * i + __popc((bits & (0u - bits)) - 1);
             }
         }
+        larger += all & 0x3fff;
+        equal += all >> 14;
     }
+    __syncthreads();
+    return larger + min(equal, ties) - ties_before;
 }
 
 // --- results --------------------------------------------------------------------------------------------------
@@ -767,10 +722,29 @@ struct Results {
     int32_t start;          // subtracted from columns
     const int32_t* blocks;  // the request's row of the block table; null: positions
 
-    __device__ __forceinline__ void store_position(int place, int32_t column) const { to[place] = column - start; }
-    __device__ __forceinline__ void store_slot(const TopkParams& p, int place, int32_t column) const {
+    __device__ __forceinline__ int32_t position_of(int32_t column) const { return column - start; }
+    __device__ __forceinline__ int32_t slot_of(const TopkParams& p, int32_t column) const {
         const Position at = find_position(p.table, column - start);
-        to[place] = blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
+        return blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
+    }
+
+    // Stores what becomes of column_of(0), column_of(1) and so on, from `place` on. Called by the CTA.
+    template <typename ColumnOf>
+    __device__ __forceinline__ void store(const TopkParams& p, int place, int count, ColumnOf column_of) const {
+        constexpr int AT_A_TIME = 4;  // reads of the block table under way
+        for (int first = threadIdx.x; first < count; first += AT_A_TIME * THREADS) {
+            int32_t result[AT_A_TIME];
+#pragma unroll
+            for (int j = 0; j < AT_A_TIME; ++j) {
+                const int32_t column = column_of(min(first + j * THREADS, count - 1));
+                result[j] = p.table.blocks == nullptr ? position_of(column) : slot_of(p, column);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_A_TIME; ++j) {
+                const int i = first + j * THREADS;
+                if (i < count) to[place + i] = result[j];
+            }
+        }
     }
 };
 
@@ -786,17 +760,8 @@ __device__ __forceinline__ Results results_of(const TopkParams& p, int row, cons
 // All of a range of at most k items are chosen.
 __device__ __forceinline__ void choose_all(const TopkParams& p, const Results& results, const Range& range) {
     const int count = range.end - range.begin;
-    for (int place = threadIdx.x; place < p.k; place += THREADS) {
-        if (place < count) {
-            if (p.table.blocks == nullptr) {
-                results.store_position(place, range.begin + place);
-            } else {
-                results.store_slot(p, place, range.begin + place);
-            }
-        } else {
-            results.to[place] = -1;
-        }
-    }
+    results.store(p, 0, count, [&](int i) { return range.begin + i; });
+    for (int place = count + threadIdx.x; place < p.k; place += THREADS) results.to[place] = -1;
 }
 
 // Whether the pools of the row's CTAs hold at least k items, all that were brought there. Called by all CTAs.
@@ -811,12 +776,55 @@ __device__ __forceinline__ bool pools_suffice(int count, int k) {
 #endif
 }
 
+// Chooses from a part of a row that registers do not hold.
+__device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row, const Range& range,
+                                                const Results& results) {
+    __syncthreads();  // bins are 0
+    const int pooled = fill_pool(p, row, range, guess_threshold(p, row, of_row));
+    Threshold threshold;
+    int count;
+    if (pools_suffice(pooled, p.k)) {
+        Items items;
+        items.set_pooled(pooled);
+        threshold = find_threshold<Scope::ROW>(items, p.k);
+        end_reading_of_others();
+        wait_for_readers();
+        const uint32_t least = threshold.order + (threshold.ties == 0);
+        count = bring_in_order(range, threshold, [&](int begin, int end) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                if (v >= items.vectors) break;
+                const uint4 four = *reinterpret_cast<const uint4*>(&shared().columns[Items::first_in_pool(v)]);
+                const uint32_t columns[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint32_t order = items.order[v][i], column = columns[i] - begin;
+                    mark_if(order >= least && column < uint32_t(end - begin), order == threshold.order, column);
+                }
+            }
+        });
+    } else {
+        const InMemory items = {p, row, range};
+        threshold = find_threshold<Scope::ROW>(items, p.k);
+        end_reading_of_others();
+        wait_for_readers();
+        const uint32_t least = threshold.order + (threshold.ties == 0);
+        count = bring_in_order(range, threshold, [&](int begin, int end) {
+            items.for_columns(begin, end, [&](uint32_t order, int column) {
+                mark_if(order >= least, order == threshold.order, column - begin);
+            });
+        });
+    }
+    const int before = threshold.before.larger() + min(threshold.before.equal(), threshold.ties);
+    results.store(p, before, count, [&](int i) { return shared().chosen_columns[i]; });
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
     let_next_kernel_start();
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
     constexpr int ALL_BINS = sizeof(Shared::bins) / sizeof(uint4);
     for (int i = threadIdx.x; i < ALL_BINS; i += THREADS) reinterpret_cast<uint4*>(shared().bins)[i] = {0, 0, 0, 0};
-    if (threadIdx.x == 0) shared().listed = shared().pooled = 0;
+    if (threadIdx.x == 0) shared().pooled = 0;
     wait_for_earlier_kernels();
     const Range of_row = range_of_row(p, row);
     if (of_row.end - of_row.begin <= p.k) {
@@ -824,64 +832,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
         return;
     }
     const Results results = results_of(p, row, of_row);
-    const auto store = [&](int place, int32_t column) {
-        if (p.table.blocks == nullptr) {
-            results.store_position(place, column);
-        } else {
-            results.store_slot(p, place, column);
-        }
-    };
     const Range range = part_of(of_row, part, parts);
-    const int first = range.begin / 4 * 4;
-    Held held;
 #if STREAMED
     if (ceil_div(of_row.end - of_row.begin, parts) + 8 > TILE) {
-        __syncthreads();  // bins are 0
-        const float least = guess_threshold(p, row, of_row);
-        const int count = fill_pool(p, row, range, least);
-        if (pools_suffice(count, p.k)) {
-            held.items.load_pool(count);
-            const Threshold threshold = find_threshold<Scope::ROW>(held, p.k);
-            end_reading_of_others();
-            uint32_t larger, equal;
-            held.compare(threshold.order, larger, equal);
-            const auto mark_window = [&](int begin) {
-                for (uint32_t left = larger | equal; left != 0; left &= left - 1) {
-                    const uint32_t bit = left & (0u - left);
-                    const int i = __popc(bit - 1);
-                    const uint32_t at = shared().pool[1][held.items.first_of_vector(i / 4) + i % 4] - begin;
-                    if (at < WINDOW) mark((equal & bit) != 0, at);
-                }
-            };
-            for_marked(range, threshold, mark_window, store);
-        } else {
-            InMemory all = {p, row, range};
-            const Threshold threshold = find_threshold<Scope::ROW>(all, p.k);
-            end_reading_of_others();
-            const auto mark_window = [&](int begin) {
-                all.for_each(begin, begin + WINDOW, [&](int column, uint32_t order) {
-                    if (order >= max(threshold.order, 1u)) mark(order == threshold.order, column - begin);
-                });
-            };
-            for_marked(range, threshold, mark_window, store);
-        }
-        wait_for_readers();
+        choose_streamed(p, row, of_row, range, results);
         return;
     }
 #endif
-    held.items.load(p, row, range, first);
+    const int first = range.begin / 4 * 4;
+    Tile tile;
+    tile.load(p, row, range, first);
     __syncthreads();  // bins are 0
-    const Threshold threshold = find_threshold<Scope::ROW>(held, p.k);
+    Items items;
+    items.set(tile, range, first);
+    const Threshold threshold = find_threshold<Scope::ROW>(items, p.k);
     end_reading_of_others();
-    const Chosen chosen = choose(held, threshold);
-    const auto column_of = [&](int v, int i) { return first + held.items.first_of_vector(v) + i; };
+    const Chosen chosen = choose(items, threshold);
+    const auto column_of = [&](int v, int i) { return first + Tile::first_of_vector(v) + i; };
     if (p.table.blocks == nullptr) {
         chosen.for_all([&](bool is_chosen, int place, int v, int i) {
-            store_4_if(is_chosen, results.to + place, column_of(v, i) - results.start);
+            store_4_if(is_chosen, results.to + place, results.position_of(column_of(v, i)));
         });
     } else {
         chosen.for_all([&](bool is_chosen, int place, int v, int i) {
-            if (is_chosen) results.store_slot(p, place, column_of(v, i));
+            if (is_chosen) results.to[place] = results.slot_of(p, column_of(v, i));
         });
     }
     wait_for_readers();
