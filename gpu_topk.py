@@ -18,46 +18,50 @@ from cupy_mla.cuda import topk
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.program import Launch
 
-# rows, width, us of the best peer in the record, us of the version before, then threads, items, CTAs an SM, cluster
-# ("s": streamed)
+# rows, width, us of the best peer in the record, best us of the versions before, then shapes beside the chosen one:
+# threads, items, CTAs an SM, cluster ("s": streamed)
 CASES = (
-    (1, 4096, 4.03, 4.02, ((512, 8, 3, 1), (1024, 4, 1, 1), (256, 16, 3, 1))),
-    (17, 7936, 5.73, 5.76, ((512, 16, 3, 1), (1024, 8, 1, 1), (512, 16, 2, 1))),
-    (128, 8192, 6.89, 6.65, ((512, 16, 3, 1), (1024, 8, 1, 1))),
-    (256, 4096, 7.72, 6.58, ((512, 8, 3, 1), (256, 16, 4, 1))),
-    (1, 16064, 7.56, 6.84, ((1024, 16, 1, 1), (1024, 4, 1, 4), (1024, 8, 1, 2))),
-    (93, 10944, 8.67, 7.24, ((1024, 12, 1, 1), (512, 24, 2, 1))),
-    (16, 17664, 10.62, 8.25, ((1024, 20, 1, 1), (1024, 8, 1, 4), (1024, 4, 1, 8), (1024, 16, 1, 1, "s"))),
-    (89, 23296, 13.11, 11.09, ((1024, 24, 1, 1), (1024, 16, 1, 1, "s"))),
-    (8, 32768, 10.63, 7.90, ((1024, 4, 1, 8), (1024, 8, 1, 4), (1024, 16, 1, 1, "s"))),
-    (64, 32768, 14.78, 11.27, ((1024, 16, 1, 2), (1024, 16, 1, 1, "s"), (512, 16, 2, 1, "s"))),
-    (128, 32768, 18.53, 16.81, ((1024, 16, 1, 1, "s"), (512, 16, 2, 1, "s"))),
-    (1, 131072, 13.42, 10.71, ((1024, 16, 1, 8), (1024, 16, 1, 8, "s"), (1024, 16, 1, 4, "s"), (1024, 16, 1, 1, "s"))),
-    (8, 131072, 13.65, 10.98, ((1024, 16, 1, 8), (1024, 16, 1, 4, "s"))),
-    (64, 131072, 32.9, 29.51, ((1024, 16, 1, 1, "s"), (1024, 16, 1, 2, "s"), (512, 16, 2, 1, "s"))),
-    (128, 65536, 23.17, 26.55, ((1024, 16, 1, 1, "s"), (512, 16, 2, 1, "s"))),
-    (144, 44032, 44.0, 29.97, ((1024, 16, 1, 1, "s"), (512, 16, 2, 1, "s"))),
-    (518, 9408, 25.37, 18.34, ((512, 20, 2, 1),)),
-    (4096, 8192, 101.46, 80.43, ((512, 16, 3, 1), (512, 16, 2, 1), (256, 32, 4, 1), (1024, 8, 2, 1))),
-    (8192, 8192, 144.51, 118.59, ((512, 16, 3, 1), (256, 32, 4, 1))),
-    (1047, 20032, 67.32, 65.94, ((512, 16, 2, 1, "s"), (1024, 20, 1, 1))),
-    (4096, 32768, 337.22, 295.81, ((512, 16, 2, 1, "s"), (1024, 16, 1, 1, "s"))),
-    (256, 131072, 104.23, 60.11, ((512, 16, 2, 1, "s"), (1024, 16, 1, 1, "s"))),
-    (2048, 131072, 638.22, 403.94, ((512, 16, 2, 1, "s"),)),
+    (1, 4096, 4.03, 4.02, ()),
+    (17, 7936, 5.73, 5.76, ()),
+    (64, 8192, 6.7, 6.11, ()),
+    (128, 8192, 6.89, 6.65, ((1024, 8, 1, 1),)),
+    (256, 4096, 7.72, 6.58, ((512, 8, 3, 1),)),
+    (1, 16064, 7.56, 6.84, ()),
+    (12, 12864, 8.37, 7.50, ()),
+    (93, 10944, 8.67, 7.24, ()),
+    (16, 17664, 10.62, 8.25, ()),
+    (89, 23296, 13.11, 11.01, ((1024, 16, 1, 1, "s"),)),
+    (1, 32768, 10.39, 7.36, ()),
+    (8, 32768, 10.63, 7.90, ((1024, 8, 1, 4),)),
+    (13, 32768, 0, 0, ((1024, 4, 1, 8),)),
+    (64, 32768, 14.78, 11.27, ((1024, 16, 1, 1, "s"), (512, 16, 2, 1, "s"))),
+    (128, 32768, 18.53, 16.06, ((512, 16, 2, 1, "s"),)),
+    (1, 131072, 13.42, 10.39, ()),
+    (8, 131072, 13.65, 10.98, ((1024, 16, 1, 8, "s"), (1024, 16, 1, 4, "s"))),
+    (16, 131072, 0, 0, ((1024, 16, 1, 8), (1024, 16, 1, 2, "s"))),
+    (1, 1 << 20, 0, 0, ()),
+    (64, 131072, 32.9, 26.41, ((1024, 16, 1, 1, "s"),)),
+    (128, 65536, 23.17, 20.61, ((512, 16, 2, 1, "s"),)),
+    (144, 44032, 44.0, 23.30, ()),
+    (518, 9408, 25.37, 18.34, ((512, 24, 2, 1),)),
+    (4096, 8192, 101.46, 80.43, ((512, 16, 2, 1),)),
+    (8192, 8192, 144.51, 118.59, ()),
+    (1047, 20032, 67.32, 65.94, ((1024, 20, 1, 1), (1024, 16, 1, 1, "s"))),
+    (4096, 32768, 337.22, 274.62, ()),
+    (256, 131072, 104.23, 52.36, ((1024, 16, 1, 1, "s"),)),
+    (2048, 131072, 638.22, 340.56, ()),
 )
 # Where variants of the source stop: the times of their parts.
-LEAVE = "if (part >= 0) { if (threadIdx.x == 0) p.out[row * p.out_stride] = int(X); return; }\n"
+FOUND = "        items.set_pooled(pooled);\n        threshold = find_threshold<Scope::ROW>(items, p.k);\n"
+LEAVE = "if (threadIdx.x == 0) results.to[0] = int(X); return;\n"
 STOPS = {
-    "guess": ("        const int count = fill_pool(", "least > 1e30f"),
-    "filled": ("        if (pools_suffice(count, p.k)) {", "count"),
-    "found": ("            uint32_t larger, equal;\n            held.compare", "threshold.order"),
+    "filled": ("    if (pools_suffice(pooled, p.k)) {", "pooled", True),
+    "found": (FOUND, "threshold.order", False),
+    "ordered": ("    const int before = threshold.before.larger() + min(", "count", True),
 }
-HELD_STOPS = {
-    "loaded": ("    const Threshold threshold = find_threshold<Scope::ROW>(held, p.k);\n    end_reading", "S"),
-    "found": ("    const Chosen chosen = choose(held, threshold);\n", "threshold.order"),
-    "chosen": ("    const auto column_of = ", "chosen.mask"),
-}
-SUM = "uint32_t sum = 0;\n#pragma unroll\nfor (int i = 0; i < ITEMS; ++i) sum += held.items[i];\n"
+COUNT = "if (above == 32 || rest < 1u << above) atomicAdd(&bins[rest >> shift], 1u);"
+# What does not count goes into a word behind the bins: no branches.
+NO_BRANCH = "atomicAdd(&bins[0] + (above == 32 || rest < 1u << above ? rest >> shift : uint32_t(BINS)), 1u);"
 
 
 class Edited(Kernel):
@@ -81,31 +85,14 @@ def edited(shape: topk.Shape, *edits: tuple[str, str], **defines: int) -> Edited
     return one
 
 
-def stop(marker: str, value: str) -> tuple[str, str]:
-    before = LEAVE.replace("X", value)
-    if value == "S":
-        before = SUM + LEAVE.replace("X", "sum").replace("threadIdx.x == 0", "sum != 12345")
-    if "chosen" in value:
-        before = LEAVE.replace("X", value).replace("threadIdx.x == 0", "chosen.mask + chosen.before != 12345")
-    return marker, before + marker
-
-
-DEPTH, ROOM = "DEPTH = 4", "CAPACITY = STREAMED ? 8192"
-LIST = "        if (count > NEAR || count == 0) return;\n"
-
-
 def variants_of_source() -> dict[tuple[topk.Shape, str], Edited]:
     made = {}
-    for shape, stops in ((topk.MANY, STOPS), (topk.FEW, STOPS), (topk.MANY_HELD[1], HELD_STOPS)):
-        for name, (marker, value) in stops.items():
-            made[shape, f"until {name}"] = edited(shape, stop(marker, value))
-    made[topk.MANY_HELD[1], "no list"] = edited(topk.MANY_HELD[1], (LIST, "return;\n"))
-    for depth in (2, 8):
-        for shape in (topk.MANY, topk.FEW):
-            made[shape, f"depth {depth}"] = edited(shape, (DEPTH, f"DEPTH = {depth}"))
-    for depth in (1, 2):
-        edits = (DEPTH, f"DEPTH = {depth}"), (ROOM, ROOM.replace("8192", "6144"))
-        made[topk.MANY, f"three CTAs, depth {depth}"] = edited(topk.MANY, *edits, PER_SM=3)
+    for shape in (topk.MANY, topk.FEW):
+        for name, (marker, value, in_front) in STOPS.items():
+            leave = LEAVE.replace("X", value)
+            made[shape, f"until {name}"] = edited(shape, (marker, leave + marker if in_front else marker + leave))
+    for shape in dict.fromkeys((*topk.MANY_HELD, *topk.FEW_HELD, topk.MANY, topk.FEW)):
+        made[shape, "no branch"] = edited(shape, (COUNT, NO_BRANCH))
     return made
 
 
@@ -113,9 +100,14 @@ def shape_of(threads: int, items: int, per_sm: int, cluster: int, how: str = "")
     return topk.Shape(threads, items, per_sm, how == "s", cluster > 1)
 
 
+def label(shape: topk.Shape, cluster: int) -> str:
+    return f"{shape.threads}/{shape.items}/{shape.per_sm}/{cluster}" + "/s" * shape.streamed
+
+
 def main() -> None:
     of_source = variants_of_source()
-    shapes = dict.fromkeys(shape_of(*v) for case in CASES for v in case[4])
+    chosen = {case[:2]: topk.choose(case[0], case[1], 132, True) for case in CASES}
+    shapes = dict.fromkeys([*(s for s, _ in chosen.values()), *(shape_of(*v) for case in CASES for v in case[4])])
 
     def load(kernel):
         try:
@@ -140,7 +132,9 @@ def main() -> None:
     topk._launches = patched
     torch.manual_seed(1)
     torch.zeros(1, device="cuda")
-    print("case: peer of the record, version before | threads/items/CTAs an SM/cluster us, s: streamed")
+    print(
+        "case: peer of the record, best before | threads/items/CTAs an SM/cluster us, s: streamed; the first is chosen"
+    )
     for rows, width, peer, before, variants in CASES:
         sets = [torch.randn(rows, width, device="cuda") for _ in range(3 if rows * width < 1 << 27 else 2)]
         sets[0] = (sets[0] * 16).round() / 16  # ties
@@ -149,10 +143,15 @@ def main() -> None:
         else:
             ends = torch.full((rows,), width, device="cuda", dtype=torch.int32)
         shown = []
-        every = [("/".join(map(str, v)), topk.kernel(shape_of(*v), False), v[3], True) for v in variants]
-        if (rows, width) in ((4096, 32768), (64, 131072), (4096, 8192), (256, 131072)):
-            shape = shape_of(*variants[0])
-            every += [(name, k, 1, "until" not in name) for (s, name), k in of_source.items() if s == shape]
+        shape, cluster = chosen[rows, width]
+        every = [(label(shape, cluster), topk.kernel(shape, False), cluster, True)]
+        every += [("/".join(map(str, v)), topk.kernel(shape_of(*v), False), v[3], True) for v in variants]
+        parts = (rows, width) in ((4096, 32768), (128, 65536), (256, 131072), (1047, 20032))
+        every += [
+            (name, k, 1, "until" not in name)
+            for (s, name), k in of_source.items()
+            if s == shape and (parts or "until" not in name)
+        ]
         for name, kernel, cluster, whole in every:
             picked[:] = kernel, cluster
             cupy_mla.topk_indices.signatures.forget()

@@ -1,4 +1,5 @@
-// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; abs, max, mul and fma of two packed 16-bit numbers.
+// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; abs, max, mul and fma of two packed 16-bit
+// numbers.
 #pragma once
 #include "ptx/types.cuh"
 

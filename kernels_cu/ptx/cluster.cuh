@@ -40,8 +40,8 @@ __device__ __forceinline__ void cluster_arrive() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// As cluster_sync, with a single fence a CTA, by the thread that passes true. The threads that wrote must have met that thread
-// at a barrier of their CTA.
+// As cluster_sync, with a single fence a CTA, by the thread that passes true. The threads that wrote must have met that
+// thread at a barrier of their CTA.
 __device__ __forceinline__ void cluster_sync_with_one_fence(bool fences) {
     if (fences) fence_cluster();
     __syncwarp();
