@@ -462,7 +462,7 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
         equal |= uint32_t(items[i] == threshold.order) << i;
     }
     if (threshold.ties == 0) equal = 0;
-    const Both of_warp = {__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16)};
+    const Both of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16))};
     if (lane == 0) shared().of_warp[warp] = of_warp.counts;
     __syncthreads();
     const uint32_t of_lane = lane < WARPS ? shared().of_warp[lane] : 0;
