@@ -14,8 +14,9 @@ import torch
 from harness import BEGAN, time_side_by_side
 
 import cupy_mla
-from cupy_mla.cuda import topk
+from cupy_mla.cuda import structs, topk
 from cupy_mla.cuda.kernel import Kernel
+from cupy_mla.cuda.paging import divisor
 from cupy_mla.cuda.program import Launch
 
 # rows, width, us of the best peer in the record, best us of the versions before, then shapes beside the chosen one:
@@ -53,12 +54,17 @@ CASES = (
 )
 # Where variants of the source stop: the times of their parts.
 FOUND = "        items.set_pooled(pooled);\n        threshold = find_threshold<Scope::ROW>(items, p.k);\n"
-LEAVE = "if (threadIdx.x == 0) results.to[0] = int(X); return;\n"
+LEAVE = "if (threadIdx.x == 0) p.out[row * p.out_stride] = int(X); return;\n"
 STOPS = {
     "filled": ("    if (pools_suffice(pooled, p.k)) {", "pooled", True),
     "found": (FOUND, "threshold.order", False),
-    "ordered": ("    const int before = threshold.before.larger() + min(", "count", True),
+    "ordered": ("    const Results results = results_of(p, row, of_row);\n    results.store(", "count", True),
 }
+# Chosen positions of rows in registers: side by side in shared memory first, then stored. Slots without that.
+POSITIONS = "    if (p.table.blocks == nullptr) {\n        chosen.for_all("
+SLOTS = "if (is_chosen) shared().chosen_columns[place - before] = column_of(v, i);"
+AT_ONCE = "if (is_chosen) results.to[place] = results.slot_of(p, column_of(v, i));"
+STORE = "results.store(p, before, count_chosen(threshold), [&](int i) { return shared().chosen_columns[i]; });"
 COUNT = "if (above == 32 || rest < 1u << above) atomicAdd(&bins[rest >> shift], 1u);"
 # What does not count goes into a word behind the bins: no branches.
 NO_BRANCH = "atomicAdd(&bins[0] + (above == 32 || rest < 1u << above ? rest >> shift : uint32_t(BINS)), 1u);"
@@ -93,6 +99,12 @@ def variants_of_source() -> dict[tuple[topk.Shape, str], Edited]:
             made[shape, f"until {name}"] = edited(shape, (marker, leave + marker if in_front else marker + leave))
     for shape in dict.fromkeys((*topk.MANY_HELD, *topk.FEW_HELD, topk.MANY, topk.FEW)):
         made[shape, "no branch"] = edited(shape, (COUNT, NO_BRANCH))
+    for shape in (*topk.MANY_HELD, *topk.FEW_HELD, *topk.HELD_BY_CLUSTERS):
+        made[shape, "side by side"] = edited(
+            shape, (POSITIONS, POSITIONS.replace("p.table.blocks == nullptr", "false"))
+        )
+    for shape in (topk.MANY_HELD[1], topk.FEW_HELD[1], topk.HELD_BY_CLUSTERS[0]):
+        made[shape, "slots at once"] = edited(shape, (SLOTS, AT_ONCE), (STORE, ""))
     return made
 
 
@@ -122,8 +134,16 @@ def main() -> None:
     picked: list = []
     launches = topk._launches
 
-    def patched(gpu, logits, *rest):
-        made = launches(gpu, logits, *rest)
+    tables: list = []  # of blocks, for slots
+
+    def patched(gpu, logits, bounds, k, table, *rest):
+        if tables:
+            blocks = tables[0]
+            table = structs.BLOCK_TABLE(
+                blocks=blocks.data_ptr(), stride=blocks.shape[1], num_requests=logits.rows, width=blocks.shape[1],
+                block_size=divisor(64),
+            )  # fmt: skip
+        made = launches(gpu, logits, bounds, k, table, *rest)
         if picked:
             kernel, cluster = picked
             made = [Launch(kernel, (logits.rows * cluster, 1, 1), made[0].params, cluster)]
@@ -148,12 +168,15 @@ def main() -> None:
         every += [("/".join(map(str, v)), topk.kernel(shape_of(*v), False), v[3], True) for v in variants]
         parts = (rows, width) in ((4096, 32768), (128, 65536), (256, 131072), (1047, 20032))
         every += [
-            (name, k, 1, "until" not in name)
+            (name, k, cluster, "until" not in name and "slots" not in name)
             for (s, name), k in of_source.items()
             if s == shape and (parts or "until" not in name)
         ]
+        every.append(("slots", every[0][1], cluster, False))
         for name, kernel, cluster, whole in every:
             picked[:] = kernel, cluster
+            blocks = torch.arange(-(-width // 64), device="cuda", dtype=torch.int32).repeat(rows, 1) + 7
+            tables[:] = [blocks] if "slots" in name else []
             cupy_mla.topk_indices.signatures.forget()
             try:
                 wrong = 0
@@ -163,6 +186,14 @@ def main() -> None:
                         want = indexer.sorted_topk(s[row, : int(ends[row])])
                         wrong += not torch.equal(got[row, : len(want)].long(), want)
                         wrong += not bool((got[row, len(want) :] == -1).all())
+                if name == "slots":
+                    got = cupy_mla.topk_indices(sets[0], 2048, None, ends)
+                    tables.clear()
+                    cupy_mla.topk_indices.signatures.forget()
+                    want = cupy_mla.topk_indices(sets[0], 2048, None, ends)
+                    wrong += not torch.equal(got, torch.where(want < 0, want, want + 7 * 64))
+                    tables[:] = [blocks]
+                    cupy_mla.topk_indices.signatures.forget()
                 calls = [lambda s=s, ends=ends: cupy_mla.topk_indices(s, 2048, None, ends) for s in sets]
                 shown.append(f"{name} {time_side_by_side(calls)[0]:.2f}" + (f" WRONG {wrong}" if wrong else ""))
             except Exception as error:
@@ -170,6 +201,7 @@ def main() -> None:
         print(f"{rows} x {width}: {peer}, {before} | {'; '.join(shown)}", flush=True)
         del sets
     picked.clear()
+    tables.clear()
     cupy_mla.topk_indices.signatures.forget()
     adversarial()
     print(f"all after {time.monotonic() - BEGAN:.1f} s", flush=True)

@@ -60,8 +60,8 @@ static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp'
 
 struct Shared {
     union {
-        uint32_t bins[CLUSTERS ? 3 : 1][BINS];         // those of [0] are all 0 between uses
-        int32_t chosen_columns[STREAMED ? MAX_K : 1];  // when histograms are no longer needed: ascending
+        uint32_t bins[CLUSTERS ? 3 : 1][BINS];  // those of [0] are all 0 between uses
+        int32_t chosen_columns[MAX_K];          // when histograms are no longer needed: ascending
     };
     union {
         uint32_t pool[CAPACITY];  // logits that may be chosen, in any order
@@ -267,6 +267,9 @@ struct Threshold {
     uint32_t order;
     int ties;
     Both before;  // in the CTAs of the row before this one
+
+    // How many are chosen up to where so many are larger and equal.
+    __device__ __forceinline__ int count(const Both& both) const { return both.larger() + min(both.equal(), ties); }
 };
 
 // Thread number `thread` has the bins from here on; those of thread 0 are the highest.
@@ -414,7 +417,7 @@ struct Counts {
 // Which of a thread's items are chosen, and how many before them.
 struct Chosen {
     uint32_t mask;  // bit 4 v + i: item i of vector v
-    int before;     // chosen items of the warps before this one
+    int before;     // chosen items of the warps and CTAs before this one
 
     // The numbers of set bits before each of a thread's vectors in its warp; and of all vectors.
     static __device__ __forceinline__ Counts before_vectors(uint32_t mask, Counts& totals) {
@@ -484,7 +487,14 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
             }
         }
     }
-    return {larger, before.larger() + min(before.equal(), threshold.ties)};
+    return {larger, threshold.count(before)};
+}
+
+// Behind choose: how many of the CTA are chosen.
+__device__ __forceinline__ int count_chosen(const Threshold& threshold) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t all = __reduce_add_sync(~0u, lane < WARPS ? shared().of_warp[lane] : 0);
+    return threshold.count({all + threshold.before.counts}) - threshold.count(threshold.before);
 }
 
 // --- long rows ------------------------------------------------------------------------------------------------
@@ -777,8 +787,8 @@ __device__ __forceinline__ bool pools_suffice(int count, int k) {
 }
 
 // Chooses from a part of a row that registers do not hold.
-__device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row, const Range& range,
-                                                const Results& results) {
+__device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row,
+                                                const Range& range) {
     __syncthreads();  // bins are 0
     const int pooled = fill_pool(p, row, range, guess_threshold(p, row, of_row));
     Threshold threshold;
@@ -815,8 +825,8 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
             });
         });
     }
-    const int before = threshold.before.larger() + min(threshold.before.equal(), threshold.ties);
-    results.store(p, before, count, [&](int i) { return shared().chosen_columns[i]; });
+    const Results results = results_of(p, row, of_row);
+    results.store(p, threshold.count(threshold.before), count, [&](int i) { return shared().chosen_columns[i]; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
@@ -831,11 +841,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
         if (part == 0) choose_all(p, results_of(p, row, of_row), of_row);
         return;
     }
-    const Results results = results_of(p, row, of_row);
     const Range range = part_of(of_row, part, parts);
 #if STREAMED
     if (ceil_div(of_row.end - of_row.begin, parts) + 8 > TILE) {
-        choose_streamed(p, row, of_row, range, results);
+        choose_streamed(p, row, of_row, range);
         return;
     }
 #endif
@@ -848,17 +857,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     const Threshold threshold = find_threshold<Scope::ROW>(items, p.k);
     end_reading_of_others();
     const Chosen chosen = choose(items, threshold);
+    const Results results = results_of(p, row, of_row);
     const auto column_of = [&](int v, int i) { return first + Tile::first_of_vector(v) + i; };
     if (p.table.blocks == nullptr) {
         chosen.for_all([&](bool is_chosen, int place, int v, int i) {
             store_4_if(is_chosen, results.to + place, results.position_of(column_of(v, i)));
         });
-    } else {
+        wait_for_readers();
+    } else {  // side by side in shared memory first, so that reads of the block table do not wait for each other
+        wait_for_readers();
+        const int before = threshold.count(threshold.before);
         chosen.for_all([&](bool is_chosen, int place, int v, int i) {
-            if (is_chosen) results.to[place] = results.slot_of(p, column_of(v, i));
+            if (is_chosen) shared().chosen_columns[place - before] = column_of(v, i);
         });
+        __syncthreads();
+        results.store(p, before, count_chosen(threshold), [&](int i) { return shared().chosen_columns[i]; });
     }
-    wait_for_readers();
 }
 
 // Read by the launcher.
