@@ -53,7 +53,7 @@ CASES = (
     (2048, 131072, 638.22, 340.56, ()),
 )
 # Where variants of the source stop: the times of their parts.
-FOUND = "        items.set_pooled(pooled);\n        threshold = find_threshold<Scope::ROW>(items, p.k);\n"
+FOUND = "        items.set_pooled(pooled);\n        threshold = find_threshold(items, p.k);\n"
 LEAVE = "if (threadIdx.x == 0) p.out[row * p.out_stride] = int(X); return;\n"
 STOPS = {
     "filled": ("    if (pools_suffice(pooled, p.k)) {", "pooled", True),

@@ -106,9 +106,6 @@ __device__ __forceinline__ void wait_for_readers() {
 #endif
 }
 
-// Who takes part in a step: the CTA, or all CTAs of the row.
-enum class Scope { CTA, ROW };
-
 __device__ __forceinline__ uint32_t order_of(float logit) {
     const uint32_t bits = __float_as_uint(add_exactly(logit, 0.0f));  // -0 becomes +0; every NaN 0x7fffffff
     return (bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u)) + 2;
@@ -375,9 +372,8 @@ __device__ __forceinline__ void count_digit(uint32_t (&bins)[BINS], uint32_t ord
 }
 
 // The threshold that the k largest items meet, of at least k inside the range. Each pass finds a digit.
-template <Scope SCOPE, typename Source>
+template <typename Source>
 __device__ __forceinline__ Threshold find_threshold(const Source& source, int k) {
-    constexpr bool OF_ROW = SCOPE == Scope::ROW && CLUSTERS;
     uint32_t prefix = 0;  // the upper bits of the k-th largest item's order
     int need = k;         // less the items that are larger than those of this prefix
     uint32_t larger_before = 0;
@@ -385,21 +381,18 @@ __device__ __forceinline__ Threshold find_threshold(const Source& source, int k)
 #pragma unroll
     for (int pass = 0; pass < 3; ++pass) {
         const int above = DIGITS[pass], shift = DIGITS[pass + 1];
-        auto& bins = shared().bins[OF_ROW ? pass : 0];
+        auto& bins = shared().bins[CLUSTERS ? pass : 0];
         source.for_each([&](uint32_t order) { count_digit(bins, order, prefix, above, shift); });
+        uint32_t inside_before = 0;
 #if CLUSTERS
-        if constexpr (OF_ROW) {
-            find_bin_of_row(bins, shared().groups[pass], need);
-        } else
+        find_bin_of_row(bins, shared().groups[pass], need);
+        larger_before += shared().above_before;
+        inside_before = shared().inside_before;
+#else
+        find_bin_of_cta(bins, need);
 #endif
-            find_bin_of_cta(bins, need);
         prefix = prefix << (above - shift) | shared().digit;
         need -= shared().above;
-        uint32_t inside_before = 0;
-        if constexpr (OF_ROW) {
-            larger_before += shared().above_before;
-            inside_before = shared().inside_before;
-        }
         // All items of the bin are chosen: the threshold is just below it.
         if (shared().inside == need) return {max(prefix << shift, 1u) - 1, 0, {larger_before + inside_before}};
         if (pass == 2) return {prefix, need, {larger_before | min(inside_before, MAX_K) << 16}};
@@ -796,7 +789,7 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
     if (pools_suffice(pooled, p.k)) {
         Items items;
         items.set_pooled(pooled);
-        threshold = find_threshold<Scope::ROW>(items, p.k);
+        threshold = find_threshold(items, p.k);
         end_reading_of_others();
         wait_for_readers();
         const uint32_t least = threshold.order + (threshold.ties == 0);
@@ -815,7 +808,7 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
         });
     } else {
         const InMemory items = {p, row, range};
-        threshold = find_threshold<Scope::ROW>(items, p.k);
+        threshold = find_threshold(items, p.k);
         end_reading_of_others();
         wait_for_readers();
         const uint32_t least = threshold.order + (threshold.ties == 0);
@@ -854,7 +847,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     __syncthreads();  // bins are 0
     Items items;
     items.set(tile, range, first);
-    const Threshold threshold = find_threshold<Scope::ROW>(items, p.k);
+    const Threshold threshold = find_threshold(items, p.k);
     end_reading_of_others();
     const Chosen chosen = choose(items, threshold);
     const Results results = results_of(p, row, of_row);
