@@ -55,6 +55,8 @@ HELD_BY_CLUSTERS = tuple(Shape(1024, items, 1, False, True) for items in (4, 8, 
 # Shapes for longer rows.
 MANY, FEW, CLUSTERS = Shape(512, 16, 2), Shape(1024, 16, 1), Shape(1024, 16, 1, clusters=True)
 LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
+MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
+MOST_OF_MANY = 32768  # longest rows for which MANY is faster than FEW, in as many CTAs as SMs at most
 
 
 @cache
@@ -80,18 +82,19 @@ def choose(rows: int, width: int, sms: int, clusters: bool) -> tuple[Shape, int]
     if rows > sms:
         return next((shape for shape in MANY_HELD if width <= shape.held), MANY), 1
     cluster = PORTABLE_CLUSTER if clusters and width > LEAST_CLUSTER_WIDTH else 1
-    while cluster > 1 and (
-        rows * cluster > _fitting(sms, cluster) or width <= cluster // 2 * HELD_BY_CLUSTERS[0].held
-    ):  # fmt: skip
+    while cluster > 1 and (rows * cluster > _fitting(sms, cluster) or width <= cluster // 2 * HELD_BY_CLUSTERS[0].held):
         cluster //= 2
+    if cluster == 2 and width <= MOST_OF_ONE:
+        cluster = 1
     if cluster == 1:
-        return next((shape for shape in FEW_HELD if width <= shape.held), FEW), 1
+        longer = MANY if width <= MOST_OF_MANY else FEW
+        return next((shape for shape in FEW_HELD if width <= shape.held), longer), 1
     return next((shape for shape in HELD_BY_CLUSTERS if width <= cluster * shape.held), CLUSTERS), cluster
 
 
 def _fitting(sms: int, cluster: int) -> int:
     """CTAs that run at a time in clusters of this size, which must lie in one group of SMs each."""
-    return sms if cluster <= 2 else sms * 3 // 4
+    return sms if cluster <= 2 else sms * 4 // 5
 
 
 class Logits(NamedTuple):

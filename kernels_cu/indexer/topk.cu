@@ -14,6 +14,8 @@
 //              chosen ones before it, by sums over lanes, warps and CTAs
 //              long row: a bit of shared memory a column is set where an item is chosen. By the sums of bits before, a
 //              thread brings the columns of a stretch of bits to their places in shared memory
+//   results    positions, or with a block table slots: short rows look up a block for four neighbouring columns, long
+//              ones for each that is chosen
 //
 // No atomics decide about places, so results do not depend on timing. Rows no longer than k are not read. BF16: logits
 // are bfloat16.
@@ -49,6 +51,7 @@ struct TopkParams {
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
 constexpr int BINS = 2048, BINS_OF_THREAD = BINS / THREADS;
+using Histogram = uint32_t[BINS + 4];          // word BINS counts what is in no bin; nothing reads it
 constexpr int CAPACITY = STREAMED ? 8192 : 4;  // of the pool: twice the largest k
 constexpr int WINDOW = CAPACITY / 2 * 32;      // columns whose choice is marked in shared memory at a time
 constexpr int SAMPLED = 2;                     // vectors of a thread in the sample
@@ -60,8 +63,8 @@ static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp'
 
 struct Shared {
     union {
-        uint32_t bins[CLUSTERS ? 3 : 1][BINS];  // those of [0] are all 0 between uses
-        int32_t chosen_columns[MAX_K];          // when histograms are no longer needed: ascending
+        Histogram bins[CLUSTERS ? 3 : 1];  // those of [0] are all 0 between uses
+        int32_t chosen_columns[MAX_K];     // when histograms are no longer needed: ascending
     };
     union {
         uint32_t pool[CAPACITY];  // logits that may be chosen, in any order
@@ -270,7 +273,7 @@ struct Threshold {
 };
 
 // Thread number `thread` has the bins from here on; those of thread 0 are the highest.
-__device__ __forceinline__ uint32_t* bins_of_thread(uint32_t (&all)[BINS], int thread) {
+__device__ __forceinline__ uint32_t* bins_of_thread(Histogram& all, int thread) {
     return &all[BINS - (thread + 1) * BINS_OF_THREAD];
 }
 
@@ -299,7 +302,7 @@ struct Sums {
 
 // As find_bin_of_cta, over the histograms of all CTAs of the row, in two steps, so that little is read from other CTAs:
 // first the warp in whose bins the item is, by the warps' sums, then the bin.
-__device__ __forceinline__ void find_bin_of_row(uint32_t (&all)[BINS], uint32_t (&groups)[WARPS][2], int need) {
+__device__ __forceinline__ void find_bin_of_row(Histogram& all, uint32_t (&groups)[WARPS][2], int need) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
     const uint32_t* const mine = bins_of_thread(all, threadIdx.x);
@@ -333,7 +336,7 @@ __device__ __forceinline__ void find_bin_of_row(uint32_t (&all)[BINS], uint32_t 
 
 // Finds the bin, from the top, in which the `need`-th largest item is: shared().digit, items in the bins above it, and
 // in it. Clears the bins.
-__device__ __forceinline__ void find_bin_of_cta(uint32_t (&all)[BINS], int need) {
+__device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
     uint32_t* const lowest = bins_of_thread(all, threadIdx.x);
@@ -364,11 +367,11 @@ __device__ __forceinline__ void find_bin_of_cta(uint32_t (&all)[BINS], int need)
     __syncthreads();
 }
 
-// Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`.
-__device__ __forceinline__ void count_digit(uint32_t (&bins)[BINS], uint32_t order, uint32_t prefix, int above,
-                                            int shift) {
+// Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`. Without a branch,
+// which the compiler makes of an atomic that not all lanes execute.
+__device__ __forceinline__ void count_digit(Histogram& bins, uint32_t order, uint32_t prefix, int above, int shift) {
     const uint32_t rest = order - (above < 32 ? prefix << above : 0);
-    if (above == 32 || rest < 1u << above) atomicAdd(&bins[rest >> shift], 1u);
+    atomicAdd(&bins[above == 32 || rest < 1u << above ? rest >> shift : uint32_t(BINS)], 1u);
 }
 
 // The threshold that the k largest items meet, of at least k inside the range. Each pass finds a digit.
@@ -651,8 +654,7 @@ __device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Ran
     return shared().pooled;
 }
 
-// Marks a column of a window, if it is to be, as larger than the threshold or equal to it. Without a branch, which the
-// compiler makes of an atomic that not all lanes execute.
+// Marks a column of a window, if it is to be, as larger than the threshold or equal to it. Without a branch.
 __device__ __forceinline__ void mark_if(bool when, bool equal, uint32_t column) {
     atomicOr(&shared().marks[equal][column % WINDOW / 32], when ? 1u << column % 32 : 0);
 }
@@ -719,6 +721,13 @@ __device__ __forceinline__ int bring_in_order(const Range& range, const Threshol
 
 // --- results --------------------------------------------------------------------------------------------------
 
+// What four neighbouring columns become: first, first + step and so on.
+struct FourResults {
+    int32_t first, step;
+
+    __device__ __forceinline__ int32_t operator[](int i) const { return first + i * step; }
+};
+
 // Where results go: `place` counts from 0.
 struct Results {
     int32_t* to;
@@ -729,6 +738,16 @@ struct Results {
     __device__ __forceinline__ int32_t slot_of(const TopkParams& p, int32_t column) const {
         const Position at = find_position(p.table, column - start);
         return blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
+    }
+
+    // Whether four columns from a multiple of 4 on always lie in one block.
+    __device__ __forceinline__ bool blocks_hold_fours(const TopkParams& p) const {
+        return start % 4 == 0 && p.table.block_size.value % 4 == 0;
+    }
+    // Their slots, if so.
+    __device__ __forceinline__ FourResults slots_of_four(const TopkParams& p, int32_t column) const {
+        const int32_t slot = slot_of(p, column);
+        return {slot, slot >= 0};
     }
 
     // Stores what becomes of column_of(0), column_of(1) and so on, from `place` on. Called by the CTA.
@@ -849,15 +868,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     items.set(tile, range, first);
     const Threshold threshold = find_threshold(items, p.k);
     end_reading_of_others();
-    const Chosen chosen = choose(items, threshold);
     const Results results = results_of(p, row, of_row);
     const auto column_of = [&](int v, int i) { return first + Tile::first_of_vector(v) + i; };
     if (p.table.blocks == nullptr) {
+        const Chosen chosen = choose(items, threshold);
         chosen.for_all([&](bool is_chosen, int place, int v, int i) {
             store_4_if(is_chosen, results.to + place, results.position_of(column_of(v, i)));
         });
         wait_for_readers();
+    } else if (results.blocks_hold_fours(p)) {
+        FourResults slots[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) slots[v] = results.slots_of_four(p, column_of(v, 0));
+        const Chosen chosen = choose(items, threshold);
+        chosen.for_all(
+            [&](bool is_chosen, int place, int v, int i) { store_4_if(is_chosen, results.to + place, slots[v][i]); });
+        wait_for_readers();
     } else {  // side by side in shared memory first, so that reads of the block table do not wait for each other
+        const Chosen chosen = choose(items, threshold);
         wait_for_readers();
         const int before = threshold.count(threshold.before);
         chosen.for_all([&](bool is_chosen, int place, int v, int i) {

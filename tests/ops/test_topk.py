@@ -159,7 +159,7 @@ def test_select_rows_of_any_logits(kind, rng) -> None:
     np.testing.assert_array_equal(kind.take(got), kind.take(two_steps))
 
 
-@pytest.mark.parametrize("block_size", [1, 15, 64])
+@pytest.mark.parametrize("block_size", [1, 4, 15, 64])
 def test_select_rows_slots(kind, rng, block_size: int) -> None:
     inputs = ragged(rng, 6, 130, 64, exact=True)
     table = rng.integers(-1, 50, (3, -(-100 // block_size)), dtype=np.int32)
