@@ -40,3 +40,8 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
 __device__ __forceinline__ void store_release(uint64_t* to, uint64_t v) {
     asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
+
+// PTX ISA: prefetch.global.L2: the line of this address is asked for.
+__device__ __forceinline__ void prefetch_to_l2(const void* line) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
