@@ -10,6 +10,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import cupy
 import ml_dtypes
@@ -18,8 +19,9 @@ import numpy as np
 import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.cuda import driver
-from cupy_mla.cuda.attention import portable
-from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention import choose, portable
+from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE
+from cupy_mla.cuda.attention.cost import Division
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
@@ -129,6 +131,31 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
             compare(f"decode {layout.name} h {h} {kernel} splits {splits} {name}", ours, reference)
 
 
+def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
+    """`fp8_sm90` as it divides batches that are larger: short lists over all CTAs, and splits taken in turn."""
+    cache, gpu_cache = packed(rng, layout, 3, 61)
+    q = (10 * rng.standard_normal((6, 1, h, layout.d_qk))).astype(BF16)
+    indices = rng.integers(0, 183, (6, 1, 900), dtype=np.int32)
+    indices[np.arange(900) >= np.array([900, 0, 1, 300, 400, 500])[:, None, None]] = -1
+    gpu_q, gpu_i = on_gpu(q, indices)
+    scale = SM_SCALES[layout.d_qk]
+    expected = cupy_mla.sparse_decode(q, cache, indices, scale)
+    os.environ[VARIABLE] = "fp8_sm90"
+    heads = 64 if h > 32 else 32
+    for name, value, splits in (
+        ("_fp8_division", lambda *sizes: Division(heads, EVENLY, 1), None),
+        ("fp8_in_turn", lambda *sizes: True, 3),
+    ):
+        was = getattr(choose, name)
+        setattr(choose, name, value)
+        try:
+            result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits)
+        finally:
+            setattr(choose, name, was)
+        for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
+            compare(f"divided {layout.name} h {h} splits {splits} {part}", ours, reference)
+
+
 def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
     """The kernels for Hopper that can serve a decode."""
     if not layout.scales_apart:
@@ -200,6 +227,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
         for kernel in shapes:
             yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
+    for layout, h in product((layouts.V32_FP8, layouts.V4_FP8), (32, 70)) if hopper else ():
+        yield f"divided {layout.name} h {h}", partial(divided_case, layout=layout, h=h)
     for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576):
         for h in (16, 32, 64, 128):
             for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes):

@@ -40,12 +40,17 @@ struct Share : SingleQueries {
     static __device__ __forceinline__ int first_entry(int item) {
         return begins_item(item) ? 0 : state().shares.begin.pair * 2 * TILE_ROWS;
     }
-    static __device__ __forceinline__ int length_of(const Params& p, int item, int head_tiles) {
-        const int length = list_length(p.main, query_of(p, item / head_tiles).b);
+    static __device__ __forceinline__ int length_of(const Params& p, int item, int) {
+        const int length = list_length(p.main, query_of(p, query_of_item(p, item)).b);
         return (ends_item(item) ? length : state().shares.end.pair * 2 * TILE_ROWS) - first_entry(item);
     }
-    static __device__ __forceinline__ Work work_of(const Params& p, int item, int head_tiles, int length) {
-        return {query_of(p, item / head_tiles), item % head_tiles, length, num_pairs(length), item, first_entry(item)};
+    static __device__ __forceinline__ Work work_of(const Params& p, int item, int, int length) {
+        return {query_of(p, query_of_item(p, item)),
+                head_tile_of_item(p, item),
+                length,
+                num_pairs(length),
+                item,
+                first_entry(item)};
     }
 
     // --- results ----------------------------------------------------------------------------------------------

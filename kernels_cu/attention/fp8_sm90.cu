@@ -31,7 +31,9 @@
 //
 // DIVISION says how work is divided over CTAs: WHOLE, each takes whole work items in turn; CLUSTERS, the splits of an
 // item are the CTAs of a cluster, which merge their partial results (merge.cuh); SHARES, each CTA has an equal share of
-// all rows, and splits of an item are merged by the CTA that has its end (shares.cuh).
+// all rows, and splits of an item are merged by the CTA that has its end (shares.cuh); SEGMENTS, each takes whole items
+// in turn, works on the splits of one after the other, with the same Q, and merges their partial results as a cluster
+// does, to the same bits.
 //
 // Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a split
 // before its first tile, unless it has at most UNSEEN tiles.
@@ -73,7 +75,7 @@
 
 constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2 };  // DIVISION
+enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3 };  // DIVISION
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
@@ -100,7 +102,7 @@ enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER
 
 // The producer warps look for valid entries in splits of more than UNSEEN tiles: that takes 1 us of the first one's
 // time. They look at up to 32 * TILE_WORDS tiles; all others count as having one.
-constexpr int UNSEEN = DIVISION == CLUSTERS ? 12 : 4, TILE_WORDS = 8;
+constexpr int UNSEEN = DIVISION == CLUSTERS || DIVISION == SEGMENTS ? 12 : 4, TILE_WORDS = 8;
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
@@ -123,7 +125,7 @@ struct alignas(16) SmallOf {
     float largest[8][HEADS];               // |O^T| of a partial result, in each warp's columns
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
     uint64_t q_full, q_empty;
-    float q_max[8];
+    float q_max[8], logit_scale;
     uint32_t raised[2];
     uint32_t valid[STAGES];  // a bit a row, place valid_bit(row)
     // Of this split and the one before: tiles with a valid entry, those that each producer warp has found; then their
@@ -182,22 +184,33 @@ __device__ __forceinline__ int last_item() {
 __device__ __forceinline__ int num_splits(const AttentionParams& p) {
     if (DIVISION == CLUSTERS) return 1;
     if (DIVISION == SHARES) return last_item() + 1 - small().shares.begin.item;
-    return ceil_div(p.num_queries * num_head_tiles(p) - int(blockIdx.x), gridDim.x);
+    const int items = ceil_div(p.num_queries * num_head_tiles(p) - int(blockIdx.x), gridDim.x);
+    return DIVISION == SEGMENTS ? items * p.num_splits : items;
+}
+
+// In segments: the number of a CTA's split among those of its work item.
+__device__ __forceinline__ int segment_of(const AttentionParams& p, int turn) {
+    return DIVISION == SEGMENTS ? turn % p.num_splits : 0;
 }
 
 // Split number `turn` of this CTA.
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     const int item = DIVISION == SHARES     ? last_item() - turn
                      : DIVISION == CLUSTERS ? cluster_index()
+                     : DIVISION == SEGMENTS ? blockIdx.x + turn / p.num_splits * gridDim.x
                                             : blockIdx.x + turn * gridDim.x;
     const int head_tiles = num_head_tiles(p);
     Work w;
     if constexpr (DIVISION == CLUSTERS) {
         find_item(p, w, item / head_tiles, item % head_tiles, cluster_rank(), cluster_size());
+    } else if constexpr (DIVISION == SHARES) {
+        find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
+    } else if constexpr (DIVISION == SEGMENTS) {
+        find_item(p, w, item / head_tiles, item % head_tiles, segment_of(p, turn), p.num_splits);
     } else {
         find_item(p, w, item / head_tiles, item % head_tiles, 0, 1);
     }
-    w.ends_item = true;
+    w.ends_item = segment_of(p, turn + 1) == 0;
     if constexpr (DIVISION == SHARES) {
         const Boundary begin = small().shares.begin, end = small().shares.end;
         if (item == begin.item) w.begin = 2 * begin.pair;
@@ -212,6 +225,21 @@ __device__ __forceinline__ int place_of(uint32_t stage) { return stage % STAGES;
 __device__ __forceinline__ uint32_t phase_of(uint32_t stage) { return stage / STAGES & 1; }
 __device__ __forceinline__ uint32_t stage_address(uint32_t stage) {
     return shared_address(shared) + RING_AT + place_of(stage) * STAGE_BYTES;
+}
+
+// In shares: asks for the lists and Q of the first split to come to L2, if all lists turn out to be full.
+__device__ __forceinline__ void ask_for_first(const AttentionParams& p) {
+    if (num_splits(p) == 0) return;
+    const Work w = find_work(p, 0);
+    constexpr int LINE = 128;
+    const int32_t* list = list_of(p.main, w.query);
+    const int entry = w.begin * TILE_ROWS + threadIdx.x * (LINE / 4);
+    if (entry < min(w.end * TILE_ROWS, w.main_length)) prefetch_to_l2(list + entry);
+    for (int at = threadIdx.x; at < HEADS * (D_QK * 2 / LINE); at += THREADS) {
+        const int head = at / (D_QK * 2 / LINE);
+        if (w.first_head + head < p.h_q)
+            prefetch_to_l2(q_of(p, w.query, w.first_head + head) + at % (D_QK * 2 / LINE) * (LINE / 2));
+    }
 }
 
 // --- producer --------------------------------------------------------------------------------------------------
@@ -274,9 +302,13 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
 }
 
 // Bulk copies of Q, [head][D_QK], into the space where load_q will store it again in the order of multiply_qk. They
-// start once the CTA's previous work item has released its Q.
+// start once the CTA's previous split has released its Q. Later splits of an item have it.
 __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w, int lane) {
     if (w.turn > 0) mbarrier_wait(shared_address(&small().q_empty), (w.turn - 1) & 1);
+    if (segment_of(p, w.turn) > 0) {
+        if (lane == 0) mbarrier_arrive(shared_address(&small().q_full));
+        return;
+    }
     const bf16* q = q_of(p, w.query, w.first_head);
     const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
     const int heads = min(HEADS, p.h_q - w.first_head);
@@ -982,8 +1014,8 @@ __device__ __forceinline__ float sum_of(int local) {
 static_assert(MOST_SPLITS * HEADS * 4 <= P_AT, "");
 __device__ __forceinline__ float* merge_weights() { return reinterpret_cast<float*>(shared); }
 
-// Denominators, with those of `count` partial results of the CTAs before, to statistics, and to the factors that O^T and
-// these are multiplied with.
+// Denominators, with those of `count` partial results of the CTAs before, to statistics, and to the factors that O^T
+// and these are multiplied with.
 __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Attended& w, const Role& r, int count,
                                             const PartialResults<8>& partials) {
     Small& sm = small();
@@ -991,9 +1023,11 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
     if (local < HEADS) {
         const float ref = sm.ref[local];
         float top = ref;
+#pragma unroll 1
         for (int i = 0; i < count; ++i) top = fmaxf(top, partials.statistics_of(first + i, local).x);
         const float own = exp2_approx(ref - top);
         float sum = own * sum_of(local);
+#pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const float4 statistics = partials.statistics_of(first + i, local);
             const float weight = exp2_approx(statistics.x - top);
@@ -1007,12 +1041,13 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
             write_statistics(p, w.query, head, result);
         }
         sm.scale[local] = own * scale;
+#pragma unroll 1
         for (int i = 0; i < count; ++i) merge_weights()[i * HEADS + local] *= scale;
     }
     sync_consumers();
 }
 
-// Writes this CTA's partial result, as f16 times a power of two for each head. Denominators have been gathered.
+// Writes the partial result of a split, in f16 times a power of two for each head.
 __device__ __forceinline__ void write_partial(const Role& r, const Output& out, const PartialResults<8>& partials) {
     Small& sm = small();
 #pragma unroll
@@ -1081,6 +1116,71 @@ __device__ __forceinline__ void add_partials(const Role& r, int count, const Par
     }
 }
 
+__device__ __forceinline__ void clear(Output& out) {
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+#pragma unroll
+        for (int i = 0; i < HEADS / 2; ++i) out.o[v][i] = 0.0f;
+    }
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
+}
+
+// In segments: leaves the partial result of a split. After an item's last one O^T becomes the sum of all, as a cluster
+// merges them. A thread reads what it has written itself.
+__device__ __forceinline__ void merge_segments(const AttentionParams& p, const Attended& w, const Role& r, int split,
+                                               Output& out) {
+    const int count = p.num_splits;
+    const ClusterResults<8> partials(p.cluster_parts + int64_t(blockIdx.x) * count * PartialResults<8>::STEP, split,
+                                     count);
+    write_partial(r, out, partials);
+    if (!w.ends_item) return;
+    sync_consumers();
+    float* weights = reinterpret_cast<float*>(shared + P_AT);  // no P is read any more; the next Q may be on its way
+    static_assert(MAX_CLUSTER * HEADS * 4 <= 2 * LINES_BYTES, "");
+    if (threadIdx.x < HEADS) {
+        float weight[MAX_CLUSTER];
+        const float scale = partials.weigh(
+            threadIdx.x, weight,
+            [&](int local, bool write, float ref, float sum, float) {
+                return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
+            },
+            true);
+#pragma unroll
+        for (int i = 0; i < MAX_CLUSTER; ++i) {
+            if (i < count) weights[i * HEADS + threadIdx.x] = weight[i] * scale;
+        }
+    }
+    sync_consumers();
+    clear(out);
+    constexpr int AT_ONCE = 8;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+#pragma unroll
+        for (int first = 0; first < OWN_HEADS; first += AT_ONCE) {
+            float4 chunks[AT_ONCE];
+#pragma unroll
+            for (int c = 0; c < AT_ONCE; ++c) chunks[c] = partials.chunk_of(i, 256 * (first + c) + threadIdx.x);
+#pragma unroll
+            for (int c = 0; c < AT_ONCE; ++c) {
+                float v[8];
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    v[2 * n] = out.o[n][element(0, first + c)];
+                    v[2 * n + 1] = out.o[n][element(1, first + c)];
+                }
+                add_chunk(v, weights[i * HEADS + r.head(first + c)], chunks[c]);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    out.o[n][element(0, first + c)] = v[2 * n];
+                    out.o[n][element(1, first + c)] = v[2 * n + 1];
+                }
+            }
+        }
+    }
+    sync_consumers();
+}
+
 // Merges the partial results of a cluster.
 __device__ __forceinline__ void merge_results(const AttentionParams& p, const Attended& w, const Role& r,
                                               const Output& out) {
@@ -1105,8 +1205,9 @@ __device__ __forceinline__ void merge_results(const AttentionParams& p, const At
     partials.merge<CONSUMERS>(weights, head_of, column_of, finish, [] { sync_consumers(); }, store);
 }
 
-__device__ __forceinline__ void write_results(const AttentionParams& p, const Attended& w, const Role& r,
-                                              Output& out) {
+// Turns O^T into results, with the partial results of the CTAs before.
+__device__ __forceinline__ void finish_results(const AttentionParams& p, const Attended& w, const Role& r,
+                                               Output& out) {
     const PartialResults<8> partials = {p.cluster_parts, int(blockIdx.x)};
     gather_sums(r, out);
     int count = 0;
@@ -1119,8 +1220,6 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const At
         count = small().partials;
     }
     finish_sums(p, w, r, count, partials);
-    // Of column block v this thread holds columns 2 g and 2 g + 1 of 16.
-    const int first = 256 * r.warpgroup + 16 * r.warp;
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         const float f = small().scale[r.head(c)];
@@ -1131,6 +1230,12 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const At
         }
     }
     if constexpr (DIVISION == SHARES) add_partials(r, count, partials, out);
+}
+
+// Writes results. Before, no P is read any more.
+__device__ __forceinline__ void store_results(const AttentionParams& p, const Attended& w, const Role& r,
+                                              const Output& out) {
+    const int first = 256 * r.warpgroup + 16 * r.warp;  // of column block v this thread holds 2 g and 2 g + 1 of 16
     bf16* results = out_of(p, w.query, w.first_head);
     if (p.flags & WIDE_OUT) {
         // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
@@ -1182,21 +1287,21 @@ __device__ __forceinline__ void release_q(const Role& r) {
 __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32_t stage, const Role& r,
                                       const Attended& known) {
     const Attended &told = small().attended[turn % 2], &w = DIVISION == CLUSTERS ? known : told;
-    const float logit_scale = load_q(p, turn, w, r);
+    float logit_scale;
+    if (segment_of(p, turn) == 0) {
+        logit_scale = load_q(p, turn, w, r);
+        if (DIVISION == SEGMENTS) small().logit_scale = logit_scale;  // all threads have the same
+    } else {
+        mbarrier_wait(shared_address(&small().q_full), turn & 1);
+        logit_scale = small().logit_scale;
+    }
     const int pairs = w.pairs >= 0 ? w.pairs : told.pairs;
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
     fence_proxy_async();
     sync_consumers();
 
     Output out;
-#pragma unroll
-    for (int v = 0; v < 4; ++v) {
-#pragma unroll
-        for (int i = 0; i < HEADS / 2; ++i) out.o[v][i] = 0.0f;
-    }
-#pragma unroll
-    for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
-
+    clear(out);
     if (pairs == 0) release_q(r);
     const int other = 1 - r.warpgroup;
     auto multiply_other = [&](uint32_t stage) {
@@ -1220,8 +1325,12 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32
     if (r.warpgroup == 0 && pairs > 0) multiply_other(stage - TILE_STAGES);
     if constexpr (DIVISION == CLUSTERS) {
         merge_results(p, w, r, out);
+    } else if constexpr (DIVISION == SEGMENTS) {
+        merge_segments(p, w, r, segment_of(p, turn), out);
+        if (w.ends_item) store_results(p, w, r, out);
     } else if (DIVISION == WHOLE || w.ends_item) {
-        write_results(p, w, r, out);
+        finish_results(p, w, r, out);
+        store_results(p, w, r, out);
     } else {
         leave_partial(p, w, r, out);
     }
@@ -1252,7 +1361,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         only = find_work(p, 0);
     }
     wait_for_earlier_kernels();
-    if (DIVISION == SHARES) find_share(p, sm.shares);
+    if constexpr (DIVISION == SHARES) {
+        static_assert(2 * MOST_LISTED <= STAGES * STAGE_BYTES, "");
+        find_listed_share(p, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT), ask_for_first);
+    }
     let_next_kernel_start();
     int stage = 0;
     if (threadIdx.x >= CONSUMERS) {

@@ -60,6 +60,10 @@ struct ClusterResults : PartialResults<VALUES> {
         first += int64_t(index) * ctas * STEP;
     }
 
+    // Of `ctas` splits, one after the other, that have left them from `first` on.
+    __device__ __forceinline__ ClusterResults(float4* first, int rank, int ctas)
+        : PartialResults<VALUES>{first, rank}, ctas(ctas), chunks(CHUNKS) {}
+
     // Wait for the cluster's partial results and merge this CTA's share of the chunks. The CTA's first THREADS threads
     // merge; `sync` is their barrier. The other threads call cluster_sync_with_one_fence(false): cluster barriers
     // count every thread.

@@ -204,7 +204,7 @@ __device__ __forceinline__ void find_split(const AttentionParams& p) {
         find_item(p, sm.work, item / head_tiles, item % head_tiles, blockIdx.y, p.num_splits);
         return;
     }
-    find_item(p, sm.work, item / head_tiles, item % head_tiles, 0, 1);
+    find_item(p, sm.work, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
     const Boundary begin = sm.shares.begin, end = sm.shares.end;
     if (item == begin.item) sm.work.begin = 2 * begin.pair;
     if (item == end.item) {

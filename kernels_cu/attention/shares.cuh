@@ -4,6 +4,9 @@
 //   items   |    item 0    |    item 1    |    item 2    |    item 3    |
 //   shares  |    CTA 0    |    CTA 1    |    CTA 2    |    CTA 3    | ...
 //
+// Items are numbered by tiles of heads first: those of all queries' first heads, then those of the next. So the two
+// tiles of a query are half of the CTAs apart and worked on at the same time, and its rows come from memory once.
+//
 // A CTA works on its share backwards. So it begins with the split of an item that ends in a later share, and leaves a
 // partial result. It comes last to the split that ends the item with which its share begins, and merges what the CTAs
 // before it have left, which did that first. A CTA waits for CTAs of lower numbers alone. Those have been started, so
@@ -27,12 +30,15 @@ struct Boundary {
     int item, pair;
 };
 
-// Where a launch's shares are divided. `costs` has a place for each warp.
+// Where a launch's shares are divided.
 template <int THREADS>
 struct Shares {
-    Boundary begin, end;  // of this CTA's share
-    uint32_t costs[THREADS / 32];
+    Boundary begin, end;           // of this CTA's share
+    uint32_t costs[THREADS / 32];  // of each warp's queries
 };
+
+__device__ __forceinline__ int query_of_item(const AttentionParams& p, int item) { return item % p.num_queries; }
+__device__ __forceinline__ int head_tile_of_item(const AttentionParams& p, int item) { return item / p.num_queries; }
 
 __device__ __forceinline__ int pairs_of(const AttentionParams& p, int query) {
     Lists w;
@@ -53,7 +59,7 @@ __device__ __forceinline__ Boundary nearest_boundary(const AttentionParams& p, i
 // Where share `cta` begins, if each item is to be divided into p.num_splits alike.
 __device__ __forceinline__ Boundary split_boundary(const AttentionParams& p, uint32_t cta) {
     const int item = cta / p.num_splits, split = cta % p.num_splits;
-    return {item, split == 0 ? 0 : pairs_of(p, item / num_head_tiles(p)) * split / p.num_splits};
+    return {item, split == 0 ? 0 : pairs_of(p, query_of_item(p, item)) * split / p.num_splits};
 }
 
 // Where share `cta` begins, if all lists are equally long.
@@ -64,34 +70,71 @@ __device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint
     return nearest_boundary(p, at / cost, pairs, at % cost);
 }
 
-// Finds this CTA's share where queries have lengths of their own. All threads call; each looks at some of the queries.
-template <int THREADS>
-__device__ __forceinline__ void find_uneven_share(const AttentionParams& p, Shares<THREADS>& shares) {
-    const int head_tiles = num_head_tiles(p), each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
+// Finds this CTA's share where lists are not equally long: pairs_at(query) says how many pairs of tiles a query has.
+// All threads call; each looks at some of the queries.
+template <int THREADS, typename Pairs>
+__device__ __forceinline__ void find_uneven_share(const AttentionParams& p, Shares<THREADS>& shares, Pairs pairs_at) {
+    const int each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
     const int end = min(first + each, p.num_queries);
-    uint32_t cost = 0, total;
+    uint32_t cost = 0, of_tile;  // of these queries; of all, for a tile of heads
 #pragma unroll 1
-    for (int query = first; query < end; ++query) cost += head_tiles * cost_of(pairs_of(p, query));
-    const uint32_t before = cta_sum_before(cost, shares.costs, total);
+    for (int query = first; query < end; ++query) cost += cost_of(pairs_at(query));
+    const uint32_t before = cta_sum_before(cost, shares.costs, of_tile);
+    const uint32_t head_tiles = num_head_tiles(p), total = of_tile * head_tiles;
 #pragma unroll 1
     for (uint32_t i = 0; i < 2; ++i) {
         Boundary& found = i == 0 ? shares.begin : shares.end;
-        uint32_t at = uint64_t(total) * (blockIdx.x + i) / gridDim.x;
-        if (at == total && threadIdx.x == 0) found = {p.num_queries * head_tiles, 0};
-        if (at < before || at >= before + cost) continue;
-        at -= before;
+        const uint32_t at = uint64_t(total) * (blockIdx.x + i) / gridDim.x, tile = at / of_tile;
+        if (threadIdx.x == 0 && at == total) found = {int(p.num_queries * head_tiles), 0};
+        uint32_t left = at % of_tile;
+        if (at == total || left < before || left >= before + cost) continue;
+        left -= before;
 #pragma unroll 1
         for (int query = first; query < end; ++query) {
-            const int pairs = pairs_of(p, query);
-            const uint32_t of_item = cost_of(pairs), of_query = head_tiles * of_item;
-            if (at < of_query) {
-                found = nearest_boundary(p, query * head_tiles + at / of_item, pairs, at % of_item);
+            const int pairs = pairs_at(query);
+            const uint32_t of_query = cost_of(pairs);
+            if (left < of_query) {
+                found = nearest_boundary(p, tile * p.num_queries + query, pairs, left);
                 break;
             }
-            at -= of_query;
+            left -= of_query;
         }
     }
     __syncthreads();
+}
+
+// Whether the last entry of every main list names a row: then all of them are full. All threads call.
+template <int THREADS>
+__device__ __forceinline__ bool all_lists_full(const AttentionParams& p) {
+    bool full = true;
+    for (int query = threadIdx.x; query < p.num_queries; query += THREADS)
+        full &= list_of(p.main, query_by_branch(p, query))[p.main.topk - 1] >= 0;
+    return __syncthreads_and(full);
+}
+
+// The pairs of tiles of a query's main list whose entries stand in front, behind them -1: up to the last pair that
+// begins with an entry, at least 1. Where -1 stands elsewhere, too, it is some number of pairs that the list has.
+__device__ __forceinline__ int listed_pairs(const AttentionParams& p, int query) {
+    constexpr int PROBES = 4;  // entries that are asked for at a time
+    const int32_t* list = list_of(p.main, query_by_branch(p, query));
+    int low = 0, high = ceil_div(p.main.topk, 2 * TILE_ROWS);  // pair `low` begins with an entry, `high` does not
+#pragma unroll 1
+    while (high - low > 1) {
+        const int begin = low, size = high - low;
+        int32_t entries[PROBES];
+        auto pair_of = [&](int i) { return begin + min(ceil_div(size * (i + 1), PROBES + 1), size - 1); };
+#pragma unroll
+        for (int i = 0; i < PROBES; ++i) entries[i] = list[pair_of(i) * 2 * TILE_ROWS];
+#pragma unroll
+        for (int i = PROBES - 1; i >= 0; --i) {
+            if (entries[i] < 0) high = pair_of(i);
+        }
+#pragma unroll
+        for (int i = 0; i < PROBES; ++i) {
+            if (pair_of(i) < high) low = pair_of(i);
+        }
+    }
+    return low + 1;
 }
 
 // Finds this CTA's share of lists without lengths, which nothing in memory says. The CTA must meet afterwards.
@@ -107,12 +150,29 @@ template <int THREADS>
 __device__ __forceinline__ void find_share(const AttentionParams& p, Shares<THREADS>& shares) {
     if (!has_lengths(p)) return;
     if (p.num_splits == 1) {
-        find_uneven_share(p, shares);
+        find_uneven_share(p, shares, [&](int query) { return pairs_of(p, query); });
     } else {
         if (threadIdx.x < 2)
             (threadIdx.x == 0 ? shares.begin : shares.end) = split_boundary(p, blockIdx.x + threadIdx.x);
         __syncthreads();
     }
+}
+
+// As find_share; main lists without lengths count up to where -1 begins, as they are divided. What is worked on are
+// lists to their ends. `listed` is shared memory for a number for each query. prepare(p) is called before the lists are
+// looked at, when the share is the one of full lists.
+constexpr int MOST_LISTED = 4096;
+template <int THREADS, typename Act>
+__device__ __forceinline__ void find_listed_share(const AttentionParams& p, Shares<THREADS>& shares, uint16_t* listed,
+                                                  Act prepare) {
+    find_share(p, shares);
+    if (has_lengths(p) || p.num_splits > 1 || p.extra.topk > 0 || p.num_queries > MOST_LISTED) return;
+    if (p.main.topk <= 2 * TILE_ROWS) return;
+    prepare(p);
+    if (all_lists_full<THREADS>(p)) return;
+    for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);
+    __syncthreads();
+    find_uneven_share(p, shares, [&](int query) { return int(listed[query]); });
 }
 
 // --- partial results ------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import pytest
 import cupy_mla
 from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
+from cupy_mla.cuda.attention.fp8_sm90 import CLUSTERS, SEGMENTS
+from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.layouts import BFLOAT16
 
 from ..fake_gpu import FakeGPU, HostCuPy
@@ -71,3 +73,24 @@ def test_a_kernel_that_cannot_serve_a_call_launches_nothing(kind, launched, monk
     with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is bf16_sm90, which cannot serve this call"):
         decode(kind, 656, np.uint8)
     assert not launched
+
+
+def test_invariant_calls_of_both_divisions(kind, launched, monkeypatch):
+    """Small batches go to clusters, large ones to CTAs that take splits in turn: one call after the other."""
+    seen, plain = [], Kernel.submitter
+
+    def noting(kernel, device):
+        submit = plain(kernel, device)
+
+        def noting_submit(stream, ctas, *more):
+            seen.append((kernel.defines["DIVISION"], ctas))
+            submit(stream, ctas, *more)
+
+        return noting_submit
+
+    monkeypatch.setattr(Kernel, "submitter", noting)
+    cache = np.zeros((33, 64, 656), np.uint8)
+    for b in (3, 128, 5, 120, 3):
+        q, indices = np.zeros((b, 1, 64, 576), BFLOAT16), np.zeros((b, 1, 2048), np.int32)
+        cupy_mla.sparse_decode(*map(kind.put, (q, cache, indices)), 0.04, batch_invariant=True)
+    assert seen == [(CLUSTERS, 12), (SEGMENTS, 128), (CLUSTERS, 20), (SEGMENTS, 120), (CLUSTERS, 12)]

@@ -334,8 +334,9 @@ def test_decode_same_bits_every_time(kind, rng, fmt):
 @pytest.mark.parametrize("h_q", [16, 64])
 @pytest.mark.parametrize("topk", [300, 1100])
 def test_decode_bits_do_not_depend_on_the_batch(kind, rng, fmt, h_q, topk):
-    """Each of 140 requests, more than a GPU has multiprocessors, alone, in threes, and with all others."""
-    b = 140 if kind.on_gpu else 5
+    """Each of 264 requests, two for a multiprocessor of an H200, alone, in threes, and with all others: there CTAs take
+    the splits of FP8 rows in turn."""
+    b = 264 if kind.on_gpu else 5
     main = paged(rng, fmt, b, 1, topk, 64, lengths=True)
     q = queries(rng, b, 1, h_q, fmt.d_qk)
 

@@ -25,6 +25,7 @@ from .cost import (
     bf16_evenly,
     few_heads_candidates,
     fp8_candidates,
+    fp8_in_turn,
     portable_splits,
 )
 
@@ -67,7 +68,7 @@ class Choice(NamedTuple):
         splits: of a query's rows; `EVENLY`: wherever an equal share of all rows ends.
         cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
         ctas: of `fp8_sm90` and `portable`: among which the work is divided; 0: none, each item has a cluster, or a CTA
-            for each split.
+            for each split. Up to MAX_CLUSTER splits of `fp8_sm90` that are no cluster are taken in turn by one of them.
         counted: lists without lengths end with their last valid entry, which a launch before finds.
         least_split: pairs of tiles that a split has at least, where rows are divided among CTAs.
         queries: of a CTA; of a query group.
@@ -234,6 +235,17 @@ def _fp8_division(f: Facts, s: Sizes, tiles: int) -> Division:
     return fp8_candidates(fp8_sm90.HEADS, s.h_q, tiles, at_once, s.splits, f.uneven).cheapest(s.queries)
 
 
+def _in_turn(f: Facts, s: Sizes, clusters: Choice) -> Choice:
+    """The splits that are wanted, by CTAs that take those of an item in turn where that is faster: to the same bits."""
+    if s.splits is None or clusters.kernel != "fp8_sm90" or clusters.cluster == 1:
+        return clusters
+    tiles, items = ceil_div(s.rows, fp8_sm90.TILE_ROWS), _items(s, clusters.heads)
+    at_once = f.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
+    if not fp8_in_turn(clusters.heads, items, tiles, clusters.splits, at_once):
+        return clusters
+    return clusters._replace(cluster=1, ctas=min(items, f.gpu.sms))
+
+
 def _fp8_wanted_first(f: Facts, s: Sizes) -> bool:
     return f.layout.scales_apart or (8 < s.h_q <= 16 and s.queries <= PADDED_QUERIES)
 
@@ -381,16 +393,17 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None, table: Sequence
     Raises:
         ValueError: no kernel has that name, or it cannot serve this call.
     """
+    queries = max(1, sizes.queries)
     if facts.batch_invariant:
         splits = sizes.splits or max(1, min(ceil_div(sizes.rows, INVARIANT_ROWS), MAX_CLUSTER))
         sizes = sizes._replace(queries=INVARIANT_QUERIES, splits=splits)
-    elif sizes.queries < 1:
-        sizes = sizes._replace(queries=1)
+    else:
+        sizes = sizes._replace(queries=queries)
     able = rows_for(facts) if table is None else table
     if not asked:
         for _, _, takes, wanted, choice in able:
             if takes(sizes) and wanted(facts, sizes):
-                return choice(facts, sizes)
+                return _in_turn(facts, sizes._replace(queries=queries), choice(facts, sizes))
     if asked not in NAMES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
     row = next((row for row in able if row.kernel == asked and row.takes(sizes)), None)
@@ -402,7 +415,7 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None, table: Sequence
             + ("" if facts.aligned else ", rows or q not aligned to 16 bytes")
             + ("" if facts.flat else ", rows not in one flat array")
         )
-    return row.choice(facts, sizes)
+    return _in_turn(facts, sizes._replace(queries=queries), row.choice(facts, sizes))
 
 
 def rows_for(facts: Facts) -> list[Row]:

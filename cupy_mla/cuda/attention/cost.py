@@ -43,11 +43,13 @@ class Division(NamedTuple):
 # work item. PAIR: a pair of tiles. MERGE: a cluster's merge. FULL, FULL_PAIR: what is added to an item, and for each of
 # its pairs, as CTAs fill the GPU; FIRST is the share of that which the first items of a launch pay. EVEN: rows that are
 # divided evenly: once, for each pair and each item of a CTA. PARTIAL: another CTA's partial result. UNEVEN: where
-# queries have lengths of their own, the share of EVEN's pairs and items that remains, and of unsplit items.
+# queries have lengths of their own, the share of EVEN's pairs and items that remains, and of unsplit items; and what is
+# added to EVEN once. SEGMENT: a split of a CTA that takes an item's splits in turn, beside its pairs.
 FP8_ITEM, FP8_PAIR, FP8_MERGE = {32: 4.0, 64: 8.0}, {32: 3.1, 64: 3.9}, {32: 3.6, 64: 3.5}
 FP8_FULL, FP8_FULL_PAIR, FP8_FIRST = {32: 2.0, 64: 2.2}, {32: 0.4, 64: 0.5}, 0.7
 FP8_EVEN, FP8_PARTIAL = {32: (16.0, 3.0, 12.0), 64: (18.0, 3.75, 20.0)}, {32: 1.0, 64: 2.0}
-FP8_UNEVEN = (0.55, 0.8, 0.95)
+FP8_UNEVEN = (0.55, 0.8, 0.95, 3.5)
+FP8_SEGMENT = {32: 4.0, 64: 6.5}
 FP8_LEAST_SPLIT = 2  # pairs of tiles
 
 # Of `few_heads_sm90`. FULL: what is added when CTAs fill the GPU. TILE: a tile. ROUND: each consumer warpgroup
@@ -143,7 +145,7 @@ def fp8_candidates(
         _by_heads(times)[of] for times in (FP8_ITEM, FP8_PAIR, FP8_MERGE, FP8_FULL, FP8_FULL_PAIR, FP8_PARTIAL)
     )
     once, even_pair, even_item = (_by_heads({n: FP8_EVEN[n][i] for n in FP8_EVEN})[of] for i in range(3))
-    of_pair, of_item, of_whole = FP8_UNEVEN if uneven else (1.0, 1.0, 1.0)
+    of_pair, of_item, of_whole, more = FP8_UNEVEN if uneven else (1.0, 1.0, 1.0, 0.0)
     each = of_pair * even_pair * (-(-tiles // 2)) + of_item * even_item
     split = item + pair * pairs + merge * (clusters > 1)
     runs = np.array(at_once)[clusters - 1]
@@ -154,10 +156,29 @@ def fp8_candidates(
         load = (FP8_FIRST + (1.0 - FP8_FIRST) * rounds) * full
         whole = np.where(rounds > 1, of_whole, 1.0) * (rounds * split + load * (full_item + full_pair * pairs))
         share = queries * items / sms
-        even = once + each * share + partial * np.maximum(0.0, 1.0 / np.maximum(share, 1.0 / sms) - 1.0)
+        even = once + more + each * share + partial * np.maximum(0.0, 1.0 / np.maximum(share, 1.0 / sms) - 1.0)
         return np.where(asked == EVENLY, even, whole)
 
     return Candidates(found, time)
+
+
+def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[int, ...]) -> bool:
+    """Whether `fp8_sm90` takes less time with CTAs that take the splits of an item in turn than with clusters.
+
+    Args:
+        items: work items of the call, of so many tiles each.
+        at_once: clusters of 1, 2, ... MAX_CLUSTER CTAs that the GPU runs at a time.
+    """
+    pairs = (-(-tiles // splits) + 1) // 2
+
+    def time(ctas: int, split: float, pairs: int) -> float:
+        """An item by so many CTAs: what its splits add, and the pairs of each CTA."""
+        rounds, full = -(-items // at_once[ctas - 1]), min(1.0, items * ctas / at_once[0])
+        load = (FP8_FIRST + (1.0 - FP8_FIRST) * rounds) * full
+        item = FP8_ITEM[heads] + FP8_PAIR[heads] * pairs + split
+        return rounds * item + load * (FP8_FULL[heads] + FP8_FULL_PAIR[heads] * pairs)
+
+    return time(1, splits * FP8_SEGMENT[heads], splits * pairs) < time(splits, FP8_MERGE[heads], pairs)
 
 
 @lru_cache(maxsize=1024)

@@ -16,10 +16,10 @@ HEADS = (32, 64)  # heads a CTA is built for
 TILE_ROWS = 64
 
 
-WHOLE, CLUSTERS, SHARES = DIVISIONS = 0, 1, 2  # how work is divided over CTAs, see the kernel
+WHOLE, CLUSTERS, SHARES, SEGMENTS = DIVISIONS = 0, 1, 2, 3  # how work is divided over CTAs, see the kernel
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
-# Addresses, once a work item; in shares a few loads a pair of tiles, too.
-SPILL_BYTES = {WHOLE: 16, CLUSTERS: 64, SHARES: 192}
+# Addresses, once a work item; in shares and segments a few a pair of tiles, too.
+SPILL_BYTES = {WHOLE: 8, CLUSTERS: 64, SHARES: 128, SEGMENTS: 80}
 
 
 @cache
@@ -50,9 +50,19 @@ def kernels() -> Iterator[Kernel]:
                     yield kernel(layout, heads, division)
 
 
+def division_of(splits: int, ctas: int) -> int:
+    """Which of `DIVISIONS` so many splits of an item are, and CTAs among which the work is divided."""
+    if not ctas:
+        return CLUSTERS
+    if splits == 1:
+        return WHOLE
+    return SEGMENTS if splits > 1 and splits <= MAX_CLUSTER else SHARES
+
+
 def launches(call: Call, heads: int, splits: int, cluster: int, ctas: int) -> Program:
     """The launch: a cluster a query and head tile, or so many CTAs among which the work is divided."""
-    if ctas:
-        return [Launch(kernel(call.layout, heads, WHOLE if splits == 1 else SHARES), (ctas, 1, 1), call.params)]
+    division = division_of(splits, ctas)
+    if division != CLUSTERS:
+        return [Launch(kernel(call.layout, heads, division), (ctas, 1, 1), call.params)]
     grid = (call.items(heads) * cluster, 1, 1)
     return [Launch(kernel(call.layout, heads, CLUSTERS), grid, call.params, cluster)]

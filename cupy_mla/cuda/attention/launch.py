@@ -288,6 +288,9 @@ class _SharePartials:
         self.clusters = self.ready = 0
         if choice.cluster > 1:
             self.clusters = Slot("partial results", shape=(items * choice.cluster * each,)).ptr  # type: ignore[assignment]
+        elif choice.kernel == "fp8_sm90" and fp8_sm90.division_of(choice.splits, choice.ctas) == fp8_sm90.SEGMENTS:
+            nbytes = choice.ctas * choice.splits * each
+            self.clusters = Slot("partial results", shape=(nbytes,)).ptr  # type: ignore[assignment]
         elif choice.splits != 1:
             memory = Slot("partial results", shape=(choice.ctas * (each + 8),)).ptr
             self.clusters, self.ready = memory, memory + choice.ctas * each  # type: ignore[assignment]

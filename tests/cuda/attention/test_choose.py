@@ -346,10 +346,14 @@ def test_long_lists_first_when_ctas_take_several():
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("h_q", [8, 16, 32, 64, 128])
 def test_invariant_choices_do_not_depend_on_the_batch(layout, h_q):
-    chosen = {decode(layout, h_q, queries, batch_invariant=True) for queries in (1, 2, 8, 9, 33, 133, 1000)}
-    assert len(chosen) == 1
+    """But for who takes the splits of a work item: a cluster, or a CTA in turn, to the same bits."""
+    chosen = {decode(layout, h_q, queries, batch_invariant=True) for queries in (1, 2, 8, 9, 33, 100, 133, 1000)}
+    assert len({(c.kernel, c.heads, c.splits) for c in chosen}) == 1
+    assert len({(c.cluster, c.ctas) for c in chosen if c.cluster > 1}) <= 1
+    if h_q >= 64 and layout.quantized:
+        assert {c.cluster for c in chosen} == {1, 4}
     flat = {decode(layout, h_q, 4, batch_invariant=True, flat=flat) for flat in (True, False)}
-    assert flat == chosen
+    assert len(flat) == 1
 
 
 @pytest.mark.parametrize(
@@ -381,8 +385,28 @@ def test_invariant_calls_are_cut_up_as_if_for_32_queries():
     """64 heads are 32 a CTA with 1 query, but 64 a CTA with 32."""
     heads = {queries: decode(V32_FP8, 64, queries, splits=4).heads for queries in (1, 32)}
     assert heads == {1: 32, 32: 64}
-    for queries in (1, 8, 32, 60, 1000):
+    for queries in (1, 8, 32, 60):
         assert decode(V32_FP8, 64, queries, batch_invariant=True) == Choice("fp8_sm90", 64, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("h_q", "queries", "ctas"),
+    [
+        (64, 66, 0),
+        (64, 100, 100),
+        (64, 128, 128),
+        (64, 133, 0),  # two items for a CTA, where clusters have five rounds
+        (128, 32, 0),
+        (128, 64, 128),
+        (128, 128, 132),
+    ],
+)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_splits_of_large_batches_are_taken_in_turn(h_q, queries, ctas, batch_invariant):
+    """As measured on an H200 with 2048 rows, for calls that name splits as well."""
+    cluster = 1 if ctas else 4
+    chosen = decode(V32_FP8, h_q, queries, splits=4, batch_invariant=batch_invariant)
+    assert chosen == Choice("fp8_sm90", 64, 4, cluster, ctas)
 
 
 # --- what no kernel for Hopper can serve ----------------------------------------------------------------------

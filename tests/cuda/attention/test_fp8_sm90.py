@@ -99,6 +99,35 @@ def test_logits_that_rise_from_tile_to_tile(hopper, rng, fmt):
 
 
 @FORMATS
+@pytest.mark.parametrize("num_splits", [2, 3, 4, 16])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "extra_topk", "lengths"),
+    [
+        (1, 1, 1, 1, 0, False),
+        (3, 1, 7, 63, 2, False),
+        (2, 1, 64, 1000, 0, False),
+        (3, 1, 64, 2000, 0, True),  # of splits this long the producers look at the entries first
+        (3, 2, 100, 500, 70, True),
+        (140, 1, 33, 200, 130, True),  # several work items for a CTA
+        (90, 1, 128, 400, 0, False),
+    ],
+)
+def test_splits_in_turn(hopper, replace_in_choose, rng, fmt, b, s_q, h_q, topk, extra_topk, lengths, num_splits):
+    """By one CTA for each work item: right, and to the bits of a cluster."""
+    main = paged(rng, fmt, b, s_q, topk, 64, lengths=lengths)
+    extra = paged(rng, fmt, b, s_q, extra_topk, 2, lengths=lengths) if extra_topk else None
+    if lengths:
+        main.length[:2] = extra.length[1:3] = 0
+    q, sink = queries(rng, b, s_q, h_q, fmt.d_qk), sinks(rng, h_q)
+    more = {"sink": sink, "num_splits": num_splits}
+    replace_in_choose("fp8_in_turn", lambda *sizes: False)
+    of_clusters = run_decode(hopper, q, main, extra, **more)
+    replace_in_choose("fp8_in_turn", lambda *sizes: True)
+    in_turn = check_decode(hopper, fmt, q, main, extra, **more)
+    assert [r.tobytes() for r in in_turn] == [r.tobytes() for r in of_clusters]
+
+
+@FORMATS
 def test_same_bits_every_time(hopper, rng, fmt):
     main, q = paged(rng, fmt, 3, 1, 1000, 64), queries(rng, 3, 1, 64, fmt.d_qk)
     for splits in (1, 4):

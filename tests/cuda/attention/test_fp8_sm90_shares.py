@@ -98,6 +98,34 @@ def test_lengths(hopper, evenly, rng, fmt, lengths):
     )
 
 
+def short(rng: np.random.Generator, main: Paged, holes: bool) -> None:
+    """Lists without lengths end sooner: -1 stands behind, with `holes` anywhere, too. One is empty, one full."""
+    b, s_q, topk = main.indices.shape
+    ends = np.maximum(rng.integers(1, rng.choice([2, 100, topk]) + 1, (b, s_q, 1)), 60)  # see test_every_batch
+    if b > 1:
+        ends[:2] = [[topk]], [[0]]
+        rng.shuffle(ends)
+    main.indices[np.arange(topk) >= ends] = -1
+    if holes:
+        main.indices[rng.random(main.indices.shape) < 0.5] = -1
+        main.indices[:, :, : divided.PAIR_ROWS][
+            (ends[..., 0] > divided.PAIR_ROWS + 120) & (rng.random((b, s_q)) < 0.5)
+        ] = -1
+
+
+@FORMATS
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk"),
+    [(1, 1, 64, 3000), (7, 2, 128, 700), (133, 1, 32, 300), (45, 1, 100, 390), (3, 1, 64, 129)],
+)
+def test_short_lists(hopper, evenly, rng, fmt, b, s_q, h_q, topk, holes):
+    """Divided by what each CTA finds."""
+    main = paged(rng, fmt, b, s_q, topk, 64, invalid=0)
+    short(rng, main, holes)
+    check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q))
+
+
 @FORMATS
 def test_nothing_valid(hopper, evenly, rng, fmt):
     main = paged(rng, fmt, 140, 1, 300, 64)
@@ -112,6 +140,28 @@ def test_same_bits_every_time(hopper, evenly, rng, fmt):
     main, q = paged(rng, fmt, 37, 1, 1000, 64), queries(rng, 37, 1, 64, fmt.d_qk)
     first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
+def test_replays_with_other_lists(hopper, evenly, rng):
+    """Each replay divides anew, by where -1 then begins."""
+    torch = pytest.importorskip("torch")
+    kind = make("torch_cuda")
+    main, q = paged(rng, oracle.V32, 40, 1, 700, 64, invalid=0), queries(rng, 40, 1, 128, 576)
+    lists, put = main.indices.copy(), [kind.put(a) for a in (q, main.cache, main.indices)]
+    cupy_mla.sparse_decode(*put, 0.05)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = cupy_mla.sparse_decode(*put, 0.05)
+    for _ in range(5):
+        main.indices[:] = lists
+        short(rng, main, holes=False)
+        put[2].copy_(kind.put(main.indices))
+        graph.replay()
+        kind.synchronize()
+        wanted = decode_oracle(oracle.V32, q, main, sm_scale=0.05)
+        for name, got, want in zip(("out", "lse"), (out, lse), wanted, strict=True):
+            oracle.assert_close(kind.take(got), want, f"decode {name}")
 
 
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
