@@ -74,6 +74,30 @@ constexpr bool P_OVER_ROPE = D_QK > D_V;
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 constexpr float REF_SLACK = 8.0f, PEAK = 0.0625f;
 
+#ifndef X_SOFT
+#define X_SOFT 0
+#endif
+#ifndef X_ONE
+#define X_ONE 0
+#endif
+#ifndef X_KEPT
+#define X_KEPT 6
+#endif
+#ifndef X_PDL
+#define X_PDL 0
+#endif
+#ifndef X_STM
+#define X_STM 0
+#endif
+#ifndef X_PARTS
+#define X_PARTS 1
+#endif
+#ifndef X_SWAP
+#define X_SWAP 0
+#endif
+#ifndef X_ROWS
+#define X_ROWS 1
+#endif
 // Named barriers; P_READY: + tile.
 enum NamedBarrier { P_READY = 1, CONSUMER_SYNC = 3 };
 
@@ -82,7 +106,7 @@ constexpr int Q_AT = 0, TILE_AT = TILE_BYTES, P_AT = 3 * TILE_BYTES;
 constexpr int EXTRA_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
 
 struct Small {
-    uint64_t full[2][2], empty[2][2], q_full, q_empty;
+    uint64_t full[2][2][X_PARTS], empty[2][2][X_ROWS], q_full, q_empty;
     int work, length;  // what Q is of: the number of a work item, -1 behind the last, and its list's length
     union {
         uint8_t valid[2][TILE_ROWS];  // whether a row of a tile is valid
@@ -179,7 +203,7 @@ struct Default {
 // What the kernels of single queries share.
 struct SingleQueries : Default {
     using Params = AttentionParams;
-    static constexpr int EXTRA_BYTES = 0, AHEAD = 2, KEPT = 6;
+    static constexpr int EXTRA_BYTES = 0, AHEAD = 2, KEPT = X_KEPT;
     static constexpr bool EXCLUDES = false;
 
     static __device__ __forceinline__ const int32_t* list_of(const Params& p, const Work& w) {
@@ -207,17 +231,20 @@ struct SingleQueries : Default {
     // The validity bytes of a thread's columns.
     struct Columns {
         const uint8_t* valid;
+        bool whole;  // all are valid, in the whole warp
 
         __device__ __forceinline__ Columns(const Reader&, int tile, int t)
-            : valid(small<SingleQueries>().valid[tile] + 2 * t) {}
+            : valid(small<SingleQueries>().valid[tile] + 2 * t) {
+            uint32_t all = 0x0101;
+#pragma unroll
+            for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(valid + 8 * n);
+            whole = __all_sync(~0u, all == 0x0101);
+        }
     };
     // Takes out invalid rows. Returns the scale that is still to be multiplied by.
     static __device__ __forceinline__ float mask_tile(const Params& p, const Columns& columns, float (&s)[32]) {
-        uint32_t all = 0x0101;
         float scale = 1.0f;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(columns.valid + 8 * n);
-        if (!__all_sync(~0u, all == 0x0101) || p.scale_log2 < 0.0f) {
+        if (!columns.whole || p.scale_log2 < 0.0f) {
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
                 const uint32_t two = *reinterpret_cast<const uint16_t*>(columns.valid + 8 * n);
@@ -238,10 +265,10 @@ struct SingleQueries : Default {
 // --- producer -------------------------------------------------------------------------------------------------
 
 // Start the copies of column blocks BEGIN to END - 1 of this thread's four rows. Null rows become zeros.
-template <int BEGIN, int END>
+template <int BEGIN, int END, int FIRST = 0, int LAST = 4>
 __device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, const uint8_t* const (&rows)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = FIRST; i < LAST; ++i) {
 #pragma unroll
         for (int b = BEGIN; b < END; ++b)
             cp_async_16(tile + b * BLOCK_BYTES + i * 2048 + c.offset, rows[i] + b * 128 + c.lane % 8 * 16,
@@ -268,16 +295,24 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
                                             const uint8_t* const (&rows)[4], typename K::Validity validity,
                                             uint32_t parity) {
     Small& sm = small<K>();
-    mbarrier_wait(shared_address(&sm.empty[TILE][REGION]), parity);
-    copy_blocks<4 * REGION, 4 * REGION + 4>(c, tile_address(TILE), rows);
+    mbarrier_wait(shared_address(&sm.empty[TILE][REGION][0]), parity);
+    constexpr int BEGIN = 4 * REGION, MIDDLE = X_PARTS == 2 ? BEGIN + 2 : BEGIN, END = BEGIN + 4;
+    constexpr int ROWS = 4 / X_ROWS;
+    if constexpr (X_ROWS == 2) {
+        copy_blocks<BEGIN, END, 0, ROWS>(c, tile_address(TILE), rows);
+        mbarrier_wait(shared_address(&sm.empty[TILE][REGION][X_ROWS - 1]), parity);
+    }
+    copy_blocks<BEGIN, MIDDLE, 4 - ROWS, 4>(c, tile_address(TILE), rows);
+    if constexpr (X_PARTS == 2) mbarrier_arrive_after_copies(shared_address(&sm.full[TILE][REGION][0]));
+    copy_blocks<MIDDLE, END, 4 - ROWS, 4>(c, tile_address(TILE), rows);
     if constexpr (has_rope(TILE, REGION)) copy_blocks<8, 9>(c, tile_address(TILE), rows);
     if constexpr (has_validity(TILE, REGION)) {
         if (c.lane % 8 < K::VALIDITY_LANES) {
             K::store_validity(p, w, c, 2 * pair + TILE, TILE, rows, validity);
-            mbarrier_arrive(shared_address(&sm.full[TILE][REGION]));
+            mbarrier_arrive(shared_address(&sm.full[TILE][REGION][X_PARTS - 1]));
         }
     }
-    mbarrier_arrive_after_copies(shared_address(&sm.full[TILE][REGION]));
+    mbarrier_arrive_after_copies(shared_address(&sm.full[TILE][REGION][X_PARTS - 1]));
 }
 
 __device__ __forceinline__ void find_rows(const AttentionParams& p, const int32_t (&slots)[4],
@@ -340,8 +375,8 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
             find_rows(p, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
             load_slots<K>(p, w, c, 2 * pair + 1 + K::AHEAD, K::AHEAD == 2 ? odd : even);
-            copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, parity);
-            copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, parity);
+            copy_region<K, 1, X_SWAP>(p, w, c, pair, rows, odd_validity, parity);
+            copy_region<K, 1, 1 - X_SWAP>(p, w, c, pair, rows, odd_validity, parity);
             parity ^= 1;
         }
     });
@@ -393,12 +428,17 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
         }
     };
 #pragma unroll
-    for (int region = 0; region < 2; ++region) {
-        mbarrier_wait(shared_address(&small<K>().full[tile][region]), parity);
-        fence_proxy_async();
-        wgmma_fence();
+    for (int n = 0; n < 2; ++n) {
+        const int region = tile == 1 && X_SWAP ? 1 - n : n;
 #pragma unroll
-        for (int block = 0; block < 4; ++block) multiply(4 * region + block, region + block == 0);
+        for (int part = 0; part < X_PARTS; ++part) {
+            mbarrier_wait(shared_address(&small<K>().full[tile][region][part]), parity);
+            fence_proxy_async();
+            wgmma_fence();
+#pragma unroll
+            for (int block = 4 / X_PARTS * part; block < 4 / X_PARTS * (part + 1); ++block)
+                multiply(4 * region + block, n + block == 0);
+        }
         if (has_rope(tile, region)) multiply(8, false);
         if (K::EXCLUDES && has_validity(tile, region)) K::exclude(tile, s);
     }
@@ -414,11 +454,12 @@ __device__ __forceinline__ bool choose_reference(Softmax& state, const float (&t
     if (!__any_sync(~0u, top[0] > state.least[0] || top[1] > state.least[1])) return false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
+        const float highest = X_SOFT ? quad_max(top[row]) : top[row];
         const float expected = quad_sum(state.sum[row]) * (float(opaque(pairs)) * reciprocal_approx(float(pair)));
         // In the first pair nothing is known: `expected` is NaN, and fminf returns REF_SLACK.
         const float passes = ref[row] + fmaxf(fminf(log2_approx(PEAK * expected), REF_SLACK), 0.0f);
         state.least[row] = pair == 0 ? ref[row] : passes;
-        if (top[row] > passes) ref[row] = top[row];
+        if (highest > passes) ref[row] = highest;
     }
     return __any_sync(~0u, ref[0] != state.ref[0] || ref[1] != state.ref[1]);
 }
@@ -435,7 +476,7 @@ __device__ __forceinline__ bool softmax_tile(const typename K::Params& p, const 
     for (int row = 0; row < 2; ++row) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) top[row] = fmaxf(top[row], fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
-        top[row] = K::top_of(quad_max(top[row]), scale);
+        top[row] = K::top_of(X_SOFT ? top[row] : quad_max(top[row]), scale);
         state.max[row] = fmaxf(state.max[row], top[row]);
     }
     const bool rises = choose_reference(state, top, pair, pairs, ref);
@@ -471,11 +512,17 @@ template <typename K>
 __device__ __forceinline__ void publish_p(int tile, int warp, int lane, const uint32_t (&prob)[4][4],
                                           const float (&ref)[2]) {
     const int g = lane / 4, t = lane % 4, row = 16 * warp + g;
+    if (X_STM) {
+        const uint32_t first = swizzled(p_address(tile), 16 * warp + lane % 16, lane / 16);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < 4; ++k) stmatrix_x4(first ^ 32 * k, prob[k][0], prob[k][1], prob[k][2], prob[k][3]);
+    } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            p_word(tile, row + i % 2 * 8, 2 * k + i / 2, t) = prob[k][i];
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                p_word(tile, row + i % 2 * 8, 2 * k + i / 2, t) = prob[k][i];
+            }
         }
     }
     if (t == 0) {
@@ -527,7 +574,10 @@ __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&pr
     const uint64_t v = v_operand(tile, half);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma<Values::BF16, Sum::ADD, Major::MN>(o, prob[k], wgmma_further(v, 2048 * k));
+    for (int k = 0; k < 4; ++k) {
+        wgmma<Values::BF16, Sum::ADD, Major::MN>(o, prob[k], wgmma_further(v, 2048 * k));
+        if (X_ROWS == 2 && k == 1) wgmma_commit();
+    }
     wgmma_commit();
 }
 
@@ -536,8 +586,10 @@ __device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128]) {
     const uint64_t p = wgmma_operand(p_address(tile), 1024, 16), v = v_operand(tile, half);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < 4; ++k) {
         wgmma<Values::BF16, Sum::ADD, Major::K, Major::MN>(o, wgmma_further(p, 32 * k), wgmma_further(v, 2048 * k));
+        if (X_ROWS == 2 && k == 1) wgmma_commit();
+    }
     wgmma_commit();
 }
 
@@ -601,10 +653,10 @@ __device__ __forceinline__ void finish(const typename K::Params& p, const Work& 
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float sum = quad_sum(state.sum[i]);
+        const float sum = quad_sum(state.sum[i]), max = X_SOFT ? quad_max(state.max[i]) : state.max[i];
         if (t == 0) {
             sm.sum[turn][W][16 * warp + g + 8 * i] = sum;
-            sm.max[turn][W][16 * warp + g + 8 * i] = state.max[i];
+            sm.max[turn][W][16 * warp + g + 8 * i] = max;
         }
     }
     sync_consumers();
@@ -633,6 +685,9 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
             float s[32];
             start_qk<K>(W, parity, kept, s);
             parity ^= 1;
+#if X_SOFT
+            const typename K::Columns columns(reader, W, lane % 4);
+#endif
             uint32_t mine[4][4];
             float my_ref[2], my_sum[2], other_ref[2];
             if constexpr (W == 0) {
@@ -642,28 +697,43 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
                 take_p<K>(0, warp, lane, other_ref);
                 follow(state, other_ref, o);
                 start_pv(0, W, o);
-                wgmma_wait<1>();
+                wgmma_wait<X_ROWS>();
             }
             if (pair + 1 == w.pairs) release(sm.q_empty, lane);
-            const bool rises = softmax_tile<K>(p, typename K::Columns(reader, W, lane % 4), pair, w.pairs, s, state,
-                                               my_ref, my_sum, mine);
+#if !X_SOFT
+            const typename K::Columns columns(reader, W, lane % 4);
+#endif
+            const bool rises = softmax_tile<K>(p, columns, pair, w.pairs, s, state, my_ref, my_sum, mine);
             publish_p<K>(W, warp, lane, mine, my_ref);
             if constexpr (W == 1) {
                 wgmma_wait<0>();
-                release(sm.empty[0][1], lane);
+                if (X_ROWS == 2) release(sm.empty[0][1][0], lane);
+                release(sm.empty[0][1][X_ROWS - 1], lane);
             }
             if (rises) raise(state, my_ref, o);
             state.sum[0] += my_sum[0];
             state.sum[1] += my_sum[1];
             start_pv(W, W, mine, o);
+            if (X_ROWS == 2) {
+                wgmma_wait<1>();
+                release(sm.empty[W][W][0], lane);
+            }
             wgmma_wait<0>();
-            mbarrier_arrive(shared_address(&sm.empty[W][W]));  // every thread: each has read validity
+            if (X_ONE) {
+                release(sm.empty[W][W][X_ROWS - 1], lane);
+            } else {
+                mbarrier_arrive(shared_address(&sm.empty[W][W][X_ROWS - 1]));  // every thread: each has read validity
+            }
             if constexpr (W == 0) {
                 take_p<K>(1, warp, lane, other_ref);
                 follow(state, other_ref, o);
                 start_pv(1, W, o);
+                if (X_ROWS == 2) {
+                    wgmma_wait<1>();
+                    release(sm.empty[1][0][0], lane);
+                }
                 wgmma_wait<0>();
-                release(sm.empty[1][0], lane);
+                release(sm.empty[1][0][X_ROWS - 1], lane);
             }
         }
         finish<K, W>(p, w, warp, lane, turn, state, o);
@@ -681,8 +751,12 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
 #pragma unroll
             for (int region = 0; region < 2; ++region) {
                 const bool validity = has_validity(tile, region);
-                mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (validity ? 16 * K::VALIDITY_LANES : 0));
-                mbarrier_init(shared_address(&sm.empty[tile][region]), validity ? 128 : 4 * WARP_ARRIVALS);
+                if (X_PARTS == 2) mbarrier_init(shared_address(&sm.full[tile][region][0]), 128);
+                mbarrier_init(shared_address(&sm.full[tile][region][X_PARTS - 1]),
+                              128 + (validity ? 16 * K::VALIDITY_LANES : 0));
+                if (X_ROWS == 2) mbarrier_init(shared_address(&sm.empty[tile][region][0]), 4 * WARP_ARRIVALS);
+                mbarrier_init(shared_address(&sm.empty[tile][region][X_ROWS - 1]),
+                              validity && !X_ONE ? 128 : 4 * WARP_ARRIVALS);
             }
         }
         mbarrier_init(shared_address(&sm.q_full), 128 + 1);
