@@ -16,7 +16,6 @@ struct ShareState {
 
 struct Share : SingleQueries {
     static constexpr bool OVERLAPS = true;
-    static constexpr int KEPT = X_KEPT - 1;
 
     static __device__ __forceinline__ ShareState& state() {
         return *reinterpret_cast<ShareState*>(shared + SHARED_BYTES<Share>);
