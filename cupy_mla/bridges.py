@@ -86,12 +86,7 @@ class Library(ABC):
     def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
         """Tells whether arrays agree with these in facts and rank and, with `sizes_too`, in shapes and strides."""
         facts = (*((self.shape, self.strides) if sizes_too else ("len({a}.shape)",)), *self.facts)  # sizes differ first
-        names = [f"a{i}" for i in range(len(arrays))]
-        compared = [fact.format(a=name) for fact in facts for name in names]
-        known = dict(zip(names, arrays, strict=True))
-        values = {f"c{k}": eval(fact, {}, known) for k, fact in enumerate(compared)}
-        condition = " and ".join(f"{fact} == c{k}" for k, fact in enumerate(compared))
-        return eval(f"lambda {', '.join(names)}: {condition}", values)
+        return _likeness(facts, len(arrays))(*arrays)
 
     @abstractmethod
     def device_of(self, obj: Any) -> int | None:
@@ -139,6 +134,16 @@ class Library(ABC):
 
     def _no_gpu(self) -> TypeError:
         return TypeError(f"{self.name} arrays do not lie on a GPU")
+
+
+@cache
+def _likeness(facts: tuple[str, ...], count: int) -> Callable[..., Callable[..., bool]]:
+    """Takes so many arrays and returns a function that tells whether others agree with them in these expressions."""
+    names = [f"a{i}" for i in range(count)]
+    compared = [fact.format(a=name) for fact in facts for name in names]
+    condition = " and ".join(f"{fact} == c{k}" for k, fact in enumerate(compared))
+    given, known = ", ".join(names), ", ".join(f"c{k}" for k in range(len(compared)))
+    return eval(f"lambda {given}: (lambda {known}: lambda {given}: {condition})({', '.join(compared)})")
 
 
 class NumPyLibrary(Library):

@@ -132,8 +132,6 @@ def flash_mla_with_kvcache(
         >>> out.shape, lse.shape
         ((1, 1, 64, 512), (1, 64, 1))
     """
-    require_d_v("head_dim_v", head_dim_v)
-    is_fp8_kvcache = require_bool("is_fp8_kvcache", is_fp8_kvcache)
     meta = tile_scheduler_metadata
     if not isinstance(meta, FlashMLASchedMeta):
         raise TypeError(f"tile_scheduler_metadata must come from get_mla_metadata, got {type(meta).__name__}")
@@ -141,11 +139,9 @@ def flash_mla_with_kvcache(
         raise ValueError("num_splits must be None; the schedule lives in tile_scheduler_metadata")
     if indices is None:
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
-    if require_bool("causal", causal):
-        raise ValueError("causal must be False when indices is given: the index list says what is attended")
     out, lse, shapes = _with_kvcache(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
-        softmax_scale, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits,
+        head_dim_v, softmax_scale, causal, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits,
     )  # fmt: skip
     meta.shapes = shapes
     return out, lse
@@ -166,6 +162,14 @@ def _shapes(q: Any, k_cache: Any, indices: Any, extra_k_cache: Any, extra_indice
         return None
 
 
+def require_sparse(head_dim_v: Any, causal: Any, is_fp8_kvcache: Any) -> bool:
+    """Check settings of sparse decode; returns the last one as a bool."""
+    require_d_v("head_dim_v", head_dim_v)
+    if require_bool("causal", causal):
+        raise ValueError("causal must be False when indices is given: the index list says what is attended")
+    return require_bool("is_fp8_kvcache", is_fp8_kvcache)
+
+
 @operation
 def _with_kvcache(
     q: Any,
@@ -177,13 +181,16 @@ def _with_kvcache(
     extra_indices: Any,
     extra_topk_length: Any,
     out: Any,
+    head_dim_v: int,
     softmax_scale: float | None,
+    causal: bool,
     is_fp8_kvcache: bool,
     batch_invariant: bool,
     planned: Shapes | None,
     num_splits: int | None,
 ) -> tuple[Any, Any, Shapes | None]:
     """out, lse, and what the schedule is made for."""
+    is_fp8_kvcache = require_sparse(head_dim_v, causal, is_fp8_kvcache)
     shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices, is_fp8_kvcache)
     if planned is not None and shapes is not None:
         for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):

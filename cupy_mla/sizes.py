@@ -5,21 +5,25 @@ setting of the call is a `Size`: its number in this call, and how it follows fro
 sizes makes sizes. Where Python has to know a number (a comparison, an index, a key), the size gives that of this call,
 and the trace notes a *guard*: the condition under which the answer is the same in another call. A trace holds for every
 call of its signature that meets all guards. So the comparisons in checks of shapes become guards by themselves, and a
-call never runs a trace that was made for other answers.
+call never runs a trace that was made for other answers. What the guards so far say of a size is known from then on: it
+leaves no second guard, and a size that they leave one number for is that number.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
-Node = tuple[Any, ...]  # ("read", text), ("call", function, *nodes), ("get", node, i) or (operator, *nodes)
+# ("read", text), ("call", function, *nodes), ("get", node, i), ("tuple", *nodes) or (operator, *nodes)
+Node = tuple[Any, ...]
 Term = Any  # a Node, or the number or other object that it is known to be
+Bounds = tuple[float, float]  # the least and the greatest number that a term may be
 
 TEXT = {
-    "+": "{} + {}", "-": "{} - {}", "*": "{} * {}", "//": "{} // {}", "%": "{} % {}", "neg": "-{}", "abs": "abs({})",
-    "min": "min({}, {})", "max": "max({}, {})", "bits": "{}.bit_length()",
+    "+": "{} + {}", "-": "{} - {}", "*": "{} * {}", "//": "{} // {}", "%": "{} % {}", "|": "{} | {}",
+    "neg": "-{}", "abs": "abs({})", "min": "min({}, {})", "max": "max({}, {})", "bits": "{}.bit_length()",
     "==": "{} == {}", "<": "{} < {}", "<=": "{} <= {}", "not": "not {}",
 }  # fmt: skip
 
@@ -35,19 +39,57 @@ class Trace:
     def __init__(self) -> None:
         self.guards: dict[Node, None] = {}
         self.once = False
+        self._bounds: dict[Node, Bounds] = {}
 
-    def read(self, text: str, value: int) -> Size:
-        """A number that a compiled call reads by an expression."""
-        return Size(self, value, ("read", text))
+    def read(self, text: str, value: int, least: float = -inf) -> Size:
+        """A number that a compiled call reads by an expression; in every call it is at least `least`."""
+        node = ("read", text)
+        self._bounds[node] = (least, inf)
+        return Size(self, value, node)
 
     def guard(self, condition: Node, holds: bool) -> None:
         """Note a condition that this call meets, or does not."""
         if holds and _is_multiple(condition) and any(_implies(known, condition) for known in self.guards):
             return
-        below_one = condition in (("==", condition[1], 0), ("<", condition[1], 1))
-        if not holds and below_one and ("<", 1, condition[1]) in self.guards:
-            return
         self.guards[condition if holds else ("not", condition)] = None
+
+    def compare(self, sign: str, a: Term, b: Term, holds: bool) -> None:
+        """Note how two integers compare in this call, where that is not known of every call."""
+        if not self._decided(sign, a, b):
+            self.guard((sign, a, b), holds)
+            self._learn(sign, a, b, holds)
+
+    def bounds(self, of: Term) -> Bounds:
+        """The least and the greatest number that a term may be in calls that meet the guards."""
+        return (of, of) if type(of) is int else self._bounds.get(of, (-inf, inf))
+
+    def known(self, of: Term) -> Term:
+        """The number that the guards leave for a term; the term where they leave several."""
+        least, most = self.bounds(of) if is_node(of) else (0, 1)
+        return least if least == most else of
+
+    def _decided(self, sign: str, a: Term, b: Term) -> bool:
+        (least_a, most_a), (least_b, most_b) = self.bounds(a), self.bounds(b)
+        if sign == "==":
+            return most_a < least_b or most_b < least_a or least_a == most_a == least_b == most_b
+        less = sign == "<"
+        return most_a <= least_b - less or most_b <= least_a - (not less)
+
+    def _learn(self, sign: str, a: Term, b: Term, holds: bool) -> None:
+        (least_a, most_a), (least_b, most_b) = self.bounds(a), self.bounds(b)
+        if sign != "==":
+            less = (sign == "<") == holds
+            if holds:  # a <= b - less
+                most_a, least_b = min(most_a, most_b - less), max(least_b, least_a + less)
+            else:  # b <= a - less
+                most_b, least_a = min(most_b, most_a - less), max(least_a, least_b + less)
+        elif holds:
+            least_a, most_a = least_b, most_b = max(least_a, least_b), min(most_a, most_b)
+        elif least_b == most_b:  # an end of a's may be the number that it is not
+            least_a, most_a = least_a + (least_a == least_b), most_a - (most_a == most_b)
+        for of, found in ((a, (least_a, most_a)), (b, (least_b, most_b))):
+            if is_node(of):
+                self._bounds[of] = found
 
 
 class Size:
@@ -67,7 +109,10 @@ class Size:
 
     def known(self) -> int:
         """The number; a guard makes sure that other calls of the trace have the same."""
-        self.trace.guard(("==", self.node, self.value), True)
+        if type(self.value) is int:
+            self.trace.compare("==", self.node, self.value, True)
+        else:
+            self.trace.guard(("==", self.node, self.value), True)
         return self.value
 
     def __int__(self) -> int:
@@ -95,7 +140,10 @@ class Size:
         return format(self.value, spec)
 
     def _compare(self, sign: str, a: Any, b: Any, holds: bool) -> bool:
-        self.trace.guard((sign, term(a), term(b)), holds)
+        if type(number(a)) is type(number(b)) is int:
+            self.trace.compare(sign, term(a), term(b), holds)
+        else:
+            self.trace.guard((sign, term(a), term(b)), holds)
         return holds
 
     def __eq__(self, other: object) -> bool:
@@ -133,9 +181,13 @@ class Size:
         return _computed("-", operator.sub, other, self)
 
     def __mul__(self, other: Any) -> Any:
+        if _is(other, 0):
+            return 0
         return self if _is(other, 1) else _computed("*", operator.mul, self, other)
 
     def __rmul__(self, other: Any) -> Any:
+        if _is(other, 0):
+            return 0
         return self if _is(other, 1) else _computed("*", operator.mul, other, self)
 
     def __floordiv__(self, other: Any) -> Any:
@@ -186,13 +238,13 @@ def number(value: Any) -> Any:
 
 
 def term(value: Any) -> Term:
-    """A size's node; anything else as it is."""
-    return value.node if isinstance(value, Size) else value
+    """A size's node, or the number that the guards so far leave for it; anything else as it is."""
+    return value.trace.known(value.node) if isinstance(value, Size) else value
 
 
 def is_node(of: Term) -> bool:
     """Whether a term differs from call to call."""
-    return type(of) is tuple and bool(of) and (of[0] in ("read", "call", "get") or of[0] in TEXT)
+    return type(of) is tuple and bool(of) and (of[0] in ("read", "call", "get", "tuple") or of[0] in TEXT)
 
 
 def least(a: int, b: int) -> int:
@@ -228,6 +280,7 @@ def looked_up(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _is(value: Any, this: int) -> bool:
+    value = term(value)
     return type(value) is int and value == this
 
 
@@ -237,4 +290,5 @@ def _computed(sign: str, function: Callable[..., int], *operands: Any) -> Any:
         return function(*operands)
     if not all(isinstance(o, (int, Size)) for o in operands):
         return NotImplemented
-    return Size(size.trace, function(*map(number, operands)), (sign, *map(term, operands)))
+    value, terms = function(*map(number, operands)), tuple(map(term, operands))
+    return Size(size.trace, value, (sign, *terms)) if any(map(is_node, terms)) else value

@@ -202,3 +202,65 @@ def test_a_function_may_return_a_plain_tuple(trace, n):
 def test_a_function_of_numbers_is_just_called():
     assert looked_up(find, 11, 2) == find(11, 2)
     assert type(looked_up(find, 11, 2).count) is int
+
+
+# --- what guards say ------------------------------------------------------------------------------------------
+
+
+def test_what_guards_say_is_no_guard_again(trace, n):
+    assert n > 3
+    assert n <= 20
+    for known in (n > 2, n >= 4, n != 3, n < 21, n != 100):
+        assert known
+    assert guards(trace) == [("<", 3, N), ("<=", N, 20)]
+    assert n != 4  # now 5 is the least
+    assert n >= 5
+    assert len(guards(trace)) == 3
+
+
+def test_a_size_of_one_number_is_that_number(trace, n):
+    twice = 2 * n
+    assert n == 12
+    assert (term(n), term(3 * n + 1), type(3 * n)) == (12, 37, int)
+    assert is_node(term(twice))  # was made before
+    m = trace.read("m", 5)
+    assert m >= n - 7
+    assert m <= 5
+    assert (term(m), term(m * n), is_node(term(m + trace.read("k", 1)))) == (5, 60, True)
+
+
+def test_lengths_are_known_not_to_be_negative(trace):
+    length = trace.read("h", 3, least=0)
+    assert length >= 0
+    assert guards(trace) == []
+    assert length  # not 0
+    assert length >= 1
+    assert guards(trace) == [("not", ("==", ("read", "h"), 0))]
+
+
+COMPARE = (operator.eq, operator.lt, operator.le, operator.gt, operator.ge, operator.ne)
+
+
+def test_no_guard_is_missing(rng):
+    """Numbers that meet the guards give the same answers, those that left no guard included."""
+    for _ in range(300):
+        trace = Trace()
+        values = rng.integers(0, 8, 2).tolist()
+        sizes = [trace.read(name, value) for name, value in zip("nm", values, strict=True)]
+        asked = []
+        for _ in range(6):
+            compare, (i, j), number = COMPARE[rng.integers(6)], rng.permutation(2), int(rng.integers(-1, 9))
+            of = lambda two, i=i, j=j, number=number: (two[i], two[j] if number < 2 else number)  # noqa: E731
+            asked.append((compare, of, compare(*of(sizes))))
+        for n in range(-2, 10):
+            for m in range(-2, 10):
+                if all(meets(guard, {"n": n, "m": m}) for guard in trace.guards):
+                    assert all(compare(*of((n, m))) == answer for compare, of, answer in asked), (trace.guards, n, m)
+
+
+def meets(guard: tuple, values: dict[str, int]) -> bool:
+    if guard[0] == "not":
+        return not meets(guard[1], values)
+    sign, *operands = guard
+    a, b = (values[of[1]] if is_node(of) else of for of in operands)
+    return {"==": operator.eq, "<": operator.lt, "<=": operator.le}[sign](a, b)

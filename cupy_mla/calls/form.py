@@ -1,15 +1,16 @@
-"""Forms: a traced call as Python functions of straight lines, for the calls that meet its guards.
+"""Forms: a traced call as what it takes to make others, for the calls that meet its guards.
 
-`measure` takes the sizes, strides and integer settings of a call; it checks the guards and computes all that follows
-from sizes: shapes of results, grids, the bytes of parameter structs between the pointers. It runs once for sizes that
-were not seen before. `body` takes what `measure` returned, and the arrays: it allocates, puts pointers into the structs
-and launches.
+A form has its guards and the *values* that follow from sizes: shapes of results, grids, the bytes of parameter structs
+between the pointers. `tree.py` writes the guards and values of all forms of a signature as one function, which runs
+once for sizes that were not seen before. `body` is a function of straight lines. It takes the values and the arrays: it
+allocates, puts pointers into the structs and launches.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -18,25 +19,26 @@ from ..bridges import dense_strides
 from ..cuda import driver
 from ..cuda.program import Clear, Launch, Nonce, Pointer, Program, Slot, Step
 from ..cuda.structs import Packed
-from ..sizes import Node, is_node, term
+from ..sizes import Node, Term, is_node, term
 from .code import Code
 from .graph import LaunchGraph
-from .program import TracedCall, is_numbers
+from .program import TracedCall
 
 
 class Form:
     """The compiled form of a traced call.
 
     Attributes:
-        measure: takes shapes and strides, integers, and addresses modulo `ALIGNMENT`; returns what `body` needs, or
-            None for a call that does not meet the guards.
-        body: takes what `measure` returned, the arrays' addresses and the arrays; returns what the operation returns.
+        guards: conditions that a call must meet, in order: what one needs may hold only where those before it do.
+        values: terms of what `body` needs.
+        body: takes the values, the arrays' addresses and the arrays; returns what the operation returns.
         choices: functions that return what a choice depends on beside its arguments (`depends_on`).
     """
 
     def __init__(self, call: TracedCall) -> None:
         writer = _Writer(call)
-        self.measure: Callable[..., tuple[Any, ...] | None] = writer.measure()
+        self.guards: list[Node] = list(call.trace.guards)
+        self.values: list[Term] = writer.values
         self.body: Callable[..., Any] = writer.body()
         self.choices: list[Callable[[], Any]] = _choices(call)
 
@@ -61,61 +63,35 @@ def _calls(call: TracedCall) -> Iterator[Node]:
 
 
 class _Writer:
-    """Writes the two functions of a form.
-
-    Attributes:
-        code: of `body`.
-        sizes: of `measure`.
-    """
+    """Writes the body of a form, and notes the values that it needs."""
 
     def __init__(self, call: TracedCall) -> None:
         self.call = call
         self.place = call.place
         self.library = call.place.library
         self.code = Code()
-        self.sizes = Code()
-        self._values: list[str] = []  # what `measure` returns, as expressions in it
-        self._starts: dict[int, str] = {}  # addresses of slots in `body`, by their id
-        self._write_guards()
+        self.values: list[Term] = []
+        self._starts: dict[int, tuple[str, Any]] = {}  # of slots, by their id: an address, and bytes from there
         self._write_apart()
         self._write_memory()
         self._write_steps()
         self._write_result()
 
-    # values that go from `measure` to `body`
-
-    def _value(self, expression: str) -> str:
-        """The name in `body` of an expression in `measure`."""
-        self._values.append(expression)
-        return f"x{len(self._values) - 1}"
+    def _value(self, of: Term) -> str:
+        """The name of a value."""
+        if of not in self.values:
+            self.values.append(of)
+        return f"x{self.values.index(of)}"
 
     def _number(self, size: Any) -> str:
-        """The name in `body` of a size."""
         of = term(size)
-        return self._value(self.sizes.variable(of)) if is_node(of) else self.code.name(of)
+        return self._value(of) if is_node(of) else self.code.variable(of)
 
     def _tuple(self, sizes: Sequence[Any]) -> str:
-        return self._value(f"({' '.join(f'{self.sizes.variable(term(n))},' for n in sizes)})")
+        terms = tuple(map(term, sizes))
+        return self._value(("tuple", *terms)) if any(map(is_node, terms)) else self.code.name(terms)
 
     # what is written
-
-    def _write_guards(self) -> None:
-        """Write the guards. What a guard needs is computed only when those before it are met."""
-        code = self.sizes
-        pending: list[str] = []
-
-        def flush(at: int) -> None:
-            if pending:
-                code.lines[at:at] = [f"if not ({' and '.join(pending)}):", "    return None"]
-                pending.clear()
-
-        for guard in self.call.trace.guards:
-            before = len(code.lines)
-            condition = code.condition(guard)
-            if len(code.lines) > before:
-                flush(before)
-            pending.append(condition)
-        flush(len(code.lines))
 
     def _write_apart(self) -> None:
         """Compare the addresses of what is written with those of the other arguments."""
@@ -140,7 +116,7 @@ class _Writer:
                 shape, strides = self._tuple(slot.shape), self._tuple(dense_strides(slot.shape))
                 code.line(f"r{k} = {make}({shape}, {strides}, {code.name(library.native_dtype(slot.dtype))})")
                 code.line(f"start_r{k} = {library.address.format(a=f'r{k}')}")
-                self._starts[id(slot)] = f"start_r{k}"
+                self._starts[id(slot)] = f"start_r{k}", 0
         if self.call.scratch:
             self._write_shared(self.call.scratch, "scratch")
 
@@ -148,21 +124,23 @@ class _Writer:
         """One allocation for several slots; returns what is added to its start for each of them."""
         allocate, address = self.library.allocator()
         offsets: list[str] = []
-        start, end = 0, 0
+        end = 0
         for slot in slots:
-            start = aligned_up(end) if offsets else 0
-            offsets.append(f" + {self._number(start)}" if offsets else "")
+            start = aligned_up(end)
+            offsets.append(self._offset(start))
+            self._starts[id(slot)] = f"start_{name}", start
             end = start + slot.nbytes
         self.code.line(f"{name} = {self.code.name(allocate)}({self._number(end)})")
         self.code.line(f"start_{name} = {address.format(a=name)}")
-        for slot, offset in zip(slots, offsets, strict=True):
-            self._starts[id(slot)] = f"start_{name}{offset}"
         return offsets
 
+    def _offset(self, nbytes: Any) -> str:
+        return "" if term(nbytes) == 0 else f" + {self._number(nbytes)}"
+
     def _address(self, pointer: Pointer) -> str:
-        start = f"p{pointer.slot.argument}" if pointer.slot.argument is not None else self._starts[id(pointer.slot)]
-        offset = term(pointer.offset)
-        return start if type(offset) is int and offset == 0 else f"{start} + {self._number(offset)}"
+        argument = pointer.slot.argument
+        start, before = (f"p{argument}", 0) if argument is not None else self._starts[id(pointer.slot)]
+        return start + self._offset(before + pointer.offset)
 
     def _params(self, params: Packed) -> str:
         """The expression of a parameter struct: what differs from run to run, and the bytes between that."""
@@ -174,16 +152,13 @@ class _Writer:
                     is_pointer = isinstance(value, Pointer)
                     values.append(self._address(value) if is_pointer else f"{self.code.name(Nonce.next)}()")
             else:
-                codes, numbers = zip(*fields, strict=True)
-                packed = struct.Struct("=" + "".join(codes))
-                known = [n for n in numbers if n is not None]
+                packed, terms = _joined([(code, term(value)) for code, value in fields])
                 formats.append(f"{packed.size}s")
-                if any(is_node(term(n)) for n in known):
-                    pack = self.sizes.name(packed.pack)
-                    values.append(self._value(f"{pack}({', '.join(self.sizes.variable(term(n)) for n in known)})"))
+                if any(map(is_node, terms)):
+                    values.append(self._value(("call", packed.pack, *terms)))
                 else:
-                    values.append(self.code.name(packed.pack(*known)))
-        pack = self.code.name(struct.Struct("=" + "".join(formats)).pack)
+                    values.append(self.code.name(packed.pack(*terms)))
+        pack = self.code.name(_struct("=" + "".join(formats)).pack)
         return f"{pack}({', '.join(values)})"
 
     def _write_steps(self) -> None:
@@ -193,13 +168,13 @@ class _Writer:
             return
         known: tuple[Packed | None, str] = (None, "")
 
-        def given(launch: Launch) -> str:
+        def params(launch: Launch) -> str:
             nonlocal known
             if known[0] is not launch.params:  # launches in a row may share them
                 name = f"params{len(code.lines)}"
                 code.line(f"{name} = {self._params(launch.params)}")
                 known = launch.params, name
-            return ", ".join([*map(self._number, launch.grid), known[1]])
+            return known[1]
 
         code.line(f"stream = {code.name(self.library.stream_reader(place.device))}()")
         for step in in_graphs(place.program, place.device):
@@ -207,12 +182,13 @@ class _Writer:
                 clear = code.name(driver.clear)
                 code.line(f"{clear}({self._address(step.pointer)}, {self._number(step.nbytes)}, stream)")
             elif isinstance(step, Launch):
-                arguments, submit = given(step), code.name(step.kernel.submitter(place.device))
-                code.line(f"{submit}(stream, {arguments}, {self._number(step.cluster)})")
+                given, submit = params(step), code.name(step.kernel.submitter(place.device))
+                arguments = [*map(self._number, step.grid), given, self._number(step.cluster)]
+                code.line(f"{submit}(stream, {', '.join(arguments)})")
             else:
                 graph = LaunchGraph([launch.kernel for launch in step], place.device)
-                launches = [f"({given(launch)})" for launch in step]
-                code.line(f"{code.name(graph)}(stream, {', '.join(launches)})")
+                grids = self._value(("tuple", *(("tuple", *map(term, launch.grid)) for launch in step)))
+                code.line(f"{code.name(graph)}(stream, {', '.join([grids, *map(params, step)])})")
 
     def _write_result(self) -> None:
         """Return what the operation returns."""
@@ -224,28 +200,34 @@ class _Writer:
             texts.append(results.get(id(leaf)) or (plain(leaf) if argument is None else f"a{argument}"))
         self.code.line(f"return {', '.join(texts)}" + ("," if type(self.call.result) is tuple else ""))
 
-    # the functions
-
-    def measure(self) -> Callable[..., tuple[Any, ...] | None]:
-        """The function of sizes: None for a call that does not meet the guards."""
-        call, head = self.call, []
-        parameters = [name for i in call.arrays for name in (f"h{i}", f"s{i}")]
-        parameters += [f"a{i}" for i, value in enumerate(call.values) if is_numbers(value)]
-        parameters += [f"p{i}" for i in call.arrays]
-        for i in call.arrays:
-            for letter, whole in (("n", f"h{i}"), ("t", f"s{i}")):
-                wanted = [f"{letter}{i}_{k}" for k in range(len(call.values[i].shape))]
-                if any(name in self.sizes.read for name in wanted):
-                    head.append(f"{' '.join(f'{name},' for name in wanted)} = {whole}")
-        result = f"return ({' '.join(f'{value},' for value in self._values)})"
-        return self.sizes.function("measure", parameters, [*head, *self.sizes.lines, result])
-
     def body(self) -> Callable[..., Any]:
         """The function that does what the call does."""
         arrays = self.call.arrays
-        lines = [f"{' '.join(f'x{k},' for k in range(len(self._values)))} = sizes"] if self._values else []
-        parameters = ["sizes", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
+        lines = [f"{' '.join(f'x{k},' for k in range(len(self.values)))} = values"] if self.values else []
+        parameters = ["values", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
         return self.code.function("body", parameters, [*lines, *self.code.lines])
+
+
+@cache
+def _struct(format: str) -> struct.Struct:
+    """One for a format, so that equal bytes are seen to be equal."""
+    return struct.Struct(format)
+
+
+def _joined(fields: Iterable[tuple[str, Term]]) -> tuple[struct.Struct, list[Term]]:
+    """A format for fields, and what goes in: terms, and the bytes of neighbours that are the same in every call."""
+    formats: list[str] = []
+    terms: list[Term] = []
+    for differs, neighbours in groupby(fields, lambda field: is_node(field[1])):
+        codes, values = zip(*neighbours, strict=True)
+        if differs:
+            formats += codes
+            terms += values
+        else:
+            same = _struct("=" + "".join(codes))
+            formats.append(f"{same.size}s")
+            terms.append(same.pack(*(value for value in values if value is not None)))
+    return _struct("=" + "".join(formats)), terms
 
 
 def in_graphs(program: Program, device: int) -> Iterator[Step | list[Launch]]:

@@ -17,7 +17,7 @@ from typing import Any
 from ..cuda import driver
 from ..cuda.kernel import Kernel
 
-Given = tuple[int, int, int, bytes]  # a launch's grid and parameters
+Grid = tuple[int, int, int]
 
 
 def _destroy(name: str, handle: Any) -> None:
@@ -34,8 +34,8 @@ class _Node:
         handle: the driver's handle, once it is in a graph.
     """
 
-    def __init__(self, kernel: Kernel, device: int, given: Given) -> None:
-        loaded, params = kernel.load(device), given[3]
+    def __init__(self, kernel: Kernel, device: int, grid: Grid, params: bytes) -> None:
+        loaded = kernel.load(device)
         self._buffer = ctypes.create_string_buffer(params, len(params))
         self._pointer = ctypes.c_void_p(addressof(self._buffer))
         self.params = driver.api().CUDA_KERNEL_NODE_PARAMS()
@@ -44,16 +44,15 @@ class _Node:
         self.params.sharedMemBytes = loaded.shared_bytes
         self.params.kernelParams = addressof(self._pointer)
         self.handle: Any = None
-        self._grid: tuple[int, ...] = ()
-        self.take(given)
+        self.given: tuple[Any, Any] = ((), b"")
+        self.take(grid, params)
 
-    def take(self, given: Given) -> None:
+    def take(self, grid: Grid, params: bytes) -> None:
         """Change grid and parameters."""
-        if given[:3] != self._grid:
-            self._grid = given[:3]
-            self.params.gridDimX, self.params.gridDimY, self.params.gridDimZ = self._grid
-        self._buffer.raw = given[3]
-        self.given = given
+        if grid != self.given[0]:
+            self.params.gridDimX, self.params.gridDimY, self.params.gridDimZ = grid
+        self._buffer.raw = params
+        self.given = grid, params
 
 
 class LaunchGraph:
@@ -67,40 +66,40 @@ class LaunchGraph:
     """
 
     def __init__(self, kernels: Sequence[Kernel], device: int) -> None:
-        self.kernels = kernels
+        self.kernels: Sequence[Kernel] = kernels
         self._device = device
+        self._submit = [kernel.submitter(device) for kernel in kernels]
         self._lock = threading.Lock()  # of parameters until the graph is launched
         self._executable: Any = None
         self._nodes: list[_Node] = []
-        self._grids: list[tuple[int, ...]] = []  # of the last call
+        self._grids: tuple[Grid, ...] = ()  # of the last call
 
-    def __call__(self, stream: int, *launches: Given) -> None:
+    def __call__(self, stream: int, grids: tuple[Grid, ...], *params: bytes) -> None:
         """Launch on a stream of the current device.
 
         Launches are made one by one where a grid differs from the last call's, since changing it in the graph takes
         longer, and on a stream that is being captured, which takes no graph.
         """
-        grids: list[tuple[int, ...]] = [given[:3] for given in launches]
         same, self._grids = grids == self._grids, grids
         if not same or driver.is_capturing(stream):
-            for kernel, given in zip(self.kernels, launches, strict=True):
-                kernel.submitter(self._device)(stream, *given, 1)
+            for submit, (x, y, z), given in zip(self._submit, grids, params, strict=True):
+                submit(stream, x, y, z, given, 1)
             return
         with self._lock:
             if self._executable is None:
-                self._make(launches)
-            for node, given in zip(self._nodes, launches, strict=True):
-                if node.given != given:
-                    node.take(given)
+                self._make(grids, params)
+            for node, grid, given in zip(self._nodes, grids, params, strict=True):
+                if node.given != (grid, given):
+                    node.take(grid, given)
                     driver.call("cuGraphExecKernelNodeSetParams", self._executable, node.handle, node.params)
             driver.call("cuGraphLaunch", self._executable, stream)
 
-    def _make(self, launches: Sequence[Given]) -> None:
+    def _make(self, grids: Sequence[Grid], params: Sequence[bytes]) -> None:
         nodes: list[_Node] = []
         with driver.relaxed_capture():
             graph = self._own("cuGraphDestroy", driver.call("cuGraphCreate", 0))
-            for kernel, given in zip(self.kernels, launches, strict=True):
-                node = _Node(kernel, self._device, given)
+            for kernel, grid, given in zip(self.kernels, grids, params, strict=True):
+                node = _Node(kernel, self._device, grid, given)
                 before = [nodes[-1].handle] if nodes else []
                 node.handle = driver.call("cuGraphAddKernelNode", graph, before, len(before), node.params)
                 nodes.append(node)

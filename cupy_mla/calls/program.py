@@ -8,7 +8,7 @@ kept. `run` runs the program with this call's numbers; `form.py` compiles it for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -142,12 +142,13 @@ class TracedCall:
     def _symbolic(self, i: int, array: Array) -> TracedArray:
         """Argument i, an array, as the body gets it."""
         read, size = self.trace.read, array.dtype.itemsize
-        shape = tuple(read(f"n{i}_{k}", n) for k, n in enumerate(array.shape))
+        shape = tuple(read(f"n{i}_{k}", n, least=0) for k, n in enumerate(array.shape))
         strides: list[Any]
         if array.library.strides_in_bytes:
             in_bytes = [read(f"t{i}_{k}", s * size) for k, s in enumerate(array.strides)]
-            for stride in in_bytes if size > 1 else ():
-                self.trace.guard(("==", term(stride % size), 0), True)
+            if size > 1 and in_bytes:  # a power of two
+                together = reduce(lambda a, b: ("|", a, b), map(term, in_bytes))
+                self.trace.guard(("==", ("%", together, size), 0), True)
             strides = [stride // size for stride in in_bytes]
         else:
             strides = [read(f"t{i}_{k}", s) for k, s in enumerate(array.strides)]

@@ -2,9 +2,10 @@
 
 A signature is what does not differ from one step of a serving engine to the next: the arrays' library, dtypes, ranks
 and devices, which arguments are there, and settings that are no integers. Sizes, strides, addresses and integers are
-arguments of its forms (`form.py`). A call for whose sizes no form holds is traced (`program.py`), which makes another
-form: a signature has as many forms as there are ways to serve it. It remembers the sizes it has seen; those of the last
-call are compared first. A call that fails leaves no form behind, so whatever a form repeats has been checked.
+arguments of its forms (`form.py`), of which one function finds the one that holds (`tree.py`). A call for whose sizes
+no form holds is traced (`program.py`), which makes another form: a signature has as many forms as there are ways to
+serve it. It remembers the sizes it has seen; those of the last call are compared first. A call that fails leaves no
+form behind, so whatever a form repeats has been checked.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..cuda.program import ALIGNMENT
 from .code import Code
 from .form import Form
 from .program import TracedCall, is_numbers, run
+from .tree import Served, measure_of
 
 Run = Callable[..., Any]  # of a `Signature`
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -87,14 +89,18 @@ def operation(function: Operation) -> Operation:
         if traced_by_torch():
             return in_graph(function.__name__)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        written = (len(args), *kwargs)
-        asked = () if arrays.CHECK_VALUES else recent.get(written, ())
-        for place, make in enumerate(asked):
-            result = make(*values)
+        written = (len(args), *kwargs) if kwargs else len(args)
+        asked = recent.get(written)
+        if asked is not None and not arrays.CHECK_VALUES:
+            result = asked[0](*values)
             if result is not NotImplemented:
-                if place > 1:  # two signatures in turn, as of two kinds of layers, keep their order
-                    recent[written] = [make, *(other for other in asked if other is not make)]
                 return result
+            for make in asked[1:]:
+                result = make(*values)
+                if result is not NotImplemented:
+                    if make is not asked[1]:  # two signatures in turn, as of two kinds of layers, keep their order
+                        recent[written] = [make, *(other for other in asked if other is not make)]
+                    return result
         return signatures.call(args, kwargs, values)
 
     call.signatures = signatures  # type: ignore[attr-defined]
@@ -107,7 +113,7 @@ class Signatures:
     Attributes:
         known: every signature, by what it consists of.
         recent: `Signature.run` of the last calls' signatures, the latest first, by how a call writes its arguments: the
-            number of positional ones and the names of the others.
+            number of positional ones, and the names of the others where there are some.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -116,7 +122,7 @@ class Signatures:
         self._names = [p.name for p in parameters]
         self._positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         self.known: dict[Any, Signature] = {}
-        self.recent: dict[tuple[Any, ...], list[Run]] = {}
+        self.recent: dict[Any, list[Run]] = {}
 
     def forget(self) -> None:
         self.known.clear()
@@ -141,10 +147,10 @@ class Signatures:
         result = known.run(*values)
         if result is NotImplemented:  # a setting that does not equal itself, as NaN
             return run(TracedCall(self._function, names, values))
-        self._remember(key, (len(args), *kwargs), known)
+        self._remember(key, (len(args), *kwargs) if kwargs else len(args), known)
         return result
 
-    def _remember(self, key: Any, written: tuple[Any, ...], known: Signature) -> None:
+    def _remember(self, key: Any, written: Any, known: Signature) -> None:
         """Make the signature of a call the first that is tried."""
         if key not in self.known and len(self.known) >= MAX_SIGNATURES:
             self.forget()
@@ -154,13 +160,17 @@ class Signatures:
             self.recent[written] = [known.run, *(other for other in recent if other is not known.run)][:RECENT]
 
 
-# What is known of a call: a function that tells whether other arrays are like its arrays, its integers, what its
-# choices depended on, the body of the form that holds for it, and what that form's `measure` returned.
-Seen = tuple[Callable[..., bool], tuple[int, ...], tuple[Any, ...], Callable[..., Any], tuple[Any, ...]]
+# What the next call is compared with: a function that tells whether its arrays are like those of the last call; that
+# call's integers, what its choices depended on, and what served it.
+Last = tuple[Callable[..., bool], tuple[Any, ...], tuple[Any, ...], Callable[..., Any], tuple[Any, ...]]
 
 
 def _never(*arrays: Any) -> bool:
     return False
+
+
+def _unmet(*numbers: Any) -> None:
+    return None
 
 
 class Signature:
@@ -173,7 +183,7 @@ class Signature:
 
     Attributes:
         run: takes a call's arguments; NotImplemented for a call of another signature.
-        forms: the one that was made or found last comes first.
+        forms: the one that was made last comes first.
     """
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str], values: Sequence[Any]) -> None:
@@ -181,130 +191,142 @@ class Signature:
         self._arrays = [i for i, value in enumerate(values) if library_of(value) is not None]
         self._library = next(library for i in self._arrays if (library := library_of(values[i])) and _on_gpu(values[i]))
         self._integers = [i for i, value in enumerate(values) if is_numbers(value)]
+        self._ranks = [len(values[i].shape) for i in self._arrays]
+        self._facts = [_facts(values[i]) for i in self._arrays]
         self.forms: list[Form] = []
         self._choices: list[Callable[[], Any]] = []
-        self._chosen: list[Callable[[], tuple[Any, ...]]] = [tuple]  # what the choices depend on now
-        self._seen: dict[Any, list[Seen]] = {}  # one each; none for sizes that no form held for when they came
-        self._last: list[Seen] = [(_never, (), (), run, ())]
-        self._mixed = any(library_of(values[i]) is not self._library for i in self._arrays)
-        self._alike: Callable[..., bool] = _never
-        self._facts = [_facts(values[i]) for i in self._arrays]
-        library, arrays = self._library, [f"a{i}" for i in self._arrays]
-        addresses = [library.address.format(a=a) for a in arrays]
-        read = [f"{library.shape}, {library.strides}".format(a=a) for a in arrays]
-        read += [f"a{i}" for i in self._integers]
-        # Addresses modulo ALIGNMENT stand last; mostly all are 0, which one look at all of them tells.
-        bits = ", ".join(f"{address} % {ALIGNMENT}" for address in addresses)
-        aligned = f"{', '.join('0' for _ in addresses)}"
-        read.append(f"*(({bits},) if ({' | '.join(addresses)}) % {ALIGNMENT} else ({aligned},))")
-        self._numbers = tuple_of([f"a{i}" for i in range(len(values))], read)
-        self.run: Run = self._written(values)
+        # What `run` reads, each the one item of a list, which another thread may replace at any time: what the choices
+        # depend on now, the function that finds a form, the one that tells arrays of this signature, the last call.
+        self._chosen: list[Callable[[], tuple[Any, ...]]] = [tuple]
+        self._measure: list[Callable[..., Served | None]] = [_unmet]
+        self._alike: list[Callable[..., bool]] = [_never]
+        self._last: list[Last] = [(_never, (), (), run, ())]
+        # By sizes: what served a call, and what to compare with where they came again.
+        self._seen: dict[Any, Served] = {}
+        self._repeated: dict[Any, Last] = {}
+        mixed = any(library_of(values[i]) is not self._library for i in self._arrays)
+        self.run: Run = (lambda *values: run(TracedCall(function, names, values))) if mixed else self._written(values)
 
     def _written(self, values: Sequence[Any]) -> Run:
         """The function of a call's arguments."""
         code, library = Code(), self._library
         parameters = [f"a{i}" for i in range(len(values))]
         arrays, addresses = ([f"{letter}{i}" for i in self._arrays] for letter in "ap")
-        integers = [f"a{i}" for i in self._integers]
-        others = [i for i in range(len(values)) if i not in self._arrays and i not in self._integers]
-        tuples = [i for i in self._integers if type(values[i]) is tuple]
-        settings = [*(f"type({a})" for a in parameters), *(f"a{i}" for i in others)]
-        known = (*map(type, values), *(values[i] for i in others))
-        lengths = "".join(f" or len(a{i}) != {len(values[i])}" for i in tuples)
-        code.line(f"if ({' '.join(f'{s},' for s in settings)}) != {code.name(known)}{lengths}:")
-        code.line("    return NotImplemented")
-        if library.unusable and not self._mixed:  # the checks say what is wrong
-            code.line(f"if {' or '.join(library.unusable.format(a=a) for a in arrays)}:")
-            code.line("    return NotImplemented")
+        given = ", ".join([*addresses, *arrays])
+        integers = f"({' '.join(f'a{i},' for i in self._integers)})"
+        last, measure, alike = (f"{code.name(one)}[0]" for one in (self._last, self._measure, self._alike))
+        seen = code.name(self._seen)
+
+        def read_addresses() -> None:
+            for array, address in zip(arrays, addresses, strict=True):
+                code.line(f"{address} = {library.address.format(a=array)}")
+
+        with code.block(f"if {self._differs(code, values)}:"):
+            code.line("return NotImplemented")
         if any(getattr(values[i], "requires_grad", False) for i in self._arrays):
-            code.line(f"if {code.name(sys.modules['torch'].is_grad_enabled)}():")  # the checks say what is wrong
-            code.line("    return NotImplemented")
+            with code.block(f"if {code.name(sys.modules['torch'].is_grad_enabled)}():"):  # the checks say what is wrong
+                code.line("return NotImplemented")
         device = library.device_of(values[next(i for i in self._arrays if _on_gpu(values[i]))])
-        code.line(f"if {code.name(driver.THREAD)}.current_device() != {device}:")
-        code.line(f"    with {code.name(library.to_device)}({device}):")
-        code.line(f"        return run({', '.join(parameters)})")
-        code.line(f"like, integers, chosen, body, sizes = {code.name(self._last)}[0]")
-        same = [f"like({', '.join(arrays)})"]
-        same += [f"({' '.join(f'{n},' for n in integers)}) == integers"] if integers else []
-        same += [f"{code.name(self._chosen)}[0]() == chosen"]
-        code.line(f"found = {' and '.join(same)}")
-        code.line("if found:")
-        for array, address in zip(arrays, addresses, strict=True):
-            code.line(f"    {address} = {library.address.format(a=array)}")
-        code.line(f"    found = ({' | '.join(addresses)}) % {ALIGNMENT} == 0")
-        code.line("if not found:")
-        code.line(f"    seen = {code.name(self._find)}({', '.join(parameters)})")
-        code.line("    if seen is None:")
-        code.line("        return NotImplemented")
-        code.line("    _, _, _, body, sizes = seen")
-        for array, address in zip(arrays, addresses, strict=True):
-            code.line(f"    {address} = {library.address.format(a=array)}")
-        code.line(f"return body(sizes, {', '.join([*addresses, *arrays])})")
+        with code.block(f"if {code.name(driver.THREAD)}.current_device() != {device}:"):
+            code.line(f"with {code.name(library.to_device)}({device}):")
+            code.line(f"    return run({', '.join(parameters)})")
+        code.line(f"now = {code.name(self._chosen)}[0]()")
+        code.line(f"like, integers, chosen, body, values = {last}")
+        same = [f"like({', '.join(arrays)})", "now == chosen", *([f"{integers} == integers"] if self._integers else [])]
+        with code.block(f"if {' and '.join(same)}:"):
+            read_addresses()
+            with code.block(f"if ({' | '.join(addresses)}) % {ALIGNMENT} == 0:"):
+                code.line(f"return body(values, {given})")
+        with code.block(f"if not {alike}({', '.join(arrays)}) and not {code.name(self._admits)}({', '.join(arrays)}):"):
+            code.line("return NotImplemented")
+        sizes = [f"{library.shape}, {library.strides}".format(a=a) for a in arrays]
+        with code.block("try:"):
+            read_addresses()
+            code.line(f"sizes = (now, {', '.join([*sizes, *(f'a{i}' for i in self._integers)])},)")
+        with code.block("except RuntimeError:"):  # a tensor without memory: the checks say what is wrong
+            code.line(f"return {code.name(self._refused)}({', '.join(parameters)})")
+        code.line(f"aligned = ({' | '.join(addresses)}) % {ALIGNMENT} == 0")
+        with code.block("if not aligned:"):
+            code.line(f"sizes += ({' '.join(f'{address} % {ALIGNMENT},' for address in addresses)})")
+        code.line(f"found = {seen}.get(sizes)")
+        with code.block("if found is None:"):
+            code.line(f"found = {measure}(*sizes)")
+            with code.block("if found is None:"):
+                code.line(f"found = {code.name(self._traced)}(sizes, {', '.join(parameters)})")
+            with code.block("else:"):
+                code.line(f"{seen}[sizes] = found")
+                with code.block(f"if len({seen}) > {MAX_SIZES}:"):
+                    code.line(f"{code.name(self._forget_sizes)}()")
+        with code.block("elif aligned:"):  # otherwise the next call is not compared with this one
+            code.line(f"{last} = {code.name(self._compared)}(sizes, {integers}, found, {', '.join(arrays)})")
+        code.line("body, values = found")
+        code.line(f"return body(values, {given})")
         return code.function("run", parameters, code.lines)
 
-    def _find(self, *values: Any) -> Seen | None:
-        """What is known of a call that differs from the last one; None for a call of another signature."""
-        arrays = [values[i] for i in self._arrays]
-        if self._mixed:
-            return self._traced(values)
-        if not self._alike(*arrays):
-            if list(map(_facts, arrays)) != self._facts:
-                return None
-            self._alike = self._library.like(arrays, sizes_too=False)  # of another mode, as torch's inference mode
-        try:
-            numbers, chosen = self._numbers(*values), self._chosen[0]()
-        except RuntimeError:  # a tensor without memory: the checks say what is wrong
-            return self._traced(values)
-        known = self._seen.setdefault((numbers, chosen), [])
-        if not known:
-            seen = self._measured(values, numbers, chosen)
-            if seen is None:
-                return self._traced(values)
-            known.append(seen)
-            if len(self._seen) > MAX_SIZES:
-                self._seen.clear()
-            return seen
-        if not any(numbers[-len(arrays) :]):  # `run` compares with the last call only where all addresses are aligned
-            if not known[0][0](*arrays):
-                known[0] = self._library.like(arrays, sizes_too=True), *known[0][1:]
-            self._last[0] = known[0]
-        return known[0]
+    def _differs(self, code: Code, values: Sequence[Any]) -> str:
+        """The condition under which arguments are of other types than these, or settings have other values."""
+        constants = [i for i, value in enumerate(values) if value is None or type(value) is bool]
+        typed = [i for i in range(len(values)) if i not in constants]
+        settings = [i for i in typed if i not in self._arrays and i not in self._integers]
+        known = (*(type(values[i]) for i in typed), *(values[i] for i in settings))
+        texts = [f"a{i} is not {values[i]}" for i in constants]
+        texts.append(
+            f"({' '.join(f'type(a{i}),' for i in typed)} {' '.join(f'a{i},' for i in settings)}) != {code.name(known)}"
+        )
+        texts += [f"len(a{i}) != {len(values[i])}" for i in self._integers if type(values[i]) is tuple]
+        if self._library.unusable:  # the checks say what is wrong
+            texts += [self._library.unusable.format(a=f"a{i}") for i in self._arrays]
+        return " or ".join(texts)
 
-    def _measured(self, values: tuple[Any, ...], numbers: tuple[Any, ...], chosen: tuple[Any, ...]) -> Seen | None:
-        """What is to be known of a call whose sizes were not seen before; None where no form holds for them."""
-        for place, form in enumerate(self.forms):
-            sizes = form.measure(*numbers)
-            if sizes is not None:
-                if place:
-                    self._put_first(form)
-                return _never, tuple([values[i] for i in self._integers]), chosen, form.body, sizes
-        return None
+    def _admits(self, *arrays: Any) -> bool:
+        """Whether arrays are of this signature that are not like the last ones, as in torch's inference mode."""
+        if list(map(_facts, arrays)) != self._facts:
+            return False
+        self._alike[0] = self._library.like(arrays, sizes_too=False)
+        return True
 
-    def _put_first(self, form: Form) -> None:
-        """Ask a form first from now on. Other threads see the list of before or the new one."""
-        self.forms = [form, *(other for other in self.forms if other is not form)][:MAX_FORMS]
+    def _compared(self, sizes: tuple[Any, ...], integers: tuple[Any, ...], served: Served, *arrays: Any) -> Last:
+        """What the next call is compared with after one of sizes that were seen before."""
+        known = self._repeated.get(sizes)
+        if known is None or not known[0](*arrays):
+            like = self._library.like(arrays, sizes_too=True)
+            known = self._repeated[sizes] = (like, integers, sizes[0], *served)
+        return known
 
-    def _traced(self, values: tuple[Any, ...]) -> Seen:
+    def _forget_sizes(self) -> None:
+        self._seen.clear()
+        self._repeated.clear()
+
+    def _refused(self, *values: Any) -> Any:
+        """Make a call by itself, whose checks say what is wrong."""
+        return run(TracedCall(self._function, self._names, values))
+
+    def _traced(self, sizes: tuple[Any, ...], *values: Any) -> Served:
         """Trace a call that no form holds for."""
         call = TracedCall(self._function, self._names, values)
-        if not call.holds_for_others or self._mixed:
-            return _never, (), (), lambda *arguments: run(call), ()
+        if not call.holds_for_others:
+            return lambda *arguments: run(call), ()
         form = Form(call)
-        self._put_first(form)
+        forms = [form, *self.forms][:MAX_FORMS]
         self._choices += [choice for choice in form.choices if choice not in self._choices]
-        if self._choices:
-            self._chosen[0] = tuple_of([], [f"choice{i}()" for i in range(len(self._choices))], self._choices)
-        sizes = form.measure(*self._numbers(*values))
-        assert sizes is not None, f"{self._function.__name__}: a call does not meet its own guards"
-        return _never, (), (), form.body, sizes
+        self._chosen[0] = _all_of(self._choices)
+        parts = {
+            f"{letter}{i}": [f"{item}{i}_{k}" for k in range(rank)]
+            for i, rank in zip(self._arrays, self._ranks, strict=True)
+            for letter, item in ("hn", "st")
+        }
+        addresses = [f"p{i}=0" for i in self._arrays]
+        measure = measure_of(forms, ["chosen", *parts, *(f"a{i}" for i in self._integers), *addresses], parts)
+        self.forms, self._measure[0] = forms, measure  # other threads see those of before or the new ones
+        found = measure(*sizes)
+        assert found is not None, f"{self._function.__name__}: a call does not meet its own guards"
+        return found
 
 
-def tuple_of(
-    parameters: Sequence[str], expressions: Sequence[str], choices: Sequence[Callable[[], Any]] = ()
-) -> Callable[..., tuple[Any, ...]]:
-    """A function that returns a tuple of these expressions, in which `choices` are called `choice0`, `choice1` ..."""
-    text = f"lambda {', '.join(parameters)}: ({' '.join(f'{expression},' for expression in expressions)})"
-    return eval(text, {f"choice{i}": choice for i, choice in enumerate(choices)})
+def _all_of(choices: Sequence[Callable[[], Any]]) -> Callable[[], tuple[Any, ...]]:
+    """A function that returns what these return."""
+    code = Code()
+    return code.function("chosen", [], [f"return ({' '.join(f'{code.name(choice)}(),' for choice in choices)})"])
 
 
 def _on_gpu(value: Any) -> bool:

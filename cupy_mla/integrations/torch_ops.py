@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import torch
 
+from ..flash_mla import require_sparse
 from ..ops import absorb
 from ..ops.table import TABLE, Operation
 
@@ -160,13 +161,16 @@ def _with_kvcache(
     extra_indices: Any,
     extra_topk_length: Any,
     out: Any,
+    head_dim_v: int,
     softmax_scale: float | None,
+    causal: bool,
     is_fp8_kvcache: bool,
     batch_invariant: bool,
     planned: Any,
     num_splits: int | None,
 ) -> Any:
     """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made: each run of a graph chooses splits."""
+    is_fp8_kvcache = require_sparse(head_dim_v, causal, is_fp8_kvcache)
     if is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
     results = _NAMED["sparse_decode"](

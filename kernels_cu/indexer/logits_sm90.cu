@@ -270,9 +270,9 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share) {
         const QueryTile tile = tile_of<TILE_QUERIES>(p, share.tile);
         KeyRange mine;
         const KeyRange range = range_of_tile(p, tile, lane, mine);
-        const int unit = share.unit, units = min(share.count, units_in<UNIT>(range) - unit);
-        share = {share.tile + 1, 0, share.count - units};
-        if (units <= 0) continue;
+        const Units taken = share.take_tile<UNIT>(range);
+        const int unit = taken.first, units = taken.count;
+        if (units == 0) continue;
 
         const int slot = turn % SLOTS;
         wait_for_slot(turn++, underway, lane);

@@ -2,7 +2,8 @@
 //
 // A tile is a few neighbouring queries of one request (keys in rows: of all queries). It needs the keys from the first
 // to the last that any of its queries sees. The units of all tiles, one tile after the other, are one list, of which
-// every CTA takes an equal share. Lengths are read here, on the device: the host knows the number of tiles alone. What
+// every CTA takes an equal share. With keys in rows, each tile has some more places in that list, for what it costs to
+// begin it: at the tip of a causal triangle, tiles are many and short. Lengths are read here, on the device: the host knows the number of tiles alone. What
 // a logit is does not depend on the share that it falls into.
 #pragma once
 #include "rows/block_table.cuh"
@@ -93,9 +94,35 @@ __device__ __forceinline__ int units_in(const KeyRange& range) {
     return range.begin < range.end ? ceil_div(range.end - range.begin, UNIT) : 0;
 }
 
-// This CTA's share: the units from unit `unit` of tile `tile` on.
+// To begin a tile of queries costs about as long as so many keys.
+constexpr int KEYS_OF_BEGIN = PAGED ? 0 : 128;
+
+// The places of a tile in the list: BEGIN_PLACES, then one a unit.
+template <int UNIT>
+constexpr int BEGIN_PLACES = ceil_div(KEYS_OF_BEGIN, UNIT);
+
+template <int UNIT>
+__device__ __forceinline__ int places_in(const KeyRange& range) {
+    return range.begin < range.end ? BEGIN_PLACES<UNIT> + units_in<UNIT>(range) : 0;
+}
+
+struct Units {
+    int first, count;  // of a tile
+};
+
+// This CTA's share: `count` places of the list, from place `place` of tile `tile` on.
 struct Share {
-    int tile, unit, count;
+    int tile, place, count;
+
+    // The units of the tile that are in the share; may be none. Goes on to the next tile.
+    template <int UNIT>
+    __device__ __forceinline__ Units take_tile(const KeyRange& range) {
+        constexpr int BEGIN = BEGIN_PLACES<UNIT>;
+        const int end = min(place + count, places_in<UNIT>(range)), first = max(place - BEGIN, 0);
+        const Units units = {first, max(end - BEGIN, first) - first};
+        *this = {tile + 1, 0, count - (end - place)};
+        return units;
+    }
 };
 
 // Called by the whole CTA.
@@ -105,21 +132,21 @@ __device__ __forceinline__ Share share_of_cta(const LogitsParams& p) {
     __shared__ Share share;
     const int tiles = num_tiles<TILE_SIZE>(p), of_thread = ceil_div(tiles, THREADS);
     const int first = threadIdx.x * of_thread, last = min(first + of_thread, tiles);
-    const auto units_of = [&](int tile) { return units_in<UNIT>(range_of_tile(p, tile_of<TILE_SIZE>(p, tile))); };
+    const auto places_of = [&](int tile) { return places_in<UNIT>(range_of_tile(p, tile_of<TILE_SIZE>(p, tile))); };
     int64_t mine = 0;
-    for (int tile = first; tile < last; ++tile) mine += units_of(tile);
+    for (int tile = first; tile < last; ++tile) mine += places_of(tile);
     if (threadIdx.x == 0) share = {0, 0, 0};
     int64_t total;
     const int64_t before = cta_sum_before(mine, warp_sums, total), end = before + mine;
     const int64_t begin = total * blockIdx.x / gridDim.x, stop = total * (blockIdx.x + 1) / gridDim.x;
     if (before <= begin && begin < end && begin < stop) {
         int tile = first;
-        int64_t unit = begin - before;
-        for (int units = units_of(tile); unit >= units; units = units_of(tile)) {
-            unit -= units;
+        int64_t place = begin - before;
+        for (int places = places_of(tile); place >= places; places = places_of(tile)) {
+            place -= places;
             ++tile;
         }
-        share = {tile, int(unit), int(stop - begin)};
+        share = {tile, int(place), int(stop - begin)};
     }
     __syncthreads();
     return share;
@@ -131,9 +158,8 @@ __device__ __forceinline__ void for_tiles(const LogitsParams& p, Share share, Ac
     while (share.count > 0) {
         const QueryTile tile = tile_of<TILE_SIZE>(p, share.tile);
         const KeyRange range = range_of_tile(p, tile);
-        const int units = min(share.count, units_in<UNIT>(range) - share.unit);
-        if (units > 0) act(tile, range, share.unit, units);
-        share = {share.tile + 1, 0, share.count - units};
+        const Units units = share.take_tile<UNIT>(range);
+        if (units.count > 0) act(tile, range, units.first, units.count);
     }
 }
 

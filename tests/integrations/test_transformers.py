@@ -257,13 +257,12 @@ def test_padding_is_not_cached(world: SimpleNamespace) -> None:
 def test_masks_that_are_not_causal_are_refused_when_checked(world: SimpleNamespace) -> None:
     mask = torch.ones(2, 1, 41, 41, dtype=torch.bool, device=world.tokens.device).tril()
     mask[1, 0, 30, 3] = False
+    masks = dict.fromkeys(("indexed_attention", "deepseek_sparse_attention"), mask)  # a layer's kind, by version
     with sparse_attention(world.model), cupy_mla.set_checks(True):
         with pytest.raises(ValueError, match="attention_mask: expected a causal one"):
-            world.model(
-                world.tokens, attention_mask={"indexed_attention": mask}, past_key_values=new_cache(world, "bf16")
-            )
+            world.model(world.tokens, attention_mask=masks, past_key_values=new_cache(world, "bf16"))
         mask[1, 0, 30, 3] = True
-        world.model(world.tokens, attention_mask={"indexed_attention": mask}, past_key_values=new_cache(world, "bf16"))
+        world.model(world.tokens, attention_mask=masks, past_key_values=new_cache(world, "bf16"))
 
 
 def test_layers_that_share_rows(device: str, rng: np.random.Generator) -> None:

@@ -38,6 +38,7 @@ SORTED_CACHE_BYTES = 1 << 26  # above so many bytes of rows, which L2 does not h
 SCRATCH_BYTES = 1 << 28  # memory for the united lists of one launch, about
 
 
+@cache
 def group_queries(h_q: int) -> int:
     """Queries of a group."""
     return min(bf16_sm90.HEADS // h_q, MAX_QUERIES)

@@ -1,13 +1,14 @@
 """Which attention kernel serves a call, and how the call is divided: decided here, once a call, from one table.
 
 `Chooser` is made from the facts that a signature fixes, and called with the sizes. The rows of `TABLE` are asked in
-order: the first kernel runs that can serve the call and was measured to be the fastest for such calls. The environment
+order: the first kernel runs that can serve the call and was measured to be the fastest for such calls. What facts alone
+say of a row is asked once. The environment
 variable CUPY_MLA_KERNELS names a kernel that is to run instead, for testing; it must be able to serve the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = (1, 1.4), 1024
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
+USUAL_ROWS = 64  # lists of models, and those that other kernels take, are multiples of it
 
 
 class Choice(NamedTuple):
@@ -126,13 +128,15 @@ class Row(NamedTuple):
 
     Attributes:
         kernel: its name.
-        can: whether the kernel can serve a call.
+        can: whether the kernel can serve calls with these facts.
+        takes: whether it can serve those of these sizes.
         wanted: whether it was measured to be the fastest for a call that no row above is for.
         choice: how it serves the call.
     """
 
     kernel: str
-    can: Callable[[Facts, Sizes], bool]
+    can: Callable[[Facts], bool]
+    takes: Callable[[Sizes], bool]
     wanted: Callable[[Facts, Sizes], bool]
     choice: Callable[[Facts, Sizes], Choice]
 
@@ -149,9 +153,12 @@ def _items(s: Sizes, heads: int) -> int:
 # --- query groups ---------------------------------------------------------------------------------------------
 
 
-def _can_group(f: Facts, s: Sizes) -> bool:
-    few = s.h_q <= bf16_grouped_sm90.MAX_HEADS
-    return _on_hopper(f) and f.prefill and f.groupable and few and s.queries > 0 and s.splits in (None, 1)
+def _can_group(f: Facts) -> bool:
+    return _on_hopper(f) and f.prefill and f.groupable
+
+
+def _takes_group(s: Sizes) -> bool:
+    return s.h_q <= bf16_grouped_sm90.MAX_HEADS and s.queries > 0 and s.splits in (None, 1)
 
 
 def _full(f: Facts, s: Sizes) -> float:
@@ -300,56 +307,76 @@ def _always(f: Facts, s: Sizes) -> bool:
     return True
 
 
+def _any(s: Sizes) -> bool:
+    return True
+
+
+def _unsplit(s: Sizes) -> bool:
+    return s.splits in (None, 1)
+
+
+def _may_split(s: Sizes) -> bool:
+    return s.splits != 1
+
+
+def _fp8_rows(f: Facts) -> bool:
+    return _on_hopper(f) and f.layout.quantized
+
+
 def _bf16_rows(f: Facts) -> bool:
     return _on_hopper(f) and not f.layout.quantized
+
+
+def _flat_bf16_rows(f: Facts) -> bool:
+    return _bf16_rows(f) and f.flat
+
+
+def _scales_in_rows(f: Facts) -> bool:
+    return _on_hopper(f) and not f.layout.scales_apart
 
 
 # The numbers are where a kernel was measured to be the faster one.
 TABLE = (
     # Neighbouring queries with few heads that fill half of the GPU in groups.
-    Row("bf16_grouped_sm90", _can_group, lambda f, s: _full(f, s) >= LEAST_FULL, _group),
+    Row("bf16_grouped_sm90", _can_group, _takes_group, lambda f, s: _full(f, s) >= LEAST_FULL, _group),
     # V4_FP8, and V32_FP8 of 9 to 16 heads and at most 8 queries.
-    Row("fp8_sm90", lambda f, s: _on_hopper(f) and f.layout.quantized, _fp8_wanted_first, _fp8),
+    Row("fp8_sm90", _fp8_rows, _any, _fp8_wanted_first, _fp8),
     # Flat bf16 rows, somewhat more than half a wave of work items, or than whole waves.
-    Row("bf16_shares_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits != 1, _bf16_shares_wanted, _bf16_shares),
+    Row("bf16_shares_sm90", _flat_bf16_rows, _may_split, _bf16_shares_wanted, _bf16_shares),
     # Up to 16 heads, and small prefills: bf16 rows in at most 2 splits, then all others.
     Row(
-        "bf16_few_heads_sm90", lambda f, s: _bf16_rows(f),
+        "bf16_few_heads_sm90", _bf16_rows, _any,
         lambda f, s: _few_heads_wanted(f, s) and _bf16_few_heads_wanted(f, s), _bf16_few_heads,
     ),
-    Row(
-        "few_heads_sm90", lambda f, s: _on_hopper(f) and not f.layout.scales_apart, _few_heads_wanted,
-        _few_heads_splits,
-    ),
+    Row("few_heads_sm90", _scales_in_rows, _any, _few_heads_wanted, _few_heads_splits),
     # Many heads: FP8 rows; flat bf16 rows, split over clusters while work items do not fill the GPU.
-    Row("fp8_sm90", lambda f, s: _on_hopper(f) and f.layout.quantized, _always, _fp8),
+    Row("fp8_sm90", _fp8_rows, _any, _always, _fp8),
     Row(
-        "bf16_cluster_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits != 1,
+        "bf16_cluster_sm90", _flat_bf16_rows, _may_split,
         lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant and _cluster_splits(f, s) > 1, _bf16_cluster,
     ),
     Row(
-        "bf16_sm90", lambda f, s: _bf16_rows(f) and f.flat and s.splits in (None, 1),
-        lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant, _bf16,
+        "bf16_sm90", _flat_bf16_rows, _unsplit, lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant, _bf16,
     ),
     # Decode of many heads over bf16 rows that are few or not flat.
     Row(
-        "bf16_few_heads_sm90", lambda f, s: _bf16_rows(f),
+        "bf16_few_heads_sm90", _bf16_rows, _any,
         lambda f, s: not f.prefill and _bf16_few_heads_wanted(f, s), _bf16_few_heads,
     ),
-    Row("few_heads_sm90", lambda f, s: _on_hopper(f) and not f.layout.scales_apart, lambda f, s: not f.prefill,
-        _few_heads_splits),
+    Row("few_heads_sm90", _scales_in_rows, _any, lambda f, s: not f.prefill, _few_heads_splits),
     # Any call: GPUs with much shared memory, any GPU.
-    Row("portable", lambda f, s: f.gpu.shared_kb >= portable.LARGE, _always, _portable),
-    Row("portable_99kb", _always, _always, _portable_99kb),
+    Row("portable", lambda f: f.gpu.shared_kb >= portable.LARGE, _any, _always, _portable),
+    Row("portable_99kb", lambda f: True, _any, _always, _portable_99kb),
 )  # fmt: skip
 NAMES = tuple(dict.fromkeys(row.kernel for row in TABLE))
 
 
-def choose(facts: Facts, sizes: Sizes, asked: str | None = None) -> Choice:
+def choose(facts: Facts, sizes: Sizes, asked: str | None = None, table: Sequence[Row] | None = None) -> Choice:
     """The kernel that serves a call, and how.
 
     Args:
         asked: the kernel that is to run, by name; None or "": the fastest.
+        table: the rows of `TABLE` whose kernels can serve calls with these facts; None: they are looked for.
 
     Raises:
         ValueError: no kernel has that name, or it cannot serve this call.
@@ -359,14 +386,15 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None) -> Choice:
         sizes = sizes._replace(queries=INVARIANT_QUERIES, splits=splits)
     elif sizes.queries < 1:
         sizes = sizes._replace(queries=1)
+    able = rows_for(facts) if table is None else table
     if not asked:
-        for row in TABLE:
-            if row.can(facts, sizes) and row.wanted(facts, sizes):
-                return row.choice(facts, sizes)
+        for _, _, takes, wanted, choice in able:
+            if takes(sizes) and wanted(facts, sizes):
+                return choice(facts, sizes)
     if asked not in NAMES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
-    row = next(row for row in TABLE if row.kernel == asked)
-    if not row.can(facts, sizes):
+    row = next((row for row in able if row.kernel == asked and row.takes(sizes)), None)
+    if row is None:
         raise ValueError(
             f"{VARIABLE} is {asked}, which cannot serve this call: {'prefill' if facts.prefill else 'decode'} of "
             f"{sizes.h_q} heads over {facts.layout.name} rows of {facts.layout.d_qk}, {sizes.queries} queries, "
@@ -377,11 +405,17 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None) -> Choice:
     return row.choice(facts, sizes)
 
 
+def rows_for(facts: Facts) -> list[Row]:
+    """The rows of `TABLE` whose kernels can serve calls with these facts."""
+    return [row for row in TABLE if row.can(facts)]
+
+
 class Chooser:
     """`choose` for calls of one signature, which remembers what it chose.
 
-    A server meets another number of queries at every step, and lists of few lengths. So when a second number of queries
-    comes for a length, the choices of all numbers up to `KNOWN_QUERIES` are made together, in a few milliseconds.
+    A server meets another number of queries at every step, and lists of few lengths, which are whole `USUAL_ROWS`. So
+    the choices of all numbers of queries up to `KNOWN_QUERIES` are made together, in 2 ms, when such a length comes;
+    for another length, when a second number of queries does.
 
     Attributes:
         depends_on: tells what a choice depends on beside the arguments.
@@ -391,6 +425,7 @@ class Chooser:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        self._table = rows_for(facts)
         # Choices by the number of queries, for calls that differ in nothing else; and how many are remembered.
         self._known: dict[tuple[str | None, int, int, int | None], dict[int, Choice]] = {}
         self._size = 0
@@ -400,8 +435,9 @@ class Chooser:
         known = self._known.get(key)
         if known is not None and queries in known:
             return known[queries]
-        wanted = [queries] if known is None or queries > KNOWN_QUERIES else range(1, KNOWN_QUERIES + 1)
-        made = {n: choose(self.facts, Sizes(h_q, n, rows, splits), key[0]) for n in wanted}
+        alone = queries > KNOWN_QUERIES or (known is None and rows % USUAL_ROWS > 0)
+        wanted = (queries,) if alone else range(1, KNOWN_QUERIES + 1)
+        made = {n: choose(self.facts, Sizes(h_q, n, rows, splits), key[0], self._table) for n in wanted}
         self._size += len(made)
         if self._size > MAX_CHOICES:
             self._known.clear()

@@ -23,6 +23,7 @@ TILE_ROWS = 64
 SPILL_BYTES = 64  # a few words of addresses, once a work item
 
 
+@cache
 def block_heads(h_q: int) -> int:
     """Heads of a CTA, for a call with `h_q` heads."""
     return next((heads for heads in HEADS if h_q <= heads), max(HEADS))

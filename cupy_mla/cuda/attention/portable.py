@@ -35,6 +35,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@cache
 def block_heads(h_q: int) -> int:
     """Heads of a CTA, for a call with `h_q` heads."""
     return next((heads for heads in HEADS if h_q <= heads), max(HEADS))

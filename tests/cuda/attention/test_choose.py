@@ -44,7 +44,7 @@ def decode(
 
 def row_of(facts: Facts, sizes: Sizes) -> Row:
     """The row of the table that a call is for."""
-    return next(row for row in TABLE if row.can(facts, sizes) and row.wanted(facts, sizes))
+    return next(row for row in TABLE if row.can(facts) and row.takes(sizes) and row.wanted(facts, sizes))
 
 
 # --- every row ------------------------------------------------------------------------------------------------
@@ -511,14 +511,22 @@ def test_a_chooser_does_not_grow_with_the_traffic(monkeypatch, lengths):
         assert sum(map(len, chooser._known.values())) <= 1000
 
 
-def test_choices_of_many_batches_are_those_of_each(monkeypatch, rng):
-    """A second number of queries has all of them chosen together."""
+def test_choices_of_many_batches_are_those_of_each(rng):
     facts = Facts(GPU, V32_FP8, prefill=False)
     chooser = choose.Chooser(facts)
     for queries in map(int, rng.permutation(700)[:60] + 1):
         assert chooser(64, queries, 2048, None) == choose.choose(facts, choose.Sizes(64, queries, 2048))
+
+
+@pytest.mark.parametrize(("rows", "calls"), [(2048, 1), (2000, 2)], ids=["usual length", "another one"])
+def test_choices_of_many_batches_are_made_together(monkeypatch, rows, calls):
+    """At once for lengths that come again, and when they do for all others."""
+    chooser = choose.Chooser(Facts(GPU, V32_FP8, prefill=False))
+    for queries in range(1, 1 + calls):
+        assert sum(map(len, chooser._known.values())) < choose.KNOWN_QUERIES
+        chooser(64, queries, rows, None)
     monkeypatch.setattr(choose, "choose", lambda *arguments: pytest.fail("is known"))
-    assert {chooser(64, queries, 2048, None).kernel for queries in range(1, choose.KNOWN_QUERIES + 1)} == {"fp8_sm90"}
+    assert {chooser(64, queries, rows, None).kernel for queries in range(1, choose.KNOWN_QUERIES + 1)} == {"fp8_sm90"}
 
 
 def test_clusters_are_counted_for_the_kernels_that_have_them(monkeypatch):
