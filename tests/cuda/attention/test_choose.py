@@ -253,14 +253,45 @@ def test_flat_rows_are_for_clusters_from_so_many_work_items_on(layout, h_q, leas
         (18, 4096, 5),
         (23, 4096, 4),
         (31, 4096, 3),
-        (40, 4096, 2),
-        (66, 4096, 2),
+        (33, 4096, 3),
+        (40, 512, 2),  # three splits would have less
     ],
 )
 def test_clusters_have_as_many_splits_as_run_at_a_time(queries, rows, splits):
     chosen = decode(BF16_576, 64, queries, rows)
     assert chosen.splits == splits
     assert chosen.kernel == ("bf16_sm90" if splits == 1 else "bf16_cluster_sm90")
+
+
+@BF16
+@pytest.mark.parametrize(
+    ("h_q", "queries", "rows", "splits"),
+    [
+        (17, 34, 2048, 3), (32, 44, 2048, 3), (64, 44, 2048, 3), (64, 45, 2048, 2), (64, 66, 2048, 2),
+        (128, 32, 2048, 2), (64, 66, 512, 2),
+    ],
+)  # fmt: skip
+def test_two_or_three_splits_that_fill_the_gpu_are_merged_by_the_last(layout, h_q, queries, rows, splits):
+    alike = Choice("bf16_shares_sm90", 64, splits, ctas=queries * (1 + (h_q > 64)) * splits)
+    assert decode(layout, h_q, queries, rows) == prefill(h_q, queries, rows, layout=layout) == alike
+    assert decode(layout, h_q, queries, rows, uneven=True) != alike
+    assert decode(layout, h_q, queries, rows, flat=False).kernel != "bf16_shares_sm90"
+    assert decode(layout, h_q, queries, rows, batch_invariant=True).kernel != "bf16_shares_sm90"
+
+
+def test_equal_splits_are_not_for_few_heads_or_rows():
+    assert decode(BF16_576, 16, 44).kernel == "bf16_few_heads_sm90"
+    assert decode(BF16_576, 64, 66, 384).kernel == "bf16_sm90"
+
+
+@BF16
+@pytest.mark.parametrize("h_q", [8, 16])
+def test_bf16_rows_of_few_heads_in_two_splits_rather_than_three_without_a_cluster(layout, h_q):
+    for queries in (40, 44):
+        candidates = choose.few_heads_candidates(h_q, h_q, 32, CLUSTERS_AT_ONCE, None)
+        assert candidates.cheapest(queries)[1:] == (3, 1)
+        assert decode(layout, h_q, queries) == Choice("bf16_few_heads_sm90", h_q, 2, 2)
+        assert decode(layout, h_q, queries, splits=3).splits == 3
 
 
 # Decode of flat bf16 rows on an H200, by heads and rows: batches that were faster divided evenly, and those that were
