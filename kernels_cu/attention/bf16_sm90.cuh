@@ -341,13 +341,13 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
             find_rows(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
             copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, parity & 1);
-            copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, parity & 1);
             load_slots<K>(p, w, c, 2 * pair + 2, even);
+            copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, parity & 1);
             find_rows(p, c, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
             copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, parity & 1);
-            copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, parity & 1);
             load_slots<K>(p, w, c, 2 * pair + 3, odd);
+            copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, parity & 1);
             parity ^= 1;
         }
     });
