@@ -32,6 +32,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE, *INDEXER]
+NOT_MEASURED = "Not measured yet."
+KERNEL_ROWS = {"localize": "localize topk", "merge_topk": "merge topk", "merge_ranks": "merge attention"}
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 
@@ -51,6 +53,12 @@ def table(head: str, rows: list[list[str]]) -> str:
     columns = head.split(" | ")
     lines = [head, " | ".join(["---"] * len(columns)), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def filled(rows: list[dict[str, str]]) -> str:
+    """A table of rows by column, without the columns that are empty in all of them."""
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    return table(" | ".join(names), [[row[name] for name in names] for row in rows])
 
 
 def ratio_table() -> str:
@@ -154,6 +162,90 @@ def batch_invariant() -> str:
     return ways("batch_invariant", heading, "invariant_us", "default_us", 1)
 
 
+def vllm() -> str:
+    """Engines on the plug-in beside vLLM's own layers: a part for each run that rows are of."""
+    record = load("vllm")
+    runs: dict[tuple[int, str, str], list[Row]] = {}
+    for row in record["rows"]:
+        runs.setdefault((row["tensor_parallel"], row["version"], row["commit"]), []).append(row)
+    parts = []
+    for (gpus, version, commit), rows in sorted(runs.items()):
+        place = record["gpu"] if gpus == 1 else f"{record['gpu']}, tensor parallel over {gpus}"
+        note = record.get("notes", {}).get(commit, "")
+        parts.append(f"vLLM {version}, {place}, at {commit[:9]}. {note}".strip())
+        results = {row["setting"].split(", ")[0]: row for row in rows if "tokens" in row}
+        if results:
+            parts.append(filled([vllm_results(name, row) for name, row in results.items()]))
+        timed = [vllm_speed(row) for row in rows if "tokens_per_s_ours" in row]
+        if timed:
+            parts.append(filled(timed))
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def vllm_results(name: str, row: Row) -> dict[str, str]:
+    """Tokens and log-probabilities of a setting, as a row by columns."""
+
+    def of(key: str, kind: str = "") -> str:
+        return f"{row[key]:{kind}}" if key in row else ""
+
+    return {
+        "setting": name,
+        "tokens equal": f"{row['tokens_equal']} of {row['tokens']}",
+        "gap where not": of("gap_apart"),
+        "equal to one GPU's, ours": of("tokens_equal_one_gpu_ours"),
+        "vLLM's": of("tokens_equal_one_gpu_stock"),
+        "log-probability error, ours": of("logprob_error_ours", ".5f"),
+        "vLLM's own": of("logprob_error_stock", ".5f"),
+        "± of their difference": of("logprob_error_noise", ".5f"),
+    }
+
+
+def vllm_speed(row: Row) -> dict[str, str]:
+    """Tokens a second and the GPU's time of a setting and number of requests, as a row by columns."""
+
+    def rate(name: str) -> str:
+        key = f"tokens_per_s_{name}"
+        spread = f" ({row[f'{key}_low']:,.0f} to {row[f'{key}_high']:,.0f})" if f"{key}_low" in row else ""
+        return f"{row[key]:,.0f}{spread}"
+
+    has_gpu = "gpu_us_ours" in row
+    loops = f"{row['loop_us_ours']:.0f} and {row['loop_us_stock']:.0f}" if "loop_us_ours" in row else ""
+    return {
+        "setting": row["setting"],
+        "tokens a second, ours": rate("ours"),
+        "vLLM's": rate("stock"),
+        "ours / vLLM's": f"{row['tokens_per_s_ours'] / row['tokens_per_s_stock']:.2f}",
+        "µs of a piece of Python beside both": loops,
+        "GPU, µs a step, ours": f"{row['gpu_us_ours']:.0f}" if has_gpu else "",
+        "vLLM's own": f"{row['gpu_us_stock']:.0f}" if has_gpu else "",
+        "vLLM's own / ours": f"{row['gpu_us_stock'] / row['gpu_us_ours']:.2f}" if has_gpu else "",
+    }
+
+
+def context_parallel() -> str:
+    """A decode step on one GPU and divided over several, and the divided step's parts."""
+    columns = {
+        "requests": "", "one GPU": "one_us", "heads divided": "replicated_us", "rows divided": "two_us",
+        "logits": "logits_us", "top-k": "topk_us", "merge top-k": "merge_topk_us", "localize": "localize_us",
+        "gather q": "gather_q_us", "attention": "attention_us", "merge attention": "merge_attention_us",
+    }  # fmt: skip
+    rows = [
+        {name: f"{row[key]:.0f}" if key else str(numbers(row["case"])["b"]) for name, key in columns.items()}
+        for row in load("context_parallel")["rows"]
+    ]
+    return filled(rows) if rows else NOT_MEASURED
+
+
+def beside_copy(beginning: str) -> str:
+    """The rows of `cache_ops` whose names begin so."""
+    rows = [
+        [row["case"], f"{row['ours_us']:.1f}", f"{row['ratio']:.2f}"]
+        for row in load("cache_ops")["rows"]
+        if row["case"].startswith(beginning)
+    ]
+    return table("case | µs | time of a copy of as many bytes / ours", rows) if rows else NOT_MEASURED
+
+
 def all_rows() -> str:
     """Every row of every record."""
     parts = []
@@ -174,7 +266,11 @@ def _shown(value: Any) -> str:
 
 def texts() -> dict[Path, str]:
     """The files with a part between BEGIN and END, and what should stand there."""
+    docs = ROOT / "docs"
     wanted = {ROOT / "README.md": readme(), RESULTS / "README.md": all_rows()}
+    wanted |= {docs / "vllm.md": vllm(), docs / "several_gpus.md": context_parallel()}
+    for kernel, beginning in KERNEL_ROWS.items():
+        wanted[docs / "kernels" / f"{kernel}.md"] = beside_copy(beginning)
     if load("thresholds")["rows"]:
         wanted[ROOT / "docs" / "mixed_batches.md"] = thresholds()
     if load("batch_invariant")["rows"]:
@@ -358,14 +454,14 @@ def write() -> None:
 
 
 def take_part(path: Path) -> None:
-    """Put the rows of a `<name>.part.json` into `<name>.json`, in place of those of the same kinds. Each of them says
-    what was measured when: `commit`, `date` and `seed`."""
+    """Put the rows of a `<name>.part.json` into `<name>.json`, in place of those of the same kinds, or cases where rows
+    have no kind. Each of them says what was measured when: `commit`, `date` and `seed`."""
     part = json.loads(path.read_text())
     whole = path.with_name(path.name.replace(".part.json", ".json"))
     record = json.loads(whole.read_text())
-    kinds = {row["kind"] for row in part["rows"]}
-    of_run = {name: part[name] for name in ("commit", "date", "seed")}
-    record["rows"] = [row for row in record["rows"] if row["kind"] not in kinds]
+    kinds = {row.get("kind", row["case"]) for row in part["rows"]}
+    of_run = {name: part[name] for name in ("commit", "date", "seed") if name in part}
+    record["rows"] = [row for row in record["rows"] if row.get("kind", row["case"]) not in kinds]
     record["rows"] += [{**row, **of_run} for row in part["rows"]]
     if "left_out" in part:
         record["left_out"] = part["left_out"]

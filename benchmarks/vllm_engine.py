@@ -10,9 +10,15 @@ all start at the same time. While two of them are measured, the others are stopp
   largest difference of the two best log-probabilities at such places, `texts_equal` the number of prompts without one.
 - log-probabilities of all prompt tokens: mean distance from the same engine with attention in float32, and
   `logprob_error_noise`, the standard error of the difference of the two means.
-- decode: tokens a second, from the median time of steps in which every request gets one token, stock and plug-in in
-  turn. `first_tokens_s` is the time until every request has its first token, `gpu_us` that of a decode step's kernels.
-- with tensor parallelism also the tokens of the same kernels on one GPU.
+- decode: tokens a second, from steps in which every request gets one token. The host bounds a step of these small
+  models, and a machine's CPUs change their speed by up to two within a second, for both engines alike. So engines take
+  turns of blocks of 16 steps, and before and behind each block a fixed piece of Python is timed. What counts are the
+  blocks of an engine around which that piece was fastest, a quarter of them: `tokens_per_s` is of the median of their
+  steps, `loop_us` the piece's time around them, by which one sees whether both engines met CPUs of the same speed.
+  `_low` and `_high`: of the slowest and the fastest of all blocks.
+- `first_tokens_s`: until every request has its first token, the fastest of the repeats.
+- `gpu_us`: the time in a decode step in which the GPU works on kernels or copies. Launches that overlap count once.
+- with tensor parallelism also the tokens of the same kernels on one GPU, but no `gpu_us`.
 
 Engines of one layer can be compared token by token. With more layers rounding changes what later indexers choose.
 """
@@ -33,7 +39,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from configparser import ConfigParser
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -41,12 +47,16 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
+Row = dict[str, Any]
 PROMPTS = [7, 23, 64, 65, 130, 250, 400, 511, 512, 513, 600, 777, 1000, 1023, 1024, 1300, 1600, 2000, 2047, 2048, 2222,
            2500, 2800, 3000]  # fmt: skip
 NEW_TOKENS = 8
 VOCABULARY = 4096
-SPEED_PROMPT, SPEED_TOKENS, WARM_TOKENS, PROFILED_STEPS = 1024, 96, 48, 8  # of 64 prompts 16 steps are prefills
+SPEED_PROMPT, PREFILL_STEPS = 1024, 16  # tokens of each prompt; steps that prefill the most requests
+BLOCKS, BLOCK_STEPS, WARM_TOKENS, PROFILED_STEPS = 4, 16, 24, 8  # blocks of a repeat
+QUIETEST = 4  # of so many blocks one counts
 REQUESTS = (1, 16, 64)
+MEASURING = 40  # seconds of the limit that starting leaves
 VARIANTS = ("stock", "ours", "float32")
 
 
@@ -66,7 +76,7 @@ class Setting(NamedTuple):
     topk: int
     mode: str
     place: str = "custom"
-    repeats: int = 3
+    repeats: int = 4
     two_gpus: bool = True
 
     def __str__(self) -> str:
@@ -88,8 +98,8 @@ SETTINGS = (
     Setting("auto", 64, 1, 512, "graphs"),
     Setting("fp8_ds_mla", 16, 1, 512, "eager", "override", 0, False),
     Setting("fp8", 64, 1, 512, "compiled", repeats=0, two_gpus=False),
-    Setting("fp8", 64, 8, 2048, "graphs", two_gpus=False),
-    Setting("auto", 128, 8, 2048, "graphs", two_gpus=False),
+    Setting("fp8", 64, 8, 2048, "graphs", repeats=3, two_gpus=False),
+    Setting("auto", 128, 8, 2048, "graphs", repeats=3, two_gpus=False),
 )
 
 
@@ -197,19 +207,44 @@ def decoding(engine: Any, requests: int, new: int) -> Iterator[float]:
             yield time.perf_counter()
 
 
-def speed(engine: Any, requests: int, new: int = SPEED_TOKENS) -> tuple[float, float]:
-    """Seconds until all requests have their first token, and of a decode step after that."""
+def loop_us() -> float:
+    """A piece of Python: how fast this process runs at all."""
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        sum(i * i for i in range(4000))
+        times.append(time.perf_counter() - began)
+    return 1e6 * statistics.median(times)
+
+
+class Block(NamedTuple):
+    """Consecutive decode steps: the median's seconds, and the slower `loop_us` of before and behind."""
+
+    step: float
+    loop_us: float
+
+
+def speed(engine: Any, requests: int, blocks: int = BLOCKS) -> tuple[float, list[Block]]:
+    """Seconds until all requests have their first token, and the blocks after that."""
     began = time.perf_counter()
-    ends = list(decoding(engine, requests, new))
-    return ends[0] - began, statistics.median(b - a for a, b in itertools.pairwise(ends))
+    steps = decoding(engine, requests, 1 + blocks * BLOCK_STEPS + PREFILL_STEPS)
+    first = next(steps) - began
+    found, loop = [], loop_us()
+    for _ in range(blocks):
+        ends = [time.perf_counter(), *itertools.islice(steps, BLOCK_STEPS)]
+        before, loop = loop, loop_us()
+        found.append(Block(statistics.median(b - a for a, b in itertools.pairwise(ends)), max(before, loop)))
+    for _ in steps:
+        pass
+    return first, found
 
 
-def kernels(engine: Any, requests: int) -> list[tuple[str, float]]:
-    """The kernels of a decode step by name, with their microseconds, the longest first."""
+def kernels(engine: Any, requests: int) -> tuple[float, list[tuple[str, float]]]:
+    """Microseconds in which the GPU is busy in a decode step, and those of each kernel by name, the longest first."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    steps = decoding(engine, requests, WARM_TOKENS)
+    steps = decoding(engine, requests, 4 + PROFILED_STEPS + PREFILL_STEPS)
     for _ in range(4):
         next(steps)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -217,9 +252,22 @@ def kernels(engine: Any, requests: int) -> list[tuple[str, float]]:
             next(steps)
     for _ in steps:
         pass
-    events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
-    times = [(event.key, event.self_device_time_total / PROFILED_STEPS) for event in events]
-    return sorted(times, key=lambda named: -named[1])
+    launched = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    times: dict[str, float] = {}
+    for event in launched:
+        us = event.time_range.end - event.time_range.start
+        times[event.name] = times.get(event.name, 0) + us / PROFILED_STEPS
+    busy = covered((event.time_range.start, event.time_range.end) for event in launched) / PROFILED_STEPS
+    return busy, sorted(times.items(), key=lambda named: -named[1])
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total
 
 
 QUESTIONS = {"continuations": continuations, "prompt_logprobs": prompt_logprobs, "speed": speed, "kernels": kernels}
@@ -244,6 +292,7 @@ class Engine:
         self.process = multiprocessing.get_context("spawn").Process(
             target=serve, args=(theirs, str(self._log), setting, variant, str(folder / setting.model), tensor_parallel)
         )
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(tensor_parallel > 1))
         self.process.start()
         theirs.close()
 
@@ -253,15 +302,6 @@ class Engine:
         if answer is None:
             raise RuntimeError(self.last_lines())
         return answer
-
-    def stop(self) -> None:
-        """End the process, and those that it started: they end with it unless it is killed."""
-        try:
-            self.pipe.send(None)
-            self.process.join(5)
-        except OSError:
-            pass
-        self.process.kill()
 
     def pause(self, now: bool) -> None:
         """Stop the process where it stands, or let it go on."""
@@ -291,6 +331,17 @@ def started(engines: list[Engine], deadline: float) -> list[Engine]:
         print(f"{engine.last_lines()}\n(not up in time)", flush=True)
         engine.process.kill()
     return [engine for engine in engines if engine.seconds is not None]
+
+
+def stop(engines: list[Engine], seconds: float = 8) -> None:
+    """End the processes, and those that they started: these end with them unless they are killed."""
+    for engine in engines:
+        with contextlib.suppress(OSError):
+            engine.pipe.send(None)
+    end = time.monotonic() + seconds
+    for engine in engines:
+        engine.process.join(max(end - time.monotonic(), 0))
+        engine.process.kill()
 
 
 @contextlib.contextmanager
@@ -342,45 +393,99 @@ def logprob_errors(ours: list[list[float]], stock: list[list[float]], exact: lis
     }
 
 
-def measure(setting: Setting, engines: dict[str, Engine], profiles: Path | None) -> list[dict[str, Any]]:
-    """The rows of a setting, one a number of requests.
+def compare_results(engines: dict[str, Engine]) -> dict[str, Any]:
+    """Tokens and log-probabilities of a setting's engines."""
+    ours, stock = engines["ours"], engines["stock"]
+    found: dict[str, Any] = compare(ours, stock)
+    for variant in ("ours", "stock"):
+        if f"{variant} on one GPU" in engines:
+            same = compare(engines[variant], engines[f"{variant} on one GPU"])
+            found[f"tokens_equal_one_gpu_{variant}"] = same["tokens_equal"]
+    if "float32" in engines:
+        exact = engines["float32"].ask("prompt_logprobs")
+        found |= logprob_errors(ours.ask("prompt_logprobs"), stock.ask("prompt_logprobs"), exact)
+    return found
+
+
+def compare_speed(engines: dict[str, Engine], requests: int, repeats: int) -> dict[str, Any]:
+    """Tokens a second of so many requests, ours and stock in turn."""
+    pair = {name: engines[name] for name in ("ours", "stock")}
+    for engine in pair.values():
+        engine.ask("speed", requests, 1)
+    firsts: dict[str, list[float]] = {name: [] for name in pair}
+    blocks: dict[str, list[Block]] = {name: [] for name in pair}
+    for turn in range(repeats):
+        for name in reversed(pair) if turn % 2 else pair:
+            first, of = pair[name].ask("speed", requests)
+            firsts[name].append(first)
+            blocks[name] += of
+    return {k: v for name in pair for k, v in speed_of(name, requests, firsts[name], blocks[name]).items()}
+
+
+def speed_of(name: str, requests: int, firsts: list[float], blocks: list[Block]) -> dict[str, float]:
+    """A row's fields of an engine."""
+    steps = [block.step for block in blocks]
+    quiet = sorted(blocks, key=lambda block: block.loop_us)[: -(-len(blocks) // QUIETEST)]
+    return {
+        f"tokens_per_s_{name}": round(requests / statistics.median(block.step for block in quiet), 1),
+        f"tokens_per_s_{name}_low": round(requests / max(steps), 1),
+        f"tokens_per_s_{name}_high": round(requests / min(steps), 1),
+        f"loop_us_{name}": round(statistics.median(block.loop_us for block in quiet), 1),
+        f"first_tokens_s_{name}": round(min(firsts), 4),
+    }
+
+
+def compare_kernels(engines: dict[str, Engine], requests: int, heading: str, file: Path) -> dict[str, float]:
+    """The GPU's time of a decode step; each kernel's goes into the file."""
+    row = {}
+    for name in ("ours", "stock"):
+        busy, found = engines[name].ask("kernels", requests)
+        row[f"gpu_us_{name}"] = round(busy, 1)
+        lines = [f"{us:9.1f} {kernel[:100]}" for kernel, us in found[:25]]
+        with file.open("a") as log:
+            log.write("\n".join([f"--- {heading}, {name}", *lines, ""]))
+    return row
+
+
+def measure(
+    setting: Setting, engines: dict[str, Engine], deadline: float, profiles: Path | None, rows: list[Row]
+) -> None:
+    """Add the rows of a setting, one a number of requests, without those whose turn comes too late.
 
     Args:
-        profiles: folder for the kernels of a decode step; None: they are not timed.
+        profiles: file for the kernels of decode steps; None: they are not timed.
     """
-    ours, stock = engines["ours"], engines["stock"]
-    row: dict[str, Any] = {"start_s_ours": ours.seconds, "start_s_stock": stock.seconds}
+    row: Row = {"setting": str(setting)}
+    row |= {"start_s_ours": engines["ours"].seconds, "start_s_stock": engines["stock"].seconds}
     if setting.compared:
-        row |= compare(ours, stock)
-        for variant in ("ours", "stock"):
-            if f"{variant} on one GPU" in engines:
-                same = compare(engines[variant], engines[f"{variant} on one GPU"])
-                row[f"tokens_equal_one_gpu_{variant}"] = same["tokens_equal"]
-        if "float32" in engines:
-            exact = engines["float32"].ask("prompt_logprobs")
-            row |= logprob_errors(ours.ask("prompt_logprobs"), stock.ask("prompt_logprobs"), exact)
+        row |= compare_results(engines)
     if not setting.repeats:
-        return [{"setting": str(setting), **row}]
-    rows = []
+        rows.append(row)
+        return
     for requests in REQUESTS:
-        for engine in (ours, stock):
-            engine.ask("speed", requests, WARM_TOKENS)
-        times = [(ours.ask("speed", requests), stock.ask("speed", requests)) for _ in range(setting.repeats)]
-        measured = {}
-        for name, of in zip(("ours", "stock"), zip(*times, strict=True), strict=True):
-            first, step = (statistics.median(t) for t in zip(*of, strict=True))
-            measured[f"tokens_per_s_{name}"] = round(requests / step, 1)
-            measured[f"first_tokens_s_{name}"] = round(first, 4)
-        if profiles is not None and requests == max(REQUESTS):
-            for name, engine in (("ours", ours), ("stock", stock)):
-                found = engine.ask("kernels", requests)
-                measured[f"gpu_us_{name}"] = round(sum(us for _, us in found), 1)
-                lines = [f"{us:9.1f} {kernel[:100]}" for kernel, us in found[:25]]
-                with (profiles / "kernels.txt").open("a") as file:
-                    file.write("\n".join([f"--- {setting}, {requests} requests, {name}", *lines, ""]))
-        name = f"{setting}, {requests} request{'s'[: requests > 1]}"
-        rows.append({"setting": name, **row, **measured})
-    return rows
+        if time.monotonic() < deadline:
+            name = f"{setting}, {requests} request{'s'[: requests > 1]}"
+            rows.append({**row, "setting": name, **compare_speed(engines, requests, setting.repeats)})
+    if profiles is None:
+        return
+    for requests, of in zip(REQUESTS, rows, strict=False):  # last, as a profiler that was on once costs host time
+        if time.monotonic() < deadline:
+            of |= compare_kernels(engines, requests, of["setting"], profiles)
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A short line of ours:stock for whoever looks at the run."""
+    parts = [row["setting"]]
+    if "tokens" in row:
+        parts.append(f"equal {row['tokens_equal']}/{row['tokens']} gap {row['gap_apart']}")
+    parts += [f"{name.removeprefix('tokens_equal_')} {row[name]}" for name in row if "one_gpu" in name]
+    for name, short in (
+        ("logprob_error", "logp"), ("tokens_per_s", "t/s"), ("loop_us", "loop"), ("first_tokens_s", "first"),
+        ("gpu_us", "gpu"), ("start_s", "start"),
+    ):  # fmt: skip
+        if f"{name}_ours" in row:
+            parts.append(f"{short} {row[f'{name}_ours']}:{row[f'{name}_stock']}")
+    return " | ".join(parts)
 
 
 def prepare(pack: Path, folder: Path) -> None:
@@ -405,18 +510,22 @@ def prepare(pack: Path, folder: Path) -> None:
 
 
 def restore_caches(pack: Path) -> None:
-    """What compilers made on another machine (a minute less to start), if the pack has it; where to keep it."""
+    """What compilers and vLLM made elsewhere, if the pack has it (a minute less to start); where they are kept."""
     folder = Path(os.environ["ENGINE_CACHES"])
     folder.mkdir(parents=True, exist_ok=True)
     if (pack / "caches.tar.xz").exists():
         shutil.unpack_archive(pack / "caches.tar.xz", folder)
-    names = {"CUPY_CACHE_DIR": "cupy", "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm"}
+    names = {
+        "CUPY_CACHE_DIR": "cupy", "TRITON_CACHE_DIR": "triton", "DG_JIT_CACHE_DIR": "deep_gemm",
+        "VLLM_CACHE_ROOT": "vllm",  # what it knows of a model's class: else a second process imports vLLM to look
+    }  # fmt: skip
     os.environ |= {name: str(folder / value) for name, value in names.items()}
 
 
 def keep(out: Path) -> None:
     """The caches, and one archive of the engines' logs."""
     folder = Path(os.environ["ENGINE_CACHES"])
+    shutil.rmtree(folder / "vllm" / "torch_compile_cache", ignore_errors=True)  # of models in this run's own folder
     shutil.make_archive(str(out / "caches"), "xztar", folder)
     logs = folder.parent / "logs"
     logs.mkdir()
@@ -429,8 +538,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=Path)
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=165, help="seconds after which no more is measured")
-    parser.add_argument("--profile", action="store_true", help="time the kernels of a decode step of the most requests")
+    parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
     parser.add_argument("--only", default="", help="settings whose name contains this")
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit
@@ -447,8 +555,6 @@ def main() -> None:
     settings = [s for s in SETTINGS if options.only in str(s) and (s.two_gpus or not several)]
     for setting in {s.model: s for s in settings}.values():
         tiny_v32.write(folder / setting.model, heads=setting.heads, topk=setting.topk, layers=setting.layers)
-    if several:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     print(f"models written after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
     engines: dict[tuple[Setting, str], Engine] = {}
     for setting in settings:
@@ -462,52 +568,56 @@ def main() -> None:
             [sys.executable, "-m", "cupy_mla", "warmup", "--heads", str(heads), "--layout", layout], cwd=ROOT,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
-        for heads, layout in sorted({(s.heads, "fp8_ds_mla" if "fp8" in s.cache else "bf16") for s in settings})
+        for heads, layout in sorted({
+            (s.heads // ranks, "fp8_ds_mla" if "fp8" in s.cache else "bf16")
+            for s in settings for ranks in {1, options.tensor_parallel}
+        })
     ]  # fmt: skip
-    up = set(started(list(engines.values()), deadline - 45))
+    up = set(started(list(engines.values()), deadline - MEASURING))
     print(
         f"{len(up)} of {len(engines)} engines up after {time.monotonic() - deadline + options.limit:.0f} s", flush=True
     )
     for process in warmups:  # what they have not compiled yet, no engine needs
         process.kill()
-    rows = []
+    rows: list[Row] = []
     try:
         for setting in settings:
             of = {variant: engine for (s, variant), engine in engines.items() if s == setting and engine in up}
             if not {"ours", "stock"} <= of.keys() or time.monotonic() > deadline:
                 print(f"left out: {setting}", flush=True)
                 continue
+            measured: list[Row] = []
             try:
                 with alone([] if several else list(up), list(of.values())):
-                    measured = measure(setting, of, folder if options.profile and not several else None)
+                    measure(setting, of, deadline, None if several else folder / "kernels.txt", measured)
             except (RuntimeError, EOFError, OSError) as error:
                 print(error, *(e.last_lines() for e in of.values()), sep="\n", flush=True)
-                continue
             rows += [{"version": "0.22.1", "tensor_parallel": options.tensor_parallel, **row} for row in measured]
-            shown: dict[str, Any] = {}  # what the row before has as well is not printed again
-            for row in measured:
-                print({k: v for k, v in row.items() if shown.get(k) != v}, flush=True)
-                shown = row
+            print(*map(shown, measured), sep="\n", flush=True)
     finally:
-        for engine in engines.values():
-            engine.stop()
+        stop(list(engines.values()))
     write(out, options.tensor_parallel, rows)
     if "OUT" in os.environ:
         keep(out)
     print(f"done after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
 
 
-def write(out: Path, tensor_parallel: int, rows: list[dict[str, Any]]) -> None:
-    """`vllm.json`: these rows and those of the record that have another tensor parallelism, each with its commit."""
+def write(out: Path, tensor_parallel: int, rows: list[Row]) -> None:
+    """`vllm.json`: these rows and those of the record that have another tensor parallelism, each with its commit.
+
+    `notes` of the record, by commit, stay with their rows.
+    """
     import json
 
     from harness import RESULTS, environment
 
     head, record = environment(), RESULTS / "vllm.json"
-    before = json.loads(record.read_text())["rows"] if record.exists() else []
-    kept = [row for row in before if row["tensor_parallel"] != tensor_parallel]
-    rows = kept + [{**row, "commit": head["commit"]} for row in rows]
-    (out / "vllm.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    before = json.loads(record.read_text()) if record.exists() else {"rows": []}
+    rows = [{**row, "commit": head["commit"]} for row in rows]
+    rows = [row for row in before["rows"] if row["tensor_parallel"] != tensor_parallel] + rows
+    commits = {row["commit"] for row in rows}
+    notes = {commit: note for commit, note in before.get("notes", {}).items() if commit in commits}
+    (out / "vllm.json").write_text(json.dumps({**head, "notes": notes, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

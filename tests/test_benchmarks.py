@@ -375,6 +375,71 @@ def test_errors_of_log_probabilities(module):
     assert errors == {"logprob_error_ours": 0.5, "logprob_error_stock": 0.25, "logprob_error_noise": 0.381881}
 
 
+def test_speed_is_of_blocks_around_which_the_machine_was_fastest(module):
+    """Two of eight blocks count, whatever their own steps took; the slowest and fastest of all are told."""
+    program = module("vllm_engine")
+    quiet = [program.Block(0.002, 100.0), program.Block(0.004, 110.0)]
+    others = [program.Block(0.001, 160.0), program.Block(0.008, 300.0), *[program.Block(0.005, 200.0)] * 4]
+    assert program.speed_of("ours", 3, [0.5, 0.25], [*others[:3], *quiet, *others[3:]]) == {
+        "tokens_per_s_ours": 1000.0, "tokens_per_s_ours_low": 375.0, "tokens_per_s_ours_high": 3000.0,
+        "loop_us_ours": 105.0, "first_tokens_s_ours": 0.25,
+    }  # fmt: skip
+
+
+def test_time_that_overlaps_counts_once(module):
+    covered = module("vllm_engine").covered
+    assert covered([(6, 7), (0, 2), (1, 3), (1.5, 2.5), (3, 4)]) == 5
+    assert covered([]) == 0
+
+
+def test_rows_of_engines_take_the_place_of_those_of_as_many_gpus(module, monkeypatch, tmp_path, harness):
+    """A note stays as long as rows of its commit do."""
+    program = module("vllm_engine")
+    rows = [{"tensor_parallel": n, "commit": c, "setting": c} for n, c in ((1, "a"), (2, "b"))]
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "environment", lambda: {"commit": "c"})
+    (tmp_path / "vllm.json").write_text(json.dumps({"notes": {"a": "A", "b": "B"}, "rows": rows}))
+    program.write(tmp_path, 2, [{"tensor_parallel": 2, "setting": "new"}])
+    assert json.loads((tmp_path / "vllm.json").read_text()) == {
+        "commit": "c", "notes": {"a": "A"},
+        "rows": [rows[0], {"tensor_parallel": 2, "setting": "new", "commit": "c"}],
+    }  # fmt: skip
+
+
+def test_docs_show_engines_and_several_gpus_once_there_are_records(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.vllm() == report.context_parallel() == report.beside_copy("merge topk") == report.NOT_MEASURED
+    speed = {f"tokens_per_s_{who}": 1000.0 * times for who, times in (("ours", 3), ("stock", 2))}
+    spread = {f"{key}_{side}": speed[key] + more for key in speed for side, more in (("low", -5), ("high", 5))}
+    results = {"tokens_equal": 191, "tokens": 192, "gap_apart": 0.0625}
+    head = {"version": "0.22.1", "commit": "abc"}
+    rows = [
+        {**head, "tensor_parallel": 1, "setting": "fp8, 16 requests", **results, **speed},
+        {**head, "tensor_parallel": 2, "setting": "fp8, 16 requests", **results, "tokens_equal_one_gpu_ours": 190,
+         "tokens_equal_one_gpu_stock": 189, **speed, **spread, "loop_us_ours": 170.0, "loop_us_stock": 180.0,
+         "gpu_us_ours": 40.0, "gpu_us_stock": 50.0},
+    ]  # fmt: skip
+    (tmp_path / "vllm.json").write_text(json.dumps({"gpu": "G", "notes": {"abc": "First."}, "rows": rows}))
+    one, two = report.vllm().split("vLLM 0.22.1, G, tensor parallel over 2, at abc. First.")
+    assert one.startswith("vLLM 0.22.1, G, at abc. First.")
+    assert "| fp8 | 191 of 192 | 0.0625 |\n" in one
+    assert "| fp8, 16 requests | 3,000 | 2,000 | 1.50 |" in one
+    assert "| fp8 | 191 of 192 | 0.0625 | 190 | 189 |\n" in two
+    assert (
+        "| fp8, 16 requests | 3,000 (2,995 to 3,005) | 2,000 (1,995 to 2,005) | 1.50 | 170 and 180 | 40 | 50 | 1.25 |"
+        in two
+    )
+    parts = ("one", "replicated", "two", "logits", "topk", "merge_topk", "localize", "gather_q", "attention",
+             "merge_attention")  # fmt: skip
+    row = {"case": "b 8 h 128 context 9 topk 2", **{f"{part}_us": float(i) for i, part in enumerate(parts)}}
+    (tmp_path / "context_parallel.json").write_text(json.dumps({"rows": [row]}))
+    assert "| 8 | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |" in report.context_parallel()
+    rows = [{"case": f"merge {what} 4 x 2", "ours_us": 12.34, "ratio": 0.5} for what in ("topk", "attention")]
+    (tmp_path / "cache_ops.json").write_text(json.dumps({"rows": rows}))
+    assert report.beside_copy("merge topk").endswith("| merge topk 4 x 2 | 12.3 | 0.50 |")
+
+
 def test_rows_of_a_part_take_the_place_of_their_kind(module, tmp_path):
     report = module("report")
     head = {"gpu": "none", "commit": "a", "date": "d", "seed": 1}
@@ -387,6 +452,19 @@ def test_rows_of_a_part_take_the_place_of_their_kind(module, tmp_path):
     assert json.loads((tmp_path / "name.json").read_text()) == {
         **head, "rows": [rows[0], *({**row, **of_part} for row in part)]
     }  # fmt: skip
+
+
+def test_rows_of_a_part_without_kinds_take_the_place_of_their_case(module, tmp_path):
+    report = module("report")
+    head = {"gpu": "none", "commit": "a", "date": "d"}
+    (tmp_path / "name.json").write_text(json.dumps({**head, "rows": [{"case": "pack"}, {"case": "merge", "us": 1}]}))
+    rows = [{"case": "merge", "us": 2}, {"case": "new", "us": 3}]
+    (tmp_path / "name.part.json").write_text(json.dumps({**head, "commit": "b", "rows": rows}))
+    report.take_part(tmp_path / "name.part.json")
+    of_part = {"commit": "b", "date": "d"}
+    assert json.loads((tmp_path / "name.json").read_text())["rows"] == [
+        {"case": "pack"}, *({**row, **of_part} for row in rows)
+    ]  # fmt: skip
 
 
 def test_plot_of_batches(module, tmp_path):

@@ -1,8 +1,9 @@
 // Positions in a request to slots of the paged cache, or to rows of a prefill's workspace.
 //
 //   grid     a CTA takes a few consecutive tokens, which mostly belong to one request
-//   CTA      256 threads walk each token's row of k entries, 2 x 4 entries a thread at a time: two 16-byte loads under
-//            way, then the look-ups, then two 16-byte stores
+//   CTA      256 threads walk each token's row of k entries, 2 x 4 entries a thread at a time: two 16-byte loads, eight
+//            look-ups under way together, two 16-byte stores. A row's first loads are under way while its request is
+//            looked up
 //   table    STAGED > 0: the request's row of the block table is copied to shared memory first, and again whenever the
 //            request changes. The look-ups of a warp then cost a few bank conflicts; scattered reads of global memory
 //            would cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches, where copying the
@@ -43,12 +44,27 @@ struct Lookup {
     int32_t start;  // prefills: the first workspace row, else -1
 };
 
-__device__ __forceinline__ int32_t slot_of_position(const ConvertParams& p, const Lookup& in, int32_t position) {
-    const Position at = find_position(p.table, position);
-    if (at.column < 0) return -1;
-    if (in.start >= 0) return position <= 0x7fffffff - in.start ? in.start + position : -1;
-    if (in.blocks == nullptr) return -1;
-    return slot_in_block(p.table, in.blocks[at.column], at.offset);
+// Positions become slots. All reads of the block table are under way before the first one is used.
+template <int N>
+__device__ __forceinline__ void find_slots(const ConvertParams& p, const Lookup& in, int32_t (&entries)[N]) {
+    if (in.start >= 0) {
+#pragma unroll
+        for (int32_t& entry : entries) {
+            const bool exists = find_position(p.table, entry).column >= 0 && entry <= 0x7fffffff - in.start;
+            entry = exists ? in.start + entry : -1;
+        }
+        return;
+    }
+    int32_t block[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const Position at = find_position(p.table, entries[i]);
+        block[i] = -1;
+        if (in.blocks != nullptr && at.column >= 0) block[i] = in.blocks[at.column];
+        entries[i] = at.offset;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) entries[i] = slot_in_block(p.table, block[i], entries[i]);
 }
 
 __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, int32_t& staged_request) {
@@ -72,6 +88,28 @@ __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, i
 #endif
 }
 
+// The entries that a thread takes at a time: WIDE neighbours from `begin` on, and from each step of the CTA behind it;
+// -1 behind the row's end.
+__device__ __forceinline__ void load_entries(const ConvertParams& p, const int32_t* from, int begin,
+                                             int32_t (&entries)[LOADS * WIDE]) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        const int at = begin + i * WIDE * THREADS;
+        const int4 v = at < p.k ? *reinterpret_cast<const int4*>(from + at) : int4{-1, -1, -1, -1};
+        entries[WIDE * i] = v.x, entries[WIDE * i + 1] = v.y, entries[WIDE * i + 2] = v.z, entries[WIDE * i + 3] = v.w;
+    }
+}
+
+__device__ __forceinline__ void store_entries(const ConvertParams& p, int32_t* to, int begin,
+                                              const int32_t (&entries)[LOADS * WIDE]) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        const int at = begin + i * WIDE * THREADS;
+        const int32_t* e = entries + WIDE * i;
+        if (at < p.k) *reinterpret_cast<int4*>(to + at) = {e[0], e[1], e[2], e[3]};
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(const __grid_constant__ ConvertParams p) {
     if (threadIdx.x < MAX_TOKENS_PER_BLOCK) valid[threadIdx.x] = 0;
     if (p.counts != nullptr) __syncthreads();
@@ -79,33 +117,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(con
     int32_t staged_request = -1;
 
     for (int row = 0; row < rows; ++row) {
-        const Lookup in = lookup_of(p, first + row, staged_request);
         const int32_t* from = p.positions + (first + row) * p.positions_stride;
         int32_t* to = p.out + (first + row) * p.out_stride;
+        int32_t entries[LOADS * WIDE];
+        if (p.aligned) load_entries(p, from, WIDE * threadIdx.x, entries);
+        const Lookup in = lookup_of(p, first + row, staged_request);
         int count = 0;
         if (p.aligned) {
             for (int begin = WIDE * threadIdx.x; begin < p.k; begin += LOADS * WIDE * THREADS) {
-                int4 v[LOADS];
+                find_slots(p, in, entries);
+                store_entries(p, to, begin, entries);
 #pragma unroll
-                for (int i = 0; i < LOADS; ++i) {
-                    const int at = begin + i * WIDE * THREADS;
-                    if (at < p.k) v[i] = *reinterpret_cast<const int4*>(from + at);
-                }
-#pragma unroll
-                for (int i = 0; i < LOADS; ++i) {
-                    const int at = begin + i * WIDE * THREADS;
-                    if (at >= p.k) break;
-                    const int4 w = {slot_of_position(p, in, v[i].x), slot_of_position(p, in, v[i].y),
-                                    slot_of_position(p, in, v[i].z), slot_of_position(p, in, v[i].w)};
-                    *reinterpret_cast<int4*>(to + at) = w;
-                    count += (w.x >= 0) + (w.y >= 0) + (w.z >= 0) + (w.w >= 0);
-                }
+                for (const int32_t slot : entries) count += slot >= 0;
+                load_entries(p, from, begin + LOADS * WIDE * THREADS, entries);
             }
         } else {
             for (int at = threadIdx.x; at < p.k; at += THREADS) {
-                const int32_t w = slot_of_position(p, in, from[at]);
-                to[at] = w;
-                count += w >= 0;
+                int32_t slot[1] = {from[at]};
+                find_slots(p, in, slot);
+                to[at] = slot[0];
+                count += slot[0] >= 0;
             }
         }
         if (p.counts != nullptr) {

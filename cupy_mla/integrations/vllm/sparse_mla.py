@@ -3,6 +3,9 @@
 vLLM's builder goes on building the batches. What is ours: the cache write, the query's concatenation, index conversion,
 gathering, and attention over FP8 and bf16 caches for any number of heads, none padded. Constructing a layer's impl
 also hands the layer's indexer over (`indexer.adopt`), so a model that does not select this backend is not touched.
+
+Our indexer puts -1 behind a token's positions only. So the number of valid entries is where a token's list ends, and
+attention skips the rest: with few tokens in the cache most of it.
 """
 
 from __future__ import annotations
@@ -101,47 +104,61 @@ class CupyMLASparseImpl(StockImpl):
         tokens = q.shape[0]
         extra = attn_metadata.fp8_extra_metadata
         prefill = getattr(extra, "prefill", None)
-        slots = convert_req_index_to_global_index(
+        slots, counts = convert_req_index_to_global_index(
             attn_metadata.req_id_per_token,
             attn_metadata.block_table,
             self.topk_indices_buffer[:tokens],
             attn_metadata.block_size,
             prefill.request_ids if prefill else None,
             prefill.workspace_starts if prefill else None,
+            return_valid_counts=True,
         )
         out = q.new_empty((tokens, q.shape[1], self.kv_lora_rank))
         cache = kv_c_and_k_pe_cache
         if self.kv_cache_dtype != "fp8_ds_mla":
-            self._attend_bf16(q, cache, slots, out, attn_metadata.max_query_len)
+            self._attend_bf16(q, cache, slots, counts, out, attn_metadata.max_query_len)
         elif isinstance(extra, stock.FlashMLASparseMetadata.FP8KernelMetadata):
-            self._decode(q, cache, slots, out, tokens)
+            self._decode(q, cache, slots, counts, out)
         else:
             if extra.num_decode_tokens:
                 d = slice(extra.num_decode_tokens)
-                self._decode(q[d], cache, slots[d], out[d], extra.num_decodes)
+                self._decode(q[d], cache, slots[d], counts[d], out[d])
             for chunk in prefill.chunks if prefill else ():
-                self._attend_gathered(q, cache, slots, out, chunk)
+                self._attend_gathered(q, cache, slots, counts, out, chunk)
         return out, None
 
-    def _decode(self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, b: int) -> None:
-        """Attention over cache slots of b requests of equally many query tokens."""
-        q, slots, out = (x.view(b, -1, *x.shape[1:]) for x in (q, slots, out))
-        sparse_decode(q, cache, slots, self.softmax_scale, out=out)
+    def _decode(
+        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attention over cache slots. Each token is a request of its own: tokens have lengths of their own."""
+        sparse_decode(q[:, None], cache, slots[:, None], self.softmax_scale, topk_length=counts, out=out[:, None])
 
     def _attend_bf16(
-        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, max_query_len: int
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+        out: torch.Tensor,
+        max_query_len: int,
     ) -> None:
         """Batches of decodes go to the kernel that splits rows, all others to the prefill kernel."""
         if max_query_len > self.decode_query_len and cache.is_contiguous():
             rows = cache.view(-1, 1, cache.shape[-1])
-            sparse_prefill(q, rows, slots[:, None], self.softmax_scale, out=out)
+            sparse_prefill(q, rows, slots[:, None], self.softmax_scale, topk_length=counts, out=out)
         else:
-            self._decode(q, cache, slots, out, len(q))
+            self._decode(q, cache, slots, counts, out)
 
     def _attend_gathered(
-        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, chunk: Any
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+        out: torch.Tensor,
+        chunk: Any,
     ) -> None:
         """Attention of one chunk of prefills over its rows, gathered as bfloat16."""
-        rows, tokens = self.prefill_bf16_workspace[: int(chunk.chunk_tot_seqlen)], chunk.tokens_slice
+        rows, t = self.prefill_bf16_workspace[: int(chunk.chunk_tot_seqlen)], chunk.tokens_slice
         cp_gather_and_upconvert_fp8_kv_cache(cache, rows, chunk.block_table, chunk.seq_lens, chunk.workspace_starts)
-        sparse_prefill(q[tokens], rows[:, None], slots[tokens][:, None], self.softmax_scale, out=out[tokens])
+        sparse_prefill(q[t], rows[:, None], slots[t][:, None], self.softmax_scale, topk_length=counts[t], out=out[t])
