@@ -47,13 +47,14 @@ CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
 # Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; waves of work items,
-# more than the first number and at most the second; the first one where queries have lengths of their own; and what
-# was measured of up to 16 heads without lengths: waves, and the fewest entries.
-SHARE_LEAST_SPLIT = 2
-SHARE_WAVES, SHARE_WAVES_UNEVEN = (0.5, 4), 1 / 3
+# more than the first number and at most the second; and what was measured of up to 16 heads without lengths: waves, and
+# the fewest entries.
+SHARE_LEAST_SPLIT = 1
+SHARE_WAVES = (0.5, 4)
 SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = (1, 1.4), 1024
-# Splits of a query, a CTA each, that the last of them merges faster than a cluster would.
-SHARE_SPLITS = (2, 3)
+# CTAs a work item with which equal splits of a query, a CTA each, are merged faster by the last of them than by a
+# cluster; and the pairs of tiles that such a split has at least.
+SHARE_SPLITS, SHARE_SPLIT_PAIRS = (2, 3), 2
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
@@ -273,9 +274,8 @@ def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
 
 def _shares_alike(f: Facts, s: Sizes) -> int:
     """Splits of a query where equal ones, a CTA each, are wanted; otherwise 1."""
-    splits, pairs = f.gpu.sms // _items(s, bf16_sm90.HEADS), ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
-    alike = splits in SHARE_SPLITS and splits * SHARE_LEAST_SPLIT <= pairs and s.h_q > 16 and not f.uneven
-    return splits if alike else 1
+    ctas, pairs = f.gpu.sms // _items(s, bf16_sm90.HEADS), ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
+    return max(1, min(ctas, pairs // SHARE_SPLIT_PAIRS)) if ctas in SHARE_SPLITS and s.h_q > 16 else 1
 
 
 def _bf16_shares(f: Facts, s: Sizes) -> Choice:
@@ -292,7 +292,6 @@ def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
     items, sms = _items(s, bf16_sm90.HEADS), f.gpu.sms
     few_heads = s.h_q <= 16
     least, most = SHARE_WAVES_FEW_HEADS if few_heads else SHARE_WAVES
-    least = SHARE_WAVES_UNEVEN if f.uneven else least
     if f.batch_invariant or s.splits is not None:
         return False
     if _shares_alike(f, s) > 1:
