@@ -19,7 +19,7 @@ from .program import Launch, Pointer, Program, Slot
 from .structs import Packed
 
 LEAST_CLUSTER_CAPABILITY = 90
-SPILL_BYTES = 84  # some compilers put what is needed once a row into local memory
+SPILL_BYTES = 36  # some compilers put what is needed once a row into local memory
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -29,14 +29,14 @@ class Shape(NamedTuple):
     Attributes:
         items: of a thread at a time.
         per_sm: CTAs that run at a time on an SM; it bounds the registers.
-        buffered: rows may be longer than what the threads hold.
+        streamed: rows may be longer than what the threads hold.
         clusters: the CTAs of a cluster share a row.
     """
 
     threads: int
     items: int
     per_sm: int
-    buffered: bool = True
+    streamed: bool = True
     clusters: bool = False
 
     @property
@@ -45,8 +45,18 @@ class Shape(NamedTuple):
         return self.threads * self.items
 
 
-MANY_SHORT, MANY_LONG, FEW = Shape(512, 16, 3, buffered=False), Shape(512, 16, 2), Shape(1024, 16, 1)
-FEW_CLUSTERS = FEW._replace(clusters=True)
+# Shapes that hold rows in registers, the smallest first: for more rows than SMs, for fewer, and for clusters.
+MANY_HELD = tuple(Shape(512, items, per_sm, False) for items, per_sm in ((8, 2), (16, 3), (20, 2), (24, 2)))
+FEW_HELD = (
+    *(Shape(512, items, 2, False) for items in (8, 16)),
+    *(Shape(1024, items, 1, False) for items in (12, 16, 20, 24)),
+)
+HELD_BY_CLUSTERS = tuple(Shape(1024, items, 1, False, True) for items in (4, 8, 16))
+# Shapes for longer rows.
+MANY, FEW, CLUSTERS = Shape(512, 16, 2), Shape(1024, 16, 1), Shape(1024, 16, 1, clusters=True)
+LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
+MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
+MOST_OF_MANY = 32768  # longest rows for which MANY is faster than FEW, in as many CTAs as SMs at most
 
 
 @cache
@@ -63,8 +73,28 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for bf16 in (False, True):
-        for shape in (MANY_SHORT, MANY_LONG, FEW, FEW_CLUSTERS):
+        for shape in dict.fromkeys((*MANY_HELD, *FEW_HELD, *HELD_BY_CLUSTERS, MANY, FEW, CLUSTERS)):
             yield kernel(shape, bf16)
+
+
+def choose(rows: int, width: int, sms: int, clusters: bool) -> tuple[Shape, int]:
+    """The shape that is fastest for so many rows on a GPU of so many SMs, and the CTAs of a row."""
+    if rows > sms:
+        return next((shape for shape in MANY_HELD if width <= shape.held), MANY), 1
+    cluster = PORTABLE_CLUSTER if clusters and width > LEAST_CLUSTER_WIDTH else 1
+    while cluster > 1 and (rows * cluster > _fitting(sms, cluster) or width <= cluster // 2 * HELD_BY_CLUSTERS[0].held):
+        cluster //= 2
+    if cluster == 2 and width <= MOST_OF_ONE:
+        cluster = 1
+    if cluster == 1:
+        longer = MANY if width <= MOST_OF_MANY else FEW
+        return next((shape for shape in FEW_HELD if width <= shape.held), longer), 1
+    return next((shape for shape in HELD_BY_CLUSTERS if width <= cluster * shape.held), CLUSTERS), cluster
+
+
+def _fitting(sms: int, cluster: int) -> int:
+    """CTAs that run at a time in clusters of this size, which must lie in one group of SMs each."""
+    return sms if cluster <= 2 else sms * 4 // 5
 
 
 class Logits(NamedTuple):
@@ -200,13 +230,7 @@ def _launches(
         logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
         queries=bounds.queries, aligned=int(logits.aligned),
     )  # fmt: skip
-    if rows > gpu.sms:
-        shape = MANY_SHORT if width <= MANY_SHORT.held else MANY_LONG
-        return [Launch(kernel(shape, logits.bf16), (rows, 1, 1), params)]
-    cluster = PORTABLE_CLUSTER if gpu.capability >= LEAST_CLUSTER_CAPABILITY else 1
-    while cluster > 1 and (rows * cluster > gpu.sms or width <= cluster // 2 * FEW.held):
-        cluster //= 2
-    shape = FEW_CLUSTERS if cluster > 1 else FEW
+    shape, cluster = choose(rows, width, gpu.sms, gpu.capability >= LEAST_CLUSTER_CAPABILITY)
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
 
 

@@ -3,24 +3,28 @@
 // A logit's *order* is an integer that is larger for larger logits: 0 outside the range, 1 for NaN, equal for both
 // zeros. Everything is done with orders.
 //
-//   CTA        a row; with CLUSTERS, the CTAs of a cluster have a part of the row each. Reads it once, in tiles of
-//              ITEMS items a thread
-//     one tile   stays in registers
-//     more     BUFFERED: the next tile is under way while one is worked on. Of the first tile the k largest go into the
-//              buffer; of the others what is above the threshold. Equal ones do not: k items that are not smaller came
-//              before. When a tile does not fit, the buffer is cut down to its k largest, and the threshold rises
-//     end      of the tile or the buffer, of all CTAs of the cluster, the k largest are the result
-//   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10 more
-//                    bits of the items that agree with it so far. A cluster's histograms are added up by each CTA
-//   in order   items are numbered part by part, warp by warp; the place of a chosen one is the number of chosen ones
-//              before it, by sums over lanes, warps and CTAs. No atomics decide about places, so results do not depend on
-//              timing
+//   CTA        a row; with CLUSTERS, the CTAs of a cluster have a part of the row each
+//     short row  ITEMS items a thread hold it in registers
+//     long row   STREAMED: a sample of the row tells a logit that somewhat more than k of it are not smaller than.
+//                Those go from memory into a pool in shared memory, in any order, and from there into registers. If the
+//                pool gets less than k or more than it holds (the sample misled), each step below reads the row again
+//   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10
+//                    more bits of the items that agree with it so far. A cluster's histograms are added up
+//   in order   short row: items are numbered part by part, warp by warp; the place of a chosen one is the number of
+//              chosen ones before it, by sums over lanes, warps and CTAs
+//              long row: a bit of shared memory a column is set where an item is chosen. By the sums of bits before, a
+//              thread brings the columns of a stretch of bits to their places in shared memory
+//   results    positions, or with a block table slots: short rows look up a block for four neighbouring columns, long
+//              ones for each that is chosen
 //
-// Rows no longer than k are not read. BF16: logits are bfloat16.
+// No atomics decide about places, so results do not depend on timing. Rows no longer than k are not read. BF16: logits
+// are bfloat16.
 //
-// Shared memory: 8 bytes an item of the buffer, 8 KB a histogram (a cluster has three), and a few words a warp.
+// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), and a few words a warp. Bits take
+// the pool's place, chosen columns that of histograms.
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/shared.cuh"
 #include "rows/block_table.cuh"
@@ -46,22 +50,32 @@ struct TopkParams {
 
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
-constexpr int CAPACITY = BUFFERED ? 8192 : 4;               // of the buffer: twice the largest k
 constexpr int BINS = 2048, BINS_OF_THREAD = BINS / THREADS;
+using Histogram = uint32_t[BINS + 4];          // word BINS counts what is in no bin; nothing reads it
+constexpr int CAPACITY = STREAMED ? 8192 : 4;  // of the pool: twice the largest k
+constexpr int WINDOW = CAPACITY / 2 * 32;      // columns whose choice is marked in shared memory at a time
+constexpr int SAMPLED = 2;                     // vectors of a thread in the sample
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t MAX_K = 4096;
 constexpr uint32_t OUTSIDE = 0;
 static_assert(BINS % THREADS == 0 && CAPACITY <= TILE && ITEMS % 4 == 0 && ITEMS <= 32, "");
-static_assert(!CLUSTERS || BINS_OF_THREAD == 2, "a thread reads its bins of another CTA as 8 bytes");
+static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp's sum, 8 bytes a lane of its bins");
 
 struct Shared {
-    uint32_t order[CAPACITY];
-    int32_t column[CAPACITY];
-    uint32_t bins[CLUSTERS ? 3 : 1][BINS];  // those of [0] are all 0 between uses
-    uint32_t chosen[2][WARPS];
-    int32_t warp_sums[WARPS];
-    uint32_t of_cta;  // as in `chosen`, for the other CTAs
-    int32_t digit, above, inside;
+    union {
+        Histogram bins[CLUSTERS ? 3 : 1];  // those of [0] are all 0 between uses
+        int32_t chosen_columns[MAX_K];     // when histograms are no longer needed: ascending
+    };
+    union {
+        uint32_t pool[CAPACITY];  // logits that may be chosen, in any order
+        uint32_t marks[2][CAPACITY /
+                          2];  // when those are in registers: a bit a column, if larger than the threshold, if equal
+    };
+    uint32_t columns[CAPACITY];    // of the pool
+    uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
+    uint32_t of_warp[WARPS];
+    int32_t digit, above, inside, above_before, inside_before;
+    uint32_t pooled;
 };
 extern __shared__ uint4 shared_bytes[];
 __device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(shared_bytes); }
@@ -82,15 +96,17 @@ __device__ __forceinline__ int this_part() {
 #endif
 }
 
-// Who takes part in a step: the CTA, or all CTAs of the row.
-enum class Scope { CTA, ROW };
-
-template <Scope SCOPE>
-__device__ __forceinline__ void meet() {
+// This CTA reads nothing more from the shared memory of the row's other CTAs.
+__device__ __forceinline__ void end_reading_of_others() {
 #if CLUSTERS
-    if constexpr (SCOPE == Scope::ROW) return cluster_sync();
+    cluster_arrive();
 #endif
-    __syncthreads();
+}
+// The row's other CTAs have read what they need of this one's: it may end.
+__device__ __forceinline__ void wait_for_readers() {
+#if CLUSTERS
+    cluster_wait();
+#endif
 }
 
 __device__ __forceinline__ uint32_t order_of(float logit) {
@@ -120,11 +136,11 @@ __device__ __forceinline__ Range range_of_row(const TopkParams& p, int row) {
     return {begin, max(begin, min(end, p.width))};
 }
 
-// A part's share of a row's range, in whole vectors.
+// A part's share of a row's range, cut at whole vectors.
 __device__ __forceinline__ Range part_of(const Range& range, int part, int parts) {
-    const int size = ceil_div(ceil_div(range.end - range.begin, parts), 4) * 4;
-    const int64_t begin = range.begin + int64_t(part) * size;
-    return {int(min(begin, int64_t(range.end))), int(min(begin + size, int64_t(range.end)))};
+    const int base = range.begin / 4 * 4, size = ceil_div(ceil_div(range.end - base, parts), 4) * 4;
+    const int64_t begin = base + int64_t(part) * size;
+    return {max(int(min(begin, int64_t(range.end))), range.begin), int(min(begin + size, int64_t(range.end)))};
 }
 
 __device__ __forceinline__ float logit_at(const TopkParams& p, int64_t at) {
@@ -145,8 +161,8 @@ __device__ __forceinline__ float4 logits_at(const TopkParams& p, int64_t at) {
 #endif
 }
 
-// A thread's logits of a tile, on their way. The items of all threads are numbered by warp, vector, lane, and place in
-// the vector.
+// A thread's logits of a part that registers hold, on their way. The items of all threads are numbered by warp, vector,
+// lane, and place in the vector.
 struct Tile {
     float4 vector[VECTORS];
 
@@ -177,20 +193,27 @@ struct Tile {
     }
 };
 
-// The orders of a thread's items, numbered as those of a tile.
+// The orders of a thread's items.
 struct Items {
     uint32_t order[VECTORS][4];
-    int vectors;  // of the warp, the others have nothing inside the range
+    int vectors;  // the others have nothing inside the range
 
     __device__ __forceinline__ uint32_t operator[](int i) const { return order[i / 4][i % 4]; }
 
-    __device__ __forceinline__ void count(int items) {
-        const int rest = items - Tile::first_of_warp_vector(0);
-        vectors = max(0, min(ceil_div(rest, 128), VECTORS));
+    // Calls act(order) for each.
+    template <typename Act>
+    __device__ __forceinline__ void for_each(Act act) const {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            if (v >= vectors) break;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) act(order[v][i]);
+        }
     }
 
     __device__ __forceinline__ void set(const Tile& tile, const Range& range, int first) {
-        count(range.end - first);
+        const int rest = range.end - first - Tile::first_of_warp_vector(0);
+        vectors = max(0, min(ceil_div(rest, 128), VECTORS));
         const bool whole = range.begin <= first && range.end - first >= Tile::first_of_warp_vector(VECTORS);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
@@ -210,72 +233,126 @@ struct Items {
         }
     }
 
-    // The first `items` of the buffer.
-    __device__ __forceinline__ void set_buffered(int items) {
-        count(items);
+    // Of the pool, each warp has as many vectors.
+    static __device__ __forceinline__ int first_in_pool(int v) { return (v * THREADS + threadIdx.x) * 4; }
+
+    // The first `items` of the pool.
+    __device__ __forceinline__ void set_pooled(int items) {
+        vectors = ceil_div(items, THREADS * 4);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            const int at = Tile::first_of_vector(v);
+            const int at = first_in_pool(v);
             uint4 four = {0, 0, 0, 0};
-            if (at < items) four = *reinterpret_cast<const uint4*>(&shared().order[at]);
-            const uint32_t orders[4] = {four.x, four.y, four.z, four.w};
+            if (at < items) four = *reinterpret_cast<const uint4*>(&shared().pool[at]);
+            const uint32_t values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) order[v][i] = at + i < items ? orders[i] : OUTSIDE;
+            for (int i = 0; i < 4; ++i) order[v][i] = at + i < items ? order_of(__uint_as_float(values[i])) : OUTSIDE;
         }
     }
 };
 
 // --- selection ------------------------------------------------------------------------------------------------
 
+// How many items are larger than the threshold and how many equal to it, in 16 bits each. The equal ones of a whole row
+// may be more than that holds; more than k of them are never wanted.
+struct Both {
+    uint32_t counts;
+
+    __device__ __forceinline__ int larger() const { return counts & 0xffff; }
+    __device__ __forceinline__ int equal() const { return counts >> 16; }
+};
+
 // Chosen are items of a larger order, and the first `ties` of the same.
 struct Threshold {
     uint32_t order;
     int ties;
+    Both before;  // in the CTAs of the row before this one
+
+    // How many are chosen up to where so many are larger and equal.
+    __device__ __forceinline__ int count(const Both& both) const { return both.larger() + min(both.equal(), ties); }
 };
 
-// A thread's bins, the highest first. Those of a CTA alone are cleared, those of a row stay.
-template <Scope SCOPE>
-__device__ __forceinline__ void take_bins(uint32_t (&all)[BINS], uint32_t (&mine)[BINS_OF_THREAD]) {
-    uint32_t* const lowest = &all[BINS - (threadIdx.x + 1) * BINS_OF_THREAD];
-#if CLUSTERS
-    if constexpr (SCOPE == Scope::ROW) {
-        const int parts = num_parts();
-        Vec8 of_part[MAX_CLUSTER];
-#pragma unroll
-        for (int part = 0; part < MAX_CLUSTER; ++part) {
-            of_part[part] = {0, 0};
-            if (part < parts) of_part[part] = load_cluster_8(cluster_address(shared_address(lowest), part));
-        }
-        mine[0] = mine[1] = 0;
-#pragma unroll
-        for (int part = 0; part < MAX_CLUSTER; ++part) {
-            mine[0] += of_part[part].y;
-            mine[1] += of_part[part].x;
-        }
-        return;
-    }
-#endif
-#pragma unroll
-    for (int i = 0; i < BINS_OF_THREAD; ++i) {
-        mine[i] = lowest[BINS_OF_THREAD - 1 - i];
-        lowest[BINS_OF_THREAD - 1 - i] = 0;
-    }
+// Thread number `thread` has the bins from here on; those of thread 0 are the highest.
+__device__ __forceinline__ uint32_t* bins_of_thread(Histogram& all, int thread) {
+    return &all[BINS - (thread + 1) * BINS_OF_THREAD];
 }
 
-// Finds the bin, from the top, in which the `need`-th largest item is: shared().digit, items in the bins above it, and
-// in it.
-template <Scope SCOPE>
-__device__ __forceinline__ void find_bin(uint32_t (&all)[BINS], int need) {
+#if CLUSTERS
+// Sums over the CTAs of the row, and over those before this one.
+struct Sums {
+    Vec8 all, before;
+
+    // Of what each has at this place of its shared memory.
+    __device__ __forceinline__ explicit Sums(const uint32_t* mine) : all{0, 0}, before{0, 0} {
+        const int parts = num_parts(), part = this_part();
+        Vec8 of_part[MAX_CLUSTER];
+#pragma unroll
+        for (int i = 0; i < MAX_CLUSTER; ++i) {
+            of_part[i] = {0, 0};
+            if (i < parts) of_part[i] = load_cluster_8(cluster_address(shared_address(mine), i));
+        }
+#pragma unroll
+        for (int i = 0; i < MAX_CLUSTER; ++i) {
+            if (i == part) before = all;
+            all.x += of_part[i].x;
+            all.y += of_part[i].y;
+        }
+    }
+};
+
+// As find_bin_of_cta, over the histograms of all CTAs of the row, in two steps, so that little is read from other CTAs:
+// first the warp in whose bins the item is, by the warps' sums, then the bin.
+__device__ __forceinline__ void find_bin_of_row(Histogram& all, uint32_t (&groups)[WARPS][2], int need) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __syncthreads();
+    const uint32_t* const mine = bins_of_thread(all, threadIdx.x);
+    const uint32_t group = __reduce_add_sync(~0u, mine[0] + mine[1]);
+    if (lane == 0) groups[warp][0] = group;
+    cluster_sync();
+    if (warp == 0) {
+        const Sums group(groups[lane]);
+        const int to_group = inclusive_sum(int(group.all.x), lane);
+        const int found = __popc(__ballot_sync(~0u, to_group < need));
+        const int above_group = __shfl_sync(~0u, to_group - int(group.all.x), found);
+        const Sums bins(bins_of_thread(all, 32 * found + lane));  // y is the higher one
+        const int to_low = above_group + inclusive_sum(int(bins.all.x + bins.all.y), lane);
+        const int to_high = to_low - int(bins.all.x), above = to_high - int(bins.all.y);
+        uint32_t above_before = lane < found ? group.before.x : 0;
+        if (to_high < need) above_before += bins.before.y;
+        if (to_low < need) above_before += bins.before.x;
+        above_before = __reduce_add_sync(~0u, above_before);
+        if (above < need && need <= to_low) {
+            const bool low = to_high < need;
+            shared().digit = BINS - 1 - (32 * found + lane) * BINS_OF_THREAD - low;
+            shared().above = low ? to_high : above;
+            shared().inside = low ? bins.all.x : bins.all.y;
+            shared().above_before = above_before;
+            shared().inside_before = low ? bins.before.x : bins.before.y;
+        }
+    }
+    __syncthreads();
+}
+#endif
+
+// Finds the bin, from the top, in which the `need`-th largest item is: shared().digit, items in the bins above it, and
+// in it. Clears the bins.
+__device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __syncthreads();
+    uint32_t* const lowest = bins_of_thread(all, threadIdx.x);
     uint32_t bins[BINS_OF_THREAD];
-    take_bins<SCOPE>(all, bins);
+#pragma unroll
+    for (int i = 0; i < BINS_OF_THREAD; ++i) {
+        bins[i] = lowest[BINS_OF_THREAD - 1 - i];
+        lowest[BINS_OF_THREAD - 1 - i] = 0;
+    }
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < BINS_OF_THREAD; ++i) mine += bins[i];
     int above = inclusive_sum(mine, lane);
-    if (lane == 31) shared().warp_sums[warp] = above;
+    if (lane == 31) shared().of_warp[warp] = above;
     __syncthreads();
-    above += __reduce_add_sync(~0u, lane < warp ? shared().warp_sums[lane] : 0) - mine;
+    above += __reduce_add_sync(~0u, lane < warp ? shared().of_warp[lane] : 0) - mine;
     if (above < need && need <= above + mine) {
 #pragma unroll
         for (int i = 0; i < BINS_OF_THREAD; ++i) {
@@ -290,36 +367,40 @@ __device__ __forceinline__ void find_bin(uint32_t (&all)[BINS], int need) {
     __syncthreads();
 }
 
-// The threshold that the k largest items meet, of at least k inside the range.
-template <Scope SCOPE>
-__device__ __forceinline__ Threshold find_threshold(const Items& items, int k) {
+// Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`. Without a branch,
+// which the compiler makes of an atomic that not all lanes execute.
+__device__ __forceinline__ void count_digit(Histogram& bins, uint32_t order, uint32_t prefix, int above, int shift) {
+    const uint32_t rest = order - (above < 32 ? prefix << above : 0);
+    atomicAdd(&bins[above == 32 || rest < 1u << above ? rest >> shift : uint32_t(BINS)], 1u);
+}
+
+// The threshold that the k largest items meet, of at least k inside the range. Each pass finds a digit.
+template <typename Source>
+__device__ __forceinline__ Threshold find_threshold(const Source& source, int k) {
     uint32_t prefix = 0;  // the upper bits of the k-th largest item's order
-    int need = k;
-    constexpr int WIDTHS[3] = {11, 11, 10};
-    int shift = 32;
+    int need = k;         // less the items that are larger than those of this prefix
+    uint32_t larger_before = 0;
+    constexpr int DIGITS[4] = {32, 21, 10, 0};  // digit i has the bits from DIGITS[i + 1] to DIGITS[i]
 #pragma unroll
     for (int pass = 0; pass < 3; ++pass) {
-        const int above = shift;
-        shift -= WIDTHS[pass];
-        auto& bins = shared().bins[SCOPE == Scope::ROW && CLUSTERS ? pass : 0];
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            if (v >= items.vectors) break;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t order = items.order[v][i];
-                const bool agrees = pass == 0 || order >> above == prefix;
-                if (agrees) atomicAdd(&bins[order >> shift & ((1u << WIDTHS[pass]) - 1)], 1u);
-            }
-        }
-        meet<SCOPE>();
-        find_bin<SCOPE>(bins, need);
-        prefix = prefix << WIDTHS[pass] | shared().digit;
+        const int above = DIGITS[pass], shift = DIGITS[pass + 1];
+        auto& bins = shared().bins[CLUSTERS ? pass : 0];
+        source.for_each([&](uint32_t order) { count_digit(bins, order, prefix, above, shift); });
+        uint32_t inside_before = 0;
+#if CLUSTERS
+        find_bin_of_row(bins, shared().groups[pass], need);
+        larger_before += shared().above_before;
+        inside_before = shared().inside_before;
+#else
+        find_bin_of_cta(bins, need);
+#endif
+        prefix = prefix << (above - shift) | shared().digit;
         need -= shared().above;
         // All items of the bin are chosen: the threshold is just below it.
-        if (shared().inside == need) return {max(prefix << shift, 1u) - 1, 0};
+        if (shared().inside == need) return {max(prefix << shift, 1u) - 1, 0, {larger_before + inside_before}};
+        if (pass == 2) return {prefix, need, {larger_before | min(inside_before, MAX_K) << 16}};
     }
-    return {prefix, need};
+    return {};
 }
 
 // Counts of a thread's set bits, 8 bits a vector.
@@ -332,8 +413,7 @@ struct Counts {
 // Which of a thread's items are chosen, and how many before them.
 struct Chosen {
     uint32_t mask;  // bit 4 v + i: item i of vector v
-    int before;     // chosen items of the warps before this one
-    int total;      // of the CTA
+    int before;     // chosen items of the warps and CTAs before this one
 
     // The numbers of set bits before each of a thread's vectors in its warp; and of all vectors.
     static __device__ __forceinline__ Counts before_vectors(uint32_t mask, Counts& totals) {
@@ -350,9 +430,9 @@ struct Chosen {
         return before;
     }
 
-    // Calls act(place, vector, item in it) for each chosen item of this thread.
+    // Calls act(whether it is chosen, place, vector, item in it) for each item of this thread.
     template <typename Act>
-    __device__ __forceinline__ void for_each(Act act) const {
+    __device__ __forceinline__ void for_all(Act act) const {
         if (!__any_sync(~0u, mask != 0)) return;
         Counts totals;
         const Counts sums = before_vectors(mask, totals);
@@ -361,41 +441,18 @@ struct Chosen {
         for (int v = 0; v < VECTORS; ++v) {
             int at = place + sums.of(v);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (mask >> (4 * v + i) & 1) act(at++, v, i);
+            for (int i = 0; i < 4; ++i) {
+                const uint32_t is_chosen = mask >> (4 * v + i) & 1;
+                act(is_chosen != 0, at, v, i);
+                at += is_chosen;
+            }
             place += totals.of(v);
         }
     }
 };
 
-// How many items are larger than the threshold and how many equal to it, in 16 bits each. The equal ones of a whole row
-// may be more than that holds; more than k of them are never wanted.
-struct Both {
-    uint32_t counts;
-
-    __device__ __forceinline__ int larger() const { return counts & 0xffff; }
-    __device__ __forceinline__ int equal() const { return counts >> 16; }
-};
-
-// Of the CTAs before this one.
-template <Scope SCOPE>
-__device__ __forceinline__ Both in_parts_before(const Both& mine) {
-#if CLUSTERS
-    if constexpr (SCOPE == Scope::ROW) {
-        if (threadIdx.x == 0) shared().of_cta = mine.larger() | min(uint32_t(mine.equal()), MAX_K) << 16;
-        meet<SCOPE>();
-        const int lane = threadIdx.x % 32;
-        uint32_t other = 0;
-        if (lane < this_part()) other = load_cluster_4(cluster_address(shared_address(&shared().of_cta), lane));
-        return {__reduce_add_sync(~0u, other)};
-    }
-#endif
-    return {0};
-}
-
-// Called by the CTA. `turn` alternates between 0 and 1 from call to call.
-template <Scope SCOPE>
-__device__ __forceinline__ Chosen choose(const Items& items, const Threshold& threshold, int turn) {
+// Called by the CTA.
+__device__ __forceinline__ Chosen choose(const Items& items, const Threshold& threshold) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t larger = 0, equal = 0;
 #pragma unroll
@@ -404,13 +461,11 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
         equal |= uint32_t(items[i] == threshold.order) << i;
     }
     if (threshold.ties == 0) equal = 0;
-    const Both of_warp = {__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16)};
-    if (lane == 0) shared().chosen[turn][warp] = of_warp.counts;
+    const Both of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16))};
+    if (lane == 0) shared().of_warp[warp] = of_warp.counts;
     __syncthreads();
-    const uint32_t of_lane = lane < WARPS ? shared().chosen[turn][lane] : 0;
-    const Both all = {__reduce_add_sync(~0u, of_lane)};
-    const Both parts = in_parts_before<SCOPE>(all);
-    const Both before = {__reduce_add_sync(~0u, lane < warp ? of_lane : 0) + parts.counts};
+    const uint32_t of_lane = lane < WARPS ? shared().of_warp[lane] : 0;
+    const Both before = {__reduce_add_sync(~0u, lane < warp ? of_lane : 0) + threshold.before.counts};
     const int left = threshold.ties - before.equal();  // ties for this warp and those behind it
     if (left > 0 && of_warp.equal() != 0) {
         if (of_warp.equal() <= left) {
@@ -428,63 +483,250 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
             }
         }
     }
-    return {larger, before.larger() + min(before.equal(), threshold.ties),
-            all.larger() + min(all.equal(), threshold.ties)};
+    return {larger, threshold.count(before)};
 }
 
-// --- the buffer -----------------------------------------------------------------------------------------------
-
-// Keeps the k largest of the buffer's items, in order. Returns the threshold.
-__device__ __forceinline__ Threshold cut_buffer(int count, int k, int turn) {
-    __syncthreads();  // the buffer is complete
-    Items items;
-    items.set_buffered(count);
-    const Threshold threshold = find_threshold<Scope::CTA>(items, k);
-    const Chosen chosen = choose<Scope::CTA>(items, threshold, turn);
-    int32_t columns[VECTORS][4];
-    chosen.for_each([&](int, int v, int i) { columns[v][i] = shared().column[Tile::first_of_vector(v) + i]; });
-    __syncthreads();  // all have read what they move
-    chosen.for_each([&](int place, int v, int i) {
-        shared().order[place] = items.order[v][i];
-        shared().column[place] = columns[v][i];
-    });
-    return threshold;
+// Behind choose: how many of the CTA are chosen.
+__device__ __forceinline__ int count_chosen(const Threshold& threshold) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t all = __reduce_add_sync(~0u, lane < WARPS ? shared().of_warp[lane] : 0);
+    return threshold.count({all + threshold.before.counts}) - threshold.count(threshold.before);
 }
 
-// Brings into the buffer what may be among the k largest of a range of more than one tile; `tile` is the first. Returns
-// how many items that are.
-__device__ __forceinline__ int fill_buffer(const TopkParams& p, int row, const Range& range, int first, Tile& tile) {
-    int count = 0, turn = 0;
-    uint32_t least = OUTSIDE;  // items that are not larger are not chosen
-    while (first < range.end) {
-        Items items;
-        items.set(tile, range, first);
-        if (first + TILE < range.end) tile.load(p, row, range, first + TILE);
-        Chosen chosen = choose<Scope::CTA>(items, {least, 0}, turn ^= 1);
-        const bool fits = count + chosen.total <= CAPACITY;
-        if (!fits && count > p.k) {
-            least = max(least, cut_buffer(count, p.k, turn ^= 1).order);
-            count = p.k;
-            tile.load(p, row, range, first);
-            continue;
-        }
-        if (!fits || count == 0) {  // only the k largest of the tile
-            const Threshold threshold = find_threshold<Scope::CTA>(items, p.k);
-            chosen = choose<Scope::CTA>(items, threshold, turn ^= 1);
-            least = max(least, threshold.order);
-        }
-        chosen.for_each([&](int place, int v, int i) {
-            shared().order[count + place] = items.order[v][i];
-            shared().column[count + place] = first + Tile::first_of_vector(v) + i;
-        });
-        count += chosen.total;
-        first += TILE;
+// --- long rows ------------------------------------------------------------------------------------------------
+
+// Four neighbouring logits from column `at` on of those of [begin, end); `outside` for the others.
+__device__ __forceinline__ float4 logits_inside(const TopkParams& p, int64_t start, int at, const Range& range,
+                                                float outside) {
+    float4 x = {outside, outside, outside, outside};
+    if (p.aligned && range.begin <= at && at + 4 <= range.end) {
+        x = logits_at(p, start + at);
+    } else {
+        if (range.begin <= at && at < range.end) x.x = logit_at(p, start + at);
+        if (range.begin <= at + 1 && at + 1 < range.end) x.y = logit_at(p, start + at + 1);
+        if (range.begin <= at + 2 && at + 2 < range.end) x.z = logit_at(p, start + at + 2);
+        if (range.begin <= at + 3 && at + 3 < range.end) x.w = logit_at(p, start + at + 3);
     }
-    __syncthreads();  // the buffer is complete
-    return count;
+    return x;
+}
+
+// A part of a row that is read from memory in each pass: for rows of which a sample told too little.
+struct InMemory {
+    const TopkParams& p;
+    int row;
+    Range range;
+
+    // Calls act(order, column) for each item of this thread from `begin` to before `end`.
+    template <typename Act>
+    __device__ __forceinline__ void for_columns(int begin, int end, Act act) const {
+        constexpr int DEPTH = 2;
+        const int64_t start = row * p.logits_stride;
+        const Range inside = {max(begin, range.begin), min(end, range.end)};
+        for (int first = inside.begin / 4 * 4; first < inside.end; first += DEPTH * THREADS * 4) {
+            float4 vector[DEPTH];
+#pragma unroll
+            for (int v = 0; v < DEPTH; ++v) {
+                vector[v] = logits_inside(p, start, first + (v * THREADS + threadIdx.x) * 4, inside, 0);
+            }
+#pragma unroll
+            for (int v = 0; v < DEPTH; ++v) {
+                const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
+                const int at = first + (v * THREADS + threadIdx.x) * 4;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (inside.begin <= at + i && at + i < inside.end) act(order_of(of_vector[i]), at + i);
+                }
+            }
+        }
+    }
+    template <typename Act>
+    __device__ __forceinline__ void for_each(Act act) const {
+        for_columns(range.begin, range.end, [&](uint32_t order, int) { act(order); });
+    }
+};
+
+__device__ __forceinline__ float logit_of(uint32_t order) {
+    const uint32_t bits = max(order, 0x00800001u) - 2;  // at least -inf
+    return __uint_as_float(bits >> 31 ? bits ^ 0x80000000u : ~bits);
+}
+
+// A logit that somewhat more than k of a row are not smaller than, by a sample: pieces of 32 bytes from all over the
+// row. Called by the CTA.
+__device__ __forceinline__ float guess_threshold(const TopkParams& p, int row, const Range& range) {
+    constexpr int SIZE = THREADS * SAMPLED * 4, PIECES = SIZE / 8;
+    const int64_t start = row * p.logits_stride;
+    const int length = range.end - range.begin, base = range.begin / 4 * 4, step = length / PIECES;
+    float4 vector[SAMPLED];
+#pragma unroll
+    for (int v = 0; v < SAMPLED; ++v) {
+        const int piece = (v * THREADS + threadIdx.x) / 2;
+        vector[v] =
+            logits_inside(p, start, base + int(int64_t(piece) * step) / 8 * 8 + threadIdx.x % 2 * 4, range, -INF);
+    }
+    uint32_t order[SAMPLED][4];
+#pragma unroll
+    for (int v = 0; v < SAMPLED; ++v) {
+        const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
+    }
+    const float share = float(SIZE) / length, expected = p.k * share;
+    const int rank = max(1, int(min(expected + 6 * sqrt_approx(expected) + 4, (p.k + CAPACITY) * 0.5f * share)));
+#pragma unroll
+    for (int i = 0; i < 4 * SAMPLED; ++i) count_digit(shared().bins[0], order[i / 4][i % 4], 0, 32, 21);
+    find_bin_of_cta(shared().bins[0], rank);
+    const uint32_t digit = shared().digit;
+    const int above = shared().above, inside = shared().inside;
+    if (above + inside <= rank + rank / 2) return logit_of(digit << 21);
+#pragma unroll
+    for (int i = 0; i < 4 * SAMPLED; ++i) count_digit(shared().bins[0], order[i / 4][i % 4], digit, 21, 10);
+    find_bin_of_cta(shared().bins[0], rank - above);
+    return logit_of(digit << 21 | shared().digit << 10);
+}
+
+// A thread's logits of a step through a range: of all threads, STEP neighbouring ones.
+struct Step {
+    static constexpr int DEPTH = 4, SIZE = DEPTH * THREADS * 4;
+    float4 vector[DEPTH];
+
+    static __device__ __forceinline__ int first_of_vector(int v) { return (v * THREADS + threadIdx.x) * 4; }
+
+    __device__ __forceinline__ void load(const TopkParams& p, int64_t start, const Range& range, int first) {
+        const bool whole = p.aligned && range.begin <= first && first + SIZE <= range.end;
+        if (whole) {
+#pragma unroll
+            for (int v = 0; v < DEPTH; ++v) vector[v] = logits_at(p, start + first + first_of_vector(v));
+        } else {
+            const float nan = __uint_as_float(0x7fffffff);
+#pragma unroll
+            for (int v = 0; v < DEPTH; ++v) {
+                vector[v] = logits_inside(p, start, first + first_of_vector(v), range, nan);
+            }
+        }
+    }
+
+    // Those that are at least `least` go into the pool, as long as it has room.
+    __device__ __forceinline__ void add_to_pool(float least, int first) const {
+        const int lane = threadIdx.x % 32;
+        uint32_t mask = 0;
+#pragma unroll
+        for (int v = 0; v < DEPTH; ++v) {
+            if (vector[v].x >= least) mask |= 1u << (4 * v);
+            if (vector[v].y >= least) mask |= 2u << (4 * v);
+            if (vector[v].z >= least) mask |= 4u << (4 * v);
+            if (vector[v].w >= least) mask |= 8u << (4 * v);
+        }
+        if (!__any_sync(~0u, mask != 0)) return;
+        const int mine = __popc(mask), sum = inclusive_sum(mine, lane);
+        int at = 0;
+        if (lane == 31) at = atomicAdd(&shared().pooled, uint32_t(sum));
+        at = __shfl_sync(~0u, at, 31) + sum - mine;
+        if (at + mine > CAPACITY) return;
+        int to = at;
+#pragma unroll
+        for (int v = 0; v < DEPTH; ++v) {
+            const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (mask >> (4 * v + i) & 1) {
+                    shared().pool[to] = __float_as_uint(of_vector[i]);
+                    shared().columns[to++] = first + first_of_vector(v) + i;
+                }
+            }
+        }
+    }
+};
+
+// Brings the logits of a range that are at least `least` into the pool. Returns how many there are; those that find no
+// room are not there.
+__device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Range& range, float least) {
+    const int64_t start = row * p.logits_stride;
+    int first = range.begin / 4 * 4;
+    Step step;
+    step.load(p, start, range, first);
+    while (first < range.end) {
+        const Step now = step;
+        if (first + Step::SIZE < range.end) step.load(p, start, range, first + Step::SIZE);
+        now.add_to_pool(least, first);
+        first += Step::SIZE;
+    }
+    __syncthreads();
+    return shared().pooled;
+}
+
+// Marks a column of a window, if it is to be, as larger than the threshold or equal to it. Without a branch.
+__device__ __forceinline__ void mark_if(bool when, bool equal, uint32_t column) {
+    atomicOr(&shared().marks[equal][column % WINDOW / 32], when ? 1u << column % 32 : 0);
+}
+
+// How much is marked in some words: in the lower 14 bits larger ones, in the others equal ones.
+__device__ __forceinline__ uint32_t count_marks(uint32_t larger, uint32_t equal) {
+    return __popc(larger) | __popc(equal) << 14;
+}
+
+__device__ __forceinline__ uint32_t first_bits(uint32_t bits, int count) {
+    uint32_t first = 0;
+    for (int i = 0; i < count && bits != 0; ++i, bits &= bits - 1) first |= bits & (0u - bits);
+    return first;
+}
+
+// Brings the columns of a range's chosen items into shared().chosen_columns, ascending. Returns how many they are.
+// `mark_window(begin, end)` marks those of these columns that the threshold does not rule out. Called by the CTA, when
+// no one needs its histograms any more.
+template <typename MarkWindow>
+__device__ __forceinline__ int bring_in_order(const Range& range, const Threshold& threshold, MarkWindow mark_window) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, ties = threshold.ties;
+    const bool with_equal = ties > 0;
+    const auto& marks = shared().marks;
+    const int ties_before = min(threshold.before.equal(), ties);
+    int larger = 0, equal = threshold.before.equal();  // in the windows before; in the CTAs before too
+    for (int begin = range.begin / 4 * 4; begin < range.end; begin += WINDOW) {
+        const int end = min(range.end - begin, WINDOW) + begin,
+                  words = ceil_div(end - begin, 32 * THREADS);  // a thread
+        __syncthreads();                                        // what was there has been read
+        for (int i = threadIdx.x; i < words * THREADS; i += THREADS) {
+            shared().marks[0][i] = 0;
+            if (with_equal) shared().marks[1][i] = 0;
+        }
+        __syncthreads();
+        mark_window(begin, end);
+        __syncthreads();
+        const int first = threadIdx.x * words;
+        uint32_t mine = 0;
+        for (int i = first; i < first + words; ++i) mine += count_marks(marks[0][i], with_equal ? marks[1][i] : 0);
+        const uint32_t sum = inclusive_sum(mine, lane);
+        if (lane == 31) shared().of_warp[warp] = sum;
+        __syncthreads();
+        const uint32_t of_lane = lane < WARPS ? shared().of_warp[lane] : 0;
+        const uint32_t before = __reduce_add_sync(~0u, lane < warp ? of_lane : 0) + sum - mine;
+        const uint32_t all = __reduce_add_sync(~0u, of_lane);
+        int equal_before = equal + int(before >> 14);
+        int place = larger + int(before & 0x3fff) + min(equal_before, ties) - ties_before;
+        for (int i = first; i < first + words; ++i) {
+            uint32_t bits = marks[0][i];
+            if (with_equal) {
+                bits |= first_bits(marks[1][i], ties - equal_before);
+                equal_before += __popc(marks[1][i]);
+            }
+            for (; bits != 0; bits &= bits - 1) {
+                shared().chosen_columns[place++] = begin + 32 * i + __popc((bits & (0u - bits)) - 1);
+            }
+        }
+        larger += all & 0x3fff;
+        equal += all >> 14;
+    }
+    __syncthreads();
+    return larger + min(equal, ties) - ties_before;
 }
 
 // --- results --------------------------------------------------------------------------------------------------
+
+// What four neighbouring columns become: first, first + step and so on.
+struct FourResults {
+    int32_t first, step;
+
+    __device__ __forceinline__ int32_t operator[](int i) const { return first + i * step; }
+};
 
 // Where results go: `place` counts from 0.
 struct Results {
@@ -492,14 +734,39 @@ struct Results {
     int32_t start;          // subtracted from columns
     const int32_t* blocks;  // the request's row of the block table; null: positions
 
-    __device__ __forceinline__ void store(const TopkParams& p, int place, int32_t column) const {
-        const int32_t position = column - start;
-        if (p.table.blocks == nullptr) {
-            to[place] = position;
-            return;
+    __device__ __forceinline__ int32_t position_of(int32_t column) const { return column - start; }
+    __device__ __forceinline__ int32_t slot_of(const TopkParams& p, int32_t column) const {
+        const Position at = find_position(p.table, column - start);
+        return blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
+    }
+
+    // Whether four columns from a multiple of 4 on always lie in one block.
+    __device__ __forceinline__ bool blocks_hold_fours(const TopkParams& p) const {
+        return start % 4 == 0 && p.table.block_size.value % 4 == 0;
+    }
+    // Their slots, if so.
+    __device__ __forceinline__ FourResults slots_of_four(const TopkParams& p, int32_t column) const {
+        const int32_t slot = slot_of(p, column);
+        return {slot, slot >= 0};
+    }
+
+    // Stores what becomes of column_of(0), column_of(1) and so on, from `place` on. Called by the CTA.
+    template <typename ColumnOf>
+    __device__ __forceinline__ void store(const TopkParams& p, int place, int count, ColumnOf column_of) const {
+        constexpr int AT_A_TIME = 4;  // reads of the block table under way
+        for (int first = threadIdx.x; first < count; first += AT_A_TIME * THREADS) {
+            int32_t result[AT_A_TIME];
+#pragma unroll
+            for (int j = 0; j < AT_A_TIME; ++j) {
+                const int32_t column = column_of(min(first + j * THREADS, count - 1));
+                result[j] = p.table.blocks == nullptr ? position_of(column) : slot_of(p, column);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_A_TIME; ++j) {
+                const int i = first + j * THREADS;
+                if (i < count) to[place + i] = result[j];
+            }
         }
-        const Position at = find_position(p.table, position);
-        to[place] = blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
     }
 };
 
@@ -515,19 +782,71 @@ __device__ __forceinline__ Results results_of(const TopkParams& p, int row, cons
 // All of a range of at most k items are chosen.
 __device__ __forceinline__ void choose_all(const TopkParams& p, const Results& results, const Range& range) {
     const int count = range.end - range.begin;
-    for (int place = threadIdx.x; place < p.k; place += THREADS) {
-        if (place < count) {
-            results.store(p, place, range.begin + place);
-        } else {
-            results.to[place] = -1;
-        }
+    results.store(p, 0, count, [&](int i) { return range.begin + i; });
+    for (int place = count + threadIdx.x; place < p.k; place += THREADS) results.to[place] = -1;
+}
+
+// Whether the pools of the row's CTAs hold at least k items, all that were brought there. Called by all CTAs.
+__device__ __forceinline__ bool pools_suffice(int count, int k) {
+#if CLUSTERS
+    cluster_sync();
+    const int lane = threadIdx.x % 32, parts = num_parts();
+    const int of_part = lane < parts ? load_cluster_4(cluster_address(shared_address(&shared().pooled), lane)) : 0;
+    return __reduce_add_sync(~0u, of_part) >= k && !__any_sync(~0u, of_part > CAPACITY);
+#else
+    return k <= count && count <= CAPACITY;
+#endif
+}
+
+// Chooses from a part of a row that registers do not hold.
+__device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row,
+                                                const Range& range) {
+    __syncthreads();  // bins are 0
+    const int pooled = fill_pool(p, row, range, guess_threshold(p, row, of_row));
+    Threshold threshold;
+    int count;
+    if (pools_suffice(pooled, p.k)) {
+        Items items;
+        items.set_pooled(pooled);
+        threshold = find_threshold(items, p.k);
+        end_reading_of_others();
+        wait_for_readers();
+        const uint32_t least = threshold.order + (threshold.ties == 0);
+        count = bring_in_order(range, threshold, [&](int begin, int end) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                if (v >= items.vectors) break;
+                const uint4 four = *reinterpret_cast<const uint4*>(&shared().columns[Items::first_in_pool(v)]);
+                const uint32_t columns[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint32_t order = items.order[v][i], column = columns[i] - begin;
+                    mark_if(order >= least && column < uint32_t(end - begin), order == threshold.order, column);
+                }
+            }
+        });
+    } else {
+        const InMemory items = {p, row, range};
+        threshold = find_threshold(items, p.k);
+        end_reading_of_others();
+        wait_for_readers();
+        const uint32_t least = threshold.order + (threshold.ties == 0);
+        count = bring_in_order(range, threshold, [&](int begin, int end) {
+            items.for_columns(begin, end, [&](uint32_t order, int column) {
+                mark_if(order >= least, order == threshold.order, column - begin);
+            });
+        });
     }
+    const Results results = results_of(p, row, of_row);
+    results.store(p, threshold.count(threshold.before), count, [&](int i) { return shared().chosen_columns[i]; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
+    let_next_kernel_start();
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
     constexpr int ALL_BINS = sizeof(Shared::bins) / sizeof(uint4);
     for (int i = threadIdx.x; i < ALL_BINS; i += THREADS) reinterpret_cast<uint4*>(shared().bins)[i] = {0, 0, 0, 0};
+    if (threadIdx.x == 0) shared().pooled = 0;
     wait_for_earlier_kernels();
     const Range of_row = range_of_row(p, row);
     if (of_row.end - of_row.begin <= p.k) {
@@ -535,25 +854,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
         return;
     }
     const Range range = part_of(of_row, part, parts);
+#if STREAMED
+    if (ceil_div(of_row.end - of_row.begin, parts) + 8 > TILE) {
+        choose_streamed(p, row, of_row, range);
+        return;
+    }
+#endif
     const int first = range.begin / 4 * 4;
     Tile tile;
     tile.load(p, row, range, first);
     __syncthreads();  // bins are 0
     Items items;
-    const bool buffered = BUFFERED && first + TILE < range.end;
-    if (buffered) {
-        items.set_buffered(fill_buffer(p, row, range, first, tile));
-    } else {
-        items.set(tile, range, first);
-    }
-    const Threshold threshold = find_threshold<Scope::ROW>(items, p.k);
-    const Chosen chosen = choose<Scope::ROW>(items, threshold, 0);
+    items.set(tile, range, first);
+    const Threshold threshold = find_threshold(items, p.k);
+    end_reading_of_others();
     const Results results = results_of(p, row, of_row);
-    chosen.for_each([&](int place, int v, int i) {
-        const int item = Tile::first_of_vector(v) + i;
-        results.store(p, place, buffered ? shared().column[item] : first + item);
-    });
-    meet<Scope::ROW>();  // until all have read this CTA's shared memory
+    const auto column_of = [&](int v, int i) { return first + Tile::first_of_vector(v) + i; };
+    if (p.table.blocks == nullptr) {
+        const Chosen chosen = choose(items, threshold);
+        chosen.for_all([&](bool is_chosen, int place, int v, int i) {
+            store_4_if(is_chosen, results.to + place, results.position_of(column_of(v, i)));
+        });
+        wait_for_readers();
+    } else if (results.blocks_hold_fours(p)) {
+        FourResults slots[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) slots[v] = results.slots_of_four(p, column_of(v, 0));
+        const Chosen chosen = choose(items, threshold);
+        chosen.for_all(
+            [&](bool is_chosen, int place, int v, int i) { store_4_if(is_chosen, results.to + place, slots[v][i]); });
+        wait_for_readers();
+    } else {  // side by side in shared memory first, so that reads of the block table do not wait for each other
+        const Chosen chosen = choose(items, threshold);
+        wait_for_readers();
+        const int before = threshold.count(threshold.before);
+        chosen.for_all([&](bool is_chosen, int place, int v, int i) {
+            if (is_chosen) shared().chosen_columns[place - before] = column_of(v, i);
+        });
+        __syncthreads();
+        results.store(p, before, count_chosen(threshold), [&](int i) { return shared().chosen_columns[i]; });
+    }
 }
 
 // Read by the launcher.

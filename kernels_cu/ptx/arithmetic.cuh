@@ -1,4 +1,5 @@
-// PTX ISA: ex2, lg2, rcp, div, mul, add, sub, fma, max of float32; abs, max, mul and fma of two packed 16-bit numbers.
+// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; abs, max, mul and fma of two packed 16-bit
+// numbers.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -11,6 +12,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float log2_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// sqrt.approx.ftz: with a relative error of at most 2^-23.
+__device__ __forceinline__ float sqrt_approx(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

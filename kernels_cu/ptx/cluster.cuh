@@ -34,8 +34,14 @@ __device__ __forceinline__ void cluster_sync() {
             : "memory");
 }
 
-// The same with a single fence a CTA, by the thread that passes true. The threads that wrote must have met that thread
-// at a barrier of their CTA.
+// The same in two steps. Between them, a thread must not touch what others wait to reuse.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// As cluster_sync, with a single fence a CTA, by the thread that passes true. The threads that wrote must have met that
+// thread at a barrier of their CTA.
 __device__ __forceinline__ void cluster_sync_with_one_fence(bool fences) {
     if (fences) fence_cluster();
     __syncwarp();

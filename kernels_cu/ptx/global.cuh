@@ -40,3 +40,15 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
 __device__ __forceinline__ void store_release(uint64_t* to, uint64_t v) {
     asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
+
+// Store a word, if so, without a branch.
+__device__ __forceinline__ void store_4_if(bool when, void* to, uint32_t v) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %0, 0;\n"
+        "@p st.global.b32 [%1], %2;\n"
+        "}" ::"r"(uint32_t(when)),
+        "l"(to), "r"(v)
+        : "memory");
+}

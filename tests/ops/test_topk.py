@@ -159,7 +159,7 @@ def test_select_rows_of_any_logits(kind, rng) -> None:
     np.testing.assert_array_equal(kind.take(got), kind.take(two_steps))
 
 
-@pytest.mark.parametrize("block_size", [1, 15, 64])
+@pytest.mark.parametrize("block_size", [1, 4, 15, 64])
 def test_select_rows_slots(kind, rng, block_size: int) -> None:
     inputs = ragged(rng, 6, 130, 64, exact=True)
     table = rng.integers(-1, 50, (3, -(-100 // block_size)), dtype=np.int32)
@@ -191,6 +191,30 @@ def test_select_rows_paged(kind, rng, b: int, n: int, heads: int, block_size: in
         np.testing.assert_array_equal(kind.take(got), slots)
     two_steps = kind.take(paged_indexer_logits(**there))
     np.testing.assert_array_equal(chosen(kind, two_steps, k, [0] * len(lens), lens), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("b", "longest"), [(3, 9000), (140, 14_000), (3, 20_000), (100, 40_000), (1, 150_000)])
+def test_slots_of_long_contexts(kind, rng, b: int, longest: int) -> None:
+    """Of requests that share blocks, so that many logits are equal."""
+    if not kind.on_gpu:
+        pytest.skip("takes long")
+    blocks = 500
+    table = rng.integers(0, blocks, (b, -(-longest // 64)), dtype=np.int32)
+    there = put(kind, {
+        "q8": indexers.codes(rng, b, 1, 8, 128),
+        "kv_cache": indexers.key_cache(indexers.codes(rng, blocks, 64, 128), indexers.scales(rng, blocks, 64)),
+        "w": indexers.weights(rng, b, 8), "context_lens": rng.integers(longest // 2, longest + 1, b, dtype=np.int32),
+        "block_table": table, "max_context_len": longest,
+    })  # fmt: skip
+    k = int(rng.choice([500, 2048, 4096]))
+    positions = kind.take(select_rows_paged(**there, k=k))
+    logits = kind.take(paged_indexer_logits(**there))
+    for i in rng.permutation(b)[:5]:
+        row = logits[i, : int(kind.take(there["context_lens"])[i])]
+        np.testing.assert_array_equal(positions[i], np.sort(np.argsort(-row, kind="stable")[:k]))
+    slots = np.take_along_axis(table, positions // 64, 1) * 64 + positions % 64
+    np.testing.assert_array_equal(kind.take(select_rows_paged(**there, k=k, slots=True)), slots)
 
 
 def test_select_rows_paged_by_lengths_of_tokens(kind, rng) -> None:

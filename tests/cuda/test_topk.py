@@ -1,0 +1,58 @@
+"""Which shape of the top-k kernel serves a call."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_mla.cuda.topk import CLUSTERS, FEW, LEAST_CLUSTER_WIDTH, MANY, Shape, choose, kernel, kernels
+
+SMS = 132
+
+
+def held(threads: int, items: int, per_sm: int, clusters: bool = False) -> Shape:
+    return Shape(threads, items, per_sm, streamed=False, clusters=clusters)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "shape", "cluster"),
+    [
+        (1, 1, held(512, 8, 2), 1),
+        (SMS, 4097, held(512, 16, 2), 1),
+        (93, 10944, held(1024, 12, 1), 1),
+        (89, 23296, held(1024, 24, 1), 1),
+        (SMS, 32768, MANY, 1),
+        (SMS, 32769, FEW, 1),
+        (12, 12864, held(1024, 4, 1, True), 4),
+        (16, 17664, held(1024, 8, 1, True), 4),
+        (8, 32768, held(1024, 4, 1, True), 8),
+        (13, 32768, held(1024, 4, 1, True), 8),
+        (14, 32768, held(1024, 8, 1, True), 4),
+        (16, 131072, CLUSTERS, 4),
+        (64, 17664, held(1024, 20, 1), 1),
+        (64, 32768, MANY, 1),
+        (64, 131072, FEW, 1),
+        (64, 131073, CLUSTERS, 2),
+        (1, 1 << 20, CLUSTERS, 8),
+        (SMS + 1, 4096, held(512, 8, 2), 1),
+        (8192, 8192, held(512, 16, 3), 1),
+        (518, 9408, held(512, 20, 2), 1),
+        (1047, 20032, MANY, 1),
+    ],
+)
+def test_on_hopper(rows: int, width: int, shape: Shape, cluster: int) -> None:
+    assert choose(rows, width, SMS, True) == (shape, cluster)
+
+
+def test_any_call_has_a_kernel_that_holds_or_streams_its_rows() -> None:
+    compiled = set(kernels())
+    for rows in (1, 2, 7, 12, 13, 16, 17, 33, 66, 67, 108, 109, 132, 133, 5000):
+        for width in (0, 1, 4096, 4097, 8192, 10240, 12288, 12289, 16384, 24576, 24577, 65536, 131072, 131073, 1 << 20):
+            for sms in (16, 108, 132):
+                for clusters in (False, True):
+                    shape, cluster = choose(rows, width, sms, clusters)
+                    assert kernel(shape, False) in compiled
+                    assert shape.streamed or width <= shape.held * cluster
+                    assert shape.clusters == (cluster > 1)
+                    assert cluster == 1 or (clusters and rows * cluster <= sms and width > LEAST_CLUSTER_WIDTH)
+                    if cluster > 1:
+                        assert kernel(shape, False).max_cluster >= cluster
