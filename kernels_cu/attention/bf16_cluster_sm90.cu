@@ -8,8 +8,10 @@
 struct Cluster : SingleQueries {
     static constexpr bool CLUSTER = true, OVERLAPS = true;
 
-    static __device__ __forceinline__ int num_items(const Params&, int) { return read_num_ctas(); }
-    static __device__ __forceinline__ int find_item(const Params&, int item, int) { return item; }
+    template <typename, typename Params, typename Act>
+    static __device__ __forceinline__ void for_each(const Params&, int, Act act) {
+        act(int(blockIdx.x));
+    }
     static __device__ __forceinline__ int first_entry(const Params& p, int index, int head_tiles, int rank) {
         const int ctas = cluster_size(), length = list_length(p.main, query_of(p, index / ctas / head_tiles).b);
         return min(num_pairs(length) * rank / ctas * 2 * TILE_ROWS, length);

@@ -514,7 +514,7 @@ __device__ __forceinline__ void for_each_work(const AttentionParams& p, int warp
         if (index >= 0) attend(index);
     } else {
         auto workers = [] { return int(2 * gridDim.x); };
-        for_each_item(p.num_queries * head_tiles, 2 * blockIdx.x + warpgroup, workers, find, attend);
+        for_each_item([&] { return p.num_queries * head_tiles; }, 2 * blockIdx.x + warpgroup, workers, find, attend);
     }
 }
 

@@ -21,7 +21,7 @@ static_assert(MAX_QUERIES == 8, "a bit of `excluded` and a column of the last st
 
 struct Grouped : Default {
     using Params = GroupedParams;
-    static constexpr int EXTRA_BYTES = 4 * FACTOR_BYTES, AHEAD = 1, KEPT = 4;  // registers are short
+    static constexpr int EXTRA_BYTES = 4 * FACTOR_BYTES, KEPT = 4;  // registers are short
     static constexpr bool EXCLUDES = true;
 
     static __device__ __forceinline__ int num_items(const Params& p, int) { return p.num_groups; }

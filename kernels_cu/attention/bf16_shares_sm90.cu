@@ -1,5 +1,6 @@
 // Sparse attention of flat bf16 rows on Hopper, 64 heads of a query at a time: all rows of the call are divided evenly
-// over the CTAs (shares.cuh). For batches of no whole wave. Pipeline and shared memory: bf16_sm90.cuh.
+// over the CTAs, or each work item into equal splits (shares.cuh). For batches of no whole wave. Pipeline and shared
+// memory: bf16_sm90.cuh.
 //
 //   a CTA's share, worked on backwards     | end of item 7 | item 8 | begin of item 9 |
 //                                             3. merged       2.      1. left to the CTA that has the end of item 9
@@ -16,7 +17,6 @@ struct ShareState {
 
 struct Share : SingleQueries {
     static constexpr bool OVERLAPS = true;
-    static constexpr int KEPT = 5;
 
     static __device__ __forceinline__ ShareState& state() {
         return *reinterpret_cast<ShareState*>(shared + SHARED_BYTES<Share>);
@@ -57,46 +57,40 @@ struct Share : SingleQueries {
 
     // Adds what the CTAs before have left of the item.
     template <int W>
-    static __device__ __forceinline__ void merge(const Params& p, int warp, int lane, LineTotal (&total)[2],
-                                                 float (&o)[128]) {
+    static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warp, int lane,
+                                                 LineTotal (&total)[2], float (&o)[128]) {
         if (threadIdx.x < 32) {
             const int count = wait_for_partials(p, lane);
             if (lane == 0) state().partials = count;
         }
         sync_consumers();
+        if (warp >= num_line_warps(p, w)) return;  // padding
         const PartialResults<8> partials = {p.cluster_parts, 0};
         const int line = 16 * warp + lane / 4;
 #pragma unroll 1
         for (int left = state().partials; left > 0; --left) {
             const int other = int(blockIdx.x) - left;
-            float weight[2];
+            float4 chunks[2][8];  // of both lines; all loads are under way at a time
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int n = 0; n < 8; ++n) chunks[i][n] = partials.chunk_of(other, chunk_of<W>(warp, lane, i, n));
+            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float4 theirs = partials.statistics_of(other, line + 8 * i);
                 const float ref = fmaxf(total[i].ref, theirs.x), by = rescale_factor(total[i].ref, ref);
                 const float others = rescale_factor(theirs.x, ref);
                 total[i] = {ref, total[i].sum * by + theirs.y * others, fmaxf(total[i].max, theirs.z)};
-                weight[i] = others * theirs.w;
 #pragma unroll
-                for (int j = 0; j < 32; ++j) {
-                    o[4 * j + 2 * i] *= by;
-                    o[4 * j + 2 * i + 1] *= by;
-                }
-            }
-            constexpr int AT_ONCE = 4;  // chunks of a thread whose loads are under way at a time
-#pragma unroll
-            for (int begin = 0; begin < 16; begin += AT_ONCE) {
-                float4 chunks[AT_ONCE];
-#pragma unroll
-                for (int k = 0; k < AT_ONCE; ++k)
-                    chunks[k] = partials.chunk_of(other, chunk_of<W>(warp, lane, (begin + k) / 8, (begin + k) % 8));
-#pragma unroll
-                for (int k = 0; k < AT_ONCE; ++k) {
-                    const int i = (begin + k) / 8, n = (begin + k) % 8;
+                for (int n = 0; n < 8; ++n) {
                     float v[8] = {};
-                    add_chunk(v, weight[i], chunks[k]);
+                    add_chunk(v, others * theirs.w, chunks[i][n]);
 #pragma unroll
-                    for (int m = 0; m < 8; ++m) o[16 * n + m / 2 * 4 + 2 * i + m % 2] += v[m];
+                    for (int m = 0; m < 8; ++m) {
+                        float& mine = o[16 * n + m / 2 * 4 + 2 * i + m % 2];
+                        mine = mine * by + v[m];
+                    }
                 }
             }
         }
@@ -116,7 +110,7 @@ struct Share : SingleQueries {
             return;
         }
         LineTotal total[2] = {total_of(0), total_of(1)};
-        if (!begins_item(w.number)) merge<W>(p, warp, lane, total, o);
+        if (!begins_item(w.number)) merge<W>(p, w, warp, lane, total, o);
         write_lines<Share, W>(p, w, warp, lane, [&](int i) { return total[i]; }, o);
     }
 };

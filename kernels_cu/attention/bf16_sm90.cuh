@@ -21,12 +21,12 @@
 //
 //   A tile has two regions. Region w is what warpgroup w reads last, columns 256 w .. + 255. Region 1 - w of tile w
 //   holds the RoPE columns as well, over which P_w is stored. With D_QK 512 there are no columns behind V: P has a
-//   space of its own.
+//   space of its own. Half of a region's rows are released when the first two of four steps of P.V are done, and are
+//   copied anew while the other two run; RoPE columns wait for all four, which read P.
 //
 //   full[tile][region]    copies done      128 arrivals after cp.async; region w of tile w 16 x VALIDITY_LANES more,
 //                                          for validity
-//   empty[tile][region]   region released  by warpgroup `region`: region w of tile w by its 128 threads, else by its 4
-//                                          warps
+//   empty[tile][region][half]              half of a region's rows released, by the 4 warps of warpgroup `region`
 //   q_full                Q has come       128 arrivals after cp.async, and 1 for the work item's number
 //   q_empty               Q released       the 8 consumer warps
 //   P_READY + w           named: P_w is published: warpgroup w arrives, the other one waits
@@ -82,7 +82,7 @@ constexpr int Q_AT = 0, TILE_AT = TILE_BYTES, P_AT = 3 * TILE_BYTES;
 constexpr int EXTRA_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
 
 struct Small {
-    uint64_t full[2][2], empty[2][2], q_full, q_empty;
+    uint64_t full[2][2], empty[2][2][2], q_full, q_empty;
     int work, length;  // what Q is of: the number of a work item, -1 behind the last, and its list's length
     union {
         uint8_t valid[2][TILE_ROWS];  // whether a row of a tile is valid
@@ -151,7 +151,6 @@ struct Copier {
 
 // A kernel's `K` has:
 //   Params, EXTRA_BYTES
-//   AHEAD                tiles whose list entries are loaded ahead, 1 or 2
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
 //   CLUSTER              whether a CTA belongs to a cluster
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
@@ -172,14 +171,15 @@ struct Default {
     template <typename K, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params& p, int head_tiles, Act act) {
         auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
-        for_each_item(K::num_items(p, head_tiles), blockIdx.x, read_num_ctas, find, act);
+        auto total = [&] { return K::num_items(p, opaque(head_tiles)); };
+        for_each_item(total, blockIdx.x, read_num_ctas, find, act);
     }
 };
 
 // What the kernels of single queries share.
 struct SingleQueries : Default {
     using Params = AttentionParams;
-    static constexpr int EXTRA_BYTES = 0, AHEAD = 2, KEPT = 6;
+    static constexpr int EXTRA_BYTES = 0, KEPT = 6;
     static constexpr bool EXCLUDES = false;
 
     static __device__ __forceinline__ const int32_t* list_of(const Params& p, const Work& w) {
@@ -207,17 +207,20 @@ struct SingleQueries : Default {
     // The validity bytes of a thread's columns.
     struct Columns {
         const uint8_t* valid;
+        bool whole;  // all are valid, in the whole warp
 
         __device__ __forceinline__ Columns(const Reader&, int tile, int t)
-            : valid(small<SingleQueries>().valid[tile] + 2 * t) {}
+            : valid(small<SingleQueries>().valid[tile] + 2 * t) {
+            uint32_t all = 0x0101;
+#pragma unroll
+            for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(valid + 8 * n);
+            whole = __all_sync(~0u, all == 0x0101);
+        }
     };
     // Takes out invalid rows. Returns the scale that is still to be multiplied by.
     static __device__ __forceinline__ float mask_tile(const Params& p, const Columns& columns, float (&s)[32]) {
-        uint32_t all = 0x0101;
         float scale = 1.0f;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) all &= *reinterpret_cast<const uint16_t*>(columns.valid + 8 * n);
-        if (!__all_sync(~0u, all == 0x0101) || p.scale_log2 < 0.0f) {
+        if (!columns.whole || p.scale_log2 < 0.0f) {
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
                 const uint32_t two = *reinterpret_cast<const uint16_t*>(columns.valid + 8 * n);
@@ -237,15 +240,15 @@ struct SingleQueries : Default {
 
 // --- producer -------------------------------------------------------------------------------------------------
 
-// Start the copies of column blocks BEGIN to END - 1 of this thread's four rows. Null rows become zeros.
-template <int BEGIN, int END>
+// Start the copies of column blocks BEGIN to END - 1 of this thread's rows FIRST to LAST - 1, of four. Null rows become
+// zeros.
+template <int BEGIN, int END, int FIRST = 0, int LAST = 4>
 __device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, const uint8_t* const (&rows)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = FIRST; i < LAST; ++i) {
 #pragma unroll
         for (int b = BEGIN; b < END; ++b)
-            cp_async_16(tile + b * BLOCK_BYTES + i * 2048 + c.offset, rows[i] + b * 128 + c.lane % 8 * 16,
-                        rows[i] != nullptr);
+            cp_async_16(tile + b * BLOCK_BYTES + i * 2048 + c.offset, rows[i] + b * 128, rows[i] != nullptr);
     }
 }
 
@@ -268,8 +271,10 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
                                             const uint8_t* const (&rows)[4], typename K::Validity validity,
                                             uint32_t parity) {
     Small& sm = small<K>();
-    mbarrier_wait(shared_address(&sm.empty[TILE][REGION]), parity);
-    copy_blocks<4 * REGION, 4 * REGION + 4>(c, tile_address(TILE), rows);
+    mbarrier_wait(shared_address(&sm.empty[TILE][REGION][0]), parity);
+    copy_blocks<4 * REGION, 4 * REGION + 4, 0, 2>(c, tile_address(TILE), rows);
+    mbarrier_wait(shared_address(&sm.empty[TILE][REGION][1]), parity);
+    copy_blocks<4 * REGION, 4 * REGION + 4, 2, 4>(c, tile_address(TILE), rows);
     if constexpr (has_rope(TILE, REGION)) copy_blocks<8, 9>(c, tile_address(TILE), rows);
     if constexpr (has_validity(TILE, REGION)) {
         if (c.lane % 8 < K::VALIDITY_LANES) {
@@ -280,16 +285,17 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
     mbarrier_arrive_after_copies(shared_address(&sm.full[TILE][REGION]));
 }
 
-__device__ __forceinline__ void find_rows(const AttentionParams& p, const int32_t (&slots)[4],
+// This thread's chunk of each of its rows, null where a row is not valid.
+__device__ __forceinline__ void find_rows(const AttentionParams& p, const Copier& c, const int32_t (&slots)[4],
                                           const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const bool valid = slots[i] >= 0 && slots[i] < p.main.num_slots;
-        rows[i] = valid ? p.main.cache + slots[i] * p.main.row_stride : nullptr;
+        rows[i] = valid ? p.main.cache + slots[i] * p.main.row_stride + c.lane % 8 * 16 : nullptr;
     }
 }
 
-// The lines of Q that this thread copies, null for padding.
+// The same of the lines of Q, null for padding.
 template <typename K>
 __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c,
                                        const uint8_t* (&rows)[4]) {
@@ -297,7 +303,7 @@ __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& 
     for (int i = 0; i < 4; ++i) {
         const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * i + c.row);
         const bf16* q = p.q + line.query.b * p.q_b + line.query.s * p.q_s + line.head * p.q_h;
-        rows[i] = line.head < p.h_q ? reinterpret_cast<const uint8_t*>(q) : nullptr;
+        rows[i] = line.head < p.h_q ? reinterpret_cast<const uint8_t*>(q) + c.lane % 8 * 16 : nullptr;
     }
 }
 
@@ -314,38 +320,38 @@ template <typename K>
 __device__ __forceinline__ void copy_all(const typename K::Params& p) {
     const Copier c = Copier::here();
     Small& sm = small<K>();
-    uint32_t parity = 1, q_parity = 1;  // the first wait for each space returns at once
+    uint32_t parity = 3;  // bit 0 of tiles, bit 1 of Q, in one register; the first wait for each space returns at once
     const int head_tiles = num_head_tiles(p);
     K::template for_each<K>(p, head_tiles, [&](int index) {
         const Work w = K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
         int32_t even[4], odd[4];  // list entries of the next even and odd tile
         const uint8_t* rows[4];
         load_slots<K>(p, w, c, 0, even);
-        if (K::AHEAD == 2) load_slots<K>(p, w, c, 1, odd);
 
         // Q is a tile whose rows are its lines.
         find_q<K>(p, w, c, rows);
-        mbarrier_wait(shared_address(&sm.q_empty), q_parity);
-        q_parity ^= 1;
+        load_slots<K>(p, w, c, 1, odd);
+        mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
+        parity ^= 2;
         announce<K>(index, w.length);
         copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
         for (int pair = 0; pair < w.pairs; ++pair) {
-            find_rows(p, even, rows);
+            find_rows(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
-            load_slots<K>(p, w, c, 2 * pair + K::AHEAD, K::AHEAD == 2 ? even : odd);
-            copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, parity);
-            copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, parity);
-            find_rows(p, odd, rows);
+            copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, parity & 1);
+            load_slots<K>(p, w, c, 2 * pair + 2, even);
+            copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, parity & 1);
+            find_rows(p, c, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
-            load_slots<K>(p, w, c, 2 * pair + 1 + K::AHEAD, K::AHEAD == 2 ? odd : even);
-            copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, parity);
-            copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, parity);
+            copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, parity & 1);
+            load_slots<K>(p, w, c, 2 * pair + 3, odd);
+            copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, parity & 1);
             parity ^= 1;
         }
     });
-    mbarrier_wait(shared_address(&sm.q_empty), q_parity);
+    mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
     announce<K>(-1, 0);
     mbarrier_arrive(shared_address(&sm.q_full));
 }
@@ -414,11 +420,12 @@ __device__ __forceinline__ bool choose_reference(Softmax& state, const float (&t
     if (!__any_sync(~0u, top[0] > state.least[0] || top[1] > state.least[1])) return false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
+        const float highest = quad_max(top[row]);
         const float expected = quad_sum(state.sum[row]) * (float(opaque(pairs)) * reciprocal_approx(float(pair)));
         // In the first pair nothing is known: `expected` is NaN, and fminf returns REF_SLACK.
         const float passes = ref[row] + fmaxf(fminf(log2_approx(PEAK * expected), REF_SLACK), 0.0f);
         state.least[row] = pair == 0 ? ref[row] : passes;
-        if (top[row] > passes) ref[row] = top[row];
+        if (highest > passes) ref[row] = highest;
     }
     return __any_sync(~0u, ref[0] != state.ref[0] || ref[1] != state.ref[1]);
 }
@@ -435,7 +442,7 @@ __device__ __forceinline__ bool softmax_tile(const typename K::Params& p, const 
     for (int row = 0; row < 2; ++row) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) top[row] = fmaxf(top[row], fmaxf(s[4 * n + 2 * row], s[4 * n + 2 * row + 1]));
-        top[row] = K::top_of(quad_max(top[row]), scale);
+        top[row] = K::top_of(top[row], scale);
         state.max[row] = fmaxf(state.max[row], top[row]);
     }
     const bool rises = choose_reference(state, top, pair, pairs, ref);
@@ -460,24 +467,14 @@ __device__ __forceinline__ bool softmax_tile(const typename K::Params& p, const 
     return rises;
 }
 
-// Word `t` of chunk `chunk` of a line of P.
-__device__ __forceinline__ uint32_t& p_word(int tile, int line, int chunk, int t) {
-    return *reinterpret_cast<uint32_t*>(shared + (p_address(tile) - shared_address(shared)) + line * LINE_BYTES +
-                                        swizzle(line, chunk) + 4 * t);
-}
-
 // Publishes P and its reference for the other warpgroup.
 template <typename K>
 __device__ __forceinline__ void publish_p(int tile, int warp, int lane, const uint32_t (&prob)[4][4],
                                           const float (&ref)[2]) {
     const int g = lane / 4, t = lane % 4, row = 16 * warp + g;
+    const uint32_t first = swizzled(p_address(tile), 16 * warp + lane % 16, lane / 16);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            p_word(tile, row + i % 2 * 8, 2 * k + i / 2, t) = prob[k][i];
-        }
-    }
+    for (int k = 0; k < 4; ++k) stmatrix_x4(first ^ 32 * k, prob[k][0], prob[k][1], prob[k][2], prob[k][3]);
     if (t == 0) {
         small<K>().ref[tile][row] = ref[0];
         small<K>().ref[tile][row + 8] = ref[1];
@@ -522,13 +519,16 @@ __device__ __forceinline__ uint64_t v_operand(int tile, int half) {
     return wgmma_operand(tile_address(tile) + 4 * half * BLOCK_BYTES, 1024, BLOCK_BYTES);
 }
 
-// Start O += P . V for this warpgroup's half of V's columns, with its own P, ...
+// Start O += P . V for this warpgroup's half of V's columns, each half of the rows a group of products of its own: with
+// its own P, ...
 __device__ __forceinline__ void start_pv(int tile, int half, const uint32_t (&prob)[4][4], float (&o)[128]) {
     const uint64_t v = v_operand(tile, half);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma<Values::BF16, Sum::ADD, Major::MN>(o, prob[k], wgmma_further(v, 2048 * k));
-    wgmma_commit();
+    for (int k = 0; k < 4; ++k) {
+        wgmma<Values::BF16, Sum::ADD, Major::MN>(o, prob[k], wgmma_further(v, 2048 * k));
+        if (k % 2 == 1) wgmma_commit();
+    }
 }
 
 // ... with the other warpgroup's.
@@ -536,15 +536,24 @@ __device__ __forceinline__ void start_pv(int tile, int half, float (&o)[128]) {
     const uint64_t p = wgmma_operand(p_address(tile), 1024, 16), v = v_operand(tile, half);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < 4; ++k) {
         wgmma<Values::BF16, Sum::ADD, Major::K, Major::MN>(o, wgmma_further(p, 32 * k), wgmma_further(v, 2048 * k));
-    wgmma_commit();
+        if (k % 2 == 1) wgmma_commit();
+    }
 }
 
 // A warp's arrival at an `empty` barrier.
 __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     __syncwarp();
     mbarrier_arrive_for_warp(shared_address(&barrier), lane);
+}
+
+// Releases a region whose product is under way, each half of its rows as soon as it has been multiplied.
+__device__ __forceinline__ void release_halves(uint64_t (&empty)[2], int lane) {
+    wgmma_wait<1>();
+    release(empty[0], lane);
+    wgmma_wait<0>();
+    release(empty[1], lane);
 }
 
 // A line's softmax over the tiles of both warpgroups.
@@ -601,10 +610,10 @@ __device__ __forceinline__ void finish(const typename K::Params& p, const Work& 
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float sum = quad_sum(state.sum[i]);
+        const float sum = quad_sum(state.sum[i]), max = quad_max(state.max[i]);
         if (t == 0) {
             sm.sum[turn][W][16 * warp + g + 8 * i] = sum;
-            sm.max[turn][W][16 * warp + g + 8 * i] = state.max[i];
+            sm.max[turn][W][16 * warp + g + 8 * i] = max;
         }
     }
     sync_consumers();
@@ -633,6 +642,7 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
             float s[32];
             start_qk<K>(W, parity, kept, s);
             parity ^= 1;
+            const typename K::Columns columns(reader, W, lane % 4);
             uint32_t mine[4][4];
             float my_ref[2], my_sum[2], other_ref[2];
             if constexpr (W == 0) {
@@ -642,28 +652,24 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
                 take_p<K>(0, warp, lane, other_ref);
                 follow(state, other_ref, o);
                 start_pv(0, W, o);
-                wgmma_wait<1>();
+                wgmma_wait<2>();
             }
             if (pair + 1 == w.pairs) release(sm.q_empty, lane);
-            const bool rises = softmax_tile<K>(p, typename K::Columns(reader, W, lane % 4), pair, w.pairs, s, state,
-                                               my_ref, my_sum, mine);
+            const bool rises = softmax_tile<K>(p, columns, pair, w.pairs, s, state, my_ref, my_sum, mine);
             publish_p<K>(W, warp, lane, mine, my_ref);
             if constexpr (W == 1) {
-                wgmma_wait<0>();
-                release(sm.empty[0][1], lane);
+                release_halves(sm.empty[0][1], lane);
             }
             if (rises) raise(state, my_ref, o);
             state.sum[0] += my_sum[0];
             state.sum[1] += my_sum[1];
             start_pv(W, W, mine, o);
-            wgmma_wait<0>();
-            mbarrier_arrive(shared_address(&sm.empty[W][W]));  // every thread: each has read validity
+            release_halves(sm.empty[W][W], lane);
             if constexpr (W == 0) {
                 take_p<K>(1, warp, lane, other_ref);
                 follow(state, other_ref, o);
                 start_pv(1, W, o);
-                wgmma_wait<0>();
-                release(sm.empty[1][0], lane);
+                release_halves(sm.empty[1][0], lane);
             }
         }
         finish<K, W>(p, w, warp, lane, turn, state, o);
@@ -682,7 +688,9 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
             for (int region = 0; region < 2; ++region) {
                 const bool validity = has_validity(tile, region);
                 mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (validity ? 16 * K::VALIDITY_LANES : 0));
-                mbarrier_init(shared_address(&sm.empty[tile][region]), validity ? 128 : 4 * WARP_ARRIVALS);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    mbarrier_init(shared_address(&sm.empty[tile][region][half]), 4 * WARP_ARRIVALS);
             }
         }
         mbarrier_init(shared_address(&sm.q_full), 128 + 1);

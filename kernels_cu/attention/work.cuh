@@ -62,18 +62,18 @@ __device__ __forceinline__ Row find_row(const AttentionParams& p, const Lists& w
 
 // --- persistent CTAs ------------------------------------------------------------------------------------------
 
-// Deals `total` items out to workers (CTAs or warpgroups) and calls `act` with what `find(item)` returns for each of
+// Deals `total()` items out to workers (CTAs or warpgroups) and calls `act` with what `find(item)` returns for each of
 // this worker's items, unless that is negative: nothing to do. All lanes of the warp call.
 //
 // The direction changes from round to round: if items are ordered by length, no worker gets the longest item of every
 // round. The lanes of a warp look 32 items up at once: to wait for memory at each item would cost 1 us of about 30.
-template <typename Workers, typename Find, typename Act>
-__device__ __forceinline__ void for_each_item(int total, int worker, Workers workers, Find find, Act act) {
+template <typename Total, typename Workers, typename Find, typename Act>
+__device__ __forceinline__ void for_each_item(Total total, int worker, Workers workers, Find find, Act act) {
 #pragma unroll 1
-    for (int n = 0; n * workers() < total; n += 32) {
+    for (int n = 0; n * workers() < total(); n += 32) {
         const int lane = threadIdx.x % 32;
         const int item = (n + lane) * workers() + (lane % 2 == 0 ? worker : workers() - 1 - worker);
-        int mine = item < total ? find(item) : -1;
+        int mine = item < total() ? find(item) : -1;
 #pragma unroll 1
         while (const uint32_t left = __ballot_sync(~0u, mine >= 0)) {
             const int first = __ffs(left) - 1, found = __shfl_sync(~0u, mine, first);

@@ -12,15 +12,13 @@ from ..program import Launch, Program
 from . import bf16_sm90
 from .call import Call
 
-SPILL_BYTES = 32  # some words, once a work item
-
 
 @cache
 def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
     return Kernel(
         "attention/bf16_shares_sm90.cu", structs.ATTENTION, bf16_sm90.defines(layout), archs=("90a",), target="90a",
-        spill_bytes=SPILL_BYTES, overlaps=True,
+        overlaps=True,
     )  # fmt: skip
 
 

@@ -48,11 +48,14 @@ CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
 # Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; waves of work items,
-# more than the first number and at most the second; the first one where queries have lengths of their own; and what
-# was measured of up to 16 heads without lengths: waves, and the fewest entries.
-SHARE_LEAST_SPLIT = 2
-SHARE_WAVES, SHARE_WAVES_UNEVEN = (0.5, 4), 1 / 3
+# more than the first number and at most the second; and what was measured of up to 16 heads without lengths: waves, and
+# the fewest entries.
+SHARE_LEAST_SPLIT = 1
+SHARE_WAVES = (0.5, 4)
 SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = (1, 1.4), 1024
+# CTAs a work item with which equal splits of a query, a CTA each, are merged faster by the last of them than by a
+# cluster; and the pairs of tiles that such a split has at least.
+SHARE_SPLITS, SHARE_SPLIT_PAIRS = (2, 3), 2
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
@@ -194,8 +197,15 @@ def _few_heads_wanted(f: Facts, s: Sizes) -> bool:
     return s.h_q <= 16 or (f.prefill and _items(s, few_heads_sm90.block_heads(s.h_q)) <= FEW_ITEMS)
 
 
-def _bf16_few_heads(f: Facts, s: Sizes) -> Choice:
+def _bf16_few_heads_splits(f: Facts, s: Sizes) -> Choice:
+    """The same, but for bf16 rows three partial results for `combine.cu` take longer than a cluster with two splits."""
     divided = _few_heads_splits(f, s)
+    apart = s.splits is None and divided.splits == 3 and divided.cluster == 1
+    return divided._replace(splits=2, cluster=2) if apart else divided
+
+
+def _bf16_few_heads(f: Facts, s: Sizes) -> Choice:
+    divided = _bf16_few_heads_splits(f, s)
     if divided.splits > 1:
         return divided._replace(kernel="bf16_few_heads_sm90")
     return _bf16_few_heads_whole(f, s)
@@ -210,7 +220,7 @@ def _bf16_few_heads_whole(f: Facts, s: Sizes) -> Choice:
 
 def _bf16_few_heads_wanted(f: Facts, s: Sizes) -> bool:
     """Few splits of bf16 rows; the kernel depends on how many queries there are."""
-    return not f.batch_invariant and _few_heads_splits(f, s).splits <= BF16_FEW_HEADS_SPLITS
+    return not f.batch_invariant and _bf16_few_heads_splits(f, s).splits <= BF16_FEW_HEADS_SPLITS
 
 
 # --- many heads -----------------------------------------------------------------------------------------------
@@ -274,22 +284,31 @@ def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
     return Choice("bf16_cluster_sm90", bf16_sm90.HEADS, splits, splits)
 
 
+def _shares_alike(f: Facts, s: Sizes) -> int:
+    """Splits of a query where equal ones, a CTA each, are wanted; otherwise 1."""
+    ctas, pairs = f.gpu.sms // _items(s, bf16_sm90.HEADS), ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
+    return max(1, min(ctas, pairs // SHARE_SPLIT_PAIRS)) if ctas in SHARE_SPLITS and s.h_q > 16 else 1
+
+
 def _bf16_shares(f: Facts, s: Sizes) -> Choice:
     items, pairs = _items(s, bf16_sm90.HEADS), max(1, ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS))
-    if s.splits is not None:
-        splits = min(s.splits, fp8_sm90.MOST_SPLITS)
+    splits = _shares_alike(f, s) if s.splits is None else min(s.splits, fp8_sm90.MOST_SPLITS)
+    if s.splits is not None or splits > 1:
         return Choice("bf16_shares_sm90", bf16_sm90.HEADS, splits, ctas=items * splits)
     ctas = max(1, min(f.gpu.sms, items * pairs // SHARE_LEAST_SPLIT))
     return Choice("bf16_shares_sm90", bf16_sm90.HEADS, EVENLY, ctas=ctas, least_split=SHARE_LEAST_SPLIT)
 
 
 def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
-    """Work items that fill more than half of the GPU, of unequal length more than a third, but no whole wave."""
+    """Work items that fill more than a quarter of the GPU, but no whole wave."""
     items, sms = _items(s, bf16_sm90.HEADS), f.gpu.sms
     few_heads = s.h_q <= 16
     least, most = SHARE_WAVES_FEW_HEADS if few_heads else SHARE_WAVES
-    least = SHARE_WAVES_UNEVEN if f.uneven else least
-    if f.batch_invariant or s.splits is not None or not least < items / sms <= most:
+    if f.batch_invariant or s.splits is not None:
+        return False
+    if _shares_alike(f, s) > 1:
+        return True
+    if not least < items / sms <= most:
         return False
     if few_heads and (f.prefill or f.uneven or s.rows < SHARE_ROWS_FEW_HEADS):
         return False
@@ -353,7 +372,7 @@ TABLE = (
     Row("bf16_grouped_sm90", _can_group, _takes_group, lambda f, s: _full(f, s) >= LEAST_FULL, _group),
     # V4_FP8, and V32_FP8 of 9 to 16 heads and at most 8 queries.
     Row("fp8_sm90", _fp8_rows, _any, _fp8_wanted_first, _fp8),
-    # Flat bf16 rows, somewhat more than half a wave of work items, or than whole waves.
+    # Flat bf16 rows, a quarter to half a wave of work items in equal splits, or somewhat more than half or whole waves.
     Row("bf16_shares_sm90", _flat_bf16_rows, _may_split, _bf16_shares_wanted, _bf16_shares),
     # Up to 16 heads, and small prefills: bf16 rows in at most 2 splits, then all others.
     Row(

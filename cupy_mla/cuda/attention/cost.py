@@ -207,7 +207,7 @@ def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, .
 # several CTAs work on a query it is not added to whole items, and half a wave less to rows that are divided evenly.
 # EVEN: of rows that are divided evenly, once.
 BF16_ITEM, BF16_PAIR, BF16_LOAD = 7.0, 3.5, 1.25
-BF16_EVEN, BF16_EVEN_PREFILL = 18.4, 16.0
+BF16_EVEN, BF16_EVEN_PREFILL = 15.0, 16.0
 # Where queries have lengths of their own, fitted to decode of 64 heads with random ones up to 2048; prefill was not
 # measured. Divided evenly: once, and the part of a full work item's time that each takes. Whole items: the part that
 # the longest one takes, and that a wave adds.

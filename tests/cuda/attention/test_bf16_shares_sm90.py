@@ -91,6 +91,17 @@ def test_splits_that_are_asked_for(hopper, rng, fmt, num_splits, lengths):
     check_decode(hopper, fmt, queries(rng, 5, 2, 33, fmt.d_qk), main, sink=sinks(rng, 33), num_splits=num_splits)
 
 
+@FORMATS
+@pytest.mark.parametrize(("b", "h_q", "lengths"), [(40, 64, False), (66, 33, True), (20, 128, True)])
+def test_equal_splits_that_are_chosen(hopper, rng, fmt, b, h_q, lengths):
+    """Two or three of a query, of decode and of prefill; with lengths some are empty, or all of a query are."""
+    main = paged(rng, fmt, b, 1, 900, 64, lengths=lengths)
+    if lengths:
+        main.length[:5] = 0, 60, 129, 257, 900
+    check_decode(hopper, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=None)
+    check_prefill(hopper, *prefill_inputs(rng, b, h_q, fmt.d_qk, 1000, 900), 0.05, sinks(rng, h_q))
+
+
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_prefill(hopper, small_splits, rng, d_qk):
     """It writes the largest logits, too."""

@@ -11,7 +11,18 @@ import pytest
 import cupy_mla
 
 from ... import oracle
-from ...cases import check_decode, check_prefill, check_unequal_prefill, latent, paged, prefill_inputs, queries, sinks
+from ...cases import (
+    LIFT,
+    check_decode,
+    check_prefill,
+    check_unequal_prefill,
+    latent,
+    lift_logits,
+    paged,
+    prefill_inputs,
+    queries,
+    sinks,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +60,7 @@ def test_queries_without_rows_between_others(hopper, rng):
     q, kv, indices = prefill_inputs(rng, 700, 3, 576, 50, 5)
     indices[rng.random(700) < 0.7] = -1
     length = np.where(rng.random(700) < 0.5, 0, 5).astype(np.int32)
+    lift_logits(q, kv, 0.05)
     check_prefill(hopper, q, kv, indices, 0.05, None, length)
 
 
@@ -60,7 +72,8 @@ def test_lists_end_with_their_last_valid_entry(hopper, launched, rng, topk):
     lists[np.arange(topk) >= rng.integers(0, topk + 1, (1100, 1))] = -1
     lists[::7, topk // 2 :] = 50
     lists[5] = -1
-    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 2))
+    lift_logits(q, kv, 0.05)
+    check_prefill(hopper, q, kv, indices, 0.05, sinks(rng, 2) + LIFT)
     assert "count_entries" in launched
 
 

@@ -253,8 +253,8 @@ def test_flat_rows_are_for_clusters_from_so_many_work_items_on(layout, h_q, leas
         (18, 4096, 5),
         (23, 4096, 4),
         (31, 4096, 3),
-        (40, 4096, 2),
-        (66, 4096, 2),
+        (33, 4096, 3),
+        (33, 512, 2),  # three splits would have less
     ],
 )
 def test_clusters_have_as_many_splits_as_run_at_a_time(queries, rows, splits):
@@ -263,11 +263,42 @@ def test_clusters_have_as_many_splits_as_run_at_a_time(queries, rows, splits):
     assert chosen.kernel == ("bf16_sm90" if splits == 1 else "bf16_cluster_sm90")
 
 
+@BF16
+@pytest.mark.parametrize(
+    ("h_q", "queries", "rows", "splits"),
+    [
+        (17, 34, 2048, 3), (32, 44, 2048, 3), (64, 44, 2048, 3), (64, 45, 2048, 2), (64, 66, 2048, 2),
+        (128, 32, 2048, 2), (64, 66, 512, 2), (64, 40, 512, 2),
+    ],
+)  # fmt: skip
+def test_two_or_three_splits_that_fill_the_gpu_are_merged_by_the_last(layout, h_q, queries, rows, splits):
+    alike = Choice("bf16_shares_sm90", 64, splits, ctas=queries * (1 + (h_q > 64)) * splits)
+    assert decode(layout, h_q, queries, rows) == prefill(h_q, queries, rows, layout=layout) == alike
+    assert decode(layout, h_q, queries, rows, uneven=True) == alike
+    assert decode(layout, h_q, queries, rows, flat=False).kernel != "bf16_shares_sm90"
+    assert decode(layout, h_q, queries, rows, batch_invariant=True).kernel != "bf16_shares_sm90"
+
+
+def test_equal_splits_are_not_for_few_heads_or_rows():
+    assert decode(BF16_576, 16, 44).kernel == "bf16_few_heads_sm90"
+    assert decode(BF16_576, 64, 66, 384).kernel == "bf16_sm90"
+
+
+@BF16
+@pytest.mark.parametrize("h_q", [8, 16])
+def test_bf16_rows_of_few_heads_in_two_splits_rather_than_three_without_a_cluster(layout, h_q):
+    for queries in (40, 44):
+        candidates = choose.few_heads_candidates(h_q, h_q, 32, CLUSTERS_AT_ONCE, None)
+        assert candidates.cheapest(queries)[1:] == (3, 1)
+        assert decode(layout, h_q, queries) == Choice("bf16_few_heads_sm90", h_q, 2, 2)
+        assert decode(layout, h_q, queries, splits=3).splits == 3
+
+
 # Decode of flat bf16 rows on an H200, by heads and rows: batches that were faster divided evenly, and those that were
 # not. Those within 2 % are left out.
 DECODED_EVENLY = {
-    (64, 2048): [67, 76, 133, 150, 170, 200],
-    (128, 2048): [38, 42, 67, 75, 90, 92, 133],
+    (64, 2048): [67, 76, 80, 133, 150, 171, 200],
+    (128, 2048): [38, 46, 67, 70, 90, 96, 133],
     (32, 2048): [133, 180],
     (64, 1024): [140],
     (64, 512): [140],
@@ -276,7 +307,7 @@ DECODED_EVENLY = {
     (8, 2048): [133, 150, 170],
 }
 DECODED_WHOLE = {
-    (64, 2048): [88, 105, 128, 226, 232, 264],
+    (64, 2048): [94, 105, 128, 226, 232, 264],
     (128, 2048): [50, 66, 110, 132, 150, 160, 250],
     (64, 512): [70, 132, 200],
     (128, 512): [40, 80],
@@ -289,7 +320,7 @@ DECODED_WHOLE = {
 @pytest.mark.parametrize(("h_q", "rows"), DECODED_EVENLY)
 def test_flat_rows_of_no_whole_wave_are_divided_evenly(layout, h_q, rows):
     for queries in DECODED_EVENLY[h_q, rows]:
-        assert decode(layout, h_q, queries, rows) == Choice("bf16_shares_sm90", 64, EVENLY, ctas=132, least_split=2)
+        assert decode(layout, h_q, queries, rows) == Choice("bf16_shares_sm90", 64, EVENLY, ctas=132, least_split=1)
         assert decode(layout, h_q, queries, rows, flat=False).kernel != "bf16_shares_sm90"
         assert decode(layout, h_q, queries, rows, batch_invariant=True).kernel != "bf16_shares_sm90"
         assert decode(layout, h_q, queries, rows, splits=1).kernel != "bf16_shares_sm90"
@@ -305,9 +336,9 @@ def test_flat_rows_of_nearly_a_whole_wave_are_not_divided(layout, h_q, rows):
 @BF16
 def test_flat_rows_of_unequal_length_are_divided_evenly_sooner(layout):
     """Measured with random lengths up to 2048, 64 heads; not with 16."""
-    kernels = {queries: decode(layout, 64, queries, uneven=True).kernel for queries in (33, 50, 80, 120, 140, 200, 260)}
+    kernels = {queries: decode(layout, 64, queries, uneven=True).kernel for queries in (33, 70, 80, 120, 140, 200, 260)}
     assert kernels == {
-        33: "bf16_cluster_sm90", 50: "bf16_shares_sm90", 80: "bf16_shares_sm90", 120: "bf16_shares_sm90",
+        33: "bf16_cluster_sm90", 70: "bf16_shares_sm90", 80: "bf16_shares_sm90", 120: "bf16_shares_sm90",
         140: "bf16_shares_sm90", 200: "bf16_sm90", 260: "bf16_sm90",
     }  # fmt: skip
     assert decode(layout, 16, 140, uneven=True).kernel != "bf16_shares_sm90"
