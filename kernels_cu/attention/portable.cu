@@ -17,10 +17,14 @@
 //   tile_full[stage]   mbarrier: all rows of a stage are there, as bf16
 //   P_EMPTY + i        named: output warps have read buffer i of P; all score warps have left their parts of S
 //   P_FULL + i         named: score warps have written buffer i of P; all output warps are done with the tile before
+//   S_DONE + i         named: score warps have multiplied S of a tile (where P.V of the tile before waits for that)
 //   OUTPUTS            named: output warps are done with a tile
 //   SCORES + i         named: score warps of group i have read each other's parts of S (where these have one buffer)
 //   MERGE              named: score warps know how many partial results of other CTAs there are (in shares)
 //   FINAL              named: score warps have left the final factors of the heads
+//
+// What stands beside what. 163 KB, bf16: all warps share the tensor cores, and score warps, which have more to do, are
+// slowed by P.V; so P.V waits for S of the next tile and runs beside its softmax. Elsewhere P.V begins when P is there.
 //
 // Output warps look up where their rows of the next NOTED_TILES tiles are, a lane a row, and note the addresses in
 // shared memory: looked up tile by tile, that chain of dependent instructions took longer than a tile's products.
@@ -29,7 +33,9 @@
 // they lie in the cache into a ring that each output warp has for its own rows, some tiles ahead. From there the warp
 // widens them to bf16, once, after P.V of the tile two before has freed the stage. V4_FP8: scaled, which is exact.
 // V32_FP8: not scaled, for a value times a float32 would be rounded. A score warp scales S where the columns of a scale
-// end: ((S_0 * c_0 / c_1) + S_1) * c_1. An output warp, whose columns have one scale, multiplies P by it.
+// end: ((S_0 * c_0 / c_1) + S_1) * c_1. An output warp, whose columns have one scale, multiplies P by it; P is
+// float16 until then, so that it is rounded to bf16 once. That rounding is the same for all columns of a scale, and the
+// errors of few rows do not cancel: in a split of one tile, what P lost by the rounding is multiplied too.
 //
 // References (what logits are relative to) rise when a logit is REF_SLACK above; that is rare, and O is rescaled then.
 //
@@ -57,20 +63,30 @@ constexpr int GROUPS = HEADS >= 32 ? 2 : 1, SLICES = SCORE_WARPS / GROUPS;
 constexpr int M_TILES = HEADS / 16, GROUP_TILES = M_TILES / GROUPS;  // mma row tiles of the CTA, of a group
 constexpr int N_TILES = TILE_ROWS / 8, K_TILES = TILE_ROWS / 16;     // a tile's rows as columns of S, as k of P.V
 constexpr bool FP8 = Row::QUANTIZED, FOLDED = Row::FOLDED_SCALES > 0;
-constexpr int V_STEPS = D_V / 16 / SLICES;             // a score warp's slices of 16 columns among the first D_V
-constexpr int STEPS = D_QK / 16 / SLICES;              // all its slices
-constexpr int Q_IN_REGISTERS = STEPS - Q_IN_SHARED;    // slices of Q in registers
-constexpr int V_TILES = D_V / OUTPUT_WARPS / 8;        // mma column tiles of an output warp
-constexpr int COPIED_ROWS = TILE_ROWS / OUTPUT_WARPS;  // rows of a tile that an output warp brings
-constexpr int NOTED_TILES = 8;                         // tiles whose rows a warp looks up at once, a lane a row
-constexpr bool ALL_GET_ALL = GROUP_TILES == 1;         // every warp of a group gets all sums
+constexpr int V_STEPS = D_V / 16 / SLICES;              // a score warp's slices of 16 columns among the first D_V
+constexpr int STEPS = D_QK / 16 / SLICES;               // all its slices
+constexpr int Q_IN_REGISTERS = STEPS - Q_IN_SHARED;     // slices of Q in registers
+constexpr int V_TILES = D_V / OUTPUT_WARPS / 8;         // mma column tiles of an output warp
+constexpr int COPIED_ROWS = TILE_ROWS / OUTPUT_WARPS;   // rows of a tile that an output warp brings
+constexpr int NOTED_TILES = 8;                          // tiles whose rows a warp looks up at once, a lane a row
+constexpr bool ODD_APART = GROUP_TILES * N_TILES <= 2;  // S of odd steps has registers of its own
+constexpr bool ALL_GET_ALL = GROUP_TILES == 1;          // every warp of a group gets all sums
+// P.V of a tile begins when S of the next is multiplied, so the two do not slow each other.
+constexpr bool PV_BEHIND_QK = !FP8 && TILE_ROWS > 16 && HEADS == 64;
+constexpr bool MASK_IF_NEEDED = PV_BEHIND_QK;  // a branch, which costs more than it saves in small tiles
+// Where registers are short, the softmax's sums and maxima are in shared memory while they are not used.
+constexpr bool SUMS_IN_SHARED = !FOLDED && TILE_ROWS > 16 && HEADS == 64;
 constexpr int SCALE_COLUMNS = FP8 ? SCALE_TILE : 8;
 constexpr float REF_SLACK = 8.0f;
+// V32_FP8: P is multiplied by scales and then rounded to bf16, and is held in f16 until then: rounded to bf16 twice, it
+// would be too coarse. References are this far below the logit that set them. So P is at most 2^15, which f16 can hold,
+// and the smallest that is not 0 is 2^-31 of P at the reference.
+constexpr float REF_BELOW = FOLDED ? 7.0f : 0.0f;
 constexpr float LEAST_RATIO = 0x1p-64f;  // a scale of which the one before is more times as large counts as larger
 static_assert(COPIED_ROWS <= ROWS_AT_ONCE && (ALL_GET_ALL || (GROUP_TILES == 2 && SLICES == 2)), "");
 static_assert(!FOLDED || NUM_SCALES == 4, "one or two scales a score warp");
 
-enum NamedBarrier { P_EMPTY = 1, P_FULL = 3, OUTPUTS = 5, FINAL = 6, SCORES = 7, MERGE = 9 };
+enum NamedBarrier { P_EMPTY = 1, P_FULL = 3, OUTPUTS = 5, FINAL = 6, SCORES = 7, MERGE = 9, S_DONE = 10 };
 
 // Shared memory: tiles, rows as they are in the cache, parts of S, P, slices of Q, and the rest. Fragments lie as
 // threads hold them.
@@ -93,6 +109,7 @@ struct SmallOf {
     float factor[HEADS];                          // of O, in the end
     alignas(4) uint8_t rescaled[2][SCORE_WARPS];  // a score warp's heads have factors other than 1; read as a word
     alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
+    float4 sums[SUMS_IN_SHARED ? SCORE_THREADS : 1];   // sums and maxima of a score warp's threads
     WorkItem work;
     int turn, tiles_done;                         // splits of this CTA that are done, and their tiles
     bool ends_item;                               // the split is the last of its item
@@ -160,8 +177,11 @@ struct Role {
     // Of a score warp.
     __device__ __forceinline__ int slice() const { return warp % SLICES; }
     __device__ __forceinline__ int group() const { return warp / SLICES; }
-    // The m tile whose softmax it computes, among the CTA's.
-    __device__ __forceinline__ int own_tile() const { return group() * GROUP_TILES + (ALL_GET_ALL ? 0 : slice()); }
+    // Which of the CTA's m tiles its m tile m is. Number 0 is that whose softmax it computes.
+    __device__ __forceinline__ int tile_of_cta(int m) const {
+        return group() * GROUP_TILES + (ALL_GET_ALL ? m : m ^ slice());
+    }
+    __device__ __forceinline__ int own_tile() const { return tile_of_cta(0); }
 };
 
 __device__ __forceinline__ int first_head() { return small().work.first_head; }
@@ -172,6 +192,11 @@ __device__ __forceinline__ uint32_t stage_address(int stage) { return shared_add
 // FP8: where an output warp's rows of a tile are, as they lie in the cache.
 __device__ __forceinline__ uint32_t raw_rows(int warp, int stage) {
     return shared_address(shared) + RAW_AT + stage * RAW_BYTES + warp * RAW_ROWS_BYTES;
+}
+
+// What a lane has of P of m tile m and 16 rows.
+__device__ __forceinline__ uint32_t p_fragment(int buffer, int m, int k, int lane) {
+    return shared_address(shared) + P_AT + buffer * P_BYTES + (m * K_TILES + k) * 512 + lane * 16;
 }
 
 // V32_FP8: the second of a score warp's two scales.
@@ -280,6 +305,15 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
     constexpr int CHUNKS = D_NOPE / 8, PARTS_OF_ROW = ceil_div(CHUNKS, 32), AT_ONCE = FOLDED ? 2 : 1;
     constexpr bool ROPE_WITH = CHUNKS % 32 != 0;
     static_assert(!ROPE_WITH || CHUNKS + D_ROPE / 8 == 32 * PARTS_OF_ROW, "");
+    // Loaded first: V32_FP8's bf16 columns, a chunk a lane, and scales.
+    const int rope_row = r.lane / 8 % COPIED_ROWS, rope_chunk = r.lane % 8;
+    const int scale_row = r.lane / 4 % COPIED_ROWS, number = r.lane % 4;
+    Vec16 rope;
+    float scale;
+    if (!ROPE_WITH) rope = load_shared_16(from + rope_row * Row::STAGED_BYTES + int(ROPE_OFFSET) + 16 * rope_chunk);
+    if (FOLDED) {
+        scale = __uint_as_float(load_shared_4(from + scale_row * Row::STAGED_BYTES + int(SCALE_OFFSET) + 4 * number));
+    }
 #pragma unroll
     for (int begin = 0; begin < COPIED_ROWS; begin += AT_ONCE) {
         Vec8 codes[AT_ONCE][PARTS_OF_ROW], more[AT_ONCE];
@@ -309,19 +343,14 @@ __device__ __forceinline__ void widen_own_rows(int raw_stage, int stage) {
             }
         }
     }
-    if (!ROPE_WITH && r.lane / 8 < COPIED_ROWS) {
-        const int row = r.lane / 8, chunk = r.lane % 8;
-        store_shared_16(chunk_address(stage_address(stage), first + row, CHUNKS + chunk),
-                        load_shared_16(from + row * Row::STAGED_BYTES + int(ROPE_OFFSET) + 16 * chunk));
-    }
+    if (!ROPE_WITH && r.lane / 8 < COPIED_ROWS)
+        store_shared_16(chunk_address(stage_address(stage), first + rope_row, CHUNKS + rope_chunk), rope);
     if constexpr (FOLDED) {
-        const int row = r.lane / 4 % COPIED_ROWS, i = r.lane % 4;
-        const float scale = __uint_as_float(load_shared_4(from + row * Row::STAGED_BYTES + int(SCALE_OFFSET) + 4 * i));
         const float next = least_scale(scale, __shfl_down_sync(~0u, scale, 1));
         if (r.lane < 4 * COPIED_ROWS) {
-            sm.scale[stage][i][first + row] = scale;
-            if (SLICES == 2 && i % 2 == 0)
-                sm.ratio[stage][i / 2][first + row] = next > 0.0f ? __fdividef(scale, next) : 0.0f;
+            sm.scale[stage][number][first + scale_row] = scale;
+            if (SLICES == 2 && number % 2 == 0)
+                sm.ratio[stage][number / 2][first + scale_row] = next > 0.0f ? __fdividef(scale, next) : 0.0f;
         }
     }
     __syncwarp();
@@ -348,13 +377,14 @@ using QRegisters = uint32_t[Q_IN_REGISTERS][GROUP_TILES][4];
 template <bool ALIGNED>
 __device__ __forceinline__ void load_q(const AttentionParams& p, QRegisters& q) {
     const Role r = Role::here();
-    const int first = first_head() + r.group() * GROUP_TILES * 16 + r.g;
     const bf16* lines[GROUP_TILES][2];
 #pragma unroll
     for (int m = 0; m < GROUP_TILES; ++m) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            lines[m][i] = q_of(p, small().work.query, min(first + 16 * m + 8 * i, p.h_q - 1)) + 2 * r.t;
+        for (int i = 0; i < 2; ++i) {
+            const int head = first_head() + 16 * r.tile_of_cta(m) + r.g + 8 * i;
+            lines[m][i] = q_of(p, small().work.query, min(head, p.h_q - 1)) + 2 * r.t;
+        }
     }
     const int columns = r.slice() * (D_V / SLICES), last_columns = D_V + r.slice() * ((D_QK - D_V) / SLICES);
     const auto load = [&](int step, int m, uint32_t (&a)[4]) {
@@ -461,15 +491,29 @@ __device__ __forceinline__ void fold_scale(int stage, int number, Scores& s) {
     }
 }
 
+__device__ __forceinline__ void add(const Scores& more, Scores& s) {
+#pragma unroll
+    for (int m = 0; m < GROUP_TILES; ++m) {
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[m][n][i] += more[m][n][i];
+        }
+    }
+}
+
 // A warp's part of S.
 __device__ __forceinline__ void multiply_qk(int stage, const QRegisters& q, Scores& s) {
     constexpr int SCALE_STEPS = FOLDED ? SCALE_COLUMNS / 16 : STEPS + 1;
     const KPlace k = KPlace::of(stage_address(stage));
     Slice b[2];
+    Scores odd;  // where so few mma are independent of each other: of odd steps
     k.load(b[0], 0);
     clear(s);
+    clear(odd);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
+        const Slice& now = b[step % 2];
         if (step + 1 < STEPS) k.load(b[(step + 1) % 2], step + 1);
 #pragma unroll
         for (int m = 0; m < GROUP_TILES; ++m) {
@@ -477,9 +521,15 @@ __device__ __forceinline__ void multiply_qk(int stage, const QRegisters& q, Scor
             take_q(q, step, m, a);
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n)
-                mma_m16n8k16(s[m][n], a, b[step % 2][n / 2][n % 2 * 2], b[step % 2][n / 2][n % 2 * 2 + 1]);
+                mma_m16n8k16(ODD_APART && step % 2 ? odd[m][n] : s[m][n], a, now[n / 2][n % 2 * 2],
+                             now[n / 2][n % 2 * 2 + 1]);
         }
-        if (step < V_STEPS && step % SCALE_STEPS == SCALE_STEPS - 1) fold_scale(stage, step / SCALE_STEPS, s);
+        const bool folds = step < V_STEPS && step % SCALE_STEPS == SCALE_STEPS - 1;
+        if (ODD_APART && (folds || step == STEPS - 1)) {
+            add(odd, s);
+            clear(odd);
+        }
+        if (folds) fold_scale(stage, step / SCALE_STEPS, s);
     }
 }
 
@@ -498,13 +548,10 @@ __device__ __forceinline__ void leave_part(const Scores& s, int buffer) {
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) to[32 * n] = make_float4(s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3]);
     } else {
+        constexpr int OTHER = GROUP_TILES - 1;
 #pragma unroll
-        for (int n = 0; n < N_TILES; ++n) {
-            const bool first = r.slice() == 1;  // the m tile that is not its own
-            to[32 * n] = make_float4(
-                first ? s[0][n][0] : s[GROUP_TILES - 1][n][0], first ? s[0][n][1] : s[GROUP_TILES - 1][n][1],
-                first ? s[0][n][2] : s[GROUP_TILES - 1][n][2], first ? s[0][n][3] : s[GROUP_TILES - 1][n][3]);
-        }
+        for (int n = 0; n < N_TILES; ++n)
+            to[32 * n] = make_float4(s[OTHER][n][0], s[OTHER][n][1], s[OTHER][n][2], s[OTHER][n][3]);
     }
 }
 
@@ -528,14 +575,13 @@ __device__ __forceinline__ void add_parts(const Scores& s, int buffer, OwnScores
         }
     } else {
         const float4* from = part_of(r, r.warp ^ 1, buffer);
-        const bool first = r.slice() == 0;
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) {
             const float4 v = from[32 * n];
-            own[n][0] = (first ? s[0][n][0] : s[GROUP_TILES - 1][n][0]) + v.x;
-            own[n][1] = (first ? s[0][n][1] : s[GROUP_TILES - 1][n][1]) + v.y;
-            own[n][2] = (first ? s[0][n][2] : s[GROUP_TILES - 1][n][2]) + v.z;
-            own[n][3] = (first ? s[0][n][3] : s[GROUP_TILES - 1][n][3]) + v.w;
+            own[n][0] = s[0][n][0] + v.x;
+            own[n][1] = s[0][n][1] + v.y;
+            own[n][2] = s[0][n][2] + v.z;
+            own[n][3] = s[0][n][3] + v.w;
         }
     }
 }
@@ -546,54 +592,99 @@ __device__ __forceinline__ void add_parts(const Scores& s, int buffer, OwnScores
 // only.
 struct Softmax {
     float ref[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, max[2] = {-INF, -INF};
+
+    __device__ __forceinline__ void put_down() const {
+        const Role r = Role::here();
+        Small& sm = small();
+        if (SUMS_IN_SHARED) sm.sums[32 * r.warp + r.lane] = make_float4(sum[0], sum[1], max[0], max[1]);
+    }
+    __device__ __forceinline__ void take_up() {
+        const Role r = Role::here();
+        const Small& sm = small();
+        if (SUMS_IN_SHARED) {
+            const float4 v = sm.sums[32 * r.warp + r.lane];
+            sum[0] = v.x, sum[1] = v.y, max[0] = v.z, max[1] = v.w;
+        }
+    }
 };
 
-// Own sums become P in shared memory, and the factors with which O is brought to the new references.
-__device__ __forceinline__ void write_p(float scale_log2, const uint8_t* valid, int buffer, OwnScores& s,
-                                        Softmax& state) {
-    const Role r = Role::here();
-    Small& sm = small();
-    bool rescaled = false;
-#pragma unroll
-    for (int n = 0; n < N_TILES; ++n) {
-        const uint32_t both = *reinterpret_cast<const uint16_t*>(valid + 8 * n + 2 * r.t);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = (i % 2 ? both >> 8 : both & 1) ? s[n][i] * scale_log2 : -INF;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float top = -INF;
-#pragma unroll
-        for (int n = 0; n < N_TILES; ++n) top = fmaxf(top, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-        top = quad_max(top);
-        state.max[i] = fmaxf(state.max[i], top);
-        const float ref = top > state.ref[i] + REF_SLACK ? top : state.ref[i], base = finite_reference(ref);
-        const float rescale = ref == state.ref[i] ? 1.0f : exp2_approx(state.ref[i] - base);
-        float sum = 0.0f;
+// Two numbers of P as shared memory holds them.
+__device__ __forceinline__ uint32_t pack_p(float x, float y) { return FOLDED ? pack_f16x2(x, y) : pack_bf16x2(x, y); }
+
+// A tile's softmax of a score warp: own sums become P in shared memory, and the factors with which O is brought to the
+// new references.
+struct Probabilities {
+    OwnScores s;
+    float top[2], rescale[2];
+
+    // Scale the logits, -inf where a row is not valid. Find the highest.
+    __device__ __forceinline__ void mask(float scale_log2, const uint8_t* valid) {
+        const Role r = Role::here();
+        const bool masked = !MASK_IF_NEEDED || !__all_sync(~0u, valid[r.lane % TILE_ROWS]);
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) {
-            s[n][2 * i] = exp2_approx(s[n][2 * i] - base);
-            s[n][2 * i + 1] = exp2_approx(s[n][2 * i + 1] - base);
-            sum += s[n][2 * i] + s[n][2 * i + 1];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[n][i] *= scale_log2;
         }
-        state.sum[i] = state.sum[i] * rescale + sum;
-        state.ref[i] = ref;
-        if (r.t == 0 && (!ALL_GET_ALL || r.slice() == 0))
-            sm.rescale[buffer][r.own_tile() * 16 + r.g + 8 * i] = rescale;
-        rescaled |= rescale != 1.0f;
-    }
-    rescaled = __any_sync(~0u, rescaled);
-    if (r.lane == 0) sm.rescaled[buffer][r.warp] = rescaled;
-    const uint32_t to = shared_address(shared) + P_AT + buffer * P_BYTES + r.own_tile() * K_TILES * 512 + r.lane * 16;
+        if (masked) {
 #pragma unroll
-    for (int k = 0; k < K_TILES; ++k) {
-        if (ALL_GET_ALL && k % SLICES != r.slice()) continue;
-        uint32_t a[4];
+            for (int n = 0; n < N_TILES; ++n) {
+                const uint32_t both = *reinterpret_cast<const uint16_t*>(valid + 8 * n + 2 * r.t);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = pack_bf16x2(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
-        store_shared_16(to + k * 512, {a[0], a[1], a[2], a[3]});
+                for (int i = 0; i < 4; ++i) s[n][i] = (i % 2 ? both >> 8 : both & 1) ? s[n][i] : -INF;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            top[i] = -INF;
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) top[i] = fmaxf(top[i], fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+            top[i] = quad_max(top[i]);
+        }
     }
-}
+
+    // Raise the references where needed. Logits become P.
+    __device__ __forceinline__ void exponentiate(Softmax& state) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            state.max[i] = fmaxf(state.max[i], top[i]);
+            const float ref = top[i] - REF_BELOW > state.ref[i] + REF_SLACK ? top[i] - REF_BELOW : state.ref[i];
+            const float base = finite_reference(ref);
+            rescale[i] = ref == state.ref[i] ? 1.0f : exp2_approx(state.ref[i] - base);
+            state.ref[i] = ref;
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) {
+                s[n][2 * i] = exp2_approx(s[n][2 * i] - base);
+                s[n][2 * i + 1] = exp2_approx(s[n][2 * i + 1] - base);
+            }
+        }
+    }
+
+    // P to shared memory.
+    __device__ __forceinline__ void write(int buffer, Softmax& state) const {
+        const Role r = Role::here();
+        Small& sm = small();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) sum += s[n][2 * i] + s[n][2 * i + 1];
+            state.sum[i] = state.sum[i] * rescale[i] + sum;
+            if (r.t == 0 && (!ALL_GET_ALL || r.slice() == 0))
+                sm.rescale[buffer][r.own_tile() * 16 + r.g + 8 * i] = rescale[i];
+        }
+        const bool rescaled = __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
+        if (r.lane == 0) sm.rescaled[buffer][r.warp] = rescaled;
+#pragma unroll
+        for (int k = 0; k < K_TILES; ++k) {
+            if (ALL_GET_ALL && k % SLICES != r.slice()) continue;
+            uint32_t a[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = pack_p(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
+            store_shared_16(p_fragment(buffer, r.own_tile(), k, r.lane), {a[0], a[1], a[2], a[3]});
+        }
+    }
+};
 
 // What the sums of a partial result are multiplied with.
 __device__ __forceinline__ float weight_of(float ref, float top) {
@@ -667,6 +758,7 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p) {
         load_q<false>(p, q);
     }
     Softmax softmax;
+    softmax.put_down();
     const int tiles = small().work.end - small().work.begin;
     int stage = small().tiles_done % STAGES, phase = small().tiles_done / STAGES & 1;
 #pragma unroll 1
@@ -675,15 +767,21 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p) {
         mbarrier_wait(shared_address(&small().tile_full[stage]), phase);
         Scores s;
         multiply_qk(stage, q, s);
+        if (PV_BEHIND_QK) named_barrier_arrive(S_DONE + buffer, THREADS);
         if (PART_BUFFERS == 1) named_barrier_sync(SCORES + Role::here().group(), SCORE_THREADS / GROUPS);
         leave_part(s, buffer);
         named_barrier_sync(P_EMPTY + buffer, THREADS);
-        OwnScores own;
-        add_parts(s, buffer, own);
-        write_p(p.scale_log2, small().valid[tile % VALID_TILES], buffer, own, softmax);
+        Probabilities probabilities;
+        add_parts(s, buffer, probabilities.s);
+        probabilities.mask(p.scale_log2, small().valid[tile % VALID_TILES]);
+        softmax.take_up();
+        probabilities.exponentiate(softmax);
+        probabilities.write(buffer, softmax);
         named_barrier_arrive(P_FULL + buffer, THREADS);
+        softmax.put_down();
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
+    softmax.take_up();
     finish_heads(p, softmax);
     named_barrier_arrive(FINAL, THREADS);
 }
@@ -707,14 +805,12 @@ __device__ __forceinline__ void rescale_output(int buffer, Output& o) {
     }
 }
 
-// P of 16 rows as A fragments. V32_FP8: times the scale of the warp's columns, in two bf16 numbers, so that only the
-// product is rounded.
+// P of 16 rows as A fragments. V32_FP8: times the scale of the warp's columns.
 __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&a)[M_TILES][4]) {
     const Role r = Role::here();
-    const uint32_t from = shared_address(shared) + P_AT + buffer * P_BYTES + k * 512 + r.lane * 16;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
-        const Vec16 v = load_shared_16(from + m * K_TILES * 512);
+        const Vec16 v = load_shared_16(p_fragment(buffer, m, k, r.lane));
         a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
     }
     if constexpr (FOLDED) {
@@ -722,13 +818,13 @@ __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&
         for (int half = 0; half < 2; ++half) {
             const float2 scale = *reinterpret_cast<const float2*>(
                 &small().scale[stage][r.warp * 64 / SCALE_COLUMNS][16 * k + 8 * half + 2 * r.t]);
-            const uint32_t high = pack_bf16x2(scale.x, scale.y);
-            const uint32_t low = pack_bf16x2(scale.x - bf16_low(high), scale.y - bf16_high(high));
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
-                for (int i = 2 * half; i < 2 * half + 2; ++i)
-                    a[m][i] = fma_bf16x2(a[m][i], high, fma_bf16x2(a[m][i], low, 0x80008000u));
+                for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                    const float2 p = f16x2_to_float(a[m][i]);
+                    a[m][i] = pack_bf16x2(p.x * scale.x, p.y * scale.y);
+                }
             }
         }
     }
@@ -753,6 +849,38 @@ __device__ __forceinline__ void multiply_pv(int stage, int buffer, Output& o) {
                 mma_m16n8k16(o[m][v + 1], a[m], b[now][2], b[now][3]);
             }
         }
+    }
+}
+
+// V32_FP8: what P times scale lost when load_p rounded it, times V. An m tile at a time, with few registers.
+__device__ __forceinline__ void multiply_lost(int stage, int buffer, Output& o) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+#pragma unroll 1
+        for (int k = 0; k < K_TILES; ++k) {
+            const Role r = Role::here();
+            const Vec16 v = load_shared_16(p_fragment(buffer, m, k, r.lane));
+            uint32_t a[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 p = f16x2_to_float(a[i]);
+                const float2 scale = *reinterpret_cast<const float2*>(
+                    &small().scale[stage][r.warp * 64 / SCALE_COLUMNS][16 * k + i / 2 * 8 + 2 * r.t]);
+                const float x = p.x * scale.x, y = p.y * scale.y;
+                const uint32_t rounded = pack_bf16x2(x, y);
+                a[i] = pack_bf16x2(x - bf16_low(rounded), y - bf16_high(rounded));
+            }
+            const uint32_t first = chunk_address(stage_address(stage), 16 * k + r.lane / 8 % 2 * 8 + r.lane % 8,
+                                                 r.warp * V_TILES + r.lane / 16);
+#pragma unroll
+            for (int v = 0; v < V_TILES; v += 2) {
+                uint32_t b[4];
+                ldmatrix_x4_trans(b, first ^ (v * 16));
+                mma_m16n8k16(o[m][v], a, b[0], b[1]);
+                mma_m16n8k16(o[m][v + 1], a, b[2], b[3]);
+            }
+        }
+        __syncwarp();
     }
 }
 
@@ -895,6 +1023,7 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p) {
 #pragma unroll 1
         for (int i = 0; i < min(tiles, STAGES - 1); ++i) copy_tile(p, i, (stage + i) % STAGES);
     }
+    if (PV_BEHIND_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
     if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
     if (tiles > 1) named_barrier_arrive(P_EMPTY + 1, THREADS);
     Output o;
@@ -907,6 +1036,7 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p) {
         if (!FP8 && tile + COPIED_BEFORE < tiles)
             copy_tile(p, tile + COPIED_BEFORE, stage == 0 ? STAGES - 1 : stage - 1);
         rescale_output(buffer, o);
+        if (PV_BEHIND_QK && tile + 1 < tiles) named_barrier_sync(S_DONE + (tile + 1) % 2, THREADS);
         multiply_pv(stage, buffer, o);
         if (tile + 2 < tiles) named_barrier_arrive(P_EMPTY + buffer, THREADS);
         if constexpr (FP8) {
@@ -916,6 +1046,9 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p) {
             }
         }
         if (++stage == STAGES) stage = 0;
+    }
+    if constexpr (FOLDED) {
+        if (small().work.end - small().work.begin == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
     }
     named_barrier_sync(FINAL, THREADS);
     finish_output(p, o);

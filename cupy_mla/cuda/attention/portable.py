@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 SHAPES = {
     (BF16_576, SMALL): Shape(16, 4), (BF16_576, LARGE): Shape(32, 6),
     (BF16_512, SMALL): Shape(16, 4), (BF16_512, LARGE): Shape(32, 6),
-    (V32_FP8, SMALL): Shape(16, 5), (V32_FP8, LARGE): Shape(32, 7),
+    (V32_FP8, SMALL): Shape(16, 6), (V32_FP8, LARGE): Shape(32, 7),
     (V4_FP8, SMALL): Shape(16, 3), (V4_FP8, LARGE): Shape(32, 6),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from ...cases import (
     check_nan_of_a_named_row,
     check_prefill,
     check_unequal_prefill,
+    decode_oracle,
     entries,
     latent,
     paged,
@@ -146,19 +147,41 @@ def test_all_invalid_rows_and_nan_of_a_named_one(kind, rng, fmt, num_splits):
     check_nan_of_a_named_row(kind, fmt, queries(rng, 3, 1, 64, fmt.d_qk), main, num_splits)
 
 
+def scales_far_apart(rng: np.random.Generator) -> np.ndarray:
+    """A V32 cache of 5 x 16 tokens. Rows have scales from 10^-9 to 10^-3, with all 24 bits, and RoPE far above and
+    below the rest. Of three rows all quantized values are zero.
+
+    Rows are no larger than those of `latent`, and a quarter of all scales are near the largest. If one row outweighed
+    all others, the rounding of its P to bfloat16 alone would break the bound on the cosine difference.
+    """
+    codes = rng.integers(0, 256, (5, 16, 656), np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    scales = rng.uniform(0.5, 1, (5, 16, 4)) * 10 ** np.minimum(-3, rng.uniform(-9, -1, (5, 16, 4)))
+    codes[..., 512:528] = scales.astype(np.float32).view(np.uint8)
+    rope = latent(rng, 5, 16, 64).astype(np.float32) * 10 ** rng.uniform(-4, 0.3, (5, 16, 1))
+    codes[..., 528:] = rope.astype(oracle.BF16).view(np.uint8)
+    codes[0, :3, :512] = 0
+    return codes
+
+
 @gpu
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_float32_scales_far_apart(kind, rng, h_q):
-    """Scales with all 24 bits, tiles of a row up to 10^4 apart, zero rows, and RoPE far above and below the rest."""
-    codes = rng.integers(0, 256, (5, 16, 656), np.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0
-    tiles = 10 ** (rng.uniform(-6, -4, (5, 16, 1)) + rng.uniform(-2, 2, (5, 16, 4)))
-    codes[..., 512:528] = tiles.astype(np.float32).view(np.uint8)
-    rope = latent(rng, 5, 16, 64) * (10 ** rng.uniform(-4, 1, (5, 16, 1))).astype(np.float32)
-    codes[..., 528:] = rope.astype(latent(rng, 1).dtype).view(np.uint8)
-    codes[0, :3, :512] = 0
-    main = Paged(codes, entries(rng, (2, 1, 90), np.arange(80), 80))
-    check_decode(kind, oracle.V32, queries(rng, 2, 1, h_q, 576), main)
+    main = Paged(scales_far_apart(rng), entries(rng, (4, 1, 90), np.arange(80), 80))
+    check_decode(kind, oracle.V32, queries(rng, 4, 1, h_q, 576), main)
+
+
+@gpu
+@FORMATS
+@pytest.mark.parametrize("h_q", [16, 64])
+def test_lists_of_one_row_each(kind, rng, fmt, h_q):
+    """Each list by itself keeps the bounds: no other rows' errors make up for a rounding of P or of its scale."""
+    main = paged(rng, fmt, 100, 1, 100, 64, invalid=0)
+    main.indices = main.indices[..., :1]
+    q = queries(rng, 100, 1, h_q, fmt.d_qk)
+    got, want = run_decode(kind, q, main)[0], decode_oracle(fmt, q, main)[0]
+    for of_list, expected in zip(got, want, strict=True):
+        oracle.assert_close(of_list, expected, "decode out")
 
 
 @gpu
