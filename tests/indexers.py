@@ -7,8 +7,9 @@ import numpy as np
 from .kinds import E4M3, gapped, poisoned
 from .oracle_indexer import calc_diff
 
-TOLERANCE = 5e-6  # of `calc_diff`, over the logits of a call
+TOLERANCE = 1e-7  # of `calc_diff`, over the logits of a call; the specification asks for 5e-6
 FEW = 300  # logits; so few may all be what is left of larger terms
+PRODUCT = 2.0**-11  # of a product of query and key: what sums of products of e4m3 on the tensor cores leave out
 NAN_CODE = 0x7F
 
 
@@ -53,14 +54,14 @@ def ranges(rng: np.random.Generator, queries: int, keys: int) -> tuple[np.ndarra
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray, size: np.ndarray | None = None) -> None:
-    """The logits of a call are within the tolerance. Of few ones, each is within bfloat16's rounding of its terms.
+    """The logits of a call are within the tolerance. Of few ones, each is within that of its terms.
 
     Args:
         size: for calls that may have few logits: their terms' magnitudes, added up.
     """
     finite = np.isfinite(expected)
     if size is not None and finite.sum() < FEW:
-        assert (np.abs(got[finite] - expected[finite]) <= 2.0**-8 * size[finite]).all()
+        assert (np.abs(got[finite] - expected[finite]) <= PRODUCT * size[finite]).all()
     else:
         assert calc_diff(got, expected) < TOLERANCE
 

@@ -29,6 +29,8 @@ class Tile(NamedTuple):
         together: each warpgroup has queries of its own, and all work on the same keys.
         stages: units of keys that are under way or in work.
         ctas: that fit an SM.
+        underway: units whose copies a producer warp leaves under way before it tells of the oldest; 0: the copies
+            themselves tell.
     """
 
     rows: int
@@ -36,14 +38,16 @@ class Tile(NamedTuple):
     together: bool
     stages: int
     ctas: int = 1
+    underway: int = 0
 
     def queries(self, heads: int) -> int:
         """Of the whole tile."""
         return self.rows // heads * (self.warpgroups if self.together else 1)
 
 
-MANY = Tile(128, 4, True, 10)
+MANY = Tile(128, 4, True, 10, underway=2)
 FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
+PAIR = Tile(64, 2, True, 9, 2)  # instead of the second of them, up to FEW_UNITS
 
 
 def padded_heads(heads: int) -> int:
@@ -57,7 +61,7 @@ def kernel(heads: int, tile: Tile, paged: bool, compact: bool = False) -> Kernel
     defines = {
         **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
         "TOGETHER": int(tile.together), "STAGES": tile.stages, "CTAS_PER_SM": tile.ctas, "PAGED": int(paged),
-        "ALIGNED": 1, "COMPACT": int(compact),
+        "ALIGNED": 1, "COMPACT": int(compact), "UNDERWAY": tile.underway,
     }  # fmt: skip
     return Kernel("indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", overlaps=True)
 
@@ -65,7 +69,7 @@ def kernel(heads: int, tile: Tile, paged: bool, compact: bool = False) -> Kernel
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for heads in HEADS:
-        for tile in (*FEW, MANY):
+        for tile in (*FEW, PAIR, MANY):
             yield kernel(heads, tile, True)
         for tile in (FEW[-1], MANY):
             for compact in (False, True):
@@ -75,7 +79,7 @@ def kernels() -> Iterator[Kernel]:
 def tile_for(heads: int, queries: int, paged: bool) -> Tile:
     """The tile for requests of so many queries each, keys in rows or paged."""
     few = FEW if paged else FEW[-1:]
-    return next((tile for tile in few if queries * heads <= tile.rows), MANY)
+    return next((tile for tile in few if queries <= tile.queries(heads)), MANY)
 
 
 def launch(
@@ -92,5 +96,8 @@ def launch(
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
     units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
-    ctas = 1 if tile.ctas == 1 or units <= FEW_UNITS * gpu.sms else tile.ctas
+    few = units <= FEW_UNITS * gpu.sms
+    if few and tile == FEW[1]:
+        tile = PAIR
+    ctas = 1 if few else tile.ctas
     return Launch(kernel(padded, tile, paged, compact), (least(ctas * gpu.sms, units), 1, 1), params)

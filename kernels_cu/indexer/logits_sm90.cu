@@ -1,4 +1,4 @@
-// The indexer's logits on Hopper: wgmma on e4m3, sums over heads by mma; keys in rows, or in a paged cache.
+// The indexer's logits on Hopper: wgmma on e4m3, sums over heads in float32; keys in rows, or in a paged cache.
 //
 //   grid   as many CTAs as the GPU runs at a time, each with an equal share of the units of keys (work.cuh)
 //   tile   TILE_QUERIES queries and those units of their keys that fall into the CTA's share
@@ -11,25 +11,23 @@
 //                               v
 //   WARPGROUPS of math   A B A B     A: keys x (queries x heads), one wgmma group of 4 steps, both operands in shared
 //                          A B A B      memory; behind it, the logits of the unit before are stored
-//                        time ->     B: relu, to bfloat16, then mma with the weights: the sums over heads
+//                        time ->     B: relu, and the sums over heads in float32
 //
 // While one math warpgroup sums, others multiply. TOGETHER (prefill): each has QUERIES queries of its own, and all work
 // on every unit. Otherwise they have the same queries and take turns with the units.
 //
-// mma's B has the weights of 16 heads in all 8 columns: in even ones rounded to bfloat16, in odd ones what that rounded
-// off. So a column pair is the sum under weights of 16 bits, only the products' relu is rounded to bfloat16, and every
-// lane has sums of its own: of keys g and g + 8, for all queries.
+// A lane has a quarter of the heads of each query, for keys g and g + 8; what the lanes of a quad have is added up so
+// that each ends with the logits of one key, for every second query.
 //
 // COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
 //
 // Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes and their scales.
 #include "indexer/keys.cuh"
-#include "ptx/convert.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/mma_sync.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
@@ -39,6 +37,7 @@
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCERS = 4;  // warps
 constexpr int UNIT = 64;
+constexpr int WARPS_TILES = 128;       // up to so many tiles of decode, each producer warp counts its share for itself
 constexpr int ROWS = QUERIES * HEADS;  // columns of wgmma
 constexpr int TILE_QUERIES = TOGETHER ? QUERIES * WARPGROUPS : QUERIES;
 constexpr int TILE_ROWS = TILE_QUERIES * HEADS;
@@ -49,15 +48,14 @@ static_assert(HEADS % 32 == 0, "");
 
 // Copies to the ring become visible to wgmma by a fence. Where there are many units, a producer warp waits for the
 // copies of a unit when UNDERWAY more are under way, fences and tells; otherwise the copies themselves tell, which is
-// sooner, and each math warpgroup fences.
-constexpr int UNDERWAY = TOGETHER ? 2 : 0;
+// sooner, and each math warpgroup fences (UNDERWAY 0).
 static_assert(STAGES > UNDERWAY * PRODUCERS && STAGES >= PRODUCERS, "");
 
 // Registers of a thread. More than the CTA was given at its launch would never come free: the last warpgroup that asks
 // would wait for ever.
 constexpr bool MOVES_REGISTERS = CTAS_PER_SM == 1;
-constexpr int PRODUCER_REGISTERS = 40;
-constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 104;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : WARPGROUPS == 3 ? 80 : 72;
+constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 216 : WARPGROUPS == 3 ? 144 : 112;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 static_assert(!MOVES_REGISTERS ||
                   128 * (WARPGROUPS * MATH_REGISTERS + PRODUCER_REGISTERS) <= THREADS * LAUNCH_REGISTERS,
@@ -109,11 +107,11 @@ struct Place {
 __device__ __forceinline__ void init_barriers() {
     Small& sm = small();
     for (int i = 0; i < STAGES; ++i) {
-        mbarrier_init(shared_address(&sm.full[i]), UNDERWAY ? 1 : 33);
+        mbarrier_init(shared_address(&sm.full[i]), WARP_ARRIVALS + (UNDERWAY ? 0 : 32));
         mbarrier_init(shared_address(&sm.empty[i]), 4 * (TOGETHER ? WARPGROUPS : 1) * WARP_ARRIVALS);
     }
     for (int i = 0; i < SLOTS; ++i) {
-        mbarrier_init(shared_address(&sm.slot_full[i]), 32 * PRODUCERS + 1);
+        mbarrier_init(shared_address(&sm.slot_full[i]), WARP_ARRIVALS + 32 * PRODUCERS);
         mbarrier_init(shared_address(&sm.slot_empty[i]), 4 * WARPGROUPS * WARP_ARRIVALS);
     }
     mbarrier_init_fence();
@@ -216,7 +214,7 @@ struct Underway {
     __device__ __forceinline__ void add(int stage, int lane) {
         if constexpr (UNDERWAY == 0) {
             const uint32_t full = shared_address(&small().full[stage]);
-            if (lane == 0) mbarrier_arrive(full);
+            mbarrier_arrive_for_warp(full, lane);
             mbarrier_arrive_after_copies(full);
         } else {
             cp_async_commit();
@@ -236,7 +234,7 @@ struct Underway {
     __device__ __forceinline__ void tell(int lane) {
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared_address(&small().full[oldest.stage]));
+        mbarrier_arrive_for_warp(shared_address(&small().full[oldest.stage]), lane);
         oldest.advance(PRODUCERS);
         --count;
     }
@@ -254,14 +252,15 @@ __device__ __forceinline__ void tell_of_slot(int slot, int warp, int lane) {
     const uint32_t full = shared_address(&small().slot_full[slot]);
     if (warp == 0) {
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(full);
+        mbarrier_arrive_for_warp(full, lane);
     }
     mbarrier_arrive_after_copies(full);
 }
 
-__device__ __forceinline__ void produce(const LogitsParams& p, Share share) {
+__device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool by_warp) {
     Small& sm = small();
     const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x % 128 / 32);
+    if (by_warp) share = share_of_warp<TILE_QUERIES, UNIT>(p, lane);
     Place place = {warp, 1};  // the first wait for each stage returns at once
     int ahead = warp;         // units before this warp's next one
     int turn = 0;
@@ -274,6 +273,10 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share) {
         const int unit = taken.first, units = taken.count;
         if (units == 0) continue;
 
+        const auto first_key = [&](int u) { return range.begin + (unit + u) * UNIT; };
+        UnitBlocks next;
+        next.find(p, tile.request, first_key(ahead), range.end, lane);
+
         const int slot = turn % SLOTS;
         wait_for_slot(turn++, underway, lane);
         copy_queries(p, tile, slot, threadIdx.x % 128);
@@ -284,10 +287,6 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share) {
             if (lane < TILE_QUERIES) h.range[lane] = mine;
         }
         tell_of_slot(slot, warp, lane);
-
-        const auto first_key = [&](int u) { return range.begin + (unit + u) * UNIT; };
-        UnitBlocks next;
-        next.find(p, tile.request, first_key(ahead), range.end, lane);
 #pragma unroll 1
         for (; ahead < units; ahead += PRODUCERS) {
             const UnitBlocks blocks = next;
@@ -307,18 +306,19 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share) {
 
 // --- math -----------------------------------------------------------------------------------------------------
 
-// mma's B, 16 heads a step: a lane's column has the weights in bfloat16, or what that rounded off.
+// The weights of a lane's columns.
+constexpr int OF_LANE = HEADS / 4;  // heads of a query
+
 struct Weights {
-    uint32_t b[ROWS / 16][2];
+    float of[QUERIES][OF_LANE];
 
     __device__ __forceinline__ void load(uint32_t weights, int lane) {
-        const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int i = 0; i < ROWS / 8; ++i) {
-            const Vec8 two = load_shared_8(weights + 4 * (8 * i + 2 * t));
-            const float w0 = __uint_as_float(two.x), w1 = __uint_as_float(two.y);
-            const uint32_t high = pack_bf16x2(w0, w1);
-            b[i / 2][i % 2] = g % 2 ? pack_bf16x2(w0 - bf16_low(high), w1 - bf16_high(high)) : high;
+            const Vec8 two = load_shared_8(weights + 4 * (8 * i + 2 * (lane % 4)));
+            const int q = i / (HEADS / 8), at = 2 * (i % (HEADS / 8));
+            of[q][at] = __uint_as_float(two.x);
+            of[q][at + 1] = __uint_as_float(two.y);
         }
     }
 };
@@ -333,25 +333,24 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, ui
     wgmma_commit();
 }
 
-// Sums over all heads of keys g and g + 8. Accumulators of 16 heads are mma's A.
-__device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weights& w, float (&sums)[QUERIES][2]) {
-    constexpr int STEPS = HEADS / 16;
-    float d[QUERIES][4] = {};
+// Sums over the lane's heads of a pair of queries: of keys g and g + 8 for the even one, then for the odd one.
+constexpr int PAIRS = ceil_div(QUERIES, 2);
+using Sums = float[PAIRS][4];
+
+__device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weights& w, Sums& sums) {
+    float of_key[QUERIES][2] = {};
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
+    for (int i = 0; i < HEADS / 2; ++i) {
 #pragma unroll
         for (int q = 0; q < QUERIES; ++q) {
-            const int step = q * STEPS + i;
-            uint32_t a[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) a[j] = pack_relu_bf16x2(c[8 * step + 2 * j], c[8 * step + 2 * j + 1]);
-            mma_m16n8k16(d[q], a, w.b[step][0], w.b[step][1]);
+            float& sum = of_key[q][i / 2 % 2];
+            sum = fmaf(max_or_nan(c[q * HEADS / 2 + i], 0.0f), w.of[q][i / 4 * 2 + i % 2], sum);
         }
     }
 #pragma unroll
-    for (int q = 0; q < QUERIES; ++q) {
-        sums[q][0] = d[q][0] + d[q][1];
-        sums[q][1] = d[q][2] + d[q][3];
+    for (int i = 0; i < PAIRS; ++i) {
+        const auto &even = of_key[2 * i], &odd = of_key[min(2 * i + 1, QUERIES - 1)];
+        sums[i][0] = even[0], sums[i][1] = even[1], sums[i][2] = odd[0], sums[i][3] = odd[1];
     }
 }
 
@@ -369,29 +368,33 @@ struct Results {
     }
 };
 
-// A unit's sums over heads, and the key whose logits this lane stores.
-struct Unfinished {
-    float sums[QUERIES][2];
-    float scale;
-    int key, asked;  // asked: -1 where the cache does not have the key
+// A unit whose logits are not stored yet. Lanes add up what they have behind the next product, FINISH_LATER; more than
+// two queries have no registers for that.
+constexpr bool FINISH_LATER = QUERIES <= 2;
 
-    // Of the key that lane t stores.
-    __device__ __forceinline__ float sum(int query, int t) const { return t % 2 ? sums[query][1] : sums[query][0]; }
+struct Unfinished {
+    Sums sums;  // or logits, each the first of four
+    float scale;
+    int key;  // that this lane stores; ~key, which no query sees, where the cache does not have it
+
+    __device__ __forceinline__ float finished(int pair, int t) const {
+        return quad_sum_of_mine(sums[pair], t) * scale;
+    }
 };
 
 // The unit's logits. The first unit has none before it: no key.
 __device__ __forceinline__ void store(const LogitsParams& p, const Unfinished& u, const Results& results, int t) {
 #pragma unroll
-    for (int i = 0; i < ceil_div(QUERIES, 2); ++i) {
-        const float even = u.sum(2 * i, t), odd = 2 * i + 1 < QUERIES ? u.sum((2 * i + 1) % QUERIES, t) : even;
-        const float logit = (t / 2 ? odd : even) * u.scale;
+    for (int i = 0; i < PAIRS; ++i) {
+        const float logit = FINISH_LATER ? u.finished(i, t) : u.sums[i][0];
         if (i >= results.count) continue;
         const KeyRange seen = results.range[2 * i];
         float* to = results.out + 2 * i * p.out_stride;
         if constexpr (COMPACT) {
-            if (seen.has(u.asked) && u.asked - seen.begin < p.compact_width) to[u.asked - seen.begin] = logit;
+            if (seen.has(u.key) && u.key - seen.begin < p.compact_width) to[u.key - seen.begin] = logit;
         } else {
-            if (u.key < p.width) to[u.key] = seen.has(u.asked) ? logit : -INF;
+            const int column = PAGED && FINISH_LATER && u.key < 0 ? ~u.key : u.key;
+            if (column < p.width) to[column] = seen.has(u.key) ? logit : -INF;
         }
     }
 }
@@ -418,7 +421,6 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
 
         Unfinished before = {};
         before.key = p.width;
-        before.asked = -1;
 #pragma unroll 1
         for (; ahead < units; ahead += EVERY) {
             float c[ROWS / 2];
@@ -426,14 +428,28 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
             if (!UNDERWAY) fence_proxy_async();
             multiply(c, wgmma_operand(stage_rows(place.stage), LINE_GROUP, 16), queries);
             store(p, before, results, t);
-            before.scale = sm.scales[place.stage][my_key];
-            before.key = before.asked = first_key + ahead * UNIT + my_key;
-            if (PAGED && !(sm.exists[place.stage][warp / 2] >> my_key % 32 & 1)) before.asked = -1;
+            before.key = first_key + ahead * UNIT + my_key;
+            bool exists;
+            const auto look_up = [&] {
+                before.scale = sm.scales[place.stage][my_key];
+                exists = !PAGED || sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
+            };
+            if (FINISH_LATER) {
+                look_up();
+                if (!exists) before.key = ~before.key;
+            }
             wgmma_wait<0>();
+            if (!FINISH_LATER) look_up();
             __syncwarp();
             mbarrier_arrive_for_warp(shared_address(&sm.empty[place.stage]), lane);
             sum_heads(c, w, before.sums);
             place.advance(EVERY);
+            if constexpr (!FINISH_LATER) {
+#pragma unroll
+                for (int i = 0; i < PAIRS; ++i) before.sums[i][0] = quad_sum_of_mine(before.sums[i], t);
+#pragma unroll
+                for (int i = 0; i < PAIRS; ++i) before.sums[i][0] = exists ? before.sums[i][0] * before.scale : -INF;
+            }
         }
         ahead -= units;
         store(p, before, results, t);
@@ -446,8 +462,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     logits_sm90(const __grid_constant__ LogitsParams p) {
     let_next_kernel_start();
     if (threadIdx.x == 0) init_barriers();
+    const bool by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES;
+    if (by_warp) __syncthreads();
     wait_for_earlier_kernels();
-    const Share share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
+    Share share = {};
+    if (!by_warp) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
     const int warpgroup = uniform(threadIdx.x / 128);
     if (warpgroup < WARPGROUPS) {
         if constexpr (MOVES_REGISTERS) increase_registers_to<MATH_REGISTERS>();
@@ -455,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         return;
     }
     if constexpr (MOVES_REGISTERS) decrease_registers_to<PRODUCER_REGISTERS>();
-    produce(p, share);
+    produce(p, share, by_warp);
     if constexpr (COMPACT) {
         clean_compact_rows<128>(p, threadIdx.x % 128);
     } else {

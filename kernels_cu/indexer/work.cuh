@@ -64,7 +64,8 @@ __device__ __forceinline__ int num_tiles(const LogitsParams& p) {
 
 template <int TILE_SIZE>
 __device__ __forceinline__ QueryTile tile_of(const LogitsParams& p, int number) {
-    const int of_request = ceil_div(p.queries, TILE_SIZE), request = number / of_request;
+    const int of_request = ceil_div(p.queries, TILE_SIZE);
+    const int request = of_request == 1 ? number : number / of_request;
     const int first = (number - request * of_request) * TILE_SIZE;
     return {request, first, min(TILE_SIZE, p.queries - first)};
 }
@@ -149,6 +150,46 @@ __device__ __forceinline__ Share share_of_cta(const LogitsParams& p) {
         share = {tile, int(place), int(stop - begin)};
     }
     __syncthreads();
+    return share;
+}
+
+// The same for few tiles, by each warp for itself. There are fewer than 2^31 places: logits of as many units fill no
+// GPU's memory.
+template <int TILE_SIZE, int UNIT>
+__device__ __forceinline__ Share share_of_warp(const LogitsParams& p, int lane) {
+    const int tiles = num_tiles<TILE_SIZE>(p), of_lane = ceil_div(tiles, 32);
+    const int first = min(lane * of_lane, tiles), last = min(first + of_lane, tiles);
+    const auto places_of = [&](int tile) {
+        const QueryTile at = tile_of<TILE_SIZE>(p, tile);
+        KeyRange all = {p.width, 0};
+#pragma unroll
+        for (int i = 0; i < TILE_SIZE; ++i) {
+            if (i >= at.count) continue;
+            const KeyRange one = range_of_query(p, at.request, at.first + i);
+            if (one.begin < one.end) all = {min(all.begin, one.begin), max(all.end, one.end)};
+        }
+        return places_in<UNIT>({all.begin / ALIGNED_KEYS * ALIGNED_KEYS, all.end});
+    };
+    const auto share_of = [&](uint32_t total) {
+        const uint32_t each = total / gridDim.x, more = total - each * gridDim.x;
+        return Share{0, int(blockIdx.x * each + min(blockIdx.x, more)), int(each + (blockIdx.x < more))};
+    };
+    if (tiles == 1) return share_of(places_of(0));
+
+    int mine = 0;
+    for (int tile = first; tile < last; ++tile) mine += places_of(tile);
+    const int end = inclusive_sum(mine, lane);
+    Share share = share_of(__shfl_sync(~0u, end, 31));
+    const int source = __ffs(__ballot_sync(~0u, share.place < end)) - 1;
+    if (source < 0 || share.count == 0) return {0, 0, 0};
+    share.place -= __shfl_sync(~0u, end - mine, source);
+    share.tile = source * of_lane;
+    if (of_lane > 1) {
+        for (int places = places_of(share.tile); share.place >= places; places = places_of(share.tile)) {
+            share.place -= places;
+            ++share.tile;
+        }
+    }
     return share;
 }
 

@@ -109,8 +109,9 @@ def check(got: np.ndarray, expected: np.ndarray, size: np.ndarray | None = None)
 
 
 def with_sizes(oracle: Callable[..., np.ndarray], inputs: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Logits, and their terms' magnitudes added up."""
-    return oracle(**inputs), oracle(**{**inputs, "w": np.abs(inputs["w"])})
+    """Logits, and their terms' magnitudes without relu added up: those of the queries and of their opposites."""
+    sizes = {**inputs, "w": np.abs(inputs["w"])}
+    return oracle(**inputs), oracle(**sizes) + oracle(**{**sizes, "q8": inputs["q8"] ^ 0x80})
 
 
 def ragged(rng: np.random.Generator, m: int, n: int, heads: int, exact: bool = False) -> dict[str, np.ndarray]:
