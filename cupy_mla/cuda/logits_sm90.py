@@ -47,7 +47,6 @@ class Tile(NamedTuple):
 
 MANY = Tile(128, 4, True, 10, underway=2)
 FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
-PAIR = Tile(64, 2, True, 9, 2)  # instead of the second of them, up to FEW_UNITS
 
 
 def padded_heads(heads: int) -> int:
@@ -69,7 +68,7 @@ def kernel(heads: int, tile: Tile, paged: bool, compact: bool = False) -> Kernel
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for heads in HEADS:
-        for tile in (*FEW, PAIR, MANY):
+        for tile in (*FEW, MANY):
             yield kernel(heads, tile, True)
         for tile in (FEW[-1], MANY):
             for compact in (False, True):
@@ -96,8 +95,5 @@ def launch(
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
     units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
-    few = units <= FEW_UNITS * gpu.sms
-    if few and tile == FEW[1]:
-        tile = PAIR
-    ctas = 1 if few else tile.ctas
+    ctas = 1 if units <= FEW_UNITS * gpu.sms else tile.ctas
     return Launch(kernel(padded, tile, paged, compact), (least(ctas * gpu.sms, units), 1, 1), params)

@@ -368,33 +368,23 @@ struct Results {
     }
 };
 
-// A unit whose logits are not stored yet. Lanes add up what they have behind the next product, FINISH_LATER; more than
-// two queries have no registers for that.
-constexpr bool FINISH_LATER = QUERIES <= 2;
-
+// A unit whose logits are not stored yet.
 struct Unfinished {
-    Sums sums;  // or logits, each the first of four
-    float scale;
-    int key;  // that this lane stores; ~key, which no query sees, where the cache does not have it
-
-    __device__ __forceinline__ float finished(int pair, int t) const {
-        return quad_sum_of_mine(sums[pair], t) * scale;
-    }
+    float logits[PAIRS];
+    int key;  // that this lane stores
 };
 
 // The unit's logits. The first unit has none before it: no key.
-__device__ __forceinline__ void store(const LogitsParams& p, const Unfinished& u, const Results& results, int t) {
+__device__ __forceinline__ void store(const LogitsParams& p, const Unfinished& u, const Results& results) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-        const float logit = FINISH_LATER ? u.finished(i, t) : u.sums[i][0];
         if (i >= results.count) continue;
         const KeyRange seen = results.range[2 * i];
         float* to = results.out + 2 * i * p.out_stride;
         if constexpr (COMPACT) {
-            if (seen.has(u.key) && u.key - seen.begin < p.compact_width) to[u.key - seen.begin] = logit;
+            if (seen.has(u.key) && u.key - seen.begin < p.compact_width) to[u.key - seen.begin] = u.logits[i];
         } else {
-            const int column = PAGED && FINISH_LATER && u.key < 0 ? ~u.key : u.key;
-            if (column < p.width) to[column] = seen.has(u.key) ? logit : -INF;
+            if (u.key < p.width) to[u.key] = seen.has(u.key) ? u.logits[i] : -INF;
         }
     }
 }
@@ -427,32 +417,23 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
             mbarrier_wait(shared_address(&sm.full[place.stage]), place.round);
             if (!UNDERWAY) fence_proxy_async();
             multiply(c, wgmma_operand(stage_rows(place.stage), LINE_GROUP, 16), queries);
-            store(p, before, results, t);
+            store(p, before, results);
             before.key = first_key + ahead * UNIT + my_key;
-            bool exists;
-            const auto look_up = [&] {
-                before.scale = sm.scales[place.stage][my_key];
-                exists = !PAGED || sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
-            };
-            if (FINISH_LATER) {
-                look_up();
-                if (!exists) before.key = ~before.key;
-            }
             wgmma_wait<0>();
-            if (!FINISH_LATER) look_up();
+            const float scale = sm.scales[place.stage][my_key];
+            const bool exists = !PAGED || sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
             __syncwarp();
             mbarrier_arrive_for_warp(shared_address(&sm.empty[place.stage]), lane);
-            sum_heads(c, w, before.sums);
+            Sums sums;
+            sum_heads(c, w, sums);
             place.advance(EVERY);
-            if constexpr (!FINISH_LATER) {
 #pragma unroll
-                for (int i = 0; i < PAIRS; ++i) before.sums[i][0] = quad_sum_of_mine(before.sums[i], t);
+            for (int i = 0; i < PAIRS; ++i) before.logits[i] = quad_sum_of_mine(sums[i], t);
 #pragma unroll
-                for (int i = 0; i < PAIRS; ++i) before.sums[i][0] = exists ? before.sums[i][0] * before.scale : -INF;
-            }
+            for (int i = 0; i < PAIRS; ++i) before.logits[i] = exists ? before.logits[i] * scale : -INF;
         }
         ahead -= units;
-        store(p, before, results, t);
+        store(p, before, results);
         __syncwarp();
         mbarrier_arrive_for_warp(shared_address(&sm.slot_empty[slot]), lane);
     }

@@ -72,8 +72,8 @@ def launch(heads: int, paged: bool, requests: int, queries: int, width: int) -> 
     ("heads", "paged", "queries", "rows", "warpgroups", "together"),
     [
         (64, False, 1, 256, 2, 0), (64, False, 4, 256, 2, 0), (64, False, 5, 128, 4, 1), (64, True, 1, 64, 2, 0),
-        (64, True, 2, 64, 2, 1), (64, True, 3, 192, 2, 0), (64, True, 4, 256, 2, 0), (64, True, 5, 128, 4, 1),
-        (40, True, 1, 64, 2, 0), (32, True, 2, 64, 2, 0), (8, True, 3, 64, 2, 1), (32, True, 5, 192, 2, 0),
+        (64, True, 2, 128, 3, 0), (64, True, 3, 192, 2, 0), (64, True, 4, 256, 2, 0), (64, True, 5, 128, 4, 1),
+        (40, True, 1, 64, 2, 0), (32, True, 2, 64, 2, 0), (8, True, 3, 128, 3, 0), (32, True, 5, 192, 2, 0),
         (24, True, 9, 128, 4, 1),
     ],
 )  # fmt: skip
