@@ -9,7 +9,9 @@ import cupy_mla
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
-from ...cases import check_decode, check_prefill, decode_oracle, paged, prefill_inputs, queries, run_decode, sinks
+from ...cases import (
+    LIFT, check_decode, check_prefill, decode_oracle, lift_logits, paged, prefill_inputs, queries, run_decode, sinks,
+)  # fmt: skip
 from ...kinds import make
 from . import evenly
 
@@ -79,7 +81,9 @@ def test_every_batch(hopper, small_splits, rng, fmt, batches):
 def test_lengths(hopper, small_splits, rng, fmt, lengths):
     main = paged(rng, fmt, 70, 2, 300, 64, lengths=True)
     main.length[:] = np.resize(lengths, 70)
-    check_decode(hopper, fmt, queries(rng, 70, 2, 72, fmt.d_qk), main, sink=sinks(rng, 72), num_splits=None)
+    q, sm_scale = queries(rng, 70, 2, 72, fmt.d_qk), 0.05
+    lift_logits(q, main.cache, sm_scale)
+    check_decode(hopper, fmt, q, main, sm_scale=sm_scale, sink=sinks(rng, 72) + LIFT, num_splits=None)
 
 
 @FORMATS
