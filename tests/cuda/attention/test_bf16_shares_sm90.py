@@ -10,7 +10,16 @@ from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
 from ...cases import (
-    LIFT, check_decode, check_prefill, decode_oracle, lift_logits, paged, prefill_inputs, queries, run_decode, sinks,
+    LIFT,
+    check_decode,
+    check_prefill,
+    decode_oracle,
+    lift_logits,
+    paged,
+    prefill_inputs,
+    queries,
+    run_decode,
+    sinks,
 )  # fmt: skip
 from ...kinds import make
 from . import evenly
