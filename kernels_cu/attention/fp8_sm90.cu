@@ -227,21 +227,6 @@ __device__ __forceinline__ uint32_t stage_address(uint32_t stage) {
     return shared_address(shared) + RING_AT + place_of(stage) * STAGE_BYTES;
 }
 
-// In shares: asks for the lists and Q of the first split to come to L2, if all lists turn out to be full.
-__device__ __forceinline__ void ask_for_first(const AttentionParams& p) {
-    if (num_splits(p) == 0) return;
-    const Work w = find_work(p, 0);
-    constexpr int LINE = 128;
-    const int32_t* list = list_of(p.main, w.query);
-    const int entry = w.begin * TILE_ROWS + threadIdx.x * (LINE / 4);
-    if (entry < min(w.end * TILE_ROWS, w.main_length)) prefetch_to_l2(list + entry);
-    for (int at = threadIdx.x; at < HEADS * (D_QK * 2 / LINE); at += THREADS) {
-        const int head = at / (D_QK * 2 / LINE);
-        if (w.first_head + head < p.h_q)
-            prefetch_to_l2(q_of(p, w.query, w.first_head + head) + at % (D_QK * 2 / LINE) * (LINE / 2));
-    }
-}
-
 // --- producer --------------------------------------------------------------------------------------------------
 
 // As find_row of work.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
@@ -1363,7 +1348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     wait_for_earlier_kernels();
     if constexpr (DIVISION == SHARES) {
         static_assert(2 * MOST_LISTED <= STAGES * STAGE_BYTES, "");
-        find_listed_share(p, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT), ask_for_first);
+        find_listed_share(p, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
     }
     let_next_kernel_start();
     int stage = 0;

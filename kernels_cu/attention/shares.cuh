@@ -159,16 +159,14 @@ __device__ __forceinline__ void find_share(const AttentionParams& p, Shares<THRE
 }
 
 // As find_share; main lists without lengths count up to where -1 begins, as they are divided. What is worked on are
-// lists to their ends. `listed` is shared memory for a number for each query. prepare(p) is called before the lists are
-// looked at, when the share is the one of full lists.
+// lists to their ends. `listed` is shared memory for a number for each query.
 constexpr int MOST_LISTED = 4096;
-template <int THREADS, typename Act>
-__device__ __forceinline__ void find_listed_share(const AttentionParams& p, Shares<THREADS>& shares, uint16_t* listed,
-                                                  Act prepare) {
+template <int THREADS>
+__device__ __forceinline__ void find_listed_share(const AttentionParams& p, Shares<THREADS>& shares,
+                                                  uint16_t* listed) {
     find_share(p, shares);
     if (has_lengths(p) || p.num_splits > 1 || p.extra.topk > 0 || p.num_queries > MOST_LISTED) return;
     if (p.main.topk <= 2 * TILE_ROWS) return;
-    prepare(p);
     if (all_lists_full<THREADS>(p)) return;
     for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);
     __syncthreads();

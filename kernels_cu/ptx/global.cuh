@@ -52,8 +52,3 @@ __device__ __forceinline__ void store_4_if(bool when, void* to, uint32_t v) {
         "l"(to), "r"(v)
         : "memory");
 }
-
-// PTX ISA: prefetch.global.L2: the line of this address is asked for.
-__device__ __forceinline__ void prefetch_to_l2(const void* line) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}

@@ -106,7 +106,8 @@ def test_logits_that_rise_from_tile_to_tile(hopper, rng, fmt):
         (1, 1, 1, 1, 0, False),
         (3, 1, 7, 63, 2, False),
         (2, 1, 64, 1000, 0, False),
-        (3, 1, 64, 2000, 0, True),  # of splits this long the producers look at the entries first
+        (4, 1, 64, 3300, 0, True),  # of splits this long the producers look at the entries first
+        (140, 1, 7, 1700, 0, True),  # of halves of some lists, too; several work items for a CTA
         (3, 2, 100, 500, 70, True),
         (140, 1, 33, 200, 130, True),  # several work items for a CTA
         (90, 1, 128, 400, 0, False),
@@ -117,7 +118,10 @@ def test_splits_in_turn(hopper, replace_in_choose, rng, fmt, b, s_q, h_q, topk, 
     main = paged(rng, fmt, b, s_q, topk, 64, lengths=lengths)
     extra = paged(rng, fmt, b, s_q, extra_topk, 2, lengths=lengths) if extra_topk else None
     if lengths:
-        main.length[:2] = extra.length[1:3] = 0
+        main.length[:2], main.length[-1] = 0, topk
+    if lengths and extra is not None:
+        extra.length[1:3] = 0
+    main.indices[-1, :, 832:1664] = -1  # of 3300 entries the second of 4 splits
     q, sink = queries(rng, b, s_q, h_q, fmt.d_qk), sinks(rng, h_q)
     more = {"sink": sink, "num_splits": num_splits}
     replace_in_choose("fp8_in_turn", lambda *sizes: False)
