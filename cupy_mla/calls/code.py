@@ -1,4 +1,4 @@
-"""Writes Python functions of straight lines that compute symbolic sizes (`cupy_mla.sizes`)."""
+"""Writes Python functions that compute symbolic sizes (`cupy_mla.sizes`)."""
 
 from __future__ import annotations
 

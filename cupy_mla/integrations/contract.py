@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import logging
 from pathlib import Path
 
 # Needs by module, whose name is relative to the engine's package.
@@ -44,6 +45,14 @@ def missing(package: Path, needs: Needs) -> list[str]:
         found = definitions(source)
         lacking += [f"{module}: {name}" for name in names if not _met(name, found)]
     return lacking
+
+
+def meets(package: Path, needs: Needs, what: str, logger: logging.Logger) -> bool:
+    """Whether a package meets all needs; False, after a warning that `what` is left alone, where it does not."""
+    lacking = missing(package, needs)
+    if lacking:
+        logger.warning("cupy_mla leaves this %s alone. Missing: %s", what, "; ".join(lacking))
+    return not lacking
 
 
 def definitions(source: str) -> Found:

@@ -18,7 +18,7 @@ import torch
 from ..layouts import BF16_512, BF16_576, V32_FP8
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..options import require_choice
-from .contract import Needs, missing, sources
+from .contract import Needs, meets, sources
 
 MODES = ("off", "override")
 BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
@@ -53,9 +53,7 @@ def register() -> None:
     require_choice("CUPY_MLA_SGLANG", mode, MODES)
     if mode == "off":
         return
-    lacking = missing(sources("sglang"), NEEDS)
-    if lacking:
-        logger.warning("cupy_mla leaves this SGLang alone. Missing: %s", "; ".join(lacking))
+    if not meets(sources("sglang"), NEEDS, "SGLang", logger):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -177,7 +177,9 @@ def _rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _unwritten(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array to be written: every byte is 0xFF, which is -1 or NaN."""
+    """An array to be written: NaN, and -2 of signed integers, for -1 is a result."""
+    if np.issubdtype(dtype, np.signedinteger):
+        return np.full(shape, -2, dtype)
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8).fill(0xFF)
     return array
@@ -576,8 +578,8 @@ def _c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         arguments = {
             **batch.take("positions", "token_to_req"), "block_table": _block_table(rng, wanted, width),
             "block_size": block_size, "compress_ratio": RATIO, "num_decode_tokens": 20, "max_compressed_tokens": 66,
-            "slot_mapping": np.where(batch.is_valid_token, 7, -1), "decode_indices": np.full((22, 70), -2, np.int32),
-            "decode_lens": _unwritten((22,), np.int32), "prefill_indices": np.full((43, 70), -2, np.int32),
+            "slot_mapping": np.where(batch.is_valid_token, 7, -1), "decode_indices": _unwritten((22, 70), np.int32),
+            "decode_lens": _unwritten((22,), np.int32), "prefill_indices": _unwritten((43, 70), np.int32),
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
 

@@ -68,8 +68,8 @@ struct Shared {
     };
     union {
         uint32_t pool[CAPACITY];  // logits that may be chosen, in any order
-        uint32_t marks[2][CAPACITY /
-                          2];  // when those are in registers: a bit a column, if larger than the threshold, if equal
+        // When those are in registers: a bit a column, if larger than the threshold, if equal.
+        uint32_t marks[2][CAPACITY / 2];
     };
     uint32_t columns[CAPACITY];    // of the pool
     uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
@@ -681,8 +681,8 @@ __device__ __forceinline__ int bring_in_order(const Range& range, const Threshol
     const int ties_before = min(threshold.before.equal(), ties);
     int larger = 0, equal = threshold.before.equal();  // in the windows before; in the CTAs before too
     for (int begin = range.begin / 4 * 4; begin < range.end; begin += WINDOW) {
-        const int end = min(range.end - begin, WINDOW) + begin,
-                  words = ceil_div(end - begin, 32 * THREADS);  // a thread
+        const int end = min(range.end - begin, WINDOW) + begin;
+        const int words = ceil_div(end - begin, 32 * THREADS);  // a thread
         __syncthreads();                                        // what was there has been read
         for (int i = threadIdx.x; i < words * THREADS; i += THREADS) {
             shared().marks[0][i] = 0;

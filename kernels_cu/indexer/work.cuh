@@ -3,8 +3,8 @@
 // A tile is a few neighbouring queries of one request (keys in rows: of all queries). It needs the keys from the first
 // to the last that any of its queries sees. The units of all tiles, one tile after the other, are one list, of which
 // every CTA takes an equal share. With keys in rows, each tile has some more places in that list, for what it costs to
-// begin it: at the tip of a causal triangle, tiles are many and short. Lengths are read here, on the device: the host knows the number of tiles alone. What
-// a logit is does not depend on the share that it falls into.
+// begin it: at the tip of a causal triangle, tiles are many and short. Lengths are read here, on the device: the host
+// knows the number of tiles alone. What a logit is does not depend on the share that it falls into.
 #pragma once
 #include "rows/block_table.cuh"
 #include "rows/place.cuh"

@@ -10,13 +10,6 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float lo, float hi) {
     return packed;
 }
 
-// cvt.rn.relu.bf16x2.f32: the same of max(x, 0). NaN stays. sm_80.
-__device__ __forceinline__ uint32_t pack_relu_bf16x2(float lo, float hi) {
-    uint32_t packed;
-    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
-    return packed;
-}
-
 // cvt.rn.f16x2.f32: the same to float16; a value that is too large becomes infinite.
 __device__ __forceinline__ uint32_t pack_f16x2(float lo, float hi) {
     uint32_t packed;

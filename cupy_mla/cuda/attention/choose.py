@@ -2,8 +2,8 @@
 
 `Chooser` is made from the facts that a signature fixes, and called with the sizes. The rows of `TABLE` are asked in
 order: the first kernel runs that can serve the call and was measured to be the fastest for such calls. What facts alone
-say of a row is asked once. The environment
-variable CUPY_MLA_KERNELS names a kernel that is to run instead, for testing; it must be able to serve the call.
+say of a row is asked once. The environment variable CUPY_MLA_KERNELS names a kernel that is to run instead, for
+testing; it must be able to serve the call.
 """
 
 from __future__ import annotations
@@ -245,11 +245,12 @@ def _fp8_division(f: Facts, s: Sizes, tiles: int) -> Division:
     return fp8_candidates(fp8_sm90.HEADS, s.h_q, tiles, at_once, s.splits, f.uneven).cheapest(s.queries)
 
 
-def _in_turn(f: Facts, s: Sizes, clusters: Choice) -> Choice:
-    """The splits that are wanted, by CTAs that take those of an item in turn where that is faster: to the same bits."""
+def _in_turn(f: Facts, s: Sizes, queries: int, clusters: Choice) -> Choice:
+    """The splits that are wanted, by CTAs that take those of an item in turn where that is faster for so many queries:
+    to the same bits."""
     if s.splits is None or clusters.kernel != "fp8_sm90" or clusters.cluster == 1:
         return clusters
-    tiles, items = ceil_div(s.rows, fp8_sm90.TILE_ROWS), _items(s, clusters.heads)
+    tiles, items = ceil_div(s.rows, fp8_sm90.TILE_ROWS), _items(s._replace(queries=queries), clusters.heads)
     at_once = f.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
     if not fp8_in_turn(clusters.heads, items, tiles, clusters.splits, at_once):
         return clusters
@@ -419,10 +420,14 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None, table: Sequence
     else:
         sizes = sizes._replace(queries=queries)
     able = rows_for(facts) if table is None else table
-    if not asked:
-        for _, _, takes, wanted, choice in able:
-            if takes(sizes) and wanted(facts, sizes):
-                return _in_turn(facts, sizes._replace(queries=queries), choice(facts, sizes))
+    if asked:
+        row = _asked_row(facts, sizes, asked, able)
+    else:
+        row = next(row for row in able if row.takes(sizes) and row.wanted(facts, sizes))
+    return _in_turn(facts, sizes, queries, row.choice(facts, sizes))
+
+
+def _asked_row(facts: Facts, sizes: Sizes, asked: str, able: Sequence[Row]) -> Row:
     if asked not in NAMES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
     row = next((row for row in able if row.kernel == asked and row.takes(sizes)), None)
@@ -434,7 +439,7 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None, table: Sequence
             + ("" if facts.aligned else ", rows or q not aligned to 16 bytes")
             + ("" if facts.flat else ", rows not in one flat array")
         )
-    return _in_turn(facts, sizes._replace(queries=queries), row.choice(facts, sizes))
+    return row
 
 
 def rows_for(facts: Facts) -> list[Row]:

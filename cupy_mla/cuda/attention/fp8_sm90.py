@@ -56,7 +56,7 @@ def division_of(splits: int, ctas: int) -> int:
         return CLUSTERS
     if splits == 1:
         return WHOLE
-    return SEGMENTS if splits > 1 and splits <= MAX_CLUSTER else SHARES
+    return SEGMENTS if 1 < splits <= MAX_CLUSTER else SHARES
 
 
 def launches(call: Call, heads: int, splits: int, cluster: int, ctas: int) -> Program:

@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 
 from ...options import require_choice
-from ..contract import Needs, missing, sources
+from ..contract import Needs, meets, missing, sources
 
 MODES = ("custom", "override", "off")
 PLACES = {"custom": "CUSTOM", "override": "FLASHMLA_SPARSE"}
@@ -238,7 +238,4 @@ def has_deepseek_v4(package: Path) -> bool:
     Args:
         package: the folder of the package `vllm`.
     """
-    lacking = missing(package, DEEPSEEK_V4)
-    if lacking:
-        logger.warning("cupy_mla leaves this vLLM's DeepSeek-V4 alone. Missing: %s", "; ".join(lacking))
-    return not lacking
+    return meets(package, DEEPSEEK_V4, "vLLM's DeepSeek-V4", logger)
