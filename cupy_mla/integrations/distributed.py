@@ -10,7 +10,8 @@ own rows, and each gets back all parts of its own heads::
     out, lse = ranks.attend(q, cache, slots, sm_scale, topk_length=length)
 
 Nothing waits for a GPU, so with NCCL all of it can be captured in a CUDA graph (once a first call has connected the
-ranks). Every rank must call the same methods in the same order, with as many query tokens.
+ranks; delete the graph before `destroy_process_group`, which waits for it). Every rank must call the same methods in
+the same order, with as many query tokens.
 """
 
 from __future__ import annotations

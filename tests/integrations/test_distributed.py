@@ -28,11 +28,12 @@ from cupy_mla.integrations.distributed import ContextParallel
 
 folder, backend, interleave = sys.argv[1], sys.argv[2], int(sys.argv[3])
 dist.init_process_group(backend)
-ranks = ContextParallel(interleave=interleave)
-me, n = ranks.rank, ranks.world_size
+me = dist.get_rank()
 place = f"cuda:{me}" if backend == "nccl" else "cpu"
 if backend == "nccl":
     torch.cuda.set_device(me)
+ranks = ContextParallel(interleave=interleave)
+n = ranks.world_size
 given = {name: torch.from_numpy(a) for name, a in np.load(f"{folder}/inputs.npz").items()}
 rows, q = given["rows"].view(torch.bfloat16), given["q"].view(torch.bfloat16)
 tokens = torch.arange(len(rows))
@@ -67,6 +68,8 @@ if backend == "nccl":  # the same in a CUDA graph
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(captured, results))
+    del graph  # NCCL waits at its end for graphs that hold its calls
+assert ranks.rank == me
 names = ("chosen", "out", "lse", "out_of_prefill", "lse_of_prefill")
 np.savez(f"{folder}/rank{me}.npz", **{n: a.cpu().float().numpy() for n, a in zip(names, results)})
 dist.destroy_process_group()
