@@ -9,14 +9,17 @@ all start at the same time. While two of them are measured, the others are stopp
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
   largest difference of the two best log-probabilities at such places, `texts_equal` the number of prompts without one.
 - log-probabilities of all prompt tokens: mean distance from the same engine with attention in float32, and
-  `logprob_error_noise`, the standard error of the difference of the two means.
-- decode: tokens a second, from steps in which every request gets one token. The host bounds a step of these small
-  models, and a machine's CPUs change their speed by up to two within a second, for both engines alike. So engines take
-  turns of blocks of 16 steps, and before and behind each block a fixed piece of Python is timed. What counts are the
-  blocks of an engine around which that piece was fastest, a quarter of them: `tokens_per_s` is of the median of their
-  steps, `loop_us` the piece's time around them, by which one sees whether both engines met CPUs of the same speed.
-  `_low` and `_high`: of the slowest and the fastest of all blocks.
-- `first_tokens_s`: until every request has its first token, the fastest of the repeats.
+  `logprob_error_noise`, the standard error of the difference of the two means. `_within_topk`: of tokens whose indexer
+  has nothing to choose.
+- decode: tokens a second by the wall clock, from steps in which every request gets one token. The host bounds a step
+  of the models of one layer, and a machine's CPUs change their speed by up to two within a second, for both engines
+  alike. So both serve the same requests at the same time, in turn: a block of 8 steps of one, then one of the other,
+  which goes first changing. Both run on the same core, the one that was fastest when it was last looked for. Before and
+  behind each block a fixed piece of Python is timed. What counts are the pairs of blocks around which that piece was
+  fastest, half of them: `tokens_per_s` is of the median of their steps, `loop_us` the piece's time around them.
+  `_low` and `_high`: of the slowest and the fastest of all blocks. `tokens_per_s_ratio`: ours to stock's in a pair, the
+  median of all pairs; `_noise` its standard error.
+- `first_tokens_s`: until every request has its first token, the faster of two.
 - `gpu_us`: the time in a decode step in which the GPU works on kernels or copies. Launches that overlap count once.
 - with tensor parallelism also the tokens of the same kernels on one GPU, but no `gpu_us`.
 
@@ -39,7 +42,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -48,13 +52,17 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 
 Row = dict[str, Any]
+MORE_PROMPTS = [3000] * 24  # for log-probabilities
 PROMPTS = [7, 23, 64, 65, 130, 250, 400, 511, 512, 513, 600, 777, 1000, 1023, 1024, 1300, 1600, 2000, 2047, 2048, 2222,
            2500, 2800, 3000]  # fmt: skip
 NEW_TOKENS = 8
 VOCABULARY = 4096
+KV_BYTES = 200 << 20  # a layer
 SPEED_PROMPT, PREFILL_STEPS = 1024, 16  # tokens of each prompt; steps that prefill the most requests
-BLOCKS, BLOCK_STEPS, WARM_TOKENS, PROFILED_STEPS = 4, 16, 24, 8  # blocks of a repeat
-QUIETEST = 4  # of so many blocks one counts
+PAIRS, BLOCK_STEPS, PROFILED_STEPS = 40, 8, 8
+PAIRS_A_CORE = 8  # until the fastest core is looked for again
+SPEED_TOKENS = 8 + (PAIRS + 1) * (BLOCK_STEPS + 1) + PREFILL_STEPS
+QUIETEST = 2  # of so many pairs one counts
 REQUESTS = (1, 16, 64)
 MEASURING = 40  # seconds of the limit that starting leaves
 VARIANTS = ("stock", "ours", "float32")
@@ -66,7 +74,7 @@ class Setting(NamedTuple):
     Attributes:
         mode: "graphs" (CUDA graphs of decodes), "compiled" (vLLM's default: torch.compile and all graphs) or "eager".
         place: CUPY_MLA_VLLM of the plug-in's process.
-        repeats: of each measurement of speed; 0: none.
+        speed: whether decode is timed.
         two_gpus: whether it is measured with tensor parallelism, too.
     """
 
@@ -76,7 +84,7 @@ class Setting(NamedTuple):
     topk: int
     mode: str
     place: str = "custom"
-    repeats: int = 4
+    speed: bool = True
     two_gpus: bool = True
 
     def __str__(self) -> str:
@@ -96,10 +104,10 @@ class Setting(NamedTuple):
 SETTINGS = (
     Setting("fp8", 64, 1, 512, "graphs"),
     Setting("auto", 64, 1, 512, "graphs"),
-    Setting("fp8_ds_mla", 16, 1, 512, "eager", "override", 0, False),
-    Setting("fp8", 64, 1, 512, "compiled", repeats=0, two_gpus=False),
-    Setting("fp8", 64, 8, 2048, "graphs", repeats=3, two_gpus=False),
-    Setting("auto", 128, 8, 2048, "graphs", repeats=3, two_gpus=False),
+    Setting("fp8_ds_mla", 16, 1, 512, "eager", "override", speed=False, two_gpus=False),
+    Setting("fp8", 64, 1, 512, "compiled", speed=False, two_gpus=False),
+    Setting("fp8", 64, 16, 2048, "graphs", two_gpus=False),
+    Setting("auto", 128, 16, 2048, "graphs", two_gpus=False),
 )
 
 
@@ -107,7 +115,8 @@ SETTINGS = (
 
 
 def serve(pipe: Connection, log: str, setting: Setting, variant: str, model: str, tensor_parallel: int) -> None:
-    """Start an engine, say so, and answer questions until there are no more."""
+    """Start an engine, say so, and answer questions until there are no more. Its processes are a group."""
+    os.setpgrp()
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -140,7 +149,7 @@ def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> A
     return LLM(
         model, skip_tokenizer_init=True, max_model_len=4096, max_num_batched_tokens=4096, max_num_seqs=64,
         kv_cache_dtype=setting.cache, block_size=64, enable_prefix_caching=False, gpu_memory_utilization=0.04,
-        kv_cache_memory_bytes=setting.layers << 28, enforce_eager=eager, seed=0, max_logprobs=2,
+        kv_cache_memory_bytes=setting.layers * KV_BYTES, enforce_eager=eager, seed=0, max_logprobs=2,
         tensor_parallel_size=tensor_parallel, disable_custom_all_reduce=tensor_parallel > 1,
         **({} if eager else {"compilation_config": graphs}),
         **({"attention_backend": "CUSTOM"} if selected else {}),
@@ -181,7 +190,7 @@ def prompt_logprobs(engine: Any) -> list[list[float]]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
-    prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(PROMPTS)]
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(PROMPTS + MORE_PROMPTS)]
     return [
         [at[token].logprob for token, at in zip(a.prompt_token_ids[1:], a.prompt_logprobs[1:], strict=True)]
         for a in engine.generate(prompts, params, use_tqdm=False)
@@ -207,10 +216,10 @@ def decoding(engine: Any, requests: int, new: int) -> Iterator[float]:
             yield time.perf_counter()
 
 
-def loop_us() -> float:
+def loop_us(repeats: int = 5) -> float:
     """A piece of Python: how fast this process runs at all."""
     times = []
-    for _ in range(5):
+    for _ in range(repeats):
         began = time.perf_counter()
         sum(i * i for i in range(4000))
         times.append(time.perf_counter() - began)
@@ -224,19 +233,49 @@ class Block(NamedTuple):
     loop_us: float
 
 
-def speed(engine: Any, requests: int, blocks: int = BLOCKS) -> tuple[float, list[Block]]:
-    """Seconds until all requests have their first token, and the blocks after that."""
+class Served:
+    """What this process is decoding."""
+
+    steps: Iterator[float] = iter(())
+
+
+def serve_requests(engine: Any, requests: int, new: int) -> float:
+    """Begin with requests. Returns the seconds until all have their first token."""
+    end_requests(engine)
     began = time.perf_counter()
-    steps = decoding(engine, requests, 1 + blocks * BLOCK_STEPS + PREFILL_STEPS)
-    first = next(steps) - began
-    found, loop = [], loop_us()
-    for _ in range(blocks):
-        ends = [time.perf_counter(), *itertools.islice(steps, BLOCK_STEPS)]
-        before, loop = loop, loop_us()
-        found.append(Block(statistics.median(b - a for a, b in itertools.pairwise(ends)), max(before, loop)))
-    for _ in steps:
+    Served.steps = decoding(engine, requests, new)
+    return next(Served.steps) - began
+
+
+def block(engine: Any, core: int | None) -> Block:
+    """A few steps on a core of the machine. The first is not counted: caches hold what ran before."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    loop = loop_us()
+    next(Served.steps)
+    ends = [time.perf_counter(), *itertools.islice(Served.steps, BLOCK_STEPS)]
+    return Block(statistics.median(b - a for a, b in itertools.pairwise(ends)), max(loop, loop_us()))
+
+
+def end_requests(engine: Any) -> bool:
+    """Serve what is left, and go back to all cores."""
+    for _ in Served.steps:
         pass
-    return first, found
+    os.sched_setaffinity(0, CORES)
+    return True
+
+
+CORES = os.sched_getaffinity(0)
+
+
+def fastest_core() -> int:
+    """The core on which a piece of Python takes the least time now."""
+    times = {}
+    for core in CORES:
+        os.sched_setaffinity(0, {core})
+        times[core] = loop_us(7)
+    os.sched_setaffinity(0, CORES)
+    return min(times, key=times.__getitem__)
 
 
 def kernels(engine: Any, requests: int) -> tuple[float, list[tuple[str, float]]]:
@@ -270,7 +309,10 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-QUESTIONS = {"continuations": continuations, "prompt_logprobs": prompt_logprobs, "speed": speed, "kernels": kernels}
+QUESTIONS = {
+    "continuations": continuations, "prompt_logprobs": prompt_logprobs, "kernels": kernels,
+    "serve_requests": serve_requests, "block": block, "end_requests": end_requests,
+}  # fmt: skip
 
 
 # --- the measuring process ------------------------------------------------------------------------------------
@@ -281,6 +323,7 @@ class Engine:
 
     Attributes:
         seconds: that starting it took; None: not yet.
+        group: of its processes.
     """
 
     def __init__(self, folder: Path, setting: Setting, variant: str, tensor_parallel: int) -> None:
@@ -294,18 +337,31 @@ class Engine:
         )
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(tensor_parallel > 1))
         self.process.start()
+        assert self.process.pid
+        self.group = self.process.pid
         theirs.close()
 
     def ask(self, *question: Any) -> Any:
+        self.send(*question)
+        return self.answer()
+
+    def send(self, *question: Any) -> None:
         self.pipe.send(question)
+
+    def answer(self) -> Any:
         answer = self.pipe.recv()
         if answer is None:
             raise RuntimeError(self.last_lines())
         return answer
 
     def pause(self, now: bool) -> None:
-        """Stop the process where it stands, or let it go on."""
-        os.kill(self.process.pid or 0, signal.SIGSTOP if now else signal.SIGCONT)
+        """Stop the processes where they stand, or let them go on."""
+        os.killpg(self.group, signal.SIGSTOP if now else signal.SIGCONT)
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):  # none is left, or it has not begun
+            os.killpg(self.group, signal.SIGKILL)
+        self.process.kill()
 
     def last_lines(self, count: int = 12) -> str:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
@@ -329,19 +385,19 @@ def started(engines: list[Engine], deadline: float) -> list[Engine]:
                 seen.add(lines.splitlines()[-1])
     for engine in waiting.values():
         print(f"{engine.last_lines()}\n(not up in time)", flush=True)
-        engine.process.kill()
+        engine.kill()
     return [engine for engine in engines if engine.seconds is not None]
 
 
 def stop(engines: list[Engine], seconds: float = 8) -> None:
-    """End the processes, and those that they started: these end with them unless they are killed."""
+    """End the processes, and those that they started."""
     for engine in engines:
         with contextlib.suppress(OSError):
             engine.pipe.send(None)
     end = time.monotonic() + seconds
     for engine in engines:
         engine.process.join(max(end - time.monotonic(), 0))
-        engine.process.kill()
+        engine.kill()
 
 
 @contextlib.contextmanager
@@ -381,57 +437,90 @@ def compare(ours: Engine, stock: Engine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def logprob_errors(ours: list[list[float]], stock: list[list[float]], exact: list[list[float]]) -> dict[str, float]:
+def logprob_errors(
+    ours: list[list[float]], stock: list[list[float]], exact: list[list[float]], topk: int
+) -> dict[str, float]:
     """Mean distances from the exact log-probabilities, and the standard error of their difference."""
-    flat = [list(itertools.chain(*values)) for values in (ours, stock, exact)]
-    mine, theirs = ([abs(a - b) for a, b in zip(some, flat[2], strict=True)] for some in flat[:2])
-    noise = statistics.stdev(a - b for a, b in zip(mine, theirs, strict=True)) / math.sqrt(len(mine))
-    return {
-        "logprob_error_ours": round(statistics.fmean(mine), 6),
-        "logprob_error_stock": round(statistics.fmean(theirs), 6),
-        "logprob_error_noise": round(noise, 6),
-    }
-
-
-def compare_results(engines: dict[str, Engine]) -> dict[str, Any]:
-    """Tokens and log-probabilities of a setting's engines."""
-    ours, stock = engines["ours"], engines["stock"]
-    found: dict[str, Any] = compare(ours, stock)
-    for variant in ("ours", "stock"):
-        if f"{variant} on one GPU" in engines:
-            same = compare(engines[variant], engines[f"{variant} on one GPU"])
-            found[f"tokens_equal_one_gpu_{variant}"] = same["tokens_equal"]
-    if "float32" in engines:
-        exact = engines["float32"].ask("prompt_logprobs")
-        found |= logprob_errors(ours.ask("prompt_logprobs"), stock.ask("prompt_logprobs"), exact)
+    mine, theirs = ([[abs(a - b) for a, b in zip(*pair, strict=True)] for pair in zip(of, exact, strict=True)]
+                    for of in (ours, stock))  # fmt: skip
+    found = {}
+    for part, end in (("", None), ("_within_topk", topk)):
+        a, b = (list(itertools.chain(*(prompt[:end] for prompt in of))) for of in (mine, theirs))
+        noise = statistics.stdev(x - y for x, y in zip(a, b, strict=True)) / math.sqrt(len(a))
+        found[f"logprob_error{part}_ours"] = round(statistics.fmean(a), 6)
+        found[f"logprob_error{part}_stock"] = round(statistics.fmean(b), 6)
+        found[f"logprob_error{part}_noise"] = round(noise, 6)
     return found
 
 
-def compare_speed(engines: dict[str, Engine], requests: int, repeats: int) -> dict[str, Any]:
+def compare_results(setting: Setting, engines: dict[str, Engine], rows: list[Row]) -> None:
+    """Add a setting's row: tokens and log-probabilities where they can be compared."""
+    ours, stock = engines["ours"], engines["stock"]
+    row: Row = {"setting": str(setting), "start_s_ours": ours.seconds, "start_s_stock": stock.seconds}
+    if setting.compared:
+        row |= compare(ours, stock)
+        for variant in ("ours", "stock"):
+            if f"{variant} on one GPU" in engines:
+                same = compare(engines[variant], engines[f"{variant} on one GPU"])
+                row[f"tokens_equal_one_gpu_{variant}"] = same["tokens_equal"]
+                row[f"gap_apart_one_gpu_{variant}"] = same["gap_apart"]
+    if setting.compared and "float32" in engines:
+        for variant in VARIANTS:
+            engines[variant].send("prompt_logprobs")
+        found = {variant: engines[variant].answer() for variant in VARIANTS}
+        row |= logprob_errors(found["ours"], found["stock"], found["float32"], setting.topk)
+    rows.append(row)
+
+
+def compare_speeds(
+    setting: Setting, engines: dict[str, Engine], deadline: float, one_core: bool, rows: list[Row]
+) -> None:
+    """A setting's row becomes one for each number of requests, without those whose turn comes too late."""
+    (row,) = rows
+    rows.clear()
+    for requests in REQUESTS:
+        if time.monotonic() < deadline:
+            name = f"{setting}, {requests} request{'s'[: requests > 1]}"
+            rows.append({**row, "setting": name, **compare_speed(engines, requests, one_core)})
+
+
+def compare_speed(pair: dict[str, Engine], requests: int, one_core: bool) -> Row:
     """Tokens a second of so many requests, ours and stock in turn."""
-    pair = {name: engines[name] for name in ("ours", "stock")}
-    for engine in pair.values():
-        engine.ask("speed", requests, 1)
     firsts: dict[str, list[float]] = {name: [] for name in pair}
+    for new in (2 + PREFILL_STEPS, SPEED_TOKENS):
+        for name, engine in pair.items():
+            firsts[name].append(engine.ask("serve_requests", requests, new))
     blocks: dict[str, list[Block]] = {name: [] for name in pair}
-    for turn in range(repeats):
+    core = None
+    for turn in range(PAIRS):
+        if one_core and turn % PAIRS_A_CORE == 0:
+            core = fastest_core()
         for name in reversed(pair) if turn % 2 else pair:
-            first, of = pair[name].ask("speed", requests)
-            firsts[name].append(first)
-            blocks[name] += of
-    return {k: v for name in pair for k, v in speed_of(name, requests, firsts[name], blocks[name]).items()}
+            blocks[name].append(pair[name].ask("block", core))
+    for engine in pair.values():
+        engine.ask("end_requests")
+    return speeds(requests, blocks) | {f"first_tokens_s_{name}": round(min(firsts[name]), 4) for name in pair}
 
 
-def speed_of(name: str, requests: int, firsts: list[float], blocks: list[Block]) -> dict[str, float]:
-    """A row's fields of an engine."""
-    steps = [block.step for block in blocks]
-    quiet = sorted(blocks, key=lambda block: block.loop_us)[: -(-len(blocks) // QUIETEST)]
-    return {
-        f"tokens_per_s_{name}": round(requests / statistics.median(block.step for block in quiet), 1),
-        f"tokens_per_s_{name}_low": round(requests / max(steps), 1),
-        f"tokens_per_s_{name}_high": round(requests / min(steps), 1),
-        f"loop_us_{name}": round(statistics.median(block.loop_us for block in quiet), 1),
-        f"first_tokens_s_{name}": round(min(firsts), 4),
+def speeds(requests: int, blocks: dict[str, list[Block]]) -> Row:
+    """A row's fields of blocks in turn."""
+    loops = [max(block.loop_us for block in pair) for pair in zip(*blocks.values(), strict=True)]
+    quiet = sorted(range(len(loops)), key=loops.__getitem__)[: -(-len(loops) // QUIETEST)]
+    row = {}
+    for name, of in blocks.items():
+        steps = [block.step for block in of]
+        row |= {
+            f"tokens_per_s_{name}": round(requests / statistics.median(steps[i] for i in quiet), 1),
+            f"tokens_per_s_{name}_low": round(requests / max(steps), 1),
+            f"tokens_per_s_{name}_high": round(requests / min(steps), 1),
+            f"loop_us_{name}": round(statistics.median(of[i].loop_us for i in quiet), 1),
+        }
+    ratios = [stock.step / ours.step for ours, stock in zip(blocks["ours"], blocks["stock"], strict=True)]
+    tenths = statistics.quantiles(ratios, n=10)
+    noise = 1.253 * (tenths[-1] - tenths[0]) / 2.563 / math.sqrt(len(ratios))  # of the median of a normal distribution
+    return row | {
+        "tokens_per_s_ratio": round(statistics.median(ratios), 4),
+        "tokens_per_s_ratio_noise": round(noise, 4),
     }
 
 
@@ -447,30 +536,11 @@ def compare_kernels(engines: dict[str, Engine], requests: int, heading: str, fil
     return row
 
 
-def measure(
-    setting: Setting, engines: dict[str, Engine], deadline: float, profiles: Path | None, rows: list[Row]
-) -> None:
-    """Add the rows of a setting, one a number of requests, without those whose turn comes too late.
-
-    Args:
-        profiles: file for the kernels of decode steps; None: they are not timed.
-    """
-    row: Row = {"setting": str(setting)}
-    row |= {"start_s_ours": engines["ours"].seconds, "start_s_stock": engines["stock"].seconds}
-    if setting.compared:
-        row |= compare_results(engines)
-    if not setting.repeats:
-        rows.append(row)
-        return
-    for requests in REQUESTS:
+def profile_kernels(engines: dict[str, Engine], deadline: float, file: Path, rows: list[Row]) -> None:
+    """Add the GPU's time to a setting's rows. Last, as a profiler that was on once costs host time."""
+    for requests, row in zip(REQUESTS, rows, strict=False):
         if time.monotonic() < deadline:
-            name = f"{setting}, {requests} request{'s'[: requests > 1]}"
-            rows.append({**row, "setting": name, **compare_speed(engines, requests, setting.repeats)})
-    if profiles is None:
-        return
-    for requests, of in zip(REQUESTS, rows, strict=False):  # last, as a profiler that was on once costs host time
-        if time.monotonic() < deadline:
-            of |= compare_kernels(engines, requests, of["setting"], profiles)
+            row |= compare_kernels(engines, requests, row["setting"], file)
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -480,11 +550,13 @@ def shown(row: dict[str, Any]) -> str:
         parts.append(f"equal {row['tokens_equal']}/{row['tokens']} gap {row['gap_apart']}")
     parts += [f"{name.removeprefix('tokens_equal_')} {row[name]}" for name in row if "one_gpu" in name]
     for name, short in (
-        ("logprob_error", "logp"), ("tokens_per_s", "t/s"), ("loop_us", "loop"), ("first_tokens_s", "first"),
-        ("gpu_us", "gpu"), ("start_s", "start"),
+        ("logprob_error", "logp"), ("logprob_error_within_topk", "within topk"), ("tokens_per_s", "t/s"),
+        ("loop_us", "loop"), ("first_tokens_s", "first"), ("gpu_us", "gpu"), ("start_s", "start"),
     ):  # fmt: skip
         if f"{name}_ours" in row:
             parts.append(f"{short} {row[f'{name}_ours']}:{row[f'{name}_stock']}")
+    if "tokens_per_s_ratio" in row:
+        parts.append(f"ratio {row['tokens_per_s_ratio']} +- {row['tokens_per_s_ratio_noise']}")
     return " | ".join(parts)
 
 
@@ -534,6 +606,46 @@ def keep(out: Path) -> None:
     shutil.make_archive(str(out / "logs"), "xztar", logs)
 
 
+def measure_all(
+    engines: dict[tuple[Setting, str], Engine], deadline: float, profiles: Path | None, rows: dict[Setting, list[Row]]
+) -> None:
+    """Fill in the rows of each setting: results of all at once, then decode, one by one, then the GPU's time.
+
+    Args:
+        profiles: file for the kernels of decode steps; None: they are not timed.
+    """
+    of: dict[Setting, dict[str, Engine]] = {}
+    for (setting, variant), engine in engines.items():
+        of.setdefault(setting, {})[variant] = engine
+
+    def attempt(part: Callable[..., None], setting: Setting, *arguments: Any) -> None:
+        if time.monotonic() > deadline:
+            print(f"left out: {part.__name__} of {setting}", flush=True)
+            return
+        try:
+            part(*arguments, rows=rows[setting])
+        except (RuntimeError, EOFError, OSError) as error:
+            print(error, *(e.last_lines() for e in of[setting].values()), sep="\n", flush=True)
+
+    with ThreadPoolExecutor(len(rows)) as pool:
+        list(pool.map(lambda s: attempt(compare_results, s, s, of[s]), rows))
+    print(f"{deadline - time.monotonic():.0f} s left behind the results", flush=True)
+    for setting in rows:
+        pair = {name: of[setting][name] for name in ("ours", "stock")}
+        if setting.speed:
+            with alone(list(engines.values()), list(pair.values())):
+                attempt(compare_speeds, setting, setting, pair, deadline, profiles is not None)
+        print(*map(shown, rows[setting]), sep="\n", flush=True)
+    print(f"{deadline - time.monotonic():.0f} s left behind decode", flush=True)
+    for setting in rows if profiles is not None else ():
+        pair = {name: of[setting][name] for name in ("ours", "stock")}
+        if setting.speed:
+            with alone(list(engines.values()), list(pair.values())):
+                attempt(profile_kernels, setting, pair, deadline, profiles)
+            print(*(f"{row['setting']} | gpu {row.get('gpu_us_ours')}:{row.get('gpu_us_stock')}"
+                    for row in rows[setting]), sep="\n", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=Path)
@@ -553,9 +665,14 @@ def main() -> None:
 
     several = options.tensor_parallel > 1
     settings = [s for s in SETTINGS if options.only in str(s) and (s.two_gpus or not several)]
-    for setting in {s.model: s for s in settings}.values():
-        tiny_v32.write(folder / setting.model, heads=setting.heads, topk=setting.topk, layers=setting.layers)
-    print(f"models written after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
+
+    def write_model(s: Setting) -> None:
+        tiny_v32.write(folder / s.model, heads=s.heads, topk=s.topk, layers=s.layers)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write_model, {s.model: s for s in settings}.values()))
+    since = f"{time.monotonic() - deadline + options.limit:.0f} s"
+    print(f"models written after {since}", flush=True)
     engines: dict[tuple[Setting, str], Engine] = {}
     for setting in settings:
         for variant in VARIANTS:
@@ -579,24 +696,15 @@ def main() -> None:
     )
     for process in warmups:  # what they have not compiled yet, no engine needs
         process.kill()
-    rows: list[Row] = []
+    there = {key: engine for key, engine in engines.items() if engine in up}
+    rows: dict[Setting, list[Row]] = {s: [] for s in settings if {(s, "ours"), (s, "stock")} <= there.keys()}
     try:
-        for setting in settings:
-            of = {variant: engine for (s, variant), engine in engines.items() if s == setting and engine in up}
-            if not {"ours", "stock"} <= of.keys() or time.monotonic() > deadline:
-                print(f"left out: {setting}", flush=True)
-                continue
-            measured: list[Row] = []
-            try:
-                with alone([] if several else list(up), list(of.values())):
-                    measure(setting, of, deadline, None if several else folder / "kernels.txt", measured)
-            except (RuntimeError, EOFError, OSError) as error:
-                print(error, *(e.last_lines() for e in of.values()), sep="\n", flush=True)
-            rows += [{"version": "0.22.1", "tensor_parallel": options.tensor_parallel, **row} for row in measured]
-            print(*map(shown, measured), sep="\n", flush=True)
+        measure_all(there, deadline, None if several else folder / "kernels.txt", rows)
     finally:
         stop(list(engines.values()))
-    write(out, options.tensor_parallel, rows)
+    common = {"version": "0.22.1", "tensor_parallel": options.tensor_parallel}
+    measured = [{**common, **row} for of in rows.values() for row in of]
+    write(out, options.tensor_parallel, measured)
     if "OUT" in os.environ:
         keep(out)
     print(f"done after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
