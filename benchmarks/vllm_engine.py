@@ -278,8 +278,8 @@ def fastest_core() -> int:
     return min(times, key=times.__getitem__)
 
 
-def kernels(engine: Any, requests: int) -> tuple[float, list[tuple[str, float]]]:
-    """Microseconds in which the GPU is busy in a decode step, and those of each kernel by name, the longest first."""
+def kernels(engine: Any, requests: int) -> list[tuple[str, float]]:
+    """Microseconds of a decode step in which the GPU is busy, by kernel, the longest first; see `alone_of`."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -291,22 +291,22 @@ def kernels(engine: Any, requests: int) -> tuple[float, list[tuple[str, float]]]
             next(steps)
     for _ in steps:
         pass
-    launched = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    times = alone_of(
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    )
+    return sorted(((name, us / PROFILED_STEPS) for name, us in times.items()), key=lambda named: -named[1])
+
+
+def alone_of(launches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """The time of launches (name, start, end) by name. What overlaps counts once, for the one that began first."""
     times: dict[str, float] = {}
-    for event in launched:
-        us = event.time_range.end - event.time_range.start
-        times[event.name] = times.get(event.name, 0) + us / PROFILED_STEPS
-    busy = covered((event.time_range.start, event.time_range.end) for event in launched) / PROFILED_STEPS
-    return busy, sorted(times.items(), key=lambda named: -named[1])
-
-
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(end - max(start, reached), 0)
+    reached = -math.inf
+    for name, start, end in sorted(launches, key=lambda launch: launch[1:]):
+        times[name] = times.get(name, 0) + max(end - max(start, reached), 0)
         reached = max(reached, end)
-    return total
+    return times
 
 
 QUESTIONS = {
@@ -528,9 +528,9 @@ def compare_kernels(engines: dict[str, Engine], requests: int, heading: str, fil
     """The GPU's time of a decode step; each kernel's goes into the file."""
     row = {}
     for name in ("ours", "stock"):
-        busy, found = engines[name].ask("kernels", requests)
-        row[f"gpu_us_{name}"] = round(busy, 1)
-        lines = [f"{us:9.1f} {kernel[:100]}" for kernel, us in found[:25]]
+        found = engines[name].ask("kernels", requests)
+        row[f"gpu_us_{name}"] = round(sum(us for _, us in found), 1)
+        lines = [f"{us:9.1f} {kernel[:100]}" for kernel, us in found[:40]]
         with file.open("a") as log:
             log.write("\n".join([f"--- {heading}, {name}", *lines, ""]))
     return row

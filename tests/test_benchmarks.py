@@ -369,27 +369,42 @@ def test_engines_are_compared_under_the_same_text(module, monkeypatch):
 
 
 def test_errors_of_log_probabilities(module):
-    """And how sure their difference is: of distances 0.5, 0, 1 and 0, 0.5, 0.25 those differ by 0.5, -0.5, 0.75."""
+    """And how sure their difference is: of distances 0.5, 0, 1 and 0, 0.5, 0.25 those differ by 0.5, -0.5, 0.75.
+
+    Those of the first token of each prompt by 0.5, 0.75.
+    """
     pytest.importorskip("torch")
-    errors = module("vllm_engine").logprob_errors([[0.5, -1.0], [-4.0]], [[0.0, -1.5], [-3.25]], [[0.0, -1.0], [-3.0]])
-    assert errors == {"logprob_error_ours": 0.5, "logprob_error_stock": 0.25, "logprob_error_noise": 0.381881}
+    ours, stock, exact = [[0.5, -1.0], [-4.0]], [[0.0, -1.5], [-3.25]], [[0.0, -1.0], [-3.0]]
+    assert module("vllm_engine").logprob_errors(ours, stock, exact, 1) == {
+        "logprob_error_ours": 0.5, "logprob_error_stock": 0.25, "logprob_error_noise": 0.381881,
+        "logprob_error_within_topk_ours": 0.75, "logprob_error_within_topk_stock": 0.125,
+        "logprob_error_within_topk_noise": 0.125,
+    }  # fmt: skip
 
 
-def test_speed_is_of_blocks_around_which_the_machine_was_fastest(module):
-    """Two of eight blocks count, whatever their own steps took; the slowest and fastest of all are told."""
+def test_speed_is_of_pairs_around_which_the_machine_was_fastest(module):
+    """Two of four pairs count, whatever their own steps took; the ratio and the slowest and fastest are of all."""
     program = module("vllm_engine")
-    quiet = [program.Block(0.002, 100.0), program.Block(0.004, 110.0)]
-    others = [program.Block(0.001, 160.0), program.Block(0.008, 300.0), *[program.Block(0.005, 200.0)] * 4]
-    assert program.speed_of("ours", 3, [0.5, 0.25], [*others[:3], *quiet, *others[3:]]) == {
+    loops = [(100.0, 120.0), (90.0, 300.0), (110.0, 110.0), (200.0, 90.0)]
+    steps = [(0.002, 0.004), (0.001, 0.001), (0.004, 0.006), (0.008, 0.024)]
+    blocks = {
+        name: [program.Block(step[i], loop[i]) for step, loop in zip(steps, loops, strict=True)]
+        for i, name in enumerate(("ours", "stock"))
+    }
+    found = program.speeds(3, blocks)
+    assert found.pop("tokens_per_s_ratio_noise") > 0
+    assert found == {
         "tokens_per_s_ours": 1000.0, "tokens_per_s_ours_low": 375.0, "tokens_per_s_ours_high": 3000.0,
-        "loop_us_ours": 105.0, "first_tokens_s_ours": 0.25,
+        "tokens_per_s_stock": 600.0, "tokens_per_s_stock_low": 125.0, "tokens_per_s_stock_high": 3000.0,
+        "loop_us_ours": 105.0, "loop_us_stock": 115.0, "tokens_per_s_ratio": 1.75,
     }  # fmt: skip
 
 
 def test_time_that_overlaps_counts_once(module):
-    covered = module("vllm_engine").covered
-    assert covered([(6, 7), (0, 2), (1, 3), (1.5, 2.5), (3, 4)]) == 5
-    assert covered([]) == 0
+    alone_of = module("vllm_engine").alone_of
+    launches = [("c", 6, 7), ("a", 0, 2), ("b", 1, 3), ("d", 1.5, 2.5), ("c", 3, 4)]
+    assert alone_of(launches) == {"a": 2, "b": 1, "d": 0, "c": 2}
+    assert alone_of([]) == {}
 
 
 def test_rows_of_engines_take_the_place_of_those_of_as_many_gpus(module, monkeypatch, tmp_path, harness):
