@@ -29,6 +29,7 @@ class Float32Impl(CupyMLASparseImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         indexer.select_rows, indexer.select_rows_paged = select_rows, select_rows_paged  # of this process
+        indexer.taking_slots.clear()
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
         if isinstance(q, tuple):
@@ -97,10 +98,12 @@ def select_rows_paged(
     max_context_len: int,
     k: int,
     *,
+    slots: bool = False,
     max_workspace_bytes: int = 0,
     out: torch.Tensor,
 ) -> None:
-    """As `cupy_mla.select_rows_paged`, request by request."""
+    """As `cupy_mla.select_rows_paged`, request by request; positions only."""
+    assert not slots
     blocks, n = kv_cache.view(torch.uint8).flatten(1), q8.shape[1]
     key_bytes = 128 * kv_cache.shape[1]
     for r, lens in enumerate(context_lens.view(len(q8), n)):

@@ -145,6 +145,7 @@ SOURCES = {
                 prefill: Any
 
             max_query_len: int
+            num_actual_tokens: int
             block_table: Any
             req_id_per_token: Any
             block_size: int
@@ -165,7 +166,8 @@ SOURCES = {
                 requests = torch.zeros(batch.num_actual_tokens, dtype=torch.int32)
                 requests[: int(query_lens.sum())] = torch.arange(len(query_lens)).repeat_interleave(query_lens).int()
                 return FlashMLASparseMetadata(
-                    int(query_lens.max()), batch.block_table_tensor, requests, self.block_size, extra
+                    int(query_lens.max()), batch.num_actual_tokens, batch.block_table_tensor, requests,
+                    self.block_size, extra,
                 )
 
             def _build_fp8_mixed_decode_prefill(self, common_attn_metadata):

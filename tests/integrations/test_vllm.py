@@ -46,7 +46,7 @@ def modules(vllm: None) -> Iterator[SimpleNamespace]:
 
 def layer_indexer(buffer: torch.Tensor, fp4: bool = False) -> SimpleNamespace:
     """vLLM's indexer of a layer, with its op and its cache of keys."""
-    cache = SimpleNamespace(prefix="layer.k_cache", kv_cache=torch.zeros(0))
+    cache = SimpleNamespace(prefix="layer.indexer.k_cache", kv_cache=torch.zeros(0))
     stock = loaded("vllm.model_executor.layers.sparse_attn_indexer")
     op = stock.SparseAttnIndexer(cache, 128, "ue8m0", K, 128, MAX_LEN, 10 * MAX_LEN, buffer, use_fp4_cache=fp4)
     return loaded("vllm.model_executor.models.deepseek_v2").Indexer(op, cache, buffer)
@@ -368,7 +368,7 @@ def test_indexer(modules, rng, monkeypatch, query_lens: list[int], speculative: 
     decodes = next((i for i, n in enumerate(query_lens) if n > speculative), requests)
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     modules.context.attn_metadata = {
-        "layer.k_cache": batch_metadata(modules, table, query_lens, seq_lens, starts, decodes, speculative)
+        "layer.indexer.k_cache": batch_metadata(modules, table, query_lens, seq_lens, starts, decodes, speculative)
     }
     hidden = torch.zeros(tokens + padding, 4)
     got = indexer.indexer_op(hidden, as_torch(q8.view(E4M3)), torch.zeros(tokens + padding, 128), as_torch(w))
@@ -383,6 +383,81 @@ def test_indexer(modules, rng, monkeypatch, query_lens: list[int], speculative: 
             logits = oracle_indexer.logits(q8[t], keys, np.ones(seen), w[t])
             want[t] = oracle_indexer.topk(logits, K, 0, seen)
     np.testing.assert_array_equal(valid_first(np.sort(buffer.numpy())) if exact else buffer.numpy(), want)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "speculative", "case"),
+    [
+        ([1, 1, 1], 1, "slots"), ([2, 2], 2, "slots"), ([1, 1, 4], 1, "a prefill"), ([1, 2], 2, "unequal decodes"),
+        ([1, 1, 1], 1, "another table"), ([1, 1, 1], 1, "another block size"), ([1, 1, 1], 1, "attention of its own"),
+        ([2, 2], 2, "gathered"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("heads", [8, 64])
+def test_decodes_choose_slots(
+    modules, rng, monkeypatch, query_lens: list[int], speculative: int, case: str, heads: int
+) -> None:
+    """Of the layer's attention, if it is over the same batch by the same table; its results are the same bits."""
+    requests, tokens, width = len(query_lens), sum(query_lens), MAX_LEN // BLOCK_SIZE
+    seq_lens = [n + int(rng.integers(0, MAX_LEN - n + 1)) for n in query_lens]
+    seq_lens[0] = query_lens[0]  # fewer than k
+    table = as_torch(rng.permutation(requests * width + 1)[: requests * width].reshape(requests, width).astype("i4"))
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
+    decodes = next((i for i, n in enumerate(query_lens) if n > speculative), requests)
+    batch = batch_metadata(modules, table.numpy(), query_lens, seq_lens, starts, decodes, speculative)
+    batch.decode.block_table = table[:decodes]
+    q8 = as_torch(indexers.exact_codes(rng, tokens, HEADS, 128).view(E4M3))
+    weights = as_torch(indexers.exact_weights(rng, tokens, HEADS))
+    codes = indexers.exact_codes(rng, requests * width + 1, BLOCK_SIZE, 128)
+    rows = torch.randn(requests * width + 1, BLOCK_SIZE, 576).bfloat16()
+    q = torch.randn(tokens, heads, 576).bfloat16()
+    extra = SimpleNamespace(prefill=SimpleNamespace(chunks=[])) if case == "gathered" else None
+    converted = []
+    convert = modules.sparse_mla.convert_req_index_to_global_index
+    monkeypatch.setattr(
+        modules.sparse_mla, "convert_req_index_to_global_index",
+        lambda *a, **k: (converted.append(True), convert(*a, **k))[1],
+    )  # fmt: skip
+
+    def outcome(its_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.full((tokens + 1, K), 77, dtype=torch.int32)
+        indexer = layer_indexer(buffer)
+        indexer.k_cache.kv_cache = as_torch(indexers.key_cache(codes, np.ones(codes.shape[:2], np.float32)))
+        indexer.indexer_op.skip_k_cache_insert = True
+        impl = modules.sparse_mla.CupyMLASparseImpl(heads, 576, SCALE, "auto", indexer=indexer)
+        if case == "attention of its own":
+            modules.indexer.taking_slots.clear()
+        request = torch.arange(requests).repeat_interleave(torch.tensor(query_lens)).int()
+        block_size = BLOCK_SIZE * (1 + (case == "another block size"))
+        attention = modules.stock.FlashMLASparseMetadata(max(query_lens), tokens, its_table, request, block_size, extra)
+        modules.context.attn_metadata = {"layer.indexer.k_cache": batch, "layer.attn": attention}
+        indexer.indexer_op(torch.zeros(tokens, 4), q8, torch.zeros(tokens, 128), weights)
+        attention.block_size, attention.fp8_extra_metadata = BLOCK_SIZE, None
+        return buffer.clone(), impl.forward_mqa(q, rows, attention, None)[0]
+
+    positions, want = outcome(table.clone())
+    assert converted
+    converted.clear()
+    buffer, got = outcome(table.clone() if case == "another table" else table)
+    assert bool(converted) == (case != "slots")
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+    if case == "slots":
+        request = np.repeat(np.arange(requests), query_lens)[:, None]
+        at = positions[:tokens].numpy()
+        slots = table.numpy()[request, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+        np.testing.assert_array_equal(buffer[:tokens].numpy(), np.where(at < 0, -1, slots))
+    else:
+        assert torch.equal(buffer, positions)
+
+
+def test_slots_of_another_block_table_are_an_error(modules) -> None:
+    """Of a layer that takes another layer's choice."""
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    slots = modules.indexer.ChosenSlots(table, torch.ones(2, dtype=torch.int32))
+    assert slots.checked(table[:1]) is slots
+    with pytest.raises(RuntimeError, match="another block table"):
+        slots.checked(table.clone())
 
 
 def batch_metadata(modules, table, query_lens, seq_lens, starts, decodes: int, speculative: int):
@@ -420,7 +495,7 @@ def test_indexer_writes_keys(modules, rng) -> None:
     cache = indexer.k_cache.kv_cache = torch.zeros(2, BLOCK_SIZE, 132, dtype=torch.uint8)
     modules.indexer.adopt(indexer)
     slots = torch.tensor([3, BLOCK_SIZE, -1])
-    modules.context.attn_metadata = {"layer.k_cache": modules.metadata.DeepseekV32IndexerMetadata(slots, 0, 0)}
+    modules.context.attn_metadata = {"layer.indexer.k_cache": modules.metadata.DeepseekV32IndexerMetadata(slots, 0, 0)}
     k, q = torch.randn(4, 128).bfloat16(), torch.zeros(4, HEADS, 128).to(torch.float8_e4m3fn)
     indexer.indexer_op(torch.zeros(4, 4), q, k, torch.zeros(4, HEADS))
     want = torch.zeros_like(cache)

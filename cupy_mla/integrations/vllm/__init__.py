@@ -41,6 +41,7 @@ FLASHMLA_SPARSE: Needs = {
         "FlashMLASparseBackend.get_impl_cls()",
         "FlashMLASparseBackend.supports_compute_capability(cls, capability)",
         "FlashMLASparseMetadata.max_query_len",
+        "FlashMLASparseMetadata.num_actual_tokens",
         "FlashMLASparseMetadata.block_table",
         "FlashMLASparseMetadata.req_id_per_token",
         "FlashMLASparseMetadata.block_size",

@@ -1,6 +1,10 @@
-"""The lightning indexer in vLLM 0.22: keys into the cache, logits and exact top-k by our operations, no DeepGEMM."""
+"""The lightning indexer in vLLM 0.22: keys into the cache, logits and exact top-k by our operations, no DeepGEMM.
 
-from typing import TYPE_CHECKING, Any
+In batches of decodes alone the top-k writes slots of the paged cache, not positions, so that attention has nothing to
+convert (`ChosenSlots`).
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm.envs as envs
@@ -34,6 +38,28 @@ else:
 # An op of our own, so that vLLM's stays as it is for models with another backend.
 LIBRARY: torch.library.Library = torch.library.Library("cupy_mla_vllm", "DEF")
 OP = "sparse_attn_indexer"
+
+
+class ChosenSlots(NamedTuple):
+    """Of a buffer whose rows hold slots, -1 behind them, where positions would stand otherwise.
+
+    Attributes:
+        block_table: by which positions became slots.
+        lengths: [tokens] int32 tokens in the context of each query token. Of so many entries, or of all, none is -1.
+    """
+
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+
+    def checked(self, block_table: torch.Tensor) -> "ChosenSlots":
+        """These slots, for attention with a block table. A layer that takes another layer's choice comes here, too."""
+        if not _same(self.block_table, block_table):
+            raise RuntimeError("the indexer chose slots of another block table than this layer's")
+        return self
+
+
+chosen_slots: dict[int, ChosenSlots] = {}  # by the buffer's address; what is not here holds positions
+taking_slots: set[str] = set()  # the indexer caches of layers whose attention looks there
 
 
 class CupyMLAIndexerBuilder(StockBuilder):
@@ -95,6 +121,7 @@ def adopt(indexer: Any) -> None:
     op.__class__ = CupyMLAIndexer
     op._forward_method = op.forward_cuda
     indexer.k_cache.get_attn_backend = lambda: CupyMLAIndexerBackend
+    taking_slots.add(indexer.k_cache.prefix)
     _end_graphs_before_the_op()
 
 
@@ -127,14 +154,19 @@ def sparse_attn_indexer(
     topk_indices_buffer: torch.Tensor,
     skip_k_cache_insert: bool,
 ) -> None:
-    """Fill the first rows of `topk_indices_buffer`, one a token, with positions in the token's request, -1 behind."""
+    """Fill the first rows of `topk_indices_buffer`, one a token, with positions in the token's request, -1 behind.
+
+    Or with slots, and `chosen_slots` says so.
+    """
     metadata = get_forward_context().attn_metadata
     max_logits_bytes = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
     if not isinstance(metadata, dict):  # a profiling run: take the memory that the largest batch will
         _gathered(total_seq_lens, q_quant.dtype)
         hidden_states.new_empty(max_logits_bytes, dtype=torch.uint8)
         return
-    batch = metadata[_resolve_layer_name(k_cache_prefix)]
+    name = _resolve_layer_name(k_cache_prefix)
+    batch = metadata[name]
+    chosen_slots.pop(topk_indices_buffer.data_ptr(), None)
     if not skip_k_cache_insert:
         tokens = len(batch.slot_mapping)
         indexer_k_quant_and_cache(k[:tokens], kv_cache, batch.slot_mapping, _scale_format(scale_fmt))
@@ -155,7 +187,33 @@ def sparse_attn_indexer(
                 topk_tokens, max_workspace_bytes=max_logits_bytes, out=out[part],
             )  # fmt: skip
     if decodes:
-        _decode(q_quant[:decodes], kv_cache, weights[:decodes], batch.decode, max_model_len, max_logits_bytes, out)
+        attention = metadata.get(name.removesuffix(".indexer.k_cache") + ".attn")
+        slots = name in taking_slots and _same_decodes(attention, batch, kv_cache.shape[1])
+        _decode(
+            q_quant[:decodes], kv_cache, weights[:decodes], batch.decode, max_model_len, max_logits_bytes, slots, out
+        )
+        if slots:
+            chosen = ChosenSlots(batch.decode.block_table, batch.decode.seq_lens.view(-1))
+            chosen_slots[topk_indices_buffer.data_ptr()] = chosen
+
+
+def _same_decodes(attention: Any, batch: Any, block_size: int) -> bool:
+    """Whether the layer's attention, by its metadata, is over the same decodes and no more, by the same block table."""
+    decode = batch.decode
+    return (
+        attention is not None
+        and attention.num_actual_tokens == batch.num_decode_tokens
+        and attention.block_size == block_size
+        and getattr(attention.fp8_extra_metadata, "prefill", None) is None
+        and not decode.requires_padding
+        and decode.seq_lens.is_contiguous()
+        and _same(attention.block_table, decode.block_table)
+    )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether rows of block tables are the same memory; one may have more rows."""
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape[1] == b.shape[1]
 
 
 def _decode(
@@ -165,6 +223,7 @@ def _decode(
     decode: Any,
     max_model_len: int,
     max_logits_bytes: int,
+    slots: bool,
     out: torch.Tensor,
 ) -> None:
     """The decodes of a batch. Where requests have unequal numbers of query tokens, each token is a request."""
@@ -177,7 +236,7 @@ def _decode(
         lens, table = lens[request, place], table[request]
     select_rows_paged(
         q.view(len(table), -1, *q.shape[1:]), kv_cache, weights, lens, table, max_model_len, out.shape[1],
-        max_workspace_bytes=max_logits_bytes, out=out[:tokens],
+        slots=slots, max_workspace_bytes=max_logits_bytes, out=out[:tokens],
     )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ gathering, and attention over FP8 and bf16 caches for any number of heads, none 
 also hands the layer's indexer over (`indexer.adopt`), so a model that does not select this backend is not touched.
 
 Our indexer puts -1 behind a token's positions only. So the number of valid entries is where a token's list ends, and
-attention skips the rest: with few tokens in the cache most of it.
+attention skips the rest: with few tokens in the cache most of it. Where it chose slots (`indexer.ChosenSlots`), nothing
+is converted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ...ops.indices import convert_req_index_to_global_index
 from . import cache_write
-from .indexer import adopt
+from .indexer import adopt, chosen_slots
 from .rebound import rebound
 
 if TYPE_CHECKING:
@@ -104,15 +105,7 @@ class CupyMLASparseImpl(StockImpl):
         tokens = q.shape[0]
         extra = attn_metadata.fp8_extra_metadata
         prefill = getattr(extra, "prefill", None)
-        slots, counts = convert_req_index_to_global_index(
-            attn_metadata.req_id_per_token,
-            attn_metadata.block_table,
-            self.topk_indices_buffer[:tokens],
-            attn_metadata.block_size,
-            prefill.request_ids if prefill else None,
-            prefill.workspace_starts if prefill else None,
-            return_valid_counts=True,
-        )
+        slots, counts = self._slots(tokens, attn_metadata, prefill)
         out = q.new_empty((tokens, q.shape[1], self.kv_lora_rank))
         cache = kv_c_and_k_pe_cache
         if self.kv_cache_dtype != "fp8_ds_mla":
@@ -126,6 +119,21 @@ class CupyMLASparseImpl(StockImpl):
             for chunk in prefill.chunks if prefill else ():
                 self._attend_gathered(q, cache, slots, counts, out, chunk)
         return out, None
+
+    def _slots(self, tokens: int, metadata: Any, prefill: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each token's rows lie, -1 behind them, and how many; a number beyond topk stands for all."""
+        chosen = self.topk_indices_buffer[:tokens]
+        if (found := chosen_slots.get(chosen.data_ptr())) is not None:
+            return chosen, found.checked(metadata.block_table).lengths
+        return convert_req_index_to_global_index(
+            metadata.req_id_per_token,
+            metadata.block_table,
+            chosen,
+            metadata.block_size,
+            prefill.request_ids if prefill else None,
+            prefill.workspace_starts if prefill else None,
+            return_valid_counts=True,
+        )
 
     def _decode(
         self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
