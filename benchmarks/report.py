@@ -210,11 +210,17 @@ def vllm_speed(row: Row) -> dict[str, str]:
 
     has_gpu = "gpu_us_ours" in row
     loops = f"{row['loop_us_ours']:.0f} and {row['loop_us_stock']:.0f}" if "loop_us_ours" in row else ""
+    pairs = (
+        f"{row['tokens_per_s_ratio']:.3f} ± {row['tokens_per_s_ratio_noise']:.3f}"
+        if "tokens_per_s_ratio" in row
+        else ""
+    )
     return {
         "setting": row["setting"],
         "tokens a second, ours": rate("ours"),
         "vLLM's": rate("stock"),
         "ours / vLLM's": f"{row['tokens_per_s_ours'] / row['tokens_per_s_stock']:.2f}",
+        "of all pairs": pairs,
         "µs of a piece of Python beside both": loops,
         "GPU, µs a step, ours": f"{row['gpu_us_ours']:.0f}" if has_gpu else "",
         "vLLM's own": f"{row['gpu_us_stock']:.0f}" if has_gpu else "",
