@@ -194,9 +194,13 @@ def vllm_results(name: str, row: Row) -> dict[str, str]:
         "gap where not": of("gap_apart"),
         "equal to one GPU's, ours": of("tokens_equal_one_gpu_ours"),
         "vLLM's": of("tokens_equal_one_gpu_stock"),
+        "ours, one kernel and float32 sums": of("tokens_equal_one_gpu_alike"),
         "log-probability error, ours": of("logprob_error_ours", ".5f"),
         "vLLM's own": of("logprob_error_stock", ".5f"),
         "± of their difference": of("logprob_error_noise", ".5f"),
+        "within topk, ours": of("logprob_error_within_topk_ours", ".5f"),
+        "vLLM's own, within topk": of("logprob_error_within_topk_stock", ".5f"),
+        "± within topk": of("logprob_error_within_topk_noise", ".5f"),
     }
 
 
@@ -215,12 +219,18 @@ def vllm_speed(row: Row) -> dict[str, str]:
         if "tokens_per_s_ratio" in row
         else ""
     )
+    firsts = (
+        f"{row['first_tokens_ms_ours']:.1f} and {row['first_tokens_ms_stock']:.1f}"
+        if "first_tokens_ms_ours" in row
+        else ""
+    )
     return {
         "setting": row["setting"],
         "tokens a second, ours": rate("ours"),
         "vLLM's": rate("stock"),
         "ours / vLLM's": f"{row['tokens_per_s_ours'] / row['tokens_per_s_stock']:.2f}",
         "of all pairs": pairs,
+        "first tokens, ms, ours and vLLM's": firsts,
         "µs of a piece of Python beside both": loops,
         "GPU, µs a step, ours": f"{row['gpu_us_ours']:.0f}" if has_gpu else "",
         "vLLM's own": f"{row['gpu_us_stock']:.0f}" if has_gpu else "",

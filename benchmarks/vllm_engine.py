@@ -19,9 +19,12 @@ all start at the same time. While two of them are measured, the others are stopp
   fastest, half of them: `tokens_per_s` is of the median of their steps, `loop_us` the piece's time around them.
   `_low` and `_high`: of the slowest and the fastest of all blocks. `tokens_per_s_ratio`: ours to stock's in a pair, the
   median of all pairs; `_noise` its standard error.
-- `first_tokens_s`: until every request has its first token, the faster of two.
+- `first_tokens_ms`: until every request has its first token, of prompts as long as the engine has not seen yet. The
+  median of a few times, ours and stock in turn, on the fastest core.
 - `gpu_us`: the time in a decode step in which the GPU works on kernels or copies. Launches that overlap count once.
-- with tensor parallelism also the tokens of the same kernels on one GPU, but no `gpu_us`.
+- with tensor parallelism no `gpu_us`, but `_one_gpu`: the tokens of the same engine on one GPU, which differ by
+  roundings: each GPU's part of a sum becomes bfloat16, and with fewer heads other kernels are chosen.
+  `_one_gpu_alike`: ours without these two: sums in float32 (`vllm_float32_sums.py`), the kernel ALIKE for all batches.
 
 Engines of one layer can be compared token by token. With more layers rounding changes what later indexers choose.
 """
@@ -52,7 +55,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 
 Row = dict[str, Any]
-MORE_PROMPTS = [3000] * 24  # for log-probabilities
+MORE_PROMPTS = [3000] * 24 + [511] * 96  # for log-probabilities
 PROMPTS = [7, 23, 64, 65, 130, 250, 400, 511, 512, 513, 600, 777, 1000, 1023, 1024, 1300, 1600, 2000, 2047, 2048, 2222,
            2500, 2800, 3000]  # fmt: skip
 NEW_TOKENS = 8
@@ -64,6 +67,8 @@ PAIRS_A_CORE = 8  # until the fastest core is looked for again
 SPEED_TOKENS = 8 + (PAIRS + 1) * (BLOCK_STEPS + 1) + PREFILL_STEPS
 QUIETEST = 2  # of so many pairs one counts
 REQUESTS = (1, 16, 64)
+FIRST_TOKENS = {1: 8, 16: 4, 64: 2}  # how often first tokens are timed, by requests
+ALIKE = "bf16_sm90"
 MEASURING = 40  # seconds of the limit that starting leaves
 VARIANTS = ("stock", "ours", "float32")
 
@@ -141,11 +146,11 @@ def start(setting: Setting, variant: str, model: str, tensor_parallel: int) -> A
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         register_backend(AttentionBackendEnum.CUSTOM, "vllm_float32.Float32Backend")
-    selected = variant == "float32" or (variant == "ours" and setting.place == "custom")
+    selected = variant in ("float32", "alike") or (variant == "ours" and setting.place == "custom")
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     if setting.mode == "graphs":
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    eager = setting.mode == "eager" or variant == "float32"
+    eager = setting.mode == "eager" or variant in ("float32", "alike")
     return LLM(
         model, skip_tokenizer_init=True, max_model_len=4096, max_num_batched_tokens=4096, max_num_seqs=64,
         kv_cache_dtype=setting.cache, block_size=64, enable_prefix_caching=False, gpu_memory_utilization=0.04,
@@ -233,35 +238,59 @@ class Block(NamedTuple):
     loop_us: float
 
 
+def first_tokens(engine: Any, requests: int, length: int, core: int | None) -> float:
+    """Serve requests of one token each, of prompts of a length. Returns the seconds."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    prompts = [{"type": "token", "prompt_token_ids": prompt} for prompt in prompts_of([length] * requests)]
+    llm = engine.llm_engine
+    with on_core(core):
+        began = time.perf_counter()
+        for prompt in prompts:
+            llm.add_request(f"first {next(NUMBERS)}", prompt, params)
+        while llm.has_unfinished_requests():
+            llm.step()
+        return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Run on one core of the machine; None: on any."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, CORES)
+
+
 class Served:
     """What this process is decoding."""
 
     steps: Iterator[float] = iter(())
 
 
-def serve_requests(engine: Any, requests: int, new: int) -> float:
-    """Begin with requests. Returns the seconds until all have their first token."""
-    end_requests(engine)
-    began = time.perf_counter()
+def serve_requests(engine: Any, requests: int, new: int) -> bool:
+    """Begin with requests, until all have their first token."""
     Served.steps = decoding(engine, requests, new)
-    return next(Served.steps) - began
+    next(Served.steps)
+    return True
 
 
 def block(engine: Any, core: int | None) -> Block:
     """A few steps on a core of the machine. The first is not counted: caches hold what ran before."""
-    if core is not None:
-        os.sched_setaffinity(0, {core})
-    loop = loop_us()
-    next(Served.steps)
-    ends = [time.perf_counter(), *itertools.islice(Served.steps, BLOCK_STEPS)]
-    return Block(statistics.median(b - a for a, b in itertools.pairwise(ends)), max(loop, loop_us()))
+    with on_core(core):
+        loop = loop_us()
+        next(Served.steps)
+        ends = [time.perf_counter(), *itertools.islice(Served.steps, BLOCK_STEPS)]
+        return Block(statistics.median(b - a for a, b in itertools.pairwise(ends)), max(loop, loop_us()))
 
 
 def end_requests(engine: Any) -> bool:
-    """Serve what is left, and go back to all cores."""
+    """Serve what is left."""
     for _ in Served.steps:
         pass
-    os.sched_setaffinity(0, CORES)
     return True
 
 
@@ -272,9 +301,8 @@ def fastest_core() -> int:
     """The core on which a piece of Python takes the least time now."""
     times = {}
     for core in CORES:
-        os.sched_setaffinity(0, {core})
-        times[core] = loop_us(7)
-    os.sched_setaffinity(0, CORES)
+        with on_core(core):
+            times[core] = loop_us(7)
     return min(times, key=times.__getitem__)
 
 
@@ -311,7 +339,7 @@ def alone_of(launches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
 
 QUESTIONS = {
     "continuations": continuations, "prompt_logprobs": prompt_logprobs, "kernels": kernels,
-    "serve_requests": serve_requests, "block": block, "end_requests": end_requests,
+    "first_tokens": first_tokens, "serve_requests": serve_requests, "block": block, "end_requests": end_requests,
 }  # fmt: skip
 
 
@@ -331,12 +359,16 @@ class Engine:
         self.seconds: float | None = None
         self._log = folder / f"{setting} {variant} {tensor_parallel}.log".replace(" ", "_")
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-        os.environ["CUPY_MLA_VLLM"] = setting.place if variant == "ours" else "off" if variant == "float32" else ""
+        place = {"ours": setting.place, "stock": "", "float32": "off", "alike": "custom"}[variant]
+        own = {"CUPY_MLA_VLLM": place}
+        if variant == "alike":
+            own |= {"CUPY_MLA_KERNELS": ALIKE, "VLLM_FLOAT32_SUMS": "1"}
         self.process = multiprocessing.get_context("spawn").Process(
             target=serve, args=(theirs, str(self._log), setting, variant, str(folder / setting.model), tensor_parallel)
         )
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(tensor_parallel > 1))
-        self.process.start()
+        own["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(tensor_parallel > 1))
+        with environment_of(own):
+            self.process.start()
         assert self.process.pid
         self.group = self.process.pid
         theirs.close()
@@ -366,6 +398,18 @@ class Engine:
     def last_lines(self, count: int = 12) -> str:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return "\n".join([f"--- {self.name}", *(line[:230] for line in lines[-count:])])
+
+
+@contextlib.contextmanager
+def environment_of(variables: dict[str, str]) -> Iterator[None]:
+    """These variables for processes that are started meanwhile."""
+    before = dict(os.environ)
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
 
 
 def started(engines: list[Engine], deadline: float) -> list[Engine]:
@@ -459,8 +503,8 @@ def compare_results(setting: Setting, engines: dict[str, Engine], rows: list[Row
     row: Row = {"setting": str(setting), "start_s_ours": ours.seconds, "start_s_stock": stock.seconds}
     if setting.compared:
         row |= compare(ours, stock)
-        for variant in ("ours", "stock"):
-            if f"{variant} on one GPU" in engines:
+        for variant in ("ours", "stock", "alike"):
+            if {variant, f"{variant} on one GPU"} <= engines.keys():
                 same = compare(engines[variant], engines[f"{variant} on one GPU"])
                 row[f"tokens_equal_one_gpu_{variant}"] = same["tokens_equal"]
                 row[f"gap_apart_one_gpu_{variant}"] = same["gap_apart"]
@@ -486,12 +530,17 @@ def compare_speeds(
 
 def compare_speed(pair: dict[str, Engine], requests: int, one_core: bool) -> Row:
     """Tokens a second of so many requests, ours and stock in turn."""
+    for engine in pair.values():
+        engine.ask("first_tokens", requests, SPEED_PROMPT, None)
     firsts: dict[str, list[float]] = {name: [] for name in pair}
-    for new in (2 + PREFILL_STEPS, SPEED_TOKENS):
-        for name, engine in pair.items():
-            firsts[name].append(engine.ask("serve_requests", requests, new))
-    blocks: dict[str, list[Block]] = {name: [] for name in pair}
     core = None
+    for turn in range(FIRST_TOKENS[requests]):
+        core = fastest_core() if one_core else None
+        for name in reversed(pair) if turn % 2 else pair:
+            firsts[name].append(pair[name].ask("first_tokens", requests, SPEED_PROMPT - 1 - turn, core))
+    for engine in pair.values():
+        engine.ask("serve_requests", requests, SPEED_TOKENS)
+    blocks: dict[str, list[Block]] = {name: [] for name in pair}
     for turn in range(PAIRS):
         if one_core and turn % PAIRS_A_CORE == 0:
             core = fastest_core()
@@ -499,7 +548,8 @@ def compare_speed(pair: dict[str, Engine], requests: int, one_core: bool) -> Row
             blocks[name].append(pair[name].ask("block", core))
     for engine in pair.values():
         engine.ask("end_requests")
-    return speeds(requests, blocks) | {f"first_tokens_s_{name}": round(min(firsts[name]), 4) for name in pair}
+    medians = {f"first_tokens_ms_{name}": round(1e3 * statistics.median(times), 1) for name, times in firsts.items()}
+    return speeds(requests, blocks) | medians
 
 
 def speeds(requests: int, blocks: dict[str, list[Block]]) -> Row:
@@ -551,7 +601,7 @@ def shown(row: dict[str, Any]) -> str:
     parts += [f"{name.removeprefix('tokens_equal_')} {row[name]}" for name in row if "one_gpu" in name]
     for name, short in (
         ("logprob_error", "logp"), ("logprob_error_within_topk", "within topk"), ("tokens_per_s", "t/s"),
-        ("loop_us", "loop"), ("first_tokens_s", "first"), ("gpu_us", "gpu"), ("start_s", "start"),
+        ("loop_us", "loop"), ("first_tokens_ms", "first"), ("gpu_us", "gpu"), ("start_s", "start"),
     ):  # fmt: skip
         if f"{name}_ours" in row:
             parts.append(f"{short} {row[f'{name}_ours']}:{row[f'{name}_stock']}")
@@ -573,7 +623,8 @@ def prepare(pack: Path, folder: Path) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupy_mla\nVersion: 0\n")
     points = setup["options.entry_points"]["vllm.general_plugins"]
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]{points}\n")
+    sums = "float32_sums = vllm_float32_sums:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]{points}\n{sums}\n")
     paths = [str(ROOT), str(ROOT / "benchmarks"), str(info.parent), os.environ["PYTHONPATH"]]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.path.extend(paths[1:])  # vLLM's packages after the machine's own
@@ -680,6 +731,9 @@ def main() -> None:
                 engines[setting, variant] = Engine(folder, setting, variant, options.tensor_parallel)
             if variant != "float32" and several and setting.compared:
                 engines[setting, f"{variant} on one GPU"] = Engine(folder, setting, variant, 1)
+        if several and setting.compared and setting.cache == "auto":
+            engines[setting, "alike"] = Engine(folder, setting, "alike", options.tensor_parallel)
+            engines[setting, "alike on one GPU"] = Engine(folder, setting, "alike", 1)
     warmups = [
         subprocess.Popen(
             [sys.executable, "-m", "cupy_mla", "warmup", "--heads", str(heads), "--layout", layout], cwd=ROOT,
