@@ -32,7 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 BEGAN = time.monotonic()
 SETS = 4  # input sets in rotation, so that nothing stays in L2 that would not in service
-REPEATS = 15
+REPEATS = 16
 NO_PEER = 3  # exit status
 DIFFERENCE = 0.03  # norm of the difference of two results, relative
 
@@ -107,7 +107,9 @@ def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def time_side_by_side(*candidates: Sequence[Call]) -> list[float]:
-    """Microseconds a call of each candidate, median over alternating replays.
+    """Microseconds a call of each candidate, median over replays in turn, each time beginning with another candidate.
+
+    Which is first matters: the same kernel took up to 3 us more in the first place than in the third.
 
     Args:
         candidates: for each, its calls on the input sets, in the same order for all.
@@ -115,15 +117,16 @@ def time_side_by_side(*candidates: Sequence[Call]) -> list[float]:
     graphs = [graph_of(calls) for calls in candidates]
     times: list[list[float]] = [[] for _ in graphs]
     for repeat in range(REPEATS + 2):
-        for graph, taken in zip(graphs, times, strict=True):
+        for turn in range(len(graphs)):
+            number = (repeat + turn) % len(graphs)
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(200_000)  # so that the host has queued all before the first kernel starts
             start.record()
-            graph.replay()
+            graphs[number].replay()
             stop.record()
             stop.synchronize()
             if repeat >= 2:
-                taken.append(start.elapsed_time(stop) * 1e3 / len(candidates[0]))
+                times[number].append(start.elapsed_time(stop) * 1e3 / len(candidates[0]))
     return [statistics.median(t) for t in times]
 
 
