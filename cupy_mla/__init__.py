@@ -29,7 +29,7 @@ from .ops.absorb import absorb_q, split_kv_b_proj, v_up_proj
 from .ops.attention import plan_splits, sparse_decode, sparse_prefill
 from .ops.cache import concat_and_cache_mla, quantize_and_insert_k_cache
 from .ops.compressed import build_c128a_topk_metadata, compute_global_topk_indices_and_lens, get_compressed_slot_mapping
-from .ops.context_parallel import local_seq_lens, localize_topk, merge_attention, merge_topk
+from .ops.context_parallel import globalize_topk, local_seq_lens, localize_topk, merge_attention, merge_topk
 from .ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache, dequantize_and_gather_k_cache
 from .ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from .ops.indices import convert_req_index_to_global_index
@@ -86,6 +86,7 @@ __all__ = [
     "flash_mla_with_kvcache",
     "get_compressed_slot_mapping",
     "get_mla_metadata",
+    "globalize_topk",
     "indexer_k_quant_and_cache",
     "indexer_logits",
     "layouts",

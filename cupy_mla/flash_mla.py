@@ -203,6 +203,6 @@ def _with_kvcache(
     scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
     out, lse = attention.decode(
         q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
-        num_splits, batch_invariant, is_fp8_kvcache,
+        None, num_splits, batch_invariant, is_fp8_kvcache,
     )  # fmt: skip
     return out, lse, shapes

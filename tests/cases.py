@@ -190,18 +190,18 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 class Output:
-    """A given `out`: poisoned, with gaps that the call must leave alone."""
+    """A given result: poisoned, with gaps that the call must leave alone."""
 
-    def __init__(self, kind: NumPy, shape: tuple[int, ...], gaps: tuple[int, ...]) -> None:
+    def __init__(self, kind: NumPy, shape: tuple[int, ...], gaps: tuple[int, ...], dtype: Any = BF16) -> None:
         self.kind = kind
-        self.host = gapped(poisoned(shape, BF16), *gaps)
+        self.host = gapped(poisoned(shape, dtype), *gaps)
         self.array, self.whole = kind.put_with_allocation(self.host)
 
     def check_gaps(self) -> None:
         self.host[...] = self.kind.take(self.array)
         expected = allocation(self.host)
         after = self.kind.take(self.whole)[: expected.size]
-        assert np.array_equal(after, expected), "memory between the rows of out was written"
+        assert np.array_equal(after, expected), "memory between the rows of a result was written"
 
     def check_unwritten(self) -> None:
         assert (self.kind.take(self.whole) == 0xFF).all(), "out was written"

@@ -75,7 +75,8 @@ def flash_mla_with_kvcache(rng: np.random.Generator) -> Call:
         "block_table": None, "cache_seqlens": None, "head_dim_v": 512, "tile_scheduler_metadata": schedule,
         "is_fp8_kvcache": True,
     }  # fmt: skip
-    return replace(call, operation=cupy_mla.flash_mla_with_kvcache, arrays=arrays, settings=settings)
+    made = {"out": call.made["out"]}
+    return replace(call, operation=cupy_mla.flash_mla_with_kvcache, arrays=arrays, settings=settings, made=made)
 
 
 OPERATIONS: dict[str, Callable[[np.random.Generator], Call]] = {

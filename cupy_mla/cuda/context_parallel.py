@@ -14,6 +14,7 @@ from .program import Launch, Program
 from .structs import Packed
 
 LENS_PER_BLOCK = 128
+ENTRIES_PER_BLOCK = 256
 
 
 @cache
@@ -23,24 +24,30 @@ def local_lens_kernel() -> Kernel:
 
 @cache
 def localize_kernel() -> Kernel:
-    return Kernel("indices/localize.cu", structs.LOCALIZE, {})
+    return Kernel("indices/localize.cu", structs.LOCALIZE, {}, overlaps=True)
+
+
+@cache
+def globalize_kernel() -> Kernel:
+    return Kernel("indices/globalize.cu", structs.GLOBALIZE, {"ENTRIES_PER_BLOCK": ENTRIES_PER_BLOCK}, overlaps=True)
 
 
 @cache
 def merge_topk_kernel() -> Kernel:
-    return Kernel("indexer/merge_topk.cu", structs.MERGE_TOPK, {})
+    return Kernel("indexer/merge_topk.cu", structs.MERGE_TOPK, {}, overlaps=True)
 
 
 @cache
 def merge_ranks_kernel(bf16: bool) -> Kernel:
     """The kernel for partial results in bfloat16 or float32."""
-    return Kernel("attention/merge_ranks.cu", structs.MERGE_RANKS, {"BF16": int(bf16)})
+    return Kernel("attention/merge_ranks.cu", structs.MERGE_RANKS, {"BF16": int(bf16)}, overlaps=True)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield local_lens_kernel()
     yield localize_kernel()
+    yield globalize_kernel()
     yield merge_topk_kernel()
     for bf16 in (False, True):
         yield merge_ranks_kernel(bf16)
@@ -77,6 +84,28 @@ def localize_topk(
         aligned=int(positions.aligned(16)),
     )  # fmt: skip
     return [Launch(localize_kernel(), (tokens, 1, 1), params)]
+
+
+def globalize_topk(
+    gpu: Gpu,
+    logits: Array,
+    positions: Array,
+    world_size: int,
+    rank: int,
+    interleave: int,
+    values: Array,
+    out: Array,
+) -> Program:
+    """Twin of `reference.context_parallel.globalize_topk`."""
+    tokens, width = positions.shape
+    if tokens == 0 or width == 0:
+        return ()
+    params = structs.GLOBALIZE(
+        owner=_ownership(world_size, rank, interleave), logits=logits.ptr, positions=positions.ptr, values=values.ptr,
+        out=out.ptr, logits_stride=logits.strides[0], positions_stride=positions.strides[0],
+        values_stride=values.strides[0], out_stride=out.strides[0], keys=logits.shape[1], width=width,
+    )  # fmt: skip
+    return [Launch(globalize_kernel(), (tokens, ceil_div(width, ENTRIES_PER_BLOCK), 1), params)]
 
 
 def merge_topk(gpu: Gpu, values: Array, positions: Array, k: int, out: Array) -> Program:

@@ -239,6 +239,10 @@ LOCALIZE = Struct(
     "LocalizeParams", owner=OWNERSHIP, positions=POINTER, out=POINTER, length=POINTER, positions_stride=INT64,
     out_stride=INT64, width=INT32, aligned=INT32,
 )  # fmt: skip
+GLOBALIZE = Struct(
+    "GlobalizeParams", owner=OWNERSHIP, logits=POINTER, positions=POINTER, values=POINTER, out=POINTER,
+    logits_stride=INT64, positions_stride=INT64, values_stride=INT64, out_stride=INT64, keys=INT32, width=INT32,
+)  # fmt: skip
 MERGE_TOPK = Struct(
     "MergeTopkParams", values=POINTER, positions=POINTER, out=POINTER, values_rank=INT64, values_token=INT64,
     positions_rank=INT64, positions_token=INT64, out_stride=INT64, ranks=INT32, width=INT32, k=INT32,

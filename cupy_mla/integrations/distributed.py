@@ -23,13 +23,26 @@ import torch.distributed as dist
 
 from ..layouts import D_V
 from ..ops.attention import sparse_decode
-from ..ops.context_parallel import local_seq_lens, localize_topk, merge_attention, merge_topk
+from ..ops.context_parallel import globalize_topk, local_seq_lens, localize_topk, merge_attention, merge_topk
 
 # Values of bfloat16 that a head of a query token takes on its way: its output, its lse (two), and six that are unused,
 # so that the next one starts at a multiple of 16 bytes.
 ROW = D_V + 8
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name, and the older
+
+
+class Gathering:
+    """Queries of all ranks' heads that are on their way: what `ContextParallel.start_gathering` returns."""
+
+    def __init__(self, q: torch.Tensor, work: dist.Work | None) -> None:
+        self._q, self._work = q, work
+
+    def wait(self) -> torch.Tensor:
+        """The queries [T, world_size * h, d]. What is launched from now on comes after their arrival."""
+        if self._work is not None:
+            self._work.wait()
+        return self._q
 
 
 class ContextParallel:
@@ -81,12 +94,10 @@ class ContextParallel:
             [T, k] int32 positions in the requests, ascending, -1 behind the last; the same on all ranks.
         """
         sent = positions.new_empty((2, *positions.shape))
-        sent[0].view(torch.float32).copy_(logits.gather(1, positions.clamp_min(0).long()))
-        turn, in_turn = positions, 0
-        if self.interleave > 1:
-            turn, in_turn = positions.div(self.interleave, rounding_mode="floor"), positions.remainder(self.interleave)
-        # -1 becomes a negative number, too.
-        sent[1].copy_((turn * self.world_size + self.rank) * self.interleave + in_turn)
+        globalize_topk(
+            logits, positions, self.world_size, self.rank, self.interleave,
+            values=sent[0].view(torch.float32), out=sent[1],
+        )  # fmt: skip
         found = sent.new_empty((self.world_size, *sent.shape))
         _all_gather(found.flatten(0, 1), sent, group=self.group)
         return merge_topk(found[:, 0].view(torch.float32), found[:, 1], k)
@@ -100,15 +111,22 @@ class ContextParallel:
         Returns:
             [T, world_size * h, d]; heads are the outer axis in memory.
         """
+        return self._gather(q, False).wait()
+
+    def start_gathering(self, q: torch.Tensor) -> Gathering:
+        """The same beside what follows, until `wait` of what it returns is called; `attend` does that."""
+        return self._gather(q, True)
+
+    def _gather(self, q: torch.Tensor, beside: bool) -> Gathering:
         sent = q.transpose(0, 1).contiguous()
         heads, tokens, d = sent.shape
         gathered = sent.new_empty((self.world_size * heads, tokens, d))
-        _all_gather(gathered.view(torch.uint8), sent.view(torch.uint8), group=self.group)
-        return gathered.transpose(0, 1)
+        work = _all_gather(gathered.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=beside)
+        return Gathering(gathered.transpose(0, 1), work)
 
     def attend(
         self,
-        q: torch.Tensor,
+        q: torch.Tensor | Gathering,
         k_cache: torch.Tensor,
         indices: torch.Tensor,
         sm_scale: float,
@@ -119,7 +137,7 @@ class ContextParallel:
         """Attention of this rank's heads over the rows of all ranks.
 
         Args:
-            q: [T, h, d_qk] bfloat16 of this rank's heads.
+            q: [T, h, d_qk] bfloat16 of this rank's heads, or what `start_gathering` of them returned.
             k_cache: this rank's rows, as for `cupy_mla.sparse_decode`.
             indices: [T, K] int32 slots of this rank's cache.
             sm_scale: factor on the dot products before the softmax.
@@ -132,14 +150,14 @@ class ContextParallel:
         Raises:
             TypeError, ValueError: as `cupy_mla.sparse_decode`.
         """
-        everyones = self.gather_heads(q)
+        everyones = q.wait() if isinstance(q, Gathering) else self.gather_heads(q)
         tokens, heads, _ = everyones.shape
-        sent = q.new_empty((heads, tokens, ROW))
+        sent = everyones.new_empty((heads, tokens, ROW))
         out, lse = _parts(sent)
-        _, found = sparse_decode(
-            everyones[:, None], k_cache, indices[:, None], sm_scale, topk_length=topk_length, out=out[:, None]
-        )
-        lse.copy_(found[:, :, 0])
+        sparse_decode(
+            everyones[:, None], k_cache, indices[:, None], sm_scale, topk_length=topk_length, out=out[:, None],
+            lse=lse[:, :, None],
+        )  # fmt: skip
         return self._merge(sent, attn_sink)
 
     def merge(

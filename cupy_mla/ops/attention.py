@@ -136,6 +136,7 @@ def sparse_decode(
     extra_indices: AnyArray | None = None,
     extra_topk_length: AnyArray | None = None,
     out: A | None = None,
+    lse: A | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
 ) -> tuple[A, A]:
@@ -171,6 +172,7 @@ def sparse_decode(
         extra_k_cache, extra_indices, extra_topk_length: a second cache of the same layout with its own block size
             and topk; one softmax runs over both row lists.
         out: [b, s_q, h_q, 512] bfloat16, written in place when given.
+        lse: [b, h_q, s_q] float32, written in place when given.
         num_splits: splits of each query's rows, 1 to 1024, whose partial results are merged by lse; default: chosen
             from the shapes.
         batch_invariant: choose kernel and splits by heads, layout and topk alone, so that the bits of a request do not
@@ -198,7 +200,7 @@ def sparse_decode(
     scale = require_scale("sm_scale", sm_scale)
     return decode(
         q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
-        num_splits, batch_invariant,
+        lse, num_splits, batch_invariant,
     )  # fmt: skip
 
 
@@ -213,6 +215,7 @@ def decode(
     extra_indices: Any,
     extra_topk_length: Any,
     out: Any,
+    lse: Any,
     num_splits: int | None,
     batch_invariant: bool,
     is_fp8_kvcache: bool | None = None,
@@ -228,9 +231,9 @@ def decode(
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
     place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
-    sink, length, extra, extra_idx, extra_length, out_ = place.optional(
+    sink, length, extra, extra_idx, extra_length, out_, lse_ = place.optional(
         attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length, out=out,
+        extra_topk_length=extra_topk_length, out=out, lse=lse,
     )  # fmt: skip
     b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
     require_heads(h_q)
@@ -263,13 +266,13 @@ def decode(
             num_splits,
         )  # fmt: skip
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
-    lse = place.output("lse", None, (b, h_q, s_q), FLOAT32)
+    lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
     place.call(
         cuda.sparse_decode, reference.sparse_decode,
         layout, q_, cache, idx, layout.d_qk**-0.5 if scale is None else scale, sink, length, extra,
-        extra_idx, extra_length, batch_invariant, division, out_, lse,
+        extra_idx, extra_length, batch_invariant, division, out_, lse_,
     )  # fmt: skip
-    return out_.obj, lse.obj
+    return out_.obj, lse_.obj
 
 
 def plan_splits(

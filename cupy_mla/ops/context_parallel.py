@@ -110,11 +110,59 @@ def localize_topk(
 
 
 @operation
+def globalize_topk(
+    logits: A,
+    topk_indices: AnyArray,
+    world_size: int,
+    rank: int,
+    interleave: int = 1,
+    *,
+    values: A | None = None,
+    out: A | None = None,
+) -> tuple[A, A]:
+    """What a rank passes on to `merge_topk`: the logits of its chosen keys, and their positions in the request.
+
+    The rank's token i has position `(i // interleave * world_size + rank) * interleave + i % interleave`.
+
+    Args:
+        logits: [T, width] float32 of the rank's keys.
+        topk_indices: [T, K] int32 which of them `topk_indices` chose; those outside 0 to `width - 1` are none.
+        world_size, rank, interleave: as for `local_seq_lens`.
+        values: [T, K] float32, written in place when given.
+        out: [T, K] int32, written in place when given.
+
+    Returns:
+        [T, K] float32 logits and [T, K] int32 positions, which must fit int32; -inf and -1 of entries that are none.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+
+    Example:
+        >>> logits = np.array([[5, 8, 6]], np.float32)  # of tokens 1, 3 and 5 of a request
+        >>> chosen = cupy_mla.topk_indices(logits, 2)
+        >>> values, positions = cupy_mla.globalize_topk(logits, chosen, world_size=2, rank=1)
+        >>> values.tolist(), positions.tolist()
+        ([[8.0, 6.0]], [[3, 5]])
+    """
+    world_size, rank, interleave = _require_ranks(world_size, rank, interleave)
+    place, (logits_, chosen) = bind(logits=logits, topk_indices=topk_indices)
+    values_, out_ = place.optional(values=values, out=out)
+    tokens, _ = logits_.require(FLOAT32, "T", "width").shape
+    _, width = chosen.require(INT32, tokens, "K").shape
+    values_ = place.output("values", values_, (tokens, width), FLOAT32)
+    out_ = place.output("out", out_, (tokens, width), INT32)
+    place.call(
+        cuda.globalize_topk, reference.globalize_topk, logits_, chosen, world_size, rank, interleave, values_, out_
+    )
+    return values_.obj, out_.obj
+
+
+@operation
 def merge_topk(values: A, positions: AnyArray, k: int, *, out: A | None = None) -> A:
     """The k largest logits of each query token out of those that the ranks found: what one rank with all keys finds.
 
-    Each rank passes on its own `topk_indices` and their logits. Exact and deterministic: of equal logits those at lower
-    positions are taken (+0 and -0 are equal), and NaN is less than every number.
+    Each rank passes on the keys that it chose, by `globalize_topk`. Exact and deterministic: of equal logits those at
+    lower positions are taken (+0 and -0 are equal), and NaN is less than every number.
 
     Args:
         values: [N, T, K] float32 logits that N ranks found, in any order; any strides with a contiguous last axis.

@@ -603,6 +603,16 @@ def _localize_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         yield Call(f"rank {rank} of {world_size}, {width} entries", {"topk_indices": positions, **arguments})
 
 
+def _globalize_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for (world_size, rank, interleave), width in zip(RANKS, (2048, 77), strict=True):
+        arguments = {
+            "logits": rng.standard_normal((7, 3000), np.float32),
+            "topk_indices": rng.integers(-3, 3000, (7, width), dtype=np.int32),
+            "world_size": world_size, "rank": rank, "interleave": interleave,
+        }  # fmt: skip
+        yield Call(f"rank {rank} of {world_size}, {width} entries", arguments)
+
+
 def _merge_topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for ranks, width, k in ((2, 2048, 2048), (3, 77, 100), (1, 50, 60)):
         positions = np.stack([rng.permutation(ranks * width).astype(np.int32) for _ in range(5)]).reshape(5, ranks, -1)
@@ -762,6 +772,14 @@ TABLE = (
         results=(
             Result("out", lambda topk_indices, **_: topk_indices.shape, INT32),
             Result("topk_length", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
+        ),
+    ),
+    Operation(
+        context_parallel.globalize_topk,
+        _globalize_calls,
+        results=(
+            Result("values", lambda topk_indices, **_: topk_indices.shape, FLOAT32),
+            Result("out", lambda topk_indices, **_: topk_indices.shape, INT32),
         ),
     ),
     Operation(

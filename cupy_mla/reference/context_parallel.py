@@ -25,6 +25,26 @@ def localize_topk(
     topk_length[...] = mine.sum(axis=1)
 
 
+def globalize_topk(
+    logits: np.ndarray,
+    topk_indices: np.ndarray,
+    world_size: int,
+    rank: int,
+    interleave: int,
+    values: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """A rank's positions in the request and their logits; see `cupy_mla.globalize_topk`."""
+    if logits.shape[1] == 0:
+        values[...], out[...] = -np.inf, -1
+        return
+    valid = (topk_indices >= 0) & (topk_indices < logits.shape[1])
+    local = np.where(valid, topk_indices, 0)
+    values[...] = np.where(valid, np.take_along_axis(logits, local, 1), -np.inf)
+    turn, in_turn = np.divmod(local, interleave)
+    out[...] = np.where(valid, (turn * world_size + rank) * interleave + in_turn, -1)
+
+
 def merge_topk(values: np.ndarray, positions: np.ndarray, k: int, out: np.ndarray) -> None:
     """The k largest of all ranks' logits; see `cupy_mla.merge_topk`."""
     ranks, tokens, width = values.shape

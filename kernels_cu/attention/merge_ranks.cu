@@ -8,6 +8,7 @@
 // BF16: the ranks' outputs are bfloat16, otherwise float32.
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct MergeRanksParams {
@@ -67,6 +68,8 @@ __device__ __forceinline__ float largest_lse(const float* lses, const MergeRanks
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) merge_ranks(const __grid_constant__ MergeRanksParams p) {
+    let_next_kernel_start();
+    wait_for_earlier_kernels();
     const int token = blockIdx.x, head = blockIdx.y, column = COLUMNS * threadIdx.x;
     const float* lses = p.lses + token * p.lses_token + head * p.lses_head;
     const Value* outs = static_cast<const Value*>(p.outs) + token * p.outs_token + head * p.outs_head + column;

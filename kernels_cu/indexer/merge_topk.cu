@@ -1,17 +1,23 @@
 // The k largest of the logits that several ranks found for a query token, exact: of equal ones those at lower positions,
 // ascending by position.
 //
-// An item's *key* is an integer that is larger the earlier it is chosen: its logit's order (1 for NaN, equal for both
-// zeros) above its position's complement. The key of an entry that is none is 0.
+// A logit's *order* is an integer that is larger for larger logits: 1 for NaN, equal for both zeros. Of an entry that is
+// none it is 0.
 //
-//   CTA        a token: 512 threads. The items are read from L2 again in each step; there are at most k of each rank
-//   threshold  the key of the k-th largest by radix: a histogram of its upper 11 bits, then of 11 more of the items that
-//              agree so far, and so on: six at most, mostly three, until all items of the bin are chosen
-//   collect    chosen positions into shared memory, larger keys first, at places that atomics give
-//   sort       by position, bitonic, so that results do not depend on timing
+//   CTA        a token. Its items, the ranks' lists one after the other, stay in registers, up to ITEMS a thread. Where
+//              there are more, each step reads them again, a tile after the other
+//   threshold  the order of the k-th largest by radix: between the least and the greatest order, a histogram of 10 bits,
+//              then of 10 more bits of the items that agree so far, until all items of a bin are chosen: mostly two.
+//              Where more items have the order of the k-th than are chosen, the same of their positions
+//   collect    chosen positions into shared memory in the order of the items, by sums over lanes and warps
+//   place      these are ascending runs, mostly one a rank: the place of a position is the number of lower ones in all
+//              runs, by binary search. More than MAX_RUNS (the lists were not ascending): a bitonic sort
 //
-// Shared memory (static): 16 KB of positions, 8 KB of bins, and a few words a warp.
+// Results do not depend on timing: atomics count, but decide about no place.
+//
+// Shared memory (static): 16 KB of positions, two histograms of 4 KB, and a few words a warp.
 #include "ptx/arithmetic.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "tile/warp.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
@@ -24,128 +30,302 @@ struct MergeTopkParams {
     int32_t unused;
 };
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, MAX_K = 4096;
-constexpr int DIGIT = 11, BINS = 1 << DIGIT, BINS_OF_THREAD = BINS / THREADS;  // bits, bins
-constexpr int32_t LAST = 0x7fffffff;                                           // not before any position
-static_assert(BINS_OF_THREAD * THREADS == BINS, "");
+constexpr int THREADS = 1024, WARPS = THREADS / 32;
+constexpr int ITEMS = 8, TILE = THREADS * ITEMS;
+constexpr int DIGIT = 10, BINS = 1 << DIGIT;  // bits; a bin a thread
+constexpr int MAX_K = 4096, PLACES = MAX_K / THREADS;
+constexpr int MAX_RUNS = 16;
+constexpr int32_t LAST = 0x7fffffff;  // not before any position
+static_assert(BINS == THREADS && WARPS == 32, "a thread a bin, a lane a warp's sum");
 
-__shared__ int32_t positions[MAX_K];
-__shared__ uint32_t bins[BINS];
-__shared__ int32_t warp_sums[WARPS];
-__shared__ int32_t digit, above, inside, places[2];
+using Histogram = uint32_t[BINS];
+
+__shared__ int32_t chosen[MAX_K];
+__shared__ Histogram bins[2];
+__shared__ int32_t groups[WARPS];  // sums of warps
+__shared__ uint32_t least[WARPS], greatest[WARPS];
+__shared__ int32_t runs[MAX_RUNS], num_runs;  // where runs begin, in any order
 
 __device__ __forceinline__ uint32_t order_of(float logit) {
     const uint32_t bits = __float_as_uint(add_exactly(logit, 0.0f));  // -0 becomes +0; every NaN 0x7fffffff
     return (bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u)) + 2;
 }
 
-// Calls act(key, position) for each of the token's items.
-template <typename Act>
-__device__ __forceinline__ void for_each_item(const MergeTopkParams& p, Act act) {
-    for (int rank = 0; rank < p.ranks; ++rank) {
-        const float* values = p.values + rank * p.values_rank + blockIdx.x * p.values_token;
-        const int32_t* at = p.positions + rank * p.positions_rank + blockIdx.x * p.positions_token;
-        for (int i = threadIdx.x; i < p.width; i += THREADS) {
-            const int32_t position = at[i];
-            if (position >= 0) act(uint64_t(order_of(values[i])) << 32 | ~uint32_t(position), position);
+// --- items ----------------------------------------------------------------------------------------------------
+
+// An entry of a rank's list.
+struct Entry {
+    int rank, index;
+
+    __device__ __forceinline__ void advance(int by, int width) {
+        index += by;
+        if (index >= width) {
+            rank += index / width;
+            index %= width;
         }
     }
-}
+};
 
-// Chosen are items whose key's upper bits are larger than `prefix`, and the first `ties` of those where they are equal.
+// A thread's items. A warp's are neighbours: item j of a lane is the warp's item 32 j + lane.
+struct Items {
+    uint32_t order[ITEMS];
+    int32_t position[ITEMS];
+    int each, tiles;  // items of a thread in a tile
+    Entry next;       // the first of the next tile
+
+    __device__ __forceinline__ explicit Items(const MergeTopkParams& p) {
+        const int64_t all = int64_t(p.ranks) * p.width;
+        tiles = int((all + TILE - 1) / TILE);
+        each = tiles > 1 ? ITEMS : ceil_div(int(all), THREADS);
+        if (tiles == 1) load(p, 0);
+    }
+
+    __device__ __forceinline__ void load(const MergeTopkParams& p, int tile) {
+        if (tile == 0) {
+            next = {0, 0};
+            next.advance(int(threadIdx.x / 32) * 32 * each + threadIdx.x % 32, p.width);
+        }
+        float value[ITEMS];
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) {
+            value[j] = 0.0f;
+            position[j] = -1;
+            if (j >= each || next.rank >= p.ranks) continue;
+            const int64_t rank = next.rank, token = blockIdx.x;
+            value[j] = p.values[rank * p.values_rank + token * p.values_token + next.index];
+            position[j] = p.positions[rank * p.positions_rank + token * p.positions_token + next.index];
+            next.advance(32, p.width);
+        }
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) order[j] = position[j] < 0 ? 0 : order_of(value[j]);
+        next.advance(TILE - 32 * ITEMS, p.width);
+    }
+
+    // Calls act() for each tile, with its items in registers.
+    template <typename Act>
+    __device__ __forceinline__ void for_each_tile(const MergeTopkParams& p, Act act) {
+        for (int tile = 0; tile < tiles; ++tile) {
+            if (tiles > 1) load(p, tile);
+            act();
+        }
+    }
+
+    // Calls act(j) for each item of the tile.
+    template <typename Act>
+    __device__ __forceinline__ void for_each_of_tile(Act act) const {
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) {
+            if (j >= each) break;
+            act(j);
+        }
+    }
+};
+
+// --- threshold ------------------------------------------------------------------------------------------------
+
+// Of 32 numbers of items, a lane each: the lane in which the `need`-th item is, items before it, and in it.
+struct Found {
+    int lane, before, inside;
+
+    __device__ __forceinline__ Found(int items, int need) {
+        const int up_to = inclusive_sum(items, threadIdx.x % 32);
+        lane = __popc(__ballot_sync(~0u, up_to < need));
+        inside = __shfl_sync(~0u, items, lane);
+        before = __shfl_sync(~0u, up_to, lane) - inside;
+    }
+};
+
+// The bin, from the top, in which the `need`-th item is, items in the bins above it, and in it.
+struct Bin {
+    int digit, above, inside;
+
+    // Clears `next`.
+    __device__ __forceinline__ Bin(const Histogram& all, Histogram& next, int need) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int group = __reduce_add_sync(~0u, int(all[BINS - 1 - threadIdx.x]));
+        if (lane == 0) groups[warp] = group;
+        next[threadIdx.x] = 0;
+        __syncthreads();
+        const Found of_groups(groups[lane], need);
+        const int highest = BINS - 1 - 32 * of_groups.lane;
+        const Found of_bins(all[highest - lane], need - of_groups.before);
+        digit = highest - of_bins.lane;
+        above = of_groups.before + of_bins.before;
+        inside = of_bins.inside;
+    }
+};
+
+// Chosen are larger words, and the first `ties` of the same.
 struct Threshold {
-    uint64_t prefix;
-    int shift;  // of the key to its upper bits
+    uint32_t word;
     int ties;
 };
 
-// Finds the bin, from the top, in which the `need`-th largest item is; clears all of them.
-__device__ __forceinline__ void find_bin(int need) {
-    const int highest = BINS - 1 - threadIdx.x * BINS_OF_THREAD;
-    int32_t mine[BINS_OF_THREAD], all = 0, total;
-#pragma unroll
-    for (int i = 0; i < BINS_OF_THREAD; ++i) {
-        mine[i] = int32_t(bins[highest - i]);
-        bins[highest - i] = 0;
-        all += mine[i];
+// The threshold that the `need` largest words meet; all that are not 0 where there are fewer. `word_of(j)` is 0 for items
+// that take no part.
+template <typename Word>
+__device__ __forceinline__ Threshold find_threshold(const MergeTopkParams& p, Items& items, int need, Word word_of) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t low = ~0u, high = 0;
+    int count = 0;
+    items.for_each_tile(p, [&] {
+        items.for_each_of_tile([&](int j) {
+            const uint32_t word = word_of(j);
+            if (word == 0) return;
+            low = min(low, word);
+            high = max(high, word);
+            ++count;
+        });
+    });
+    low = __reduce_min_sync(~0u, low);
+    high = __reduce_max_sync(~0u, high);
+    count = __reduce_add_sync(~0u, count);
+    __syncthreads();  // all are done with an earlier search
+    if (lane == 0) {
+        least[warp] = low;
+        greatest[warp] = high;
+        groups[warp] = count;
     }
-    int before = cta_sum_before(all, warp_sums, total);
-#pragma unroll
-    for (int i = 0; i < BINS_OF_THREAD; ++i) {
-        if (before < need && need <= before + mine[i]) {
-            digit = highest - i;
-            above = before;
-            inside = mine[i];
-        }
-        before += mine[i];
-    }
+    bins[0][threadIdx.x] = 0;
     __syncthreads();
-}
+    low = __reduce_min_sync(~0u, least[lane]);
+    high = __reduce_max_sync(~0u, greatest[lane]);
+    if (__reduce_add_sync(~0u, groups[lane]) <= need) return {0, 0};
 
-// The threshold that the k largest items meet, of more than k.
-__device__ __forceinline__ Threshold find_threshold(const MergeTopkParams& p) {
-    Threshold t = {0, 64, p.k};
-    while (t.shift > 0) {
-        const int upper = t.shift, bits = min(upper, DIGIT);
-        t.shift = upper - bits;
-        for_each_item(p, [&](uint64_t key, int32_t) {
-            if (upper == 64 || key >> upper == t.prefix)
-                atomicAdd(&bins[uint32_t(key >> t.shift) & ((1u << bits) - 1)], 1u);
+    uint32_t span = high - low;  // words that agree so far are from low to low + span
+    int bits = 32 - __clz(span);
+    for (int turn = 0; bits > 0; turn ^= 1) {
+        const int shift = max(bits - DIGIT, 0);
+        items.for_each_tile(p, [&] {
+            items.for_each_of_tile([&](int j) {
+                const uint32_t above_low = word_of(j) - low;
+                if (above_low <= span) atomicAdd(&bins[turn][above_low >> shift], 1u);
+            });
         });
         __syncthreads();
-        find_bin(t.ties);
-        t.prefix = t.prefix << bits | uint32_t(digit);
-        t.ties -= above;
-        if (inside == t.ties) break;
+        const Bin bin(bins[turn], bins[turn ^ 1], need);
+        low += uint32_t(bin.digit) << shift;
+        need -= bin.above;
+        if (bin.inside == need) return {low - 1, 0};
+        bits = shift;
+        span = (1u << shift) - 1;
     }
-    return t;
+    return {low, need};
 }
 
-// Sorts the first `size` positions, a power of two of them.
-__device__ __forceinline__ void sort_positions(int size) {
+// --- results --------------------------------------------------------------------------------------------------
+
+// Brings the positions of items for which is_chosen(j) to shared memory, in the order of the items. Their number.
+template <typename Chosen>
+__device__ __forceinline__ int collect(const MergeTopkParams& p, Items& items, Chosen is_chosen) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int total = 0;
+    items.for_each_tile(p, [&] {
+        uint32_t lanes[ITEMS];
+        int of_warp = 0;
+        items.for_each_of_tile([&](int j) {
+            lanes[j] = __ballot_sync(~0u, is_chosen(j));
+            of_warp += __popc(lanes[j]);
+        });
+        __syncthreads();  // all have read earlier sums
+        if (lane == 0) groups[warp] = of_warp;
+        __syncthreads();
+        int place = total + __reduce_add_sync(~0u, lane < warp ? groups[lane] : 0);
+        items.for_each_of_tile([&](int j) {
+            const uint32_t before = lanes[j] & ((1u << lane) - 1);
+            if (lanes[j] >> lane & 1) chosen[place + __popc(before)] = items.position[j];
+            place += __popc(lanes[j]);
+        });
+        total += __reduce_add_sync(~0u, groups[lane]);
+    });
+    __syncthreads();
+    return total;
+}
+
+// How many of the chosen positions from `begin` to `end`, an ascending run, are below `bound`.
+__device__ __forceinline__ int count_below(int begin, int end, uint32_t bound) {
+    int low = begin, high = end;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        const bool below = uint32_t(chosen[middle]) < bound;
+        low = below ? middle + 1 : low;
+        high = below ? high : middle;
+    }
+    return low - begin;
+}
+
+// Writes the `total` chosen positions, which are a few ascending runs, in ascending order.
+__device__ __forceinline__ void merge_runs(int32_t* out, int total) {
+    int place[PLACES] = {};
+    for (int run = 0; run < num_runs; ++run) {
+        const int begin = runs[run];
+        int end = total;
+        for (int other = 0; other < num_runs; ++other)
+            if (runs[other] > begin) end = min(end, runs[other]);
+#pragma unroll
+        for (int i = 0; i < PLACES; ++i) {
+            const int at = i * THREADS + threadIdx.x;
+            // Of equal ones, those of earlier runs come first.
+            if (at < total) place[i] += count_below(begin, end, uint32_t(chosen[at]) + (end <= at));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i) {
+        const int at = i * THREADS + threadIdx.x;
+        if (at < total) out[place[i]] = chosen[at];
+    }
+}
+
+// The same of positions in any order.
+__device__ __forceinline__ void sort(int32_t* out, int total) {
+    int size = 2;
+    while (size < total) size *= 2;
+    for (int i = total + threadIdx.x; i < size; i += THREADS) chosen[i] = LAST;
+    __syncthreads();
     for (int run = 2; run <= size; run *= 2) {
         for (int step = run / 2; step > 0; step /= 2) {
             for (int pair = threadIdx.x; pair < size / 2; pair += THREADS) {
                 const int low = pair / step * 2 * step + pair % step, high = low + step;
-                const int32_t a = positions[low], b = positions[high];
+                const int32_t a = chosen[low], b = chosen[high];
                 if ((a > b) == ((low & run) == 0)) {
-                    positions[low] = b;
-                    positions[high] = a;
+                    chosen[low] = b;
+                    chosen[high] = a;
                 }
             }
             __syncthreads();
         }
     }
+    for (int i = threadIdx.x; i < total; i += THREADS) out[i] = chosen[i];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) merge_topk(const __grid_constant__ MergeTopkParams p) {
-    for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
-    for (int i = threadIdx.x; i < MAX_K; i += THREADS) positions[i] = LAST;
-    int mine = 0, found;
-    for_each_item(p, [&](uint64_t, int32_t) { ++mine; });
-    cta_sum_before(mine, warp_sums, found);
-    __syncthreads();  // all have read the sums
-
-    Threshold t = {0, 0, 0};  // below every item's key
-    if (found > p.k) t = find_threshold(p);
-    if (threadIdx.x == 0) {
-        places[0] = 0;                                             // of larger keys
-        places[1] = found > p.k ? p.k - t.ties : min(found, p.k);  // of equal ones
+    let_next_kernel_start();
+    if (threadIdx.x == 0) num_runs = 0;
+    wait_for_earlier_kernels();
+    Items items(p);
+    const Threshold logit = find_threshold(p, items, p.k, [&](int j) { return items.order[j]; });
+    uint32_t position = ~0u;  // complements of larger positions are smaller
+    if (logit.ties > 0) {
+        const auto word_of = [&](int j) { return items.order[j] == logit.word ? ~uint32_t(items.position[j]) : 0u; };
+        position = find_threshold(p, items, logit.ties, word_of).word;
+    }
+    const int total = collect(p, items, [&](int j) {
+        return items.order[j] > logit.word ||
+               (items.order[j] == logit.word && ~uint32_t(items.position[j]) > position);
+    });
+    for (int i = threadIdx.x; i < total; i += THREADS) {
+        if (i > 0 && chosen[i - 1] < chosen[i]) continue;
+        const int run = atomicAdd(&num_runs, 1);
+        if (run < MAX_RUNS) runs[run] = i;
     }
     __syncthreads();
-    for_each_item(p, [&](uint64_t key, int32_t position) {
-        const uint64_t prefix = key >> t.shift;
-        if (prefix < t.prefix || (prefix == t.prefix && t.ties == 0)) return;
-        const int place = atomicAdd(&places[prefix == t.prefix], 1);
-        if (place < p.k) positions[place] = position;
-    });
-    __syncthreads();
-    const int chosen = min(found, p.k);
-    int size = 2;
-    while (size < chosen) size *= 2;
-    sort_positions(size);
     int32_t* out = p.out + blockIdx.x * p.out_stride;
-    for (int i = threadIdx.x; i < p.k; i += THREADS) out[i] = i < chosen ? positions[i] : -1;
+    if (num_runs <= MAX_RUNS) {
+        merge_runs(out, total);
+    } else {
+        sort(out, total);
+    }
+    for (int i = total + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
 }
 
 // Read by the launcher.

@@ -8,6 +8,7 @@
 //
 // Shared memory (static): 64 bytes of the warps' sums, for two turns, so that one barrier a turn is enough.
 #include "indices/ownership.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "tile/warp.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
@@ -34,6 +35,8 @@ __device__ __forceinline__ int4 load_entries(const LocalizeParams& p, const int3
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) localize(const __grid_constant__ LocalizeParams p) {
+    let_next_kernel_start();
+    wait_for_earlier_kernels();
     const int32_t* row = p.positions + blockIdx.x * p.positions_stride;
     int32_t* out = p.out + blockIdx.x * p.out_stride;
     int count = 0, turn = 0;

@@ -24,3 +24,9 @@ __device__ __forceinline__ int32_t local_position(const Ownership& o, int32_t po
     const int32_t in_turn = position - turn * int32_t(o.turn.value), rank = divide(in_turn, o.interleave);
     return rank == o.rank ? turn * interleave + in_turn - rank * interleave : -1;
 }
+
+// The position in the request of the rank's token number `local`, not negative.
+__device__ __forceinline__ int32_t global_position(const Ownership& o, int32_t local) {
+    const int32_t interleave = int32_t(o.interleave.value), turn = divide(local, o.interleave);
+    return turn * int32_t(o.turn.value) + o.rank * interleave + local - turn * interleave;
+}

@@ -385,6 +385,24 @@ def test_decode_runs_on_the_callers_stream(rng, name):
         oracle.assert_close(kind.take(got), want, f"decode {result}")
 
 
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4])
+@pytest.mark.parametrize(("heads", "num_splits"), [(4, 1), (64, 3), (128, None)])
+def test_decode_writes_out_and_lse_in_place(kind, rng, fmt, heads, num_splits):
+    main, q = paged(rng, fmt, 2, 2, 100, 64), queries(rng, 2, 2, heads, fmt.d_qk)
+    out = Output(kind, (2, 2, heads, 512), (0, 1, 1, 8))
+    lse = Output(kind, (2, heads, 2), (0, 1, 3), np.float32)
+    results = cupy_mla.sparse_decode(
+        kind.put(q), kind.put(main.cache), kind.put(main.indices), 0.04, out=out.array, lse=lse.array,
+        num_splits=num_splits,
+    )  # fmt: skip
+    for result, got, given, want in zip(
+        ("out", "lse"), results, (out, lse), decode_oracle(fmt, q, main, sm_scale=0.04), strict=True
+    ):
+        assert got is given.array
+        oracle.assert_close(kind.take(got), want, f"decode {result}")
+        given.check_gaps()
+
+
 @pytest.mark.gpu
 def test_decode_in_a_captured_graph(rng):
     """Replayed, it reads what then lies in the arrays and writes where it did."""

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla import local_seq_lens, localize_topk, merge_attention, merge_topk, sparse_decode, topk_indices
+from cupy_mla import (
+    globalize_topk,
+    local_seq_lens,
+    localize_topk,
+    merge_attention,
+    merge_topk,
+    sparse_decode,
+    topk_indices,
+)
 from tests import oracle, oracle_context
 from tests.kinds import BF16, gapped, poisoned
 
@@ -46,6 +54,41 @@ def test_localize_topk(kind, rng, tokens: int, width: int, world_size: int, rank
         np.testing.assert_array_equal(kind.take(count), [len(mine) for mine in lists])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "width", "keys"), [(3, 2048, 5000), (2, 300, 70), (9, 1, 1), (0, 8, 9), (4, 0, 3), (2, 3, 0)]
+)
+@pytest.mark.parametrize(("world_size", "rank", "interleave"), DIVISIONS)
+def test_globalize_topk(
+    kind, rng, tokens: int, width: int, keys: int, world_size: int, rank: int, interleave: int
+) -> None:
+    logits = rng.standard_normal((tokens, keys), np.float32)
+    chosen = rng.integers(-1, keys + 1, (tokens, width), dtype=np.int32)  # -1 and `keys` are none
+    chosen[rng.random(chosen.shape) < 0.1] = rng.choice([-(2**31), 2**31 - 1])
+    values, positions = np.full((tokens, width), -np.inf, np.float32), np.full((tokens, width), -1, np.int32)
+    turn = world_size * interleave
+    for t, i in np.argwhere((chosen >= 0) & (chosen < keys)):
+        values[t, i] = logits[t, chosen[t, i]]
+        turns, in_turn = divmod(int(chosen[t, i]), interleave)
+        positions[t, i] = turns * turn + rank * interleave + in_turn
+    given = [kind.put(gapped(a, 0, int(rng.integers(0, 5)))) for a in (logits, chosen)]
+    results = kind.put(poisoned((tokens, width), np.float32)), kind.put(poisoned((tokens, width), np.int32))
+    got = globalize_topk(*given, world_size, rank, interleave, values=results[0], out=results[1])
+    assert got[0] is results[0]
+    assert got[1] is results[1]
+    np.testing.assert_array_equal(kind.take(got[0]), values)
+    np.testing.assert_array_equal(kind.take(got[1]), positions)
+
+
+def test_globalize_is_the_inverse_of_localize(kind, rng) -> None:
+    for world_size, rank, interleave in DIVISIONS[:-1]:
+        mine = np.array(oracle_context.tokens_of(3000, world_size, rank, interleave), np.int32)[None]
+        local, length = localize_topk(kind.put(mine), world_size, rank, interleave)
+        logits = kind.put(rng.standard_normal((1, 3000), np.float32))
+        _, back = globalize_topk(logits, local, world_size, rank, interleave)
+        np.testing.assert_array_equal(kind.take(back), mine)
+        assert kind.take(length) == [mine.size]
+
+
 def logits_of_ranks(rng: np.random.Generator, ranks: int, tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Values and positions, some of them none; some values equal, both zeros, NaN or infinite."""
     values = rng.standard_normal((ranks, tokens, width), np.float32)
@@ -69,6 +112,25 @@ def test_merge_topk(kind, rng, ranks: int, tokens: int, width: int, k: int) -> N
     out = kind.put(poisoned((tokens, k), np.int32))
     assert merge_topk(*given, k, out=out) is out
     np.testing.assert_array_equal(kind.take(out), np.array(expected, np.int32).reshape(tokens, k))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "width", "k"),
+    [(2, 3, 2048, 2048), (2, 1, 4096, 4096), (3, 4, 50, 100), (1, 2, 70, 7), (8, 2, 1024, 512), (9, 1, 1500, 2048),
+     (40, 1, 30, 700)],
+)  # fmt: skip
+def test_merge_topk_of_ascending_lists(kind, rng, ranks: int, tokens: int, width: int, k: int) -> None:
+    """What ranks pass on: each its own positions, ascending, and those that are none behind."""
+    positions = np.full((ranks, tokens, width), -1, np.int32)
+    least, interleave = rng.choice([-9, 0, 2]), int(rng.choice([1, 4]))
+    values = np.maximum(rng.standard_normal((ranks, tokens, width), np.float32), np.float32(least))  # equal ones
+    for r, t in np.ndindex(ranks, tokens):
+        mine = np.array(oracle_context.tokens_of(3 * ranks * (width + 4), ranks, r, interleave))
+        found = int(rng.integers(width // 2, width + 1))
+        positions[r, t, :found] = np.sort(rng.choice(mine, found, replace=False))
+    expected = [oracle_context.merge_topk(values[:, t], positions[:, t], k) for t in range(tokens)]
+    out = kind.put(poisoned((tokens, k), np.int32))
+    np.testing.assert_array_equal(kind.take(merge_topk(kind.put(values), kind.put(positions), k, out=out)), expected)
 
 
 def test_merge_topk_of_a_plateau(kind) -> None:
@@ -173,6 +235,8 @@ def test_errors() -> None:
         (lambda: localize_topk(lists, 2, 1, 0), ValueError, r"interleave must be in 1\.\.1048576, got 0"),
         (lambda: local_seq_lens(lens.astype(np.int64), 2, 0), TypeError, "seq_lens: expected dtype int32"),
         (lambda: localize_topk(lists, 2, 0, topk_length=np.zeros(5, np.int32)), ValueError, r"topk_length: .* \[2\]"),
+        (lambda: globalize_topk(values[0], lists, 2, 0), ValueError, r"topk_indices: expected shape \[3, K\]"),
+        (lambda: globalize_topk(values[0], positions[0], 2, 0, out=lists), ValueError, r"out: expected shape \[3, 4\]"),
         (lambda: merge_topk(values, positions[:, :2], 4), ValueError, r"positions: expected shape \[2, 3, 4\]"),
         (lambda: merge_topk(values, positions, 5000), ValueError, r"k must be in 1\.\.4096, got 5000"),
         (lambda: merge_attention(outs[..., :256], lses), ValueError, r"outs: expected shape \[N, T, h, 512\]"),
