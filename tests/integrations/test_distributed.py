@@ -49,10 +49,11 @@ sink = given["sink"][me * heads : (me + 1) * heads].to(place)
 few = given["few"].to(place)
 
 def step():
+    gathering = ranks.start_gathering(q)
     chosen = ranks.select(own_logits, cupy_mla.topk_indices(own_logits, TOPK), TOPK)
     first = torch.where(chosen == chosen[:, :1], chosen, -1)
     local, length = ranks.localize_topk(torch.where(few[:, None], first, chosen))
-    out, lse = ranks.attend(q, cache, local, SCALE, topk_length=length, attn_sink=sink)
+    out, lse = ranks.attend(gathering, cache, local, SCALE, topk_length=length, attn_sink=sink)
     everyones = ranks.gather_heads(q)
     partial, _, partial_lse = cupy_mla.sparse_prefill(everyones, cache.view(-1, 1, 576), local[:, None], SCALE)
     return chosen, out, lse, *ranks.merge(partial, partial_lse, sink)

@@ -395,12 +395,12 @@ def test_decode_writes_out_and_lse_in_place(kind, rng, fmt, heads, num_splits):
         kind.put(q), kind.put(main.cache), kind.put(main.indices), 0.04, out=out.array, lse=lse.array,
         num_splits=num_splits,
     )  # fmt: skip
-    for result, got, given, want in zip(
+    for result, got, place, want in zip(
         ("out", "lse"), results, (out, lse), decode_oracle(fmt, q, main, sm_scale=0.04), strict=True
     ):
-        assert got is given.array
+        assert got is place.array
         oracle.assert_close(kind.take(got), want, f"decode {result}")
-        given.check_gaps()
+        place.check_gaps()
 
 
 @pytest.mark.gpu
