@@ -235,6 +235,15 @@ def rank_cases(tokens: int, heads: int) -> Iterator[Case]:
     gap = longest // ranks // topk  # each rank's choices: one position in each of its ranges of so many tokens
     local = torch.arange(topk, device="cuda") * gap + torch.randint(0, gap, (ranks, tokens, topk), device="cuda")
     arrays = {
+        "logits": torch.randn(tokens, longest // ranks, device="cuda"), "topk_indices": local[1].int(),
+        "values": torch.zeros(tokens, topk, device="cuda"),
+        "out": torch.zeros(tokens, topk, device="cuda", dtype=torch.int32),
+    }  # fmt: skip
+    yield Case(
+        f"globalize topk {tokens} x {topk}", cupy_mla.globalize_topk, arrays, {"world_size": ranks, "rank": 1},
+        ("values", "out"), 4 * 4 * tokens * topk,
+    )  # fmt: skip
+    arrays = {
         "values": torch.randn(ranks, tokens, topk, device="cuda"),
         "positions": (local * ranks + torch.arange(ranks, device="cuda")[:, None, None]).int(),
         "out": torch.zeros(tokens, topk, device="cuda", dtype=torch.int32),

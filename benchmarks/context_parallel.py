@@ -10,8 +10,9 @@ Needs two GPUs. One DeepSeek-V3.2 layer with 128 heads: the indexer's logits and
   selected, each attends over its own chosen rows with all heads, and gets the parts of its own heads.
 
 Times are microseconds a step, CUDA-graph replay over input sets in rotation, the median of replays, of the slower GPU.
-Parts are timed alone, so their sum may differ from the whole. `same`: share of the positions chosen by two GPUs that
-one GPU chooses; `difference`: of the attention's results over them, norm, relative.
+Parts are timed alone, so their sum differs from the whole, which gathers queries beside the indexer. `same`: share of
+the positions chosen by two GPUs that one GPU chooses; `difference`: of the attention's results over them, norm,
+relative.
 """
 
 from __future__ import annotations
@@ -148,12 +149,13 @@ class Work:
 
     def two(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All of it."""
-        logits = self.local_logits(i)
         s = self.sets[i]
+        gathering = self.ranks.start_gathering(s.head_first)
+        logits = self.local_logits(i)
         positions = self.ranks.select(logits, cupy_mla.topk_indices(logits, TOPK, None, s.mine.lens), TOPK)
         local, length = self.ranks.localize_topk(positions)
         slots = cupy_mla.convert_req_index_to_global_index(self.requests, s.mine.table, local, BLOCK_SIZE)
-        return positions, self.ranks.attend(s.head_first, s.mine.rows, slots, SCALE, topk_length=length)[0]
+        return positions, self.ranks.attend(gathering, s.mine.rows, slots, SCALE, topk_length=length)[0]
 
     def one(self, i: int) -> torch.Tensor:
         self.slots[i].copy_(self.select_one(i))

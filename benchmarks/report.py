@@ -33,7 +33,10 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE, *INDEXER]
 NOT_MEASURED = "Not measured yet."
-KERNEL_ROWS = {"localize": "localize topk", "merge_topk": "merge topk", "merge_ranks": "merge attention"}
+KERNEL_ROWS = {
+    "localize": "localize topk", "globalize": "globalize topk", "merge_topk": "merge topk",
+    "merge_ranks": "merge attention",
+}  # fmt: skip
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 

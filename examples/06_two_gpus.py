@@ -1,8 +1,9 @@
 """Decode with the rows of every request divided over ranks: context parallelism.
 
-Each rank holds every other token of each request, as KV row and as indexer key, and half of the heads. A step writes
-the new token on the rank that it belongs to, finds the keys with the largest logits among those of all ranks, attends
-over its own of them with all heads, and merges what the ranks found for its heads. On GPUs a step is a CUDA graph.
+Each rank holds every other token of each request, as KV row and as indexer key, and half of the heads. A step sends
+its queries to all ranks, writes the new token on the rank that it belongs to, finds the keys with the largest logits
+among those of all ranks, attends over its own of them with all heads, and merges what the ranks found for its heads. On
+GPUs a step is a CUDA graph.
 
     torchrun --nproc-per-node 2 examples/06_two_gpus.py [--requests N] [--length N] [--steps N]
 
@@ -83,14 +84,14 @@ class Step:
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Chosen positions [requests, topk], and attention [requests, heads of this rank, 512]."""
         ranks, mine = self.ranks, self.mine
+        heads = self.q.shape[1] // ranks.world_size
+        q = ranks.start_gathering(self.q[:, ranks.rank * heads : (ranks.rank + 1) * heads])
         at, _ = ranks.localize_topk(self.position[:, None])
         mine.write(self.row, self.key, self.requests, at[:, 0])
         mine.lens.copy_(ranks.local_seq_lens(self.position + 1))
         logits = mine.logits(*cupy_mla.quantize_indexer_q(self.q_index, self.weights))
         chosen = ranks.select(logits, cupy_mla.topk_indices(logits, self.topk, None, mine.lens), self.topk)
         local, length = ranks.localize_topk(chosen)
-        heads = self.q.shape[1] // ranks.world_size
-        q = self.q[:, ranks.rank * heads : (ranks.rank + 1) * heads]
         out, _ = ranks.attend(q, mine.rows, mine.slots(local), SCALE, topk_length=length)
         return chosen, out
 

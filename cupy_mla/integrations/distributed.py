@@ -5,9 +5,10 @@ as tensor parallelism gives it. For attention the ranks bring the queries of all
 own rows, and each gets back all parts of its own heads::
 
     ranks = ContextParallel(group)
+    gathering = ranks.start_gathering(q)                 # beside the indexer
     chosen = ranks.select(logits, positions, k)          # indexer: top-k of all ranks' keys
     local, length = ranks.localize_topk(chosen)          # of those, this rank's
-    out, lse = ranks.attend(q, cache, slots, sm_scale, topk_length=length)
+    out, lse = ranks.attend(gathering, cache, slots, sm_scale, topk_length=length)
 
 Nothing waits for a GPU, so with NCCL all of it can be captured in a CUDA graph (once a first call has connected the
 ranks; delete the graph before `destroy_process_group`, which waits for it). Every rank must call the same methods in
