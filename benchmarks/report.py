@@ -255,6 +255,20 @@ def context_parallel() -> str:
     return filled(rows) if rows else NOT_MEASURED
 
 
+def portable_shapes() -> str:
+    """Each kind of work in both shapes of the portable kernel: geometric mean and least of the ratios."""
+    record = load("portable")
+    half = len(PORTABLE) // 2
+    rows = [
+        [large.title.partition(": ")[2], *(f"{geometric_mean(v):.2f}; {min(v):.2f}" for v in both)]
+        for large, small in zip(PORTABLE[:half], PORTABLE[half:], strict=True)
+        if all(both := [of_group(group, record["rows"]) for group in (large, small)])
+    ]
+    if not rows:
+        return NOT_MEASURED
+    return f"At {record['commit']}, {record['date']}:\n\n{table('kind | 163 KB | 99 KB', rows)}"
+
+
 def beside_copy(beginning: str) -> str:
     """The rows of `cache_ops` whose names begin so."""
     rows = [
@@ -288,6 +302,7 @@ def texts() -> dict[Path, str]:
     docs = ROOT / "docs"
     wanted = {ROOT / "README.md": readme(), RESULTS / "README.md": all_rows()}
     wanted |= {docs / "vllm.md": vllm(), docs / "several_gpus.md": context_parallel()}
+    wanted[docs / "portable.md"] = portable_shapes()
     for kernel, beginning in KERNEL_ROWS.items():
         wanted[docs / "kernels" / f"{kernel}.md"] = beside_copy(beginning)
     if load("thresholds")["rows"]:
