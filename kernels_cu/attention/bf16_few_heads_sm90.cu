@@ -39,6 +39,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/limits.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
@@ -522,8 +523,6 @@ __device__ __forceinline__ void for_each_work(const AttentionParams& p, int warp
 // persistent CTAs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     bf16_few_heads_sm90(const __grid_constant__ AttentionParams p) {
-    if (QUERIES == 1 && find_head_tile(p, blockIdx.x / cluster_size(), num_head_tiles(p)) < 0)
-        return;  // the whole cluster does
     Small& sm = small();
     if (threadIdx.x == 0) sm.multiplying = 0;
     if (threadIdx.x < 2 * STAGES) {
@@ -532,6 +531,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init_fence();
     }
     __syncthreads();
+    if (QUERIES == 1) {  // persistent CTAs gain nothing from overlapping launches
+        wait_for_earlier_kernels();
+        let_next_kernel_start();
+        if (find_head_tile(p, blockIdx.x / cluster_size(), num_head_tiles(p)) < 0) return;  // the whole cluster does
+    }
     const int ctas = QUERIES == 2 ? 1 : cluster_size(), rank = QUERIES == 2 ? 0 : cluster_rank();
     if (threadIdx.x >= 2 * WARPGROUP) {
         decrease_registers_to<PRODUCER_REGISTERS>();

@@ -5,6 +5,8 @@
 #include "attention/bf16_sm90.cuh"
 
 struct Plain : SingleQueries {
+    static constexpr bool OVERLAPS = true;
+
     static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) {
         return p.num_queries * head_tiles;
     }

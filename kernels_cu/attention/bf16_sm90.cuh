@@ -422,10 +422,9 @@ __device__ __forceinline__ bool choose_reference(Softmax& state, const float (&t
     for (int row = 0; row < 2; ++row) {
         const float highest = quad_max(top[row]);
         const float expected = quad_sum(state.sum[row]) * (float(opaque(pairs)) * reciprocal_approx(float(pair)));
-        // In the first pair nothing is known: `expected` is NaN, and fminf returns REF_SLACK.
-        const float passes = ref[row] + fmaxf(fminf(log2_approx(PEAK * expected), REF_SLACK), 0.0f);
-        state.least[row] = pair == 0 ? ref[row] : passes;
-        if (highest > passes) ref[row] = highest;
+        const float slack = pair == 0 ? 0.0f : fmaxf(fminf(log2_approx(PEAK * expected), REF_SLACK), 0.0f);
+        state.least[row] = ref[row] + slack;
+        if (highest > state.least[row]) ref[row] = highest;
     }
     return __any_sync(~0u, ref[0] != state.ref[0] || ref[1] != state.ref[1]);
 }

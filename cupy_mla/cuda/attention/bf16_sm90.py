@@ -24,7 +24,9 @@ def defines(layout: Layout) -> dict[str, int]:
 @cache
 def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
-    return Kernel("attention/bf16_sm90.cu", structs.ATTENTION, defines(layout), archs=("90a",), target="90a")
+    return Kernel(
+        "attention/bf16_sm90.cu", structs.ATTENTION, defines(layout), archs=("90a",), target="90a", overlaps=True,
+    )  # fmt: skip
 
 
 def kernels() -> Iterator[Kernel]:

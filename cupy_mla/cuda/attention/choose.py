@@ -53,9 +53,12 @@ COUNTED_WAVES = 8
 SHARE_LEAST_SPLIT = 1
 SHARE_WAVES = (0.5, 4)
 SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = (1, 1.4), 1024
-# CTAs a work item with which equal splits of a query, a CTA each, are merged faster by the last of them than by a
-# cluster; and the pairs of tiles that such a split has at least.
-SHARE_SPLITS, SHARE_SPLIT_PAIRS = (2, 3), 2
+# CTAs a work item with which the GPU is full, but not with clusters of as many: then equal splits of a query, a CTA
+# each, are merged by the last of them. And the pairs of tiles that such a split has at least.
+SHARE_SPLITS, SHARE_SPLIT_PAIRS = 3, 2
+# Of lists with fewer pairs of tiles, whole work items are faster than clusters of two where those fill more than two
+# thirds of the GPU.
+CLUSTER_PAIRS, CLUSTER_FULL = 6, 2 / 3
 LEAST_FULL = 0.5  # share of the GPU that query groups must fill
 
 MAX_CHOICES = 1 << 16  # sizes that a chooser remembers
@@ -186,9 +189,10 @@ def _group(f: Facts, s: Sizes) -> Choice:
 
 
 def _few_heads_splits(f: Facts, s: Sizes) -> Choice:
-    """The cheapest division over `few_heads_sm90`."""
-    heads = few_heads_sm90.block_heads(s.h_q)
-    at_once = f.gpu.clusters_at_once(few_heads_sm90.cluster_kernel(heads))
+    """The cheapest division over `few_heads_sm90`; of more than 16 heads, 16 or 32 a CTA."""
+    most = few_heads_sm90.block_heads(s.h_q)
+    heads = (16, most) if most > 16 else (most,)
+    at_once = f.gpu.clusters_at_once(few_heads_sm90.cluster_kernel(most))
     tiles = ceil_div(s.rows, few_heads_sm90.TILE_ROWS)
     return Choice("few_heads_sm90", *few_heads_candidates(heads, s.h_q, tiles, at_once, s.splits).cheapest(s.queries))
 
@@ -206,21 +210,27 @@ def _bf16_few_heads_splits(f: Facts, s: Sizes) -> Choice:
 
 def _bf16_few_heads(f: Facts, s: Sizes) -> Choice:
     divided = _bf16_few_heads_splits(f, s)
-    if divided.splits > 1:
-        return divided._replace(kernel="bf16_few_heads_sm90")
-    return _bf16_few_heads_whole(f, s)
+    if divided.splits == 1 or _two_queries(f, s):
+        return _bf16_few_heads_whole(f, s)
+    return divided._replace(kernel="bf16_few_heads_sm90")
+
+
+def _two_queries(f: Facts, s: Sizes) -> bool:
+    """Whether CTAs of `bf16_few_heads_sm90` work on two queries: where there are more work items than SMs."""
+    return s.splits in (None, 1) and _items(s, few_heads_sm90.block_heads(s.h_q)) > f.gpu.sms
 
 
 def _bf16_few_heads_whole(f: Facts, s: Sizes) -> Choice:
-    """Unsplit: two queries a CTA where there are more work items than SMs."""
-    heads = few_heads_sm90.block_heads(s.h_q)
-    two = _items(s, heads) > f.gpu.sms
+    """Unsplit."""
+    heads, two = few_heads_sm90.block_heads(s.h_q), _two_queries(f, s)
     return Choice("bf16_few_heads_sm90", heads, queries=1 + two, longest_first=two and f.uneven)
 
 
 def _bf16_few_heads_wanted(f: Facts, s: Sizes) -> bool:
     """Few splits of bf16 rows; the kernel depends on how many queries there are."""
-    return not f.batch_invariant and _bf16_few_heads_splits(f, s).splits <= BF16_FEW_HEADS_SPLITS
+    if f.batch_invariant:
+        return False
+    return _two_queries(f, s) or _bf16_few_heads_splits(f, s).splits <= BF16_FEW_HEADS_SPLITS
 
 
 # --- many heads -----------------------------------------------------------------------------------------------
@@ -270,14 +280,15 @@ def _bf16(f: Facts, s: Sizes) -> Choice:
 
 
 def _cluster_splits(f: Facts, s: Sizes) -> int:
-    """Splits of a query: the most with which all clusters run at a time; 1 where work items fill half of the GPU."""
+    """Splits of a query: the fewest that have as few pairs of tiles each as clusters that run at a time may have."""
     if s.splits is not None:
         return min(s.splits, MAX_CLUSTER)
-    work, pairs = _items(s, bf16_sm90.HEADS), ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
-    if 2 * work > f.gpu.sms:
+    work, pairs = _items(s, bf16_sm90.HEADS), max(1, ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS))
+    if pairs < CLUSTER_PAIRS and 2 * work > CLUSTER_FULL * f.gpu.sms:
         return 1
     at_once = f.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
-    return max((n for n, clusters in enumerate(at_once, start=1) if work <= clusters and 2 * n <= pairs), default=1)
+    fit = (n for n, clusters in enumerate(at_once, start=1) if work <= clusters)
+    return min(fit, key=lambda n: (ceil_div(pairs, n), n), default=1)
 
 
 def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
@@ -288,7 +299,8 @@ def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
 def _shares_alike(f: Facts, s: Sizes) -> int:
     """Splits of a query where equal ones, a CTA each, are wanted; otherwise 1."""
     ctas, pairs = f.gpu.sms // _items(s, bf16_sm90.HEADS), ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
-    return max(1, min(ctas, pairs // SHARE_SPLIT_PAIRS)) if ctas in SHARE_SPLITS and s.h_q > 16 else 1
+    wanted = ctas == SHARE_SPLITS and pairs >= SHARE_SPLITS * SHARE_SPLIT_PAIRS and s.h_q > 16
+    return SHARE_SPLITS if wanted else 1
 
 
 def _bf16_shares(f: Facts, s: Sizes) -> Choice:
@@ -373,7 +385,8 @@ TABLE = (
     Row("bf16_grouped_sm90", _can_group, _takes_group, lambda f, s: _full(f, s) >= LEAST_FULL, _group),
     # V4_FP8, and V32_FP8 of 9 to 16 heads and at most 8 queries.
     Row("fp8_sm90", _fp8_rows, _any, _fp8_wanted_first, _fp8),
-    # Flat bf16 rows, a quarter to half a wave of work items in equal splits, or somewhat more than half or whole waves.
+    # Flat bf16 rows, a quarter to a third of a wave of work items in equal splits, or somewhat more than half or whole
+    # waves.
     Row("bf16_shares_sm90", _flat_bf16_rows, _may_split, _bf16_shares_wanted, _bf16_shares),
     # Up to 16 heads, and small prefills: bf16 rows in at most 2 splits, then all others.
     Row(

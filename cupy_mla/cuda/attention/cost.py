@@ -7,7 +7,7 @@ divided evenly, one share a CTA. A `Division` says how a launch is divided; the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ FEW_COMBINE, FEW_PARTIAL = 4.2, 1.0
 FEW_CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
 
 
-def _by_heads(values: dict[int, float]) -> np.ndarray:
+def _by_heads(values: Mapping[int, float]) -> np.ndarray:
     """Numbers that depend on the heads of a CTA, to be indexed by them."""
     found = np.zeros(max(values) + 1)
     found[list(values)] = list(values.values())
@@ -182,14 +182,24 @@ def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[
 
 
 @lru_cache(maxsize=1024)
-def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None) -> Candidates:
-    """Divisions for `few_heads_sm90`, for queries of so many tiles; `splits` None: to be chosen."""
-    found = divisions((heads,), max(1, min(tiles, at_once[0])), splits)
+def few_heads_candidates(
+    heads: tuple[int, ...], h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None
+) -> Candidates:
+    """Divisions for `few_heads_sm90`, for queries of so many tiles.
+
+    Args:
+        heads: of a CTA.
+        h_q: heads of the call.
+        at_once: clusters of 1, 2, ... MAX_CLUSTER CTAs that the GPU runs at a time.
+        splits: None: to be chosen.
+    """
+    found = divisions(heads, max(1, min(tiles, at_once[0])), splits)
+    consumers, merge = (_by_heads(values)[found.heads] for values in (FEW_CONSUMERS, FEW_MERGE))
     each = -(-tiles // found.splits)
-    rounds = -(-each // FEW_CONSUMERS[heads])
-    cta = FEW_CTA + FEW_TILE * each + FEW_ROUND * rounds + FEW_MERGE[heads] * (found.cluster > 1)
+    rounds = -(-each // consumers)
+    cta = FEW_CTA + FEW_TILE * each + FEW_ROUND * rounds + merge * (found.cluster > 1)
     partials = found.splits // found.cluster
-    clusters = -(-h_q // heads) * partials  # of a query
+    clusters = -(-h_q // found.heads) * partials  # of a query
     runs = np.array(at_once)[found.cluster - 1]
     combine = np.where(partials > 1, FEW_COMBINE, 0.0)
     per_query = np.where(partials > 1, FEW_PARTIAL * h_q * partials / 1000, 0.0)
@@ -208,9 +218,9 @@ def few_heads_candidates(heads: int, h_q: int, tiles: int, at_once: tuple[int, .
 # EVEN: of rows that are divided evenly, once.
 BF16_ITEM, BF16_PAIR, BF16_LOAD = 7.0, 3.5, 1.25
 BF16_EVEN, BF16_EVEN_PREFILL = 15.0, 16.0
-# Where queries have lengths of their own, fitted to decode of 64 heads with random ones up to 2048; prefill was not
-# measured. Divided evenly: once, and the part of a full work item's time that each takes. Whole items: the part that
-# the longest one takes, and that a wave adds.
+# Where queries have random lengths, fitted to decode of 64 heads with lengths up to 2048; prefill was not measured.
+# Divided evenly: once, and the part of a full work item's time that each takes. Whole items: the part that the longest
+# one takes, and that a wave adds.
 BF16_UNEVEN_EVEN, BF16_UNEVEN_WHOLE = (24.0, 0.52), (0.76, 0.35)
 
 
@@ -223,19 +233,21 @@ def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool
         pairs: of tiles, of an item.
         sms: CTAs that run at a time.
         prefill: queries lie next to one another, and so do most of their rows.
-        uneven: queries have lengths of their own.
+        uneven: queries have lengths of their own. Those may be random, but in engines most are alike: so half of the
+            calls are taken to be of each kind.
     """
     share = items / sms
     item = BF16_ITEM + BF16_PAIR * pairs
+    gain = 0.0
     if uneven:
         (once, of_item), (of_longest, of_wave) = BF16_UNEVEN_EVEN, BF16_UNEVEN_WHOLE
-        return once + of_item * share * (item + BF16_LOAD * pairs) < (of_longest + of_wave * share) * item
+        gain = (of_longest + of_wave * share) * item - once - of_item * share * (item + BF16_LOAD * pairs)
     load = 0.0 if prefill else BF16_LOAD * pairs
     rounds = -(-items // sms)
     alone = head_tiles == 1
     whole = rounds * item + load * alone * (rounds - 1 + (share - rounds + 1) ** 2)
     once = BF16_EVEN_PREFILL if prefill else BF16_EVEN
-    return once + share * item + load * (share if alone else share - 0.5) < whole
+    return once + share * item + load * (share if alone else share - 0.5) < whole + gain
 
 
 # Of the portable kernel, in steps of 32 rows (2.2 us on an H200 with 64 heads, 1.4 us with 16): Q, first rows and

@@ -216,6 +216,23 @@ def test_heads_of_a_cta_for_few(h_q, heads):
         assert decode(BF16_576, h_q, queries).heads == heads == few_heads_sm90.block_heads(h_q)
 
 
+@pytest.mark.parametrize("h_q", [8, 16])
+def test_two_queries_a_cta_rather_than_two_splits(h_q):
+    """Where the GPU has one and a half waves of work items, `few_heads_candidates` thinks otherwise."""
+    for queries in (188, 198):
+        assert decode(BF16_576, h_q, queries) == Choice("bf16_few_heads_sm90", h_q, queries=2)
+        assert choose.few_heads_candidates((h_q,), h_q, 32, CLUSTERS_AT_ONCE, None).cheapest(queries).splits == 2
+
+
+@BF16
+@pytest.mark.parametrize(("h_q", "most"), [(17, 2), (32, 2), (33, 2), (64, 1), (128, 0)])
+def test_few_queries_of_more_heads_have_16_a_cta(layout, h_q, most):
+    """While all clusters run at a time."""
+    chosen = [decode(layout, h_q, queries).heads for queries in range(1, 8)]
+    assert chosen[:most] == [16] * most
+    assert 16 not in chosen[most:]
+
+
 def test_two_queries_a_cta_when_there_are_more_than_multiprocessors():
     one, two = (decode(BF16_576, 16, queries, splits=1, uneven=True) for queries in (132, 133))
     assert (one.queries, one.longest_first) == (1, False)
@@ -232,7 +249,7 @@ def test_flat_rows_are_for_clusters_from_so_many_work_items_on(layout, h_q, leas
     """4 items, each a query and a tile of up to 64 heads; 8 with up to 32 heads."""
     few, many = decode(layout, h_q, least - 1), decode(layout, h_q, least)
     assert few.kernel == "few_heads_sm90"
-    candidates = choose.few_heads_candidates(32, h_q, 32, CLUSTERS_AT_ONCE, None)
+    candidates = choose.few_heads_candidates((16, 32), h_q, 32, CLUSTERS_AT_ONCE, None)
     assert tuple(few[1:4]) == tuple(candidates.cheapest(least - 1))
     assert many.kernel == "bf16_cluster_sm90"
     assert (many.heads, many.splits) == (64, many.cluster)
@@ -243,21 +260,28 @@ def test_flat_rows_are_for_clusters_from_so_many_work_items_on(layout, h_q, leas
 @pytest.mark.parametrize(
     ("queries", "rows", "splits"),
     [
-        (4, 2048, 8),
-        (4, 512, 2),  # each has two pairs of tiles
-        (4, 511, 2),
-        (4, 384, 1),
+        (4, 2048, 16),
+        (4, 512, 4),  # each has a pair of tiles
+        (4, 385, 4),
+        (4, 384, 3),
+        (4, 128, 1),
         (15, 4096, 8),
         (16, 4096, 6),
         (17, 4096, 6),
         (18, 4096, 5),
+        (18, 2048, 4),  # four pairs of tiles each, as with five splits
         (23, 4096, 4),
         (31, 4096, 3),
         (33, 4096, 3),
-        (33, 512, 2),  # three splits would have less
+        (33, 512, 2),  # two pairs of tiles each, as with three splits
+        (44, 512, 2),
+        (45, 512, 1),  # whole items are faster
+        (66, 640, 1),
+        (45, 641, 2),
+        (66, 2048, 2),
     ],
 )
-def test_clusters_have_as_many_splits_as_run_at_a_time(queries, rows, splits):
+def test_clusters_have_the_fewest_splits_that_are_as_short_as_can_be(queries, rows, splits):
     chosen = decode(BF16_576, 64, queries, rows)
     assert chosen.splits == splits
     assert chosen.kernel == ("bf16_sm90" if splits == 1 else "bf16_cluster_sm90")
@@ -267,11 +291,11 @@ def test_clusters_have_as_many_splits_as_run_at_a_time(queries, rows, splits):
 @pytest.mark.parametrize(
     ("h_q", "queries", "rows", "splits"),
     [
-        (17, 34, 2048, 3), (32, 44, 2048, 3), (64, 44, 2048, 3), (64, 45, 2048, 2), (64, 66, 2048, 2),
-        (128, 32, 2048, 2), (64, 66, 512, 2), (64, 40, 512, 2),
+        (17, 34, 2048, 3), (32, 44, 2048, 3), (64, 44, 2048, 3), (128, 17, 2048, 3), (128, 22, 2048, 3),
+        (64, 40, 641, 3),
     ],
 )  # fmt: skip
-def test_two_or_three_splits_that_fill_the_gpu_are_merged_by_the_last(layout, h_q, queries, rows, splits):
+def test_three_splits_that_fill_the_gpu_are_merged_by_the_last(layout, h_q, queries, rows, splits):
     alike = Choice("bf16_shares_sm90", 64, splits, ctas=queries * (1 + (h_q > 64)) * splits)
     assert decode(layout, h_q, queries, rows) == prefill(h_q, queries, rows, layout=layout) == alike
     assert decode(layout, h_q, queries, rows, uneven=True) == alike
@@ -281,14 +305,15 @@ def test_two_or_three_splits_that_fill_the_gpu_are_merged_by_the_last(layout, h_
 
 def test_equal_splits_are_not_for_few_heads_or_rows():
     assert decode(BF16_576, 16, 44).kernel == "bf16_few_heads_sm90"
-    assert decode(BF16_576, 64, 66, 384).kernel == "bf16_sm90"
+    assert decode(BF16_576, 64, 40, 640).kernel == "bf16_cluster_sm90"
+    assert decode(BF16_576, 64, 33).kernel == decode(BF16_576, 64, 45).kernel == "bf16_cluster_sm90"
 
 
 @BF16
 @pytest.mark.parametrize("h_q", [8, 16])
 def test_bf16_rows_of_few_heads_in_two_splits_rather_than_three_without_a_cluster(layout, h_q):
     for queries in (40, 44):
-        candidates = choose.few_heads_candidates(h_q, h_q, 32, CLUSTERS_AT_ONCE, None)
+        candidates = choose.few_heads_candidates((h_q,), h_q, 32, CLUSTERS_AT_ONCE, None)
         assert candidates.cheapest(queries)[1:] == (3, 1)
         assert decode(layout, h_q, queries) == Choice("bf16_few_heads_sm90", h_q, 2, 2)
         assert decode(layout, h_q, queries, splits=3).splits == 3
@@ -334,12 +359,12 @@ def test_flat_rows_of_nearly_a_whole_wave_are_not_divided(layout, h_q, rows):
 
 
 @BF16
-def test_flat_rows_of_unequal_length_are_divided_evenly_sooner(layout):
-    """Measured with random lengths up to 2048, 64 heads; not with 16."""
+def test_flat_rows_of_unequal_length_are_divided_evenly_elsewhere(layout):
+    """Measured with random lengths up to 2048, and with lengths of 1030 or 2048 alike; not with 16 heads."""
     kernels = {queries: decode(layout, 64, queries, uneven=True).kernel for queries in (33, 70, 80, 120, 140, 200, 260)}
     assert kernels == {
-        33: "bf16_cluster_sm90", 70: "bf16_shares_sm90", 80: "bf16_shares_sm90", 120: "bf16_shares_sm90",
-        140: "bf16_shares_sm90", 200: "bf16_sm90", 260: "bf16_sm90",
+        33: "bf16_cluster_sm90", 70: "bf16_shares_sm90", 80: "bf16_shares_sm90", 120: "bf16_sm90",
+        140: "bf16_shares_sm90", 200: "bf16_shares_sm90", 260: "bf16_sm90",
     }  # fmt: skip
     assert decode(layout, 16, 140, uneven=True).kernel != "bf16_shares_sm90"
 

@@ -65,7 +65,7 @@ def fp8(tiles: int, splits: int | None):
 
 
 def few_heads(tiles: int, splits: int | None):
-    return few_heads_candidates(16, 16, tiles, CLUSTERS_AT_ONCE, splits)
+    return few_heads_candidates((16,), 16, tiles, CLUSTERS_AT_ONCE, splits)
 
 
 @pytest.mark.parametrize("candidates", [fp8, few_heads])
@@ -165,7 +165,7 @@ def test_partial_results():
 
 
 def test_every_size_of_cta_has_its_figures():
-    candidates = [few_heads_candidates(heads, heads, 32, CLUSTERS_AT_ONCE, None) for heads in FEW_CONSUMERS]
+    candidates = [few_heads_candidates((heads,), heads, 32, CLUSTERS_AT_ONCE, None) for heads in FEW_CONSUMERS]
     assert [c.cheapest(1).heads for c in candidates] == list(FEW_CONSUMERS)
 
 
@@ -173,7 +173,7 @@ def test_every_size_of_cta_has_its_figures():
 def test_a_batch_asked_for_first_and_one_asked_for_later_agree(tiles):
     """The first is decided alone, the others together."""
     for queries in (1, 5, 66, 512, 513):
-        first = few_heads_candidates.__wrapped__(16, 16, tiles, CLUSTERS_AT_ONCE, None)
-        later = few_heads_candidates.__wrapped__(16, 16, tiles, CLUSTERS_AT_ONCE, None)
+        first = few_heads_candidates.__wrapped__((16,), 16, tiles, CLUSTERS_AT_ONCE, None)
+        later = few_heads_candidates.__wrapped__((16,), 16, tiles, CLUSTERS_AT_ONCE, None)
         later.cheapest(3)
         assert first.cheapest(queries) == later.cheapest(queries) == later.cheapest(queries)
