@@ -34,11 +34,11 @@
 //
 // Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w and never below
 // what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. ref_w rises to a
-// tile's largest logit where that passes it by REF_SLACK, or where its P would be PEAK of what the sum will have become
-// by the end of the list, or more: it goes by the rows so far. (The largest P is then 1, which bf16 holds exactly; where
-// few rows take the softmax, rounding it is the largest error.) Unless few rows do that happens in the first tiles and
-// then hardly ever, and needs no waiting. Sums only grow: what a logit has to pass is looked up only when one passes
-// what that was at the last look.
+// tile's largest logit in the first pair, where that passes it by REF_SLACK, or where its P would be PEAK of what the sum
+// will have become by the end of the list, or more: it goes by the rows so far. (The largest P is then 1, which bf16
+// holds exactly; where few rows take the softmax, rounding it is the largest error.) Unless few rows do that happens in
+// the first tiles and then hardly ever, and needs no waiting. Sums only grow: what a logit has to pass is looked up only
+// when one passes what that was at the last look.
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB;
 // bf16_grouped_sm90 4 KB more.
