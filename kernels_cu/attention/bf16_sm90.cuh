@@ -492,15 +492,18 @@ __device__ __forceinline__ void take_p(int tile, int warp, int lane, float (&ref
 }
 
 // Before the product with a P relative to `ref`, which is nowhere below the accumulators' reference: they are brought
-// to it, once no product is under way. Rarely called for.
+// to it, once no product is under way. Rarely called for. Before the first product of a work item they are zero, and
+// nothing is waited for.
 __device__ __forceinline__ void raise(Softmax& state, const float (&ref)[2], float (&o)[128]) {
-    wgmma_wait<0>();
+    const bool begun = __any_sync(~0u, fmaxf(state.ref[0], state.ref[1]) > -INF);
+    if (begun) wgmma_wait<0>();
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         const float by = rescale_factor(state.ref[row], ref[row]);
         state.sum[row] *= by;
         state.ref[row] = ref[row];
         state.least[row] = fmaxf(state.least[row], ref[row]);
+        if (!begun) continue;
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
             o[4 * j + 2 * row] *= by;
