@@ -48,11 +48,11 @@ CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
 # Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; waves of work items,
-# more than the first number and at most the second; and what was measured of up to 16 heads without lengths: waves, and
-# the fewest entries.
+# more than the first number and at most the second; and of up to 8 and up to 16 heads, without lengths: the same, and
+# the fewest entries that were measured.
 SHARE_LEAST_SPLIT = 1
 SHARE_WAVES = (0.5, 4)
-SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = (1, 1.4), 1024
+SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = {8: (1, 1.1), 16: (1, 1.25)}, 1024
 # CTAs a work item with which the GPU is full, but not with clusters of as many: then equal splits of a query, a CTA
 # each, are merged by the last of them. And the pairs of tiles that such a split has at least.
 SHARE_SPLITS, SHARE_SPLIT_PAIRS = 3, 2
@@ -316,7 +316,7 @@ def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
     """Work items that fill more than a quarter of the GPU, but no whole wave."""
     items, sms = _items(s, bf16_sm90.HEADS), f.gpu.sms
     few_heads = s.h_q <= 16
-    least, most = SHARE_WAVES_FEW_HEADS if few_heads else SHARE_WAVES
+    least, most = SHARE_WAVES_FEW_HEADS[few_heads_sm90.block_heads(s.h_q)] if few_heads else SHARE_WAVES
     if f.batch_invariant or s.splits is not None:
         return False
     if _shares_alike(f, s) > 1:

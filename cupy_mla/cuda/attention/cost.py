@@ -55,7 +55,7 @@ FP8_LEAST_SPLIT = 2  # pairs of tiles
 # Of `few_heads_sm90`. FULL: what is added when CTAs fill the GPU. TILE: a tile. ROUND: each consumer warpgroup
 # takes a tile. MERGE: a cluster's merge, by the heads of a CTA.
 FEW_CTA, FEW_FULL, FEW_TILE, FEW_ROUND = 2.9, 4.8, 1.2, 0.75
-FEW_MERGE = {8: 3.3, 16: 3.3, 32: 5.0}
+FEW_MERGE = {8: 3.2, 16: 3.2, 32: 5.0}
 FEW_COMBINE, FEW_PARTIAL = 4.2, 1.0
 FEW_CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
 
