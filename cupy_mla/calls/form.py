@@ -186,9 +186,14 @@ class _Writer:
                 arguments = [*map(self._number, step.grid), given, self._number(step.cluster)]
                 code.line(f"{submit}(stream, {', '.join(arguments)})")
             else:
-                graph = LaunchGraph([launch.kernel for launch in step], place.device)
+                graph = code.name(LaunchGraph([launch.kernel for launch in step], place.device))
                 grids = self._value(("tuple", *(("tuple", *map(term, launch.grid)) for launch in step)))
-                code.line(f"{code.name(graph)}(stream, {', '.join([grids, *map(params, step)])})")
+                given = [params(launch) for launch in step]
+                with code.block(f"if not {graph}(stream, {grids}, ({', '.join(given)})):"):
+                    for i, (launch, packed) in enumerate(zip(step, given, strict=True)):
+                        code.line(
+                            f"{code.name(launch.kernel.submitter(place.device))}(stream, *{grids}[{i}], {packed}, 1)"
+                        )
 
     def _write_result(self) -> None:
         """Return what the operation returns."""
