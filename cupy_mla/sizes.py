@@ -323,7 +323,7 @@ def _computed(sign: str, function: Callable[..., int], *operands: Any) -> Any:
     if not all(isinstance(o, (int, Size)) for o in operands):
         return NotImplemented
     value, terms = function(*map(number, operands)), tuple(map(term, operands))
-    of = _simplified(size.trace, sign, *terms) if any(map(is_node, terms)) else value
+    of: Term = _simplified(size.trace, sign, *terms) if any(map(is_node, terms)) else value
     return Size(size.trace, value, of) if is_node(of) else value
 
 

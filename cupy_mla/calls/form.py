@@ -188,12 +188,11 @@ class _Writer:
             else:
                 graph = code.name(LaunchGraph([launch.kernel for launch in step], place.device))
                 grids = self._value(("tuple", *(("tuple", *map(term, launch.grid)) for launch in step)))
-                given = [params(launch) for launch in step]
-                with code.block(f"if not {graph}(stream, {grids}, ({', '.join(given)})):"):
-                    for i, (launch, packed) in enumerate(zip(step, given, strict=True)):
-                        code.line(
-                            f"{code.name(launch.kernel.submitter(place.device))}(stream, *{grids}[{i}], {packed}, 1)"
-                        )
+                packed = list(map(params, step))
+                with code.block(f"if not {graph}(stream, {grids}, ({', '.join(packed)})):"):
+                    for i, launch in enumerate(step):
+                        submit = code.name(launch.kernel.submitter(place.device))
+                        code.line(f"{submit}(stream, *{grids}[{i}], {packed[i]}, 1)")
 
     def _write_result(self) -> None:
         """Return what the operation returns."""

@@ -15,7 +15,8 @@ from ..sizes import Bounds, Node, Term, is_node
 from .code import Code
 from .form import Form
 
-Served = tuple[Callable[..., Any], tuple[Any, ...]]  # what serves a call: a form's body, and the values that it needs
+# What serves a call: a form's body, the values that it needs, and a list for what tells arrays of the same sizes.
+Served = tuple[Callable[..., Any], tuple[Any, ...], list[Callable[..., bool]]]
 
 
 def measure_of(
@@ -46,7 +47,7 @@ def _write(code: Code, forms: Sequence[Form], start: int) -> None:
     _require(code, guards[start:end])
     if any(end == len(form.guards) for form in forms):
         form = next(form for form in forms if end == len(form.guards))
-        code.line(f"return {code.name(form.body)}, {code.expression(('tuple', *form.values))}")
+        code.line(f"return {code.name(form.body)}, {code.expression(('tuple', *form.values))}, []")
         return
     ways: dict[Node, list[Form]] = {}
     for form in forms:
