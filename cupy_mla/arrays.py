@@ -259,7 +259,7 @@ def _is_apart(axes: Iterable[tuple[int, int]]) -> bool:
     for stride, length in axes:
         if stride < reach:
             return False
-        reach = stride * (length - 1) + reach
+        reach = stride * length - stride + reach
     return True
 
 

@@ -65,7 +65,7 @@ class Trace:
 
     def guard(self, condition: Node, holds: bool) -> None:
         """Note a condition that this call meets, or does not."""
-        if holds and _is_multiple(condition) and any(_implies(known, condition) for known in self.guards):
+        if holds and is_multiple(condition) and any(_implies(known, condition) for known in self.guards):
             return
         self.guards[condition if holds else ("not", condition)] = None
 
@@ -85,13 +85,13 @@ class Trace:
             return tuple(end if abs(end) == inf else end // of[2] for end in self.bounds(of[1]))  # type: ignore[return-value]
         return self._bounds.get(of, (-inf, inf))
 
-    def is_multiple(self, of: Term, divisor: Term) -> bool:
+    def has_factor(self, of: Term, divisor: Term) -> bool:
         """Whether a term is a multiple of a number in all calls that the trace holds for."""
         return type(divisor) is int and self._multiples.get(of, 1) % divisor == 0
 
     def _undivided(self, of: Term, other: Term) -> tuple[Term, Term]:
         """Terms that compare as a whole quotient and a number do."""
-        if is_node(of) and of[0] == "//" and type(other) is int and self.is_multiple(*of[1:]):
+        if is_node(of) and of[0] == "//" and type(other) is int and self.has_factor(*of[1:]):
             return of[1], other * of[2]
         return of, other
 
@@ -251,7 +251,7 @@ def factor(of: Term) -> int:
     return factor(of[1]) * factor(of[2]) if of[0] == "*" else 1
 
 
-def _is_multiple(condition: Node) -> bool:
+def is_multiple(condition: Node) -> bool:
     """Whether a condition is that a term is a multiple of a number."""
     sign, left, right = condition
     return sign == "==" and right == 0 and type(left) is tuple and left[0] == "%" and type(left[2]) is int
@@ -259,7 +259,7 @@ def _is_multiple(condition: Node) -> bool:
 
 def _implies(known: Node, condition: Node) -> bool:
     """Whether a condition like `known`, that a term is a multiple of a number, holds only where `condition` does."""
-    if len(known) != 3 or not _is_multiple(known):
+    if len(known) != 3 or not is_multiple(known):
         return False
     return known[1][1] == condition[1][1] and known[1][2] % condition[1][2] == 0
 
@@ -339,7 +339,7 @@ def _simplified(trace: Trace, sign: str, *terms: Term) -> Term:
     if sign == "*":
         of, other = terms if is_node(terms[0]) else reversed(terms)
         whole = of[0] == "//" and type(other) is int and type(of[2]) is int and other % of[2] == 0
-        if whole and trace.is_multiple(*of[1:]):
+        if whole and trace.has_factor(*of[1:]):
             return of[1] if other == of[2] else ("*", of[1], other // of[2])
     return (sign, *terms)
 
