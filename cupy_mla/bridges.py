@@ -131,7 +131,7 @@ class Library(ABC):
         raise self._no_gpu()
 
     def allocator(self) -> tuple[Callable[[int], Any], str]:
-        """Allocates bytes on the current GPU, and the expression for their address; `{a}` is what it returns."""
+        """Allocates bytes for several results, and the expression for their address; `{a}` is what it returns."""
         raise self._no_gpu()
 
     def _no_gpu(self) -> TypeError:
@@ -262,10 +262,6 @@ class TorchLibrary(Library):
 
     def maker(self) -> Callable[..., Any]:
         return private.torch_empty()
-
-    def allocator(self) -> tuple[Callable[[int], Any], str]:
-        make, uint8 = self.maker(), self.native_dtype(UINT8)
-        return lambda nbytes: make((nbytes,), (1,), uint8), self.address
 
 
 LIBRARIES: dict[str, Library] = {library.name: library for library in (NumPyLibrary(), CuPyLibrary(), TorchLibrary())}
