@@ -41,10 +41,18 @@ def register_graph_operations(find: Callable[[str], Callable[..., Any]]) -> None
     _graph_operation = find
 
 
-def traced_by_torch() -> bool:
-    """Whether torch.compile is reading this code instead of running it."""
+def _looks_for_torch() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_dynamo_compiling()
+
+
+def trace_detector() -> Callable[[], bool]:
+    """A function that tells whether torch.compile is reading this code: torch's own where torch is imported already."""
+    torch = sys.modules.get("torch")
+    return _looks_for_torch if torch is None else torch.compiler.is_dynamo_compiling
+
+
+traced_by_torch = trace_detector()
 
 
 def in_graph(name: str) -> Callable[..., Any]:

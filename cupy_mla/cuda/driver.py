@@ -180,7 +180,9 @@ def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlappin
         config, given = configs.known.get(cluster) or configs.made(cluster)
         now = (stream, x, y, z)
         if now != given:
-            config.hStream, config.gridDimX, config.gridDimY, config.gridDimZ = now
+            if stream != given[0]:  # which takes longer than a grid
+                config.hStream = stream
+            config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
             configs.known[cluster] = config, now
         pointer = as_pointer(params)
         (status,) = launch(config, function, address(pointer), 0)
@@ -200,12 +202,12 @@ class _Configs(threading.local):
     def __init__(self, threads: int, shared_bytes: int, overlapping: bool) -> None:
         self._make = lambda attributes: launch_config(threads, shared_bytes, attributes)
         self._overlapping = overlapping
-        self.known: dict[int, tuple[Any, tuple[int, ...]]] = {}
+        self.known: dict[int, tuple[Any, tuple[int | None, int, int, int]]] = {}
 
-    def made(self, cluster: int) -> tuple[Any, tuple[int, ...]]:
+    def made(self, cluster: int) -> tuple[Any, tuple[int | None, int, int, int]]:
         """One without a stream and a grid."""
         attributes = [cluster_attribute(cluster)] if cluster > 1 else []
-        return self._make(attributes + [overlap_attribute()] * self._overlapping), ()
+        return self._make(attributes + [overlap_attribute()] * self._overlapping), (None, 0, 0, 0)
 
 
 def launch_config(threads: int, shared_bytes: int, attributes: list[Any]) -> Any:

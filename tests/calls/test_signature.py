@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla import flash_mla, layouts
+from cupy_mla import flash_mla, layouts, private
 from cupy_mla.arrays import aligned_up
 from cupy_mla.bridges import describe
 from cupy_mla.calls import signature
@@ -77,10 +78,12 @@ def traces(monkeypatch) -> list[TracedCall]:
     return seen
 
 
-@pytest.fixture(params=["torch", "cupy"])
-def kind(request, gpu) -> Iterator[NumPy]:
-    """Arrays that pass for some on a GPU."""
-    if request.param == "torch":
+@pytest.fixture(params=["torch", "torch without guards", "cupy"])
+def kind(request, gpu, monkeypatch) -> Iterator[NumPy]:
+    """Arrays that pass for some on a GPU; torch's also with a torch that has no guards for calls."""
+    if request.param == "torch without guards":
+        monkeypatch.setattr(private, "torch_guards", lambda tensors, *, sizes_too: None)
+    if request.param != "cupy":
         yield Torch()
         return
     cupy = pytest.importorskip("cupy")
@@ -395,6 +398,19 @@ def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
     monkeypatch.setenv("CUPY_MLA_KERNELS", "fp8_sm90")
     with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is fp8_sm90, which cannot serve this call: prefill of 4"):
         cupy_mla.sparse_prefill(**prefill())
+
+
+@pytest.mark.parametrize("torch_is_there", [True, False])
+def test_whether_torch_reads_a_call(monkeypatch, torch_is_there):
+    """By torch's own function, or, where torch may still be imported, by one that looks for it."""
+    with monkeypatch.context() as imported:
+        if not torch_is_there:
+            imported.delitem(sys.modules, "torch")
+        asked = signature.trace_detector()
+        assert asked() is False
+    assert (asked is torch.compiler.is_dynamo_compiling) == torch_is_there
+    assert asked() is False
+    assert torch.compile(lambda: asked(), backend="eager", fullgraph=True)() is True
 
 
 def test_checks_stay_on(seen):
