@@ -247,8 +247,8 @@ class Signature:
                     code.line(f"return body(values, {given})")
             differ = f"not {alike}({', '.join(arrays)}) and not {code.name(self._admits)}({', '.join(arrays)})"
         else:
-            facts = [fact.format(a=a) for a in arrays for fact in (*library.facts, "{a}.ndim")]
-            known = tuple(fact for facts_of_array in self._facts for fact in facts_of_array[1:])
+            facts = [fact.format(a=a) for a in arrays for fact in library.facts]
+            known = tuple(fact for _, *facts_of_array, _ in self._facts for fact in facts_of_array)
             differ = f"({' '.join(f'{fact},' for fact in facts)}) != {code.name(known)}"
         with code.block(f"if {differ}:"):
             code.line("return NotImplemented")
@@ -263,6 +263,9 @@ class Signature:
             code.line(f"sizes += ({' '.join(f'{address} % {ALIGNMENT},' for address in addresses)})")
         code.line(f"found = {seen}.get(sizes)")
         with code.block("if found is None:"):
+            if not guarded:  # sizes that were seen have the ranks
+                with code.block(f"if ({' '.join(f'{a}.ndim,' for a in arrays)}) != {tuple(self._ranks)}:"):
+                    code.line("return NotImplemented")
             code.line(f"found = {measure}(*sizes)")
             with code.block("if found is None:"):
                 code.line(f"found = {code.name(self._traced)}(sizes, {', '.join(parameters)})")

@@ -385,6 +385,17 @@ def test_sizes_and_strides_are_no_part_of_a_signature(gpu, seen, traces, change)
     assert gpu.log[1] == by_form
 
 
+def test_another_rank_is_another_signature(gpu, rng, kind):
+    """It is told by the ranks, so the checks, not the form's code, say what is wrong."""
+    call = OPERATIONS["concat_and_cache_mla"](rng)
+    arrays = put(kind, call)
+    for _ in range(3):
+        call.operation(**arrays, **call.settings)
+    for name, rank in (("kv_c", 2), ("slot_mapping", 1)):
+        with pytest.raises(ValueError, match=rf"^{name}: .*{rank}"):
+            call.operation(**{**arrays, name: arrays[name][None]}, **call.settings)
+
+
 def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
     gpu.log.clear()
     names = ("bf16_sm90", "portable", "bf16_sm90", "portable")
