@@ -7,6 +7,7 @@ a call that is traced for a GPU (`cupy_mla.calls`) lengths, strides and addresse
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,13 +166,11 @@ class Array:
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
         if 0 in self.shape:
             return self
-        reach = 1
-        for stride, length in sorted((abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
-            if stride < reach:
-                raise ValueError(
-                    f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written"
-                )
-            reach = stride * (length - 1) + reach
+        axes = [(s, n) for s, n in zip(reversed(self.strides), reversed(self.shape), strict=True) if n > 1]
+        if not _is_apart(axes) and not _is_apart(sorted((abs(s), n) for s, n in axes)):
+            raise ValueError(
+                f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written"
+            )
         return self
 
     def require_apart(self, other: Array) -> None:
@@ -252,6 +251,16 @@ class Array:
         if self._stored is not None:
             view = view.view(self.dtype)
         return view if self._dropped is None else view.squeeze(self._dropped)
+
+
+def _is_apart(axes: Iterable[tuple[int, int]]) -> bool:
+    """Whether every step along an axis, given as stride and length, leads beyond all axes before it."""
+    reach = 1
+    for stride, length in axes:
+        if stride < reach:
+            return False
+        reach = stride * length - stride + reach
+    return True
 
 
 def aligned_up(size: int, alignment: int = 256) -> int:

@@ -55,7 +55,7 @@ class Library(ABC):
     Attributes:
         name: "numpy", "cupy" or "torch".
         facts: what a compiled call compares of an array with the call it was made from, as expressions; `{a}` is the
-            array. With the numbers below they are all that a call depends on.
+            array. With its rank and the numbers below they are all that a call depends on.
         shape, strides, address: expressions for what differs from call to call.
         unusable: an expression that is true for arrays that must not be compared with others, which ends the process.
         strides_in_bytes: whether `strides` counts bytes, not items.
@@ -83,10 +83,12 @@ class Library(ABC):
     def _read_facts(self) -> Callable[[Any], tuple[Any, ...]]:
         return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
 
-    def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
-        """Tells whether arrays agree with these in facts and rank and, with `sizes_too`, in shapes and strides."""
-        facts = (*((self.shape, self.strides) if sizes_too else ("len({a}.shape)",)), *self.facts)  # sizes differ first
-        return _likeness(facts, len(arrays))(*arrays)
+    def guards(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
+        """Tells whether arrays agree with these in facts and rank and, with `sizes_too`, in shapes and strides.
+
+        None where that is not faster than to compare what the expressions above read.
+        """
+        return None
 
     @abstractmethod
     def device_of(self, obj: Any) -> int | None:
@@ -129,21 +131,11 @@ class Library(ABC):
         raise self._no_gpu()
 
     def allocator(self) -> tuple[Callable[[int], Any], str]:
-        """Allocates bytes on the current GPU, and the expression for their address; `{a}` is what it returns."""
+        """Allocates bytes for several results, and the expression for their address; `{a}` is what it returns."""
         raise self._no_gpu()
 
     def _no_gpu(self) -> TypeError:
         return TypeError(f"{self.name} arrays do not lie on a GPU")
-
-
-@cache
-def _likeness(facts: tuple[str, ...], count: int) -> Callable[..., Callable[..., bool]]:
-    """Takes so many arrays and returns a function that tells whether others agree with them in these expressions."""
-    names = [f"a{i}" for i in range(count)]
-    compared = [fact.format(a=name) for fact in facts for name in names]
-    condition = " and ".join(f"{fact} == c{k}" for k, fact in enumerate(compared))
-    given, known = ", ".join(names), ", ".join(f"c{k}" for k in range(len(compared)))
-    return eval(f"lambda {given}: (lambda {known}: lambda {given}: {condition})({', '.join(compared)})")
 
 
 class NumPyLibrary(Library):
@@ -238,8 +230,8 @@ class TorchLibrary(Library):
             ) from None
         return Array(name, obj, Place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
 
-    def like(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool]:
-        return private.torch_guards(arrays, sizes_too=sizes_too) or super().like(arrays, sizes_too=sizes_too)
+    def guards(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
+        return private.torch_guards(arrays, sizes_too=sizes_too)
 
     def device_of(self, obj: Any) -> int | None:
         device = obj.device
@@ -270,10 +262,6 @@ class TorchLibrary(Library):
 
     def maker(self) -> Callable[..., Any]:
         return private.torch_empty()
-
-    def allocator(self) -> tuple[Callable[[int], Any], str]:
-        make, uint8 = self.maker(), self.native_dtype(UINT8)
-        return lambda nbytes: make((nbytes,), (1,), uint8), self.address
 
 
 LIBRARIES: dict[str, Library] = {library.name: library for library in (NumPyLibrary(), CuPyLibrary(), TorchLibrary())}

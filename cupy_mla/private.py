@@ -51,8 +51,8 @@ def public_torch_stream_reader(device: int) -> Callable[[], int]:
 def torch_guards(tensors: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
     """Tells whether tensors have the dtypes, devices and ranks of these and, with `sizes_too`, shapes and strides.
 
-    These are the guards of torch.compile, which compare all in one call. None where this torch has them no more;
-    `Library.like` has the public way.
+    These are the guards of torch.compile, which compare all in one call. None where this torch has them no more; the
+    public way is to read and compare each.
     """
     try:
         guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards

@@ -40,28 +40,60 @@ class Trace:
         self.guards: dict[Node, None] = {}
         self.once = False
         self._bounds: dict[Node, Bounds] = {}
+        self._multiples: dict[Node, int] = {}
 
-    def read(self, text: str, value: int, least: float = -inf) -> Size:
-        """A number that a compiled call reads by an expression; in every call it is at least `least`."""
+    def read(self, text: str, value: int, least: float = -inf, multiple_of: int = 1) -> Size:
+        """A number that a compiled call reads by an expression.
+
+        Args:
+            least: it is at least that in every call.
+            multiple_of: a power of two; for calls in which it is none of its multiples the trace does not hold.
+        """
         node = ("read", text)
         self._bounds[node] = (least, inf)
+        self._multiples[node] = multiple_of
         return Size(self, value, node)
+
+    def end(self) -> None:
+        """Note what no guard says so far of numbers that must be multiples, as few guards."""
+        together: dict[int, Term] = {}
+        for node, of in self._multiples.items():
+            if of > 1 and self.known(node) is node:
+                together[of] = ("|", together[of], node) if of in together else node
+        for of, nodes in together.items():
+            self.guard(("==", ("%", nodes, of), 0), True)
 
     def guard(self, condition: Node, holds: bool) -> None:
         """Note a condition that this call meets, or does not."""
-        if holds and _is_multiple(condition) and any(_implies(known, condition) for known in self.guards):
+        if holds and is_multiple(condition) and any(_implies(known, condition) for known in self.guards):
             return
         self.guards[condition if holds else ("not", condition)] = None
 
     def compare(self, sign: str, a: Term, b: Term, holds: bool) -> None:
         """Note how two integers compare in this call, where that is not known of every call."""
+        a, b = self._undivided(a, b)
+        b, a = self._undivided(b, a)
         if not self._decided(sign, a, b):
             self.guard((sign, a, b), holds)
             self._learn(sign, a, b, holds)
 
     def bounds(self, of: Term) -> Bounds:
         """The least and the greatest number that a term may be in calls that meet the guards."""
-        return (of, of) if type(of) is int else self._bounds.get(of, (-inf, inf))
+        if type(of) is int:
+            return of, of
+        if of[0] == "//" and type(of[2]) is int and of[2] > 0:
+            return tuple(end if abs(end) == inf else end // of[2] for end in self.bounds(of[1]))  # type: ignore[return-value]
+        return self._bounds.get(of, (-inf, inf))
+
+    def has_factor(self, of: Term, divisor: Term) -> bool:
+        """Whether a term is a multiple of a number in all calls that the trace holds for."""
+        return type(divisor) is int and self._multiples.get(of, 1) % divisor == 0
+
+    def _undivided(self, of: Term, other: Term) -> tuple[Term, Term]:
+        """Terms that compare as a whole quotient and a number do."""
+        if is_node(of) and of[0] == "//" and type(other) is int and self.has_factor(*of[1:]):
+            return of[1], other * of[2]
+        return of, other
 
     def known(self, of: Term) -> Term:
         """The number that the guards leave for a term; the term where they leave several."""
@@ -219,7 +251,7 @@ def factor(of: Term) -> int:
     return factor(of[1]) * factor(of[2]) if of[0] == "*" else 1
 
 
-def _is_multiple(condition: Node) -> bool:
+def is_multiple(condition: Node) -> bool:
     """Whether a condition is that a term is a multiple of a number."""
     sign, left, right = condition
     return sign == "==" and right == 0 and type(left) is tuple and left[0] == "%" and type(left[2]) is int
@@ -227,7 +259,7 @@ def _is_multiple(condition: Node) -> bool:
 
 def _implies(known: Node, condition: Node) -> bool:
     """Whether a condition like `known`, that a term is a multiple of a number, holds only where `condition` does."""
-    if len(known) != 3 or not _is_multiple(known):
+    if len(known) != 3 or not is_multiple(known):
         return False
     return known[1][1] == condition[1][1] and known[1][2] % condition[1][2] == 0
 
@@ -291,4 +323,31 @@ def _computed(sign: str, function: Callable[..., int], *operands: Any) -> Any:
     if not all(isinstance(o, (int, Size)) for o in operands):
         return NotImplemented
     value, terms = function(*map(number, operands)), tuple(map(term, operands))
-    return Size(size.trace, value, (sign, *terms)) if any(map(is_node, terms)) else value
+    of: Term = _simplified(size.trace, sign, *terms) if any(map(is_node, terms)) else value
+    return Size(size.trace, value, of) if is_node(of) else value
+
+
+def _simplified(trace: Trace, sign: str, *terms: Term) -> Term:
+    """A sum, difference or product in as few steps as it takes."""
+    if sign in ("+", "-"):
+        (a, more), (b, other) = map(_without_number, terms)
+        if a == 0 and sign == "-":
+            return "-", more - other, b
+        number = more + other if sign == "+" else more - other
+        of = a if b == 0 else b if a == 0 else (sign, a, b)
+        return of if number == 0 else ("+", of, number) if number > 0 else ("-", of, -number)
+    if sign == "*":
+        of, other = terms if is_node(terms[0]) else reversed(terms)
+        whole = of[0] == "//" and type(other) is int and type(of[2]) is int and other % of[2] == 0
+        if whole and trace.has_factor(*of[1:]):
+            return of[1] if other == of[2] else ("*", of[1], other // of[2])
+    return (sign, *terms)
+
+
+def _without_number(of: Term) -> tuple[Term, int]:
+    """A term as another one, 0 for none, and a number that is added to it."""
+    if not is_node(of):
+        return 0, of
+    if of[0] in ("+", "-") and type(of[2]) is int:
+        return of[1], of[2] if of[0] == "+" else -of[2]
+    return of, 0

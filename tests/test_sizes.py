@@ -35,7 +35,13 @@ def guards(trace: Trace) -> list:
     [
         (lambda n, m: n + m, 17, ("+", N, M)),
         (lambda n, m: n + 3, 15, ("+", N, 3)),
-        (lambda n, m: 3 + n, 15, ("+", 3, N)),
+        (lambda n, m: 3 + n, 15, ("+", N, 3)),
+        (lambda n, m: n - 1 + 3, 14, ("+", N, 2)),
+        (lambda n, m: n + 1 - 3, 10, ("-", N, 2)),
+        (lambda n, m: n - 1 + 1, 12, N),
+        (lambda n, m: (n + 3) + (m - 5), 15, ("-", ("+", N, M), 2)),
+        (lambda n, m: (n + 3) - (m + 2), 8, ("+", ("-", N, M), 1)),
+        (lambda n, m: 9 - (n + 2), -5, ("-", 7, N)),
         (lambda n, m: n - m, 7, ("-", N, M)),
         (lambda n, m: 3 - n, -9, ("-", 3, N)),
         (lambda n, m: n * m, 60, ("*", N, M)),
@@ -238,6 +244,31 @@ def test_lengths_are_known_not_to_be_negative(trace):
     assert guards(trace) == [("not", ("==", ("read", "h"), 0))]
 
 
+def test_quotients_of_multiples_are_compared_whole(trace):
+    """Strides in bytes that must be whole items; those that are known leave no guard that they are."""
+    first, second, third = (trace.read(name, 8, multiple_of=4) for name in "abc")
+    assert first // 4 == 2
+    assert (term(first), term(first // 4)) == (8, 2)
+    assert not second // 4 < 2
+    assert term((second // 4) * 4) == ("read", "b")
+    assert term((third // 4 + 1) * 8) == ("*", ("+", ("//", ("read", "c"), 4), 1), 8)
+    trace.end()
+    known, least, multiples = guards(trace)
+    assert known == ("==", ("read", "a"), 8)
+    assert least == ("not", ("<", ("read", "b"), 8))
+    assert multiples == ("==", ("%", ("|", ("read", "b"), ("read", "c")), 4), 0)
+
+
+def test_quotients_of_what_may_be_no_multiple_are_no_whole_ones(trace, n):
+    assert n // 4 == 3
+    assert term((n // 4) * 4) == ("*", ("//", N, 4), 4)
+    assert guards(trace) == [("==", ("//", N, 4), 3)]
+
+
+SIGNS = {
+    "==": operator.eq, "<": operator.lt, "<=": operator.le, "//": operator.floordiv, "%": operator.mod,
+    "|": operator.or_,
+}  # fmt: skip
 COMPARE = (operator.eq, operator.lt, operator.le, operator.gt, operator.ge, operator.ne)
 
 
@@ -245,13 +276,18 @@ def test_no_guard_is_missing(rng):
     """Numbers that meet the guards give the same answers, those that left no guard included."""
     for _ in range(300):
         trace = Trace()
-        values = rng.integers(0, 8, 2).tolist()
-        sizes = [trace.read(name, value) for name, value in zip("nm", values, strict=True)]
+        steps = [2 ** int(k) for k in rng.integers(0, 3, 2)]
+        values = [int(k) // step * step for k, step in zip(rng.integers(0, 8, 2), steps, strict=True)]
+        sizes = [trace.read(name, n, multiple_of=of) for name, n, of in zip("nm", values, steps, strict=True)]
         asked = []
         for _ in range(6):
             compare, (i, j), number = COMPARE[rng.integers(6)], rng.permutation(2), int(rng.integers(-1, 9))
-            of = lambda two, i=i, j=j, number=number: (two[i], two[j] if number < 2 else number)  # noqa: E731
+            divisor = steps[i] * int(rng.integers(1, 3))
+            of = lambda two, i=i, j=j, number=number, divisor=divisor: (  # noqa: E731
+                two[i] // divisor, two[j] if number < 2 else number,
+            )  # fmt: skip
             asked.append((compare, of, compare(*of(sizes))))
+        trace.end()
         for n in range(-2, 10):
             for m in range(-2, 10):
                 if all(meets(guard, {"n": n, "m": m}) for guard in trace.guards):
@@ -261,6 +297,10 @@ def test_no_guard_is_missing(rng):
 def meets(guard: tuple, values: dict[str, int]) -> bool:
     if guard[0] == "not":
         return not meets(guard[1], values)
-    sign, *operands = guard
-    a, b = (values[of[1]] if is_node(of) else of for of in operands)
-    return {"==": operator.eq, "<": operator.lt, "<=": operator.le}[sign](a, b)
+    return SIGNS[guard[0]](*(value_of(of, values) for of in guard[1:]))
+
+
+def value_of(of: object, values: dict[str, int]) -> int:
+    if not isinstance(of, tuple):
+        return of
+    return values[of[1]] if of[0] == "read" else SIGNS[of[0]](*(value_of(part, values) for part in of[1:]))

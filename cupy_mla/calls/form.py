@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from ..arrays import aligned_up
-from ..bridges import dense_strides
+from ..bridges import UINT8, dense_strides
 from ..cuda import driver
 from ..cuda.program import Clear, Launch, Nonce, Pointer, Program, Slot, Step
 from ..cuda.structs import Packed
@@ -106,7 +106,7 @@ class _Writer:
         code, library, results = self.code, self.library, self.place.results
         if not results and not self.call.scratch:
             return
-        make = code.name(library.maker()) if results else ""
+        make = self._make = code.name(library.maker())
         if results and library.results_share_memory:
             for k, (slot, offset) in enumerate(zip(results, self._write_shared(results, "memory"), strict=True)):
                 dtype = code.name(library.native_dtype(slot.dtype))
@@ -122,7 +122,6 @@ class _Writer:
 
     def _write_shared(self, slots: Sequence[Slot], name: str) -> list[str]:
         """One allocation for several slots; returns what is added to its start for each of them."""
-        allocate, address = self.library.allocator()
         offsets: list[str] = []
         end = 0
         for slot in slots:
@@ -130,7 +129,14 @@ class _Writer:
             offsets.append(self._offset(start))
             self._starts[id(slot)] = f"start_{name}", start
             end = start + slot.nbytes
-        self.code.line(f"{name} = {self.code.name(allocate)}({self._number(end)})")
+        if self.library.results_share_memory:
+            allocate, address = self.library.allocator()
+            self.code.line(f"{name} = {self.code.name(allocate)}({self._number(end)})")
+        else:
+            address, uint8 = self.library.address, self.library.native_dtype(UINT8)
+            self.code.line(
+                f"{name} = {self._make}({self._tuple((end,))}, {self._tuple((1,))}, {self.code.name(uint8)})"
+            )
         self.code.line(f"start_{name} = {address.format(a=name)}")
         return offsets
 
@@ -186,9 +192,13 @@ class _Writer:
                 arguments = [*map(self._number, step.grid), given, self._number(step.cluster)]
                 code.line(f"{submit}(stream, {', '.join(arguments)})")
             else:
-                graph = LaunchGraph([launch.kernel for launch in step], place.device)
+                graph = code.name(LaunchGraph([launch.kernel for launch in step], place.device))
                 grids = self._value(("tuple", *(("tuple", *map(term, launch.grid)) for launch in step)))
-                code.line(f"{code.name(graph)}(stream, {', '.join([grids, *map(params, step)])})")
+                packed = list(map(params, step))
+                with code.block(f"if not {graph}(stream, {grids}, ({', '.join(packed)})):"):
+                    for i, launch in enumerate(step):
+                        submit = code.name(launch.kernel.submitter(place.device))
+                        code.line(f"{submit}(stream, *{grids}[{i}], {packed[i]}, 1)")
 
     def _write_result(self) -> None:
         """Return what the operation returns."""

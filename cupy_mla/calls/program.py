@@ -8,7 +8,7 @@ kept. `run` runs the program with this call's numbers; `form.py` compiles it for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..arrays import Array
 from ..bridges import Place, dense_strides, describe, library_of, must_be_apart, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Nonce, Pointer, Program, Slot, Step
-from ..sizes import Trace, number, term
+from ..sizes import Trace, number
 
 # --- tracing --------------------------------------------------------------------------------------------------
 
@@ -54,8 +54,9 @@ class Apart:
 
 
 def _reach(array: Array) -> Any:
-    items = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
-    return (items + 1) * array.dtype.itemsize
+    size = array.dtype.itemsize
+    strides = [stride * size for stride in array.strides]
+    return sum(n * stride for n, stride in zip(array.shape, strides, strict=True)) - sum(strides) + size
 
 
 class TracedPlace(Place):
@@ -135,6 +136,7 @@ class TracedCall:
             elif is_numbers(value):
                 arguments[i] = tuple(self.trace.read(f"a{i}[{k}]", n) for k, n in enumerate(value))
         self.result: Any = function(**dict(zip(names, arguments, strict=True)))
+        self.trace.end()
         given = {id(values[i]) for i in self.arrays}
         one_each = len(given) == len(self.arrays)  # one array under two names may be two arrays in a later call
         self.holds_for_others: bool = one_each and not self.trace.once
@@ -143,13 +145,8 @@ class TracedCall:
         """Argument i, an array, as the body gets it."""
         read, size = self.trace.read, array.dtype.itemsize
         shape = tuple(read(f"n{i}_{k}", n, least=0) for k, n in enumerate(array.shape))
-        strides: list[Any]
         if array.library.strides_in_bytes:
-            in_bytes = [read(f"t{i}_{k}", s * size) for k, s in enumerate(array.strides)]
-            if size > 1 and in_bytes:  # a power of two
-                together = reduce(lambda a, b: ("|", a, b), map(term, in_bytes))
-                self.trace.guard(("==", ("%", together, size), 0), True)
-            strides = [stride // size for stride in in_bytes]
+            strides = [read(f"t{i}_{k}", s * size, multiple_of=size) // size for k, s in enumerate(array.strides)]
         else:
             strides = [read(f"t{i}_{k}", s) for k, s in enumerate(array.strides)]
         place = self.place if array.place == self.place else array.place

@@ -41,10 +41,18 @@ def register_graph_operations(find: Callable[[str], Callable[..., Any]]) -> None
     _graph_operation = find
 
 
-def traced_by_torch() -> bool:
-    """Whether torch.compile is reading this code instead of running it."""
+def _looks_for_torch() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_dynamo_compiling()
+
+
+def trace_detector() -> Callable[[], bool]:
+    """A function that tells whether torch.compile is reading this code: torch's own where torch is imported already."""
+    torch = sys.modules.get("torch")
+    return _looks_for_torch if torch is None else torch.compiler.is_dynamo_compiling
+
+
+traced_by_torch = trace_detector()
 
 
 def in_graph(name: str) -> Callable[..., Any]:
@@ -160,8 +168,8 @@ class Signatures:
             self.recent[written] = [known.run, *(other for other in recent if other is not known.run)][:RECENT]
 
 
-# What the next call is compared with: a function that tells whether its arrays are like those of the last call; that
-# call's integers, what its choices depended on, and what served it.
+# What the next calls are compared with: a function that tells whether their arrays are like those of a recent call;
+# that call's integers, what its choices depended on, and what served it.
 Last = tuple[Callable[..., bool], tuple[Any, ...], tuple[Any, ...], Callable[..., Any], tuple[Any, ...]]
 
 
@@ -196,14 +204,12 @@ class Signature:
         self.forms: list[Form] = []
         self._choices: list[Callable[[], Any]] = []
         # What `run` reads, each the one item of a list, which another thread may replace at any time: what the choices
-        # depend on now, the function that finds a form, the one that tells arrays of this signature, the last call.
+        # depend on now, the function that finds a form, the one that tells arrays of this signature, the last calls.
         self._chosen: list[Callable[[], tuple[Any, ...]]] = [tuple]
         self._measure: list[Callable[..., Served | None]] = [_unmet]
         self._alike: list[Callable[..., bool]] = [_never]
-        self._last: list[Last] = [(_never, (), (), run, ())]
-        # By sizes: what served a call, and what to compare with where they came again.
-        self._seen: dict[Any, Served] = {}
-        self._repeated: dict[Any, Last] = {}
+        self._last: list[tuple[Last, ...]] = [()]
+        self._seen: dict[Any, Served] = {}  # by sizes
         mixed = any(library_of(values[i]) is not self._library for i in self._arrays)
         self.run: Run = (lambda *values: run(TracedCall(function, names, values))) if mixed else self._written(values)
 
@@ -231,13 +237,20 @@ class Signature:
             code.line(f"with {code.name(library.to_device)}({device}):")
             code.line(f"    return run({', '.join(parameters)})")
         code.line(f"now = {code.name(self._chosen)}[0]()")
-        code.line(f"like, integers, chosen, body, values = {last}")
-        same = [f"like({', '.join(arrays)})", "now == chosen", *([f"{integers} == integers"] if self._integers else [])]
-        with code.block(f"if {' and '.join(same)}:"):
-            read_addresses()
-            with code.block(f"if ({' | '.join(addresses)}) % {ALIGNMENT} == 0:"):
-                code.line(f"return body(values, {given})")
-        with code.block(f"if not {alike}({', '.join(arrays)}) and not {code.name(self._admits)}({', '.join(arrays)}):"):
+        guarded = library.guards([values[i] for i in self._arrays], sizes_too=True) is not None
+        if guarded:
+            same = [f"like({', '.join(arrays)})", "now == chosen", f"{integers} == integers"]
+            head = f"if {' and '.join(same if self._integers else same[:2])}:"
+            with code.block(f"for like, integers, chosen, body, values in {last}:"), code.block(head):
+                read_addresses()
+                with code.block(f"if ({' | '.join(addresses)}) % {ALIGNMENT} == 0:"):
+                    code.line(f"return body(values, {given})")
+            differ = f"not {alike}({', '.join(arrays)}) and not {code.name(self._admits)}({', '.join(arrays)})"
+        else:
+            facts = [fact.format(a=a) for a in arrays for fact in library.facts]
+            known = tuple(fact for _, *facts_of_array, _ in self._facts for fact in facts_of_array)
+            differ = f"({' '.join(f'{fact},' for fact in facts)}) != {code.name(known)}"
+        with code.block(f"if {differ}:"):
             code.line("return NotImplemented")
         sizes = [f"{library.shape}, {library.strides}".format(a=a) for a in arrays]
         with code.block("try:"):
@@ -250,16 +263,20 @@ class Signature:
             code.line(f"sizes += ({' '.join(f'{address} % {ALIGNMENT},' for address in addresses)})")
         code.line(f"found = {seen}.get(sizes)")
         with code.block("if found is None:"):
+            if not guarded:  # sizes that were seen have the ranks
+                with code.block(f"if ({' '.join(f'{a}.ndim,' for a in arrays)}) != {tuple(self._ranks)}:"):
+                    code.line("return NotImplemented")
             code.line(f"found = {measure}(*sizes)")
             with code.block("if found is None:"):
                 code.line(f"found = {code.name(self._traced)}(sizes, {', '.join(parameters)})")
             with code.block("else:"):
                 code.line(f"{seen}[sizes] = found")
                 with code.block(f"if len({seen}) > {MAX_SIZES}:"):
-                    code.line(f"{code.name(self._forget_sizes)}()")
-        with code.block("elif aligned:"):  # otherwise the next call is not compared with this one
-            code.line(f"{last} = {code.name(self._compared)}(sizes, {integers}, found, {', '.join(arrays)})")
-        code.line("body, values = found")
+                    code.line(f"{seen}.clear()")
+        if guarded:
+            with code.block("elif aligned:"):  # otherwise the next call is not compared with this one
+                code.line(f"{last} = {code.name(self._compared)}(found, now, {integers}, {', '.join(arrays)})")
+        code.line("body, values, _ = found")
         code.line(f"return body(values, {given})")
         return code.function("run", parameters, code.lines)
 
@@ -282,20 +299,17 @@ class Signature:
         """Whether arrays are of this signature that are not like the last ones, as in torch's inference mode."""
         if list(map(_facts, arrays)) != self._facts:
             return False
-        self._alike[0] = self._library.like(arrays, sizes_too=False)
+        self._alike[0] = self._library.guards(arrays, sizes_too=False) or _never
         return True
 
-    def _compared(self, sizes: tuple[Any, ...], integers: tuple[Any, ...], served: Served, *arrays: Any) -> Last:
-        """What the next call is compared with after one of sizes that were seen before."""
-        known = self._repeated.get(sizes)
-        if known is None or not known[0](*arrays):
-            like = self._library.like(arrays, sizes_too=True)
-            known = self._repeated[sizes] = (like, integers, sizes[0], *served)
-        return known
-
-    def _forget_sizes(self) -> None:
-        self._seen.clear()
-        self._repeated.clear()
+    def _compared(
+        self, served: Served, now: tuple[Any, ...], integers: tuple[Any, ...], *arrays: Any
+    ) -> tuple[Last, ...]:
+        """What the next calls are compared with after one of sizes that were seen before."""
+        body, values, like = served
+        if not like or not like[0](*arrays):
+            like[:] = [self._library.guards(arrays, sizes_too=True) or _never]
+        return (like[0], integers, now, body, values), *self._last[0][:1]
 
     def _refused(self, *values: Any) -> Any:
         """Make a call by itself, whose checks say what is wrong."""
@@ -305,7 +319,7 @@ class Signature:
         """Trace a call that no form holds for."""
         call = TracedCall(self._function, self._names, values)
         if not call.holds_for_others:
-            return lambda *arguments: run(call), ()
+            return lambda *arguments: run(call), (), []
         form = Form(call)
         forms = [form, *self.forms][:MAX_FORMS]
         self._choices += [choice for choice in form.choices if choice not in self._choices]
@@ -339,4 +353,4 @@ def _facts(value: Any) -> Any:
     if is_numbers(value):
         return int if type(value) is int else (tuple, len(value))
     library = library_of(value)
-    return (type(value), value) if library is None else (type(value), *library.facts_of(value), len(value.shape))
+    return (type(value), value) if library is None else (type(value), *library.facts_of(value), value.ndim)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any
 
-from ..sizes import Bounds, Node, Term, is_node
+from ..sizes import Node, Term, is_multiple, is_node
 from .code import Code
 from .form import Form
 
-Served = tuple[Callable[..., Any], tuple[Any, ...]]  # what serves a call: a form's body, and the values that it needs
+# What serves a call: a form's body, the values that it needs, and a list for what tells arrays of the same sizes.
+Served = tuple[Callable[..., Any], tuple[Any, ...], list[Callable[..., bool]]]
 
 
 def measure_of(
@@ -46,7 +47,7 @@ def _write(code: Code, forms: Sequence[Form], start: int) -> None:
     _require(code, guards[start:end])
     if any(end == len(form.guards) for form in forms):
         form = next(form for form in forms if end == len(form.guards))
-        code.line(f"return {code.name(form.body)}, {code.expression(('tuple', *form.values))}")
+        code.line(f"return {code.name(form.body)}, {code.expression(('tuple', *form.values))}, []")
         return
     ways: dict[Node, list[Form]] = {}
     for form in forms:
@@ -87,31 +88,71 @@ def _conditions(code: Code, guards: Sequence[Node]) -> Iterator[str]:
     """Guards as expressions, each after lines that compute what it needs.
 
     Where several compare one term with numbers, the least and the greatest one that they leave is one condition, in the
-    place of the first of them.
+    place of the first of them. So are all that want certain values of what a call reads, or of one function's result;
+    and, in the last place, all that want multiples of one power of two.
     """
-    left: dict[Term, Bounds] = {}
+    left: dict[Term, tuple[Any, Any]] = {}
+    multiples: dict[int, list[Term]] = {}
     for guard in guards:
         of, least, most = _leaves(guard)
-        known = left.get(of, (-inf, inf))
-        left[of] = max(least, known[0]), min(most, known[1])
-    written = {None}
+        known = left.get(of)
+        left[of] = (least, most) if known is None else (max(least, known[0]), min(most, known[1]))
+        if _is_bits(guard):
+            multiples.setdefault(guard[1][2], []).append(guard[1][1])
+    values: dict[Term, dict[Term, Any]] = {}  # by what they are read from
+    for of, (least, most) in left.items():
+        if least == most and of[0] in ("read", "get"):
+            values.setdefault(_source(of), {})[of] = least
+    written: set[Term] = {None}
+    compared: set[Term] = set()  # keys of `values`
     for guard in guards:
         of, least, most = _leaves(guard)
-        if of not in written:
+        if _is_bits(guard):
+            continue
+        if of is not None and of in values.get(_source(of), ()):
+            if _source(of) not in compared:
+                compared.add(_source(of))
+                yield _equal(code, values[_source(of)])
+        elif of not in written:
             written.add(of)
             if left[of] != (-inf, inf):
                 yield _within(code.expression(of), *left[of])
         if (least, most) == (-inf, inf) and not (of and _excluded(guard, *left[of])):
             yield code.condition(guard)
+    for number, terms in multiples.items():
+        yield f"({' | '.join(map(code.expression, terms))}) % {number} == 0"
 
 
-def _leaves(guard: Node) -> tuple[Term, float, float]:
-    """The term that a guard compares with a number, and the least and greatest one that it leaves; None: no term."""
+def _source(of: Node) -> Term:
+    """What the value of a term is read from: the result of a function, or None, a call's arguments."""
+    return of[1] if of[0] == "get" else None
+
+
+def _equal(code: Code, values: dict[Term, Any]) -> str:
+    """The condition that terms have these values."""
+    terms, wanted = list(map(code.expression, values)), tuple(values.values())
+    if len(terms) == 1:
+        return f"{terms[0]} == {code.variable(wanted[0])}"
+    return f"({', '.join(terms)}) == {wanted if all(type(n) is int for n in wanted) else code.name(wanted)}"
+
+
+def _is_bits(guard: Node) -> bool:
+    """Whether a guard says that a term is a multiple of a power of two: that its lowest bits are 0."""
+    return guard[0] == "==" and is_multiple(guard) and guard[1][2].bit_count() == 1
+
+
+def _leaves(guard: Node) -> tuple[Term, Any, Any]:
+    """The term that a guard compares with a number, and the least and greatest one that it leaves; None: no term.
+
+    For a term that must be something else than a number both are that.
+    """
     sign, a, b = guard[1] if guard[0] == "not" else guard
     holds = guard[0] != "not"
+    if is_node(a) and sign == "==" and holds and not is_node(b):
+        return a, b, b
     if is_node(a) and type(b) is int:
         if sign == "==":
-            return (a, b, b) if holds else (a, -inf, inf)
+            return a, -inf, inf
         most = b - (sign == "<")
         return (a, -inf, most) if holds else (a, most + 1, inf)
     if type(a) is int and is_node(b) and sign != "==":

@@ -174,11 +174,18 @@ def plain_submitter(handle: int, threads: int, shared_bytes: int, cooperative: b
 def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlapping: bool) -> Submit:
     """Launches with attributes: clusters, and overlap with the launch before."""
     launch, as_pointer, address = api().cuLaunchKernelEx, ctypes.c_char_p, ctypes.addressof
-    configs = _Configs(threads, shared_bytes, overlapping)
+    function, configs = api().CUfunction(handle), _Configs(threads, shared_bytes, overlapping)
 
     def submit(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
+        config, given = configs.known.get(cluster) or configs.made(cluster)
+        now = (stream, x, y, z)
+        if now != given:
+            if stream != given[0]:  # which takes longer than a grid
+                config.hStream = stream
+            config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+            configs.known[cluster] = config, now
         pointer = as_pointer(params)
-        (status,) = launch(configs.of(stream, x, y, z, cluster), handle, address(pointer), 0)
+        (status,) = launch(config, function, address(pointer), 0)
         if status:
             raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {int(status)} (grid {(x, y, z)})")
 
@@ -186,25 +193,21 @@ def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlappin
 
 
 class _Configs(threading.local):
-    """A thread's CUlaunchConfigs of a kernel, one a cluster size; grid and stream change from launch to launch."""
+    """A thread's CUlaunchConfigs of a kernel.
+
+    Attributes:
+        known: a configuration, and its stream and grid, by the CTAs of a cluster.
+    """
 
     def __init__(self, threads: int, shared_bytes: int, overlapping: bool) -> None:
         self._make = lambda attributes: launch_config(threads, shared_bytes, attributes)
         self._overlapping = overlapping
-        self._configs: dict[int, Any] = {}
-        self._given: dict[int, tuple[int, int, int, int]] = {}
+        self.known: dict[int, tuple[Any, tuple[int | None, int, int, int]]] = {}
 
-    def of(self, stream: int, x: int, y: int, z: int, cluster: int) -> Any:
-        """The configuration of one launch."""
-        config = self._configs.get(cluster)
-        if config is None:
-            attributes = [cluster_attribute(cluster)] if cluster > 1 else []
-            config = self._configs[cluster] = self._make(attributes + [overlap_attribute()] * self._overlapping)
-        given = (stream, x, y, z)
-        if self._given.get(cluster) != given:
-            config.hStream, config.gridDimX, config.gridDimY, config.gridDimZ = given
-            self._given[cluster] = given
-        return config
+    def made(self, cluster: int) -> tuple[Any, tuple[int | None, int, int, int]]:
+        """One without a stream and a grid."""
+        attributes = [cluster_attribute(cluster)] if cluster > 1 else []
+        return self._make(attributes + [overlap_attribute()] * self._overlapping), (None, 0, 0, 0)
 
 
 def launch_config(threads: int, shared_bytes: int, attributes: list[Any]) -> Any:

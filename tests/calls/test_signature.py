@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla import flash_mla, layouts
+from cupy_mla import flash_mla, layouts, private
 from cupy_mla.arrays import aligned_up
 from cupy_mla.bridges import describe
 from cupy_mla.calls import signature
@@ -77,10 +78,12 @@ def traces(monkeypatch) -> list[TracedCall]:
     return seen
 
 
-@pytest.fixture(params=["torch", "cupy"])
-def kind(request, gpu) -> Iterator[NumPy]:
-    """Arrays that pass for some on a GPU."""
-    if request.param == "torch":
+@pytest.fixture(params=["torch", "torch without guards", "cupy"])
+def kind(request, gpu, monkeypatch) -> Iterator[NumPy]:
+    """Arrays that pass for some on a GPU; torch's also with a torch that has no guards for calls."""
+    if request.param == "torch without guards":
+        monkeypatch.setattr(private, "torch_guards", lambda tensors, *, sizes_too: None)
+    if request.param != "cupy":
         yield Torch()
         return
     cupy = pytest.importorskip("cupy")
@@ -214,39 +217,62 @@ def prefill_in_groups(gpu: FakeGPU, arrays: dict[str, Any]) -> list[Submitted]:
 
 
 def test_launches_in_a_row_are_one_graph(gpu, traces):
-    """From the second call of the same grids on."""
-    first, second = grouped(), grouped()
-    launched = prefill_in_groups(gpu, first)
-    assert len(launched) == 3
+    """From the second call of the same grids on. Two graphs serve two sets of arrays in turn without a change."""
+    sets = [grouped() for _ in range(3)]
+    launched = [prefill_in_groups(gpu, sets[0])]
+    assert len(launched[0]) == 3
     assert gpu.graphs.runs == 0
-    assert prefill_in_groups(gpu, first) == launched
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (1, 0)
-    changed = prefill_in_groups(gpu, second)
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (2, 3)
-    assert prefill_in_groups(gpu, second) == changed != launched
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (3, 3)
+    assert prefill_in_groups(gpu, sets[0]) == launched[0]
+    launched.append(prefill_in_groups(gpu, sets[1]))
+    for turn in range(6):
+        assert prefill_in_groups(gpu, sets[turn % 2]) == launched[turn % 2]
+    assert launched[0] != launched[1]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (8, 0)
+    launched.append(prefill_in_groups(gpu, sets[2]))
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (9, 3)
+    assert prefill_in_groups(gpu, sets[1]) == launched[1], "the other graph has changed"
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (10, 3)
     gpu.stream = 7
-    assert prefill_in_groups(gpu, first) == [launch._replace(stream=7) for launch in launched]
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (4, 6)
+    assert prefill_in_groups(gpu, sets[0]) == [launch._replace(stream=7) for launch in launched[0]]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (11, 6)
     gpu.capturing = True
-    assert prefill_in_groups(gpu, second) == [launch._replace(stream=7) for launch in changed]
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (4, 6)
+    assert prefill_in_groups(gpu, sets[1]) == [launch._replace(stream=7) for launch in launched[1]]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (11, 6)
     assert len(traces) == 1
 
 
 def test_a_graph_serves_every_size(gpu, traces):
-    """Other grids are launched one by one, and by the graph when they come again."""
+    """New grids are launched one by one, and by a graph when they come again, also after others."""
     whole = grouped()
+    calls = [{n: a[:s_q] if n in ("q", "indices") else a for n, a in whole.items()} for s_q in (512, 500, 400)]
+    one_by_one = [prefill_in_groups(gpu, arrays) for arrays in calls]
+    for arrays, launched in zip(calls, one_by_one, strict=True):  # the last two sizes are remembered
+        assert prefill_in_groups(gpu, arrays) == launched
+    assert gpu.graphs.runs == 0
+    for turn in range(1, 7):
+        assert prefill_in_groups(gpu, calls[turn % 2 + 1]) == one_by_one[turn % 2 + 1]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (6, 0)
     for _ in range(2):
-        prefill_in_groups(gpu, whole)
-    smaller = {name: a[:500] if name in ("q", "indices") else a for name, a in whole.items()}
-    one_by_one = prefill_in_groups(gpu, smaller)
-    assert gpu.graphs.runs == 1
-    assert prefill_in_groups(gpu, smaller) == one_by_one
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (2, 3)
+        assert prefill_in_groups(gpu, calls[0]) == one_by_one[0]
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (7, 3)
     assert len(traces) == 1
     forget_calls()
-    assert prefill_in_groups(gpu, smaller) == one_by_one
+    assert prefill_in_groups(gpu, calls[1]) == one_by_one[1]
+
+
+def test_a_graph_whose_change_failed_is_changed_again(gpu, monkeypatch):
+    sets = [grouped() for _ in range(4)]
+    launched = [prefill_in_groups(gpu, arrays) for arrays in sets]
+    refused = iter((0, 2))  # the second launch of a graph is not changed
+    change = gpu.graphs.cuGraphExecKernelNodeSetParams
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            gpu.graphs, "cuGraphExecKernelNodeSetParams", lambda *given: change(*given) if not next(refused) else (2,)
+        )
+        with pytest.raises(RuntimeError, match="cuGraphExecKernelNodeSetParams failed"):
+            prefill_in_groups(gpu, sets[0])
+    for turn in (2, 3, 0, 1):  # the graph was that of the third call
+        assert prefill_in_groups(gpu, sets[turn]) == launched[turn]
 
 
 def test_graphs_are_let_go_with_their_calls(gpu):
@@ -359,6 +385,17 @@ def test_sizes_and_strides_are_no_part_of_a_signature(gpu, seen, traces, change)
     assert gpu.log[1] == by_form
 
 
+def test_another_rank_is_another_signature(gpu, rng, kind):
+    """It is told by the ranks, so the checks, not the form's code, say what is wrong."""
+    call = OPERATIONS["concat_and_cache_mla"](rng)
+    arrays = put(kind, call)
+    for _ in range(3):
+        call.operation(**arrays, **call.settings)
+    for name, rank in (("kv_c", 2), ("slot_mapping", 1)):
+        with pytest.raises(ValueError, match=rf"^{name}: .*{rank}"):
+            call.operation(**{**arrays, name: arrays[name][None]}, **call.settings)
+
+
 def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
     gpu.log.clear()
     names = ("bf16_sm90", "portable", "bf16_sm90", "portable")
@@ -372,6 +409,19 @@ def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
     monkeypatch.setenv("CUPY_MLA_KERNELS", "fp8_sm90")
     with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is fp8_sm90, which cannot serve this call: prefill of 4"):
         cupy_mla.sparse_prefill(**prefill())
+
+
+@pytest.mark.parametrize("torch_is_there", [True, False])
+def test_whether_torch_reads_a_call(monkeypatch, torch_is_there):
+    """By torch's own function, or, where torch may still be imported, by one that looks for it."""
+    with monkeypatch.context() as imported:
+        if not torch_is_there:
+            imported.delitem(sys.modules, "torch")
+        asked = signature.trace_detector()
+        assert asked() is False
+    assert (asked is torch.compiler.is_dynamo_compiling) == torch_is_there
+    assert asked() is False
+    assert torch.compile(lambda: asked(), backend="eager", fullgraph=True)() is True
 
 
 def test_checks_stay_on(seen):

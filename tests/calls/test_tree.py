@@ -68,7 +68,7 @@ def test_every_call_finds_its_form(rng):
             forms.insert(0, form_of(values))
             find = measure(forms)
             found = find(*values)
-        body, sizes = found
+        body, sizes, _ = found
         assert body(sizes) == program(*values), values
     assert 8 <= len(forms) <= 40
     words = {form.body(form.values)[0] for form in forms}
@@ -79,7 +79,7 @@ def test_every_call_finds_its_form(rng):
 def test_a_call_without_a_form_is_told(values):
     others = [form_of(other) for other in ((40, 3, 3), (5, 0, 1), (8, 2, 2), (-1, 1, 1)) if other != values]
     assert measure(others)(*values) is None
-    body, sizes = measure([form_of(values), *others])(*values)
+    body, sizes, _ = measure([form_of(values), *others])(*values)
     assert body(sizes) == program(*values)
 
 
@@ -99,12 +99,12 @@ def test_what_forms_share_is_computed_once():
     find = measure([form(3), form(4)])
     del called[:]
     for n in (7, 8):
-        body, sizes = find(n, 0, 0)
+        body, sizes, _ = find(n, 0, 0)
         assert body(sizes) == ("odd" if n % 2 else "even", n // 2, (n // 2) ** 2)
     assert called == [7, 8]
 
 
 def test_of_two_forms_that_hold_the_first_is_taken():
     forms = [SimpleNamespace(guards=[("<", ("read", "a"), n)], values=[], body=n) for n in (5, 10)]
-    assert [measure(forms)(a, 0, 0) for a in (3, 7, 12)] == [(5, ()), (10, ()), None]
-    assert [measure(forms[::-1])(a, 0, 0) for a in (3, 7, 12)] == [(10, ()), (10, ()), None]
+    assert [measure(forms)(a, 0, 0) for a in (3, 7, 12)] == [(5, (), []), (10, (), []), None]
+    assert [measure(forms[::-1])(a, 0, 0) for a in (3, 7, 12)] == [(10, (), []), (10, (), []), None]

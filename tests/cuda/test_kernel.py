@@ -1,4 +1,4 @@
-"""What a user is told when a kernel cannot be had, and what a cubin says. A stand-in for CuPy; needs no GPU."""
+"""What a user is told when a kernel cannot be had, what a cubin says, and launches. A stand-in for CuPy; no GPU."""
 
 from __future__ import annotations
 
@@ -106,3 +106,22 @@ def test_what_a_cubin_says():
         exported(cubin, "no_such_name")
     found = dict(sections(cubin))
     assert len(found[".text.combine"]) > 1000
+
+
+def test_every_launch_has_its_own_stream_and_grid(monkeypatch):
+    """Launch configs are used again, and only what is another one is set."""
+    api = pytest.importorskip("cuda.bindings.driver")
+    launched = []
+
+    def launch(config, function, params, extra):
+        attributes = [int(a.id) for a in config.attrs]
+        launched.append((int(config.hStream), config.gridDimX, config.gridDimY, config.gridDimZ, attributes))
+        return (0,)
+
+    monkeypatch.setattr(api, "cuLaunchKernelEx", launch)
+    submit = driver.attribute_submitter(7, 128, 0, overlapping=False)
+    cluster = int(api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+    calls = [(0, 2, 3, 4, 1), (0, 2, 3, 4, 2), (5, 2, 3, 4, 2), (5, 8, 1, 1, 2), (0, 8, 1, 1, 1), (5, 8, 1, 1, 1)]
+    for *place, ctas in calls:
+        submit(*place, b"params", ctas)
+    assert launched == [(*place, [cluster] * (ctas > 1)) for *place, ctas in calls]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import private
 from ...layouts import Layout
@@ -20,9 +20,9 @@ from . import bf16_cluster_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, f
 from .cost import (
     EVENLY,
     FP8_LEAST_SPLIT,
-    KNOWN_QUERIES,
     Division,
     bf16_evenly,
+    decided_with,
     few_heads_candidates,
     fp8_candidates,
     fp8_in_turn,
@@ -464,8 +464,8 @@ class Chooser:
     """`choose` for calls of one signature, which remembers what it chose.
 
     A server meets another number of queries at every step, and lists of few lengths, which are whole `USUAL_ROWS`. So
-    the choices of all numbers of queries up to `KNOWN_QUERIES` are made together, in 2 ms, when such a length comes;
-    for another length, when a second number of queries does.
+    the choices of `TOGETHER` neighbouring numbers of queries are made at once, in 2 ms, when such a length comes; for
+    another length, when a second one of these numbers does.
 
     Attributes:
         depends_on: tells what a choice depends on beside the arguments.
@@ -476,23 +476,25 @@ class Chooser:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._table = rows_for(facts)
-        # Choices by the number of queries, for calls that differ in nothing else; and how many are remembered.
-        self._known: dict[tuple[str | None, int, int, int | None], dict[int, Choice]] = {}
-        self._size = 0
+        self._known: dict[tuple[str | None, int, int, int, int | None], Choice] = {}
+        self._met: set[tuple[Any, ...]] = set()  # as keys of `_known`, with a range of numbers of queries
 
     def __call__(self, h_q: int, queries: int, rows: int, splits: int | None) -> Choice:
-        key = (asked_kernel(), h_q, rows, splits)
-        known = self._known.get(key)
-        if known is not None and queries in known:
-            return known[queries]
-        alone = queries > KNOWN_QUERIES or (known is None and rows % USUAL_ROWS > 0)
-        wanted = (queries,) if alone else range(1, KNOWN_QUERIES + 1)
-        made = {n: choose(self.facts, Sizes(h_q, n, rows, splits), key[0], self._table) for n in wanted}
-        self._size += len(made)
-        if self._size > MAX_CHOICES:
+        call = (asked_kernel(), h_q, queries, rows, splits)
+        return self._known.get(call) or self._made(*call)
+
+    def _made(self, asked: str | None, h_q: int, queries: int, rows: int, splits: int | None) -> Choice:
+        """Choose for a number of queries, and for its neighbours."""
+        neighbours = decided_with(queries)
+        met = (asked, h_q, neighbours, rows, splits)
+        alone = rows % USUAL_ROWS > 0 and met not in self._met
+        wanted = (queries,) if alone else (queries, *neighbours)
+        if len(self._known) + len(wanted) > MAX_CHOICES:
             self._known.clear()
-            self._size = len(made)
-        self._known.setdefault(key, {}).update(made)
+            self._met.clear()
+        self._met.add(met)
+        made = {n: choose(self.facts, Sizes(h_q, n, rows, splits), asked, self._table) for n in wanted}
+        self._known.update({(asked, h_q, n, rows, splits): choice for n, choice in made.items()})
         return made[queries]
 
 

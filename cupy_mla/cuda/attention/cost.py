@@ -17,7 +17,13 @@ from ..driver import MAX_CLUSTER
 
 EVENLY = 0
 MAX_SPLITS = 1024  # of a query's rows; each takes memory for a partial result
-KNOWN_QUERIES = 512  # up to which all batches are decided at once: a server meets another one at every step
+TOGETHER = 512  # numbers of queries that are decided together: a server meets another one at every step
+
+
+def decided_with(queries: int) -> range:
+    """The numbers of queries that are decided together with this one."""
+    first = (max(1, queries) - 1) // TOGETHER * TOGETHER + 1
+    return range(first, first + TOGETHER)
 
 
 class Division(NamedTuple):
@@ -98,20 +104,22 @@ class Candidates:
     def __init__(self, divisions: list[Division], time: Callable[[np.ndarray], np.ndarray]) -> None:
         self._divisions, self._time = divisions, time
         self._asked = 0
-        self._known: list[int] = []  # for 1, 2, ... KNOWN_QUERIES queries
+        self._known: dict[range, list[int]] = {}  # for neighbouring numbers of queries
 
     def cheapest(self, queries: int) -> Division:
         """The division that takes the least time for so many queries.
 
-        Those of all batches are found together when a second one is asked for, which takes milliseconds. Calls whose
-        lists have another length each time are spared that.
+        Those of neighbouring numbers are found together when a second number is asked for, which takes milliseconds.
+        Calls whose lists have another length each time are spared that.
         """
         self._asked += 1
-        if queries > KNOWN_QUERIES or self._asked == 1:
+        if self._asked == 1:
             return self._divisions[int(self._best(np.array([queries]))[0])]
-        if not self._known:
-            self._known = self._best(np.arange(1, KNOWN_QUERIES + 1)).tolist()
-        return self._divisions[self._known[queries - 1]]
+        neighbours = decided_with(queries)
+        known = self._known.get(neighbours)
+        if known is None:
+            known = self._known[neighbours] = self._best(np.array(neighbours)).tolist()
+        return self._divisions[known[queries - neighbours[0]]]
 
     def _best(self, queries: np.ndarray) -> np.ndarray:
         """The index of the cheapest division, for each number of queries."""

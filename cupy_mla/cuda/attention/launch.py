@@ -207,7 +207,8 @@ def _launches(
     """
     b, s_q, h_q = batch
     queries, heads = b * s_q, int(choice.heads)
-    partials = most(1, choice.splits // choice.cluster)
+    unsplit = choice.splits == 1 and choice.cluster == 1
+    partials = 1 if unsplit else most(1, choice.splits // choice.cluster)
     items = queries * ceil_div(h_q, heads)
     memory: _Partials | _SharePartials
     if choice.kernel in MERGES_ITSELF:

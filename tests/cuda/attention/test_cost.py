@@ -8,7 +8,7 @@ from cupy_mla.cuda.attention import fp8_sm90
 from cupy_mla.cuda.attention.cost import (
     EVENLY,
     FEW_CONSUMERS,
-    KNOWN_QUERIES,
+    TOGETHER,
     Division,
     bf16_evenly,
     divisions,
@@ -140,10 +140,10 @@ def test_whole_waves_of_bf16_rows_are_not_divided(prefill, head_tiles, pairs):
 
 @pytest.mark.parametrize("candidates", [fp8, few_heads])
 def test_batches_that_are_decided_ahead_are_like_those_that_are_not(candidates, monkeypatch):
-    ahead = [candidates(32, None).cheapest(queries) for queries in range(1, KNOWN_QUERIES + 3)]
+    ahead = [candidates(32, None).cheapest(queries) for queries in range(1, TOGETHER + 3)]
     made = candidates(32, None)
-    monkeypatch.setattr("cupy_mla.cuda.attention.cost.KNOWN_QUERIES", 0)
-    assert [made.cheapest(queries) for queries in range(1, KNOWN_QUERIES + 3)] == ahead
+    monkeypatch.setattr("cupy_mla.cuda.attention.cost.TOGETHER", 1)
+    assert [made.cheapest(queries) for queries in range(1, TOGETHER + 3)] == ahead
 
 
 def test_divisions():
