@@ -79,7 +79,10 @@ enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3 };  // DIVISION
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
-constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS, PAIR_STAGES = 2 * TILE_STAGES;
+constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
+// A split has a whole number of units, the last one with a tile without rows if need be. Pairs take fewer instructions.
+constexpr int UNIT_TILES = DIVISION == CLUSTERS || DIVISION == SEGMENTS ? 1 : 2;
+constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column blocks of 64; the last is RoPE
 constexpr int LINES_BYTES = HEADS * LINE_BYTES;  // a swizzled line for each head: a column block of Q, or a P
@@ -110,7 +113,7 @@ constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINE
 // What the consumers are told of a split: two `turn`s of the CTA are kept.
 struct Attended {
     Query query;
-    int first_head, pairs;
+    int first_head, units;
     bool begins_item, ends_item;
 };
 
@@ -395,7 +398,7 @@ __device__ __forceinline__ Tiles find_tiles(const AttentionParams& p, const Work
 
 // Each of the four producer warps copies 16 rows of every tile. List entries are loaded AHEAD tiles before their rows:
 // under load they take 2,000 cycles. Those of the first tiles are loaded before it is known whether these have a valid
-// entry. Warp 0 also fetches Q in the meantime. Returns the pairs of tiles.
+// entry. Warp 0 also fetches Q in the meantime. Returns the units.
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const int my_row =
@@ -409,11 +412,11 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
         entries[i] = list.of(w, tile[i], my_row);
     }
     const Tiles tiles = find_tiles(p, w, list, warp, lane);
-    const int pairs = ceil_div(tiles.count, 2);
+    const int units = ceil_div(tiles.count, UNIT_TILES);
     if (warp == 0) {
         if (w.turn > 0) fetch_q(p, w, lane);
         if (lane == 0) {
-            small().attended[w.turn % 2] = {w.query, w.first_head, pairs, w.begin == 0, w.ends_item};
+            small().attended[w.turn % 2] = {w.query, w.first_head, units, w.begin == 0, w.ends_item};
             mbarrier_arrive(shared_address(&small().q_full));
         }
     }
@@ -426,17 +429,17 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     }
     uint32_t stage = w.stage;
 #pragma unroll 1
-    for (int first = 0; first < 2 * pairs; first += AHEAD) {
+    for (int first = 0; first < UNIT_TILES * units; first += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i, stage += TILE_STAGES) {
-            if (first + i >= 2 * pairs) break;
+            if (first + i >= UNIT_TILES * units) break;
             const Row row = row_of_entry(p, w, tile[i], entries[i]);
             tile[i] = tiles.tile(w, warp, first + i + AHEAD);
             entries[i] = list.of(w, tile[i], my_row);
             copy_tile(row, stage, warp, lane);
         }
     }
-    return pairs;
+    return units;
 }
 
 // --- Q --------------------------------------------------------------------------------------------------------
@@ -1268,7 +1271,7 @@ __device__ __forceinline__ void release_q(const Role& r) {
 }
 
 // Tile after tile: this warpgroup's next S, then the product with the other's tile, then the softmax of its own.
-// Returns the pairs of tiles.
+// Returns the units.
 __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32_t stage, const Role& r,
                                       const Attended& known) {
     const Attended &told = small().attended[turn % 2], &w = DIVISION == CLUSTERS ? known : told;
@@ -1280,14 +1283,15 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32
         mbarrier_wait(shared_address(&small().q_full), turn & 1);
         logit_scale = small().logit_scale;
     }
-    const int pairs = w.pairs >= 0 ? w.pairs : told.pairs;
+    const int units = w.units >= 0 ? w.units : told.units;
+    const int own = UNIT_TILES == 2 ? units : (units + 1 - r.warpgroup) / 2;  // tiles of this warpgroup
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
     fence_proxy_async();
     sync_consumers();
 
     Output out;
     clear(out);
-    if (pairs == 0) release_q(r);
+    if (own == 0) release_q(r);
     const int other = 1 - r.warpgroup;
     auto multiply_other = [&](uint32_t stage) {
         named_barrier_sync(P_READY + other, CONSUMERS);
@@ -1295,11 +1299,11 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32
     };
     stage += TILE_STAGES * r.warpgroup;  // the first of this warpgroup's tile
 #pragma unroll 1
-    for (int pair = 0; pair < pairs; ++pair, stage += PAIR_STAGES) {
+    for (int i = 0; i < own; ++i, stage += 2 * TILE_STAGES) {
         float s[HEADS / 2], sums[OWN_HEADS];
         const RowScales scales = multiply_qk(r, stage, logit_scale, s);
-        if (pair + 1 == pairs) release_q(r);
-        if (pair > 0 || r.warpgroup == 1) multiply_other(stage - TILE_STAGES);
+        if (i + 1 == own) release_q(r);
+        if (i > 0 || r.warpgroup == 1) multiply_other(stage - TILE_STAGES);
         const bool raised = softmax_tile(r, scales, s, sums);
         multiply_pv(r, stage, r.warpgroup, raised, out, [&] {
             add_lanes(r, sums);
@@ -1307,7 +1311,8 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32
             for (int c = 0; c < SUMS; ++c) out.sum[c] += sums[c];
         });
     }
-    if (r.warpgroup == 0 && pairs > 0) multiply_other(stage - TILE_STAGES);
+    const int last_of_other = UNIT_TILES == 2 ? 0 : units % 2;  // the warpgroup that lacks the last tile
+    if (r.warpgroup == last_of_other && units > 0) multiply_other(stage - TILE_STAGES);
     if constexpr (DIVISION == CLUSTERS) {
         merge_results(p, w, r, out);
     } else if constexpr (DIVISION == SEGMENTS) {
@@ -1319,7 +1324,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32
     } else {
         leave_partial(p, w, r, out);
     }
-    return pairs;
+    return units;
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
@@ -1359,19 +1364,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
             Work w = DIVISION == CLUSTERS ? only : find_work(p, turn);
             w.turn = turn;
             w.stage = stage;
-            stage += PAIR_STAGES * copy_rows(p, w, uniform(threadIdx.x / 32 % 4), threadIdx.x % 32);
+            stage += UNIT_STAGES * copy_rows(p, w, uniform(threadIdx.x / 32 % 4), threadIdx.x % 32);
         }
         if constexpr (DIVISION == CLUSTERS) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<232>();
-        Attended known;  // in clusters, but for the pairs of a split that the producer warps look at
+        Attended known;  // in clusters, but for the units of a split that the producer warps look at
         if constexpr (DIVISION == CLUSTERS) {
             const int tiles = only.end - only.begin;
-            known = {only.query, only.first_head, is_unseen(only) ? ceil_div(tiles, 2) : -1, only.begin == 0, true};
+            known = {only.query, only.first_head, is_unseen(only) ? tiles : -1, only.begin == 0, true};
         }
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn)
-            stage += PAIR_STAGES * attend(p, turn, stage, consumer_role(), known);
+            stage += UNIT_STAGES * attend(p, turn, stage, consumer_role(), known);
     }
 }
 

@@ -34,7 +34,7 @@ asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 
 # Of batch-invariant calls: rows of a split, and the number of queries for which kernel and division are chosen,
 # whatever the batch.
-INVARIANT_ROWS, INVARIANT_QUERIES = 512, 32
+INVARIANT_ROWS, INVARIANT_QUERIES = 704, 32
 
 # With at most so many queries of 9 to 16 heads V32_FP8 decode is faster on `fp8_sm90` with 32 heads a CTA, half of them
 # padding.

@@ -46,14 +46,17 @@ class Division(NamedTuple):
 
 
 # Of `fp8_sm90`, fitted to 640 to 2048 rows, batch 1 to 264, by the heads of a CTA. ITEM: Q, first rows and results of a
-# work item. PAIR: a pair of tiles. MERGE: a cluster's merge. FULL, FULL_PAIR: what is added to an item, and for each of
-# its pairs, as CTAs fill the GPU; FIRST is the share of that which the first items of a launch pay. EVEN: rows that are
-# divided evenly: once, for each pair and each item of a CTA. PARTIAL: another CTA's partial result. UNEVEN: where
-# queries have lengths of their own, the share of EVEN's pairs and items that remains, and of unsplit items; and what is
-# added to EVEN once. SEGMENT: a split of a CTA that takes an item's splits in turn, beside its pairs.
-FP8_ITEM, FP8_PAIR, FP8_MERGE = {32: 4.0, 64: 8.0}, {32: 3.1, 64: 3.9}, {32: 3.6, 64: 3.5}
-FP8_FULL, FP8_FULL_PAIR, FP8_FIRST = {32: 2.0, 64: 2.2}, {32: 0.4, 64: 0.5}, 0.7
-FP8_EVEN, FP8_PARTIAL = {32: (16.0, 3.0, 12.0), 64: (18.0, 3.75, 20.0)}, {32: 1.0, 64: 2.0}
+# work item. PAIR: a pair of tiles. MERGE: a cluster's merge. LONG: what is added to splits of more tiles than RING, the
+# ring of stages. WHOLE: what is added once where items are not split. FULL, FULL_PAIR: what is added to an item, and
+# for each of its pairs, as CTAs fill the GPU; SHARED is the share of FULL_PAIR that remains where several items read
+# the same rows, FIRST the share of both that the first items of a launch pay. EVEN: rows that are divided evenly: once,
+# for each pair and each item of a CTA. PARTIAL: another CTA's partial result. UNEVEN: where queries have lengths of
+# their own, the share of EVEN's pairs and items that remains, and of unsplit items; and what is added to EVEN once.
+# SEGMENT: a split of a CTA that takes an item's splits in turn, beside its pairs.
+FP8_ITEM, FP8_PAIR, FP8_MERGE = {32: 4.6, 64: 7.8}, {32: 3.07, 64: 3.87}, {32: 3.6, 64: 2.8}
+FP8_LONG, FP8_RING, FP8_WHOLE = {32: 1.0, 64: 0.9}, {32: 4, 64: 3}, {32: 3.8, 64: 2.6}
+FP8_FULL, FP8_FULL_PAIR, FP8_SHARED, FP8_FIRST = {32: 2.3, 64: 2.4}, {32: 0.61, 64: 0.53}, {32: 0.38, 64: 0.83}, 0.7
+FP8_EVEN, FP8_PARTIAL = {32: (15.1, 3.27, 10.6), 64: (20.9, 4.02, 15.1)}, {32: 3.5, 64: 0.9}
 FP8_UNEVEN = (0.55, 0.8, 0.95, 3.5)
 FP8_SEGMENT = {32: 4.0, 64: 6.5}
 FP8_LEAST_SPLIT = 2  # pairs of tiles
@@ -147,15 +150,22 @@ def fp8_candidates(
         found = [Division(n, splits, splits if splits <= MAX_CLUSTER else 1) for n in heads]
     of, asked, clusters = np.array(found).T
     sms = at_once[0]
-    pairs = (-(-tiles // np.maximum(asked, 1)) + 1) // 2
+    of_split = -(-tiles // np.maximum(asked, 1))
+    even_tiles = (clusters == 1) | (of_split == 1)  # a tile alone is no faster than two
+    pairs = (of_split + of_split % 2 * even_tiles) / 2
     items = -(-h_q // of)  # of a query
-    item, pair, merge, full_item, full_pair, partial = (
-        _by_heads(times)[of] for times in (FP8_ITEM, FP8_PAIR, FP8_MERGE, FP8_FULL, FP8_FULL_PAIR, FP8_PARTIAL)
-    )
+    item, pair, merge, longer, ring, unsplit, full_item, full_pair, shared, partial = (
+        _by_heads(times)[of]
+        for times in (
+            FP8_ITEM, FP8_PAIR, FP8_MERGE, FP8_LONG, FP8_RING, FP8_WHOLE, FP8_FULL, FP8_FULL_PAIR, FP8_SHARED,
+            FP8_PARTIAL,
+        )
+    )  # fmt: skip
+    full_pair = full_pair * np.where(items > 1, shared, 1.0)
     once, even_pair, even_item = (_by_heads({n: FP8_EVEN[n][i] for n in FP8_EVEN})[of] for i in range(3))
     of_pair, of_item, of_whole, more = FP8_UNEVEN if uneven else (1.0, 1.0, 1.0, 0.0)
     each = of_pair * even_pair * (-(-tiles // 2)) + of_item * even_item
-    split = item + pair * pairs + merge * (clusters > 1)
+    split = item + pair * pairs + (merge + longer * (of_split > ring)) * (clusters > 1)
     runs = np.array(at_once)[clusters - 1]
 
     def time(queries: np.ndarray) -> np.ndarray:
@@ -163,6 +173,7 @@ def fp8_candidates(
         full = np.minimum(1.0, queries * items * clusters / sms)
         load = (FP8_FIRST + (1.0 - FP8_FIRST) * rounds) * full
         whole = np.where(rounds > 1, of_whole, 1.0) * (rounds * split + load * (full_item + full_pair * pairs))
+        whole = whole + unsplit * (asked == 1)
         share = queries * items / sms
         even = once + more + each * share + partial * np.maximum(0.0, 1.0 / np.maximum(share, 1.0 / sms) - 1.0)
         return np.where(asked == EVENLY, even, whole)
@@ -177,9 +188,9 @@ def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[
         items: work items of the call, of so many tiles each.
         at_once: clusters of 1, 2, ... MAX_CLUSTER CTAs that the GPU runs at a time.
     """
-    pairs = (-(-tiles // splits) + 1) // 2
+    pairs = -(-tiles // splits) / 2
 
-    def time(ctas: int, split: float, pairs: int) -> float:
+    def time(ctas: int, split: float, pairs: float) -> float:
         """An item by so many CTAs: what its splits add, and the pairs of each CTA."""
         rounds, full = -(-items // at_once[ctas - 1]), min(1.0, items * ctas / at_once[0])
         load = (FP8_FIRST + (1.0 - FP8_FIRST) * rounds) * full

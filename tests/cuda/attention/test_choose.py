@@ -172,6 +172,35 @@ def test_fp8_rows_are_split_as_is_cheapest(h_q, queries):
     assert decode(V32_FP8, h_q, queries, splits=7).splits == 7
 
 
+@pytest.mark.parametrize(
+    ("layout", "h_q", "rows", "queries", "heads", "splits"),
+    [
+        (V4_FP8, 128, 1152, 9, 32, 3),
+        (V4_FP8, 128, 1152, 12, 64, 4),
+        (V4_FP8, 128, 1152, 16, 64, 3),
+        (V4_FP8, 128, 1152, 24, 64, 2),
+        (V4_FP8, 128, 1152, 40, 64, 1),
+        (V4_FP8, 64, 640, 13, 32, 4),
+        (V4_FP8, 64, 640, 20, 64, 5),
+        (V4_FP8, 64, 640, 28, 64, 4),
+        (V4_FP8, 64, 640, 36, 64, 3),
+        (V4_FP8, 64, 640, 60, 64, 2),
+        (V32_FP8, 64, 2048, 16, 64, 6),
+        (V32_FP8, 64, 2048, 20, 64, 5),
+        (V32_FP8, 64, 2048, 24, 64, 4),
+        (V32_FP8, 64, 2048, 33, 64, 3),
+        (V32_FP8, 64, 2048, 50, 64, 2),
+        (V32_FP8, 64, 2048, 67, 64, EVENLY),
+        (V32_FP8, 64, 2048, 100, 64, 1),
+        (V32_FP8, 128, 2048, 133, 64, EVENLY),
+    ],
+)
+def test_fp8_splits_that_were_measured_to_be_the_fastest(layout, h_q, rows, queries, heads, splits):
+    """Within 1 % of the fastest of one to six splits of 32 or 64 heads."""
+    chosen = decode(layout, h_q, queries, rows)
+    assert (chosen.heads, chosen.splits) == (heads, splits)
+
+
 # --- few heads ------------------------------------------------------------------------------------------------
 
 
@@ -408,7 +437,7 @@ def test_invariant_choices_do_not_depend_on_the_batch(layout, h_q):
     assert len({(c.kernel, c.heads, c.splits) for c in chosen}) == 1
     assert len({(c.cluster, c.ctas) for c in chosen if c.cluster > 1}) <= 1
     if h_q >= 64 and layout.quantized:
-        assert {c.cluster for c in chosen} == {1, 4}
+        assert {c.cluster for c in chosen} == {1, 3}
     flat = {decode(layout, h_q, 4, batch_invariant=True, flat=flat) for flat in (True, False)}
     assert len(flat) == 1
 
@@ -430,7 +459,7 @@ def test_kernels_of_invariant_calls(layout, h_q, kernel):
 
 
 @pytest.mark.parametrize(
-    ("rows", "splits"), [(0, 1), (1, 1), (512, 1), (513, 2), (2048, 4), (8192, 16), (8193, 16), (100_000, 16)]
+    ("rows", "splits"), [(0, 1), (1, 1), (704, 1), (705, 2), (2048, 3), (8192, 12), (11265, 16), (100_000, 16)]
 )
 def test_splits_of_invariant_calls_have_so_many_rows(rows, splits):
     for layout in (V32_FP8, V4_FP8, BF16_576):
@@ -442,8 +471,8 @@ def test_invariant_calls_are_cut_up_as_if_for_32_queries():
     """64 heads are 32 a CTA with 1 query, but 64 a CTA with 32."""
     heads = {queries: decode(V32_FP8, 64, queries, splits=4).heads for queries in (1, 32)}
     assert heads == {1: 32, 32: 64}
-    for queries in (1, 8, 32, 60):
-        assert decode(V32_FP8, 64, queries, batch_invariant=True) == Choice("fp8_sm90", 64, 4, 4)
+    for queries in (1, 8, 32, 39):
+        assert decode(V32_FP8, 64, queries, batch_invariant=True) == Choice("fp8_sm90", 64, 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,13 @@ KERNEL = "fp8_sm90"
         (3, 1, 33, 65, 64),
         (2, 2, 64, 129, 256),
         (1, 1, 128, 1000, 64),
+        (2, 1, 64, 2100, 64),
         (150, 1, 64, 70, 64),
     ],
 )
 def test_sizes(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
-    """17 splits are more than a cluster holds; 150 queries are more than a GPU has multiprocessors."""
+    """17 splits are more than a cluster holds; 150 queries are more than a GPU has multiprocessors. Of 2100 rows three
+    splits have 11 tiles each, without a partner for the last."""
     main = paged(rng, fmt, b, s_q, topk, block_size)
     check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, num_splits=num_splits)
 
