@@ -45,7 +45,7 @@ class Tile(NamedTuple):
         return self.rows // heads * (self.warpgroups if self.together else 1)
 
 
-MANY = Tile(128, 4, True, 10, underway=2)
+MANY = Tile(128, 4, True, 10, underway=1)
 FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
 
 
