@@ -164,7 +164,7 @@ def select_rows(
         first = chunk * step
         rows = least(step, queries - first)
         program += ragged_logits(
-            gpu, q8, k8, ks, w, starts, ends, False, workspace.ptr, stride, first, rows
+            gpu, q8, k8, ks, w, starts, ends, False, workspace.ptr, stride, first, rows, all_chosen=k
         )  # fmt: skip
         bounds = Bounds(_item(starts, first), _item(ends, first))
         requests = 0 if req_id is None else _item(req_id, first)
@@ -200,7 +200,7 @@ def select_rows_paged(
         first = chunk * step
         count = least(step, requests - first)
         program += paged_logits(
-            gpu, q8, kv_cache, w, lens, table, False, workspace.ptr, stride, max_context_len, first, count
+            gpu, q8, kv_cache, w, lens, table, False, workspace.ptr, stride, max_context_len, first, count, all_chosen=k
         )  # fmt: skip
         bounds = Bounds(0, _item(lens, first), lens.strides[0] if len(lens.shape) == 2 else 0, n)
         to = block_table(table, kv_cache.shape[1], first, count) if slots else NO_TABLE

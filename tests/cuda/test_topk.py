@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from cupy_mla.bridges import describe
+from cupy_mla.cuda import logits, topk
+from cupy_mla.cuda.driver import Gpu
+from cupy_mla.cuda.structs import LOGITS
 from cupy_mla.cuda.topk import CLUSTERS, FEW, LEAST_CLUSTER_WIDTH, MANY, Shape, choose, kernel, kernels
 
 SMS = 132
@@ -56,3 +61,32 @@ def test_any_call_has_a_kernel_that_holds_or_streams_its_rows() -> None:
                     assert cluster == 1 or (clusters and rows * cluster <= sms and width > LEAST_CLUSTER_WIDTH)
                     if cluster > 1:
                         assert kernel(shape, False).max_cluster >= cluster
+
+
+def all_chosen(program) -> list[int]:
+    """Of the launches that make logits: queries that see so many keys get none."""
+    return [step.params.values[LOGITS.index["all_chosen"]] for step in program if step.params.of is LOGITS]
+
+
+def test_only_selections_make_no_logits_of_short_rows() -> None:
+    gpu = Gpu(0, SMS, 90, 227)
+    of = {
+        "q8": np.zeros((6, 64, 128), np.uint8), "k8": np.zeros((40, 128), np.uint8), "ks": np.zeros(40, np.float32),
+        "w": np.zeros((6, 64), np.float32), "starts": np.zeros(6, np.int32), "ends": np.zeros(6, np.int32),
+    }  # fmt: skip
+    rows = [describe(name, a) for name, a in of.items()]
+    chosen = describe("out", np.zeros((6, 9), np.int32))
+    program = topk.select_rows(gpu, *rows, 9, None, None, None, 4 * 40 * 4, chosen)
+    assert all_chosen(program) == [9, 9]
+    assert all_chosen(
+        logits.indexer_logits(gpu, *rows, True, False, describe("out", np.zeros((6, 40), np.float32)))
+    ) == [0]
+
+    of = {
+        "q8": np.zeros((3, 2, 64, 128), np.uint8), "kv_cache": np.zeros((5, 64, 132), np.uint8),
+        "w": np.zeros((6, 64), np.float32), "lens": np.zeros(3, np.int32), "table": np.zeros((3, 1), np.int32),
+    }  # fmt: skip
+    pages = [describe(name, a) for name, a in of.items()]
+    assert all_chosen(topk.select_rows_paged(gpu, *pages, 40, 9, True, 1 << 20, chosen)) == [9]
+    out = describe("out", np.zeros((6, 40), np.float32))
+    assert all_chosen(logits.paged_indexer_logits(gpu, *pages, True, out)) == [0]
