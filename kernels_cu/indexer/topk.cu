@@ -11,14 +11,15 @@
 //   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10
 //                    more bits of the items that agree with it so far. A cluster's histograms are added up
 //   in order   short row: items are numbered part by part, warp by warp; the place of a chosen one is the number of
-//              chosen ones before it, by sums over lanes, warps and CTAs
+//              chosen ones before it, by sums over lanes, warps and CTAs. A CTA's are brought side by side in shared
+//              memory first
 //              long row: a bit of shared memory a column is set where an item is chosen. By the sums of bits before, a
 //              thread brings the columns of a stretch of bits to their places in shared memory
 //   results    positions, or with a block table slots: short rows look up a block for four neighbouring columns, long
 //              ones for each that is chosen
 //
-// No atomics decide about places, so results do not depend on timing. Rows no longer than k are not read. BF16: logits
-// are bfloat16.
+// No atomics decide about places, so results do not depend on timing. Rows no longer than k are not needed. FEW, in
+// registers: logits are read up to the width of the row while its end is read. BF16: logits are bfloat16.
 //
 // Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), and a few words a warp. Bits take
 // the pool's place, chosen columns that of histograms.
@@ -176,6 +177,11 @@ struct Tile {
     // The items from column `first` on.
     __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range, int first) {
         const int64_t start = row * p.logits_stride;
+        if (p.aligned && first + first_of_warp_vector(VECTORS) <= range.end) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) vector[v] = logits_at(p, start + first + first_of_vector(v));
+            return;
+        }
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int at = first + first_of_vector(v);
@@ -277,6 +283,12 @@ __device__ __forceinline__ uint32_t* bins_of_thread(Histogram& all, int thread) 
     return &all[BINS - (thread + 1) * BINS_OF_THREAD];
 }
 
+// Called by the CTA.
+__device__ __forceinline__ void clear(Histogram& all) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) reinterpret_cast<uint4*>(all)[i] = {0, 0, 0, 0};
+}
+
 #if CLUSTERS
 // Sums over the CTAs of the row, and over those before this one.
 struct Sums {
@@ -349,11 +361,12 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < BINS_OF_THREAD; ++i) mine += bins[i];
-    int above = inclusive_sum(mine, lane);
-    if (lane == 31) shared().of_warp[warp] = above;
+    const int of_warp = __reduce_add_sync(~0u, mine);
+    if (lane == 0) shared().of_warp[warp] = of_warp;
     __syncthreads();
-    above += __reduce_add_sync(~0u, lane < warp ? shared().of_warp[lane] : 0) - mine;
-    if (above < need && need <= above + mine) {
+    int above = __reduce_add_sync(~0u, lane < warp ? shared().of_warp[lane] : 0);
+    if (above < need && need <= above + of_warp) {
+        above += inclusive_sum(mine, lane) - mine;
 #pragma unroll
         for (int i = 0; i < BINS_OF_THREAD; ++i) {
             if (above < need && need <= above + int(bins[i])) {
@@ -370,8 +383,13 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
 // Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`. Without a branch,
 // which the compiler makes of an atomic that not all lanes execute.
 __device__ __forceinline__ void count_digit(Histogram& bins, uint32_t order, uint32_t prefix, int above, int shift) {
-    const uint32_t rest = order - (above < 32 ? prefix << above : 0);
-    atomicAdd(&bins[above == 32 || rest < 1u << above ? rest >> shift : uint32_t(BINS)], 1u);
+    uint32_t digit = order >> shift;
+    if (above < 32) {
+        const uint32_t digits = 1u << (above - shift);
+        digit -= prefix * digits;
+        digit = digits == BINS ? min(digit, uint32_t(BINS)) : digit < digits ? digit : BINS;
+    }
+    atomicAdd(&bins[digit], 1u);
 }
 
 // The threshold that the k largest items meet, of at least k inside the range. Each pass finds a digit.
@@ -430,23 +448,21 @@ struct Chosen {
         return before;
     }
 
-    // Calls act(whether it is chosen, place, vector, item in it) for each item of this thread.
-    template <typename Act>
-    __device__ __forceinline__ void for_all(Act act) const {
+    // Stores value_of(vector, item in it) of each chosen item of this thread at its place behind `to`.
+    template <typename ValueOf>
+    __device__ __forceinline__ void store(int32_t* to, ValueOf value_of) const {
         if (!__any_sync(~0u, mask != 0)) return;
         Counts totals;
         const Counts sums = before_vectors(mask, totals);
-        int place = before;
+        to += before;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            int at = place + sums.of(v);
+            int32_t* at = to + sums.of(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const uint32_t is_chosen = mask >> (4 * v + i) & 1;
-                act(is_chosen != 0, at, v, i);
-                at += is_chosen;
+                if (mask >> (4 * v + i) & 1) *at++ = value_of(v, i);
             }
-            place += totals.of(v);
+            to += totals.of(v);
         }
     }
 };
@@ -456,11 +472,11 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t larger = 0, equal = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        larger |= uint32_t(items[i] > threshold.order) << i;
-        equal |= uint32_t(items[i] == threshold.order) << i;
+    for (int i = 0; i < ITEMS; ++i) larger |= uint32_t(items[i] > threshold.order) << i;
+    if (threshold.ties > 0) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) equal |= uint32_t(items[i] == threshold.order) << i;
     }
-    if (threshold.ties == 0) equal = 0;
     const Both of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16))};
     if (lane == 0) shared().of_warp[warp] = of_warp.counts;
     __syncthreads();
@@ -750,6 +766,19 @@ struct Results {
         return {slot, slot >= 0};
     }
 
+    // Stores what stands side by side in shared memory, from `place` on. Called by the CTA.
+    __device__ __forceinline__ void copy(int place, int count) const {
+        const int32_t* const from = shared().chosen_columns;
+        int32_t* const there = to + place;
+        const int fours = reinterpret_cast<uint64_t>(there) % 16 == 0 ? count / 4 : 0;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < fours; i += THREADS) {
+            reinterpret_cast<uint4*>(there)[i] = reinterpret_cast<const uint4*>(from)[i];
+        }
+#pragma unroll 1
+        for (int i = 4 * fours + threadIdx.x; i < count; i += THREADS) there[i] = from[i];
+    }
+
     // Stores what becomes of column_of(0), column_of(1) and so on, from `place` on. Called by the CTA.
     template <typename ColumnOf>
     __device__ __forceinline__ void store(const TopkParams& p, int place, int count, ColumnOf column_of) const {
@@ -844,10 +873,14 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
     let_next_kernel_start();
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
-    constexpr int ALL_BINS = sizeof(Shared::bins) / sizeof(uint4);
-    for (int i = threadIdx.x; i < ALL_BINS; i += THREADS) reinterpret_cast<uint4*>(shared().bins)[i] = {0, 0, 0, 0};
+    for (Histogram& bins : shared().bins) clear(bins);
     if (threadIdx.x == 0) shared().pooled = 0;
     wait_for_earlier_kernels();
+#if FEW && !STREAMED
+    Tile tile;
+    const bool early = p.starts == nullptr;
+    if (early) tile.load(p, row, {0, p.width}, 0);
+#endif
     const Range of_row = range_of_row(p, row);
     if (of_row.end - of_row.begin <= p.k) {
         if (part == 0) choose_all(p, results_of(p, row, of_row), of_row);
@@ -861,38 +894,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     }
 #endif
     const int first = range.begin / 4 * 4;
+#if FEW && !STREAMED
+    if (!early) tile.load(p, row, range, first);
+#else
     Tile tile;
     tile.load(p, row, range, first);
+#endif
     __syncthreads();  // bins are 0
     Items items;
     items.set(tile, range, first);
     const Threshold threshold = find_threshold(items, p.k);
     end_reading_of_others();
     const Results results = results_of(p, row, of_row);
-    const auto column_of = [&](int v, int i) { return first + Tile::first_of_vector(v) + i; };
-    if (p.table.blocks == nullptr) {
-        const Chosen chosen = choose(items, threshold);
-        chosen.for_all([&](bool is_chosen, int place, int v, int i) {
-            store_4_if(is_chosen, results.to + place, results.position_of(column_of(v, i)));
-        });
-        wait_for_readers();
-    } else if (results.blocks_hold_fours(p)) {
-        FourResults slots[VECTORS];
+    const auto column_of = [&](int v) { return first + Tile::first_of_vector(v); };
+    const bool whole_fours = results.blocks_hold_fours(p);
+    FourResults slots[VECTORS];
+    if (p.table.blocks != nullptr && whole_fours) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) slots[v] = results.slots_of_four(p, column_of(v, 0));
-        const Chosen chosen = choose(items, threshold);
-        chosen.for_all(
-            [&](bool is_chosen, int place, int v, int i) { store_4_if(is_chosen, results.to + place, slots[v][i]); });
-        wait_for_readers();
-    } else {  // side by side in shared memory first, so that reads of the block table do not wait for each other
-        const Chosen chosen = choose(items, threshold);
-        wait_for_readers();
-        const int before = threshold.count(threshold.before);
-        chosen.for_all([&](bool is_chosen, int place, int v, int i) {
-            if (is_chosen) shared().chosen_columns[place - before] = column_of(v, i);
-        });
-        __syncthreads();
-        results.store(p, before, count_chosen(threshold), [&](int i) { return shared().chosen_columns[i]; });
+        for (int v = 0; v < VECTORS; ++v) slots[v] = results.slots_of_four(p, column_of(v));
+    }
+    const Chosen chosen = choose(items, threshold);
+    wait_for_readers();
+    const int place = threshold.count(threshold.before);
+    int32_t* const side_by_side = shared().chosen_columns - place;
+    if (p.table.blocks == nullptr) {
+        chosen.store(side_by_side, [&](int v, int i) { return results.position_of(column_of(v) + i); });
+    } else if (whole_fours) {
+        chosen.store(side_by_side, [&](int v, int i) { return slots[v][i]; });
+    } else {
+        chosen.store(side_by_side, [&](int v, int i) { return column_of(v) + i; });
+    }
+    __syncthreads();
+    const int count = count_chosen(threshold);
+    if (p.table.blocks == nullptr || whole_fours) {
+        results.copy(place, count);
+    } else {
+        results.store(p, place, count, [&](int i) { return shared().chosen_columns[i]; });
     }
 }
 

@@ -9,38 +9,44 @@ from cupy_mla.bridges import describe
 from cupy_mla.cuda import logits, topk
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.structs import LOGITS
-from cupy_mla.cuda.topk import CLUSTERS, FEW, LEAST_CLUSTER_WIDTH, MANY, Shape, choose, kernel, kernels
+from cupy_mla.cuda.topk import CLUSTERS, FEW, FEW_LONG, LEAST_CLUSTER_WIDTH, MANY, Shape, choose, kernel, kernels
 
 SMS = 132
 
 
-def held(threads: int, items: int, per_sm: int, clusters: bool = False) -> Shape:
-    return Shape(threads, items, per_sm, streamed=False, clusters=clusters)
+def held(threads: int, items: int, per_sm: int, clusters: bool = False, few: bool = False) -> Shape:
+    return Shape(threads, items, per_sm, streamed=False, clusters=clusters, few=few)
 
 
 @pytest.mark.parametrize(
     ("rows", "width", "shape", "cluster"),
     [
-        (1, 1, held(512, 8, 2), 1),
-        (SMS, 4097, held(512, 16, 2), 1),
-        (93, 10944, held(1024, 12, 1), 1),
-        (89, 23296, held(1024, 24, 1), 1),
-        (SMS, 32768, MANY, 1),
-        (SMS, 32769, FEW, 1),
+        (1, 1, held(512, 8, 2, few=True), 1),
+        (SMS, 4097, held(512, 16, 2, few=True), 1),
+        (93, 10944, held(1024, 12, 1, few=True), 1),
+        (89, 23296, held(1024, 24, 1, few=True), 1),
+        (SMS, 32768, FEW, 1),
+        (SMS, 32769, FEW_LONG, 1),
         (12, 12864, held(1024, 4, 1, True), 4),
         (16, 17664, held(1024, 8, 1, True), 4),
         (8, 32768, held(1024, 4, 1, True), 8),
         (13, 32768, held(1024, 4, 1, True), 8),
         (14, 32768, held(1024, 8, 1, True), 4),
         (16, 131072, CLUSTERS, 4),
-        (64, 17664, held(1024, 20, 1), 1),
-        (64, 32768, MANY, 1),
-        (64, 131072, FEW, 1),
+        (64, 17664, held(1024, 20, 1, few=True), 1),
+        (64, 32768, FEW, 1),
+        (64, 131072, FEW_LONG, 1),
         (64, 131073, CLUSTERS, 2),
         (1, 1 << 20, CLUSTERS, 8),
         (SMS + 1, 4096, held(512, 8, 2), 1),
-        (8192, 8192, held(512, 16, 3), 1),
+        (8 * SMS, 8192, held(512, 16, 3), 1),
+        (8 * SMS + 1, 8192, held(256, 32, 4), 1),
+        (8192, 6145, held(256, 32, 4), 1),
+        (8192, 6144, held(512, 12, 3), 1),
+        (168, 4672, held(512, 12, 3), 1),
         (518, 9408, held(512, 20, 2), 1),
+        (1207, 12672, held(512, 28, 2), 1),
+        (1500, 16384, held(512, 32, 2), 1),
         (1047, 20032, MANY, 1),
     ],
 )
