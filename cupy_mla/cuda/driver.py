@@ -108,6 +108,11 @@ class Gpu:
     capability: int
     shared_kb: int
 
+    @property
+    def more_than_half(self) -> int:
+        """Bytes of shared memory that no two CTAs of an SM have. An SM has 1 KB more than a CTA may."""
+        return (self.shared_kb // 2 + 1) * 1024
+
     def clusters_at_once(self, kernel: Launchable) -> tuple[int, ...]:
         """How many clusters of 1, 2, ... `kernel.max_cluster` CTAs run at a time.
 

@@ -111,6 +111,7 @@ class Kernel:
         cooperative: all CTAs of a launch run at the same time, so that they may wait for each other; the grid must
             then fit the GPU.
         max_cluster: most CTAs of a thread-block cluster it is launched with.
+        alone: no two of its CTAs share an SM: each gets more than half of the shared memory.
         overlaps: the kernel itself waits for the launches before it (ptx/griddepcontrol.cuh), so its CTAs may start on
             free SMs while those still run ("programmatic dependent launch", from Hopper on).
     """
@@ -126,6 +127,7 @@ class Kernel:
         spill_bytes: int = 0,
         cooperative: bool = False,
         max_cluster: int = 1,
+        alone: bool = False,
         overlaps: bool = False,
     ) -> None:
         self.file = file
@@ -136,6 +138,7 @@ class Kernel:
         self.spill_bytes = spill_bytes
         self.cooperative = cooperative
         self.max_cluster = max_cluster
+        self.alone = alone
         self.overlaps = overlaps
         self._loaded: dict[int, Loaded] = {}  # by device
         self._lock = threading.Lock()
@@ -232,6 +235,8 @@ class Kernel:
     def _prepared(self, kernel: Any, device: int, threads: int, shared_bytes: int) -> Loaded:
         """Opt in to the shared memory and clusters of its launches, and make what launches it."""
         handle = kernel.kernel.ptr
+        if self.alone:
+            shared_bytes = max(shared_bytes, driver.gpu(device).more_than_half)
         if shared_bytes > DEFAULT_SHARED_BYTES:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
         if self.max_cluster > driver.PORTABLE_CLUSTER:

@@ -136,9 +136,10 @@ def ragged_logits(
     first: int,
     queries: int,
     compact_width: int | None = None,
+    all_chosen: int = 0,
 ) -> Program:
     """Logits of `queries` queries from number `first` on, to `out`, whose rows start at their first keys where
-    `compact_width` is given."""
+    `compact_width` is given. Queries of at most `all_chosen` keys get none."""
     _, heads, _ = q8.shape
     keys = k8.shape[0]
     if queries == 0 or (keys == 0 if compact_width is None else compact_width == 0):
@@ -149,7 +150,7 @@ def ragged_logits(
         ends=ends.ptr + 4 * first * ends.strides[0], q_request=0, q_query=q8.strides[0], q_head=q8.strides[1],
         w_stride=w.strides[0], out_stride=out_stride, key_stride=k8.strides[0], lens_stride=0, requests=1,
         queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(clean),
-        compact_width=0 if compact_width is None else compact_width,
+        compact_width=0 if compact_width is None else compact_width, all_chosen=all_chosen,
     )  # fmt: skip
     return [_launch(gpu, heads, False, True, 1, queries, keys, params, compact_width is not None)]
 
@@ -167,8 +168,9 @@ def paged_logits(
     width: int,
     first: int,
     requests: int,
+    all_chosen: int = 0,
 ) -> Program:
-    """Logits of `requests` requests from number `first` on, to `out`."""
+    """Logits of `requests` requests from number `first` on, to `out`. Queries of at most `all_chosen` keys get none."""
     _, n, heads, _ = q8.shape
     num_blocks, block_size, _ = kv_cache.shape
     if requests == 0 or n == 0 or width == 0:
@@ -180,7 +182,7 @@ def paged_logits(
         ends=lens.ptr + 4 * first * lens.strides[0], q_request=q8.strides[0], q_query=q8.strides[1],
         q_head=q8.strides[2], w_stride=w.strides[0], out_stride=out_stride, key_stride=kv_cache.strides[0],
         lens_stride=lens.strides[0] if of_tokens else 0, requests=requests, queries=n, heads=heads, width=width,
-        num_blocks=num_blocks, clean=int(clean), compact_width=0,
+        num_blocks=num_blocks, clean=int(clean), compact_width=0, all_chosen=all_chosen,
     )  # fmt: skip
     aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
     return [_launch(gpu, heads, True, aligned, requests, n, width, params)]

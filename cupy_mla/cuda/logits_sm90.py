@@ -28,7 +28,7 @@ class Tile(NamedTuple):
         warpgroups: that multiply.
         together: each warpgroup has queries of its own, and all work on the same keys.
         stages: units of keys that are under way or in work.
-        ctas: that fit an SM.
+        ctas: that fit an SM, where there is work for so many.
         underway: units whose copies a producer warp leaves under way before it tells of the oldest; 0: the copies
             themselves tell.
     """
@@ -55,24 +55,32 @@ def padded_heads(heads: int) -> int:
 
 
 @cache
-def kernel(heads: int, tile: Tile, paged: bool, compact: bool = False) -> Kernel:
-    """The kernel for so many heads; `compact`: results start at the first key that a query sees."""
+def kernel(heads: int, tile: Tile, paged: bool, compact: bool, alone: bool) -> Kernel:
+    """The kernel for so many heads.
+
+    Args:
+        compact: results start at the first key that a query sees.
+        alone: one CTA an SM, of a tile of which more fit.
+    """
     defines = {
         **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
         "TOGETHER": int(tile.together), "STAGES": tile.stages, "CTAS_PER_SM": tile.ctas, "PAGED": int(paged),
         "ALIGNED": 1, "COMPACT": int(compact), "UNDERWAY": tile.underway,
     }  # fmt: skip
-    return Kernel("indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", overlaps=True)
+    return Kernel(
+        "indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", alone=alone, overlaps=True
+    )  # fmt: skip
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for heads in HEADS:
         for tile in (*FEW, MANY):
-            yield kernel(heads, tile, True)
+            for alone in (False, True)[: tile.ctas]:
+                yield kernel(heads, tile, True, False, alone)
         for tile in (FEW[-1], MANY):
             for compact in (False, True):
-                yield kernel(heads, tile, False, compact)
+                yield kernel(heads, tile, False, compact, False)
 
 
 def tile_for(heads: int, queries: int, paged: bool) -> Tile:
@@ -96,4 +104,4 @@ def launch(
     tile = tile_for(padded, queries, paged)
     units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
     ctas = 1 if units <= FEW_UNITS * gpu.sms else tile.ctas
-    return Launch(kernel(padded, tile, paged, compact), (least(ctas * gpu.sms, units), 1, 1), params)
+    return Launch(kernel(padded, tile, paged, compact, ctas < tile.ctas), (least(ctas * gpu.sms, units), 1, 1), params)

@@ -31,6 +31,8 @@ class Shape(NamedTuple):
         per_sm: CTAs that run at a time on an SM; it bounds the registers.
         streamed: rows may be longer than what the threads hold.
         clusters: the CTAs of a cluster share a row.
+        few: no more rows than SMs. CTAs have an SM each, also when they start before the logits' CTAs have ended; and
+            what registers hold of a row is read up to its width, while its end is read.
     """
 
     threads: int
@@ -38,6 +40,7 @@ class Shape(NamedTuple):
     per_sm: int
     streamed: bool = True
     clusters: bool = False
+    few: bool = False
 
     @property
     def held(self) -> int:
@@ -45,18 +48,24 @@ class Shape(NamedTuple):
         return self.threads * self.items
 
 
-# Shapes that hold rows in registers, the smallest first: for more rows than SMs, for fewer, and for clusters.
-MANY_HELD = tuple(Shape(512, items, per_sm, False) for items, per_sm in ((8, 2), (16, 3), (20, 2), (24, 2)))
+# Shapes that hold rows in registers, the smallest first: for more rows than SMs, for more than MOST_OF_SM an SM, for no
+# more than SMs, and for clusters.
+MANY_HELD = tuple(
+    Shape(512, items, per_sm, False) for items, per_sm in ((8, 2), (12, 3), (16, 3), (20, 2), (24, 2), (28, 2), (32, 2))
+)
+WAVES_HELD = tuple(Shape(256, 32, 4, False) if shape.held == 256 * 32 else shape for shape in MANY_HELD)
 FEW_HELD = (
-    *(Shape(512, items, 2, False) for items in (8, 16)),
-    *(Shape(1024, items, 1, False) for items in (12, 16, 20, 24)),
+    *(Shape(512, items, 2, False, few=True) for items in (8, 16)),
+    *(Shape(1024, items, 1, False, few=True) for items in (12, 16, 20, 24)),
 )
 HELD_BY_CLUSTERS = tuple(Shape(1024, items, 1, False, True) for items in (4, 8, 16))
 # Shapes for longer rows.
-MANY, FEW, CLUSTERS = Shape(512, 16, 2), Shape(1024, 16, 1), Shape(1024, 16, 1, clusters=True)
+MANY, FEW, FEW_LONG = Shape(512, 16, 2), Shape(512, 16, 2, few=True), Shape(1024, 16, 1, few=True)
+CLUSTERS = Shape(1024, 16, 1, clusters=True)
+MOST_OF_SM = 8  # rows an SM for which WAVES_HELD is not wanted
 LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
 MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
-MOST_OF_MANY = 32768  # longest rows for which MANY is faster than FEW, in as many CTAs as SMs at most
+MOST_OF_FEW = 32768  # longest rows for which FEW is faster than FEW_LONG
 
 
 @cache
@@ -66,28 +75,31 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     return Kernel(
         "indexer/topk.cu", structs.TOPK, {**defines, "BF16": int(bf16)}, overlaps=True, spill_bytes=SPILL_BYTES,
         archs=[a for a in PORTABLE if int(a) >= (LEAST_CLUSTER_CAPABILITY if shape.clusters else 0)],
-        max_cluster=PORTABLE_CLUSTER if shape.clusters else 1,
+        max_cluster=PORTABLE_CLUSTER if shape.clusters else 1, alone=shape.few,
     )  # fmt: skip
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for bf16 in (False, True):
-        for shape in dict.fromkeys((*MANY_HELD, *FEW_HELD, *HELD_BY_CLUSTERS, MANY, FEW, CLUSTERS)):
+        for shape in dict.fromkeys(
+            (*MANY_HELD, *WAVES_HELD, *FEW_HELD, *HELD_BY_CLUSTERS, MANY, FEW, FEW_LONG, CLUSTERS)
+        ):
             yield kernel(shape, bf16)
 
 
 def choose(rows: int, width: int, sms: int, clusters: bool) -> tuple[Shape, int]:
     """The shape that is fastest for so many rows on a GPU of so many SMs, and the CTAs of a row."""
     if rows > sms:
-        return next((shape for shape in MANY_HELD if width <= shape.held), MANY), 1
+        shapes = WAVES_HELD if rows > MOST_OF_SM * sms else MANY_HELD
+        return next((shape for shape in shapes if width <= shape.held), MANY), 1
     cluster = PORTABLE_CLUSTER if clusters and width > LEAST_CLUSTER_WIDTH else 1
     while cluster > 1 and (rows * cluster > _fitting(sms, cluster) or width <= cluster // 2 * HELD_BY_CLUSTERS[0].held):
         cluster //= 2
     if cluster == 2 and width <= MOST_OF_ONE:
         cluster = 1
     if cluster == 1:
-        longer = MANY if width <= MOST_OF_MANY else FEW
+        longer = FEW if width <= MOST_OF_FEW else FEW_LONG
         return next((shape for shape in FEW_HELD if width <= shape.held), longer), 1
     return next((shape for shape in HELD_BY_CLUSTERS if width <= cluster * shape.held), CLUSTERS), cluster
 
@@ -164,7 +176,7 @@ def select_rows(
         first = chunk * step
         rows = least(step, queries - first)
         program += ragged_logits(
-            gpu, q8, k8, ks, w, starts, ends, False, workspace.ptr, stride, first, rows
+            gpu, q8, k8, ks, w, starts, ends, False, workspace.ptr, stride, first, rows, all_chosen=k
         )  # fmt: skip
         bounds = Bounds(_item(starts, first), _item(ends, first))
         requests = 0 if req_id is None else _item(req_id, first)
@@ -200,7 +212,7 @@ def select_rows_paged(
         first = chunk * step
         count = least(step, requests - first)
         program += paged_logits(
-            gpu, q8, kv_cache, w, lens, table, False, workspace.ptr, stride, max_context_len, first, count
+            gpu, q8, kv_cache, w, lens, table, False, workspace.ptr, stride, max_context_len, first, count, all_chosen=k
         )  # fmt: skip
         bounds = Bounds(0, _item(lens, first), lens.strides[0] if len(lens.shape) == 2 else 0, n)
         to = block_table(table, kv_cache.shape[1], first, count) if slots else NO_TABLE

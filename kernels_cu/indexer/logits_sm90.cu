@@ -441,7 +441,9 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     logits_sm90(const __grid_constant__ LogitsParams p) {
-    let_next_kernel_start();
+    // Beside three warpgroups no CTA of the next launch has room: those of a top-k would all start on the SMs that are
+    // free first. They start when this launch has ended.
+    if constexpr (WARPGROUPS != 3) let_next_kernel_start();
     if (threadIdx.x == 0) init_barriers();
     const bool by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES;
     if (by_warp) __syncthreads();

@@ -11,17 +11,18 @@
 //   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10
 //                    more bits of the items that agree with it so far. A cluster's histograms are added up
 //   in order   short row: items are numbered part by part, warp by warp; the place of a chosen one is the number of
-//              chosen ones before it, by sums over lanes, warps and CTAs
+//              chosen ones before it, by sums over lanes, warps and CTAs. A CTA's are brought side by side in shared
+//              memory first
 //              long row: a bit of shared memory a column is set where an item is chosen. By the sums of bits before, a
 //              thread brings the columns of a stretch of bits to their places in shared memory
-//   results    positions, or with a block table slots: short rows look up a block for four neighbouring columns, long
-//              ones for each that is chosen
+//   results    positions, or with a block table slots: short rows add to four neighbouring columns what is kept
+//              of their block in shared memory, long ones look up a block for each that is chosen
 //
-// No atomics decide about places, so results do not depend on timing. Rows no longer than k are not read. BF16: logits
-// are bfloat16.
+// No atomics decide about places, so results do not depend on timing. Rows no longer than k are not needed. FEW, in
+// registers: logits are read up to the width of the row while its end is read. BF16: logits are bfloat16.
 //
-// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), and a few words a warp. Bits take
-// the pool's place, chosen columns that of histograms.
+// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 4 bytes a thread for blocks, and a
+// few words a warp. Bits take the pool's place, chosen columns that of histograms.
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/global.cuh"
@@ -58,6 +59,7 @@ constexpr int SAMPLED = 2;                     // vectors of a thread in the sam
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t MAX_K = 4096;
 constexpr uint32_t OUTSIDE = 0;
+constexpr int32_t NO_SLOT = int32_t(0x80000000);  // a shift that makes every position negative
 static_assert(BINS % THREADS == 0 && CAPACITY <= TILE && ITEMS % 4 == 0 && ITEMS <= 32, "");
 static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp's sum, 8 bytes a lane of its bins");
 
@@ -74,6 +76,7 @@ struct Shared {
     uint32_t columns[CAPACITY];    // of the pool
     uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
     uint32_t of_warp[WARPS];
+    int32_t shifts[THREADS];  // of blocks of the table
     int32_t digit, above, inside, above_before, inside_before;
     uint32_t pooled;
 };
@@ -176,6 +179,11 @@ struct Tile {
     // The items from column `first` on.
     __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range, int first) {
         const int64_t start = row * p.logits_stride;
+        if (p.aligned && first + first_of_warp_vector(VECTORS) <= range.end) {
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) vector[v] = logits_at(p, start + first + first_of_vector(v));
+            return;
+        }
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int at = first + first_of_vector(v);
@@ -277,6 +285,12 @@ __device__ __forceinline__ uint32_t* bins_of_thread(Histogram& all, int thread) 
     return &all[BINS - (thread + 1) * BINS_OF_THREAD];
 }
 
+// Called by the CTA.
+__device__ __forceinline__ void clear(Histogram& all) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) reinterpret_cast<uint4*>(all)[i] = {0, 0, 0, 0};
+}
+
 #if CLUSTERS
 // Sums over the CTAs of the row, and over those before this one.
 struct Sums {
@@ -349,11 +363,12 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < BINS_OF_THREAD; ++i) mine += bins[i];
-    int above = inclusive_sum(mine, lane);
-    if (lane == 31) shared().of_warp[warp] = above;
+    const int of_warp = __reduce_add_sync(~0u, mine);
+    if (lane == 0) shared().of_warp[warp] = of_warp;
     __syncthreads();
-    above += __reduce_add_sync(~0u, lane < warp ? shared().of_warp[lane] : 0) - mine;
-    if (above < need && need <= above + mine) {
+    int above = __reduce_add_sync(~0u, lane < warp ? shared().of_warp[lane] : 0);
+    if (above < need && need <= above + of_warp) {
+        above += inclusive_sum(mine, lane) - mine;
 #pragma unroll
         for (int i = 0; i < BINS_OF_THREAD; ++i) {
             if (above < need && need <= above + int(bins[i])) {
@@ -370,8 +385,13 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
 // Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`. Without a branch,
 // which the compiler makes of an atomic that not all lanes execute.
 __device__ __forceinline__ void count_digit(Histogram& bins, uint32_t order, uint32_t prefix, int above, int shift) {
-    const uint32_t rest = order - (above < 32 ? prefix << above : 0);
-    atomicAdd(&bins[above == 32 || rest < 1u << above ? rest >> shift : uint32_t(BINS)], 1u);
+    uint32_t digit = order >> shift;
+    if (above < 32) {
+        const uint32_t digits = 1u << (above - shift);
+        digit -= prefix * digits;
+        digit = digits == BINS ? min(digit, uint32_t(BINS)) : digit < digits ? digit : BINS;
+    }
+    atomicAdd(&bins[digit], 1u);
 }
 
 // The threshold that the k largest items meet, of at least k inside the range. Each pass finds a digit.
@@ -430,23 +450,21 @@ struct Chosen {
         return before;
     }
 
-    // Calls act(whether it is chosen, place, vector, item in it) for each item of this thread.
-    template <typename Act>
-    __device__ __forceinline__ void for_all(Act act) const {
+    // Stores value_of(vector, item in it) of each chosen item of this thread at its place behind `to`.
+    template <typename ValueOf>
+    __device__ __forceinline__ void store(int32_t* to, ValueOf value_of) const {
         if (!__any_sync(~0u, mask != 0)) return;
         Counts totals;
         const Counts sums = before_vectors(mask, totals);
-        int place = before;
+        to += before;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            int at = place + sums.of(v);
+            int32_t* at = to + sums.of(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const uint32_t is_chosen = mask >> (4 * v + i) & 1;
-                act(is_chosen != 0, at, v, i);
-                at += is_chosen;
+                if (mask >> (4 * v + i) & 1) *at++ = value_of(v, i);
             }
-            place += totals.of(v);
+            to += totals.of(v);
         }
     }
 };
@@ -456,11 +474,11 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t larger = 0, equal = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        larger |= uint32_t(items[i] > threshold.order) << i;
-        equal |= uint32_t(items[i] == threshold.order) << i;
+    for (int i = 0; i < ITEMS; ++i) larger |= uint32_t(items[i] > threshold.order) << i;
+    if (threshold.ties > 0) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) equal |= uint32_t(items[i] == threshold.order) << i;
     }
-    if (threshold.ties == 0) equal = 0;
     const Both of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16))};
     if (lane == 0) shared().of_warp[warp] = of_warp.counts;
     __syncthreads();
@@ -721,11 +739,38 @@ __device__ __forceinline__ int bring_in_order(const Range& range, const Threshol
 
 // --- results --------------------------------------------------------------------------------------------------
 
-// What four neighbouring columns become: first, first + step and so on.
-struct FourResults {
-    int32_t first, step;
+// The request's row of the block table; null: the table has no such request.
+__device__ __forceinline__ const int32_t* blocks_of_row(const TopkParams& p, int row) {
+    const int request = p.requests == nullptr ? row / max(p.queries, 1) : p.requests[row];
+    return has_request(p.table, request) ? p.table.blocks + request * p.table.stride : nullptr;
+}
 
-    __device__ __forceinline__ int32_t operator[](int i) const { return first + i * step; }
+// Makes slots of the positions of a part of a row: a position's slot is the position plus the shift of its block, and
+// -1 where that is negative. Shifts are in shared memory, one a thread at most.
+struct Shifts {
+    int first, count;  // blocks; count 0: slots are not made here
+
+    __device__ __forceinline__ Shifts(const TopkParams& p, const Range& of_row, const Range& range)
+        : first(0), count(0) {
+        if (p.table.blocks == nullptr || range.begin >= range.end) return;
+        first = divide(range.begin - of_row.begin, p.table.block_size);
+        const int blocks = divide(range.end - 1 - of_row.begin, p.table.block_size) - first + 1;
+        if (blocks <= THREADS) count = blocks;
+    }
+
+    // The shift of this thread's block.
+    __device__ __forceinline__ int32_t load(const TopkParams& p, int row) const {
+        const int number = first + threadIdx.x;
+        if (threadIdx.x >= count || number >= p.table.width) return NO_SLOT;
+        const int32_t* const blocks = blocks_of_row(p, row);
+        const int32_t slot = blocks == nullptr ? -1 : slot_in_block(p.table, blocks[number], 0);
+        return slot < 0 ? NO_SLOT : int32_t(slot - number * p.table.block_size.value);
+    }
+
+    __device__ __forceinline__ uint32_t shifted(const TopkParams& p, int32_t position) const {
+        return position + shared().shifts[min(divide(position, p.table.block_size) - first, count - 1)];
+    }
+    static __device__ __forceinline__ int32_t slot_of(uint32_t shifted) { return max(int32_t(shifted), -1); }
 };
 
 // Where results go: `place` counts from 0.
@@ -740,14 +785,17 @@ struct Results {
         return blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
     }
 
-    // Whether four columns from a multiple of 4 on always lie in one block.
-    __device__ __forceinline__ bool blocks_hold_fours(const TopkParams& p) const {
-        return start % 4 == 0 && p.table.block_size.value % 4 == 0;
-    }
-    // Their slots, if so.
-    __device__ __forceinline__ FourResults slots_of_four(const TopkParams& p, int32_t column) const {
-        const int32_t slot = slot_of(p, column);
-        return {slot, slot >= 0};
+    // Stores what stands side by side in shared memory, from `place` on. Called by the CTA.
+    __device__ __forceinline__ void copy(int place, int count) const {
+        const int32_t* const from = shared().chosen_columns;
+        int32_t* const there = to + place;
+        const int fours = reinterpret_cast<uint64_t>(there) % 16 == 0 ? count / 4 : 0;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < fours; i += THREADS) {
+            reinterpret_cast<uint4*>(there)[i] = reinterpret_cast<const uint4*>(from)[i];
+        }
+#pragma unroll 1
+        for (int i = 4 * fours + threadIdx.x; i < count; i += THREADS) there[i] = from[i];
     }
 
     // Stores what becomes of column_of(0), column_of(1) and so on, from `place` on. Called by the CTA.
@@ -771,19 +819,23 @@ struct Results {
 };
 
 __device__ __forceinline__ Results results_of(const TopkParams& p, int row, const Range& range) {
-    const int32_t* blocks = nullptr;
-    if (p.table.blocks != nullptr) {
-        const int request = p.requests == nullptr ? row / max(p.queries, 1) : p.requests[row];
-        if (has_request(p.table, request)) blocks = p.table.blocks + request * p.table.stride;
-    }
+    const int32_t* const blocks = p.table.blocks == nullptr ? nullptr : blocks_of_row(p, row);
     return {p.out + row * p.out_stride, range.begin, blocks};
 }
 
 // All of a range of at most k items are chosen.
-__device__ __forceinline__ void choose_all(const TopkParams& p, const Results& results, const Range& range) {
+__device__ __forceinline__ void choose_all(const TopkParams& p, int row, const Range& range) {
+    int32_t* const to = p.out + row * p.out_stride;
     const int count = range.end - range.begin;
-    results.store(p, 0, count, [&](int i) { return range.begin + i; });
-    for (int place = count + threadIdx.x; place < p.k; place += THREADS) results.to[place] = -1;
+    const Shifts shifts(p, range, range);
+    if (shifts.count > 0) {
+        shared().shifts[threadIdx.x] = shifts.load(p, row);
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += THREADS) to[i] = Shifts::slot_of(shifts.shifted(p, i));
+    } else {
+        results_of(p, row, range).store(p, 0, count, [&](int i) { return range.begin + i; });
+    }
+    for (int place = count + threadIdx.x; place < p.k; place += THREADS) to[place] = -1;
 }
 
 // Whether the pools of the row's CTAs hold at least k items, all that were brought there. Called by all CTAs.
@@ -844,13 +896,17 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
     let_next_kernel_start();
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
-    constexpr int ALL_BINS = sizeof(Shared::bins) / sizeof(uint4);
-    for (int i = threadIdx.x; i < ALL_BINS; i += THREADS) reinterpret_cast<uint4*>(shared().bins)[i] = {0, 0, 0, 0};
+    for (Histogram& bins : shared().bins) clear(bins);
     if (threadIdx.x == 0) shared().pooled = 0;
     wait_for_earlier_kernels();
+#if FEW && !STREAMED
+    Tile tile;
+    const bool early = p.starts == nullptr;
+    if (early) tile.load(p, row, {0, p.width}, 0);
+#endif
     const Range of_row = range_of_row(p, row);
     if (of_row.end - of_row.begin <= p.k) {
-        if (part == 0) choose_all(p, results_of(p, row, of_row), of_row);
+        if (part == 0) choose_all(p, row, of_row);
         return;
     }
     const Range range = part_of(of_row, part, parts);
@@ -861,38 +917,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     }
 #endif
     const int first = range.begin / 4 * 4;
+#if FEW && !STREAMED
+    if (!early) tile.load(p, row, range, first);
+#else
     Tile tile;
     tile.load(p, row, range, first);
+#endif
+    const Shifts shifts(p, of_row, range);
+    const bool by_shifts = shifts.count > 0 && of_row.begin % 4 == 0 && p.table.block_size.value % 4 == 0;
+    const int32_t shift = by_shifts ? shifts.load(p, row) : 0;
     __syncthreads();  // bins are 0
     Items items;
     items.set(tile, range, first);
+    if (by_shifts) shared().shifts[threadIdx.x] = shift;
     const Threshold threshold = find_threshold(items, p.k);
     end_reading_of_others();
-    const Results results = results_of(p, row, of_row);
-    const auto column_of = [&](int v, int i) { return first + Tile::first_of_vector(v) + i; };
+    const auto column_of = [&](int v) { return first + Tile::first_of_vector(v); };
+    const auto position_of = [&](int v) { return column_of(v) - of_row.begin; };
+    const Chosen chosen = choose(items, threshold);
+    wait_for_readers();
+    const int place = threshold.count(threshold.before);
+    int32_t* const side_by_side = shared().chosen_columns - place;
     if (p.table.blocks == nullptr) {
-        const Chosen chosen = choose(items, threshold);
-        chosen.for_all([&](bool is_chosen, int place, int v, int i) {
-            store_4_if(is_chosen, results.to + place, results.position_of(column_of(v, i)));
-        });
-        wait_for_readers();
-    } else if (results.blocks_hold_fours(p)) {
-        FourResults slots[VECTORS];
+        chosen.store(side_by_side, [&](int v, int i) { return position_of(v) + i; });
+    } else if (by_shifts) {
+        uint32_t slots[VECTORS];
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) slots[v] = results.slots_of_four(p, column_of(v, 0));
-        const Chosen chosen = choose(items, threshold);
-        chosen.for_all(
-            [&](bool is_chosen, int place, int v, int i) { store_4_if(is_chosen, results.to + place, slots[v][i]); });
-        wait_for_readers();
-    } else {  // side by side in shared memory first, so that reads of the block table do not wait for each other
-        const Chosen chosen = choose(items, threshold);
-        wait_for_readers();
-        const int before = threshold.count(threshold.before);
-        chosen.for_all([&](bool is_chosen, int place, int v, int i) {
-            if (is_chosen) shared().chosen_columns[place - before] = column_of(v, i);
-        });
-        __syncthreads();
-        results.store(p, before, count_chosen(threshold), [&](int i) { return shared().chosen_columns[i]; });
+        for (int v = 0; v < VECTORS; ++v) slots[v] = shifts.shifted(p, position_of(v));
+        chosen.store(side_by_side, [&](int v, int i) { return Shifts::slot_of(slots[v] + i); });
+    } else {
+        chosen.store(side_by_side, [&](int v, int i) { return column_of(v) + i; });
+    }
+    __syncthreads();
+    const int count = count_chosen(threshold);
+    const Results results = results_of(p, row, of_row);
+    if (p.table.blocks == nullptr || by_shifts) {
+        results.copy(place, count);
+    } else {
+        results.store(p, place, count, [&](int i) { return shared().chosen_columns[i]; });
     }
 }
 

@@ -29,6 +29,7 @@ struct LogitsParams {
     int32_t num_blocks;
     int32_t clean;          // write -inf for keys that a query does not see
     int32_t compact_width;  // logits of a query in COMPACT rows, which start at the first key that it sees
+    int32_t all_chosen;     // queries that see at most so many keys need no logits; 0 where all do
 };
 
 constexpr int KEY_BYTES = 128;
@@ -39,14 +40,16 @@ struct KeyRange {
     __device__ __forceinline__ bool has(int key) const { return begin <= key && key < end; }
 };
 
-// The keys that a query sees.
+// The keys that a query sees; none if it needs no logits.
 __device__ __forceinline__ KeyRange range_of_query(const LogitsParams& p, int request, int query) {
+    int begin = 0, end;
     if constexpr (PAGED) {
-        const int length =
-            p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
-        return {0, max(0, min(length, p.width))};
+        end = p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
+    } else {
+        begin = max(p.starts[query], 0), end = p.ends[query];
     }
-    return {max(p.starts[query], 0), min(p.ends[query], p.width)};
+    end = max(0, min(end, p.width));
+    return {begin, end - begin <= p.all_chosen ? begin : end};
 }
 
 struct QueryTile {

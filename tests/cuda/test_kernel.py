@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cupy_mla.cuda import driver, kernel, structs
+from cupy_mla.cuda import driver, kernel, logits_sm90, structs, topk
 from cupy_mla.cuda.attention import combine
+from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.kernel import Kernel, exported, read_source, sections
 
 from ..compiled import compile_kernel, needs_nvrtc
@@ -125,3 +126,25 @@ def test_every_launch_has_its_own_stream_and_grid(monkeypatch):
     for *place, ctas in calls:
         submit(*place, b"params", ctas)
     assert launched == [(*place, [cluster] * (ctas > 1)) for *place, ctas in calls]
+
+
+@pytest.mark.parametrize(("of_cta", "of_sm"), [(227, 228), (163, 164), (99, 100)])
+def test_more_than_half_of_the_shared_memory(of_cta: int, of_sm: int) -> None:
+    """As CUDA's programming guide has them; 1 KB of each CTA is CUDA's own."""
+    nbytes = Gpu(0, 1, 80, of_cta).more_than_half
+    assert nbytes <= of_cta * 1024
+    assert 2 * (nbytes + 1024) > of_sm * 1024
+
+
+@pytest.mark.gpu
+def test_ctas_that_are_alone_share_no_sm() -> None:
+    device = driver.current_device()
+    kernels = [topk.kernel(topk.choose(1, width, 132, False)[0], False) for width in (4096, 8192, 32768)]
+    kernels += [k for k in logits_sm90.kernels() if k.alone]
+    for alone in kernels:
+        if alone.suits(driver.gpu(device).capability):
+            loaded = alone.load(device)
+            resident = driver.call(
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor", loaded.handle, loaded.threads, loaded.shared_bytes
+            )
+            assert (alone.alone, resident) == (True, 1)

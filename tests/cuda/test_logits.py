@@ -95,6 +95,14 @@ def test_as_many_ctas_as_run_at_a_time_and_have_work(requests: int, queries: int
     assert launch(64, True, requests, queries, width).grid == (ctas, 1, 1)
 
 
+def test_ctas_are_alone_where_one_an_sm_is_launched_and_two_fit() -> None:
+    compiled = set(logits_sm90.kernels())
+    for queries, width, alone in ((1, 8192, True), (1, 32768, False), (2, 8192, False), (9, 8192, False)):
+        kernel = launch(64, True, 64, queries, width).kernel
+        assert kernel in compiled
+        assert kernel.alone == alone
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("heads", [24, 64])

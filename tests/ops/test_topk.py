@@ -159,6 +159,28 @@ def test_select_rows_of_any_logits(kind, rng) -> None:
     np.testing.assert_array_equal(kind.take(got), kind.take(two_steps))
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_queries_that_see_at_most_k_keys(kind, rng, queries: int) -> None:
+    """They get no logits; beside others or alone, all that they see is chosen, whatever stands in the workspace."""
+    k, keys = 100, 190
+    of_rows, of_pages = ragged(rng, queries, keys, 64), paged(rng, 5, queries, 64, 64, keys)
+    sizes = k + np.sort(rng.integers(-3, 4, queries))
+    of_rows["starts"] = rng.integers(0, keys - k - 3, queries, dtype=np.int32)
+    of_rows["ends"] = (of_rows["starts"] + sizes).astype(np.int32)
+    there = put(kind, of_rows)
+    expected = topk_indices(indexer_logits(**there), k, there["starts"], there["ends"])
+    kind.put(np.full((queries, keys + 2), np.nan, np.float32))  # freed memory, which the workspace may get
+    np.testing.assert_array_equal(kind.take(select_rows(**there, k=k)), kind.take(expected))
+
+    of_pages["context_lens"] = rng.integers(k - 3, keys + 1, 5, dtype=np.int32)
+    there = put(kind, of_pages)
+    lens = [oracle_indexer.seen_keys(of_pages["context_lens"], queries, r, j) for r in range(5) for j in range(queries)]
+    ends = kind.put(np.array(lens, np.int32))
+    expected = topk_indices(paged_indexer_logits(**there), k, None, ends)
+    kind.put(np.full((5 * queries, keys + 2), np.nan, np.float32))
+    np.testing.assert_array_equal(kind.take(select_rows_paged(**there, k=k)), kind.take(expected))
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 15, 64])
 def test_select_rows_slots(kind, rng, block_size: int) -> None:
     inputs = ragged(rng, 6, 130, 64, exact=True)
