@@ -28,6 +28,7 @@
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
@@ -306,6 +307,9 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool
 
 // --- math -----------------------------------------------------------------------------------------------------
 
+constexpr int EVERY = TOGETHER ? 1 : WARPGROUPS;  // units from one of a warpgroup to its next one
+constexpr bool LOOKS_FOR_WHOLE = !COMPACT;        // for units that all queries see, to store them without looking
+
 // The weights of a lane's columns.
 constexpr int OF_LANE = HEADS / 4;  // heads of a query
 
@@ -354,73 +358,106 @@ __device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weig
     }
 }
 
-// What a lane stores: lane t has key g + 8 (t % 2) of every second query from `first` on.
+// The key of a unit that a thread stores.
+__device__ __forceinline__ int key_of_thread(uint32_t thread) {
+    return 16 * (thread / 32 % 4) + thread % 32 / 4 + 8 * (thread % 2);
+}
+
+// What a lane stores: lane t has key g + 8 (t % 2) of every unit, of every second query from t / 2 on. A unit's logits
+// are stored behind the next unit's product.
 struct Results {
-    float* out;             // of query `first`
-    const KeyRange* range;  // in shared memory
-    int count;              // queries
+    const Header& h;
+    int own_queries;
+    float* out;   // of query t / 2 and the lane's key, in unit `ahead` - EVERY
+    Units whole;  // that all queries see; the keys of others are looked at
 
-    __device__ __forceinline__ Results(const LogitsParams& p, const Header& h, int own_queries, int t) {
-        const int first = own_queries + t / 2;
-        out = p.out + (h.row + first) * p.out_stride;
-        range = &h.range[first];
-        count = ceil_div(min(h.count - first, QUERIES - t / 2), 2);
-    }
-};
-
-// A unit whose logits are not stored yet.
-struct Unfinished {
-    float logits[PAIRS];
-    int key;  // that this lane stores
-};
-
-// The unit's logits. The first unit has none before it: no key.
-__device__ __forceinline__ void store(const LogitsParams& p, const Unfinished& u, const Results& results) {
+    __device__ __forceinline__ Results(const LogitsParams& p, const Header& h, int own_queries, int my_key, int t,
+                                       int ahead)
+        : h(h), own_queries(own_queries) {
+        const int key = h.first_key + my_key + (ahead - EVERY) * UNIT;
+        out = p.out + (h.row + own_queries + t / 2) * p.out_stride + key;
+        whole = {0, 0};
+        if constexpr (LOOKS_FOR_WHOLE) {
+            int begin = 0, end = h.count - own_queries < QUERIES ? 0 : p.width;
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-        if (i >= results.count) continue;
-        const KeyRange seen = results.range[2 * i];
-        float* to = results.out + 2 * i * p.out_stride;
-        if constexpr (COMPACT) {
-            if (seen.has(u.key) && u.key - seen.begin < p.compact_width) to[u.key - seen.begin] = u.logits[i];
-        } else {
-            if (u.key < p.width) to[u.key] = seen.has(u.key) ? u.logits[i] : -INF;
+            for (int i = 0; i < QUERIES; ++i) {
+                const KeyRange seen = h.range[own_queries + i];
+                begin = max(begin, seen.begin), end = min(end, seen.end);
+            }
+            whole.first = uniform(ceil_div(max(begin - h.first_key, 0), UNIT));
+            whole.count = uniform(max((end - h.first_key) / UNIT - whole.first, 0));
         }
     }
+
+    // Store the logits of unit `u`; negative: there is none yet.
+    __device__ __forceinline__ void store(const LogitsParams& p, const float (&logits)[PAIRS], int u, int t) {
+        if (LOOKS_FOR_WHOLE && uint32_t(u - whole.first) < uint32_t(whole.count)) {
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                if (QUERIES % 2 == 0 || t / 2 + 2 * i < QUERIES) out[2 * i * p.out_stride] = logits[i];
+            }
+        } else if (u >= 0) {
+            const int thread = read_thread_index();
+            const int key = h.first_key + u * UNIT + key_of_thread(thread), first = own_queries + t / 2;
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                if (QUERIES % 2 && first + 2 * i >= own_queries + QUERIES || first + 2 * i >= h.count) continue;
+                const KeyRange seen = h.range[first + 2 * i];
+                float* to = out + 2 * i * p.out_stride;
+                if constexpr (COMPACT) {
+                    if (seen.has(key) && key - seen.begin < p.compact_width) *(to - seen.begin) = logits[i];
+                } else {
+                    if (key < p.width) *to = seen.has(key) ? logits[i] : -INF;
+                }
+            }
+        }
+        out += EVERY * UNIT;
+    }
+};
+
+// The same, but not to be computed anew wherever it is used: the loop over units has few instructions to spare beside
+// its sums. With more pairs there are no registers to keep it in.
+template <typename T>
+__device__ __forceinline__ T kept(T x, int lane) {
+    return PAIRS == 1 ? __shfl_sync(~0u, x, lane) : x;
+}
+
+__device__ __forceinline__ uint64_t kept_operand(uint64_t operand) {
+    return PAIRS == 1 ? operand >> 32 << 32 | uint32_t(uniform(int(uint32_t(operand)))) : operand;
 }
 
 __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
     Small& sm = small();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = lane % 4;
-    const int my_key = 16 * warp + lane / 4 + 8 * (t % 2);  // of a unit
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = kept(lane % 4, lane);
+    const int my_key = key_of_thread(threadIdx.x);
     const int own_queries = TOGETHER ? warpgroup * QUERIES : 0;
-    constexpr int EVERY = TOGETHER ? 1 : WARPGROUPS;
+    const uint64_t first_stage = kept_operand(wgmma_operand(stage_rows(0), LINE_GROUP, 16));
+    const uint32_t scales = kept(shared_address(&sm.scales[0][my_key]), lane);
     Place place = {TOGETHER ? 0 : warpgroup, 0};
     int ahead = place.stage;  // units before this warpgroup's next one
     for (int turn = 0;; ++turn) {
         const int slot = turn % SLOTS;
         mbarrier_wait(shared_address(&sm.slot_full[slot]), turn / SLOTS % 2);
         const Header& h = sm.header[slot];
-        const int units = uniform(h.units), first_key = h.first_key;
+        const int units = uniform(h.units);
         if (units == 0) return;
         Weights w;
         w.load(shared_address(&sm.weights[slot][own_queries * HEADS]), lane);
-        const Results results(p, h, own_queries, t);
-        const uint64_t queries = wgmma_operand(slot_rows(slot) + own_queries * HEADS * KEY_BYTES, LINE_GROUP, 16);
+        Results results(p, h, own_queries, my_key, t, ahead);
+        const uint64_t queries =
+            kept_operand(wgmma_operand(slot_rows(slot) + own_queries * HEADS * KEY_BYTES, LINE_GROUP, 16));
         fence_proxy_async();
 
-        Unfinished before = {};
-        before.key = p.width;
+        float logits[PAIRS] = {};  // of the unit before
 #pragma unroll 1
         for (; ahead < units; ahead += EVERY) {
             float c[ROWS / 2];
             mbarrier_wait(shared_address(&sm.full[place.stage]), place.round);
             if (!UNDERWAY) fence_proxy_async();
-            multiply(c, wgmma_operand(stage_rows(place.stage), LINE_GROUP, 16), queries);
-            store(p, before, results);
-            before.key = first_key + ahead * UNIT + my_key;
+            multiply(c, wgmma_further(first_stage, place.stage * STAGE_BYTES), queries);
+            results.store(p, logits, ahead - EVERY, t);
             wgmma_wait<0>();
-            const float scale = sm.scales[place.stage][my_key];
+            const float scale = __uint_as_float(load_shared_4(scales + place.stage * UNIT * 4));
             const bool exists = !PAGED || sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
             __syncwarp();
             mbarrier_arrive_for_warp(shared_address(&sm.empty[place.stage]), lane);
@@ -428,12 +465,12 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
             sum_heads(c, w, sums);
             place.advance(EVERY);
 #pragma unroll
-            for (int i = 0; i < PAIRS; ++i) before.logits[i] = quad_sum_of_mine(sums[i], t);
+            for (int i = 0; i < PAIRS; ++i) logits[i] = quad_sum_of_mine(sums[i], t);
 #pragma unroll
-            for (int i = 0; i < PAIRS; ++i) before.logits[i] = exists ? before.logits[i] * scale : -INF;
+            for (int i = 0; i < PAIRS; ++i) logits[i] = exists ? logits[i] * scale : -INF;
         }
+        results.store(p, logits, ahead - EVERY, t);
         ahead -= units;
-        store(p, before, results);
         __syncwarp();
         mbarrier_arrive_for_warp(shared_address(&sm.slot_empty[slot]), lane);
     }

@@ -53,7 +53,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 // Sums over a quad of four numbers at a time: lane t gets that of v[t]. Which lane gets it makes no difference to its
 // bits.
 __device__ __forceinline__ float quad_sum_of_mine(const float (&v)[4], int t) {
-    const bool high = t & 2, odd = t & 1;
+    const bool high = t >= 2, odd = t % 2 != 0;
     float first = high ? v[2] : v[0], second = high ? v[3] : v[1];  // of lanes t and t ^ 2
     first += __shfl_xor_sync(~0u, high ? v[0] : v[2], 2);
     second += __shfl_xor_sync(~0u, high ? v[1] : v[3], 2);
