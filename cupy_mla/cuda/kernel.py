@@ -31,7 +31,6 @@ log: logging.Logger = logging.getLogger("cupy_mla")
 # Every GPU generation the portable kernels are compiled for in the tests; newer ones run through the same source.
 PORTABLE = ("80", "86", "89", "90", "100", "120")
 LEAST_ARCH = 80
-DEFAULT_SHARED_BYTES = 48 * 1024  # dynamic shared memory that a CTA may have without opting in to more
 
 # What every .cu file exports: `extern "C" __device__ int`.
 THREADS, SHARED_BYTES = "kernel_threads", "kernel_shared_bytes"
@@ -237,7 +236,8 @@ class Kernel:
         handle = kernel.kernel.ptr
         if self.alone:
             shared_bytes = max(shared_bytes, driver.gpu(device).more_than_half)
-        if shared_bytes > DEFAULT_SHARED_BYTES:
+        # CuPy loads the same source with the same options once: what one kernel needs, another must not lower.
+        if shared_bytes > kernel.max_dynamic_shared_size_bytes:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
         if self.max_cluster > driver.PORTABLE_CLUSTER:
             attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED

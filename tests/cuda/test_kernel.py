@@ -16,6 +16,8 @@ from ..compiled import compile_kernel, needs_nvrtc
 
 
 def stand_in(capability: str, failure: Exception | None) -> SimpleNamespace:
+    function = SimpleNamespace(kernel=SimpleNamespace(ptr=1), max_dynamic_shared_size_bytes=49152)
+
     @contextmanager
     def device(number):
         yield SimpleNamespace(compute_capability=capability)
@@ -24,7 +26,7 @@ def stand_in(capability: str, failure: Exception | None) -> SimpleNamespace:
         def get_function(name):
             if failure:
                 raise failure
-            return SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+            return function
 
         return SimpleNamespace(get_function=get_function)
 
@@ -50,6 +52,25 @@ def test_the_first_load_is_logged_in_one_line(monkeypatch, caplog):
     assert "attention/combine.cu D_V=512 ready for sm_90 in " in record.message
     assert made.loaded(0)
     assert not made.loaded(1)
+
+
+def test_one_variant_does_not_lower_the_shared_memory_of_another(monkeypatch):
+    """CuPy loads the same source with the same options once: both kernels below have one CUfunction."""
+    cupy = stand_in("90", None)
+    monkeypatch.setattr(kernel, "require_cupy", lambda why: cupy)
+    monkeypatch.setattr(kernel, "_exported", lambda module, name: 100_000)
+    monkeypatch.setattr(driver, "gpu", lambda device: SimpleNamespace(more_than_half=116_736))
+    monkeypatch.setattr(driver, "attribute_submitter", lambda *arguments: arguments)
+    monkeypatch.setattr(driver, "overlaps", lambda kernel, device: True)
+    tile = next(tile for tile in logits_sm90.FEW if tile.ctas > 1)
+    for order in ((True, False), (False, True)):
+        function = cupy.RawModule("", ()).get_function("")
+        function.max_dynamic_shared_size_bytes = 49152
+        made = {alone: logits_sm90.kernel.__wrapped__(64, tile, True, False, alone) for alone in order}
+        assert made[True].options == made[False].options
+        wanted = {alone: made[alone].load(0).shared_bytes for alone in order}
+        assert wanted == {True: 116_736, False: 100_000}
+        assert function.max_dynamic_shared_size_bytes == 116_736
 
 
 def test_nvrtc_is_missing(monkeypatch):
@@ -138,9 +159,13 @@ def test_more_than_half_of_the_shared_memory(of_cta: int, of_sm: int) -> None:
 
 @pytest.mark.gpu
 def test_ctas_that_are_alone_share_no_sm() -> None:
+    """Whatever is loaded later: variants that are not alone have the same CUfunction."""
     device = driver.current_device()
     kernels = [topk.kernel(topk.choose(1, width, 132, False)[0], False) for width in (4096, 8192, 32768)]
     kernels += [k for k in logits_sm90.kernels() if k.alone]
+    for variant in [*kernels, *logits_sm90.kernels()]:
+        if variant.suits(driver.gpu(device).capability):
+            variant.load(device)
     for alone in kernels:
         if alone.suits(driver.gpu(device).capability):
             loaded = alone.load(device)
@@ -148,3 +173,5 @@ def test_ctas_that_are_alone_share_no_sm() -> None:
                 "cuOccupancyMaxActiveBlocksPerMultiprocessor", loaded.handle, loaded.threads, loaded.shared_bytes
             )
             assert (alone.alone, resident) == (True, 1)
+            allowed = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            assert driver.call("cuFuncGetAttribute", allowed, loaded.handle) >= loaded.shared_bytes
