@@ -32,9 +32,9 @@ from .cost import (
 VARIABLE = "CUPY_MLA_KERNELS"
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 
-# Of batch-invariant calls: rows of a split, and the number of queries for which kernel and division are chosen,
-# whatever the batch.
-INVARIANT_ROWS, INVARIANT_QUERIES = 704, 32
+# Of batch-invariant calls: rows of a split, more where a CTA can take a query's splits in turn (`fp8_sm90`), and the
+# number of queries for which kernel and division are chosen, whatever the batch.
+INVARIANT_ROWS, INVARIANT_ROWS_IN_TURN, INVARIANT_QUERIES = 512, 704, 32
 
 # With at most so many queries of 9 to 16 heads V32_FP8 decode is faster on `fp8_sm90` with 32 heads a CTA, half of them
 # padding.
@@ -428,7 +428,9 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None, table: Sequence
     """
     queries = max(1, sizes.queries)
     if facts.batch_invariant:
-        splits = sizes.splits or max(1, min(ceil_div(sizes.rows, INVARIANT_ROWS), MAX_CLUSTER))
+        in_turn = _fp8_rows(facts) and (facts.layout.scales_apart or sizes.h_q > 16)
+        rows = INVARIANT_ROWS_IN_TURN if in_turn else INVARIANT_ROWS
+        splits = sizes.splits or max(1, min(ceil_div(sizes.rows, rows), MAX_CLUSTER))
         sizes = sizes._replace(queries=INVARIANT_QUERIES, splits=splits)
     else:
         sizes = sizes._replace(queries=queries)

@@ -459,11 +459,18 @@ def test_kernels_of_invariant_calls(layout, h_q, kernel):
 
 
 @pytest.mark.parametrize(
-    ("rows", "splits"), [(0, 1), (1, 1), (704, 1), (705, 2), (2048, 3), (8192, 12), (11265, 16), (100_000, 16)]
-)
-def test_splits_of_invariant_calls_have_so_many_rows(rows, splits):
-    for layout in (V32_FP8, V4_FP8, BF16_576):
-        assert decode(layout, 128, 3, rows, batch_invariant=True).splits == splits
+    ("rows", "in_turn", "splits"),
+    [
+        (0, 1, 1), (1, 1, 1), (512, 1, 1), (513, 1, 2), (704, 1, 2), (705, 2, 2), (2048, 3, 4), (7681, 11, 16),
+        (8192, 12, 16), (11265, 16, 16), (100_000, 16, 16),
+    ],
+)  # fmt: skip
+def test_splits_of_invariant_calls_have_so_many_rows(rows, in_turn, splits):
+    """More where a CTA of fp8_sm90 can take them in turn."""
+    for layout, h_q in ((V32_FP8, 128), (V32_FP8, 17), (V4_FP8, 128), (V4_FP8, 8)):
+        assert decode(layout, h_q, 3, rows, batch_invariant=True).splits == in_turn
+    for layout, h_q in ((BF16_576, 128), (BF16_576, 8), (V32_FP8, 16), (V32_FP8, 1)):
+        assert decode(layout, h_q, 3, rows, batch_invariant=True).splits == splits
     assert decode(V32_FP8, 128, 3, rows, 5, batch_invariant=True).splits == 5
 
 
