@@ -52,7 +52,7 @@ def trace_detector() -> Callable[[], bool]:
     return _looks_for_torch if torch is None else torch.compiler.is_dynamo_compiling
 
 
-traced_by_torch = trace_detector()
+traced_by_torch: Callable[[], bool] = trace_detector()
 
 
 def in_graph(name: str) -> Callable[..., Any]:
