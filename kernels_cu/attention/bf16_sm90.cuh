@@ -1,8 +1,9 @@
-// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by three kernels,
+// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by four kernels,
 // which differ in what the 64 lines of Q and the rows of a work item are, and in what is done with its result:
 //
 //   bf16_sm90.cu           64 heads of a query, all its rows
 //   bf16_cluster_sm90.cu   64 heads of a query; the CTAs of a cluster share its rows and merge their results
+//   bf16_shares_sm90.cu    64 heads of a query; all rows of the call are divided evenly over the CTAs
 //   bf16_grouped_sm90.cu   all heads of several neighbouring queries, the union of their rows
 //
 // Three warpgroups. Tiles of 64 rows go in pairs, an even and an odd one; both are in shared memory at once.
@@ -33,12 +34,12 @@
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
 //
 // Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w and never below
-// what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. ref_w rises to a
-// tile's largest logit in the first pair, where that passes it by REF_SLACK, or where its P would be PEAK of what the sum
-// will have become by the end of the list, or more: it goes by the rows so far. (The largest P is then 1, which bf16
-// holds exactly; where few rows take the softmax, rounding it is the largest error.) Unless few rows do that happens in
-// the first tiles and then hardly ever, and needs no waiting. Sums only grow: what a logit has to pass is looked up only
-// when one passes what that was at the last look.
+// what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. In the first pair
+// ref_w rises to a tile's largest logit whenever that is larger; later only where it is larger by REF_SLACK, or where its
+// P would be more than PEAK of what the sum will have become by the end of the list, guessed from the rows so far. (The
+// largest P is then 1, which bf16 holds exactly; where few rows take the softmax, rounding it is the largest error.)
+// Unless few rows do, it hardly ever rises behind the first tiles. Sums only grow: what a logit has to pass is computed
+// anew only when one passes what that was the last time.
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB;
 // bf16_grouped_sm90 4 KB more.

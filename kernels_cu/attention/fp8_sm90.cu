@@ -80,7 +80,8 @@ enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3 };  // DIVISION
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
-// A split has a whole number of units, the last one with a tile without rows if need be. Pairs take fewer instructions.
+// The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number. Pairs
+// take fewer instructions.
 constexpr int UNIT_TILES = DIVISION == CLUSTERS || DIVISION == SEGMENTS ? 1 : 2;
 constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
@@ -398,7 +399,7 @@ __device__ __forceinline__ Tiles find_tiles(const AttentionParams& p, const Work
 
 // Each of the four producer warps copies 16 rows of every tile. List entries are loaded AHEAD tiles before their rows:
 // under load they take 2,000 cycles. Those of the first tiles are loaded before it is known whether these have a valid
-// entry. Warp 0 also fetches Q in the meantime. Returns the units.
+// entry. Warp 0 also fetches Q in the meantime. Returns how many units they are.
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const int my_row =
@@ -1271,7 +1272,7 @@ __device__ __forceinline__ void release_q(const Role& r) {
 }
 
 // Tile after tile: this warpgroup's next S, then the product with the other's tile, then the softmax of its own.
-// Returns the units.
+// Returns how many units they were.
 __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32_t stage, const Role& r,
                                       const Attended& known) {
     const Attended &told = small().attended[turn % 2], &w = DIVISION == CLUSTERS ? known : told;

@@ -369,7 +369,7 @@ struct Results {
     const Header& h;
     int own_queries;
     float* out;   // of query t / 2 and the lane's key, in unit `ahead` - EVERY
-    Units whole;  // that all queries see; the keys of others are looked at
+    Units whole;  // all keys of these are seen by all queries; in other units each key is looked at
 
     __device__ __forceinline__ Results(const LogitsParams& p, const Header& h, int own_queries, int my_key, int t,
                                        int ahead)
@@ -389,7 +389,7 @@ struct Results {
         }
     }
 
-    // Store the logits of unit `u`; negative: there is none yet.
+    // Stores the logits of unit `u`; negative: there is none yet.
     __device__ __forceinline__ void store(const LogitsParams& p, const float (&logits)[PAIRS], int u, int t) {
         if (LOOKS_FOR_WHOLE && uint32_t(u - whole.first) < uint32_t(whole.count)) {
 #pragma unroll
@@ -415,8 +415,8 @@ struct Results {
     }
 };
 
-// The same, but not to be computed anew wherever it is used: the loop over units has few instructions to spare beside
-// its sums. With more pairs there are no registers to keep it in.
+// x itself, in a form that the compiler keeps in a register instead of computing it anew wherever it is used: the loop
+// over units has few instructions to spare beside its sums. With more pairs there are no registers to keep it in.
 template <typename T>
 __device__ __forceinline__ T kept(T x, int lane) {
     return PAIRS == 1 ? __shfl_sync(~0u, x, lane) : x;
@@ -478,8 +478,8 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     logits_sm90(const __grid_constant__ LogitsParams p) {
-    // Beside three warpgroups no CTA of the next launch has room: those of a top-k would all start on the SMs that are
-    // free first. They start when this launch has ended.
+    // Beside three math warpgroups no CTA of the next launch has room: those of a top-k would all start on the SMs that
+    // are free first. So they start when this launch has ended.
     if constexpr (WARPGROUPS != 3) let_next_kernel_start();
     if (threadIdx.x == 0) init_barriers();
     const bool by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES;

@@ -11,7 +11,7 @@
 //              Where more items have the order of the k-th than are chosen, the same of their positions
 //   collect    chosen positions into shared memory in the order of the items, by sums over lanes and warps
 //   place      these are ascending runs, mostly one a rank: the place of a position is the number of lower ones in all
-//              runs, by binary search. More than MAX_RUNS (the lists were not ascending): a bitonic sort
+//              runs, by binary search. More than MAX_RUNS (more ranks, or lists that do not ascend): a bitonic sort
 //
 // Results do not depend on timing: atomics count, but decide about no place.
 //

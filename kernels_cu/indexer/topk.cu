@@ -18,11 +18,12 @@
 //   results    positions, or with a block table slots: short rows look up a block for four neighbouring columns, long
 //              ones for each that is chosen
 //
-// No atomics decide about places, so results do not depend on timing. Rows no longer than k are not needed. FEW, in
-// registers: logits are read up to the width of the row while its end is read. BF16: logits are bfloat16.
+// No atomics decide about places, so results do not depend on timing. Of rows no longer than k all is chosen, whatever
+// their logits are. FEW, rows in registers that begin at column 0: all columns are loaded while the row's end is still
+// being read. BF16: logits are bfloat16.
 //
 // Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), and a few words a warp. Bits take
-// the pool's place, chosen columns that of histograms.
+// the pool's place, chosen columns or results that of histograms.
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/global.cuh"
@@ -65,7 +66,8 @@ static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp'
 struct Shared {
     union {
         Histogram bins[CLUSTERS ? 3 : 1];  // those of [0] are all 0 between uses
-        int32_t chosen_columns[MAX_K];     // when histograms are no longer needed: ascending
+        // When histograms are no longer needed: those of chosen items, ascending; of short rows also their results.
+        int32_t chosen_columns[MAX_K];
     };
     union {
         uint32_t pool[CAPACITY];  // logits that may be chosen, in any order
