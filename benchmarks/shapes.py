@@ -46,10 +46,7 @@ def measure(record: Record, case: str, sets: list[Set], tiles: int) -> None:
     os.environ[choose.VARIABLE] = "few_heads_sm90" if few else "fp8_sm90"
     at_once = driver.gpu(0).clusters_at_once(fp8_sm90.cluster_kernel())
     heads = (few_heads_sm90.block_heads(h),) if few else fp8_sm90.HEADS
-    if few:
-        candidates = few_heads_candidates(heads[:1], h, tiles, at_once, None)
-    else:
-        candidates = fp8_candidates(heads, h, tiles, at_once, None)
+    candidates = (few_heads_candidates if few else fp8_candidates)(heads, h, tiles, at_once, None)
     chosen = tuple(candidates.cheapest(b * s_q))
     for splits in SPLITS:
         for shape in divisions(heads, splits, splits):

@@ -662,6 +662,8 @@ def measure_all(
 ) -> None:
     """Fill in the rows of each setting: results of all at once, then decode, one by one, then the GPU's time.
 
+    A setting whose results fail has no rows, and is asked nothing more: answers may be left in its engines' pipes.
+
     Args:
         profiles: file for the kernels of decode steps; None: they are not timed.
     """
@@ -678,19 +680,19 @@ def measure_all(
         except (RuntimeError, EOFError, OSError) as error:
             print(error, *(e.last_lines() for e in of[setting].values()), sep="\n", flush=True)
 
-    with ThreadPoolExecutor(len(rows)) as pool:
+    with ThreadPoolExecutor() as pool:
         list(pool.map(lambda s: attempt(compare_results, s, s, of[s]), rows))
     print(f"{deadline - time.monotonic():.0f} s left behind the results", flush=True)
     for setting in rows:
         pair = {name: of[setting][name] for name in ("ours", "stock")}
-        if setting.speed:
+        if setting.speed and rows[setting]:
             with alone(list(engines.values()), list(pair.values())):
                 attempt(compare_speeds, setting, setting, pair, deadline, profiles is not None)
         print(*map(shown, rows[setting]), sep="\n", flush=True)
     print(f"{deadline - time.monotonic():.0f} s left behind decode", flush=True)
     for setting in rows if profiles is not None else ():
         pair = {name: of[setting][name] for name in ("ours", "stock")}
-        if setting.speed:
+        if setting.speed and rows[setting]:
             with alone(list(engines.values()), list(pair.values())):
                 attempt(profile_kernels, setting, pair, deadline, profiles)
             print(*(f"{row['setting']} | gpu {row.get('gpu_us_ours')}:{row.get('gpu_us_stock')}"

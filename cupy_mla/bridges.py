@@ -131,7 +131,7 @@ class Library(ABC):
         raise self._no_gpu()
 
     def allocator(self) -> tuple[Callable[[int], Any], str]:
-        """Allocates bytes for several results, and the expression for their address; `{a}` is what it returns."""
+        """Allocates memory that results share, and the expression for its address; `{a}` is what it returns."""
         raise self._no_gpu()
 
     def _no_gpu(self) -> TypeError:

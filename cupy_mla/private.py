@@ -51,8 +51,8 @@ def public_torch_stream_reader(device: int) -> Callable[[], int]:
 def torch_guards(tensors: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
     """Tells whether tensors have the dtypes, devices and ranks of these and, with `sizes_too`, shapes and strides.
 
-    These are the guards of torch.compile, which compare all in one call. None where this torch has them no more; the
-    public way is to read and compare each.
+    These are the guards of torch.compile, which compare all in one call. None where this torch has them no more, or a
+    tensor has no sizes or strides, as nested and sparse ones; the public way is to read and compare each.
     """
     try:
         guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards
@@ -60,7 +60,7 @@ def torch_guards(tensors: Sequence[Any], *, sizes_too: bool) -> Callable[..., bo
         sizes = [list(t.shape) for t in tensors] if sizes_too else anything
         strides = [list(t.stride()) for t in tensors] if sizes_too else anything
         return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         return None
 
 

@@ -47,7 +47,7 @@ class Trace:
 
         Args:
             least: it is at least that in every call.
-            multiple_of: a power of two; for calls in which it is none of its multiples the trace does not hold.
+            multiple_of: a power of two, of which it is a multiple in every call that the trace holds for.
         """
         node = ("read", text)
         self._bounds[node] = (least, inf)
@@ -55,7 +55,7 @@ class Trace:
         return Size(self, value, node)
 
     def end(self) -> None:
-        """Note what no guard says so far of numbers that must be multiples, as few guards."""
+        """Note that numbers are the multiples that `read` took them for, where no guard says so: a guard a divisor."""
         together: dict[int, Term] = {}
         for node, of in self._multiples.items():
             if of > 1 and self.known(node) is node:
@@ -81,16 +81,18 @@ class Trace:
         """The least and the greatest number that a term may be in calls that meet the guards."""
         if type(of) is int:
             return of, of
+        least, most = self._bounds.get(of, (-inf, inf))
         if of[0] == "//" and type(of[2]) is int and of[2] > 0:
-            return tuple(end if abs(end) == inf else end // of[2] for end in self.bounds(of[1]))  # type: ignore[return-value]
-        return self._bounds.get(of, (-inf, inf))
+            first, last = (end if abs(end) == inf else end // of[2] for end in self.bounds(of[1]))
+            return max(least, first), min(most, last)
+        return least, most
 
     def has_factor(self, of: Term, divisor: Term) -> bool:
         """Whether a term is a multiple of a number in all calls that the trace holds for."""
         return type(divisor) is int and self._multiples.get(of, 1) % divisor == 0
 
     def _undivided(self, of: Term, other: Term) -> tuple[Term, Term]:
-        """Terms that compare as a whole quotient and a number do."""
+        """Two terms; for a quotient without rest and a number, the dividend and a number that compare as these do."""
         if is_node(of) and of[0] == "//" and type(other) is int and self.has_factor(*of[1:]):
             return of[1], other * of[2]
         return of, other

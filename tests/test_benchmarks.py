@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
@@ -398,6 +399,28 @@ def test_speed_is_of_pairs_around_which_the_machine_was_fastest(module):
         "tokens_per_s_stock": 600.0, "tokens_per_s_stock_low": 125.0, "tokens_per_s_stock_high": 3000.0,
         "loop_us_ours": 105.0, "loop_us_stock": 115.0, "tokens_per_s_ratio": 1.75,
     }  # fmt: skip
+
+
+def test_an_engine_that_fails_costs_no_other_settings_rows(module, monkeypatch):
+    program = module("vllm_engine")
+    failing, other = program.SETTINGS[:2]
+    engine = SimpleNamespace(last_lines=lambda: "its last lines")
+    engines = {(setting, variant): engine for setting in (failing, other) for variant in ("ours", "stock")}
+
+    def results(setting, engines, rows):
+        if setting == failing:
+            raise RuntimeError("its end")
+        rows.append({"setting": str(setting)})
+
+    asked = []
+    monkeypatch.setattr(program, "compare_results", results)
+    monkeypatch.setattr(program, "compare_speeds", lambda setting, *arguments, rows: asked.append(setting))
+    monkeypatch.setattr(program, "profile_kernels", lambda *arguments, rows: asked.append("kernels"))
+    monkeypatch.setattr(program, "alone", lambda every, pair: contextlib.nullcontext())
+    rows = {failing: [], other: []}
+    program.measure_all(engines, time.monotonic() + 100, Path("kernels.txt"), rows)
+    assert rows == {failing: [], other: [{"setting": str(other)}]}
+    assert asked == [other, "kernels"]
 
 
 def test_time_that_overlaps_counts_once(module):

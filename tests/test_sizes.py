@@ -260,9 +260,18 @@ def test_quotients_of_multiples_are_compared_whole(trace):
 
 
 def test_quotients_of_what_may_be_no_multiple_are_no_whole_ones(trace, n):
-    assert n // 4 == 3
     assert term((n // 4) * 4) == ("*", ("//", N, 4), 4)
+    assert n // 4 == 3
+    assert (term(n // 4), term(n)) == (3, N)
     assert guards(trace) == [("==", ("//", N, 4), 3)]
+
+
+def test_bounds_of_a_quotient_are_its_own_and_those_of_what_is_divided(trace, n):
+    assert n < 15
+    assert n // 4 < 4
+    assert n // 4 > 2
+    assert term(n // 4) == 3
+    assert guards(trace) == [("<", N, 15), ("<", 2, ("//", N, 4))]
 
 
 SIGNS = {

@@ -106,9 +106,9 @@ class _Writer:
         code, library, results = self.code, self.library, self.place.results
         if not results and not self.call.scratch:
             return
-        make = self._make = code.name(library.maker())
+        make = code.name(library.maker())
         if results and library.results_share_memory:
-            for k, (slot, offset) in enumerate(zip(results, self._write_shared(results, "memory"), strict=True)):
+            for k, (slot, offset) in enumerate(zip(results, self._write_shared(results, "memory", make), strict=True)):
                 dtype = code.name(library.native_dtype(slot.dtype))
                 code.line(f"r{k} = {make}({self._tuple(slot.shape)}, {dtype}, memory{offset})")
         else:
@@ -118,9 +118,9 @@ class _Writer:
                 code.line(f"start_r{k} = {library.address.format(a=f'r{k}')}")
                 self._starts[id(slot)] = f"start_r{k}", 0
         if self.call.scratch:
-            self._write_shared(self.call.scratch, "scratch")
+            self._write_shared(self.call.scratch, "scratch", make)
 
-    def _write_shared(self, slots: Sequence[Slot], name: str) -> list[str]:
+    def _write_shared(self, slots: Sequence[Slot], name: str, make: str) -> list[str]:
         """One allocation for several slots; returns what is added to its start for each of them."""
         offsets: list[str] = []
         end = 0
@@ -134,9 +134,7 @@ class _Writer:
             self.code.line(f"{name} = {self.code.name(allocate)}({self._number(end)})")
         else:
             address, uint8 = self.library.address, self.library.native_dtype(UINT8)
-            self.code.line(
-                f"{name} = {self._make}({self._tuple((end,))}, {self._tuple((1,))}, {self.code.name(uint8)})"
-            )
+            self.code.line(f"{name} = {make}({self._tuple((end,))}, {self._tuple((1,))}, {self.code.name(uint8)})")
         self.code.line(f"start_{name} = {address.format(a=name)}")
         return offsets
 

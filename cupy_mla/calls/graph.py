@@ -32,8 +32,8 @@ class _Node:
     """A launch in a graph, with memory of its own for the parameters.
 
     Attributes:
-        given: grid and parameters of the graph's next run.
-        params: the driver's structure for them.
+        given: grid and parameters that the graph has.
+        params: the driver's structure, with those that it is given next.
         handle: the driver's handle, once it is in a graph.
     """
 
@@ -110,7 +110,7 @@ class LaunchGraph:
         self._device = device
         self._lock = threading.Lock()  # of the graphs until one is launched
         self._graphs: list[_Graph] = []  # the one that was launched last comes first
-        self._recent: tuple[Any, Any] = ((), ())  # grids of calls, the last ones first
+        self._recent: tuple[Any, Any] = ((), ())  # the two sets of grids that calls had last
 
     def __call__(self, stream: int, grids: tuple[Grid, ...], params: tuple[bytes, ...]) -> bool:
         """Launch on a stream of the current device.

@@ -4,8 +4,8 @@ A signature is what does not differ from one step of a serving engine to the nex
 and devices, which arguments are there, and settings that are no integers. Sizes, strides, addresses and integers are
 arguments of its forms (`form.py`), of which one function finds the one that holds (`tree.py`). A call for whose sizes
 no form holds is traced (`program.py`), which makes another form: a signature has as many forms as there are ways to
-serve it. It remembers the sizes it has seen; those of the last call are compared first. A call that fails leaves no
-form behind, so whatever a form repeats has been checked.
+serve it. It remembers the sizes it has seen; torch's tensors are compared with those of the last two calls before. A
+call that fails leaves no form behind, so whatever a form repeats has been checked.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Signature:
         self._arrays = [i for i, value in enumerate(values) if library_of(value) is not None]
         self._library = next(library for i in self._arrays if (library := library_of(values[i])) and _on_gpu(values[i]))
         self._integers = [i for i, value in enumerate(values) if is_numbers(value)]
-        self._ranks = [len(values[i].shape) for i in self._arrays]
+        self._ranks = [values[i].ndim for i in self._arrays]
         self._facts = [_facts(values[i]) for i in self._arrays]
         self.forms: list[Form] = []
         self._choices: list[Callable[[], Any]] = []

@@ -110,7 +110,7 @@ class Gpu:
 
     @property
     def more_than_half(self) -> int:
-        """Bytes of shared memory that no two CTAs of an SM have. An SM has 1 KB more than a CTA may."""
+        """Bytes of shared memory with which a CTA has an SM of its own: an SM has 1 KB more than a CTA may have."""
         return (self.shared_kb // 2 + 1) * 1024
 
     def clusters_at_once(self, kernel: Launchable) -> tuple[int, ...]:

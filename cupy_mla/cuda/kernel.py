@@ -237,8 +237,9 @@ class Kernel:
         if self.alone:
             shared_bytes = max(shared_bytes, driver.gpu(device).more_than_half)
         # CuPy loads the same source with the same options once: what one kernel needs, another must not lower.
-        if shared_bytes > kernel.max_dynamic_shared_size_bytes:
-            kernel.max_dynamic_shared_size_bytes = shared_bytes
+        with _OPTING_IN:
+            if shared_bytes > kernel.max_dynamic_shared_size_bytes:
+                kernel.max_dynamic_shared_size_bytes = shared_bytes
         if self.max_cluster > driver.PORTABLE_CLUSTER:
             attribute = driver.api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             driver.call("cuFuncSetAttribute", handle, attribute, 1)
@@ -251,6 +252,7 @@ class Kernel:
 
 
 _KEEP: list[Any] = []  # modules unload with their last reference
+_OPTING_IN = threading.Lock()  # of all kernels, which warming up loads in several threads
 
 
 def _exported(module: Any, name: str) -> int:

@@ -537,6 +537,22 @@ def test_rows_side_by_side_do_not_overlap(gpu):
             cupy_mla.sparse_prefill(**prefill(q=whole[..., :576], out=whole[..., 512:1024]))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse_coo", "sparse_csr"])
+def test_tensors_without_sizes_or_strides_are_refused_before_others_were_seen(gpu, kind):
+    dense = torch.zeros(3, 4, 576, dtype=torch.bfloat16)
+    q = {
+        "nested": lambda: torch.nested.nested_tensor(list(dense)),
+        "jagged": lambda: torch.nested.nested_tensor(list(dense), layout=torch.jagged),
+        "sparse_coo": dense.to_sparse,
+        "sparse_csr": dense.to_sparse_csr,
+    }[kind]()
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^q: expected a dense tensor, got (a nested one|layout torch\.sparse_)"):
+            cupy_mla.sparse_prefill(**prefill(q=q))
+    cupy_mla.sparse_prefill(**prefill())
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused(seen):
     """torch's guards end the process where they meet one."""

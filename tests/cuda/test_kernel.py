@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -56,21 +57,66 @@ def test_the_first_load_is_logged_in_one_line(monkeypatch, caplog):
 
 def test_one_variant_does_not_lower_the_shared_memory_of_another(monkeypatch):
     """CuPy loads the same source with the same options once: both kernels below have one CUfunction."""
+    cupy = opting_in(monkeypatch)
+    for order in ((True, False), (False, True)):
+        function = cupy.RawModule("", ()).get_function("")
+        function.max_dynamic_shared_size_bytes = 49152
+        made = alone_and_not()
+        assert made[True].options == made[False].options
+        wanted = {alone: made[alone].load(0).shared_bytes for alone in order}
+        assert wanted == {True: 116_736, False: 100_000}
+        assert function.max_dynamic_shared_size_bytes == 116_736
+
+
+def test_nor_does_it_from_another_thread(monkeypatch):
+    """The second one reads what the function has while the first one is between reading and writing."""
+    second_begins, second_has_read = threading.Event(), threading.Event()
+
+    class Function:
+        kernel = SimpleNamespace(ptr=1)
+        size = 49152
+
+        @property
+        def max_dynamic_shared_size_bytes(self) -> int:
+            size = self.size
+            if threading.current_thread() is second:
+                second_has_read.set()
+            else:
+                second_begins.set()
+                second_has_read.wait(0.2)
+            return size
+
+        @max_dynamic_shared_size_bytes.setter
+        def max_dynamic_shared_size_bytes(self, size: int) -> None:
+            if threading.current_thread() is second:
+                first.join(10)
+            self.size = size
+
+    function, made = Function(), alone_and_not()
+    opting_in(monkeypatch).RawModule = lambda code, options: SimpleNamespace(get_function=lambda name: function)
+    first, second = (threading.Thread(target=made[alone].load, args=(0,)) for alone in (True, False))
+    first.start()
+    assert second_begins.wait(10)
+    second.start()
+    for thread in (first, second):
+        thread.join(20)
+    assert function.size == 116_736
+
+
+def opting_in(monkeypatch) -> SimpleNamespace:
+    """A stand-in for CuPy whose kernels need 100 000 bytes of shared memory, more of them where they are alone."""
     cupy = stand_in("90", None)
     monkeypatch.setattr(kernel, "require_cupy", lambda why: cupy)
     monkeypatch.setattr(kernel, "_exported", lambda module, name: 100_000)
     monkeypatch.setattr(driver, "gpu", lambda device: SimpleNamespace(more_than_half=116_736))
     monkeypatch.setattr(driver, "attribute_submitter", lambda *arguments: arguments)
     monkeypatch.setattr(driver, "overlaps", lambda kernel, device: True)
+    return cupy
+
+
+def alone_and_not() -> dict[bool, Kernel]:
     tile = next(tile for tile in logits_sm90.FEW if tile.ctas > 1)
-    for order in ((True, False), (False, True)):
-        function = cupy.RawModule("", ()).get_function("")
-        function.max_dynamic_shared_size_bytes = 49152
-        made = {alone: logits_sm90.kernel.__wrapped__(64, tile, True, False, alone) for alone in order}
-        assert made[True].options == made[False].options
-        wanted = {alone: made[alone].load(0).shared_bytes for alone in order}
-        assert wanted == {True: 116_736, False: 100_000}
-        assert function.max_dynamic_shared_size_bytes == 116_736
+    return {alone: logits_sm90.kernel.__wrapped__(64, tile, True, False, alone) for alone in (True, False)}
 
 
 def test_nvrtc_is_missing(monkeypatch):

@@ -86,15 +86,16 @@ def launches(
     tile_bits = ceil_div(capacity, bf16_sm90.TILE_ROWS) * queries  # 64-bit words of a group in `twice`
     sizes = (8 * tile_bits, 4 * capacity, 4, capacity)  # bytes of a group in twice, rows, group_lengths, excluded
     most_groups = most(SCRATCH_BYTES // sum(sizes), 1)  # of a launch
-    groups = total if total <= most_groups else most_groups
+    one_launch = total <= most_groups
+    groups = total if one_launch else most_groups
     united = Slot("united lists", shape=(groups * sum(sizes),))
     twice, rows, group_lengths, excluded = (united.ptr + groups * sum(sizes[:i]) for i in range(4))
     left = Slot("lengths of what is left", shape=(call.queries,), dtype=INT32)
     params = call.params.replaced(**{"main.lengths": left.ptr})
     steps: list[Launch] = []
-    for number in range(1 if total <= most_groups else int(ceil_div(total, groups))):
+    for number in range(1 if one_launch else int(ceil_div(total, groups))):
         first = number * groups
-        here = total if total <= most_groups else least(total - first, groups)
+        here = total if one_launch else least(total - first, groups)
         grouped = structs.GROUPED(
             params, list_lengths=pointer(lengths), rows=rows, excluded=excluded, twice=twice,
             group_lengths=group_lengths, left=left.ptr, queries=queries, first_group=first, num_groups=here,

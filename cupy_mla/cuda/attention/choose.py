@@ -280,7 +280,7 @@ def _bf16(f: Facts, s: Sizes) -> Choice:
 
 
 def _cluster_splits(f: Facts, s: Sizes) -> int:
-    """Splits of a query: the fewest that have as few pairs of tiles each as clusters that run at a time may have."""
+    """Splits of a query: the fewest with the least pairs of tiles a split, while all clusters run at a time."""
     if s.splits is not None:
         return min(s.splits, MAX_CLUSTER)
     work, pairs = _items(s, bf16_sm90.HEADS), max(1, ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS))
@@ -313,7 +313,7 @@ def _bf16_shares(f: Facts, s: Sizes) -> Choice:
 
 
 def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
-    """Work items that fill more than a quarter of the GPU, but no whole wave."""
+    """Equal splits that fill the GPU, or so many waves of work items that equal shares were measured to be faster."""
     items, sms = _items(s, bf16_sm90.HEADS), f.gpu.sms
     few_heads = s.h_q <= 16
     least, most = SHARE_WAVES_FEW_HEADS[few_heads_sm90.block_heads(s.h_q)] if few_heads else SHARE_WAVES
