@@ -14,7 +14,7 @@ all start at the same time. While two of them are measured, the others are stopp
 - decode: tokens a second by the wall clock, from steps in which every request gets one token. The host bounds a step
   of the models of one layer, and a machine's CPUs change their speed by up to two within a second, for both engines
   alike. So both serve the same requests at the same time, in turn: a block of 8 steps of one, then one of the other,
-  which goes first changing. Both run on the same core, the one that was fastest when it was last looked for. Before and
+  which goes first changing. On one GPU both run on the same core, the fastest when it was last looked for. Before and
   behind each block a fixed piece of Python is timed. What counts are the pairs of blocks around which that piece was
   fastest, half of them: `tokens_per_s` is of the median of their steps, `loop_us` the piece's time around them.
   `_low` and `_high`: of the slowest and the fastest of all blocks. `tokens_per_s_ratio`: ours to stock's in a pair, the

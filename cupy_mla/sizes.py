@@ -88,8 +88,8 @@ class Trace:
         return least, most
 
     def has_factor(self, of: Term, divisor: Term) -> bool:
-        """Whether a term is a multiple of a number in all calls that the trace holds for."""
-        return type(divisor) is int and self._multiples.get(of, 1) % divisor == 0
+        """Whether a term is a multiple of a positive number in all calls that the trace holds for."""
+        return type(divisor) is int and divisor > 0 and self._multiples.get(of, 1) % divisor == 0
 
     def _undivided(self, of: Term, other: Term) -> tuple[Term, Term]:
         """Two terms; for a quotient without rest and a number, the dividend and a number that compare as these do."""

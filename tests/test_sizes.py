@@ -291,7 +291,7 @@ def test_no_guard_is_missing(rng):
         asked = []
         for _ in range(6):
             compare, (i, j), number = COMPARE[rng.integers(6)], rng.permutation(2), int(rng.integers(-1, 9))
-            divisor = steps[i] * int(rng.integers(1, 3))
+            divisor = steps[i] * int(rng.choice([-1, 1, 2]))
             of = lambda two, i=i, j=j, number=number, divisor=divisor: (  # noqa: E731
                 two[i] // divisor, two[j] if number < 2 else number,
             )  # fmt: skip
