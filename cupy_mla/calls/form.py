@@ -96,8 +96,12 @@ class _Writer:
     def _write_apart(self) -> None:
         """Compare the addresses of what is written with those of the other arguments."""
         for apart in self.place.apart:
-            (i, j), (size, other_size) = apart.arguments, map(self._number, apart.sizes)
-            meet = f"p{i} < p{j} + {other_size} and p{j} < p{i} + {size}"
+            i, j = apart.arguments
+            (start, end), (other_start, other_end) = (
+                (f"p{k}{self._offset(before, '-')}", f"p{k} + {self._number(size)}")
+                for k, (before, size) in zip((i, j), apart.extents, strict=True)
+            )
+            meet = f"{start} < {other_end} and {other_start} < {end}"
             self.code.line(f"if {meet}{f' and p{i} != p{j}' if apart.may_be else ''}:")
             self.code.line(f"    {self.code.name(apart.check)}(a{i}, a{j})")
 
@@ -138,8 +142,8 @@ class _Writer:
         self.code.line(f"start_{name} = {address.format(a=name)}")
         return offsets
 
-    def _offset(self, nbytes: Any) -> str:
-        return "" if term(nbytes) == 0 else f" + {self._number(nbytes)}"
+    def _offset(self, nbytes: Any, sign: str = "+") -> str:
+        return "" if term(nbytes) == 0 else f" {sign} {self._number(nbytes)}"
 
     def _address(self, pointer: Pointer) -> str:
         argument = pointer.slot.argument

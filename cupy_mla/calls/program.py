@@ -39,7 +39,7 @@ class Apart:
 
     Attributes:
         arguments: their numbers.
-        sizes: bytes from the first byte of each to the end of its last item, where no stride is negative.
+        extents: of each, bytes that lie before its address, where strides are negative, and bytes from there on.
         may_be: the first may be the second, whole.
         check: takes two arrays that come for them; an error where they overlap.
     """
@@ -47,16 +47,23 @@ class Apart:
     def __init__(self, written: Array, other: Array) -> None:
         pair = (written, other)
         self.arguments: tuple[Any, ...] = tuple(a.ptr.slot.argument for a in pair)  # type: ignore[attr-defined]
-        self.sizes: tuple[Any, ...] = tuple(_reach(a) for a in pair)
+        self.extents: tuple[tuple[Any, Any], ...] = tuple(map(_extent, pair))
         self.may_be: bool = written.may_be is other
         names, may_be = (written.name, other.name), self.may_be
         self.check: Callable[[Any, Any], None] = lambda a, b: require_apart(names[0], a, names[1], b, may_be)
 
 
-def _reach(array: Array) -> Any:
+def _extent(array: Array) -> tuple[Any, Any]:
     size = array.dtype.itemsize
-    strides = [stride * size for stride in array.strides]
-    return sum(n * stride for n, stride in zip(array.shape, strides, strict=True)) - sum(strides) + size
+    before: list[tuple[Any, Any]] = []
+    behind: list[tuple[Any, Any]] = []
+    for n, stride in zip(array.shape, array.strides, strict=True):
+        (before if stride < 0 else behind).append((n, stride * size))
+    return -_reach(before), _reach(behind) + size
+
+
+def _reach(axes: list[tuple[Any, Any]]) -> Any:
+    return sum(n * stride for n, stride in axes) - sum(stride for _, stride in axes)
 
 
 class TracedPlace(Place):
@@ -148,7 +155,7 @@ class TracedCall:
         if array.library.strides_in_bytes:
             strides = [read(f"t{i}_{k}", s * size, multiple_of=size) // size for k, s in enumerate(array.strides)]
         else:
-            strides = [read(f"t{i}_{k}", s) for k, s in enumerate(array.strides)]
+            strides = [read(f"t{i}_{k}", s, least=0) for k, s in enumerate(array.strides)]  # torch has no others
         place = self.place if array.place == self.place else array.place
         ptr: Any = Pointer(Slot(array.name, i), 0, read(f"p{i}", array.ptr))
         traced = TracedArray(array.name, array.obj, place, array.dtype, shape, tuple(strides), ptr)  # type: ignore[arg-type]

@@ -528,6 +528,20 @@ def test_overlaps_are_found_at_every_call(gpu, traces, rng, kind, name):
     assert len(traces) == 1
 
 
+def test_overlaps_before_an_address_are_found(gpu):
+    """The first row of what is read lies behind the others in memory."""
+    pytest.importorskip("cupy")
+    whole = HostCuPy().whole(np.zeros(1 << 14, np.uint8))
+    logits = whole[1024:2048].view(np.float32).reshape(4, 64)[::-1]
+    for start, apart in ((2048, True), (768, True), (4096, True), (2016, False), (1024, False), (784, False)):
+        out = whole[start : start + 256].view(np.int32).reshape(4, 16)
+        if apart:
+            cupy_mla.topk_indices(logits, 16, out=out)
+        else:
+            with pytest.raises(ValueError, match=r"^out: overlaps logits in memory"):
+                cupy_mla.topk_indices(logits, 16, out=out)
+
+
 def test_rows_side_by_side_do_not_overlap(gpu):
     """Queries and results in the columns of one array: their addresses are among each other, their items apart."""
     for _ in range(3):
