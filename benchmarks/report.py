@@ -185,25 +185,26 @@ def vllm() -> str:
     return "\n\n".join(parts) or NOT_MEASURED
 
 
+def field(row: Row, key: str, kind: str = "") -> str:
+    """A field of a row; "" where it has none."""
+    return f"{row[key]:{kind}}" if key in row else ""
+
+
 def vllm_results(name: str, row: Row) -> dict[str, str]:
     """Tokens and log-probabilities of a setting, as a row by columns."""
-
-    def of(key: str, kind: str = "") -> str:
-        return f"{row[key]:{kind}}" if key in row else ""
-
     return {
         "setting": name,
         "tokens equal": f"{row['tokens_equal']} of {row['tokens']}",
-        "gap where not": of("gap_apart"),
-        "equal to one GPU's, ours": of("tokens_equal_one_gpu_ours"),
-        "vLLM's": of("tokens_equal_one_gpu_stock"),
-        "ours, one kernel and float32 sums": of("tokens_equal_one_gpu_alike"),
-        "log-probability error, ours": of("logprob_error_ours", ".5f"),
-        "vLLM's own": of("logprob_error_stock", ".5f"),
-        "± of their difference": of("logprob_error_noise", ".5f"),
-        "within topk, ours": of("logprob_error_within_topk_ours", ".5f"),
-        "vLLM's own, within topk": of("logprob_error_within_topk_stock", ".5f"),
-        "± within topk": of("logprob_error_within_topk_noise", ".5f"),
+        "gap where not": field(row, "gap_apart"),
+        "equal to one GPU's, ours": field(row, "tokens_equal_one_gpu_ours"),
+        "vLLM's": field(row, "tokens_equal_one_gpu_stock"),
+        "ours, one kernel and float32 sums": field(row, "tokens_equal_one_gpu_alike"),
+        "log-probability error, ours": field(row, "logprob_error_ours", ".5f"),
+        "vLLM's own": field(row, "logprob_error_stock", ".5f"),
+        "± of their difference": field(row, "logprob_error_noise", ".5f"),
+        "within topk, ours": field(row, "logprob_error_within_topk_ours", ".5f"),
+        "vLLM's own, within topk": field(row, "logprob_error_within_topk_stock", ".5f"),
+        "± within topk": field(row, "logprob_error_within_topk_noise", ".5f"),
     }
 
 
@@ -215,29 +216,22 @@ def vllm_speed(row: Row) -> dict[str, str]:
         spread = f" ({row[f'{key}_low']:,.0f} to {row[f'{key}_high']:,.0f})" if f"{key}_low" in row else ""
         return f"{row[key]:,.0f}{spread}"
 
-    has_gpu = "gpu_us_ours" in row
-    loops = f"{row['loop_us_ours']:.0f} and {row['loop_us_stock']:.0f}" if "loop_us_ours" in row else ""
-    pairs = (
-        f"{row['tokens_per_s_ratio']:.3f} ± {row['tokens_per_s_ratio_noise']:.3f}"
-        if "tokens_per_s_ratio" in row
-        else ""
-    )
-    firsts = (
-        f"{row['first_tokens_ms_ours']:.1f} and {row['first_tokens_ms_stock']:.1f}"
-        if "first_tokens_ms_ours" in row
-        else ""
-    )
+    def both(name: str, kind: str) -> str:
+        """Ours and vLLM's."""
+        return " and ".join(filter(None, (field(row, f"{name}_{engine}", kind) for engine in ("ours", "stock"))))
+
+    ratios = (field(row, "tokens_per_s_ratio", ".3f"), field(row, "tokens_per_s_ratio_noise", ".3f"))
     return {
         "setting": row["setting"],
         "tokens a second, ours": rate("ours"),
         "vLLM's": rate("stock"),
         "ours / vLLM's": f"{row['tokens_per_s_ours'] / row['tokens_per_s_stock']:.2f}",
-        "of all pairs": pairs,
-        "first tokens, ms, ours and vLLM's": firsts,
-        "µs of a piece of Python beside both": loops,
-        "GPU, µs a step, ours": f"{row['gpu_us_ours']:.0f}" if has_gpu else "",
-        "vLLM's own": f"{row['gpu_us_stock']:.0f}" if has_gpu else "",
-        "vLLM's own / ours": f"{row['gpu_us_stock'] / row['gpu_us_ours']:.2f}" if has_gpu else "",
+        "of all pairs": " ± ".join(filter(None, ratios)),
+        "first tokens, ms, ours and vLLM's": both("first_tokens_ms", ".1f"),
+        "µs of a piece of Python beside both": both("loop_us", ".0f"),
+        "GPU, µs a step, ours": field(row, "gpu_us_ours", ".0f"),
+        "vLLM's own": field(row, "gpu_us_stock", ".0f"),
+        "vLLM's own / ours": f"{row['gpu_us_stock'] / row['gpu_us_ours']:.2f}" if "gpu_us_ours" in row else "",
     }
 
 

@@ -166,6 +166,7 @@ class Array:
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
         if 0 in self.shape:
             return self
+        # In row-major order first: of sizes that are traced, each comparison becomes one of every call.
         axes = [(s, n) for s, n in zip(reversed(self.strides), reversed(self.shape), strict=True) if n > 1]
         if not _is_apart(axes) and not _is_apart(sorted((abs(s), n) for s, n in axes)):
             raise ValueError(

@@ -279,11 +279,16 @@ def _bf16(f: Facts, s: Sizes) -> Choice:
     )  # fmt: skip
 
 
+def _bf16_pairs(s: Sizes) -> int:
+    """Pairs of tiles of a query's rows."""
+    return max(1, ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS))
+
+
 def _cluster_splits(f: Facts, s: Sizes) -> int:
     """Splits of a query: the fewest with the least pairs of tiles a split, while all clusters run at a time."""
     if s.splits is not None:
         return min(s.splits, MAX_CLUSTER)
-    work, pairs = _items(s, bf16_sm90.HEADS), max(1, ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS))
+    work, pairs = _items(s, bf16_sm90.HEADS), _bf16_pairs(s)
     if pairs < CLUSTER_PAIRS and 2 * work > CLUSTER_FULL * f.gpu.sms:
         return 1
     at_once = f.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
@@ -298,17 +303,17 @@ def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
 
 def _shares_alike(f: Facts, s: Sizes) -> int:
     """Splits of a query where equal ones, a CTA each, are wanted; otherwise 1."""
-    ctas, pairs = f.gpu.sms // _items(s, bf16_sm90.HEADS), ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
-    wanted = ctas == SHARE_SPLITS and pairs >= SHARE_SPLITS * SHARE_SPLIT_PAIRS and s.h_q > 16
+    ctas = f.gpu.sms // _items(s, bf16_sm90.HEADS)
+    wanted = ctas == SHARE_SPLITS and _bf16_pairs(s) >= SHARE_SPLITS * SHARE_SPLIT_PAIRS and s.h_q > 16
     return SHARE_SPLITS if wanted else 1
 
 
 def _bf16_shares(f: Facts, s: Sizes) -> Choice:
-    items, pairs = _items(s, bf16_sm90.HEADS), max(1, ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS))
+    items = _items(s, bf16_sm90.HEADS)
     splits = _shares_alike(f, s) if s.splits is None else min(s.splits, fp8_sm90.MOST_SPLITS)
     if s.splits is not None or splits > 1:
         return Choice("bf16_shares_sm90", bf16_sm90.HEADS, splits, ctas=items * splits)
-    ctas = max(1, min(f.gpu.sms, items * pairs // SHARE_LEAST_SPLIT))
+    ctas = max(1, min(f.gpu.sms, items * _bf16_pairs(s) // SHARE_LEAST_SPLIT))
     return Choice("bf16_shares_sm90", bf16_sm90.HEADS, EVENLY, ctas=ctas, least_split=SHARE_LEAST_SPLIT)
 
 
@@ -325,8 +330,7 @@ def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
         return False
     if few_heads and (f.prefill or f.uneven or s.rows < SHARE_ROWS_FEW_HEADS):
         return False
-    pairs = ceil_div(s.rows, 2 * bf16_sm90.TILE_ROWS)
-    return bf16_evenly(items, items // s.queries, pairs, sms, f.prefill, f.uneven)
+    return bf16_evenly(items, items // s.queries, _bf16_pairs(s), sms, f.prefill, f.uneven)
 
 
 def _bf16_wanted(f: Facts, s: Sizes) -> bool:
@@ -428,10 +432,11 @@ def choose(facts: Facts, sizes: Sizes, asked: str | None = None, table: Sequence
     """
     queries = max(1, sizes.queries)
     if facts.batch_invariant:
-        in_turn = _fp8_rows(facts) and (facts.layout.scales_apart or sizes.h_q > 16)
+        sizes = sizes._replace(queries=INVARIANT_QUERIES)
+        in_turn = _fp8_rows(facts) and (_fp8_wanted_first(facts, sizes) or not _few_heads_wanted(facts, sizes))
         rows = INVARIANT_ROWS_IN_TURN if in_turn else INVARIANT_ROWS
         splits = sizes.splits or max(1, min(ceil_div(sizes.rows, rows), MAX_CLUSTER))
-        sizes = sizes._replace(queries=INVARIANT_QUERIES, splits=splits)
+        sizes = sizes._replace(splits=splits)
     else:
         sizes = sizes._replace(queries=queries)
     able = rows_for(facts) if table is None else table

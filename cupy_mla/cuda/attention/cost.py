@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -129,6 +129,12 @@ class Candidates:
         return np.argmin(self._time(queries[:, None]), axis=1)
 
 
+def _fp8_rounds(rounds: Any, item: Any, full: Any, more: Any) -> Any:
+    """The time of so many rounds of work items that take `item` each, and up to `more` as CTAs fill the GPU: numbers or
+    arrays."""
+    return rounds * item + (FP8_FIRST + (1.0 - FP8_FIRST) * rounds) * full * more
+
+
 @lru_cache(maxsize=1024)
 def fp8_candidates(
     heads: tuple[int, ...], h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None, uneven: bool = False
@@ -171,8 +177,7 @@ def fp8_candidates(
     def time(queries: np.ndarray) -> np.ndarray:
         rounds = -(-queries * items // runs)
         full = np.minimum(1.0, queries * items * clusters / sms)
-        load = (FP8_FIRST + (1.0 - FP8_FIRST) * rounds) * full
-        whole = np.where(rounds > 1, of_whole, 1.0) * (rounds * split + load * (full_item + full_pair * pairs))
+        whole = np.where(rounds > 1, of_whole, 1.0) * _fp8_rounds(rounds, split, full, full_item + full_pair * pairs)
         whole = whole + unsplit * (asked == 1)
         share = queries * items / sms
         even = once + more + each * share + partial * np.maximum(0.0, 1.0 / np.maximum(share, 1.0 / sms) - 1.0)
@@ -193,9 +198,8 @@ def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[
     def time(ctas: int, split: float, pairs: float) -> float:
         """An item by so many CTAs: what its splits add, and the pairs of each CTA."""
         rounds, full = -(-items // at_once[ctas - 1]), min(1.0, items * ctas / at_once[0])
-        load = (FP8_FIRST + (1.0 - FP8_FIRST) * rounds) * full
         item = FP8_ITEM[heads] + FP8_PAIR[heads] * pairs + split
-        return rounds * item + load * (FP8_FULL[heads] + FP8_FULL_PAIR[heads] * pairs)
+        return _fp8_rounds(rounds, item, full, FP8_FULL[heads] + FP8_FULL_PAIR[heads] * pairs)
 
     return time(1, splits * FP8_SEGMENT[heads], splits * pairs) < time(splits, FP8_MERGE[heads], pairs)
 
