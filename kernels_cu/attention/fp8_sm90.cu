@@ -1078,9 +1078,9 @@ __device__ __forceinline__ void leave_partial(const AttentionParams& p, const At
     if (threadIdx.x == 0) announce_partial(p, w.begins_item);
 }
 
-// Adds `count` partial results of the CTAs before to O^T, which has been multiplied with its factors.
-__device__ __forceinline__ void add_partials(const Role& r, int count, const PartialResults<8>& partials,
-                                             Output& out) {
+// Calls act(i, own head, its values) for the thread's values of `count` partial results from number `from` on.
+template <typename Partials, typename Act>
+__device__ __forceinline__ void for_chunks(const Partials& partials, int from, int count, Act act) {
     constexpr int AT_ONCE = 8;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -1088,21 +1088,25 @@ __device__ __forceinline__ void add_partials(const Role& r, int count, const Par
         for (int first = 0; first < OWN_HEADS; first += AT_ONCE) {
             float4 chunks[AT_ONCE];
 #pragma unroll
-            for (int c = 0; c < AT_ONCE; ++c)
-                chunks[c] = partials.chunk_of(partials.rank - count + i, 256 * (first + c) + threadIdx.x);
+            for (int c = 0; c < AT_ONCE; ++c) chunks[c] = partials.chunk_of(from + i, 256 * (first + c) + threadIdx.x);
 #pragma unroll
-            for (int c = 0; c < AT_ONCE; ++c) {
-                const float weight = merge_weights()[i * HEADS + r.head(first + c)];
-                float v[8] = {};
-                add_chunk(v, weight, chunks[c]);
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    out.o[n][element(0, first + c)] += v[2 * n];
-                    out.o[n][element(1, first + c)] += v[2 * n + 1];
-                }
-            }
+            for (int c = 0; c < AT_ONCE; ++c) act(i, first + c, chunks[c]);
         }
     }
+}
+
+// Adds `count` partial results of the CTAs before to O^T, which has been multiplied with its factors.
+__device__ __forceinline__ void add_partials(const Role& r, int count, const PartialResults<8>& partials,
+                                             Output& out) {
+    for_chunks(partials, partials.rank - count, count, [&](int i, int own, const float4& chunk) {
+        float v[8] = {};
+        add_chunk(v, merge_weights()[i * HEADS + r.head(own)], chunk);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            out.o[n][element(0, own)] += v[2 * n];
+            out.o[n][element(1, own)] += v[2 * n + 1];
+        }
+    });
 }
 
 __device__ __forceinline__ void clear(Output& out) {
@@ -1142,31 +1146,20 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
     }
     sync_consumers();
     clear(out);
-    constexpr int AT_ONCE = 8;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
+    for_chunks(partials, 0, count, [&](int i, int own, const float4& chunk) {
+        float v[8];
 #pragma unroll
-        for (int first = 0; first < OWN_HEADS; first += AT_ONCE) {
-            float4 chunks[AT_ONCE];
-#pragma unroll
-            for (int c = 0; c < AT_ONCE; ++c) chunks[c] = partials.chunk_of(i, 256 * (first + c) + threadIdx.x);
-#pragma unroll
-            for (int c = 0; c < AT_ONCE; ++c) {
-                float v[8];
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    v[2 * n] = out.o[n][element(0, first + c)];
-                    v[2 * n + 1] = out.o[n][element(1, first + c)];
-                }
-                add_chunk(v, weights[i * HEADS + r.head(first + c)], chunks[c]);
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    out.o[n][element(0, first + c)] = v[2 * n];
-                    out.o[n][element(1, first + c)] = v[2 * n + 1];
-                }
-            }
+        for (int n = 0; n < 4; ++n) {
+            v[2 * n] = out.o[n][element(0, own)];
+            v[2 * n + 1] = out.o[n][element(1, own)];
         }
-    }
+        add_chunk(v, weights[i * HEADS + r.head(own)], chunk);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            out.o[n][element(0, own)] = v[2 * n];
+            out.o[n][element(1, own)] = v[2 * n + 1];
+        }
+    });
     sync_consumers();
 }
 

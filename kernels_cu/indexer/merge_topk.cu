@@ -16,7 +16,7 @@
 // Results do not depend on timing: atomics count, but decide about no place.
 //
 // Shared memory (static): 16 KB of positions, two histograms of 4 KB, and a few words a warp.
-#include "ptx/arithmetic.cuh"
+#include "indexer/order.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "tile/warp.cuh"
 
@@ -45,11 +45,6 @@ __shared__ Histogram bins[2];
 __shared__ int32_t groups[WARPS];  // sums of warps
 __shared__ uint32_t least[WARPS], greatest[WARPS];
 __shared__ int32_t runs[MAX_RUNS], num_runs;  // where runs begin, in any order
-
-__device__ __forceinline__ uint32_t order_of(float logit) {
-    const uint32_t bits = __float_as_uint(add_exactly(logit, 0.0f));  // -0 becomes +0; every NaN 0x7fffffff
-    return (bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u)) + 2;
-}
 
 // --- items ----------------------------------------------------------------------------------------------------
 

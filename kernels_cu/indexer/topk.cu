@@ -24,6 +24,7 @@
 //
 // Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), and a few words a warp. Bits take
 // the pool's place, chosen columns or results that of histograms.
+#include "indexer/order.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/global.cuh"
@@ -110,11 +111,6 @@ __device__ __forceinline__ void wait_for_readers() {
 #if CLUSTERS
     cluster_wait();
 #endif
-}
-
-__device__ __forceinline__ uint32_t order_of(float logit) {
-    const uint32_t bits = __float_as_uint(add_exactly(logit, 0.0f));  // -0 becomes +0; every NaN 0x7fffffff
-    return (bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u)) + 2;
 }
 
 // --- items ----------------------------------------------------------------------------------------------------
