@@ -19,7 +19,7 @@ from .program import Launch, Pointer, Program, Slot
 from .structs import Packed
 
 LEAST_CLUSTER_CAPABILITY = 90
-SPILL_BYTES = 48  # some compilers put what is needed once a row into local memory
+SPILL_BYTES = 36  # some compilers put what is needed once a row into local memory
 FLOAT32 = np.dtype(np.float32)
 
 

@@ -15,15 +15,15 @@
 //              memory first
 //              long row: a bit of shared memory a column is set where an item is chosen. By the sums of bits before, a
 //              thread brings the columns of a stretch of bits to their places in shared memory
-//   results    positions, or with a block table slots: short rows look up a block for four neighbouring columns, long
-//              ones for each that is chosen
+//   results    positions, or with a block table slots: short rows add to four neighbouring columns what is kept
+//              of their block in shared memory, long ones look up a block for each that is chosen
 //
 // No atomics decide about places, so results do not depend on timing. Of rows no longer than k all is chosen, whatever
 // their logits are. FEW, rows in registers that begin at column 0: all columns are loaded while the row's end is still
 // being read. BF16: logits are bfloat16.
 //
-// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), and a few words a warp. Bits take
-// the pool's place, chosen columns or results that of histograms.
+// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 4 bytes a thread for blocks, and a
+// few words a warp. Bits take the pool's place, chosen columns or results that of histograms.
 #include "indexer/order.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
@@ -61,6 +61,7 @@ constexpr int SAMPLED = 2;                     // vectors of a thread in the sam
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t MAX_K = 4096;
 constexpr uint32_t OUTSIDE = 0;
+constexpr int32_t NO_SLOT = int32_t(0x80000000);  // a shift that makes every position negative
 static_assert(BINS % THREADS == 0 && CAPACITY <= TILE && ITEMS % 4 == 0 && ITEMS <= 32, "");
 static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp's sum, 8 bytes a lane of its bins");
 
@@ -78,6 +79,7 @@ struct Shared {
     uint32_t columns[CAPACITY];    // of the pool
     uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
     uint32_t of_warp[WARPS];
+    int32_t shifts[THREADS];  // of blocks of the table
     int32_t digit, above, inside, above_before, inside_before;
     uint32_t pooled;
 };
@@ -735,11 +737,38 @@ __device__ __forceinline__ int bring_in_order(const Range& range, const Threshol
 
 // --- results --------------------------------------------------------------------------------------------------
 
-// What four neighbouring columns become: first, first + step and so on.
-struct FourResults {
-    int32_t first, step;
+// The request's row of the block table; null: the table has no such request.
+__device__ __forceinline__ const int32_t* blocks_of_row(const TopkParams& p, int row) {
+    const int request = p.requests == nullptr ? row / max(p.queries, 1) : p.requests[row];
+    return has_request(p.table, request) ? p.table.blocks + request * p.table.stride : nullptr;
+}
 
-    __device__ __forceinline__ int32_t operator[](int i) const { return first + i * step; }
+// Makes slots of the positions of a part of a row: a position's slot is the position plus the shift of its block, and
+// -1 where that is negative. Shifts are in shared memory, one a thread at most.
+struct Shifts {
+    int first, count;  // blocks; count 0: slots are not made here
+
+    __device__ __forceinline__ Shifts(const TopkParams& p, const Range& of_row, const Range& range)
+        : first(0), count(0) {
+        if (p.table.blocks == nullptr || range.begin >= range.end) return;
+        first = divide(range.begin - of_row.begin, p.table.block_size);
+        const int blocks = divide(range.end - 1 - of_row.begin, p.table.block_size) - first + 1;
+        if (blocks <= THREADS) count = blocks;
+    }
+
+    // The shift of this thread's block.
+    __device__ __forceinline__ int32_t load(const TopkParams& p, int row) const {
+        const int number = first + threadIdx.x;
+        if (threadIdx.x >= count || number >= p.table.width) return NO_SLOT;
+        const int32_t* const blocks = blocks_of_row(p, row);
+        const int32_t slot = blocks == nullptr ? -1 : slot_in_block(p.table, blocks[number], 0);
+        return slot < 0 ? NO_SLOT : int32_t(slot - number * p.table.block_size.value);
+    }
+
+    __device__ __forceinline__ uint32_t shifted(const TopkParams& p, int32_t position) const {
+        return position + shared().shifts[min(divide(position, p.table.block_size) - first, count - 1)];
+    }
+    static __device__ __forceinline__ int32_t slot_of(uint32_t shifted) { return max(int32_t(shifted), -1); }
 };
 
 // Where results go: `place` counts from 0.
@@ -752,16 +781,6 @@ struct Results {
     __device__ __forceinline__ int32_t slot_of(const TopkParams& p, int32_t column) const {
         const Position at = find_position(p.table, column - start);
         return blocks != nullptr && at.column >= 0 ? slot_in_block(p.table, blocks[at.column], at.offset) : -1;
-    }
-
-    // Whether four columns from a multiple of 4 on always lie in one block.
-    __device__ __forceinline__ bool blocks_hold_fours(const TopkParams& p) const {
-        return start % 4 == 0 && p.table.block_size.value % 4 == 0;
-    }
-    // Their slots, if so.
-    __device__ __forceinline__ FourResults slots_of_four(const TopkParams& p, int32_t column) const {
-        const int32_t slot = slot_of(p, column);
-        return {slot, slot >= 0};
     }
 
     // Stores what stands side by side in shared memory, from `place` on. Called by the CTA.
@@ -798,19 +817,23 @@ struct Results {
 };
 
 __device__ __forceinline__ Results results_of(const TopkParams& p, int row, const Range& range) {
-    const int32_t* blocks = nullptr;
-    if (p.table.blocks != nullptr) {
-        const int request = p.requests == nullptr ? row / max(p.queries, 1) : p.requests[row];
-        if (has_request(p.table, request)) blocks = p.table.blocks + request * p.table.stride;
-    }
+    const int32_t* const blocks = p.table.blocks == nullptr ? nullptr : blocks_of_row(p, row);
     return {p.out + row * p.out_stride, range.begin, blocks};
 }
 
 // All of a range of at most k items are chosen.
-__device__ __forceinline__ void choose_all(const TopkParams& p, const Results& results, const Range& range) {
+__device__ __forceinline__ void choose_all(const TopkParams& p, int row, const Range& range) {
+    int32_t* const to = p.out + row * p.out_stride;
     const int count = range.end - range.begin;
-    results.store(p, 0, count, [&](int i) { return range.begin + i; });
-    for (int place = count + threadIdx.x; place < p.k; place += THREADS) results.to[place] = -1;
+    const Shifts shifts(p, range, range);
+    if (shifts.count > 0) {
+        shared().shifts[threadIdx.x] = shifts.load(p, row);
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += THREADS) to[i] = Shifts::slot_of(shifts.shifted(p, i));
+    } else {
+        results_of(p, row, range).store(p, 0, count, [&](int i) { return range.begin + i; });
+    }
+    for (int place = count + threadIdx.x; place < p.k; place += THREADS) to[place] = -1;
 }
 
 // Whether the pools of the row's CTAs hold at least k items, all that were brought there. Called by all CTAs.
@@ -881,7 +904,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
 #endif
     const Range of_row = range_of_row(p, row);
     if (of_row.end - of_row.begin <= p.k) {
-        if (part == 0) choose_all(p, results_of(p, row, of_row), of_row);
+        if (part == 0) choose_all(p, row, of_row);
         return;
     }
     const Range range = part_of(of_row, part, parts);
@@ -898,33 +921,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     Tile tile;
     tile.load(p, row, range, first);
 #endif
+    const Shifts shifts(p, of_row, range);
+    const bool by_shifts = shifts.count > 0 && of_row.begin % 4 == 0 && p.table.block_size.value % 4 == 0;
+    const int32_t shift = by_shifts ? shifts.load(p, row) : 0;
     __syncthreads();  // bins are 0
     Items items;
     items.set(tile, range, first);
+    if (by_shifts) shared().shifts[threadIdx.x] = shift;
     const Threshold threshold = find_threshold(items, p.k);
     end_reading_of_others();
-    const Results results = results_of(p, row, of_row);
     const auto column_of = [&](int v) { return first + Tile::first_of_vector(v); };
-    const bool whole_fours = results.blocks_hold_fours(p);
-    FourResults slots[VECTORS];
-    if (p.table.blocks != nullptr && whole_fours) {
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) slots[v] = results.slots_of_four(p, column_of(v));
-    }
+    const auto position_of = [&](int v) { return column_of(v) - of_row.begin; };
     const Chosen chosen = choose(items, threshold);
     wait_for_readers();
     const int place = threshold.count(threshold.before);
     int32_t* const side_by_side = shared().chosen_columns - place;
     if (p.table.blocks == nullptr) {
-        chosen.store(side_by_side, [&](int v, int i) { return results.position_of(column_of(v) + i); });
-    } else if (whole_fours) {
-        chosen.store(side_by_side, [&](int v, int i) { return slots[v][i]; });
+        chosen.store(side_by_side, [&](int v, int i) { return position_of(v) + i; });
+    } else if (by_shifts) {
+        uint32_t slots[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) slots[v] = shifts.shifted(p, position_of(v));
+        chosen.store(side_by_side, [&](int v, int i) { return Shifts::slot_of(slots[v] + i); });
     } else {
         chosen.store(side_by_side, [&](int v, int i) { return column_of(v) + i; });
     }
     __syncthreads();
     const int count = count_chosen(threshold);
-    if (p.table.blocks == nullptr || whole_fours) {
+    const Results results = results_of(p, row, of_row);
+    if (p.table.blocks == nullptr || by_shifts) {
         results.copy(place, count);
     } else {
         results.store(p, place, count, [&](int i) { return shared().chosen_columns[i]; });
