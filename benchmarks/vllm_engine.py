@@ -360,7 +360,8 @@ class Engine:
         self._log = folder / f"{setting} {variant} {tensor_parallel}.log".replace(" ", "_")
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         place = {"ours": setting.place, "stock": "", "float32": "off", "alike": "custom"}[variant]
-        own = {"CUPY_MLA_VLLM": place}
+        # no process of its own for the scheduler: that would decode on while the other engine is being timed
+        own = {"CUPY_MLA_VLLM": place, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if variant == "alike":
             own |= {"CUPY_MLA_KERNELS": ALIKE, "VLLM_FLOAT32_SUMS": "1"}
         self.process = multiprocessing.get_context("spawn").Process(
