@@ -2,8 +2,9 @@
 
     python benchmarks/vllm_engine.py PACK [--tensor-parallel 2] [--limit SECONDS]
 
-PACK is the folder that `get_vllm.sh` made (vLLM 0.22.1 and what it needs). Every engine runs in a process of its own;
-all start at the same time. While two of them are measured, the others are stopped:
+PACK is the folder that `get_vllm.sh` made: vLLM 0.22.1 and what it needs, or the version of the wheel that VLLM_WHEEL
+names. Every engine runs in a process of its own; all start at the same time. While two of them are measured, the others
+are stopped:
 
 - tokens: greedy continuations of prompts of 7 to 3000 tokens, compared one by one under the same text: where ours
   chooses another token than stock, that counts as one apart, and it goes on from stock's text. `gap_apart` is the
@@ -48,6 +49,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -759,16 +761,14 @@ def main() -> None:
         measure_all(there, deadline, None if several else folder / "kernels.txt", rows)
     finally:
         stop(list(engines.values()))
-    common = {"version": "0.22.1", "tensor_parallel": options.tensor_parallel}
-    measured = [{**common, **row} for of in rows.values() for row in of]
-    write(out, options.tensor_parallel, measured)
+    write(out, version("vllm"), options.tensor_parallel, [row for of in rows.values() for row in of])
     if "OUT" in os.environ:
         keep(out)
     print(f"done after {time.monotonic() - deadline + options.limit:.0f} s", flush=True)
 
 
-def write(out: Path, tensor_parallel: int, rows: list[Row]) -> None:
-    """`vllm.json`: these rows and those of the record that have another tensor parallelism, each with its commit.
+def write(out: Path, of_vllm: str, tensor_parallel: int, rows: list[Row]) -> None:
+    """`vllm.json`: these rows and those of the record of other versions or tensor parallelism, each with its commit.
 
     `notes` of the record, by commit, stay with their rows.
     """
@@ -778,8 +778,9 @@ def write(out: Path, tensor_parallel: int, rows: list[Row]) -> None:
 
     head, record = environment(), RESULTS / "vllm.json"
     before = json.loads(record.read_text()) if record.exists() else {"rows": []}
-    rows = [{**row, "commit": head["commit"]} for row in rows]
-    rows = [row for row in before["rows"] if row["tensor_parallel"] != tensor_parallel] + rows
+    common = {"version": of_vllm, "tensor_parallel": tensor_parallel}
+    rows = [{**common, **row, "commit": head["commit"]} for row in rows]
+    rows = [row for row in before["rows"] if not common.items() <= row.items()] + rows
     commits = {row["commit"] for row in rows}
     notes = {commit: note for commit, note in before.get("notes", {}).items() if commit in commits}
     (out / "vllm.json").write_text(json.dumps({**head, "notes": notes, "rows": rows}, indent=1) + "\n")

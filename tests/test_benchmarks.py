@@ -430,17 +430,22 @@ def test_time_that_overlaps_counts_once(module):
     assert alone_of([]) == {}
 
 
-def test_rows_of_engines_take_the_place_of_those_of_as_many_gpus(module, monkeypatch, tmp_path, harness):
+def test_rows_of_engines_take_the_place_of_those_of_their_version_and_as_many_gpus(
+    module, monkeypatch, tmp_path, harness
+):
     """A note stays as long as rows of its commit do."""
     program = module("vllm_engine")
-    rows = [{"tensor_parallel": n, "commit": c, "setting": c} for n, c in ((1, "a"), (2, "b"))]
+    rows = [
+        {"version": version, "tensor_parallel": gpus, "commit": commit, "setting": commit}
+        for version, gpus, commit in (("0.22", 1, "a"), ("0.22", 2, "b"), ("0.23", 2, "d"))
+    ]
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "environment", lambda: {"commit": "c"})
     (tmp_path / "vllm.json").write_text(json.dumps({"notes": {"a": "A", "b": "B"}, "rows": rows}))
-    program.write(tmp_path, 2, [{"tensor_parallel": 2, "setting": "new"}])
+    program.write(tmp_path, "0.22", 2, [{"setting": "new"}])
     assert json.loads((tmp_path / "vllm.json").read_text()) == {
         "commit": "c", "notes": {"a": "A"},
-        "rows": [rows[0], {"tensor_parallel": 2, "setting": "new", "commit": "c"}],
+        "rows": [rows[0], rows[2], {"version": "0.22", "tensor_parallel": 2, "setting": "new", "commit": "c"}],
     }  # fmt: skip
 
 
