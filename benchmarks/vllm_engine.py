@@ -369,7 +369,6 @@ class Engine:
         self.process = multiprocessing.get_context("spawn").Process(
             target=serve, args=(theirs, str(self._log), setting, variant, str(folder / setting.model), tensor_parallel)
         )
-        own["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(tensor_parallel > 1))
         with environment_of(own):
             self.process.start()
         assert self.process.pid
