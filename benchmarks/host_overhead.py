@@ -9,8 +9,8 @@ that, not the call. Beside ours stand FlashMLA's Python functions, and alone the
 
 The columns `new` are of calls whose sizes the process has not seen. Each call is made once, after WARM_UP others of the
 same operation, with other numbers of requests or tokens and other lengths of lists; attention has a schedule of its own
-each time, as a serving step does. A figure is the median over all of them. The sizes are drawn at random; the seed is
-in the record.
+each time, as a serving step does. These calls go in rounds as well, of NEW_SIZES calls each: a figure is the least of
+the rounds' medians, so that one slow second does not decide. The sizes are drawn at random; the seed is in the record.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import cache_ops
@@ -35,7 +35,8 @@ from cupy_mla import flash_mla
 BATCH = 32  # calls between waits
 BATCHES = 4  # of a case in a round
 ROUNDS = 30
-WARM_UP, NEW_SIZES = 48, 96  # calls of other sizes before those that are timed, and these
+WARM_UP = 48  # calls of other sizes before those that are timed
+NEW_ROUNDS, NEW_SIZES = 3, 64  # rounds of calls that are made once, and how many are a round
 SEED = 20261122
 NEW_TARGETS = {"decode": 40.0, "prefill": 40.0}
 NEW_TARGET = 25.0
@@ -72,25 +73,32 @@ def host_us(call: Call) -> float:
     return statistics.median(taken) / 1e3
 
 
-def new_us(calls: Iterator[Call]) -> float:
-    """Median over calls that are made once each."""
+def new_us(calls: Iterator[Call], count: int) -> float:
+    """Median over the next calls, which are made once each."""
     taken = []
-    for number, call in enumerate(calls):
+    for call in islice(calls, count):
         torch.cuda.synchronize()
         started = time.perf_counter_ns()
         result = call()
-        if number >= WARM_UP:
-            taken.append(time.perf_counter_ns() - started)
+        taken.append(time.perf_counter_ns() - started)
         del result
     torch.cuda.synchronize()
     return statistics.median(taken) / 1e3
+
+
+def least_new_us(calls: Sequence[Iterator[Call]]) -> list[float]:
+    """Of each of several columns, the least of its rounds' medians; a round goes through all columns."""
+    for of_column in calls:
+        new_us(of_column, WARM_UP)
+    rounds = [[new_us(of_column, NEW_SIZES) for of_column in calls] for _ in range(NEW_ROUNDS)]
+    return list(map(min, zip(*rounds, strict=True)))
 
 
 def drawn_sizes(name: str, *ranges: tuple[int, int]) -> list[tuple[int, ...]]:
     """Sizes from these ranges, no two alike."""
     rng = random.Random(f"{SEED} {name}")
     drawn: dict[tuple[int, ...], None] = {}
-    while len(drawn) < WARM_UP + NEW_SIZES:
+    while len(drawn) < WARM_UP + NEW_ROUNDS * NEW_SIZES:
         drawn[tuple(rng.randint(*bounds) for bounds in ranges)] = None
     return list(drawn)
 
@@ -218,15 +226,14 @@ def main() -> None:
     cases = [
         case for case in (*decode_cases(peer), *prefill_cases(peer), *operation_cases()) if record.wants(case.name)
     ]
-    fresh = [
-        {
-            **({} if case.new is None else {"torch_new_us": case.new(lambda tensor: tensor)}),
-            **({} if case.new is None else {"cupy_new_us": case.new(cupy_mla.to_cupy)}),
-            **({} if case.peer_new is None else {"peer_new_us": case.peer_new()}),
-        }
-        for case in cases
-    ]
-    new = [{name: new_us(calls) for name, calls in columns.items()} for columns in fresh]
+    fresh: dict[tuple[str, str], Iterator[Call]] = {}  # by case and column
+    for case in cases:
+        if case.new is not None:
+            fresh[case.name, "torch_new_us"] = case.new(lambda tensor: tensor)
+            fresh[case.name, "cupy_new_us"] = case.new(cupy_mla.to_cupy)
+        if case.peer_new is not None:
+            fresh[case.name, "peer_new_us"] = case.peer_new()
+    new = dict(zip(fresh, least_new_us(list(fresh.values())), strict=True))
     seen = [
         {
             "torch_us": case.call and case.call(lambda tensor: tensor),
@@ -239,9 +246,9 @@ def main() -> None:
         [{name: host_us(call) for name, call in calls.items() if call is not None} for calls in seen]
         for _ in range(6 if options.quick else ROUNDS)
     ]
-    for case, calls, of_new, taken in zip(cases, seen, new, zip(*rounds, strict=True), strict=True):
+    for case, calls, taken in zip(cases, seen, zip(*rounds, strict=True), strict=True):
         times = {name: round(min(round_[name] for round_ in taken), 2) for name in taken[0]}
-        times |= {name: round(us, 2) for name, us in of_new.items()}
+        times |= {column: round(us, 2) for (name, column), us in new.items() if name == case.name}
         wanted = next((us for name, us in TARGETS.items() if case.name.startswith(name)), TARGET)
         wanted_new = next((us for name, us in NEW_TARGETS.items() if case.name.startswith(name)), NEW_TARGET)
         targets = {} if wanted is None or case.call is None else {"target_us": wanted}

@@ -78,6 +78,7 @@ class Array:
         ptr: address of the first item.
         written: whether the call writes it.
         may_be: the input that an output may be, and is then written in place.
+        dense: it is known to have no gaps, in C order.
     """
 
     __slots__ = ("_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "shape", "strides", "written")
@@ -89,6 +90,7 @@ class Array:
     strides: tuple[int, ...]
     ptr: int
     written: bool
+    dense: bool = False
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class Array:
         self.written = True
         if not self.library.writable(self.obj):
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
-        if 0 in self.shape:
+        if self.dense or 0 in self.shape:
             return self
         # In row-major order first: of sizes that are traced, each comparison becomes one of every call.
         axes = [(s, n) for s, n in zip(reversed(self.strides), reversed(self.shape), strict=True) if n > 1]

@@ -56,6 +56,7 @@ class Library(ABC):
         name: "numpy", "cupy" or "torch".
         facts: what a compiled call compares of an array with the call it was made from, as expressions; `{a}` is the
             array. With its rank and the numbers below they are all that a call depends on.
+        dense: one more such expression: whether an array has no gaps, in C order, so that its strides need not be read.
         shape, strides, address: expressions for what differs from call to call.
         unusable: an expression that is true for arrays that must not be compared with others, which ends the process.
         strides_in_bytes: whether `strides` counts bytes, not items.
@@ -64,6 +65,7 @@ class Library(ABC):
 
     name: str
     facts: tuple[str, ...] = ()
+    dense: str = "{a}.flags.c_contiguous"
     shape: str = "{a}.shape"
     strides: str = "{a}.strides"
     address: str = ""
@@ -76,15 +78,15 @@ class Library(ABC):
         """The description of an array of this library."""
 
     def facts_of(self, obj: Any) -> tuple[Any, ...]:
-        """The values of `facts` for an array."""
+        """The values of `facts` and `dense` for an array."""
         return self._read_facts(obj)
 
     @cached_property
     def _read_facts(self) -> Callable[[Any], tuple[Any, ...]]:
-        return eval(f"lambda a: ({' '.join(f'{fact},' for fact in self.facts)})".format(a="a"))
+        return eval(f"lambda a: ({' '.join(f'{fact},' for fact in (*self.facts, self.dense))})".format(a="a"))
 
     def guards(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
-        """Tells whether arrays agree with these in facts and rank and, with `sizes_too`, in shapes and strides.
+        """Tells whether arrays agree with these in `facts` and rank and, with `sizes_too`, in shapes and strides.
 
         None where that is not faster than to compare what the expressions above read.
         """
@@ -169,6 +171,10 @@ class CuPyLibrary(Library):
     address = "{a}.data.ptr"
     results_share_memory = True
 
+    @cached_property
+    def dense(self) -> str:  # type: ignore[override]
+        return private.cupy_dense()
+
     def device_of(self, obj: Any) -> int | None:
         return obj.data.device_id
 
@@ -202,6 +208,7 @@ class TorchLibrary(Library):
 
     name = "torch"
     facts: tuple[str, ...] = ("{a}.dtype", "{a}.get_device()", "{a}.layout", "{a}.requires_grad", "{a}.is_neg()")
+    dense = "{a}.is_contiguous()"
     strides = "{a}.stride()"
     unusable = "{a}.is_nested"  # torch's guards ask for its strides, which it has not
     address = "{a}.data_ptr()"

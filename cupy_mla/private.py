@@ -78,6 +78,17 @@ def public_torch_empty() -> Callable[[tuple[int, ...], tuple[int, ...], Any], An
     return lambda shape, strides, dtype: empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
+def cupy_dense() -> str:
+    """An expression that tells whether CuPy's array {a} has no gaps, in C order."""
+    base = sys.modules["cupy"].ndarray.__mro__[1]
+    return "{a}._c_contiguous" if hasattr(base, "_c_contiguous") else public_cupy_dense()
+
+
+def public_cupy_dense() -> str:
+    """`cupy_dense` by public names."""
+    return "{a}.flags.c_contiguous"
+
+
 def cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:
     """Makes an uninitialised CuPy array of a shape and dtype in given memory, or in new memory of the current GPU."""
     ndarray = sys.modules["cupy"].ndarray

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -26,6 +27,10 @@ TEXT = {
     "neg": "-{}", "abs": "abs({})", "min": "min({}, {})", "max": "max({}, {})", "bits": "{}.bit_length()",
     "==": "{} == {}", "<": "{} < {}", "<=": "{} <= {}", "not": "not {}",
 }  # fmt: skip
+ARITHMETIC: dict[str, Callable[..., int]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod,
+    "|": operator.or_, "neg": operator.neg, "abs": operator.abs, "min": min, "max": max, "bits": int.bit_length,
+}  # fmt: skip
 
 
 class Trace:
@@ -34,13 +39,16 @@ class Trace:
     Attributes:
         guards: conditions, as terms, in the order in which they were met.
         once: the call depended on more than a trace can tell; it holds for no other call.
+        depends_on: tells what calls depend on beside their arguments; None: on nothing.
     """
 
     def __init__(self) -> None:
         self.guards: dict[Node, None] = {}
         self.once = False
+        self.depends_on: Callable[[], Any] | None = None
         self._bounds: dict[Node, Bounds] = {}
         self._multiples: dict[Node, int] = {}
+        self._known: dict[Node, Term] = {}  # what `known` found since the last guard
 
     def read(self, text: str, value: int, least: float = -inf, multiple_of: int = 1) -> Size:
         """A number that a compiled call reads by an expression.
@@ -53,6 +61,12 @@ class Trace:
         self._bounds[node] = (least, inf)
         self._multiples[node] = multiple_of
         return Size(self, value, node)
+
+    def depend(self, function: Callable[[], Any]) -> Node:
+        """Note that calls depend on what a function returns; the term of that."""
+        assert self.depends_on in (None, function), "a call depends on one such function"
+        self.depends_on = function
+        return "read", "now"
 
     def end(self) -> None:
         """Note that numbers are the multiples that `read` took them for, where no guard says so: a guard a divisor."""
@@ -71,8 +85,10 @@ class Trace:
 
     def compare(self, sign: str, a: Term, b: Term, holds: bool) -> None:
         """Note how two integers compare in this call, where that is not known of every call."""
-        a, b = self._undivided(a, b)
+        a, b = self._undivided(self.known(a), self.known(b))
         b, a = self._undivided(b, a)
+        if a == b:
+            return
         if not self._decided(sign, a, b):
             self.guard((sign, a, b), holds)
             self._learn(sign, a, b, holds)
@@ -85,6 +101,10 @@ class Trace:
         if of[0] == "//" and type(of[2]) is int and of[2] > 0:
             first, last = (end if abs(end) == inf else end // of[2] for end in self.bounds(of[1]))
             return max(least, first), min(most, last)
+        if of[0] == "*":
+            (least_a, most_a), (least_b, most_b) = map(self.bounds, of[1:])
+            if least_a >= 0 and least_b >= 0:
+                return max(least, least_a * least_b), most if inf in (most_a, most_b) else min(most, most_a * most_b)
         return least, most
 
     def has_factor(self, of: Term, divisor: Term) -> bool:
@@ -98,9 +118,27 @@ class Trace:
         return of, other
 
     def known(self, of: Term) -> Term:
-        """The number that the guards leave for a term; the term where they leave several."""
-        least, most = self.bounds(of) if is_node(of) else (0, 1)
-        return least if least == most else of
+        """The number that the guards leave for a term; where they leave several, the term.
+
+        Parts of it that they leave one number for are numbers.
+        """
+        if not is_node(of):
+            return of
+        if of not in self._known:
+            self._known[of] = self._settled(of)
+        return self._known[of]
+
+    def _settled(self, of: Node) -> Term:
+        least, most = self.bounds(of)
+        if least == most:
+            return least
+        if of[0] not in ARITHMETIC:
+            return of
+        terms = tuple(map(self.known, of[1:]))
+        if not any(map(is_node, terms)):
+            return ARITHMETIC[of[0]](*terms)
+        new = _simplified(self, of[0], *terms)
+        return of if new == of else self.known(new)
 
     def _decided(self, sign: str, a: Term, b: Term) -> bool:
         (least_a, most_a), (least_b, most_b) = self.bounds(a), self.bounds(b)
@@ -110,6 +148,7 @@ class Trace:
         return most_a <= least_b - less or most_b <= least_a - (not less)
 
     def _learn(self, sign: str, a: Term, b: Term, holds: bool) -> None:
+        self._known.clear()
         (least_a, most_a), (least_b, most_b) = self.bounds(a), self.bounds(b)
         if sign != "==":
             less = (sign == "<") == holds
@@ -231,7 +270,7 @@ class Size:
         return _computed("//", operator.floordiv, other, self)
 
     def __mod__(self, other: Any) -> Any:
-        if type(other) is int and factor(self.node) % other == 0:
+        if type(other) is int and factor(term(self)) % other == 0:
             return 0
         return _computed("%", operator.mod, self, other)
 
@@ -291,26 +330,36 @@ def most(a: int, b: int) -> int:
     return _computed("max", max, a, b)
 
 
-def looked_up(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of numbers that returns a tuple, so that a trace holds for calls where it returns other numbers.
+def looked_up(table: Any, *arguments: Any) -> Any:
+    """Look a tuple of values up by numbers, so that a trace holds for calls that find other numbers.
 
-    A form calls the function again with its own call's numbers. Numbers in the result are sizes; the other entries
-    become guards.
+    A form looks it up again with its own call's numbers. Numbers in the tuple are sizes; the other entries become one
+    guard.
+
+    Args:
+        table: a function, or a dictionary by tuples of the arguments.
+        arguments: numbers, and at most one function, which stands for what it returns whenever a call is made.
     """
     trace = next((a.trace for a in arguments if isinstance(a, Size)), None)
-    result = function(*map(number, arguments))
+    numbers = tuple(a() if callable(a) else number(a) for a in arguments)
+    is_dictionary = isinstance(table, dict)
+    result = table[numbers] if is_dictionary else table(*numbers)
     if trace is None:
         return result
-    node = ("call", function, *map(term, arguments))
-    entries = []
-    for i, value in enumerate(result):
-        entry = ("get", node, i)
-        if type(value) in (int, float):
-            entries.append(Size(trace, value, entry))
-        else:
-            trace.guard(("==", entry, value), True)
-            entries.append(value)
+    terms = tuple(trace.depend(a) if callable(a) else term(a) for a in arguments)
+    node = ("call", table.__getitem__, ("tuple", *terms)) if is_dictionary else ("call", table, *terms)
+    fixed = [i for i, value in enumerate(result) if type(value) not in (int, float)]
+    if fixed:
+        entries_of = _entries(*fixed)
+        trace.guard(("==", ("call", entries_of, node), entries_of(result)), True)
+    entries = [v if i in fixed else Size(trace, v, ("get", node, i)) for i, v in enumerate(result)]
     return type(result)(*entries) if hasattr(result, "_fields") else tuple(entries)
+
+
+@cache
+def _entries(*which: int) -> Callable[[tuple[Any, ...]], Any]:
+    """Some of a tuple's entries; the same function for the same ones, so that equal terms are seen to be equal."""
+    return operator.itemgetter(*which)
 
 
 def _is(value: Any, this: int) -> bool:
@@ -339,11 +388,41 @@ def _simplified(trace: Trace, sign: str, *terms: Term) -> Term:
         of = a if b == 0 else b if a == 0 else (sign, a, b)
         return of if number == 0 else ("+", of, number) if number > 0 else ("-", of, -number)
     if sign == "*":
-        of, other = terms if is_node(terms[0]) else reversed(terms)
-        whole = of[0] == "//" and type(other) is int and type(of[2]) is int and other % of[2] == 0
-        if whole and trace.has_factor(*of[1:]):
-            return of[1] if other == of[2] else ("*", of[1], other // of[2])
+        (a, factor_a), (b, factor_b) = map(_without_factor, terms)
+        number = factor_a * factor_b
+        of = a if b == 1 else b if a == 1 else (sign, a, b)
+        whole = is_node(of) and of[0] == "//" and type(of[2]) is int and number % of[2] == 0
+        return _times(of[1], number // of[2]) if whole and trace.has_factor(*of[1:]) else _times(of, number)
+    if sign == "//" and type(terms[1]) is int and terms[1]:
+        of, number = _without_factor(terms[0])
+        if number % terms[1] == 0:
+            return _times(of, number // terms[1])
+    if sign == "neg":
+        of, number = _without_factor(terms[0])
+        return _times(of, -number)
+    if sign in ("min", "max"):
+        (least_a, most_a), (least_b, most_b) = map(trace.bounds, terms)
+        if most_a <= least_b or most_b <= least_a:
+            return terms[(most_a <= least_b) == (sign == "max")]
     return (sign, *terms)
+
+
+def _times(of: Term, number: int) -> Term:
+    """A term times a number."""
+    if number == 0:
+        return 0
+    times = of if abs(number) == 1 else ("*", of, abs(number))
+    return times if number > 0 else ("neg", times)
+
+
+def _without_factor(of: Term) -> tuple[Term, int]:
+    """A term as another one, 1 for none, and a number that it is multiplied by."""
+    if not is_node(of):
+        return 1, of
+    if of[0] == "neg":
+        node, number = _without_factor(of[1])
+        return node, -number
+    return of[1:] if of[0] == "*" and type(of[2]) is int else (of, 1)
 
 
 def _without_number(of: Term) -> tuple[Term, int]:

@@ -123,6 +123,17 @@ def cupy():
     return pytest.importorskip("cupy")
 
 
+def test_both_ways_tell_whether_an_array_has_gaps(cupy):
+    """Memory of the host will do: nothing is read."""
+    memory = np.zeros(4096, np.uint8)
+    pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.ctypes.data, 4096, memory, 0), 0)
+    whole = cupy.ndarray((4, 6, 8), np.int32, pointer)
+    arrays = whole, whole[:1, :, 2:4], whole[2:3], whole[:, :5], whole.T, whole[:, :, ::-1], whole[:0]
+    for text in (private.cupy_dense(), private.public_cupy_dense()):
+        found = [eval(text.format(a="array"), {"array": array}) for array in arrays]
+        assert found == [array.flags.c_contiguous for array in arrays] == [True, False, True, *[False] * 3, True]
+
+
 WAYS = pytest.mark.parametrize("make", [private.cupy_empty, private.public_cupy_empty])
 
 

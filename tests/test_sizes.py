@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -45,7 +45,7 @@ def guards(trace: Trace) -> list:
         (lambda n, m: n - m, 7, ("-", N, M)),
         (lambda n, m: 3 - n, -9, ("-", 3, N)),
         (lambda n, m: n * m, 60, ("*", N, M)),
-        (lambda n, m: 2 * n, 24, ("*", 2, N)),
+        (lambda n, m: 2 * n, 24, ("*", N, 2)),
         (lambda n, m: n // m, 2, ("//", N, M)),
         (lambda n, m: 100 // n, 8, ("//", 100, N)),
         (lambda n, m: n % m, 2, ("%", N, M)),
@@ -53,6 +53,11 @@ def guards(trace: Trace) -> list:
         (lambda n, m: abs(m - n), 7, ("abs", ("-", M, N))),
         (lambda n, m: n.bit_length(), 4, ("bits", N)),
         (lambda n, m: -(-n // 8), 2, ("neg", ("//", ("neg", N), 8))),
+        (lambda n, m: -(-(1024 * n) // 256) * 256, 12288, ("*", N, 1024)),
+        (lambda n, m: -(-(6 * n) // 4), 18, ("neg", ("//", ("neg", ("*", N, 6)), 4))),
+        (lambda n, m: (2 * n) * (3 * m), 360, ("*", ("*", N, M), 6)),
+        (lambda n, m: -n * (m * 4), -240, ("neg", ("*", ("*", N, M), 4))),
+        (lambda n, m: -n * -m, 60, ("*", N, M)),
         (lambda n, m: least(n, m), 5, ("min", N, M)),
         (lambda n, m: most(n, 20), 20, ("max", N, 20)),
     ],
@@ -117,7 +122,6 @@ def test_what_is_a_term():
         (lambda n: bool(n), True, ("not", ("==", N, 0))),
         (lambda n: bool(n - 12), False, ("==", ("-", N, 12), 0)),
         (lambda n: n == 12.0, True, ("==", N, 12.0)),
-        (lambda n: n == n + 0, True, ("==", N, N)),
     ],
 )
 def test_comparisons_leave_guards(trace, n, compare, holds, guard):
@@ -195,7 +199,28 @@ def test_a_function_is_called_again_in_every_call(trace, n):
     assert (found.name, found.sure) == ("many", True)
     assert (number(found.count), term(found.count)) == (16, ("get", node, 1))
     assert (number(found.share), term(found.share)) == (3.0, ("get", node, 2))
-    assert guards(trace) == [("==", ("get", node, 0), "many"), ("==", ("get", node, 3), True)]
+    ((sign, (call, entries_of, of), values),) = guards(trace)
+    assert (sign, call, of, values) == ("==", "call", node, ("many", True))
+    assert entries_of(("few", 1, 2.0, False)) == ("few", False)
+    other = Trace()
+    looked_up(find, other.read("n", 12), 4)
+    assert guards(other) == guards(trace), "not the same in two traces"
+
+
+def test_a_dictionary_is_looked_up_with_what_a_function_says_at_the_time(trace, n):
+    class Made(dict[Any, Any]):
+        def __missing__(self, key: Any) -> Any:
+            assert all(type(of) in (int, str) for of in key)
+            return "x", len(key)
+
+    made, asked = Made(), iter("ab")
+    result = looked_up(made, n, lambda: next(asked), 4)
+    assert (result[0], number(result[1])) == ("x", 3)
+    node = ("call", made.__getitem__, ("tuple", N, ("read", "now"), 4))
+    assert term(result[1]) == ("get", node, 1)
+    assert trace.depends_on() == "b"
+    with pytest.raises(AssertionError):
+        looked_up(made, n, lambda: "another")
 
 
 def test_a_function_may_return_a_plain_tuple(trace, n):
@@ -228,11 +253,42 @@ def test_a_size_of_one_number_is_that_number(trace, n):
     twice = 2 * n
     assert n == 12
     assert (term(n), term(3 * n + 1), type(3 * n)) == (12, 37, int)
-    assert is_node(term(twice))  # was made before
+    assert term(twice) == 24  # was made before
     m = trace.read("m", 5)
     assert m >= n - 7
     assert m <= 5
     assert (term(m), term(m * n), is_node(term(m + trace.read("k", 1)))) == (5, 60, True)
+
+
+def test_a_term_of_known_sizes_is_simpler(trace, n):
+    m = trace.read("m", 5)
+    of = 4 * (n * m) - n
+    assert m == 5
+    assert term(of) == ("-", ("*", N, 20), N)
+    assert term((m - 4) * n) == N
+    assert n == 12
+    assert term(of) == 228
+
+
+def test_a_size_equals_itself(trace, n):
+    assert n == n + 0
+    assert n <= 1 * n
+    assert not n < n + 1 - 1
+    assert guards(trace) == []
+
+
+def test_bounds_decide_which_is_less(trace, n):
+    of = most(1, n), least(n, 1), least(1, n)
+    assert [type(term(o)) is int for o in of] == [False] * 3
+    assert n >= 2
+    assert [term(o) for o in of] == [N, 1, 1]
+    assert [term(o) for o in (most(n, 1), most(n, 2), most(3, n))] == [N, N, ("max", 3, N)]
+
+
+def test_products_of_lengths_are_not_negative(trace, n):
+    m, k = trace.read("m", 5, least=2), trace.read("k", 7, least=3)
+    assert m * k >= 6
+    assert guards(trace) == []
 
 
 def test_lengths_are_known_not_to_be_negative(trace):
@@ -275,9 +331,17 @@ def test_bounds_of_a_quotient_are_its_own_and_those_of_what_is_divided(trace, n)
 
 
 SIGNS = {
-    "==": operator.eq, "<": operator.lt, "<=": operator.le, "//": operator.floordiv, "%": operator.mod,
-    "|": operator.or_,
+    "==": operator.eq, "<": operator.lt, "<=": operator.le, "+": operator.add, "-": operator.sub, "*": operator.mul,
+    "//": operator.floordiv, "%": operator.mod, "|": operator.or_, "neg": operator.neg, "min": min, "max": max,
 }  # fmt: skip
+TERMS = (
+    lambda a, b, k: a // k,
+    lambda a, b, k: -(-(4 * a) // k) * k,
+    lambda a, b, k: (a * b) * k - a,
+    lambda a, b, k: (a * k) * (b * 2) // 2,
+    lambda a, b, k: most(a, k) + b,
+    lambda a, b, k: least(b, a * k),
+)
 COMPARE = (operator.eq, operator.lt, operator.le, operator.gt, operator.ge, operator.ne)
 
 
@@ -291,9 +355,9 @@ def test_no_guard_is_missing(rng):
         asked = []
         for _ in range(6):
             compare, (i, j), number = COMPARE[rng.integers(6)], rng.permutation(2), int(rng.integers(-1, 9))
-            divisor = steps[i] * int(rng.choice([-1, 1, 2]))
-            of = lambda two, i=i, j=j, number=number, divisor=divisor: (  # noqa: E731
-                two[i] // divisor, two[j] if number < 2 else number,
+            divisor, make = steps[i] * int(rng.choice([-1, 1, 2])), TERMS[rng.integers(len(TERMS))]
+            of = lambda two, i=i, j=j, number=number, divisor=divisor, make=make: (  # noqa: E731
+                make(two[i], two[j], divisor), two[j] if number < 2 else number,
             )  # fmt: skip
             asked.append((compare, of, compare(*of(sizes))))
         trace.end()
@@ -301,6 +365,9 @@ def test_no_guard_is_missing(rng):
             for m in range(-2, 10):
                 if all(meets(guard, {"n": n, "m": m}) for guard in trace.guards):
                     assert all(compare(*of((n, m))) == answer for compare, of, answer in asked), (trace.guards, n, m)
+                    for _, of, _ in asked:
+                        for size, number in zip(of(sizes), of((n, m)), strict=True):
+                            assert value_of(term(size), {"n": n, "m": m}) == number, (trace.guards, n, m, term(size))
 
 
 def meets(guard: tuple, values: dict[str, int]) -> bool:

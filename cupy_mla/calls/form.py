@@ -32,7 +32,7 @@ class Form:
         guards: conditions that a call must meet, in order: what one needs may hold only where those before it do.
         values: terms of what `body` needs.
         body: takes the values, the arrays' addresses and the arrays; returns what the operation returns.
-        choices: functions that return what a choice depends on beside its arguments (`depends_on`).
+        depends_on: tells what calls depend on beside their arguments; None: on nothing.
     """
 
     def __init__(self, call: TracedCall) -> None:
@@ -40,26 +40,7 @@ class Form:
         self.guards: list[Node] = list(call.trace.guards)
         self.values: list[Term] = writer.values
         self.body: Callable[..., Any] = writer.body()
-        self.choices: list[Callable[[], Any]] = _choices(call)
-
-
-def _choices(call: TracedCall) -> list[Callable[[], Any]]:
-    found = [node[1].depends_on for node in _calls(call) if hasattr(node[1], "depends_on")]
-    return list(dict.fromkeys(found))
-
-
-def _calls(call: TracedCall) -> Iterator[Node]:
-    """The calls of functions among the nodes of guards."""
-
-    def within(node: Any) -> Iterator[Node]:
-        if type(node) is tuple and node and node[0] == "call":
-            yield node
-        elif type(node) is tuple:
-            for operand in node[1:]:
-                yield from within(operand)
-
-    for guard in call.trace.guards:
-        yield from within(guard)
+        self.depends_on: Callable[[], Any] | None = call.trace.depends_on
 
 
 class _Writer:
@@ -88,8 +69,8 @@ class _Writer:
         return self._value(of) if is_node(of) else self.code.variable(of)
 
     def _tuple(self, sizes: Sequence[Any]) -> str:
-        terms = tuple(map(term, sizes))
-        return self._value(("tuple", *terms)) if any(map(is_node, terms)) else self.code.name(terms)
+        of = _tuple_of(map(term, sizes))
+        return self._value(of) if is_node(of) else self.code.name(of)
 
     # what is written
 
@@ -195,7 +176,7 @@ class _Writer:
                 code.line(f"{submit}(stream, {', '.join(arguments)})")
             else:
                 graph = code.name(LaunchGraph([launch.kernel for launch in step], place.device))
-                grids = self._value(("tuple", *(("tuple", *map(term, launch.grid)) for launch in step)))
+                grids = self._tuple([_tuple_of(map(term, launch.grid)) for launch in step])
                 packed = list(map(params, step))
                 with code.block(f"if not {graph}(stream, {grids}, ({', '.join(packed)})):"):
                     for i, launch in enumerate(step):
@@ -218,6 +199,12 @@ class _Writer:
         lines = [f"{' '.join(f'x{k},' for k in range(len(self.values)))} = values"] if self.values else []
         parameters = ["values", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
         return self.code.function("body", parameters, [*lines, *self.code.lines])
+
+
+def _tuple_of(terms: Iterable[Term]) -> Term:
+    """Terms as one: a tuple, in calls or known already."""
+    known = tuple(terms)
+    return ("tuple", *known) if any(map(is_node, known)) else known
 
 
 @cache

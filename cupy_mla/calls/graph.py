@@ -1,8 +1,9 @@
 """Neighbouring launches of a call as one CUDA graph, which takes less host time than single launches.
 
 On an H200's host a launch takes 4 to 5 us, a graph of three launches 3 us, and 1.2 us more for each launch whose
-parameters differ from the graph's last run. Two graphs are kept, for calls with two sets of arguments in turn. Launches
-of new grids are made one by one: to change three grids in a graph took 29 us.
+parameters differ from the graph's last run. Two graphs are kept, for calls with two sets of arguments in turn. So a
+kernel's grid should not depend on sizes: new grids are launched one by one, since to change three in a graph took 29
+us.
 """
 
 from __future__ import annotations
@@ -32,28 +33,24 @@ class _Node:
     """A launch in a graph, with memory of its own for the parameters.
 
     Attributes:
-        given: grid and parameters that the graph has.
-        params: the driver's structure, with those that it is given next.
+        buffer: the parameters that it is given next.
+        params: the driver's structure, with them and the grid.
         handle: the driver's handle, once it is in a graph.
     """
 
-    def __init__(self, kernel: Kernel, device: int, grid: Grid, params: bytes) -> None:
+    def __init__(self, kernel: Kernel, device: int) -> None:
         loaded = kernel.load(device)
-        self._buffer = ctypes.create_string_buffer(params, len(params))
-        self._pointer = ctypes.c_void_p(addressof(self._buffer))
+        self.buffer = ctypes.create_string_buffer(kernel.params.size)
+        self._pointer = ctypes.c_void_p(addressof(self.buffer))
         self.params = driver.api().CUDA_KERNEL_NODE_PARAMS()
         self.params.func = loaded.handle
         self.params.blockDimX, self.params.blockDimY, self.params.blockDimZ = loaded.threads, 1, 1
         self.params.sharedMemBytes = loaded.shared_bytes
         self.params.kernelParams = addressof(self._pointer)
         self.handle: Any = None
-        self.take(grid, params)
-        self.given: tuple[Grid, bytes] = grid, params
 
-    def take(self, grid: Grid, params: bytes) -> None:
-        """Change what the driver is given for it."""
+    def take_grid(self, grid: Grid) -> None:
         self.params.gridDimX, self.params.gridDimY, self.params.gridDimZ = grid
-        self._buffer.raw = params
 
 
 class _Graph:
@@ -68,7 +65,9 @@ class _Graph:
         with driver.relaxed_capture():
             graph = self._own("cuGraphDestroy", driver.call("cuGraphCreate", 0))
             for kernel, grid, params in zip(kernels, *given, strict=True):
-                node = _Node(kernel, device, grid, params)
+                node = _Node(kernel, device)
+                node.take_grid(grid)
+                node.buffer.raw = params
                 before = [nodes[-1].handle] if nodes else []
                 node.handle = driver.call("cuGraphAddKernelNode", graph, before, len(before), node.params)
                 nodes.append(node)
@@ -78,16 +77,23 @@ class _Graph:
 
     def take(self, given: Given) -> None:
         """Change grids and parameters."""
+        grids, params = given
+        change = driver.api().cuGraphExecKernelNodeSetParams
+        if grids != self.given[0]:
+            for node, grid in zip(self._nodes, grids, strict=True):
+                node.take_grid(grid)
         self.given = (), ()  # until all are changed
-        for node, grid, params in zip(self._nodes, *given, strict=True):
-            if node.given != (grid, params):
-                node.take(grid, params)
-                driver.call("cuGraphExecKernelNodeSetParams", self._executable, node.handle, node.params)
-                node.given = grid, params
+        for node, packed in zip(self._nodes, params, strict=True):
+            node.buffer.raw = packed
+            (status,) = change(self._executable, node.handle, node.params)
+            if status:
+                raise driver.error("cuGraphExecKernelNodeSetParams", status)
         self.given = given
 
     def launch(self, stream: int) -> None:
-        driver.call("cuGraphLaunch", self._executable, stream)
+        (status,) = driver.api().cuGraphLaunch(self._executable, stream)
+        if status:
+            raise driver.error("cuGraphLaunch", status)
 
     def _own(self, destroy: str, handle: Any) -> Any:
         """A handle; the driver's function `destroy` destroys it together with this object."""

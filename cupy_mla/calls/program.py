@@ -7,7 +7,8 @@ kept. `run` runs the program with this call's numbers; `form.py` compiles it for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,8 +26,9 @@ from ..sizes import Trace, number
 class TracedArray(Array):
     """An array argument of a traced call."""
 
-    __slots__ = ("trace",)
+    __slots__ = ("dense", "trace")
     trace: Trace
+    dense: bool
 
     def __float__(self) -> float:
         """The value, for code that needs a number. It differs from call to call, so the trace holds for no other."""
@@ -55,6 +57,8 @@ class Apart:
 
 def _extent(array: Array) -> tuple[Any, Any]:
     size = array.dtype.itemsize
+    if array.dense:
+        return 0, math.prod(array.shape) * size
     before: list[tuple[Any, Any]] = []
     behind: list[tuple[Any, Any]] = []
     for n, stride in zip(array.shape, array.strides, strict=True):
@@ -120,6 +124,8 @@ class TracedCall:
         function: the operation's body.
         names: of the parameters that were given.
         values: what was given for them, at least one array on a GPU.
+        dense: which of the values are arrays without gaps, in C order. Their strides follow from their shapes; that of
+            an axis of length 1 may be another one, and does not matter.
 
     Attributes:
         arrays: which of the values are arrays.
@@ -127,7 +133,9 @@ class TracedCall:
         holds_for_others: whether later calls may run what this one is compiled to.
     """
 
-    def __init__(self, function: Callable[..., Any], names: Sequence[str], values: Sequence[Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], dense: Collection[int] = ()
+    ) -> None:
         self.trace: Trace = Trace()
         self.values = values
         self.arrays: list[int] = [i for i, value in enumerate(values) if library_of(value) is not None]
@@ -137,7 +145,7 @@ class TracedCall:
         arguments = list(values)
         for i, value in enumerate(values):
             if i in described:
-                arguments[i] = self._symbolic(i, described[i])
+                arguments[i] = self._symbolic(i, described[i], i in dense)
             elif type(value) is int:
                 arguments[i] = self.trace.read(f"a{i}", value)
             elif is_numbers(value):
@@ -148,18 +156,21 @@ class TracedCall:
         one_each = len(given) == len(self.arrays)  # one array under two names may be two arrays in a later call
         self.holds_for_others: bool = one_each and not self.trace.once
 
-    def _symbolic(self, i: int, array: Array) -> TracedArray:
+    def _symbolic(self, i: int, array: Array, dense: bool) -> TracedArray:
         """Argument i, an array, as the body gets it."""
         read, size = self.trace.read, array.dtype.itemsize
         shape = tuple(read(f"n{i}_{k}", n, least=0) for k, n in enumerate(array.shape))
-        if array.library.strides_in_bytes:
+        strides: Sequence[Any]
+        if dense:
+            strides = dense_strides(shape)  # type: ignore[arg-type]
+        elif array.library.strides_in_bytes:
             strides = [read(f"t{i}_{k}", s * size, multiple_of=size) // size for k, s in enumerate(array.strides)]
         else:
             strides = [read(f"t{i}_{k}", s, least=0) for k, s in enumerate(array.strides)]  # torch has no others
         place = self.place if array.place == self.place else array.place
         ptr: Any = Pointer(Slot(array.name, i), 0, read(f"p{i}", array.ptr))
         traced = TracedArray(array.name, array.obj, place, array.dtype, shape, tuple(strides), ptr)  # type: ignore[arg-type]
-        traced.trace = self.trace
+        traced.trace, traced.dense = self.trace, dense
         return traced
 
     @cached_property

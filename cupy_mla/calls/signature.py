@@ -181,6 +181,9 @@ def _unmet(*numbers: Any) -> None:
     return None
 
 
+_nothing: Callable[[], Any] = tuple  # what calls that depend on their arguments alone depend on beside them
+
+
 class Signature:
     """Calls of an operation that differ in sizes, strides, addresses and integers alone.
 
@@ -201,12 +204,12 @@ class Signature:
         self._integers = [i for i, value in enumerate(values) if is_numbers(value)]
         self._ranks = [values[i].ndim for i in self._arrays]
         self._facts = [_facts(values[i]) for i in self._arrays]
+        self._dense = [i for i, facts in zip(self._arrays, self._facts, strict=True) if facts[-2]]
         self.forms: list[Form] = []
-        self._choices: list[Callable[[], Any]] = []
-        # What `run` reads, each the one item of a list, which another thread may replace at any time: what the choices
-        # depend on now, the function that finds a form, the one that tells arrays of this signature, the last calls.
-        self._chosen: list[Callable[[], tuple[Any, ...]]] = [tuple]
-        self._measure: list[Callable[..., Served | None]] = [_unmet]
+        # What `run` reads, each the one item of a list, which another thread may replace at any time: what tells what
+        # calls depend on now, with the function that finds a form; the one that tells arrays of this signature; the
+        # last calls.
+        self._finders: list[tuple[Callable[[], Any], Callable[..., Served | None]]] = [(_nothing, _unmet)]
         self._alike: list[Callable[..., bool]] = [_never]
         self._last: list[tuple[Last, ...]] = [()]
         self._seen: dict[Any, Served] = {}  # by sizes
@@ -220,7 +223,7 @@ class Signature:
         arrays, addresses = ([f"{letter}{i}" for i in self._arrays] for letter in "ap")
         given = ", ".join([*addresses, *arrays])
         integers = f"({' '.join(f'a{i},' for i in self._integers)})"
-        last, measure, alike = (f"{code.name(one)}[0]" for one in (self._last, self._measure, self._alike))
+        last, finders, alike = (f"{code.name(one)}[0]" for one in (self._last, self._finders, self._alike))
         seen = code.name(self._seen)
 
         def read_addresses() -> None:
@@ -236,23 +239,26 @@ class Signature:
         with code.block(f"if {code.name(driver.THREAD)}.current_device() != {device}:"):
             code.line(f"with {code.name(library.to_device)}({device}):")
             code.line(f"    return run({', '.join(parameters)})")
-        code.line(f"now = {code.name(self._chosen)}[0]()")
+        code.line(f"depends_on, measure = {finders}")
+        code.line("now = depends_on()")
         guarded = library.guards([values[i] for i in self._arrays], sizes_too=True) is not None
         if guarded:
-            same = [f"like({', '.join(arrays)})", "now == chosen", f"{integers} == integers"]
+            same = [f"like({', '.join(arrays)})", "now == before", f"{integers} == integers"]
             head = f"if {' and '.join(same if self._integers else same[:2])}:"
-            with code.block(f"for like, integers, chosen, body, values in {last}:"), code.block(head):
+            with code.block(f"for like, integers, before, body, values in {last}:"), code.block(head):
                 read_addresses()
                 with code.block(f"if ({' | '.join(addresses)}) % {ALIGNMENT} == 0:"):
                     code.line(f"return body(values, {given})")
-            differ = f"not {alike}({', '.join(arrays)}) and not {code.name(self._admits)}({', '.join(arrays)})"
+            differ = f"not {alike}({', '.join(arrays)}) and not {code.name(self._admits)}({', '.join(arrays)}) or "
+            facts, known = [library.dense], [facts[-2:-1] for facts in self._facts]
         else:
-            facts = [fact.format(a=a) for a in arrays for fact in library.facts]
-            known = tuple(fact for _, *facts_of_array, _ in self._facts for fact in facts_of_array)
-            differ = f"({' '.join(f'{fact},' for fact in facts)}) != {code.name(known)}"
-        with code.block(f"if {differ}:"):
+            differ = ""
+            facts, known = [*library.facts, library.dense], [facts[1:-1] for facts in self._facts]
+        texts = "".join(f"{fact.format(a=a)}, " for a in arrays for fact in facts)
+        with code.block(f"if {differ}({texts}) != {code.name(sum(known, ()))}:"):
             code.line("return NotImplemented")
-        sizes = [f"{library.shape}, {library.strides}".format(a=a) for a in arrays]
+        read = {i: library.shape if i in self._dense else f"{library.shape}, {library.strides}" for i in self._arrays}
+        sizes = [text.format(a=f"a{i}") for i, text in read.items()]
         with code.block("try:"):
             read_addresses()
             code.line(f"sizes = (now, {', '.join([*sizes, *(f'a{i}' for i in self._integers)])},)")
@@ -263,10 +269,11 @@ class Signature:
             code.line(f"sizes += ({' '.join(f'{address} % {ALIGNMENT},' for address in addresses)})")
         code.line(f"found = {seen}.get(sizes)")
         with code.block("if found is None:"):
-            if not guarded:  # sizes that were seen have the ranks
-                with code.block(f"if ({' '.join(f'{a}.ndim,' for a in arrays)}) != {tuple(self._ranks)}:"):
-                    code.line("return NotImplemented")
-            code.line(f"found = {measure}(*sizes)")
+            with code.block("try:"):
+                code.line("found = measure(*sizes)")
+            with code.block("except ValueError:"):
+                # Shapes of other ranks do not unpack. Where a choice cannot be made, a trace says what is wrong.
+                code.line("return NotImplemented")
             with code.block("if found is None:"):
                 code.line(f"found = {code.name(self._traced)}(sizes, {', '.join(parameters)})")
             with code.block("else:"):
@@ -297,7 +304,10 @@ class Signature:
 
     def _admits(self, *arrays: Any) -> bool:
         """Whether arrays are of this signature that are not like the last ones, as in torch's inference mode."""
-        if list(map(_facts, arrays)) != self._facts:
+        try:
+            if list(map(_facts, arrays)) != self._facts:
+                return False
+        except RuntimeError:  # a sparse tensor does not tell whether it has gaps
             return False
         self._alike[0] = self._library.guards(arrays, sizes_too=False) or _never
         return True
@@ -317,30 +327,25 @@ class Signature:
 
     def _traced(self, sizes: tuple[Any, ...], *values: Any) -> Served:
         """Trace a call that no form holds for."""
-        call = TracedCall(self._function, self._names, values)
+        call = TracedCall(self._function, self._names, values, self._dense)
         if not call.holds_for_others:
             return lambda *arguments: run(call), (), []
         form = Form(call)
         forms = [form, *self.forms][:MAX_FORMS]
-        self._choices += [choice for choice in form.choices if choice not in self._choices]
-        self._chosen[0] = _all_of(self._choices)
+        depends_on = next((form.depends_on for form in forms if form.depends_on), _nothing)
         parts = {
             f"{letter}{i}": [f"{item}{i}_{k}" for k in range(rank)]
             for i, rank in zip(self._arrays, self._ranks, strict=True)
             for letter, item in ("hn", "st")
+            if not (letter == "s" and i in self._dense)
         }
         addresses = [f"p{i}=0" for i in self._arrays]
-        measure = measure_of(forms, ["chosen", *parts, *(f"a{i}" for i in self._integers), *addresses], parts)
-        self.forms, self._measure[0] = forms, measure  # other threads see those of before or the new ones
-        found = measure(*sizes)
+        parameters = ["now", *parts, *(f"a{i}" for i in self._integers), *addresses]
+        measure = measure_of(forms, parameters, parts, [f"h{i}" for i in self._arrays])
+        self.forms, self._finders[0] = forms, (depends_on, measure)  # other threads see those of before or these
+        found = measure(depends_on(), *sizes[1:])
         assert found is not None, f"{self._function.__name__}: a call does not meet its own guards"
         return found
-
-
-def _all_of(choices: Sequence[Callable[[], Any]]) -> Callable[[], tuple[Any, ...]]:
-    """A function that returns what these return."""
-    code = Code()
-    return code.function("chosen", [], [f"return ({' '.join(f'{code.name(choice)}(),' for choice in choices)})"])
 
 
 def _on_gpu(value: Any) -> bool:

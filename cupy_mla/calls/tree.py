@@ -7,7 +7,7 @@ no size computed twice, however many forms there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 from typing import Any
 
@@ -20,7 +20,7 @@ Served = tuple[Callable[..., Any], tuple[Any, ...], list[Callable[..., bool]]]
 
 
 def measure_of(
-    forms: Sequence[Form], parameters: Sequence[str], parts: dict[str, list[str]]
+    forms: Sequence[Form], parameters: Sequence[str], parts: dict[str, list[str]], checked: Collection[str] = ()
 ) -> Callable[..., Served | None]:
     """The function that finds a call's form.
 
@@ -28,6 +28,7 @@ def measure_of(
         forms: where two would hold for a call, the first one is taken.
         parameters: of the function.
         parts: of a parameter that is a tuple, the names under which its items are read.
+        checked: of these, parameters of which a call may have more or fewer items, which is a ValueError.
 
     Returns:
         what serves a call, or None for one that meets no form's guards.
@@ -35,7 +36,8 @@ def measure_of(
     guards = {guard: None for form in forms for guard in form.guards}
     code = Code([*guards, *(value for form in forms for value in form.values)])
     _write(code, forms, 0)
-    head = [f"{' '.join(f'{n},' for n in names)} = {p}" for p, names in parts.items() if code.read.intersection(names)]
+    unpacked = {p: names for p, names in parts.items() if p in checked or code.read.intersection(names)}
+    head = [f"({' '.join(f'{n},' for n in names)}) = {p}" for p, names in unpacked.items()]
     return code.function("measure", parameters, [*head, *code.lines])
 
 
@@ -101,7 +103,7 @@ def _conditions(code: Code, guards: Sequence[Node]) -> Iterator[str]:
             multiples.setdefault(guard[1][2], []).append(guard[1][1])
     values: dict[Term, dict[Term, Any]] = {}  # by what they are read from
     for of, (least, most) in left.items():
-        if least == most and of[0] in ("read", "get"):
+        if least == most and of[0] in ("read", "get", "call"):
             values.setdefault(_source(of), {})[of] = least
     written: set[Term] = {None}
     compared: set[Term] = set()  # keys of `values`
@@ -125,7 +127,7 @@ def _conditions(code: Code, guards: Sequence[Node]) -> Iterator[str]:
 
 def _source(of: Node) -> Term:
     """What the value of a term is read from: the result of a function, or None, a call's arguments."""
-    return of[1] if of[0] == "get" else None
+    return of[1] if of[0] == "get" else of if of[0] == "call" else None
 
 
 def _equal(code: Code, values: dict[Term, Any]) -> str:

@@ -55,8 +55,13 @@ def call(name: str, *arguments: Any) -> Any:
     """
     status, *results = getattr(api(), name)(*arguments)
     if status:
-        raise RuntimeError(f"{name} failed: CUDA driver error {int(status)}")
+        raise error(name, status)
     return results[0] if len(results) == 1 else results
+
+
+def error(name: str, status: int, of: str = "") -> RuntimeError:
+    """What a call of the driver's function is answered with that did not return success."""
+    return RuntimeError(f"{name} failed: CUDA driver error {int(status)}{of}")
 
 
 @lru_cache(maxsize=1)
@@ -192,7 +197,7 @@ def attribute_submitter(handle: int, threads: int, shared_bytes: int, overlappin
         pointer = as_pointer(params)
         (status,) = launch(config, function, address(pointer), 0)
         if status:
-            raise RuntimeError(f"cuLaunchKernelEx failed: CUDA driver error {int(status)} (grid {(x, y, z)})")
+            raise error("cuLaunchKernelEx", status, f" (grid {(x, y, z)})")
 
     return submit
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from .. import private
 from ..arrays import Array
@@ -204,16 +204,13 @@ class Chooser:
 
     Attributes:
         aligned: keys allow 16-byte loads.
-        depends_on: tells what the choice depends on beside the arguments.
     """
 
     capability: int
     aligned: bool
 
-    depends_on: ClassVar[staticmethod[[], str | None]] = staticmethod(asked_kernel)
-
-    def __call__(self, heads: int) -> Choice:
-        return choose(self.capability, self.aligned, asked_kernel())
+    def __call__(self, asked: str | None, heads: int) -> Choice:
+        return choose(self.capability, self.aligned, asked)
 
 
 def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
@@ -246,7 +243,7 @@ def _launch(
     params: Packed,
     compact: bool = False,
 ) -> Launch:
-    if looked_up(Chooser(gpu.capability, aligned), heads).kernel == SM90:
+    if looked_up(Chooser(gpu.capability, aligned), asked_kernel, heads).kernel == SM90:
         return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params, compact)
     padded = padded_heads(heads)
     rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS

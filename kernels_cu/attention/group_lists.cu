@@ -1,4 +1,4 @@
-// The union of the index lists of a query group, ascending, with a bit for each row and query: a CTA a group.
+// The union of the index lists of a query group, ascending, with a bit for each row and query: a CTA a group at a time.
 //
 // Row numbers are looked at in windows of 65,536, which is the size of the bitmaps in shared memory, one for each
 // query. If the cache has very many rows the first window is an eighth of that: enough to judge lists that share
@@ -259,20 +259,24 @@ __device__ __forceinline__ int unite(Group& g) {
     return rows;
 }
 
+// grid: as many CTAs as run at a time, which take groups in turn.
 extern "C" __global__ void __launch_bounds__(THREADS, 16 / QUERIES)
     group_lists(const __grid_constant__ GroupedParams p) {
-    const int index = blockIdx.x, first = (p.first_group + index) * QUERIES;
-    Group g = {p,
-               first,
-               min(QUERIES, p.num_queries - first),
-               0,
-               0,
-               p.rows + int64_t(index) * p.capacity,
-               p.excluded + int64_t(index) * p.capacity,
-               reinterpret_cast<uint32_t*>(p.twice + int64_t(index) * num_tiles(p.capacity) * QUERIES)};
-    const int rows = unite(g);
-    if (threadIdx.x == 0) p.group_lengths[index] = rows;
-    if (threadIdx.x < g.queries) p.left[first + threadIdx.x] = rows > 0 ? -1 : call_length(p, first + threadIdx.x);
+    for (int index = blockIdx.x; index < p.num_groups; index += gridDim.x) {
+        const int first = (p.first_group + index) * QUERIES;
+        Group g = {p,
+                   first,
+                   min(QUERIES, p.num_queries - first),
+                   0,
+                   0,
+                   p.rows + int64_t(index) * p.capacity,
+                   p.excluded + int64_t(index) * p.capacity,
+                   reinterpret_cast<uint32_t*>(p.twice + int64_t(index) * num_tiles(p.capacity) * QUERIES)};
+        const int rows = unite(g);
+        if (threadIdx.x == 0) p.group_lengths[index] = rows;
+        if (threadIdx.x < g.queries) p.left[first + threadIdx.x] = rows > 0 ? -1 : call_length(p, first + threadIdx.x);
+        __syncthreads();  // until every thread has read what the next group writes over
+    }
 }
 
 // Read by the launcher.

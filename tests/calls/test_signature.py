@@ -241,10 +241,28 @@ def test_launches_in_a_row_are_one_graph(gpu, traces):
     assert len(traces) == 1
 
 
+def of_queries(arrays: dict[str, Any], s_q: int) -> dict[str, Any]:
+    """A call's first queries."""
+    return {n: a[:s_q] if n in ("q", "indices", "topk_length") else a for n, a in arrays.items()}
+
+
 def test_a_graph_serves_every_size(gpu, traces):
-    """New grids are launched one by one, and by a graph when they come again, also after others."""
-    whole = grouped()
-    calls = [{n: a[:s_q] if n in ("q", "indices") else a for n, a in whole.items()} for s_q in (512, 500, 400)]
+    """Grids do not depend on the number of queries."""
+    calls = [of_queries(grouped(), s_q) for s_q in (512, 500, 400)]
+    one_by_one = []
+    for arrays in calls:
+        forget_calls()
+        one_by_one.append(prefill_in_groups(gpu, arrays))
+    assert (gpu.graphs.runs, len(traces)) == (0, 3)
+    for arrays, launched in zip(calls, one_by_one, strict=True):
+        assert prefill_in_groups(gpu, arrays) == launched
+    assert (gpu.graphs.runs, gpu.graphs.changes, len(traces)) == (3, 3, 3)
+
+
+def test_a_graph_of_new_grids(gpu, traces):
+    """Groups with lengths have a CTA each: launched one by one, and by a graph when they come again."""
+    whole = grouped() | tensors(topk_length=((512,), torch.int32))
+    calls = [of_queries(whole, s_q) for s_q in (512, 500, 400)]
     one_by_one = [prefill_in_groups(gpu, arrays) for arrays in calls]
     for arrays, launched in zip(calls, one_by_one, strict=True):  # the last two sizes are remembered
         assert prefill_in_groups(gpu, arrays) == launched
@@ -254,7 +272,7 @@ def test_a_graph_serves_every_size(gpu, traces):
     assert (gpu.graphs.runs, gpu.graphs.changes) == (6, 0)
     for _ in range(2):
         assert prefill_in_groups(gpu, calls[0]) == one_by_one[0]
-    assert (gpu.graphs.runs, gpu.graphs.changes) == (7, 3)
+    assert (gpu.graphs.runs, gpu.graphs.changes) == (7, len(one_by_one[0]))
     assert len(traces) == 1
     forget_calls()
     assert prefill_in_groups(gpu, calls[1]) == one_by_one[1]
@@ -362,18 +380,24 @@ def test_another_signature_is_another_form(seen, traces, change):
     assert seen[0] is seen[1] is seen[2] is not seen[3]
 
 
+def wide_lists(topk: int) -> Any:
+    return torch.zeros(3, 1, 60 + topk, dtype=torch.int32)[..., :topk]
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda: {"s_q": 4},
-        lambda: {"q": torch.zeros(3, 8, 576, dtype=torch.bfloat16)[:, ::2]},
-        lambda: {"kv": torch.zeros(8, 1, 576, dtype=torch.bfloat16)},
-        lambda: {"indices": torch.zeros(3, 1, 70, dtype=torch.int32)[..., :9]},
+        lambda n: {"s_q": 2 + n},
+        lambda n: {"q": torch.zeros(3, 8 + 4 * n, 576, dtype=torch.bfloat16)[:, :: 2 + n]},
+        lambda n: {"kv": torch.zeros(7 + n, 1, 576, dtype=torch.bfloat16)},
+        lambda n: {"indices": wide_lists(8 + n)},
     ],
     ids=["queries", "strides", "rows", "topk"],
 )
 def test_sizes_and_strides_are_no_part_of_a_signature(gpu, seen, traces, change):
-    arrays = prefill(**change())
+    cupy_mla.sparse_prefill(**prefill(**change(0)))
+    traces.clear()
+    arrays = prefill(**change(1))
     gpu.used = 0
     gpu.log.clear()
     cupy_mla.sparse_prefill(**arrays)
@@ -624,6 +648,24 @@ def test_cupy_strides_in_bytes(gpu):
             (launch,) = gpu.log
             offset = PACK.offsets[PACK.index["latent_stride"]]
             assert struct.unpack_from("q", launch.params, offset) == (columns,)
+
+
+def test_strides_of_arrays_without_gaps_are_not_read(gpu, traces, kind):
+    """Rows of wider arrays are another signature, and one row of one is as good as without a gap."""
+    rope, cache = kind.put(np.zeros((5, 64), BFLOAT16)), kind.put(np.zeros((2, 4, 656), np.uint8))
+    slots, wide = kind.put(np.zeros(5, np.int64)), kind.put(np.zeros((5, 520), BFLOAT16))[:, :512]
+    whole = kind.put(np.zeros((5, 512), BFLOAT16))
+
+    def stride(latent: Any, n: int) -> int:
+        gpu.log.clear()
+        cupy_mla.concat_and_cache_mla(latent[:n], rope[:n], cache, slots[:n])
+        return struct.unpack_from("q", gpu.log[0].params, PACK.offsets[PACK.index["latent_stride"]])[0]
+
+    assert [stride(whole, n) for n in (5, 4, 3)] == [512] * 3
+    assert len(traces) == 1
+    assert [stride(wide, n) for n in (5, 4, 3)] == [520] * 3
+    assert len(traces) == 2
+    assert stride(whole, 1) == stride(wide, 1) == 512
 
 
 def test_parameters_are_tensors(gpu, traces):

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from functools import cache
 
 from ...layouts import BF16_512, BF16_576, D_V, Layout
-from ...sizes import least
 from .. import structs
 from ..driver import MAX_CLUSTER
 from ..kernel import Kernel
-from ..paging import ceil_div
 from ..program import Launch, Program
 from .call import Call
 from .few_heads_sm90 import HEADS, TILE_ROWS
@@ -48,6 +46,5 @@ def launches(call: Call, heads: int, queries: int, cluster: int, partials: int, 
     if queries == 1:
         return [Launch(kernel(call.layout, heads, 1), (items * cluster, partials, 1), call.params, cluster)]
     order, params = longest_first(call) if ordered else (None, call.params)
-    grid = (least(ceil_div(items, 2), call.gpu.sms), 1, 1)
-    launch = Launch(kernel(call.layout, heads, 2), grid, params)
+    launch = Launch(kernel(call.layout, heads, 2), (call.gpu.sms, 1, 1), params)
     return [order, launch] if order else [launch]

@@ -23,6 +23,7 @@ from .lists import INT32, sorted_by_place
 
 MAX_QUERIES = 8  # of a group
 MAX_HEADS = 32  # of a call
+QUERIES_PER_SM = 16  # whose lists `group_lists.cu` unites at a time
 REST_FEW_HEADS = 16  # up to which the queries that are left are for `bf16_few_heads_sm90`, above for `bf16_sm90`
 
 # A group is faster than its queries one by one where the union has at most this share of the lists' entries. Measured:
@@ -79,6 +80,8 @@ def launches(
         rest: the kernel for the queries that are left, with heads and queries of a CTA.
         lengths: the call's topk_length, or None.
         ordered: as for the kernel that takes the queries that are left.
+
+    Without lengths the grids are the same for any number of queries, so one CUDA graph serves them all.
     """
     sms = call.gpu.sms
     capacity = queries * call.topk
@@ -101,8 +104,8 @@ def launches(
             group_lengths=group_lengths, left=left.ptr, queries=queries, first_group=first, num_groups=here,
             capacity=capacity, twice_capacity=tile_bits, most=most_rows,
         )  # fmt: skip
-        steps.append(Launch(group_lists_kernel(queries), (here, 1, 1), grouped))
-        ctas = here if lengths is not None else least(here, sms)
+        steps.append(Launch(group_lists_kernel(queries), (QUERIES_PER_SM // queries * sms, 1, 1), grouped))
+        ctas = here if lengths is not None else sms
         steps.append(Launch(kernel(call.layout), (ctas, 1, 1), grouped))
     if call.topk > 0 and 2 * call.layout.d_qk * call.num_slots > SORTED_CACHE_BYTES:
         sort, params = sorted_by_place(call._replace(params=params))

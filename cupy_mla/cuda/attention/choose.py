@@ -467,41 +467,37 @@ def rows_for(facts: Facts) -> list[Row]:
     return [row for row in TABLE if row.can(facts)]
 
 
-class Chooser:
-    """`choose` for calls of one signature, which remembers what it chose.
+# Of a choice: the kernel that is asked for, heads, queries, rows, splits that are asked for.
+Key = tuple[str | None, int, int, int, int | None]
+
+
+class Chooser(dict[Key, Choice]):
+    """The choices of `choose` for calls of one signature, made when they are asked for.
 
     A server meets another number of queries at every step, and lists of few lengths, which are whole `USUAL_ROWS`. So
     the choices of `TOGETHER` neighbouring numbers of queries are made at once, in 2 ms, when such a length comes; for
     another length, when a second one of these numbers does.
-
-    Attributes:
-        depends_on: tells what a choice depends on beside the arguments.
     """
 
-    depends_on: staticmethod[[], str | None] = staticmethod(asked_kernel)
-
     def __init__(self, facts: Facts) -> None:
+        super().__init__()
         self.facts = facts
         self._table = rows_for(facts)
-        self._known: dict[tuple[str | None, int, int, int, int | None], Choice] = {}
-        self._met: set[tuple[Any, ...]] = set()  # as keys of `_known`, with a range of numbers of queries
+        self._met: set[tuple[Any, ...]] = set()  # as keys, with a range of numbers of queries
 
-    def __call__(self, h_q: int, queries: int, rows: int, splits: int | None) -> Choice:
-        call = (asked_kernel(), h_q, queries, rows, splits)
-        return self._known.get(call) or self._made(*call)
-
-    def _made(self, asked: str | None, h_q: int, queries: int, rows: int, splits: int | None) -> Choice:
+    def __missing__(self, key: Key) -> Choice:
         """Choose for a number of queries, and for its neighbours."""
+        asked, h_q, queries, rows, splits = key
         neighbours = decided_with(queries)
         met = (asked, h_q, neighbours, rows, splits)
         alone = rows % USUAL_ROWS > 0 and met not in self._met
         wanted = (queries,) if alone else (queries, *neighbours)
-        if len(self._known) + len(wanted) > MAX_CHOICES:
-            self._known.clear()
+        if len(self) + len(wanted) > MAX_CHOICES:
+            self.clear()
             self._met.clear()
         self._met.add(met)
         made = {n: choose(self.facts, Sizes(h_q, n, rows, splits), asked, self._table) for n in wanted}
-        self._known.update({(asked, h_q, n, rows, splits): choice for n, choice in made.items()})
+        self.update({(asked, h_q, n, rows, splits): choice for n, choice in made.items()})
         return made[queries]
 
 

@@ -25,7 +25,7 @@ from . import (
     portable,
 )
 from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, SOME_DONE, WIDE_OUT, Call, no_source
-from .choose import Choice, Facts, chooser
+from .choose import Choice, Facts, asked_kernel, chooser
 from .cost import EVENLY
 
 # Of a head, in what CTAs leave to others, as float32 and float16; kernels_cu/attention/merge.cuh
@@ -56,7 +56,7 @@ def sparse_prefill(
         gpu, layout, prefill=True, aligned=aligned and q.aligned(16), uneven=length is not None,
         groupable=sm_scale >= bf16_grouped_sm90.LEAST_SCALE,
     )  # fmt: skip
-    choice = looked_up(chooser(facts), h_q, s_q, topk, None)
+    choice = looked_up(chooser(facts), asked_kernel, h_q, s_q, topk, None)
     main = structs.SOURCE(
         cache=kv.ptr, indices=indices.ptr, lengths=pointer(length), block_stride=0, row_stride=2 * kv.strides[0],
         index_stride_b=indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk, block_size=most(s_kv, 1),
@@ -87,7 +87,7 @@ def decode_choice(
         uneven=length is not None or extra_length is not None, batch_invariant=bool(batch_invariant),
     )  # fmt: skip
     rows = indices.shape[2] + (0 if extra_indices is None else extra_indices.shape[2])
-    return looked_up(chooser(facts), h_q, b * s_q, rows, num_splits)
+    return looked_up(chooser(facts), asked_kernel, h_q, b * s_q, rows, num_splits)
 
 
 def sparse_decode(
@@ -127,7 +127,7 @@ def decode_splits(
 ) -> int:
     """Splits of a query in a decode of these sizes, with rows and q aligned to 16 bytes."""
     facts = Facts(gpu, layout, prefill=False, flat=flat, batch_invariant=batch_invariant)
-    return chooser(facts)(h_q, queries, rows, None).splits
+    return chooser(facts)[asked_kernel(), h_q, queries, rows, None].splits
 
 
 def flat_rows(cache: Array, extra: Array | None) -> bool:

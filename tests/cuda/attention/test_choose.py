@@ -16,6 +16,7 @@ from cupy_mla.cuda.attention.choose import EVENLY, NAMES, TABLE, VARIABLE, Choic
 from cupy_mla.cuda.attention.cost import TOGETHER
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, V4_FP8, V32_FP8, Layout
+from cupy_mla.sizes import looked_up
 
 from . import evenly
 from .h200 import CLUSTERS_AT_ONCE, GPU
@@ -600,7 +601,11 @@ def test_the_error_says_what_the_call_is_like():
 
 
 def test_a_chooser_looks_at_the_environment_at_every_call(monkeypatch):
-    chooser = choose.Chooser(Facts(GPU, BF16_576, prefill=True))
+    chosen = choose.Chooser(Facts(GPU, BF16_576, prefill=True))
+
+    def chooser(*sizes: int | None) -> Choice:
+        return looked_up(chosen, choose.asked_kernel, *sizes)
+
     fastest = chooser(64, 2048, 1024, None)
     assert fastest.kernel == "bf16_sm90"
     monkeypatch.setenv(VARIABLE, "portable")
@@ -624,15 +629,15 @@ def test_a_chooser_does_not_grow_with_the_traffic(monkeypatch, lengths):
     monkeypatch.setattr(choose, "MAX_CHOICES", 1000)
     chooser = choose.Chooser(Facts(GPU, V32_FP8, prefill=False))
     for step in range(200):
-        chooser(128, 1 + 7 * step, 64 * (1 + step % lengths), None)
-        assert len(chooser._known) <= 1000
+        assert chooser[None, 128, 1 + 7 * step, 64 * (1 + step % lengths), None].kernel == "fp8_sm90"
+        assert len(chooser) <= 1000
 
 
 def test_choices_of_many_batches_are_those_of_each(rng):
     facts = Facts(GPU, V32_FP8, prefill=False)
     chooser = choose.Chooser(facts)
     for queries in map(int, rng.permutation(1500)[:60] + 1):
-        assert chooser(64, queries, 2048, None) == choose.choose(facts, choose.Sizes(64, queries, 2048))
+        assert chooser[None, 64, queries, 2048, None] == choose.choose(facts, choose.Sizes(64, queries, 2048))
 
 
 @pytest.mark.parametrize(("rows", "calls"), [(2048, 1), (2000, 2)], ids=["usual length", "another one"])
@@ -640,10 +645,10 @@ def test_choices_of_many_batches_are_made_together(monkeypatch, rows, calls):
     """At once for lengths that come again, and when they do for all others."""
     chooser = choose.Chooser(Facts(GPU, V32_FP8, prefill=False))
     for queries in range(1, 1 + calls):
-        assert len(chooser._known) < TOGETHER
-        chooser(64, queries, rows, None)
+        assert len(chooser) < TOGETHER
+        assert chooser[None, 64, queries, rows, None].kernel == "fp8_sm90"
     monkeypatch.setattr(choose, "choose", lambda *arguments: pytest.fail("is known"))
-    assert {chooser(64, queries, rows, None).kernel for queries in range(1, TOGETHER + 1)} == {"fp8_sm90"}
+    assert {chooser[None, 64, queries, rows, None].kernel for queries in range(1, TOGETHER + 1)} == {"fp8_sm90"}
 
 
 def test_clusters_are_counted_for_the_kernels_that_have_them(monkeypatch):
@@ -674,7 +679,7 @@ def test_more_splits_than_a_cta_merges_are_fewer():
 @pytest.mark.parametrize(("kernel", "layout"), [("bf16_shares_sm90", BF16_576), ("fp8_sm90", V32_FP8)])
 def test_the_kernels_tests_divide_small_calls_over_many_ctas(replace_in_choose, kernel, layout):
     facts, sizes = Facts(GPU, layout, prefill=False), Sizes(64, 3, 700)
-    before = choose.chooser(facts)(*sizes)
+    before = choose.chooser(facts)[(None, *sizes)]
     replace_in_choose("TABLE", evenly.table(kernel, heads=64))
     assert before.splits != EVENLY
     assert choose.choose(facts, sizes, kernel) == Choice(kernel, 64, EVENLY, ctas=18, least_split=1)
