@@ -12,7 +12,7 @@
 struct ShareState {
     Shares<THREADS> shares;
     float largest[2][HEADS];  // of write_partial
-    int partials;             // results that are merged
+    int share, partials;      // this CTA's, and the results that it merges
 };
 
 struct Share : SingleQueries {
@@ -22,8 +22,12 @@ struct Share : SingleQueries {
         return *reinterpret_cast<ShareState*>(shared + SHARED_BYTES<Share>);
     }
 
-    static __device__ __forceinline__ void init(const Params& p) { find_share_early(p, state().shares); }
-    static __device__ __forceinline__ void start(const Params& p) { find_share(p, state().shares); }
+    static __device__ __forceinline__ void init(const Params& p) {
+        const int share = share_side_by_side(p);
+        if (threadIdx.x == 0) state().share = share;
+        find_share_early(p, share, state().shares);
+    }
+    static __device__ __forceinline__ void start(const Params& p) { find_share(p, state().share, state().shares); }
 
     // --- splits, numbered by their items ----------------------------------------------------------------------
 
@@ -60,7 +64,7 @@ struct Share : SingleQueries {
     static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warp, int lane,
                                                  LineTotal (&total)[2], float (&o)[128]) {
         if (threadIdx.x < 32) {
-            const int count = wait_for_partials(p, lane);
+            const int count = wait_for_partials(p, state().share, lane);
             if (lane == 0) state().partials = count;
         }
         sync_consumers();
@@ -69,7 +73,7 @@ struct Share : SingleQueries {
         const int line = 16 * warp + lane / 4;
 #pragma unroll 1
         for (int left = state().partials; left > 0; --left) {
-            const int other = int(blockIdx.x) - left;
+            const int other = state().share - left;
             float4 chunks[2][8];  // of both lines; all loads are under way at a time
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -103,10 +107,10 @@ struct Share : SingleQueries {
         const Work w = work_of(p, opaque(of.number), num_head_tiles(p), 0);
         warp = opaque(warp);
         if (!ends_item(w.number)) {
-            const PartialResults<8> partials = {p.cluster_parts, int(blockIdx.x)};
+            const PartialResults<8> partials = {p.cluster_parts, state().share};
             write_partial<W>(partials, state().largest, num_line_warps(p, w), warp, lane, total_of, o);
             sync_consumers();
-            if (threadIdx.x == 0) announce_partial(p, begins_item(w.number));
+            if (threadIdx.x == 0) announce_partial(p, state().share, begins_item(w.number));
             return;
         }
         LineTotal total[2] = {total_of(0), total_of(1)};

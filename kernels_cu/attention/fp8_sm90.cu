@@ -1075,7 +1075,7 @@ __device__ __forceinline__ void leave_partial(const AttentionParams& p, const At
                                               const Output& out) {
     write_partial(r, out, {p.cluster_parts, int(blockIdx.x)});
     sync_consumers();
-    if (threadIdx.x == 0) announce_partial(p, w.begins_item);
+    if (threadIdx.x == 0) announce_partial(p, blockIdx.x, w.begins_item);
 }
 
 // Calls act(i, own head, its values) for the thread's values of `count` partial results from number `from` on.
@@ -1195,7 +1195,7 @@ __device__ __forceinline__ void finish_results(const AttentionParams& p, const A
     int count = 0;
     if (DIVISION == SHARES && !w.begins_item) {
         if (r.warpgroup == 0 && r.warp == 0) {
-            count = wait_for_partials(p, r.lane);
+            count = wait_for_partials(p, blockIdx.x, r.lane);
             if (r.lane == 0) small().partials = count;
         }
         sync_consumers();
@@ -1337,7 +1337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         }
         mbarrier_init_fence();
     }
-    if (DIVISION == SHARES) find_share_early(p, sm.shares);
+    if (DIVISION == SHARES) find_share_early(p, blockIdx.x, sm.shares);
     __syncthreads();
     Work only;  // in clusters: found while an earlier kernel runs, unless that may write lengths
     if constexpr (DIVISION == CLUSTERS) {
@@ -1347,7 +1347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     wait_for_earlier_kernels();
     if constexpr (DIVISION == SHARES) {
         static_assert(2 * MOST_LISTED <= STAGES * STAGE_BYTES, "");
-        find_listed_share(p, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
+        find_listed_share(p, blockIdx.x, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
     }
     let_next_kernel_start();
     int stage = 0;

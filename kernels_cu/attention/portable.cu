@@ -695,7 +695,7 @@ __device__ __forceinline__ float weight_of(float ref, float top) {
 __device__ __forceinline__ void wait_for_earlier_splits(const AttentionParams& p) {
     const Role r = Role::here();
     if (r.warp == 0) {
-        const int count = wait_for_partials(p, r.lane);
+        const int count = wait_for_partials(p, blockIdx.x, r.lane);
         if (r.lane == 0) small().partials = count;
     }
     named_barrier_sync(MERGE, SCORE_THREADS);
@@ -991,7 +991,7 @@ __device__ __forceinline__ void finish_output(const AttentionParams& p, const Ou
         merge_partials(p);
     } else {
         named_barrier_sync(OUTPUTS, OUTPUT_THREADS);
-        if (read_thread_index() == 0) announce_partial(p, small().work.begin == 0);
+        if (read_thread_index() == 0) announce_partial(p, blockIdx.x, small().work.begin == 0);
     }
 }
 
@@ -1065,8 +1065,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
             mbarrier_init(shared_address(&sm.tile_full[stage]), (FP8 ? WARP_ARRIVALS : 32) * OUTPUT_WARPS);
     }
     if (in_shares(p)) {
-        find_share_early(p, sm.shares);
-        find_share(p, sm.shares);
+        find_share_early(p, blockIdx.x, sm.shares);
+        find_share(p, blockIdx.x, sm.shares);
         __syncthreads();
     }
     if (threadIdx.x == 0) sm.turn = sm.tiles_done = 0;

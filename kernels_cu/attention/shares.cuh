@@ -2,17 +2,18 @@
 // where a share ends within it.
 //
 //   items   |    item 0    |    item 1    |    item 2    |    item 3    |
-//   shares  |    CTA 0    |    CTA 1    |    CTA 2    |    CTA 3    | ...
+//   shares  |    share 0    |    share 1    |    share 2    |    share 3    | ...
 //
 // Items are numbered by tiles of heads first: those of all queries' first heads, then those of the next. So the two
-// tiles of a query are half of the CTAs apart and worked on at the same time, and its rows come from memory once.
+// tiles of a query are half of the shares apart and worked on at the same time, and its rows come from memory once. A
+// share is that of the CTA of its number, or the two stand side by side (share_side_by_side).
 //
 // A CTA works on its share backwards. So it begins with the split of an item that ends in a later share, and leaves a
-// partial result. It comes last to the split that ends the item with which its share begins, and merges what the CTAs
+// partial result. It comes last to the split that ends the item with which its share begins, and merges what the shares
 // before it have left, which did that first. A CTA waits for CTAs of lower numbers alone. Those have been started, so
-// this cannot hang. Partial results are merged in the order of CTAs: the bits do not depend on who was first.
+// this cannot hang. Partial results are merged in the order of shares: the bits do not depend on who was first.
 //
-// ready[CTA] says that a partial result is there. It holds the run's nonce, so that what an earlier user of the memory
+// ready[share] says that a partial result is there. It holds the run's nonce, so that what an earlier user of the memory
 // left there says nothing, and is cleared by the CTA that merges, so that a captured graph can be run again.
 #pragma once
 #include "attention/work.cuh"
@@ -22,7 +23,7 @@
 // What a pair of tiles costs, and what an item costs beside them: Q, first rows, results. Their ratio was measured.
 constexpr int PAIR_COST = 8, ITEM_COST = 11;
 
-// What is added to the nonce in ready[CTA].
+// What is added to the nonce in ready[share].
 enum Ready { IS_LEFT = 1, BEGINS_ITEM = 2 };
 
 // A place in the order of all pairs of tiles: before pair `pair` of item `item`.
@@ -39,6 +40,14 @@ struct Shares {
 
 __device__ __forceinline__ int query_of_item(const AttentionParams& p, int item) { return item % p.num_queries; }
 __device__ __forceinline__ int head_tile_of_item(const AttentionParams& p, int item) { return item / p.num_queries; }
+
+// The share of a CTA where neighbouring CTAs take the same queries, a tile of heads each. Each tile's first share begins
+// with an item, so that a CTA still waits for CTAs before it alone.
+__device__ __forceinline__ int share_side_by_side(const AttentionParams& p) {
+    const uint32_t head_tiles = num_head_tiles(p), of_tile = gridDim.x / head_tiles;
+    if (of_tile * head_tiles != gridDim.x) return blockIdx.x;
+    return blockIdx.x / head_tiles + blockIdx.x % head_tiles * of_tile;
+}
 
 __device__ __forceinline__ int pairs_of(const AttentionParams& p, int query) {
     Lists w;
@@ -70,10 +79,11 @@ __device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint
     return nearest_boundary(p, at / cost, pairs, at % cost);
 }
 
-// Finds this CTA's share where lists are not equally long: pairs_at(query) says how many pairs of tiles a query has.
+// Finds a share where lists are not equally long: pairs_at(query) says how many pairs of tiles a query has.
 // All threads call; each looks at some of the queries.
 template <int THREADS, typename Pairs>
-__device__ __forceinline__ void find_uneven_share(const AttentionParams& p, Shares<THREADS>& shares, Pairs pairs_at) {
+__device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int share, Shares<THREADS>& shares,
+                                                  Pairs pairs_at) {
     const int each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
     const int end = min(first + each, p.num_queries);
     uint32_t cost = 0, of_tile;  // of these queries; of all, for a tile of heads
@@ -84,7 +94,7 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, Shar
 #pragma unroll 1
     for (uint32_t i = 0; i < 2; ++i) {
         Boundary& found = i == 0 ? shares.begin : shares.end;
-        const uint32_t at = uint64_t(total) * (blockIdx.x + i) / gridDim.x, tile = at / of_tile;
+        const uint32_t at = uint64_t(total) * (share + i) / gridDim.x, tile = at / of_tile;
         if (threadIdx.x == 0 && at == total) found = {int(p.num_queries * head_tiles), 0};
         uint32_t left = at % of_tile;
         if (at == total || left < before || left >= before + cost) continue;
@@ -137,23 +147,22 @@ __device__ __forceinline__ int listed_pairs(const AttentionParams& p, int query)
     return low + 1;
 }
 
-// Finds this CTA's share of lists without lengths, which nothing in memory says. The CTA must meet afterwards.
+// Finds a share of lists without lengths, which nothing in memory says. The CTA must meet afterwards.
 template <int THREADS>
-__device__ __forceinline__ void find_share_early(const AttentionParams& p, Shares<THREADS>& shares) {
+__device__ __forceinline__ void find_share_early(const AttentionParams& p, int share, Shares<THREADS>& shares) {
     if (has_lengths(p) || threadIdx.x >= 2) return;
-    const uint32_t cta = blockIdx.x + threadIdx.x;
-    (threadIdx.x == 0 ? shares.begin : shares.end) = p.num_splits > 1 ? split_boundary(p, cta) : even_boundary(p, cta);
+    const uint32_t n = share + threadIdx.x;
+    (threadIdx.x == 0 ? shares.begin : shares.end) = p.num_splits > 1 ? split_boundary(p, n) : even_boundary(p, n);
 }
 
-// Finds this CTA's share of lists with lengths. All threads call.
+// Finds a share of lists with lengths. All threads call.
 template <int THREADS>
-__device__ __forceinline__ void find_share(const AttentionParams& p, Shares<THREADS>& shares) {
+__device__ __forceinline__ void find_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
     if (!has_lengths(p)) return;
     if (p.num_splits == 1) {
-        find_uneven_share(p, shares, [&](int query) { return pairs_of(p, query); });
+        find_uneven_share(p, share, shares, [&](int query) { return pairs_of(p, query); });
     } else {
-        if (threadIdx.x < 2)
-            (threadIdx.x == 0 ? shares.begin : shares.end) = split_boundary(p, blockIdx.x + threadIdx.x);
+        if (threadIdx.x < 2) (threadIdx.x == 0 ? shares.begin : shares.end) = split_boundary(p, share + threadIdx.x);
         __syncthreads();
     }
 }
@@ -162,32 +171,32 @@ __device__ __forceinline__ void find_share(const AttentionParams& p, Shares<THRE
 // lists to their ends. `listed` is shared memory for a number for each query.
 constexpr int MOST_LISTED = 4096;
 template <int THREADS>
-__device__ __forceinline__ void find_listed_share(const AttentionParams& p, Shares<THREADS>& shares,
+__device__ __forceinline__ void find_listed_share(const AttentionParams& p, int share, Shares<THREADS>& shares,
                                                   uint16_t* listed) {
-    find_share(p, shares);
+    find_share(p, share, shares);
     if (has_lengths(p) || p.num_splits > 1 || p.extra.topk > 0 || p.num_queries > MOST_LISTED) return;
     if (p.main.topk <= 2 * TILE_ROWS) return;
     if (all_lists_full<THREADS>(p)) return;
     for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);
     __syncthreads();
-    find_uneven_share(p, shares, [&](int query) { return int(listed[query]); });
+    find_uneven_share(p, share, shares, [&](int query) { return int(listed[query]); });
 }
 
 // --- partial results ------------------------------------------------------------------------------------------
 
-// Say that this CTA's partial result is there. The threads that wrote it must have met this one.
-__device__ __forceinline__ void announce_partial(const AttentionParams& p, bool begins_item) {
-    store_release(p.ready + blockIdx.x, p.nonce + IS_LEFT + (begins_item ? BEGINS_ITEM : 0));
+// Say that a share's partial result is there. The threads that wrote it must have met this one.
+__device__ __forceinline__ void announce_partial(const AttentionParams& p, int share, bool begins_item) {
+    store_release(p.ready + share, p.nonce + IS_LEFT + (begins_item ? BEGINS_ITEM : 0));
 }
 
-// Wait for the partial results of the item that began before this CTA's share, and return how many there are: those of
-// the CTAs just before this one. One warp calls.
-__device__ __forceinline__ int wait_for_partials(const AttentionParams& p, int lane) {
+// Wait for the partial results of the item that began before a share, and return how many there are: those of the shares
+// just before. One warp calls.
+__device__ __forceinline__ int wait_for_partials(const AttentionParams& p, int share, int lane) {
     int count = 0;
 #pragma unroll 1
     for (;;) {
-        const int cta = int(blockIdx.x) - 1 - count - lane;
-        const uint64_t state = (cta < 0 ? 0 : load_acquire(p.ready + cta)) - p.nonce;
+        const int before = share - 1 - count - lane;
+        const uint64_t state = (before < 0 ? 0 : load_acquire(p.ready + before)) - p.nonce;
         const bool left = state == IS_LEFT || state == IS_LEFT + BEGINS_ITEM;
         const uint32_t missing = __ballot_sync(~0u, !left);
         const uint32_t first = __ballot_sync(~0u, left && state != IS_LEFT);
@@ -198,6 +207,6 @@ __device__ __forceinline__ int wait_for_partials(const AttentionParams& p, int l
         }
         if (run == 32) count += 32;
     }
-    for (int i = lane; i < count; i += 32) p.ready[int(blockIdx.x) - 1 - i] = 0;
+    for (int i = lane; i < count; i += 32) p.ready[share - 1 - i] = 0;
     return count;
 }
