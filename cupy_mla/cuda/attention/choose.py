@@ -43,7 +43,7 @@ PADDED_QUERIES = 8
 FEW_ITEMS = 28
 BF16_FEW_HEADS_SPLITS = 2  # up to so many splits of a query `bf16_few_heads_sm90` is the faster kernel for bf16 rows
 # From so many work items on `bf16_cluster_sm90` is the faster kernel for flat bf16 rows; the second number is for up to
-# 32 heads, where half of the tile is padding.
+# 32 heads, where half of the tile is padding, and lists too short for a pair of tiles in each CTA of a full cluster.
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
@@ -334,7 +334,8 @@ def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
 
 
 def _bf16_wanted(f: Facts, s: Sizes) -> bool:
-    return _items(s, bf16_sm90.HEADS) >= (CLUSTER_HALF_ITEMS if s.h_q <= 32 else CLUSTER_ITEMS)
+    full = s.splits is None and _bf16_pairs(s) >= MAX_CLUSTER
+    return _items(s, bf16_sm90.HEADS) >= (CLUSTER_ITEMS if s.h_q > 32 or full else CLUSTER_HALF_ITEMS)
 
 
 def _portable(f: Facts, s: Sizes) -> Choice:

@@ -275,9 +275,9 @@ def test_two_queries_a_cta_when_there_are_more_than_multiprocessors():
 
 
 @BF16
-@pytest.mark.parametrize(("h_q", "least"), [(17, 8), (32, 8), (33, 4), (64, 4), (65, 2), (128, 2)])
+@pytest.mark.parametrize(("h_q", "least"), [(17, 4), (32, 4), (33, 4), (64, 4), (65, 2), (128, 2)])
 def test_flat_rows_are_for_clusters_from_so_many_work_items_on(layout, h_q, least):
-    """4 items, each a query and a tile of up to 64 heads; 8 with up to 32 heads."""
+    """4 items, each a query and a tile of up to 64 heads."""
     few, many = decode(layout, h_q, least - 1), decode(layout, h_q, least)
     assert few.kernel == "few_heads_sm90"
     candidates = choose.few_heads_candidates((16, 32), h_q, 32, CLUSTERS_AT_ONCE, None)
@@ -286,6 +286,17 @@ def test_flat_rows_are_for_clusters_from_so_many_work_items_on(layout, h_q, leas
     assert (many.heads, many.splits) == (64, many.cluster)
     assert many.splits > 1
     assert decode(layout, h_q, least, flat=False).kernel == "few_heads_sm90"
+
+
+@BF16
+@pytest.mark.parametrize("h_q", [17, 32])
+def test_short_lists_of_up_to_32_heads_are_for_clusters_from_8_work_items_on(layout, h_q):
+    """Up to 15 pairs of tiles, one less than a cluster can have CTAs; and where a number of splits is asked for."""
+    for facts in ({"rows": 512}, {"rows": 15 * 128}, {"splits": 16}):
+        few, many = (decode(layout, h_q, queries, **facts).kernel for queries in (7, 8))
+        assert (few, many) == ("few_heads_sm90", "bf16_cluster_sm90")
+    for queries in (4, 7):
+        assert decode(layout, h_q, queries, 15 * 128 + 1) == Choice("bf16_cluster_sm90", 64, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -354,10 +365,11 @@ def test_bf16_rows_of_few_heads_in_two_splits_rather_than_three_without_a_cluste
 # not. Those within 2 % are left out.
 DECODED_EVENLY = {
     (64, 2048): [67, 76, 80, 133, 150, 171, 200],
-    (128, 2048): [37, 46, 67, 74, 96, 101, 133, 145, 157, 175, 210, 237],
+    (128, 2048): [37, 46, 67, 74, 96, 101, 113, 133, 145, 157, 175, 210, 237],
     (32, 2048): [133, 180],
     (64, 1024): [140],
     (64, 512): [140],
+    (128, 512): [72],
     (16, 2048): [133, 144, 155],
     (16, 1024): [140],
     (8, 2048): [133, 140],
@@ -366,7 +378,8 @@ DECODED_WHOLE = {
     (64, 2048): [94, 105, 128, 226, 232, 264],
     (128, 2048): [50, 66, 118, 132, 192, 250, 264],
     (64, 512): [70, 132, 200],
-    (128, 512): [40, 64, 250],
+    (128, 1024): [48],
+    (128, 512): [40, 64, 96, 150, 250],
     (16, 2048): [90, 120, 128, 170, 200],
     (8, 2048): [155, 170, 200],
 }
@@ -402,7 +415,8 @@ def test_flat_rows_of_unequal_length_are_divided_evenly_elsewhere(layout):
 
 @BF16
 @pytest.mark.parametrize(
-    ("h_q", "evenly", "whole"), [(64, [79, 145, 200, 220], [132]), (128, [42, 77, 151, 180], [57, 66, 132])]
+    ("h_q", "evenly", "whole"),
+    [(64, [79, 145, 200, 220], [132]), (128, [42, 47, 77, 100, 113, 151, 170, 180], [57, 66, 132, 190])],
 )
 def test_small_prefills_of_no_whole_wave_are_divided_evenly(layout, h_q, evenly, whole):
     assert {prefill(h_q, queries, layout=layout).kernel for queries in evenly} == {"bf16_shares_sm90"}
