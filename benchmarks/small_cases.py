@@ -213,7 +213,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
             )
     yield "attention of ranks", merge_case
-    for rows, width in ((200, 5000), (200, 20000), (3, 20000), (2, 200000), (100, 40000)):
+    for rows, width in ((200, 5000), (200, 20000), (900, 8000), (600, 17000), (3, 20000), (2, 200000), (100, 40000)):
         yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90"):

@@ -19,7 +19,9 @@ from .program import Launch, Pointer, Program, Slot
 from .structs import Packed
 
 LEAST_CLUSTER_CAPABILITY = 90
-SPILL_BYTES = 36  # some compilers put what is needed once a row into local memory
+# What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
+SPILL_BYTES = {False: 60, True: 68}
+MOST_K = 4096
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -38,7 +40,7 @@ class Shape(NamedTuple):
     threads: int
     items: int
     per_sm: int
-    streamed: bool = True
+    streamed: bool = False
     clusters: bool = False
     few: bool = False
 
@@ -47,33 +49,56 @@ class Shape(NamedTuple):
         """Items that the threads of a CTA hold in registers."""
         return self.threads * self.items
 
+    @property
+    def most_k(self) -> int:
+        """The largest k: a streamed row's pool has room for twice as many."""
+        return min(self.held // 2, MOST_K) if self.streamed else MOST_K
 
-# Shapes that hold rows in registers, the smallest first: for more rows than SMs, for more than MOST_OF_SM an SM, for no
-# more than SMs, and for clusters.
-MANY_HELD = tuple(
-    Shape(512, items, per_sm, False) for items, per_sm in ((8, 2), (12, 3), (16, 3), (20, 2), (24, 2), (28, 2), (32, 2))
+
+class Widths(NamedTuple):
+    """The shapes for rows up to a width, each with the rows an SM above which it is meant, ascending."""
+
+    most: int
+    shapes: tuple[tuple[int, Shape], ...]
+
+
+ANY_WIDTH = 1 << 31
+STREAMED = Shape(512, 16, 2, streamed=True)
+# For more rows than SMs.
+MANY = (
+    Widths(4096, ((1, Shape(512, 8, 2)), (2, Shape(256, 16, 5)))),
+    Widths(5120, ((1, Shape(256, 20, 5)),)),
+    Widths(6144, ((1, Shape(512, 12, 3)), (3, Shape(256, 24, 4)))),
+    Widths(7168, ((1, Shape(512, 16, 3)), (3, Shape(256, 28, 4)))),
+    Widths(8192, ((1, Shape(512, 16, 3)), (3, Shape(256, 32, 4)))),
+    *(Widths(512 * items, ((1, Shape(512, items, 2)),)) for items in (20, 24, 28, 32)),
+    Widths(32768, ((1, STREAMED), (2, Shape(256, 16, 4, streamed=True)))),
+    Widths(ANY_WIDTH, ((1, STREAMED),)),
 )
-WAVES_HELD = tuple(Shape(256, 32, 4, False) if shape.held == 256 * 32 else shape for shape in MANY_HELD)
-FEW_HELD = (
-    *(Shape(512, items, 2, False, few=True) for items in (8, 16)),
-    *(Shape(1024, items, 1, False, few=True) for items in (12, 16, 20, 24)),
+# For no more rows than SMs, a CTA each.
+FEW = (
+    *(Widths(512 * items, ((0, Shape(512, items, 2, few=True)),)) for items in (8, 16)),
+    *(Widths(1024 * items, ((0, Shape(1024, items, 1, few=True)),)) for items in (12, 16, 20, 24)),
+    Widths(32768, ((0, STREAMED._replace(few=True)),)),
+    Widths(ANY_WIDTH, ((0, Shape(1024, 16, 1, streamed=True, few=True)),)),
 )
-HELD_BY_CLUSTERS = tuple(Shape(1024, items, 1, False, True) for items in (4, 8, 16))
-# Shapes for longer rows.
-MANY, FEW, FEW_LONG = Shape(512, 16, 2), Shape(512, 16, 2, few=True), Shape(1024, 16, 1, few=True)
-CLUSTERS = Shape(1024, 16, 1, clusters=True)
-MOST_OF_SM = 8  # rows an SM for which WAVES_HELD is not wanted
+# For clusters, by the width of a CTA's part.
+CLUSTERS = (
+    *(Widths(1024 * items, ((0, Shape(1024, items, 1, clusters=True)),)) for items in (4, 8, 16)),
+    Widths(ANY_WIDTH, ((0, Shape(1024, 16, 1, streamed=True, clusters=True)),)),
+)
 LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
+LEAST_PART = CLUSTERS[0].most  # of a cluster of more than two
 MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
-MOST_OF_FEW = 32768  # longest rows for which FEW is faster than FEW_LONG
 
 
 @cache
 def kernel(shape: Shape, bf16: bool) -> Kernel:
-    """The kernel that chooses from rows, for many short or long rows, or for few."""
+    """The kernel of CTAs of a shape."""
     defines = {name.upper(): int(value) for name, value in shape._asdict().items()}
     return Kernel(
-        "indexer/topk.cu", structs.TOPK, {**defines, "BF16": int(bf16)}, overlaps=True, spill_bytes=SPILL_BYTES,
+        "indexer/topk.cu", structs.TOPK, {**defines, "BF16": int(bf16)}, overlaps=True,
+        spill_bytes=SPILL_BYTES[bf16],
         archs=[a for a in PORTABLE if int(a) >= (LEAST_CLUSTER_CAPABILITY if shape.clusters else 0)],
         max_cluster=PORTABLE_CLUSTER if shape.clusters else 1, alone=shape.few,
     )  # fmt: skip
@@ -82,26 +107,26 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for bf16 in (False, True):
-        for shape in dict.fromkeys(
-            (*MANY_HELD, *WAVES_HELD, *FEW_HELD, *HELD_BY_CLUSTERS, MANY, FEW, FEW_LONG, CLUSTERS)
-        ):
+        for shape in dict.fromkeys(shape for widths in (*MANY, *FEW, *CLUSTERS) for _, shape in widths.shapes):
             yield kernel(shape, bf16)
 
 
-def choose(rows: int, width: int, sms: int, clusters: bool) -> tuple[Shape, int]:
+def choose(rows: int, width: int, k: int, sms: int, clusters: bool) -> tuple[Shape, int]:
     """The shape that is fastest for so many rows on a GPU of so many SMs, and the CTAs of a row."""
     if rows > sms:
-        shapes = WAVES_HELD if rows > MOST_OF_SM * sms else MANY_HELD
-        return next((shape for shape in shapes if width <= shape.held), MANY), 1
+        return _shape(MANY, rows, width, k, sms), 1
     cluster = PORTABLE_CLUSTER if clusters and width > LEAST_CLUSTER_WIDTH else 1
-    while cluster > 1 and (rows * cluster > _fitting(sms, cluster) or width <= cluster // 2 * HELD_BY_CLUSTERS[0].held):
+    while cluster > 1 and (rows * cluster > _fitting(sms, cluster) or width <= cluster // 2 * LEAST_PART):
         cluster //= 2
     if cluster == 2 and width <= MOST_OF_ONE:
         cluster = 1
-    if cluster == 1:
-        longer = FEW if width <= MOST_OF_FEW else FEW_LONG
-        return next((shape for shape in FEW_HELD if width <= shape.held), longer), 1
-    return next((shape for shape in HELD_BY_CLUSTERS if width <= cluster * shape.held), CLUSTERS), cluster
+    return _shape(FEW if cluster == 1 else CLUSTERS, rows, width, k, sms, cluster), cluster
+
+
+def _shape(table: tuple[Widths, ...], rows: int, width: int, k: int, sms: int, cluster: int = 1) -> Shape:
+    """Of the shapes for a width, the last that is meant for so many rows and this k."""
+    shapes = next(widths.shapes for widths in table if width <= cluster * widths.most)
+    return next(shape for above, shape in reversed(shapes) if rows > above * sms and k <= shape.most_k)
 
 
 def _fitting(sms: int, cluster: int) -> int:
@@ -242,7 +267,7 @@ def _launches(
         logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
         queries=bounds.queries, aligned=int(logits.aligned),
     )  # fmt: skip
-    shape, cluster = choose(rows, width, gpu.sms, gpu.capability >= LEAST_CLUSTER_CAPABILITY)
+    shape, cluster = choose(rows, width, k, gpu.sms, gpu.capability >= LEAST_CLUSTER_CAPABILITY)
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
 
 

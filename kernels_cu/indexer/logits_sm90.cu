@@ -24,6 +24,7 @@
 // Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes and their scales.
 #include "indexer/keys.cuh"
 #include "ptx/arithmetic.cuh"
+#include "ptx/cache_policy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -37,6 +38,8 @@
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCERS = 4;  // warps
+// A key is read once: keys leave L2 before the logits that the top-k reads.
+constexpr bool READ_ONCE = PAGED && !TOGETHER;
 constexpr int UNIT = 64;
 constexpr int WARPS_TILES = 128;       // up to so many tiles of decode, each producer warp counts its share for itself
 constexpr int ROWS = QUERIES * HEADS;  // columns of wgmma
@@ -167,7 +170,12 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
     const uint32_t to_chunk[2] = {to + swizzle(row, chunk), to + swizzle(row + 4, chunk)};
     const uint32_t scales = shared_address(sm.scales[stage]) + 4 * lane;
     const auto copy_row = [&](int i, const uint8_t* from, bool exists) {
-        cp_async_16(to_chunk[i % 2] + 4 * i * LINE_BYTES, from + 16 * chunk, exists);
+        const uint32_t there = to_chunk[i % 2] + 4 * i * LINE_BYTES;
+        if constexpr (READ_ONCE) {
+            cp_async_16(there, from + 16 * chunk, exists, evict_first());
+        } else {
+            cp_async_16(there, from + 16 * chunk, exists);
+        }
     };
     uint32_t exists[2] = {~0u, ~0u};
     if constexpr (!PAGED) {

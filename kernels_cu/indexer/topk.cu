@@ -54,15 +54,15 @@ struct TopkParams {
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
 constexpr int BINS = 2048, BINS_OF_THREAD = BINS / THREADS;
-using Histogram = uint32_t[BINS + 4];          // word BINS counts what is in no bin; nothing reads it
-constexpr int CAPACITY = STREAMED ? 8192 : 4;  // of the pool: twice the largest k
-constexpr int WINDOW = CAPACITY / 2 * 32;      // columns whose choice is marked in shared memory at a time
-constexpr int SAMPLED = 2;                     // vectors of a thread in the sample
+using Histogram = uint32_t[BINS + 4];  // word BINS counts what is in no bin; nothing reads it
+constexpr int CAPACITY = !STREAMED ? 4 : TILE < 8192 ? TILE : 8192;  // of the pool
+constexpr int WINDOW = CAPACITY / 2 * 32;  // columns whose choice is marked in shared memory at a time
+constexpr int SAMPLED = 2;                 // vectors of a thread in the sample
+constexpr uint32_t MAX_K = STREAMED ? CAPACITY / 2 : 4096;
 constexpr int MAX_CLUSTER = 8;
-constexpr uint32_t MAX_K = 4096;
 constexpr uint32_t OUTSIDE = 0;
 constexpr int32_t NO_SLOT = int32_t(0x80000000);  // a shift that makes every position negative
-static_assert(BINS % THREADS == 0 && CAPACITY <= TILE && ITEMS % 4 == 0 && ITEMS <= 32, "");
+static_assert(BINS % THREADS == 0 && ITEMS % 4 == 0 && ITEMS <= 32, "");
 static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp's sum, 8 bytes a lane of its bins");
 
 struct Shared {
@@ -176,23 +176,24 @@ struct Tile {
 
     // The items from column `first` on.
     __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range, int first) {
-        const int64_t start = row * p.logits_stride;
+        const int thread_first = first + first_of_vector(0);
+        const int64_t from = row * p.logits_stride + thread_first;
         if (p.aligned && first + first_of_warp_vector(VECTORS) <= range.end) {
 #pragma unroll
-            for (int v = 0; v < VECTORS; ++v) vector[v] = logits_at(p, start + first + first_of_vector(v));
+            for (int v = 0; v < VECTORS; ++v) vector[v] = logits_at(p, from + v * 128);
             return;
         }
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            const int at = first + first_of_vector(v);
+            const int at = thread_first + v * 128;
             float4 x = {0, 0, 0, 0};
             if (p.aligned && at + 4 <= p.width) {
-                if (at < range.end) x = logits_at(p, start + at);
+                if (at < range.end) x = logits_at(p, from + v * 128);
             } else {
-                if (at < range.end) x.x = logit_at(p, start + at);
-                if (at + 1 < range.end) x.y = logit_at(p, start + at + 1);
-                if (at + 2 < range.end) x.z = logit_at(p, start + at + 2);
-                if (at + 3 < range.end) x.w = logit_at(p, start + at + 3);
+                if (at < range.end) x.x = logit_at(p, from + v * 128);
+                if (at + 1 < range.end) x.y = logit_at(p, from + v * 128 + 1);
+                if (at + 2 < range.end) x.z = logit_at(p, from + v * 128 + 2);
+                if (at + 3 < range.end) x.w = logit_at(p, from + v * 128 + 3);
             }
             vector[v] = x;
         }
@@ -220,9 +221,10 @@ struct Items {
     __device__ __forceinline__ void set(const Tile& tile, const Range& range, int first) {
         const int rest = range.end - first - Tile::first_of_warp_vector(0);
         vectors = max(0, min(ceil_div(rest, 128), VECTORS));
-        const bool whole = range.begin <= first && range.end - first >= Tile::first_of_warp_vector(VECTORS);
+        const bool whole = range.begin <= first && rest >= VECTORS * 128;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
+            if (v >= vectors) break;
             const float4& x = tile.vector[v];
             const float of_vector[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -231,6 +233,7 @@ struct Items {
         if (whole) return;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
+            if (v >= vectors) break;
             const int at = first + Tile::first_of_vector(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -380,15 +383,12 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
     __syncthreads();
 }
 
-// Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`. Without a branch,
-// which the compiler makes of an atomic that not all lanes execute.
+// Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`. The bins end with
+// the prefix' highest digit; below its lowest there may be items of smaller prefixes, which no search from the top comes
+// to. Without a branch, which the compiler makes of an atomic that not all lanes execute.
 __device__ __forceinline__ void count_digit(Histogram& bins, uint32_t order, uint32_t prefix, int above, int shift) {
-    uint32_t digit = order >> shift;
-    if (above < 32) {
-        const uint32_t digits = 1u << (above - shift);
-        digit -= prefix * digits;
-        digit = digits == BINS ? min(digit, uint32_t(BINS)) : digit < digits ? digit : BINS;
-    }
+    uint32_t digit = (order >> shift) - ((prefix + 1 << (above - shift)) - BINS);
+    if (above < 32) digit = min(digit, uint32_t(BINS));
     atomicAdd(&bins[digit], 1u);
 }
 
@@ -412,7 +412,7 @@ __device__ __forceinline__ Threshold find_threshold(const Source& source, int k)
 #else
         find_bin_of_cta(bins, need);
 #endif
-        prefix = prefix << (above - shift) | shared().digit;
+        prefix = (prefix + 1 << (above - shift)) - BINS + shared().digit;
         need -= shared().above;
         // All items of the bin are chosen: the threshold is just below it.
         if (shared().inside == need) return {max(prefix << shift, 1u) - 1, 0, {larger_before + inside_before}};
@@ -432,6 +432,7 @@ struct Counts {
 struct Chosen {
     uint32_t mask;  // bit 4 v + i: item i of vector v
     int before;     // chosen items of the warps and CTAs before this one
+    int vectors;    // the others have nothing that is chosen
 
     // The numbers of set bits before each of a thread's vectors in its warp; and of all vectors.
     static __device__ __forceinline__ Counts before_vectors(uint32_t mask, Counts& totals) {
@@ -457,6 +458,7 @@ struct Chosen {
         to += before;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
+            if (v >= vectors) break;
             int32_t* at = to + sums.of(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -472,10 +474,16 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t larger = 0, equal = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) larger |= uint32_t(items[i] > threshold.order) << i;
+    for (int i = 0; i < ITEMS; ++i) {
+        if (i / 4 >= items.vectors) break;
+        larger |= uint32_t(items[i] > threshold.order) << i;
+    }
     if (threshold.ties > 0) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) equal |= uint32_t(items[i] == threshold.order) << i;
+        for (int i = 0; i < ITEMS; ++i) {
+            if (i / 4 >= items.vectors) break;
+            equal |= uint32_t(items[i] == threshold.order) << i;
+        }
     }
     const Both of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16))};
     if (lane == 0) shared().of_warp[warp] = of_warp.counts;
@@ -499,7 +507,7 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
             }
         }
     }
-    return {larger, threshold.count(before)};
+    return {larger, threshold.count(before), items.vectors};
 }
 
 // Behind choose: how many of the CTA are chosen.
@@ -586,14 +594,15 @@ __device__ __forceinline__ float guess_threshold(const TopkParams& p, int row, c
 #pragma unroll
         for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
     }
-    const float share = float(SIZE) / length, expected = p.k * share;
-    const int rank = max(1, int(min(expected + 6 * sqrt_approx(expected) + 4, (p.k + CAPACITY) * 0.5f * share)));
+    const float share = float(SIZE) / length, expected = p.k * share, room = CAPACITY * share;
+    const int rank = max(1, int(min(expected + 6 * sqrt_approx(expected) + 4, (expected + room) * 0.5f)));
+    const int most = max(rank, min(rank + rank / 2, int(room - 5 * sqrt_approx(room))));  // that the pool has room for
 #pragma unroll
     for (int i = 0; i < 4 * SAMPLED; ++i) count_digit(shared().bins[0], order[i / 4][i % 4], 0, 32, 21);
     find_bin_of_cta(shared().bins[0], rank);
     const uint32_t digit = shared().digit;
     const int above = shared().above, inside = shared().inside;
-    if (above + inside <= rank + rank / 2) return logit_of(digit << 21);
+    if (above + inside <= most) return logit_of(digit << 21);
 #pragma unroll
     for (int i = 0; i < 4 * SAMPLED; ++i) count_digit(shared().bins[0], order[i / 4][i % 4], digit, 21, 10);
     find_bin_of_cta(shared().bins[0], rank - above);

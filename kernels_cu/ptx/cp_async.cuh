@@ -8,6 +8,13 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
+// The same under a cache policy (ptx/cache_policy.cuh).
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(valid ? 16 : 0), "l"(policy)
+                 : "memory");
+}
+
 // cp.async.ca: the same for 8 bytes.
 __device__ __forceinline__ void cp_async_8(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid ? 8 : 0) : "memory");

@@ -2,71 +2,130 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
+from cupy_mla import topk_indices
 from cupy_mla.bridges import describe
-from cupy_mla.cuda import logits, topk
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda import driver, logits, topk
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.structs import LOGITS
-from cupy_mla.cuda.topk import CLUSTERS, FEW, FEW_LONG, LEAST_CLUSTER_WIDTH, MANY, Shape, choose, kernel, kernels
+from cupy_mla.cuda.topk import ANY_WIDTH, CLUSTERS, FEW, LEAST_CLUSTER_WIDTH, MANY, Shape, choose, kernel, kernels
+from tests.ops.test_topk import ADVERSARIAL, adversarial, by_sort
 
 SMS = 132
 
 
-def held(threads: int, items: int, per_sm: int, clusters: bool = False, few: bool = False) -> Shape:
-    return Shape(threads, items, per_sm, streamed=False, clusters=clusters, few=few)
+def held(threads: int, items: int, per_sm: int, few: bool = False, clusters: bool = False) -> Shape:
+    return Shape(threads, items, per_sm, clusters=clusters, few=few)
+
+
+def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters: bool = False) -> Shape:
+    return Shape(threads, items, per_sm, True, clusters, few)
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "shape", "cluster"),
+    ("rows", "width", "k", "shape", "cluster"),
     [
-        (1, 1, held(512, 8, 2, few=True), 1),
-        (SMS, 4097, held(512, 16, 2, few=True), 1),
-        (93, 10944, held(1024, 12, 1, few=True), 1),
-        (89, 23296, held(1024, 24, 1, few=True), 1),
-        (SMS, 32768, FEW, 1),
-        (SMS, 32769, FEW_LONG, 1),
-        (12, 12864, held(1024, 4, 1, True), 4),
-        (16, 17664, held(1024, 8, 1, True), 4),
-        (8, 32768, held(1024, 4, 1, True), 8),
-        (13, 32768, held(1024, 4, 1, True), 8),
-        (14, 32768, held(1024, 8, 1, True), 4),
-        (16, 131072, CLUSTERS, 4),
-        (64, 17664, held(1024, 20, 1, few=True), 1),
-        (64, 32768, FEW, 1),
-        (64, 131072, FEW_LONG, 1),
-        (64, 131073, CLUSTERS, 2),
-        (1, 1 << 20, CLUSTERS, 8),
-        (SMS + 1, 4096, held(512, 8, 2), 1),
-        (8 * SMS, 8192, held(512, 16, 3), 1),
-        (8 * SMS + 1, 8192, held(256, 32, 4), 1),
-        (8192, 6145, held(256, 32, 4), 1),
-        (8192, 6144, held(512, 12, 3), 1),
-        (168, 4672, held(512, 12, 3), 1),
-        (518, 9408, held(512, 20, 2), 1),
-        (1207, 12672, held(512, 28, 2), 1),
-        (1500, 16384, held(512, 32, 2), 1),
-        (1047, 20032, MANY, 1),
+        (1, 1, 1, held(512, 8, 2, True), 1),
+        (SMS, 4097, 2048, held(512, 16, 2, True), 1),
+        (93, 10944, 2048, held(1024, 12, 1, True), 1),
+        (89, 23296, 2048, held(1024, 24, 1, True), 1),
+        (SMS, 32768, 2048, streamed(512, 16, 2, True), 1),
+        (SMS, 32769, 2048, streamed(1024, 16, 1, True), 1),
+        (12, 12864, 2048, held(1024, 4, 1, clusters=True), 4),
+        (16, 17664, 2048, held(1024, 8, 1, clusters=True), 4),
+        (8, 32768, 2048, held(1024, 4, 1, clusters=True), 8),
+        (13, 32768, 2048, held(1024, 4, 1, clusters=True), 8),
+        (14, 32768, 2048, held(1024, 8, 1, clusters=True), 4),
+        (16, 131072, 2048, streamed(1024, 16, 1, clusters=True), 4),
+        (64, 17664, 2048, held(1024, 20, 1, True), 1),
+        (64, 32768, 512, streamed(512, 16, 2, True), 1),
+        (64, 131072, 2048, streamed(1024, 16, 1, True), 1),
+        (64, 131073, 2048, streamed(1024, 16, 1, clusters=True), 2),
+        (1, 1 << 20, 2048, streamed(1024, 16, 1, clusters=True), 8),
+        (SMS + 1, 4096, 2048, held(512, 8, 2), 1),
+        (2 * SMS, 4096, 2048, held(512, 8, 2), 1),
+        (2 * SMS + 1, 4096, 2048, held(256, 16, 5), 1),
+        (168, 4672, 2048, held(256, 20, 5), 1),
+        (4096, 5120, 2048, held(256, 20, 5), 1),
+        (3 * SMS, 6144, 2048, held(512, 12, 3), 1),
+        (3 * SMS + 1, 6144, 4096, held(256, 24, 4), 1),
+        (3 * SMS, 7168, 2048, held(512, 16, 3), 1),
+        (3 * SMS + 1, 7168, 2048, held(256, 28, 4), 1),
+        (3 * SMS, 8192, 2048, held(512, 16, 3), 1),
+        (8192, 8192, 2048, held(256, 32, 4), 1),
+        (518, 9408, 2048, held(512, 20, 2), 1),
+        (1207, 12672, 2048, held(512, 28, 2), 1),
+        (1500, 16384, 2048, held(512, 32, 2), 1),
+        (2 * SMS, 16385, 2048, streamed(512, 16, 2), 1),
+        (1047, 20032, 2048, streamed(256, 16, 4), 1),
+        (1047, 20032, 2049, streamed(512, 16, 2), 1),
+        (4096, 32768, 512, streamed(256, 16, 4), 1),
+        (4096, 32769, 512, streamed(512, 16, 2), 1),
     ],
 )
-def test_on_hopper(rows: int, width: int, shape: Shape, cluster: int) -> None:
-    assert choose(rows, width, SMS, True) == (shape, cluster)
+def test_on_hopper(rows: int, width: int, k: int, shape: Shape, cluster: int) -> None:
+    assert choose(rows, width, k, SMS, True) == (shape, cluster)
+
+
+@pytest.mark.parametrize("table", [MANY, FEW, CLUSTERS])
+def test_tables_are_in_order_and_leave_no_call_out(table) -> None:
+    assert [widths.most for widths in table] == sorted({widths.most for widths in table})
+    assert table[-1].most == ANY_WIDTH
+    for most, shapes in table:
+        assert [above for above, _ in shapes] == sorted({above for above, _ in shapes})
+        assert shapes[0][0] == (table is MANY)
+        assert shapes[0][1].most_k == 4096
+        for _, shape in shapes:
+            assert (shape.clusters, shape.few) == (table is CLUSTERS, table is FEW)
+            assert shape.streamed or most <= shape.held
 
 
 def test_any_call_has_a_kernel_that_holds_or_streams_its_rows() -> None:
     compiled = set(kernels())
-    for rows in (1, 2, 7, 12, 13, 16, 17, 33, 66, 67, 108, 109, 132, 133, 5000):
+    for rows in (1, 2, 7, 12, 13, 16, 17, 33, 66, 67, 108, 109, 132, 133, 500, 5000):
         for width in (0, 1, 4096, 4097, 8192, 10240, 12288, 12289, 16384, 24576, 24577, 65536, 131072, 131073, 1 << 20):
-            for sms in (16, 108, 132):
-                for clusters in (False, True):
-                    shape, cluster = choose(rows, width, sms, clusters)
-                    assert kernel(shape, False) in compiled
-                    assert shape.streamed or width <= shape.held * cluster
-                    assert shape.clusters == (cluster > 1)
-                    assert cluster == 1 or (clusters and rows * cluster <= sms and width > LEAST_CLUSTER_WIDTH)
-                    if cluster > 1:
-                        assert kernel(shape, False).max_cluster >= cluster
+            for sms, clusters, k in product((16, 108, 132), (False, True), (1, 2048, 4096)):
+                shape, cluster = choose(rows, width, k, sms, clusters)
+                assert kernel(shape, False) in compiled
+                assert k <= shape.most_k
+                assert shape.streamed or width <= shape.held * cluster
+                assert shape.clusters == (cluster > 1)
+                assert cluster == 1 or (clusters and rows * cluster <= sms and width > LEAST_CLUSTER_WIDTH)
+                if cluster > 1:
+                    assert kernel(shape, False).max_cluster >= cluster
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["random", *ADVERSARIAL])
+def test_each_shape(monkeypatch, rng, name: str) -> None:
+    """Rows with starts and ends of their own, of which each shape gets some, however many rows it is meant for."""
+    cupy = pytest.importorskip("cupy")
+    gpu = driver.gpu(driver.current_device())
+    for table in (MANY, FEW, CLUSTERS):
+        for most, shapes in table:
+            for _, shape in shapes:
+                if not kernel(shape, False).suits(gpu.capability):
+                    continue
+                cluster = int(rng.choice([2, 4, 8])) if shape.clusters else 1
+                least, most_held = (shape.held, 5 * shape.held) if shape.streamed else (most // 2, most)
+                width = cluster * int(rng.integers(least, most_held + 1))
+                monkeypatch.setattr(topk, "choose", lambda *_, of=(shape, cluster): of)
+                forget_calls()
+                row = rng.standard_normal(width, np.float32) if name == "random" else adversarial(rng, name, width)
+                logits = np.stack([row, np.roll(row, width // 3), row[::-1]])
+                starts = rng.integers(-2, width // 4, 3, dtype=np.int32)
+                ends = rng.integers(width // 2, width + 5, 3, dtype=np.int32)
+                k = int(rng.choice([1, 63, 2048, shape.most_k]))
+                got = cupy.asnumpy(topk_indices(cupy.asarray(logits), k, cupy.asarray(starts), cupy.asarray(ends)))
+                for i in range(3):
+                    expected = by_sort(logits[i, max(starts[i], 0) : ends[i]], k)
+                    np.testing.assert_array_equal(got[i], expected, err_msg=f"{shape}, {cluster}, {width}, k {k}")
+    forget_calls()
 
 
 def all_chosen(program) -> list[int]:

@@ -1,0 +1,10 @@
+// PTX ISA: createpolicy.fractional. sm_80.
+#pragma once
+#include "ptx/types.cuh"
+
+// For what is read once: its lines leave L2 before others do.
+__device__ __forceinline__ uint64_t evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
