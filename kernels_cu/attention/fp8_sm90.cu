@@ -33,7 +33,8 @@
 // item are the CTAs of a cluster, which merge their partial results (merge.cuh); SHARES, each CTA has an equal share of
 // all rows, and splits of an item are merged by the CTA that has its end (shares.cuh); SEGMENTS, each takes whole items
 // in turn, works on the splits of one after the other, with the same Q, and merges their partial results as a cluster
-// does, to the same bits.
+// does, to the same bits. Clusters and segments deal an item's tiles out to its splits in turn: a list with -1 behind a
+// short context is divided evenly, too.
 //
 // Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a split
 // before its first tile, unless it has at most UNSEEN tiles.
@@ -75,14 +76,15 @@
 
 constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3 };  // DIVISION
+enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3 };             // DIVISION
+constexpr bool IN_TURN = DIVISION == CLUSTERS || DIVISION == SEGMENTS;  // splits have an item's tiles in turn
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
 // The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number. Pairs
 // take fewer instructions.
-constexpr int UNIT_TILES = DIVISION == CLUSTERS || DIVISION == SEGMENTS ? 1 : 2;
+constexpr int UNIT_TILES = IN_TURN ? 1 : 2;
 constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column blocks of 64; the last is RoPE
@@ -106,7 +108,7 @@ enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER
 
 // The producer warps look for valid entries in splits of more than UNSEEN tiles: that takes 1 us of the first one's
 // time. They look at up to 32 * TILE_WORDS tiles; all others count as having one.
-constexpr int UNSEEN = DIVISION == CLUSTERS || DIVISION == SEGMENTS ? 12 : 4, TILE_WORDS = 8;
+constexpr int UNSEEN = IN_TURN ? 12 : 4, TILE_WORDS = 8;
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
@@ -171,11 +173,14 @@ __device__ __forceinline__ void sync_warpgroup(const Role& r) {
 }
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMERS); }
 
-// A split as the producers see it. `turn` counts the CTA's earlier splits, `stage` the stages that they took.
+// A split as the producers see it: `count` tiles, from `begin` on every `step`-th before `end`. `turn` counts the CTA's
+// earlier splits, `stage` the stages that they took.
 struct Work : WorkItem {
-    int turn;
+    int step, dealt, turn;
     uint32_t stage;
     bool ends_item;
+
+    __device__ __forceinline__ int count() const { return IN_TURN ? dealt : end - begin; }
 };
 
 // In shares: the last item of this CTA's share, with which it starts.
@@ -197,6 +202,14 @@ __device__ __forceinline__ int segment_of(const AttentionParams& p, int turn) {
     return DIVISION == SEGMENTS ? turn % p.num_splits : 0;
 }
 
+// Of a whole work item, one of so many splits, to which its tiles are dealt out in turn. So splits are equal where a
+// list ends with -1, without a look at it.
+__device__ __forceinline__ void take_split(Work& w, int split, int splits) {
+    w.begin = min(split, w.end);
+    w.step = splits;
+    w.dealt = ceil_div(w.end - w.begin, splits);
+}
+
 // Split number `turn` of this CTA.
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     const int item = DIVISION == SHARES     ? last_item() - turn
@@ -205,12 +218,8 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
                                             : blockIdx.x + turn * gridDim.x;
     const int head_tiles = num_head_tiles(p);
     Work w;
-    if constexpr (DIVISION == CLUSTERS) {
-        find_item(p, w, item / head_tiles, item % head_tiles, cluster_rank(), cluster_size());
-    } else if constexpr (DIVISION == SHARES) {
+    if constexpr (DIVISION == SHARES) {
         find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
-    } else if constexpr (DIVISION == SEGMENTS) {
-        find_item(p, w, item / head_tiles, item % head_tiles, segment_of(p, turn), p.num_splits);
     } else {
         find_item(p, w, item / head_tiles, item % head_tiles, 0, 1);
     }
@@ -221,6 +230,9 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
         w.ends_item = item != end.item;
         if (!w.ends_item) w.end = 2 * end.pair;
     }
+    w.step = 1;
+    if constexpr (DIVISION == CLUSTERS) take_split(w, cluster_rank(), cluster_size());
+    if constexpr (DIVISION == SEGMENTS) take_split(w, segment_of(p, turn), p.num_splits);
     return w;
 }
 
@@ -332,21 +344,21 @@ template <typename Act>
 __device__ __forceinline__ void look_for_valid(const AttentionParams& p, const Work& w, const Entries& list, int warp,
                                                int lane, Act meanwhile) {
     constexpr int AT_ONCE = 8;
-    const int words = min(TILE_WORDS, ceil_div(w.end - w.begin, 32));
+    const int words = min(TILE_WORDS, ceil_div(w.count(), 32));
 #pragma unroll 1
     for (int word = 0; word < words; ++word) {
-        const int first = w.begin + 32 * word + warp;
+        const int first = w.begin + w.step * 32 * word + w.step * warp;
         int32_t entries[AT_ONCE][2];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            entries[i][0] = list.of(w, first + 4 * i, lane);
-            entries[i][1] = list.of(w, first + 4 * i, lane + 32);
+            entries[i][0] = list.of(w, first + w.step * 4 * i, lane);
+            entries[i][1] = list.of(w, first + w.step * 4 * i, lane + 32);
         }
         if (word == 0) meanwhile();
         uint32_t found = 0;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const int tile = first + 4 * i;
+            const int tile = first + w.step * 4 * i;
             if (__any_sync(~0u, is_valid(p, w, tile, entries[i][0]) || is_valid(p, w, tile, entries[i][1])))
                 found |= 1u << (4 * i + warp);
         }
@@ -359,10 +371,10 @@ __device__ __forceinline__ void look_for_valid(const AttentionParams& p, const W
 struct Tiles {
     int count, listed, unlisted;
 
-    __device__ __forceinline__ explicit Tiles(const Work& w) : count(w.end - w.begin), listed(0), unlisted(0) {}
+    __device__ __forceinline__ explicit Tiles(const Work& w) : count(w.count()), listed(0), unlisted(0) {}
     // Makes the list of what all producer warps have found.
     __device__ __forceinline__ Tiles(const Work& w, int warp, int lane) : listed(0), unlisted(32 * TILE_WORDS) {
-        const int tiles = w.end - w.begin, words = min(TILE_WORDS, ceil_div(tiles, 32));
+        const int tiles = w.count(), words = min(TILE_WORDS, ceil_div(tiles, 32));
 #pragma unroll 1
         for (int word = 0; word < words; ++word) {
             const uint32_t (&by_warp)[4] = small().found[w.turn % 2][word];
@@ -377,12 +389,12 @@ struct Tiles {
     // The i-th; w.end behind the last one.
     __device__ __forceinline__ int tile(const Work& w, int warp, int i) const {
         if (i >= count) return w.end;
-        return w.begin + (i < listed ? small().tiles[warp][i] : i - listed + unlisted);
+        return w.begin + w.step * (i < listed ? small().tiles[warp][i] : i - listed + unlisted);
     }
 };
 
 // Whether a split's tiles are taken as they are.
-__device__ __forceinline__ bool is_unseen(const Split& w) { return w.end - w.begin <= UNSEEN; }
+__device__ __forceinline__ bool is_unseen(const Work& w) { return w.count() <= UNSEEN; }
 
 __device__ __forceinline__ Tiles find_tiles(const AttentionParams& p, const Work& w, const Entries& list, int warp,
                                             int lane) {
@@ -409,7 +421,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     int32_t entries[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-        tile[i] = min(w.begin + i, w.end);
+        tile[i] = min(w.begin + w.step * i, w.end);
         entries[i] = list.of(w, tile[i], my_row);
     }
     const Tiles tiles = find_tiles(p, w, list, warp, lane);
@@ -1365,8 +1377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         increase_registers_to<232>();
         Attended known;  // in clusters, but for the units of a split that the producer warps look at
         if constexpr (DIVISION == CLUSTERS) {
-            const int tiles = only.end - only.begin;
-            known = {only.query, only.first_head, is_unseen(only) ? tiles : -1, only.begin == 0, true};
+            known = {only.query, only.first_head, is_unseen(only) ? only.count() : -1, only.begin == 0, true};
         }
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn)

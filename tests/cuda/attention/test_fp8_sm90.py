@@ -109,6 +109,7 @@ def test_logits_that_rise_from_tile_to_tile(hopper, rng, fmt):
         (3, 1, 7, 63, 2, False),
         (2, 1, 64, 1000, 0, False),
         (4, 1, 64, 3300, 0, True),  # of splits this long the producers look at the entries first
+        (5, 1, 64, 3300, 0, False),
         (140, 1, 7, 1700, 0, True),  # of halves of some lists, too; several work items for a CTA
         (3, 2, 100, 500, 70, True),
         (140, 1, 33, 200, 130, True),  # several work items for a CTA
@@ -123,7 +124,8 @@ def test_splits_in_turn(hopper, replace_in_choose, rng, fmt, b, s_q, h_q, topk, 
         main.length[:2], main.length[-1] = 0, topk
     if lengths and extra is not None:
         extra.length[1:3] = 0
-    main.indices[-1, :, 832:1664] = -1  # of 3300 entries the second of 4 splits
+    main.indices[b // 2, :, topk // 3 + 1 :] = -1  # a short context
+    main.indices[-1, :, np.arange(topk) // 64 % 4 == 1] = -1  # all tiles of the second of 4 splits
     q, sink = queries(rng, b, s_q, h_q, fmt.d_qk), sinks(rng, h_q)
     more = {"sink": sink, "num_splits": num_splits}
     replace_in_choose("fp8_in_turn", lambda *sizes: False)
