@@ -33,8 +33,8 @@
 // item are the CTAs of a cluster, which merge their partial results (merge.cuh); SHARES, each CTA has an equal share of
 // all rows, and splits of an item are merged by the CTA that has its end (shares.cuh); SEGMENTS, each takes whole items
 // in turn, works on the splits of one after the other, with the same Q, and merges their partial results as a cluster
-// does, to the same bits. Clusters and segments deal an item's tiles out to its splits in turn: a list with -1 behind a
-// short context is divided evenly, too.
+// does, to the same bits. Of V32 rows, clusters and segments deal an item's tiles out to its splits in turn: a list with
+// -1 behind a short context is divided evenly, too.
 //
 // Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a split
 // before its first tile, unless it has at most UNSEEN tiles.
@@ -76,15 +76,16 @@
 
 constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3 };             // DIVISION
-constexpr bool IN_TURN = DIVISION == CLUSTERS || DIVISION == SEGMENTS;  // splits have an item's tiles in turn
+enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3 };           // DIVISION
+constexpr bool SPLIT = DIVISION == CLUSTERS || DIVISION == SEGMENTS;  // each item, into as many parts
+constexpr bool IN_TURN = SPLIT && V32;  // splits have an item's tiles in turn, else neighbouring ones
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
 // The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number. Pairs
 // take fewer instructions.
-constexpr int UNIT_TILES = IN_TURN ? 1 : 2;
+constexpr int UNIT_TILES = SPLIT ? 1 : 2;
 constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column blocks of 64; the last is RoPE
@@ -108,7 +109,7 @@ enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER
 
 // The producer warps look for valid entries in splits of more than UNSEEN tiles: that takes 1 us of the first one's
 // time. They look at up to 32 * TILE_WORDS tiles; all others count as having one.
-constexpr int UNSEEN = IN_TURN ? 12 : 4, TILE_WORDS = 8;
+constexpr int UNSEEN = SPLIT ? 12 : 4, TILE_WORDS = 8;
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
@@ -202,6 +203,14 @@ __device__ __forceinline__ int segment_of(const AttentionParams& p, int turn) {
     return DIVISION == SEGMENTS ? turn % p.num_splits : 0;
 }
 
+// In clusters and segments: which split of its item split number `turn` of this CTA is, and how many the item has.
+__device__ __forceinline__ int split_of(const AttentionParams& p, int turn) {
+    return DIVISION == CLUSTERS ? cluster_rank() : segment_of(p, turn);
+}
+__device__ __forceinline__ int splits_of_item(const AttentionParams& p) {
+    return DIVISION == CLUSTERS ? cluster_size() : p.num_splits;
+}
+
 // Of a whole work item, one of so many splits, to which its tiles are dealt out in turn. So splits are equal where a
 // list ends with -1, without a look at it.
 __device__ __forceinline__ void take_split(Work& w, int split, int splits) {
@@ -220,6 +229,8 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     Work w;
     if constexpr (DIVISION == SHARES) {
         find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
+    } else if constexpr (SPLIT && !IN_TURN) {
+        find_item(p, w, item / head_tiles, item % head_tiles, split_of(p, turn), splits_of_item(p));
     } else {
         find_item(p, w, item / head_tiles, item % head_tiles, 0, 1);
     }
@@ -231,8 +242,7 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
         if (!w.ends_item) w.end = 2 * end.pair;
     }
     w.step = 1;
-    if constexpr (DIVISION == CLUSTERS) take_split(w, cluster_rank(), cluster_size());
-    if constexpr (DIVISION == SEGMENTS) take_split(w, segment_of(p, turn), p.num_splits);
+    if constexpr (IN_TURN) take_split(w, split_of(p, turn), splits_of_item(p));
     return w;
 }
 
