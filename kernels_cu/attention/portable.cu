@@ -20,11 +20,16 @@
 //   S_DONE + i         named: score warps have multiplied S of a tile (where P.V of the tile before waits for that)
 //   OUTPUTS            named: output warps are done with a tile
 //   SCORES + i         named: score warps of group i have read each other's parts of S (where these have one buffer)
-//   MERGE              named: score warps know how many partial results of other CTAs there are (in shares)
+//   FOUND              named: score warps know how many partial results of other CTAs there are, and the next split
 //   FINAL              named: score warps have left the final factors of the heads
+//   TURN               named: all warps are done with a split; all know the next
 //
 // What stands beside what. 163 KB, bf16: all warps share the tensor cores, and score warps, which have more to do, are
 // slowed by P.V; so P.V waits for S of the next tile and runs beside its softmax. Elsewhere P.V begins when P is there.
+//
+// From a split to the next (NEXT_EARLY). While P.V is still multiplied, a score thread finds the next split. When O is
+// complete, output warps start to copy the next split's first rows, then they write O; score warps write statistics,
+// then they load the next Q (bf16 rows).
 //
 // Output warps look up where their rows of the next NOTED_TILES tiles are, a lane a row, and note the addresses in
 // shared memory: looked up tile by tile, that chain of dependent instructions took longer than a tile's products.
@@ -73,7 +78,13 @@ constexpr bool ODD_APART = GROUP_TILES * N_TILES <= 2;  // S of odd steps has re
 constexpr bool ALL_GET_ALL = GROUP_TILES == 1;          // every warp of a group gets all sums
 // P.V of a tile begins when S of the next is multiplied, so the two do not slow each other.
 constexpr bool PV_BEHIND_QK = !FP8 && TILE_ROWS > 16 && HEADS == 64;
-constexpr bool MASK_IF_NEEDED = PV_BEHIND_QK;  // a branch, which costs more than it saves in small tiles
+// A CTA begins its next split while it writes the results of this one. Measured on an H200: up to 6 % faster, but 2 to
+// 3 % slower for bf16 rows of width 576 in small tiles, and 1 to 2 % for FP8 rows in large ones, except V32_FP8 with 64
+// heads.
+constexpr bool NEXT_EARLY =
+    FP8 ? TILE_ROWS == 16 || (FOLDED && HEADS == 64) : HEADS < 64 || TILE_ROWS > 16 || D_QK == D_V;
+constexpr bool NEXT_Q_EARLY = NEXT_EARLY && !FP8;  // Q of the next split too
+constexpr bool MASK_IF_NEEDED = PV_BEHIND_QK;      // a branch, which costs more than it saves in small tiles
 // Where registers are short, the softmax's sums and maxima are in shared memory while they are not used.
 constexpr bool SUMS_IN_SHARED = !FOLDED && TILE_ROWS > 16 && HEADS == 64;
 constexpr int SCALE_COLUMNS = FP8 ? SCALE_TILE : 8;
@@ -86,7 +97,7 @@ constexpr float LEAST_RATIO = 0x1p-64f;  // a scale of which the one before is m
 static_assert(COPIED_ROWS <= ROWS_AT_ONCE && (ALL_GET_ALL || (GROUP_TILES == 2 && SLICES == 2)), "");
 static_assert(!FOLDED || NUM_SCALES == 4, "one or two scales a score warp");
 
-enum NamedBarrier { P_EMPTY = 1, P_FULL = 3, OUTPUTS = 5, FINAL = 6, SCORES = 7, MERGE = 9, S_DONE = 10 };
+enum NamedBarrier { P_EMPTY = 1, P_FULL = 3, OUTPUTS = 5, FINAL = 6, SCORES = 7, FOUND = 9, S_DONE = 10, TURN = 12 };
 
 // Shared memory: tiles, rows as they are in the cache, parts of S, P, slices of Q, and the rest. Fragments lie as
 // threads hold them.
@@ -110,9 +121,9 @@ struct SmallOf {
     alignas(4) uint8_t rescaled[2][SCORE_WARPS];  // a score warp's heads have factors other than 1; read as a word
     alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
     float4 sums[SUMS_IN_SHARED ? SCORE_THREADS : 1];   // sums and maxima of a score warp's threads
-    WorkItem work;
-    int turn, tiles_done;                         // splits of this CTA that are done, and their tiles
-    bool ends_item;                               // the split is the last of its item
+    WorkItem work, next;                               // of this split and of the next
+    int turn, tiles_done;                              // splits of this CTA that are done, and their tiles
+    bool ends_item, next_ends_item;                    // the split is the last of its item
     int partials;                                 // partial results of other CTAs that are merged with the split's
     float top[HEADS], factor_of_partials[HEADS];  // of the merge: reference, and factor of all O relative to it
     Shares<THREADS> shares;
@@ -185,6 +196,7 @@ struct Role {
 };
 
 __device__ __forceinline__ int first_head() { return small().work.first_head; }
+__device__ __forceinline__ int num_tiles() { return small().work.end - small().work.begin; }
 
 // Where a tile is.
 __device__ __forceinline__ uint32_t stage_address(int stage) { return shared_address(shared) + stage * STAGE_BYTES; }
@@ -219,23 +231,39 @@ __device__ __forceinline__ int num_turns(const AttentionParams& p) {
     return in_shares(p) ? last_item() + 1 - small().shares.begin.item : 1;
 }
 
-// Find this CTA's split. One thread calls.
-__device__ __forceinline__ void find_split(const AttentionParams& p) {
+__device__ __forceinline__ bool has_next(const AttentionParams& p) { return small().turn + 1 < num_turns(p); }
+
+// Find this CTA's split number `turn`, as the next. One thread calls.
+__device__ __forceinline__ void find_split(const AttentionParams& p, int turn) {
     Small& sm = small();
-    const int item = in_shares(p) ? last_item() - sm.turn : int(blockIdx.x), head_tiles = num_head_tiles(p);
-    sm.partials = 0;
-    sm.ends_item = true;
+    WorkItem& w = sm.next;
+    const int item = in_shares(p) ? last_item() - turn : int(blockIdx.x), head_tiles = num_head_tiles(p);
+    sm.next_ends_item = true;
     if (!in_shares(p)) {
-        find_item(p, sm.work, item / head_tiles, item % head_tiles, blockIdx.y, p.num_splits);
+        find_item(p, w, item / head_tiles, item % head_tiles, blockIdx.y, p.num_splits);
         return;
     }
-    find_item(p, sm.work, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
+    find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
     const Boundary begin = sm.shares.begin, end = sm.shares.end;
-    if (item == begin.item) sm.work.begin = 2 * begin.pair;
+    if (item == begin.item) w.begin = 2 * begin.pair;
     if (item == end.item) {
-        sm.work.end = 2 * end.pair;
-        sm.ends_item = false;
+        w.end = 2 * end.pair;
+        sm.next_ends_item = false;
     }
+}
+
+// Go on to the next split, which find_split has found. All threads call.
+__device__ __forceinline__ void take_next_split() {
+    Small& sm = small();
+    named_barrier_sync(TURN, THREADS);
+    if (read_thread_index() == 0) {
+        sm.tiles_done += sm.work.end - sm.work.begin;
+        ++sm.turn;
+        sm.work = sm.next;
+        sm.ends_item = sm.next_ends_item;
+        sm.partials = 0;
+    }
+    named_barrier_sync(TURN, THREADS);
 }
 
 // A CTA has two places for partial results: for what it leaves to another CTA, and for O of the split with which it
@@ -249,25 +277,25 @@ __device__ __forceinline__ float4 statistics_of(const PartialResults<4>& partial
 
 // The list entry of a row of an output warp; -1 where there is none. A lane has row lane % COPIED_ROWS of the warp's,
 // of tile `tile` + lane / COPIED_ROWS.
-__device__ __forceinline__ int32_t load_entries(const AttentionParams& p, int tile) {
+__device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const WorkItem& w, int tile) {
     const Role r = Role::here();
-    return load_entry(p, small().work, tile + r.lane / COPIED_ROWS, r.warp * COPIED_ROWS + r.lane % COPIED_ROWS);
+    return load_entry(p, w, tile + r.lane / COPIED_ROWS, r.warp * COPIED_ROWS + r.lane % COPIED_ROWS);
 }
 
 // Look up where an output warp's rows of tiles `count` .. `count` + NOTED_TILES - 1 of the split are, and which are
 // valid. `entry`: what load_entries gave for them. Returns the entries of the tiles behind, which are on their way.
-__device__ __forceinline__ int32_t note_rows(const AttentionParams& p, int count, int32_t entry) {
+__device__ __forceinline__ int32_t note_rows(const AttentionParams& p, const WorkItem& w, int count, int32_t entry) {
     const Role r = Role::here();
     Small& sm = small();
     const int i = r.lane / COPIED_ROWS, row = r.warp * COPIED_ROWS + r.lane % COPIED_ROWS;
-    const Row from = find_row(p, sm.work, sm.work.begin + count + i, entry);
+    const Row from = find_row(p, w, w.begin + count + i, entry);
     __syncwarp();
     if (i < NOTED_TILES) {
         sm.rows[i][row] = from;
         sm.valid[(count + i) % VALID_TILES][row] = from.data != nullptr;
     }
     __syncwarp();
-    return load_entries(p, sm.work.begin + count + NOTED_TILES);
+    return load_entries(p, w, w.begin + count + NOTED_TILES);
 }
 
 // Start the copies of an output warp's rows of tile `count` of the split.
@@ -375,15 +403,15 @@ using QRegisters = uint32_t[Q_IN_REGISTERS][GROUP_TILES][4];
 // Load a score warp's Q into registers and shared memory. Heads beyond h_q repeat the last one, so that no load stands
 // behind a branch: they are all on their way at once.
 template <bool ALIGNED>
-__device__ __forceinline__ void load_q(const AttentionParams& p, QRegisters& q) {
+__device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
     const Role r = Role::here();
     const bf16* lines[GROUP_TILES][2];
 #pragma unroll
     for (int m = 0; m < GROUP_TILES; ++m) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int head = first_head() + 16 * r.tile_of_cta(m) + r.g + 8 * i;
-            lines[m][i] = q_of(p, small().work.query, min(head, p.h_q - 1)) + 2 * r.t;
+            const int head = w.first_head + 16 * r.tile_of_cta(m) + r.g + 8 * i;
+            lines[m][i] = q_of(p, w.query, min(head, p.h_q - 1)) + 2 * r.t;
         }
     }
     const int columns = r.slice() * (D_V / SLICES), last_columns = D_V + r.slice() * ((D_QK - D_V) / SLICES);
@@ -698,7 +726,7 @@ __device__ __forceinline__ void wait_for_earlier_splits(const AttentionParams& p
         const int count = wait_for_partials(p, blockIdx.x, r.lane);
         if (r.lane == 0) small().partials = count;
     }
-    named_barrier_sync(MERGE, SCORE_THREADS);
+    named_barrier_sync(FOUND, SCORE_THREADS);
 }
 
 // What becomes of the heads: statistics to memory, the factors of O to the output warps.
@@ -750,16 +778,20 @@ __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Sof
     }
 }
 
-__device__ __forceinline__ void run_score_warp(const AttentionParams& p) {
-    QRegisters q;
+__device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
     if (p.flags & ALIGNED_Q) {
-        load_q<true>(p, q);
+        load_q<true>(p, w, q);
     } else {
-        load_q<false>(p, q);
+        load_q<false>(p, w, q);
     }
+}
+
+__device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegisters& q) {
+    if (NEXT_EARLY && read_thread_index() == OUTPUT_THREADS && has_next(p)) find_split(p, small().turn + 1);
+    if (!NEXT_Q_EARLY || small().turn == 0) load_q(p, small().work, q);
     Softmax softmax;
     softmax.put_down();
-    const int tiles = small().work.end - small().work.begin;
+    const int tiles = num_tiles();
     int stage = small().tiles_done % STAGES, phase = small().tiles_done / STAGES & 1;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -784,6 +816,10 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p) {
     softmax.take_up();
     finish_heads(p, softmax);
     named_barrier_arrive(FINAL, THREADS);
+    if (NEXT_Q_EARLY && has_next(p)) {
+        named_barrier_sync(FOUND, SCORE_THREADS);
+        load_q(p, small().next, q);
+    }
 }
 
 // --- O += P.V -------------------------------------------------------------------------------------------------
@@ -805,14 +841,17 @@ __device__ __forceinline__ void rescale_output(int buffer, Output& o) {
     }
 }
 
+// P of m tile m and 16 rows as shared memory holds it.
+__device__ __forceinline__ void load_p_tile(int buffer, int m, int k, uint32_t (&a)[4]) {
+    const Vec16 v = load_shared_16(p_fragment(buffer, m, k, Role::here().lane));
+    a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+}
+
 // P of 16 rows as A fragments. V32_FP8: times the scale of the warp's columns.
 __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&a)[M_TILES][4]) {
     const Role r = Role::here();
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m) {
-        const Vec16 v = load_shared_16(p_fragment(buffer, m, k, r.lane));
-        a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
-    }
+    for (int m = 0; m < M_TILES; ++m) load_p_tile(buffer, m, k, a[m]);
     if constexpr (FOLDED) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -830,23 +869,30 @@ __device__ __forceinline__ void load_p(int stage, int buffer, int k, uint32_t (&
     }
 }
 
-__device__ __forceinline__ void multiply_pv(int stage, int buffer, Output& o) {
+// `wait` returns when products may begin.
+template <typename Wait>
+__device__ __forceinline__ void multiply_pv(int stage, int buffer, Output& o, Wait wait) {
     const Role r = Role::here();
     const uint32_t first =
         chunk_address(stage_address(stage), r.lane / 8 % 2 * 8 + r.lane % 8, r.warp * V_TILES + r.lane / 16);
+    uint32_t a[M_TILES][4], b[2][4];
+    ldmatrix_x4_trans(b[0], first);
+    load_p(stage, buffer, 0, a);
+    wait();
 #pragma unroll
     for (int k = 0; k < K_TILES; ++k) {
-        uint32_t a[M_TILES][4], b[2][4];
-        ldmatrix_x4_trans(b[0], first + k * 16 * ROW_BYTES);
-        load_p(stage, buffer, k, a);
+        if (FOLDED && k > 0) load_p(stage, buffer, k, a);
 #pragma unroll
         for (int v = 0; v < V_TILES; v += 2) {
             const int now = v / 2 % 2;
-            if (v + 2 < V_TILES) ldmatrix_x4_trans(b[1 - now], (first ^ ((v + 2) * 16)) + k * 16 * ROW_BYTES);
+            const bool last = v + 2 == V_TILES, goes_on = last && k + 1 < K_TILES;  // to the next 16 rows
+            if (!last) ldmatrix_x4_trans(b[1 - now], (first ^ ((v + 2) * 16)) + k * 16 * ROW_BYTES);
+            if (goes_on) ldmatrix_x4_trans(b[1 - now], first + (k + 1) * 16 * ROW_BYTES);
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
                 mma_m16n8k16(o[m][v], a[m], b[now][0], b[now][1]);
                 mma_m16n8k16(o[m][v + 1], a[m], b[now][2], b[now][3]);
+                if (!FOLDED && goes_on) load_p_tile(buffer, m, k + 1, a[m]);
             }
         }
     }
@@ -1007,21 +1053,35 @@ __device__ __forceinline__ void bring_tile(const AttentionParams& p, int count, 
     cp_async_commit();
 }
 
-__device__ __forceinline__ void run_output_warp(const AttentionParams& p) {
-    const int tiles = small().work.end - small().work.begin;
-    int stage = small().tiles_done % STAGES;
-    int32_t entries = note_rows(p, 0, load_entries(p, small().work.begin));
+// Start to copy the first tiles of a split, the first one to stage `stage`. `entry`: what load_entries gave for them.
+// Returns the entries of the tiles behind those that were looked up.
+__device__ __forceinline__ int32_t begin_copies(const AttentionParams& p, const WorkItem& w, int stage,
+                                                int32_t entry) {
+    const int tiles = w.end - w.begin;
+    entry = note_rows(p, w, 0, entry);
     if constexpr (FP8) {
 #pragma unroll 1
         for (int i = 0; i < RAW_STAGES; ++i) {
             if (i < tiles) copy_rows(p, i, i);
             cp_async_commit();
         }
-#pragma unroll 1
-        for (int i = 0; i < min(tiles, WIDENED_BEFORE); ++i) bring_tile(p, i, tiles, (stage + i) % STAGES);
     } else {
 #pragma unroll 1
         for (int i = 0; i < min(tiles, STAGES - 1); ++i) copy_tile(p, i, (stage + i) % STAGES);
+    }
+    return entry;
+}
+
+// `entries`: of the tiles that are looked up next. NEXT_EARLY: kept from a split to the next, whose copies are begun
+// here.
+__device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_t& entries) {
+    const int tiles = num_tiles();
+    int stage = small().tiles_done % STAGES;
+    if (!NEXT_EARLY || small().turn == 0)
+        entries = begin_copies(p, small().work, stage, load_entries(p, small().work, small().work.begin));
+    if constexpr (FP8) {
+#pragma unroll 1
+        for (int i = 0; i < min(tiles, WIDENED_BEFORE); ++i) bring_tile(p, i, tiles, (stage + i) % STAGES);
     }
     if (PV_BEHIND_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
     if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
@@ -1031,13 +1091,15 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p) {
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
         const int buffer = tile % 2;
-        if ((tile + COPIED_BEFORE) % NOTED_TILES == 0) entries = note_rows(p, tile + COPIED_BEFORE, entries);
+        if ((tile + COPIED_BEFORE) % NOTED_TILES == 0)
+            entries = note_rows(p, small().work, tile + COPIED_BEFORE, entries);
         named_barrier_sync(P_FULL + buffer, THREADS);
         if (!FP8 && tile + COPIED_BEFORE < tiles)
             copy_tile(p, tile + COPIED_BEFORE, stage == 0 ? STAGES - 1 : stage - 1);
         rescale_output(buffer, o);
-        if (PV_BEHIND_QK && tile + 1 < tiles) named_barrier_sync(S_DONE + (tile + 1) % 2, THREADS);
-        multiply_pv(stage, buffer, o);
+        multiply_pv(stage, buffer, o, [&] {
+            if (PV_BEHIND_QK && tile + 1 < tiles) named_barrier_sync(S_DONE + (tile + 1) % 2, THREADS);
+        });
         if (tile + 2 < tiles) named_barrier_arrive(P_EMPTY + buffer, THREADS);
         if constexpr (FP8) {
             if (tile + WIDENED_BEFORE < tiles) {
@@ -1048,9 +1110,16 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p) {
         if (++stage == STAGES) stage = 0;
     }
     if constexpr (FOLDED) {
-        if (small().work.end - small().work.begin == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
+        if (num_tiles() == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
     }
+    // The next split's first rows are on their way before this one's results are written.
+    const auto load_next = [&] { return load_entries(p, small().next, small().next.begin); };
+    if (NEXT_EARLY && has_next(p) && num_tiles() > 0) entries = load_next();  // without tiles, it may not be found yet
     named_barrier_sync(FINAL, THREADS);
+    if (NEXT_EARLY && has_next(p)) {
+        if (num_tiles() == 0) entries = load_next();
+        entries = begin_copies(p, small().next, stage, entries);
+    }
     finish_output(p, o);
 }
 
@@ -1069,23 +1138,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
         find_share(p, blockIdx.x, sm.shares);
         __syncthreads();
     }
-    if (threadIdx.x == 0) sm.turn = sm.tiles_done = 0;
-    __syncthreads();
     // What the splits have in common is in shared memory: registers are short.
-    while (sm.turn < num_turns(p)) {
-        if (threadIdx.x == 0) find_split(p);
+    if (threadIdx.x == 0) {
+        sm.turn = -1;
+        sm.tiles_done = sm.work.begin = sm.work.end = 0;
+        if (NEXT_EARLY && num_turns(p) > 0) find_split(p, 0);
+    }
+    if constexpr (!NEXT_EARLY) {
         __syncthreads();
+        while (has_next(p)) {
+            if (threadIdx.x == 0) find_split(p, sm.turn + 1);
+            take_next_split();
+            if (threadIdx.x < OUTPUT_THREADS) {
+                int32_t entries;
+                run_output_warp(p, entries);
+            } else {
+                QRegisters q;
+                run_score_warp(p, q);
+            }
+        }
+    } else {
+        take_next_split();
         if (threadIdx.x < OUTPUT_THREADS) {
-            run_output_warp(p);
+            int32_t entries;
+            while (sm.turn < num_turns(p)) {
+                run_output_warp(p, entries);
+                take_next_split();
+            }
         } else {
-            run_score_warp(p);
+            QRegisters q;
+            while (sm.turn < num_turns(p)) {
+                run_score_warp(p, q);
+                take_next_split();
+            }
         }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            sm.tiles_done += sm.work.end - sm.work.begin;
-            ++sm.turn;
-        }
-        __syncthreads();
     }
 }
 
