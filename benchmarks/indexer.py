@@ -7,6 +7,9 @@ CUPY_MLA_INDEXER_PEERS names the folders that `get_indexer_peers.sh` filled, wit
 each has a process of its own. A row is timed by one process after the other, while the others wait. First, DeepGEMM's
 kernels are compiled by several processes.
 
+Schedules of decode's logits, ours as DeepGEMM's, are made outside of what is timed: an engine makes one a step, for all
+layers.
+
 Rows have `calc_diff` of the logits from float64 on some queries, or `exact`: 1 where the chosen sets are those of a
 stable sort. Sizes are drawn anew in each run, under the record's `seed`. Shapes come in order of importance; those that
 the limit leaves no time for are named in the record's `left_out`.
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,21 +177,34 @@ def fitting(sets: list[Tensors], case: Case) -> list[Tensors]:
 # --- calls ----------------------------------------------------------------------------------------------------
 
 
+def schedule(shape: Shape, s: Tensors) -> torch.Tensor:
+    """Ours, of a decode's keys."""
+    requests, queries, context = shape
+    units = requests * -(-context // logits_sm90.UNIT)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    shares = 2 * sms if queries == 1 and units > logits_sm90.FEW_UNITS * sms else sms
+    return cupy_mla.paged_indexer_schedule(s[3], s[4], context, BLOCK, min(shares, units))
+
+
 def ours(case: Case, sets: list[Tensors]) -> list[Callable[[], torch.Tensor]]:
     """One call of ours a set."""
-    context = case.shape[-1]
+    context, work = case.shape[-1], case.work.removeprefix("portable_")
+    if work in ("decode_logits", "select_decode"):
+        schedules = [schedule(case.shape, s) for s in sets]
+        if work == "decode_logits":
+            call = partial(cupy_mla.paged_indexer_logits, max_context_len=context, clean=False)
+        else:
+            call = partial(cupy_mla.select_rows_paged, max_context_len=context, k=K, slots=True)
+        return [partial(call, *s, schedule=own) for s, own in zip(sets, schedules, strict=True)]
     made: dict[str, Callable[..., torch.Tensor]] = {
         "prefill_logits": lambda *a: cupy_mla.indexer_logits(*a, clean=False),
-        "decode_logits": lambda *a: cupy_mla.paged_indexer_logits(*a, context, clean=False),
         "topk_prefill": lambda logits, starts, ends: cupy_mla.topk_indices(logits, K, starts, ends),
         "topk_decode": lambda logits, lens: cupy_mla.topk_indices(logits, K, None, lens.view(-1)),
         "select_prefill": lambda *a: cupy_mla.select_rows(
             *a[:6], K, req_id=a[6], block_table=a[7], block_size=BLOCK
         ),
-        "select_decode": lambda *a: cupy_mla.select_rows_paged(*a, context, K, slots=True),
     }  # fmt: skip
-    call = made[case.work.removeprefix("portable_")]
-    return [lambda s=s: call(*s) for s in sets]
+    return [partial(made[work], *s) for s in sets]
 
 
 def theirs(case: Case, sets: list[Tensors], peers: Peers) -> dict[str, list[Callable[[], torch.Tensor]]]:

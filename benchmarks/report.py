@@ -140,7 +140,8 @@ def indexer_peers() -> str:
         return ""
     return (
         "The indexer's rows are beside the fastest of what vLLM 0.22 and 0.33 ship: DeepGEMM's logits, vLLM's top-k,\n"
-        "and for selection both of them and our conversion to slots."
+        "and for selection both of them and our conversion to slots. Schedules of decode, ours as theirs, are made\n"
+        "outside of what is timed."
     )
 
 

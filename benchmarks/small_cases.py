@@ -178,8 +178,11 @@ def logits_case(rng: np.random.Generator, heads: int, queries: int, kernel: str)
     w = rng.choice(np.array([-1, 0.5], np.float32), (2 * queries, heads))
     table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
     of_pages = q8, cache.reshape(9, 64, 132), w, np.array([250, 70], np.int32), table, 255
-    ours = cupy_mla.paged_indexer_logits(*on_gpu(*of_pages[:5]), 255)
-    compare(f"paged logits h {heads} n {queries} {kernel}", ours, cupy_mla.paged_indexer_logits(*of_pages))
+    pages, expected = on_gpu(*of_pages[:5]), cupy_mla.paged_indexer_logits(*of_pages)
+    for shares in (0, 3, 20):
+        schedule = cupy_mla.paged_indexer_schedule(*pages[3:], 255, 64, shares) if shares else None
+        ours = cupy_mla.paged_indexer_logits(*pages, 255, schedule=schedule)
+        compare(f"paged logits h {heads} n {queries} {kernel}, {shares} shares", ours, expected)
     ends = np.arange(2 * queries, dtype=np.int32) * 30 + 40
     of_rows = q8.reshape(-1, heads, 128), codes.reshape(-1, 128)[:511], np.ones(511, np.float32), w, ends // 2, ends
     compare(

@@ -33,7 +33,7 @@ from .ops.context_parallel import globalize_topk, local_seq_lens, localize_topk,
 from .ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache, dequantize_and_gather_k_cache
 from .ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from .ops.indices import convert_req_index_to_global_index
-from .ops.logits import indexer_logits, paged_indexer_logits, quantize_indexer_q
+from .ops.logits import indexer_logits, paged_indexer_logits, paged_indexer_schedule, quantize_indexer_q
 from .ops.quant import dynamic_per_batched_tensor_quant
 from .ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, compute_swa_indices_and_lens
 from .ops.topk import select_rows, select_rows_paged, topk_indices
@@ -95,6 +95,7 @@ __all__ = [
     "merge_attention",
     "merge_topk",
     "paged_indexer_logits",
+    "paged_indexer_schedule",
     "plan_splits",
     "prefill_workspace_size",
     "quantize_and_insert_k_cache",

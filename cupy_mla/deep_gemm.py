@@ -74,6 +74,7 @@ def fp8_paged_mqa_logits(
         kv_cache: [num_blocks, block_size, 1, 132] in layout INDEXER_FP8.
         context_lens: [B, n], or [B].
         schedule_meta: from `get_paged_mqa_logits_metadata`; not looked at, our kernels divide their work themselves.
+            With a schedule of ours (`cupy_mla.paged_indexer_schedule`), `cupy_mla.paged_indexer_logits` begins sooner.
         clean_logits: write -inf for keys that a token does not see.
 
     Example:

@@ -64,6 +64,27 @@ def paged_logits(q8, cache, w, context_lens, block_table, max_context_len) -> np
     return out
 
 
+def schedule(context_lens, block_table, max_context_len, block_size, shares) -> np.ndarray:
+    """One list of all requests' units of 64 keys, cut into equal shares; of each its beginning and its first blocks."""
+    keys = [
+        max([0, *(min(int(seen), max_context_len) for seen in np.ravel(of_request))]) for of_request in context_lens
+    ]
+    units = [(b, unit) for b, seen in enumerate(keys) for unit in range(-(-seen // 64))]
+    out = np.zeros((shares, 32), np.int32)
+    out[:, 4:] = -1
+    for share in range(shares):
+        own = units[len(units) * share // shares : len(units) * (share + 1) // shares]
+        if not own:
+            continue
+        b, first = own[0]
+        out[share, :4] = b, first, len(own), keys[b]
+        for i in range(28):
+            key = (first + i) * 64
+            if key < keys[b] and key // block_size < block_table.shape[1]:
+                out[share, 4 + i] = block_table[b, key // block_size]
+    return out
+
+
 def token(cache: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
     """One token's 128 key bytes and its scale [1] in a cache of layout INDEXER_FP8."""
     b, t = divmod(slot, cache.shape[1])

@@ -47,7 +47,11 @@ def convert(positions: NDArray[np.int32], table: NDArray[np.int32]) -> None:
 def choose(q: Rows, keys: NDArray[np.uint8], scale_format: ScaleFormat) -> None:
     q8, w = cupy_mla.quantize_indexer_q(q, np.ones(q.shape[:2], np.float32), scale_format=scale_format)
     lens, table = np.array([5], np.int32), np.array([[1]], np.int32)
-    slots = cupy_mla.select_rows_paged(q8[:, None], keys, w, lens, table, max_context_len=64, k=4, slots=True)
+    schedule = cupy_mla.paged_indexer_schedule(lens, table, 64, block_size=64, shares=2)
+    assert_type(schedule, NDArray[np.int32])
+    slots = cupy_mla.select_rows_paged(
+        q8[:, None], keys, w, lens, table, max_context_len=64, k=4, schedule=schedule, slots=True
+    )
     assert_type(slots, Rows)
     assert slots.shape == (1, 4)
 

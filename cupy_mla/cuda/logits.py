@@ -1,4 +1,5 @@
-"""Launches the indexer's quantization and logits: `kernels_cu/indexer/quantize_q.cu`, `logits.cu` and `logits_sm90.cu`.
+"""Launches the indexer's quantization and logits: `kernels_cu/indexer/quantize_q.cu`, `logits.cu`, `logits_sm90.cu` and
+`schedule.cu`.
 
 Which kernel makes the logits is decided in `choose`. The environment variable CUPY_MLA_INDEXER_KERNELS names the one
 that is to run instead, for testing; it must be able to serve the call.
@@ -54,8 +55,15 @@ def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bo
     return Kernel("indexer/logits.cu", structs.LOGITS, defines, spill_bytes=SPILL_BYTES)
 
 
+@cache
+def schedule_kernel() -> Kernel:
+    """The kernel that makes a schedule of a paged cache. The next launch never starts before its end."""
+    return Kernel("indexer/schedule.cu", structs.LOGITS, {**INDEXER_FP8.defines(), "PAGED": 1, "ALIGNED": 1})
+
+
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
+    yield schedule_kernel()
     for aligned in (True, False):
         yield quantize_kernel(aligned)
     for heads in HEADS:
@@ -114,12 +122,36 @@ def indexer_logits(
 
 
 def paged_indexer_logits(
-    gpu: Gpu, q8: Array, kv_cache: Array, w: Array, lens: Array, table: Array, clean: bool, out: Array
+    gpu: Gpu,
+    q8: Array,
+    kv_cache: Array,
+    w: Array,
+    lens: Array,
+    table: Array,
+    schedule: Array | None,
+    clean: bool,
+    out: Array,
 ) -> Program:
     """Twin of `reference.logits.paged_indexer_logits`."""
     return paged_logits(
-        gpu, q8, kv_cache, w, lens, table, clean, out.ptr, out.strides[0], out.shape[1], 0, q8.shape[0]
+        gpu, q8, kv_cache, w, lens, table, schedule, clean, out.ptr, out.strides[0], out.shape[1], 0, q8.shape[0]
     )  # fmt: skip
+
+
+def paged_indexer_schedule(
+    gpu: Gpu, lens: Array, table: Array, max_context_len: int, block_size: int, out: Array
+) -> Program:
+    """Twin of `reference.logits.paged_indexer_schedule`."""
+    requests = lens.shape[0]
+    of_tokens = len(lens.shape) == 2
+    params = structs.LOGITS(
+        table=block_table(table, block_size), q8=0, keys=0, scales=0, w=0, out=out.ptr, starts=0, ends=lens.ptr,
+        schedule=0, q_request=0, q_query=0, q_head=0, w_stride=0, out_stride=out.strides[0], key_stride=0,
+        lens_stride=lens.strides[0] if of_tokens else 0, schedule_stride=0, requests=requests,
+        queries=lens.shape[1] if of_tokens else 1, heads=0, width=max_context_len, num_blocks=0, clean=0,
+        compact_width=0, all_chosen=0,
+    )  # fmt: skip
+    return [Launch(schedule_kernel(), (out.shape[0], 1, 1), params)]
 
 
 def ragged_logits(
@@ -147,9 +179,9 @@ def ragged_logits(
     params = structs.LOGITS(
         table=NO_TABLE, q8=q8.ptr + first * q8.strides[0], keys=k8.ptr, scales=ks.ptr,
         w=w.ptr + 4 * first * w.strides[0], out=out, starts=starts.ptr + 4 * first * starts.strides[0],
-        ends=ends.ptr + 4 * first * ends.strides[0], q_request=0, q_query=q8.strides[0], q_head=q8.strides[1],
-        w_stride=w.strides[0], out_stride=out_stride, key_stride=k8.strides[0], lens_stride=0, requests=1,
-        queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(clean),
+        ends=ends.ptr + 4 * first * ends.strides[0], schedule=0, q_request=0, q_query=q8.strides[0],
+        q_head=q8.strides[1], w_stride=w.strides[0], out_stride=out_stride, key_stride=k8.strides[0], lens_stride=0,
+        schedule_stride=0, requests=1, queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(clean),
         compact_width=0 if compact_width is None else compact_width, all_chosen=all_chosen,
     )  # fmt: skip
     return [_launch(gpu, heads, False, True, 1, queries, keys, params, compact_width is not None)]
@@ -162,6 +194,7 @@ def paged_logits(
     w: Array,
     lens: Array,
     table: Array,
+    schedule: Array | None,
     clean: bool,
     out: Pointer | int,
     out_stride: int,
@@ -170,22 +203,28 @@ def paged_logits(
     requests: int,
     all_chosen: int = 0,
 ) -> Program:
-    """Logits of `requests` requests from number `first` on, to `out`. Queries of at most `all_chosen` keys get none."""
+    """Logits of `requests` requests from number `first` on, to `out`. Queries of at most `all_chosen` keys get none,
+    but by a schedule, whose shares count them."""
     _, n, heads, _ = q8.shape
     num_blocks, block_size, _ = kv_cache.shape
     if requests == 0 or n == 0 or width == 0:
         return ()
     of_tokens = len(lens.shape) == 2
+    aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
+    if schedule is not None and not (_by_sm90(gpu, heads, aligned) and logits_sm90.scheduled(heads, n)):
+        schedule = None
     params = structs.LOGITS(
         table=block_table(table, block_size, first, requests), q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr,
         scales=0, w=w.ptr + 4 * first * n * w.strides[0], out=out, starts=0,
-        ends=lens.ptr + 4 * first * lens.strides[0], q_request=q8.strides[0], q_query=q8.strides[1],
-        q_head=q8.strides[2], w_stride=w.strides[0], out_stride=out_stride, key_stride=kv_cache.strides[0],
-        lens_stride=lens.strides[0] if of_tokens else 0, requests=requests, queries=n, heads=heads, width=width,
-        num_blocks=num_blocks, clean=int(clean), compact_width=0, all_chosen=all_chosen,
+        ends=lens.ptr + 4 * first * lens.strides[0], schedule=pointer(schedule), q_request=q8.strides[0],
+        q_query=q8.strides[1], q_head=q8.strides[2], w_stride=w.strides[0], out_stride=out_stride,
+        key_stride=kv_cache.strides[0], lens_stride=lens.strides[0] if of_tokens else 0,
+        schedule_stride=0 if schedule is None else schedule.strides[0], requests=requests, queries=n, heads=heads,
+        width=width, num_blocks=num_blocks, clean=int(clean), compact_width=0,
+        all_chosen=all_chosen if schedule is None else 0,
     )  # fmt: skip
-    aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
-    return [_launch(gpu, heads, True, aligned, requests, n, width, params)]
+    shares = None if schedule is None else schedule.shape[0]
+    return [_launch(gpu, heads, True, aligned, requests, n, width, params, shares=shares)]
 
 
 class Choice(NamedTuple):
@@ -232,6 +271,10 @@ def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
     return Choice(asked)
 
 
+def _by_sm90(gpu: Gpu, heads: int, aligned: bool) -> bool:
+    return bool(looked_up(Chooser(gpu.capability, aligned), asked_kernel, heads).kernel == SM90)
+
+
 def _launch(
     gpu: Gpu,
     heads: int,
@@ -242,9 +285,10 @@ def _launch(
     width: int,
     params: Packed,
     compact: bool = False,
+    shares: int | None = None,
 ) -> Launch:
-    if looked_up(Chooser(gpu.capability, aligned), asked_kernel, heads).kernel == SM90:
-        return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params, compact)
+    if _by_sm90(gpu, heads, aligned):
+        return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params, compact, shares)
     padded = padded_heads(heads)
     rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)

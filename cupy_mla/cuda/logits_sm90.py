@@ -89,6 +89,11 @@ def tile_for(heads: int, queries: int, paged: bool) -> Tile:
     return next((tile for tile in few if queries <= tile.queries(heads)), MANY)
 
 
+def scheduled(heads: int, queries: int) -> bool:
+    """Whether a schedule serves requests of so many queries: each is one tile."""
+    return tile_for(padded_heads(heads), queries, True) is not MANY
+
+
 def launch(
     gpu: Gpu,
     heads: int,
@@ -98,10 +103,13 @@ def launch(
     width: int,
     params: Packed,
     compact: bool = False,
+    shares: int | None = None,
 ) -> Launch:
-    """The launch for requests of `queries` queries each over at most `width` keys."""
+    """The launch for requests of `queries` queries each over at most `width` keys; `shares` of a schedule."""
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
     units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
+    if shares is not None:
+        return Launch(kernel(padded, tile, paged, compact, tile.ctas > 1 and shares <= gpu.sms), (shares, 1, 1), params)
     ctas = 1 if units <= FEW_UNITS * gpu.sms else tile.ctas
     return Launch(kernel(padded, tile, paged, compact, ctas < tile.ctas), (least(ctas * gpu.sms, units), 1, 1), params)

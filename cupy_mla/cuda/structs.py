@@ -202,9 +202,9 @@ QUANTIZE_Q = Struct(
 )  # fmt: skip
 LOGITS = Struct(
     "LogitsParams", table=BLOCK_TABLE, q8=POINTER, keys=POINTER, scales=POINTER, w=POINTER, out=POINTER, starts=POINTER,
-    ends=POINTER, q_request=INT64, q_query=INT64, q_head=INT64, w_stride=INT64, out_stride=INT64, key_stride=INT64,
-    lens_stride=INT64, requests=INT32, queries=INT32, heads=INT32, width=INT32, num_blocks=INT32, clean=INT32,
-    compact_width=INT32, all_chosen=INT32,
+    ends=POINTER, schedule=POINTER, q_request=INT64, q_query=INT64, q_head=INT64, w_stride=INT64, out_stride=INT64,
+    key_stride=INT64, lens_stride=INT64, schedule_stride=INT64, requests=INT32, queries=INT32, heads=INT32, width=INT32,
+    num_blocks=INT32, clean=INT32, compact_width=INT32, all_chosen=INT32,
 )  # fmt: skip
 TOPK = Struct(
     "TopkParams", table=BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER, out=POINTER,

@@ -219,6 +219,7 @@ def select_rows_paged(
     w: Array,
     lens: Array,
     table: Array,
+    schedule: Array | None,
     max_context_len: int,
     k: int,
     slots: bool,
@@ -233,11 +234,14 @@ def select_rows_paged(
     step = most(max_workspace_bytes // (4 * stride * n), 1)
     workspace = Slot("logits", shape=(least(step, requests) * n, stride), dtype=FLOAT32)
     program: list = []
+    if step < requests:
+        schedule = None
     for chunk in range(int(ceil_div(requests, step))):
         first = chunk * step
         count = least(step, requests - first)
         program += paged_logits(
-            gpu, q8, kv_cache, w, lens, table, False, workspace.ptr, stride, max_context_len, first, count, all_chosen=k
+            gpu, q8, kv_cache, w, lens, table, schedule, False, workspace.ptr, stride, max_context_len, first, count,
+            all_chosen=k,
         )  # fmt: skip
         bounds = Bounds(0, _item(lens, first), lens.strides[0] if len(lens.shape) == 2 else 0, n)
         to = block_table(table, kv_cache.shape[1], first, count) if slots else NO_TABLE

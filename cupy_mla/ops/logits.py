@@ -34,6 +34,8 @@ D = INDEXER_FP8.d_qk
 ROPE = 64
 HEADS = tuple(range(8, 65, 8))
 ALIGNMENT = 16  # bytes, of rows of q8 and k8
+SCHEDULE_WORDS = 32  # of a share
+MAX_SHARES = 1024
 
 
 @operation
@@ -180,6 +182,7 @@ def paged_indexer_logits(
     max_context_len: int,
     *,
     clean: bool = True,
+    schedule: AnyArray | None = None,
     out: A | None = None,
 ) -> A:
     """Logits of each request's query tokens over its keys in the paged cache, as `indexer_logits` defines them.
@@ -197,6 +200,8 @@ def paged_indexer_logits(
         max_context_len: width of the result; keys beyond it are not looked at.
         clean: write -inf for keys that a token does not see; else these entries are left as they are, or overwritten
             with -inf.
+        schedule: from `paged_indexer_schedule`, for the same lengths, block table, `max_context_len` and block size:
+            with it a call begins sooner. Another one gives wrong logits, or leaves some out.
         out: [B * n, max_context_len] float32, written in place when given.
 
     Returns:
@@ -222,12 +227,68 @@ def paged_indexer_logits(
     place, (q8_, cache, w_, lens, table) = bind(
         q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
     )
-    (out_,) = place.optional(out=out)
-    queries = require_paged(q8_, cache, w_, lens, table, max_context_len)
+    schedule_, out_ = place.optional(schedule=schedule, out=out)
+    queries = require_paged(q8_, cache, w_, lens, table, max_context_len, schedule_)
     out_ = place.output("out", out_, (queries, max_context_len), FLOAT32)
     place.call(
-        cuda.paged_indexer_logits, reference.paged_indexer_logits, q8_, cache, w_, lens, table, clean, out_
+        cuda.paged_indexer_logits, reference.paged_indexer_logits, q8_, cache, w_, lens, table, schedule_, clean, out_
     )  # fmt: skip
+    return out_.obj
+
+
+@operation
+def paged_indexer_schedule(
+    context_lens: A,
+    block_table: AnyArray,
+    max_context_len: int,
+    block_size: int,
+    shares: int,
+    *,
+    out: A | None = None,
+) -> A:
+    """Deal out the keys of a paged cache to equal shares, once a step, for the logits of all its layers.
+
+    Without a schedule each call of `paged_indexer_logits` and `select_rows_paged` first reads the lengths. With one, a
+    call on a Hopper GPU has a CTA for each share, which copies its first keys at once. The logits' bits are the same.
+    Elsewhere, and for requests of more than 4 query tokens (up to 32 heads: 8), a schedule changes nothing.
+
+    Calls read a schedule before the launches before them have ended. So let nothing but this function write it; made in
+    a CUDA graph, it follows the lengths of each replay.
+
+    Args:
+        context_lens: [B] or [B, n] int32 keys that a request's query tokens see.
+        block_table: [B, width] int32 blocks of each request.
+        max_context_len: keys beyond it are not looked at.
+        block_size: tokens a block.
+        shares: 1 to 1024. As many as the GPU has SMs; twice as many where an SM has more than 6400 keys and a request
+            has one query token (up to 32 heads: two), which gains 1 %.
+        out: [shares, 32] int32, written in place when given.
+
+    Returns:
+        [shares, 32] int32, of each share, in units of 64 keys: the request that it begins in, the first unit there, how
+        many units it has, the keys of that request; then the blocks where the first 28 units begin, -1 where there is
+        none.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+
+    Example:
+        >>> lens, table = np.array([100, 300], np.int32), np.array([[7, 8, 0, 0, 0], [4, 5, 6, 1, 2]], np.int32)
+        >>> schedule = cupy_mla.paged_indexer_schedule(lens, table, 320, block_size=64, shares=2)
+        >>> schedule[:, :9].tolist()  # units 0 and 1 of request 0, and unit 0 of request 1; then units 1 to 4 of it
+        [[0, 0, 3, 100, 7, 8, -1, -1, -1], [1, 1, 4, 300, 5, 6, 1, 2, -1]]
+    """
+    max_context_len = require_integer("max_context_len", max_context_len, 0)
+    block_size = require_integer("block_size", block_size, 1)
+    shares = require_integer("shares", shares, 1, MAX_SHARES)
+    place, (lens, table) = bind(context_lens=context_lens, block_table=block_table)
+    (out_,) = place.optional(out=out)
+    requests, *_ = lens.require(INT32, *("B", "n")[: max(len(lens.shape), 1)]).shape
+    table.require(INT32, requests, "width")
+    out_ = place.output("out", out_, (shares, SCHEDULE_WORDS), INT32)
+    place.call(
+        cuda.paged_indexer_schedule, reference.paged_indexer_schedule, lens, table, max_context_len, block_size, out_
+    )
     return out_.obj
 
 
@@ -244,7 +305,15 @@ def require_ragged(q8: Array, k8: Array, ks: Array, w: Array, starts: Array, end
     return queries, keys
 
 
-def require_paged(q8: Array, cache: Array, w: Array, lens: Array, table: Array, max_context_len: int) -> int:
+def require_paged(
+    q8: Array,
+    cache: Array,
+    w: Array,
+    lens: Array,
+    table: Array,
+    max_context_len: int,
+    schedule: Array | None,
+) -> int:
     """Check the arrays of logits over a paged cache; returns how many queries there are."""
     requests, n, heads, _ = _require_rows(q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
     require_indexer_cache(cache)
@@ -254,6 +323,8 @@ def require_paged(q8: Array, cache: Array, w: Array, lens: Array, table: Array, 
     else:
         lens.require(INT32, requests)
     table.require(INT32, requests, "width")
+    if schedule is not None and schedule.require(INT32, "shares", SCHEDULE_WORDS).shape[0] == 0:
+        raise ValueError("schedule: expected a share at least, got none")
     if arrays.CHECK_VALUES:
         check_contexts(lens, max_context_len, table, cache)
     return requests * n

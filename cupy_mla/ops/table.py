@@ -21,6 +21,7 @@ from ..bridges import to_numpy
 from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
+from ..reference import logits as reference_logits
 from ..typing import A, AnyArray
 from . import attention, cache, compressed, context_parallel, gather, indexer, indices, logits, quant, swa, topk
 
@@ -441,13 +442,42 @@ def _paged(rng: np.random.Generator, wanted: Wanted, n: int, heads: int, block_s
 PAGED = ((1, 64, 64), (2, 32, 64), (5, 64, 15), (3, 24, 16))  # queries a request, heads, block size
 
 
+def _scheduled(arguments: dict[str, Any], shares: int) -> dict[str, Any]:
+    """The same with a schedule."""
+    lens, table, longest = (arguments[name] for name in ("context_lens", "block_table", "max_context_len"))
+    schedule = np.empty((shares, logits.SCHEDULE_WORDS), INT32)
+    reference_logits.paged_indexer_schedule(lens, table, longest, arguments["kv_cache"].shape[1], schedule)
+    return {**arguments, "schedule": schedule}
+
+
 def _paged_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for n, heads, block_size in PAGED:
-        yield Call(f"{n} queries of {heads} heads, blocks of {block_size}", _paged(rng, wanted, n, heads, block_size))
+        detail, arguments = (
+            f"{n} queries of {heads} heads, blocks of {block_size}",
+            _paged(rng, wanted, n, heads, block_size),
+        )
+        yield Call(f"{detail}, scheduled", _scheduled(arguments, 4))
+        yield Call(detail, arguments)
+
+
+def _schedule_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """More shares than units of keys, and fewer."""
+    for n, block_size, shares in ((0, 64, 5), (2, 15, 3), (1, 256, 1)):
+        requests, width = 300, -(-4000 // block_size)
+        arguments = {
+            "context_lens": rng.integers(0, 4200, (requests, n) if n else requests, dtype=np.int32),
+            "block_table": rng.integers(-1 if wanted.strays else 0, 9000, (requests, width), dtype=np.int32),
+            "max_context_len": 4100 if wanted.strays else 4000, "block_size": block_size, "shares": shares,
+        }  # fmt: skip
+        yield Call(f"{requests} requests of {n or 'some'} tokens, {shares} shares", arguments)
+    few = {"context_lens": rng.integers(0, 200, 3, dtype=np.int32), "block_table": _block_table(rng, wanted, 4)}
+    yield Call("more shares than keys", {**few, "max_context_len": 200, "block_size": 64, "shares": 132})
 
 
 def _paged_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for n, heads, block_size in PAGED:
+        arguments = {**_scheduled(_paged(rng, wanted, n, heads, block_size), 4), "k": 40}
+        yield Call(f"{n} queries of {heads} heads, blocks of {block_size}, scheduled", arguments)
         for slots in (True, False):
             arguments = {
                 **_paged(rng, wanted, n, heads, block_size),
@@ -677,6 +707,11 @@ TABLE = (
         logits.paged_indexer_logits,
         _paged_logits_calls,
         results=(Result("out", lambda w, max_context_len, **_: (w.shape[0], max_context_len), FLOAT32),),
+    ),
+    Operation(
+        logits.paged_indexer_schedule,
+        _schedule_calls,
+        results=(Result("out", lambda shares, **_: (shares, logits.SCHEDULE_WORDS), INT32),),
     ),
     Operation(
         topk.topk_indices, _topk_calls, results=(Result("out", lambda logits, k, **_: (logits.shape[0], k), INT32),)

@@ -158,6 +158,7 @@ def select_rows_paged(
     *,
     slots: bool = False,
     max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+    schedule: AnyArray | None = None,
     out: A | None = None,
 ) -> A:
     """The k keys with the largest logits for each query token, keys in the paged cache: `topk_indices` of
@@ -169,6 +170,7 @@ def select_rows_paged(
         slots: return slots by the same block table and block size, instead of positions in the request.
         max_workspace_bytes: most memory that logits take; more requests are worked on in chunks, of one request at
             least.
+        schedule: as for `paged_indexer_logits`; chunks do without it.
         out: [B * n, k] int32, written in place when given.
 
     Returns:
@@ -196,11 +198,11 @@ def select_rows_paged(
     place, (q8_, cache, w_, lens, table) = bind(
         q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
     )
-    (out_,) = place.optional(out=out)
-    queries = require_paged(q8_, cache, w_, lens, table, max_context_len)
+    schedule_, out_ = place.optional(schedule=schedule, out=out)
+    queries = require_paged(q8_, cache, w_, lens, table, max_context_len, schedule_)
     out_ = place.output("out", out_, (queries, k), INT32)
     place.call(
         cuda.select_rows_paged, reference.select_rows_paged,
-        q8_, cache, w_, lens, table, max_context_len, k, slots, max_workspace_bytes, out_,
+        q8_, cache, w_, lens, table, schedule_, max_context_len, k, slots, max_workspace_bytes, out_,
     )  # fmt: skip
     return out_.obj

@@ -10,6 +10,7 @@ from .indices import slots_of
 
 D = INDEXER_FP8.d_qk
 ROPE = 64  # values of a row that are rotated
+SCHEDULE_UNIT, SCHEDULE_BLOCKS_AT = 64, 4  # keys; words of a share before the blocks of its first units
 AMAX_FLOOR = np.float32(1e-10)
 
 
@@ -86,6 +87,7 @@ def paged_indexer_logits(
     w: np.ndarray,
     context_lens: np.ndarray,
     block_table: np.ndarray,
+    schedule: np.ndarray | None,
     clean: bool,
     out: np.ndarray,
 ) -> None:
@@ -110,6 +112,29 @@ def paged_indexer_logits(
             if len(keys):
                 logits = _logits(q8[r, j], keys[:count], scales[:count], w[r * n + j])
                 row[:count] = np.where(exists[:count], logits, -np.inf)
+
+
+def paged_indexer_schedule(
+    context_lens: np.ndarray, block_table: np.ndarray, max_context_len: int, block_size: int, out: np.ndarray
+) -> None:
+    """Equal shares of the units of keys; see `cupy_mla.paged_indexer_schedule`."""
+    shares = len(out)
+    keys = visible_keys(context_lens, 1).max(axis=1, initial=0).clip(0, max_context_len)
+    units = -(-keys // SCHEDULE_UNIT)
+    until = np.cumsum(units)
+    total = int(until[-1]) if len(until) else 0
+    out[:, :SCHEDULE_BLOCKS_AT] = 0
+    out[:, SCHEDULE_BLOCKS_AT:] = -1
+    for share in range(shares):
+        first, stop = total * share // shares, total * (share + 1) // shares
+        if first == stop:
+            continue
+        request = int(np.searchsorted(until, first, side="right"))
+        unit = first - int(until[request] - units[request])
+        out[share, :SCHEDULE_BLOCKS_AT] = request, unit, stop - first, keys[request]
+        columns = np.arange(unit, units[request])[: out.shape[1] - SCHEDULE_BLOCKS_AT] * SCHEDULE_UNIT // block_size
+        columns = columns[columns < block_table.shape[1]]
+        out[share, SCHEDULE_BLOCKS_AT : SCHEDULE_BLOCKS_AT + len(columns)] = block_table[request, columns]
 
 
 def visible_keys(context_lens: np.ndarray, n: int) -> np.ndarray:

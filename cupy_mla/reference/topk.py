@@ -66,6 +66,7 @@ def select_rows_paged(
     w: np.ndarray,
     context_lens: np.ndarray,
     block_table: np.ndarray,
+    schedule: np.ndarray | None,
     max_context_len: int,
     k: int,
     slots: bool,
@@ -79,7 +80,7 @@ def select_rows_paged(
     for first in range(0, requests, step):
         part, rows = slice(first, first + step), slice(first * n, (first + step) * n)
         logits = np.empty((len(q8[part]) * n, max_context_len), np.float32)
-        paged_indexer_logits(q8[part], kv_cache, w[rows], context_lens[part], block_table[part], False, logits)
+        paged_indexer_logits(q8[part], kv_cache, w[rows], context_lens[part], block_table[part], None, False, logits)
         topk_indices(logits, k, None, ends[rows], True, out[rows])
     if slots:
         to_slots(out, np.repeat(np.arange(requests), n), block_table, kv_cache.shape[1])

@@ -21,12 +21,17 @@
 //
 // COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
 //
+// A schedule (schedule.cuh) tells a CTA its share and where the share's first keys stand: the producer has read it, and
+// copies these keys, as soon as the launch before has ended. Without one it has to read lengths and block table first.
+//
 // Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes and their scales.
 #include "indexer/keys.cuh"
+#include "indexer/schedule.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cache_policy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
@@ -48,6 +53,7 @@ constexpr int TILE_ROWS = TILE_QUERIES * HEADS;
 constexpr int STAGE_BYTES = UNIT * KEY_BYTES, SLOT_BYTES = TILE_ROWS * KEY_BYTES;
 constexpr int LINE_GROUP = 8 * LINE_BYTES;  // what the swizzle repeats after
 constexpr int SLOTS = 2;
+constexpr bool SCHEDULES = PAGED && !TOGETHER;  // a request is a tile
 static_assert(HEADS % 32 == 0, "");
 
 // Copies to the ring become visible to wgmma by a fence. Where there are many units, a producer warp waits for the
@@ -122,6 +128,33 @@ __device__ __forceinline__ void init_barriers() {
 }
 
 // --- producer -------------------------------------------------------------------------------------------------
+
+// What the schedule says of this CTA, to each producer warp; it is read before the launch before has ended. A schedule
+// of another batch gives wrong logits, but nothing beyond the arrays is touched.
+struct Scheduled {
+    int word;
+
+    __device__ __forceinline__ void read(const LogitsParams& p, int lane) {
+        word = int(load_relaxed(p.schedule + blockIdx.x * p.schedule_stride + lane));
+    }
+    __device__ __forceinline__ Share share(const LogitsParams& p) const {
+        const Share share = {of(0), of(1), of(2)};
+        return uint32_t(share.tile) < uint32_t(p.requests) && share.place >= 0 ? share : Share{0, 0, 0};
+    }
+    __device__ __forceinline__ KeyRange range(const LogitsParams& p) const { return {0, max(0, min(of(3), p.width))}; }
+
+    // The block of the share's unit number u, which begins at `key`.
+    __device__ __forceinline__ bool has_block(const LogitsParams& p, int u) const {
+        return u < SCHEDULE_BLOCKS && p.table.block_size.value % UNIT == 0;
+    }
+    __device__ __forceinline__ KeyBlock block(const LogitsParams& p, int u, int key, int end) const {
+        return {key < end ? of(SCHEDULE_BLOCKS_AT + u) : -1, find_position(p.table, key).offset};
+    }
+
+  private:
+    __device__ __forceinline__ int of(int i) const { return __shfl_sync(~0u, word, i); }
+};
+static_assert(UNIT == SCHEDULE_UNIT, "");
 
 // As range_of_tile, by a warp; `mine` is the range of the lane's query, if it has one.
 __device__ __forceinline__ KeyRange range_of_tile(const LogitsParams& p, const QueryTile& tile, int lane,
@@ -266,25 +299,54 @@ __device__ __forceinline__ void tell_of_slot(int slot, int warp, int lane) {
     mbarrier_arrive_after_copies(full);
 }
 
-__device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool by_warp) {
+__device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool by_warp, Scheduled schedule) {
     Small& sm = small();
     const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x % 128 / 32);
-    if (by_warp) share = share_of_warp<TILE_QUERIES, UNIT>(p, lane);
+    bool begins = SCHEDULES && p.schedule;  // with the tile that the schedule tells of
+    if (begins) {
+        share = schedule.share(p);
+    } else if (by_warp) {
+        share = share_of_warp<TILE_QUERIES, UNIT>(p, lane);
+    }
     Place place = {warp, 1};  // the first wait for each stage returns at once
     int ahead = warp;         // units before this warp's next one
     int turn = 0;
     Underway underway = {place, 0};
-    while (share.count > 0) {
+    while (share.count > 0 && (!SCHEDULES || share.tile < p.requests)) {
         const QueryTile tile = tile_of<TILE_QUERIES>(p, share.tile);
-        KeyRange mine;
-        const KeyRange range = range_of_tile(p, tile, lane, mine);
+        const bool scheduled = begins;
+        begins = false;
+        KeyRange mine, range;
+        if (scheduled) {
+            range = schedule.range(p);
+            mine = lane < tile.count ? range_of_query(p, tile.request, tile.first + lane) : KeyRange{0, 0};
+        } else {
+            range = range_of_tile(p, tile, lane, mine);
+        }
         const Units taken = share.take_tile<UNIT>(range);
         const int unit = taken.first, units = taken.count;
         if (units == 0) continue;
 
         const auto first_key = [&](int u) { return range.begin + (unit + u) * UNIT; };
         UnitBlocks next;
-        next.find(p, tile.request, first_key(ahead), range.end, lane);
+        const auto find_next = [&](int u) {
+            if (scheduled && schedule.has_block(p, u)) {
+                next.at[0] = next.at[1] = schedule.block(p, u, first_key(u), range.end);
+            } else {
+                next.find(p, tile.request, first_key(u), range.end, lane);
+            }
+        };
+        const auto copy_next = [&]() {
+            const UnitBlocks blocks = next;
+            find_next(ahead + PRODUCERS);
+            mbarrier_wait(shared_address(&sm.empty[place.stage]), place.round);
+            copy_unit(p, blocks, first_key(ahead), range.end, place.stage, lane);
+            underway.add(place.stage, lane);
+            place.advance(PRODUCERS);
+            ahead += PRODUCERS;
+        };
+        find_next(ahead);
+        if (scheduled && ahead < units) copy_next();
 
         const int slot = turn % SLOTS;
         wait_for_slot(turn++, underway, lane);
@@ -297,14 +359,7 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool
         }
         tell_of_slot(slot, warp, lane);
 #pragma unroll 1
-        for (; ahead < units; ahead += PRODUCERS) {
-            const UnitBlocks blocks = next;
-            next.find(p, tile.request, first_key(ahead + PRODUCERS), range.end, lane);
-            mbarrier_wait(shared_address(&sm.empty[place.stage]), place.round);
-            copy_unit(p, blocks, first_key(ahead), range.end, place.stage, lane);
-            underway.add(place.stage, lane);
-            place.advance(PRODUCERS);
-        }
+        while (ahead < units) copy_next();
         ahead -= units;
     }
     underway.tell_all(lane);
@@ -487,22 +542,27 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     logits_sm90(const __grid_constant__ LogitsParams p) {
     // Beside three math warpgroups no CTA of the next launch has room: those of a top-k would all start on the SMs that
-    // are free first. So they start when this launch has ended.
-    if constexpr (WARPGROUPS != 3) let_next_kernel_start();
+    // are free first. So they start when every CTA has copied its last keys.
+    constexpr bool STARTS_NEXT_LATE = WARPGROUPS == 3;
+    if constexpr (!STARTS_NEXT_LATE) let_next_kernel_start();
     if (threadIdx.x == 0) init_barriers();
-    const bool by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES;
-    if (by_warp) __syncthreads();
+    const int warpgroup = uniform(threadIdx.x / 128);
+    const bool by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES,
+               scheduled = SCHEDULES && p.schedule;
+    Scheduled schedule = {0};
+    if (scheduled && warpgroup == WARPGROUPS) schedule.read(p, threadIdx.x % 32);
+    if (by_warp || scheduled) __syncthreads();
     wait_for_earlier_kernels();
     Share share = {};
-    if (!by_warp) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
-    const int warpgroup = uniform(threadIdx.x / 128);
+    if (!by_warp && !scheduled) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
     if (warpgroup < WARPGROUPS) {
         if constexpr (MOVES_REGISTERS) increase_registers_to<MATH_REGISTERS>();
         compute(p, warpgroup);
         return;
     }
     if constexpr (MOVES_REGISTERS) decrease_registers_to<PRODUCER_REGISTERS>();
-    produce(p, share, by_warp);
+    produce(p, share, by_warp, schedule);
+    if constexpr (STARTS_NEXT_LATE) let_next_kernel_start();
     if constexpr (COMPACT) {
         clean_compact_rows<128>(p, threadIdx.x % 128);
     } else {

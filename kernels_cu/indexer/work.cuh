@@ -20,10 +20,12 @@ struct LogitsParams {
     float* out;                          // [requests * queries, width]
     const int32_t* starts;               // [queries]; null for paged keys
     const int32_t* ends;                 // [queries], or context lengths [requests] or [requests, queries]
+    const int32_t* schedule;             // [grid, SCHEDULE_WORDS] (schedule.cuh); null: each CTA counts its share
     int64_t q_request, q_query, q_head;  // bytes
     int64_t w_stride, out_stride;        // items
     int64_t key_stride;                  // bytes from row to row, or from block to block
     int64_t lens_stride;                 // items; 0 for context lengths [requests]
+    int64_t schedule_stride;             // items
     int32_t requests, queries, heads;    // keys in rows: one request
     int32_t width;                       // keys, or the longest context
     int32_t num_blocks;

@@ -31,6 +31,13 @@ __device__ __forceinline__ float load_in_order(const float* from, bool valid, fl
     return v;
 }
 
+// A word past L1, which may hold an older one.
+__device__ __forceinline__ uint32_t load_relaxed(const void* from) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
+}
+
 // PTX ISA: ld.acquire.gpu.global, st.release.gpu.global: a word that hands other memory over between CTAs.
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
     uint64_t v;

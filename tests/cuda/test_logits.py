@@ -7,14 +7,15 @@ import gc
 import numpy as np
 import pytest
 
-from cupy_mla import indexer_logits, paged_indexer_logits
+from cupy_mla import indexer_logits, paged_indexer_logits, paged_indexer_schedule, select_rows_paged
 from cupy_mla.calls.signature import forget_calls
-from cupy_mla.cuda import logits_sm90
+from cupy_mla.cuda import logits, logits_sm90
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.logits import NAMES, PORTABLE, SM90, VARIABLE, choose
 from cupy_mla.cuda.paging import NO_TABLE
 from cupy_mla.cuda.program import Launch
 from cupy_mla.cuda.structs import LOGITS
+from cupy_mla.sizes import number
 from tests import indexers, oracle_indexer
 from tests.ops.test_logits import paged, put, ragged
 
@@ -63,9 +64,9 @@ def test_compact_rows_are_made_by_every_kernel(host, launched, monkeypatch, rng,
         assert launched == {name}
 
 
-def launch(heads: int, paged: bool, requests: int, queries: int, width: int) -> Launch:
+def launch(heads: int, paged: bool, requests: int, queries: int, width: int, shares: int | None = None) -> Launch:
     params = LOGITS(table=NO_TABLE, **{name: 0 for name in LOGITS.index if "." not in name})
-    return logits_sm90.launch(Gpu(0, 132, 90, 227), heads, paged, requests, queries, width, params)
+    return logits_sm90.launch(Gpu(0, 132, 90, 227), heads, paged, requests, queries, width, params, shares=shares)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,93 @@ def test_ctas_are_alone_where_one_an_sm_is_launched_and_two_fit() -> None:
         kernel = launch(64, True, 64, queries, width).kernel
         assert kernel in compiled
         assert kernel.alone == alone
+
+
+def test_a_schedule_has_a_cta_a_share() -> None:
+    """And the SM for itself where every share has one."""
+    for queries, shares, alone in ((1, 7, True), (1, 132, True), (1, 133, False), (1, 264, False), (2, 132, False)):
+        found = launch(64, True, 64, queries, 8192, shares)
+        assert (found.grid, found.kernel.alone) == ((shares, 1, 1), alone)
+        assert found.kernel in set(logits_sm90.kernels())
+
+
+def test_schedules_serve_requests_of_one_tile() -> None:
+    for heads, queries, served in ((64, 4, True), (64, 5, False), (40, 5, False), (32, 8, True), (8, 9, False)):
+        assert logits_sm90.scheduled(heads, queries) == served
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "limit", "grids"),
+    [
+        (SM90, 1, 1 << 20, [9]), (SM90, 2, 1 << 20, [9]), (SM90, 5, 1 << 20, None), (PORTABLE, 1, 1 << 20, None),
+        (SM90, 1, 800, None),
+    ],
+)  # fmt: skip
+def test_who_takes_a_schedule(host, monkeypatch, rng, name: str, n: int, limit: int, grids: list[int] | None) -> None:
+    """The portable kernel, requests of several tiles and chunks do without one."""
+    found: list[int] = []
+    make = logits._launch
+
+    def noting(*args, **kwargs) -> Launch:
+        made = make(*args, **kwargs)
+        found.append(int(number(made.grid[0])))
+        return made
+
+    monkeypatch.setattr(logits, "_launch", noting)
+    monkeypatch.setenv(VARIABLE, name)
+    made_inputs = paged(rng, 3, n, 64, 64, 200)
+    inputs = put(host, made_inputs | {"kv_cache": np.ascontiguousarray(made_inputs["kv_cache"])})
+    schedule = paged_indexer_schedule(inputs["context_lens"], inputs["block_table"], 200, 64, 9)
+    assert schedule.shape == (9, 32)
+    select_rows_paged(**inputs, k=20, max_workspace_bytes=limit)
+    without = found.copy()
+    found.clear()
+    select_rows_paged(**inputs, k=20, max_workspace_bytes=limit, schedule=schedule)
+    assert found == (grids or without)
+    assert len(found) == (3 if limit < 1 << 20 else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_graph_that_makes_the_schedule_follows_lengths_and_table(hopper_gpu, launched, rng, n: int) -> None:
+    """Calls one behind the other, which begin early, read the schedule of their own replay."""
+    cupy = hopper_gpu.cupy
+    requests, longest = 9, 3000
+    made = paged(rng, requests, n, 64, 64, longest)
+    blocks = len(made["kv_cache"])  # none of NaN, whoever sees them
+    cache = indexers.key_cache(indexers.codes(rng, blocks, 64, 128), indexers.scales(rng, blocks, 64))
+    inputs = put(hopper_gpu, made | {"kv_cache": np.ascontiguousarray(cache)})
+    lens, table = inputs["context_lens"], inputs["block_table"]
+    schedule = cupy.zeros((132, 32), np.int32)
+    outs = [cupy.empty((requests * n, longest), np.float32) for _ in range(3)]
+    chosen = cupy.empty((requests * n, 64), np.int32)
+
+    def step() -> None:
+        paged_indexer_schedule(lens, table, longest, 64, 132, out=schedule)
+        for out in outs:
+            paged_indexer_logits(**inputs, schedule=schedule, out=out)
+        select_rows_paged(**inputs, k=64, schedule=schedule, out=chosen)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(2):  # compile, and let the memory pool have what a step allocates
+            step()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for _ in range(5):
+            lens[...] = cupy.asarray(rng.integers(0, longest + 1, requests, dtype=np.int32))
+            table[...] = cupy.asarray(rng.permutation(table.size).reshape(table.shape).astype(np.int32))
+            for out in outs:
+                out.fill(np.nan)
+            for _ in range(3):  # the next replay writes what the last one still reads
+                graph.launch(stream)
+            expected = paged_indexer_logits(**inputs)
+            positions = select_rows_paged(**inputs, k=64)
+            for out in outs:
+                np.testing.assert_array_equal(out.get(), expected.get())
+            np.testing.assert_array_equal(chosen.get(), positions.get())
+    assert {"schedule", SM90} <= launched
 
 
 @pytest.mark.gpu

@@ -152,6 +152,10 @@ def test_only_selections_make_no_logits_of_short_rows() -> None:
         "w": np.zeros((6, 64), np.float32), "lens": np.zeros(3, np.int32), "table": np.zeros((3, 1), np.int32),
     }  # fmt: skip
     pages = [describe(name, a) for name, a in of.items()]
-    assert all_chosen(topk.select_rows_paged(gpu, *pages, 40, 9, True, 1 << 20, chosen)) == [9]
+    assert all_chosen(topk.select_rows_paged(gpu, *pages, None, 40, 9, True, 1 << 20, chosen)) == [9]
     out = describe("out", np.zeros((6, 40), np.float32))
-    assert all_chosen(logits.paged_indexer_logits(gpu, *pages, True, out)) == [0]
+    assert all_chosen(logits.paged_indexer_logits(gpu, *pages, None, True, out)) == [0]
+
+    schedule = describe("schedule", np.zeros((4, 32), np.int32))  # its shares count the logits of every row
+    assert all_chosen(topk.select_rows_paged(gpu, *pages, schedule, 40, 9, True, 1 << 20, chosen)) == [0]
+    assert all_chosen(topk.select_rows_paged(gpu, *pages, schedule, 40, 9, True, 4 * 40 * 2, chosen)) == [9, 9, 9]

@@ -7,7 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cupy_mla import indexer_logits, paged_indexer_logits, quantize_indexer_q
+from cupy_mla import (
+    indexer_logits,
+    paged_indexer_logits,
+    paged_indexer_schedule,
+    quantize_indexer_q,
+    select_rows_paged,
+)
 from tests import indexers, oracle, oracle_indexer
 from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
 
@@ -295,6 +301,90 @@ def test_paged_agrees_with_ragged(kind, rng) -> None:
     in_rows = indexer_logits(*map(kind.put, (inputs["q8"][0], k8, ks, inputs["w"], *bounds)))
     got = kind.take(paged_indexer_logits(**put(kind, inputs)))
     np.testing.assert_array_equal(got, kind.take(in_rows))
+
+
+# --- schedules ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("b", "n", "width", "block_size", "longest", "shares"),
+    [
+        (1, 0, 40, 64, 2500, 132), (70, 0, 9, 16, 140, 132), (5, 3, 30, 64, 1900, 7), (300, 1, 3, 256, 700, 264),
+        (3, 2, 2, 64, 400, 1), (0, 0, 4, 64, 200, 3), (4, 0, 5, 64, 0, 2), (2, 0, 0, 64, 90, 2),
+        (6, 0, 99, 1, 99, 1024),
+    ],
+)  # fmt: skip
+def test_schedule(kind, rng, b: int, n: int, width: int, block_size: int, longest: int, shares: int) -> None:
+    """Lengths below 0 and beyond the longest, tables that end too soon; a result with gaps is left as it is there."""
+    lens = rng.integers(-3, longest + 50, (b, n) if n else b, dtype=np.int32)
+    table = rng.integers(-1, 1000, (b, width), dtype=np.int32)
+    expected = oracle_indexer.schedule(lens, table, longest, block_size, shares)
+    there = kind.put(gapped(lens, *(0, 3)[: lens.ndim])), kind.put(gapped(table, 0, 2))
+    got = kind.take(paged_indexer_schedule(*there, longest, block_size, shares))
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, expected)
+    out, whole = kind.put_with_allocation(gapped(poisoned((shares, 32), np.int32), 0, 5))
+    assert paged_indexer_schedule(*there, longest, block_size, shares, out=out) is out
+    np.testing.assert_array_equal(kind.take(out), expected)
+    assert (kind.take(whole).reshape(shares, -1)[:, 4 * 32 :] == POISON).all()
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+@pytest.mark.parametrize("shares", [1, 5, 132, 264])
+@pytest.mark.parametrize(
+    ("b", "n", "heads", "block_size", "longest"),
+    [(1, 1, 64, 64, 2500), (7, 2, 64, 64, 300), (40, 1, 32, 64, 200), (5, 3, 64, 15, 90), (3, 5, 64, 64, 200)],
+)
+def test_logits_of_a_schedule_are_the_same(
+    kind, rng, b: int, n: int, heads: int, block_size: int, longest: int, shares: int, of_tokens: bool
+) -> None:
+    """The same bits, and the same rows chosen, at once and in chunks, which do without it."""
+    inputs = paged(rng, b, n, heads, block_size, longest)
+    inputs["kv_cache"] = np.ascontiguousarray(inputs["kv_cache"])
+    if of_tokens:
+        own = np.maximum(inputs["context_lens"][:, None] - rng.integers(0, 3, (b, n)), 0)
+        inputs["context_lens"] = own.astype(np.int32)
+    there = put(kind, inputs)
+    lens, table = there["context_lens"], there["block_table"]
+    schedule, _ = kind.put_with_allocation(gapped(poisoned((shares, 32), np.int32), 0, 3))
+    paged_indexer_schedule(lens, table, longest, block_size, shares, out=schedule)
+    np.testing.assert_array_equal(
+        kind.take(paged_indexer_logits(**there, schedule=schedule)), kind.take(paged_indexer_logits(**there))
+    )
+    expected = kind.take(select_rows_paged(**there, k=20))
+    for bytes_at_most in (1 << 29, 4 * longest * n):
+        got = select_rows_paged(**there, k=20, schedule=schedule, max_workspace_bytes=bytes_at_most)
+        np.testing.assert_array_equal(kind.take(got), expected)
+
+
+def test_schedule_errors(rng) -> None:
+    good = {
+        "context_lens": np.zeros(3, np.int32), "block_table": np.zeros((3, 4), np.int32), "max_context_len": 200,
+        "block_size": 64, "shares": 5,
+    }  # fmt: skip
+    cases = [
+        ({"context_lens": np.zeros(3, np.int64)}, TypeError, "context_lens: expected dtype int32"),
+        ({"context_lens": np.zeros((3, 1, 1), np.int32)}, ValueError, r"context_lens: expected shape \[B, n\]"),
+        ({"block_table": np.zeros((2, 4), np.int32)}, ValueError, r"block_table: expected shape \[3, width\]"),
+        ({"max_context_len": -1}, ValueError, "max_context_len must be >= 0, got -1"),
+        ({"block_size": 0}, ValueError, "block_size must be >= 1, got 0"),
+        ({"shares": 0}, ValueError, r"shares must be in 1\.\.1024, got 0"),
+        ({"shares": 1025}, ValueError, r"shares must be in 1\.\.1024, got 1025"),
+        ({"out": np.zeros((5, 31), np.int32)}, ValueError, r"out: expected shape \[5, 32\]"),
+    ]
+    for change, error, message in cases:
+        with pytest.raises(error, match=message):
+            paged_indexer_schedule(**{**good, **change})
+    of_cache = paged(rng, 2, 2, 64, 8, 30)
+    for schedule, error, message in (
+        (np.zeros((5, 2), np.int32), ValueError, r"schedule: expected shape \[shares, 32\]"),
+        (np.zeros((0, 32), np.int32), ValueError, "schedule: expected a share at least, got none"),
+        (np.zeros((5, 32), np.int64), TypeError, "schedule: expected dtype int32"),
+    ):
+        with pytest.raises(error, match=message):
+            paged_indexer_logits(**of_cache, schedule=schedule)
+        with pytest.raises(error, match=message):
+            select_rows_paged(**of_cache, k=3, schedule=schedule)
 
 
 def test_logits_errors(rng) -> None:
