@@ -195,7 +195,7 @@ def paged_indexer_logits(
         kv_cache: [num_blocks, block_size, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8.
         w: [B * n, H] float32 weights of the heads, as `quantize_indexer_q` returns them.
         context_lens: [B] int32, and token j of n sees the first `context_lens[b] - n + j + 1` keys; or [B, n] int32,
-            the number of keys that each token sees.
+            the number of keys that each token sees, not one row expanded to B.
         block_table: [B, width] int32 blocks of each request.
         max_context_len: width of the result; keys beyond it are not looked at.
         clean: write -inf for keys that a token does not see; else these entries are left as they are, or overwritten
@@ -283,8 +283,7 @@ def paged_indexer_schedule(
     shares = require_integer("shares", shares, 1, MAX_SHARES)
     place, (lens, table) = bind(context_lens=context_lens, block_table=block_table)
     (out_,) = place.optional(out=out)
-    requests, *_ = lens.require(INT32, *("B", "n")[: max(len(lens.shape), 1)]).shape
-    table.require(INT32, requests, "width")
+    table.require(INT32, _require_lens(lens, "B", "n"), "width")
     out_ = place.output("out", out_, (shares, SCHEDULE_WORDS), INT32)
     place.call(
         cuda.paged_indexer_schedule, reference.paged_indexer_schedule, lens, table, max_context_len, block_size, out_
@@ -305,6 +304,14 @@ def require_ragged(q8: Array, k8: Array, ks: Array, w: Array, starts: Array, end
     return queries, keys
 
 
+def _require_lens(lens: Array, requests: int | str, n: int | str) -> int:
+    """Check context lengths, of requests or of each of their tokens; returns how many requests there are."""
+    requests = lens.require(INT32, *(requests, n)[: max(len(lens.shape), 1)]).shape[0]
+    if len(lens.shape) == 2 and requests > 1 and lens.strides[0] == 0:  # the kernels' mark of one length a request
+        raise ValueError(f"context_lens: requests share one row in memory, strides {list(lens.strides)}: pass a copy")
+    return requests
+
+
 def require_paged(
     q8: Array,
     cache: Array,
@@ -318,10 +325,7 @@ def require_paged(
     requests, n, heads, _ = _require_rows(q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
     require_indexer_cache(cache)
     w.require(FLOAT32, requests * n, heads)
-    if len(lens.shape) == 2:
-        lens.require(INT32, requests, n)
-    else:
-        lens.require(INT32, requests)
+    _require_lens(lens, requests, n)
     table.require(INT32, requests, "width")
     if schedule is not None and schedule.require(INT32, "shares", SCHEDULE_WORDS).shape[0] == 0:
         raise ValueError("schedule: expected a share at least, got none")

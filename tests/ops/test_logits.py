@@ -365,6 +365,11 @@ def test_schedule_errors(rng) -> None:
     cases = [
         ({"context_lens": np.zeros(3, np.int64)}, TypeError, "context_lens: expected dtype int32"),
         ({"context_lens": np.zeros((3, 1, 1), np.int32)}, ValueError, r"context_lens: expected shape \[B, n\]"),
+        (
+            {"context_lens": np.broadcast_to(np.int32([5, 6]), (3, 2))},
+            ValueError,
+            "context_lens: requests share one row",
+        ),
         ({"block_table": np.zeros((2, 4), np.int32)}, ValueError, r"block_table: expected shape \[3, width\]"),
         ({"max_context_len": -1}, ValueError, "max_context_len must be >= 0, got -1"),
         ({"block_size": 0}, ValueError, "block_size must be >= 1, got 0"),
@@ -407,6 +412,11 @@ def test_logits_errors(rng) -> None:
     cases = [
         ({"kv_cache": np.zeros((3, 8, 656), np.uint8)}, ValueError, "kv_cache: expected a paged cache"),
         ({"context_lens": np.zeros((2, 1), np.int32)}, ValueError, r"context_lens: expected shape \[2, 2\]"),
+        (
+            {"context_lens": np.broadcast_to(np.int32([5, 6]), (2, 2))},
+            ValueError,
+            "context_lens: requests share one row",
+        ),
         ({"block_table": np.zeros((3, 4), np.int32)}, ValueError, r"block_table: expected shape \[2, width\]"),
         ({"max_context_len": -1}, ValueError, "max_context_len must be >= 0, got -1"),
         ({"w": np.zeros((2, 64), np.float32)}, ValueError, r"w: expected shape \[4, 64\]"),
@@ -414,3 +424,6 @@ def test_logits_errors(rng) -> None:
     for change, error, message in cases:
         with pytest.raises(error, match=message):
             paged_indexer_logits(**{**of_cache, **change})
+    one = paged(rng, 1, 2, 64, 8, 30)
+    one["context_lens"] = np.broadcast_to(np.int32([5, 6]), (1, 2))  # nothing is shared
+    assert paged_indexer_logits(**one).shape == (2, 30)
