@@ -37,7 +37,7 @@ from harness import NO_PEER, ROOT, Options, Record, time_side_by_side
 from indexer_peers import Peers, unpack
 
 import cupy_mla
-from cupy_mla.cuda import logits, logits_sm90, topk
+from cupy_mla.cuda import driver, logits, logits_sm90, topk
 from cupy_mla.cuda.logits import PORTABLE, VARIABLE
 
 HEADS, K, BLOCK = 64, 2048, 64
@@ -180,10 +180,8 @@ def fitting(sets: list[Tensors], case: Case) -> list[Tensors]:
 def schedule(shape: Shape, s: Tensors) -> torch.Tensor:
     """Ours, of a decode's keys."""
     requests, queries, context = shape
-    units = requests * -(-context // logits_sm90.UNIT)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    shares = 2 * sms if queries == 1 and units > logits_sm90.FEW_UNITS * sms else sms
-    return cupy_mla.paged_indexer_schedule(s[3], s[4], context, BLOCK, min(shares, units))
+    shares = logits_sm90.usual_shares(driver.gpu(0), HEADS, True, requests, queries, context)
+    return cupy_mla.paged_indexer_schedule(s[3], s[4], context, BLOCK, shares)
 
 
 def ours(case: Case, sets: list[Tensors]) -> list[Callable[[], torch.Tensor]]:

@@ -20,7 +20,7 @@ from . import logits_sm90, structs
 from .driver import Gpu
 from .kernel import Kernel
 from .logits_sm90 import HEADS, padded_heads
-from .paging import NO_TABLE, block_table, ceil_div, pointer
+from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program
 from .structs import Packed
 
@@ -142,13 +142,11 @@ def paged_indexer_schedule(
     gpu: Gpu, lens: Array, table: Array, max_context_len: int, block_size: int, out: Array
 ) -> Program:
     """Twin of `reference.logits.paged_indexer_schedule`."""
-    requests = lens.shape[0]
-    of_tokens = len(lens.shape) == 2
     params = structs.LOGITS(
         table=block_table(table, block_size), q8=0, keys=0, scales=0, w=0, out=out.ptr, starts=0, ends=lens.ptr,
         schedule=0, q_request=0, q_query=0, q_head=0, w_stride=0, out_stride=out.strides[0], key_stride=0,
-        lens_stride=lens.strides[0] if of_tokens else 0, schedule_stride=0, requests=requests,
-        queries=lens.shape[1] if of_tokens else 1, heads=0, width=max_context_len, num_blocks=0, clean=0,
+        lens_stride=lens_stride(lens), schedule_stride=0, requests=lens.shape[0],
+        queries=lens.shape[1] if len(lens.shape) == 2 else 1, heads=0, width=max_context_len, num_blocks=0, clean=0,
         compact_width=0, all_chosen=0,
     )  # fmt: skip
     return [Launch(schedule_kernel(), (out.shape[0], 1, 1), params)]
@@ -209,7 +207,6 @@ def paged_logits(
     num_blocks, block_size, _ = kv_cache.shape
     if requests == 0 or n == 0 or width == 0:
         return ()
-    of_tokens = len(lens.shape) == 2
     aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
     if schedule is not None and not (_by_sm90(gpu, heads, aligned) and logits_sm90.scheduled(heads, n)):
         schedule = None
@@ -218,7 +215,7 @@ def paged_logits(
         scales=0, w=w.ptr + 4 * first * n * w.strides[0], out=out, starts=0,
         ends=lens.ptr + 4 * first * lens.strides[0], schedule=pointer(schedule), q_request=q8.strides[0],
         q_query=q8.strides[1], q_head=q8.strides[2], w_stride=w.strides[0], out_stride=out_stride,
-        key_stride=kv_cache.strides[0], lens_stride=lens.strides[0] if of_tokens else 0,
+        key_stride=kv_cache.strides[0], lens_stride=lens_stride(lens),
         schedule_stride=0 if schedule is None else schedule.strides[0], requests=requests, queries=n, heads=heads,
         width=width, num_blocks=num_blocks, clean=int(clean), compact_width=0,
         all_chosen=all_chosen if schedule is None else 0,

@@ -94,6 +94,14 @@ def scheduled(heads: int, queries: int) -> bool:
     return tile_for(padded_heads(heads), queries, True) is not MANY
 
 
+def usual_shares(gpu: Gpu, heads: int, paged: bool, requests: int, queries: int, width: int) -> int:
+    """The CTAs of a launch for requests of `queries` queries each over at most `width` keys."""
+    padded = padded_heads(heads)
+    tile = tile_for(padded, queries, paged)
+    units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
+    return least((1 if units <= FEW_UNITS * gpu.sms else tile.ctas) * gpu.sms, units)
+
+
 def launch(
     gpu: Gpu,
     heads: int,
@@ -108,8 +116,6 @@ def launch(
     """The launch for requests of `queries` queries each over at most `width` keys; `shares` of a schedule."""
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
-    units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
-    if shares is not None:
-        return Launch(kernel(padded, tile, paged, compact, tile.ctas > 1 and shares <= gpu.sms), (shares, 1, 1), params)
-    ctas = 1 if units <= FEW_UNITS * gpu.sms else tile.ctas
-    return Launch(kernel(padded, tile, paged, compact, ctas < tile.ctas), (least(ctas * gpu.sms, units), 1, 1), params)
+    if shares is None:
+        shares = usual_shares(gpu, heads, paged, requests, queries, width)
+    return Launch(kernel(padded, tile, paged, compact, tile.ctas > 1 and shares <= gpu.sms), (shares, 1, 1), params)

@@ -34,6 +34,11 @@ def queries(query_start_loc: Array, seq_lens: Array, num_tokens: int) -> Packed:
     )
 
 
+def lens_stride(context_lens: Array) -> int:
+    """From request to request of context lengths [B, n]; 0, the kernels' mark of one length a request, of [B]."""
+    return context_lens.strides[0] if len(context_lens.shape) == 2 else 0
+
+
 def pointer(array: Array | None) -> object:
     """Where an array starts; null for one that is not there."""
     return 0 if array is None else array.ptr

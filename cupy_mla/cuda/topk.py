@@ -14,7 +14,7 @@ from . import structs
 from .driver import PORTABLE_CLUSTER, Gpu
 from .kernel import PORTABLE, Kernel
 from .logits import paged_logits, ragged_logits
-from .paging import NO_TABLE, block_table, ceil_div, pointer
+from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program, Slot
 from .structs import Packed
 
@@ -243,7 +243,7 @@ def select_rows_paged(
             gpu, q8, kv_cache, w, lens, table, schedule, False, workspace.ptr, stride, max_context_len, first, count,
             all_chosen=k,
         )  # fmt: skip
-        bounds = Bounds(0, _item(lens, first), lens.strides[0] if len(lens.shape) == 2 else 0, n)
+        bounds = Bounds(0, _item(lens, first), lens_stride(lens), n)
         to = block_table(table, kv_cache.shape[1], first, count) if slots else NO_TABLE
         program += _launches(
             gpu, Logits(workspace.ptr, stride, count * n, max_context_len, False, True), bounds, k, to, 0,

@@ -182,6 +182,7 @@ struct Work : WorkItem {
     bool ends_item;
 
     __device__ __forceinline__ int count() const { return IN_TURN ? dealt : end - begin; }
+    __device__ __forceinline__ int tile(int i) const { return begin + step * i; }
 };
 
 // In shares: the last item of this CTA's share, with which it starts.
@@ -399,7 +400,7 @@ struct Tiles {
     // The i-th; w.end behind the last one.
     __device__ __forceinline__ int tile(const Work& w, int warp, int i) const {
         if (i >= count) return w.end;
-        return w.begin + w.step * (i < listed ? small().tiles[warp][i] : i - listed + unlisted);
+        return w.tile(i < listed ? small().tiles[warp][i] : i - listed + unlisted);
     }
 };
 
@@ -431,7 +432,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     int32_t entries[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-        tile[i] = min(w.begin + w.step * i, w.end);
+        tile[i] = min(w.tile(i), w.end);
         entries[i] = list.of(w, tile[i], my_row);
     }
     const Tiles tiles = find_tiles(p, w, list, warp, lane);

@@ -260,7 +260,7 @@ __device__ __forceinline__ int unite(Group& g) {
 }
 
 // grid: as many CTAs as run at a time, which take groups in turn.
-extern "C" __global__ void __launch_bounds__(THREADS, 16 / QUERIES)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     group_lists(const __grid_constant__ GroupedParams p) {
     for (int index = blockIdx.x; index < p.num_groups; index += gridDim.x) {
         const int first = (p.first_group + index) * QUERIES;

@@ -257,7 +257,7 @@ __device__ __forceinline__ void take_next_split() {
     Small& sm = small();
     named_barrier_sync(TURN, THREADS);
     if (read_thread_index() == 0) {
-        sm.tiles_done += sm.work.end - sm.work.begin;
+        sm.tiles_done += num_tiles();
         ++sm.turn;
         sm.work = sm.next;
         sm.ends_item = sm.next_ends_item;

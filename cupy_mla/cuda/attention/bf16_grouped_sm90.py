@@ -57,7 +57,10 @@ def kernel(layout: Layout) -> Kernel:
 @cache
 def group_lists_kernel(queries: int) -> Kernel:
     """The kernel that unites the index lists of so many queries; it does not depend on the layout."""
-    defines = {"QUERIES": queries, "MAX_QUERIES": MAX_QUERIES, "TILE_ROWS": bf16_sm90.TILE_ROWS}
+    defines = {
+        "QUERIES": queries, "CTAS_PER_SM": QUERIES_PER_SM // queries, "MAX_QUERIES": MAX_QUERIES,
+        "TILE_ROWS": bf16_sm90.TILE_ROWS,
+    }  # fmt: skip
     return Kernel("attention/group_lists.cu", structs.GROUPED, defines, archs=("90a",), target="90a")
 
 
