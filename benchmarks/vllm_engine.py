@@ -15,11 +15,12 @@ are stopped:
 - decode: tokens a second by the wall clock, from steps in which every request gets one token. The host bounds a step
   of the models of one layer, and a machine's CPUs change their speed by up to two within a second, for both engines
   alike. So both serve the same requests at the same time, in turn: a block of 8 steps of one, then one of the other,
-  which goes first changing. On one GPU both run on the same core, the fastest when it was last looked for. Before and
-  behind each block a fixed piece of Python is timed. What counts are the pairs of blocks around which that piece was
-  fastest, half of them: `tokens_per_s` is of the median of their steps, `loop_us` the piece's time around them.
-  `_low` and `_high`: of the slowest and the fastest of all blocks. `tokens_per_s_ratio`: ours to stock's in a pair, the
-  median of all pairs; `_noise` its standard error.
+  which goes first changing. On one GPU both run on the same core, the fastest when it was last looked for. With several
+  the main threads of both engines' processes have the same cores, and the other engine is stopped. Before and behind
+  each block a fixed piece of Python is timed. What counts are the pairs of blocks around which that piece was fastest,
+  half of them: `tokens_per_s` is of the median of their steps, `loop_us` the piece's time around them. `_low` and
+  `_high`: of the slowest and the fastest of all blocks. `tokens_per_s_ratio`: ours to stock's in a pair, the median of
+  all pairs; `_noise` its standard error.
 - `first_tokens_ms`: until every request has its first token, of prompts as long as the engine has not seen yet. The
   median of a few times, ours and stock in turn, on the fastest core.
 - `gpu_us`: the time in a decode step in which the GPU works on kernels or copies. Launches that overlap count once.
@@ -68,6 +69,7 @@ PAIRS, BLOCK_STEPS, PROFILED_STEPS = 40, 8, 8
 PAIRS_A_CORE = 8  # until the fastest core is looked for again
 SPEED_TOKENS = 8 + (PAIRS + 1) * (BLOCK_STEPS + 1) + PREFILL_STEPS
 QUIETEST = 2  # of so many pairs one counts
+SETTLED = 0.02  # seconds until the GPUs have ended what an engine asked for ahead
 REQUESTS = (1, 16, 64)
 FIRST_TOKENS = {1: 8, 16: 4, 64: 2}  # how often first tokens are timed, by requests
 ALIKE = "bf16_sm90"
@@ -258,9 +260,11 @@ def first_tokens(engine: Any, requests: int, length: int, core: int | None) -> f
 
 @contextlib.contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Run on one core of the machine; None: on any."""
-    if core is not None:
-        os.sched_setaffinity(0, {core})
+    """Run on one core of the machine; None: where it is."""
+    if core is None:
+        yield
+        return
+    os.sched_setaffinity(0, {core})
     try:
         yield
     finally:
@@ -299,13 +303,13 @@ def end_requests(engine: Any) -> bool:
 CORES = os.sched_getaffinity(0)
 
 
-def fastest_core() -> int:
-    """The core on which a piece of Python takes the least time now."""
+def fastest_cores(count: int) -> list[int]:
+    """The cores on which a piece of Python takes the least time now."""
     times = {}
     for core in CORES:
         with on_core(core):
             times[core] = loop_us(7)
-    return min(times, key=times.__getitem__)
+    return sorted(times, key=times.__getitem__)[:count]
 
 
 def kernels(engine: Any, requests: int) -> list[tuple[str, float]]:
@@ -388,6 +392,13 @@ class Engine:
             raise RuntimeError(self.last_lines())
         return answer
 
+    def pin(self, cores: list[int]) -> None:
+        """Run the main thread of each of its processes on a core of its own; there are as many cores as processes."""
+        group = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_of_group(int(path.name), self.group)]
+        workers = [pid for pid in sorted(group) if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for pid, core in zip([self.group, *workers], cores, strict=True):
+            os.sched_setaffinity(pid, {core})
+
     def pause(self, now: bool) -> None:
         """Stop the processes where they stand, or let them go on."""
         os.killpg(self.group, signal.SIGSTOP if now else signal.SIGCONT)
@@ -400,6 +411,13 @@ class Engine:
     def last_lines(self, count: int = 12) -> str:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return "\n".join([f"--- {self.name}", *(line[:230] for line in lines[-count:])])
+
+
+def is_of_group(pid: int, group: int) -> bool:
+    try:
+        return os.getpgid(pid) == group
+    except ProcessLookupError:
+        return False
 
 
 @contextlib.contextmanager
@@ -518,38 +536,53 @@ def compare_results(setting: Setting, engines: dict[str, Engine], rows: list[Row
     rows.append(row)
 
 
-def compare_speeds(
-    setting: Setting, engines: dict[str, Engine], deadline: float, one_core: bool, rows: list[Row]
-) -> None:
+def compare_speeds(setting: Setting, engines: dict[str, Engine], deadline: float, gpus: int, rows: list[Row]) -> None:
     """A setting's row becomes one for each number of requests, without those whose turn comes too late."""
     (row,) = rows
     rows.clear()
     for requests in REQUESTS:
         if time.monotonic() < deadline:
             name = f"{setting}, {requests} request{'s'[: requests > 1]}"
-            rows.append({**row, "setting": name, **compare_speed(engines, requests, one_core)})
+            rows.append({**row, "setting": name, **compare_speed(engines, requests, gpus)})
 
 
-def compare_speed(pair: dict[str, Engine], requests: int, one_core: bool) -> Row:
+def ask_alone(engine: Engine, *question: Any) -> Any:
+    """Ask a paused engine, and pause it again: where there are several, its processes wait in a busy loop."""
+    engine.pause(False)
+    try:
+        return engine.ask(*question)
+    finally:
+        time.sleep(SETTLED)
+        engine.pause(True)
+
+
+def compare_speed(pair: dict[str, Engine], requests: int, gpus: int) -> Row:
     """Tokens a second of so many requests, ours and stock in turn."""
     for engine in pair.values():
         engine.ask("first_tokens", requests, SPEED_PROMPT, None)
+    ask: Callable[..., Any] = Engine.ask
+    if gpus > 1:
+        ask, cores = ask_alone, fastest_cores(1 + gpus)
+        for engine in pair.values():
+            engine.pin(cores)
+            engine.pause(True)
     firsts: dict[str, list[float]] = {name: [] for name in pair}
     core = None
     for turn in range(FIRST_TOKENS[requests]):
-        core = fastest_core() if one_core else None
+        core = fastest_cores(1)[0] if gpus == 1 else None
         for name in reversed(pair) if turn % 2 else pair:
-            firsts[name].append(pair[name].ask("first_tokens", requests, SPEED_PROMPT - 1 - turn, core))
+            firsts[name].append(ask(pair[name], "first_tokens", requests, SPEED_PROMPT - 1 - turn, core))
     for engine in pair.values():
-        engine.ask("serve_requests", requests, SPEED_TOKENS)
+        ask(engine, "serve_requests", requests, SPEED_TOKENS)
     blocks: dict[str, list[Block]] = {name: [] for name in pair}
     for turn in range(PAIRS):
-        if one_core and turn % PAIRS_A_CORE == 0:
-            core = fastest_core()
+        if gpus == 1 and turn % PAIRS_A_CORE == 0:
+            (core,) = fastest_cores(1)
         for name in reversed(pair) if turn % 2 else pair:
-            blocks[name].append(pair[name].ask("block", core))
+            blocks[name].append(ask(pair[name], "block", core))
     for engine in pair.values():
-        engine.ask("end_requests")
+        ask(engine, "end_requests")
+        engine.pause(False)
     medians = {f"first_tokens_ms_{name}": round(1e3 * statistics.median(times), 1) for name, times in firsts.items()}
     return speeds(requests, blocks) | medians
 
@@ -660,7 +693,11 @@ def keep(out: Path) -> None:
 
 
 def measure_all(
-    engines: dict[tuple[Setting, str], Engine], deadline: float, profiles: Path | None, rows: dict[Setting, list[Row]]
+    engines: dict[tuple[Setting, str], Engine],
+    deadline: float,
+    gpus: int,
+    profiles: Path | None,
+    rows: dict[Setting, list[Row]],
 ) -> None:
     """Fill in the rows of each setting: results of all at once, then decode, one by one, then the GPU's time.
 
@@ -689,7 +726,7 @@ def measure_all(
         pair = {name: of[setting][name] for name in ("ours", "stock")}
         if setting.speed and rows[setting]:
             with alone(list(engines.values()), list(pair.values())):
-                attempt(compare_speeds, setting, setting, pair, deadline, profiles is not None)
+                attempt(compare_speeds, setting, setting, pair, deadline, gpus)
         print(*map(shown, rows[setting]), sep="\n", flush=True)
     print(f"{deadline - time.monotonic():.0f} s left behind decode", flush=True)
     for setting in rows if profiles is not None else ():
@@ -757,7 +794,7 @@ def main() -> None:
     there = {key: engine for key, engine in engines.items() if engine in up}
     rows: dict[Setting, list[Row]] = {s: [] for s in settings if {(s, "ours"), (s, "stock")} <= there.keys()}
     try:
-        measure_all(there, deadline, None if several else folder / "kernels.txt", rows)
+        measure_all(there, deadline, options.tensor_parallel, None if several else folder / "kernels.txt", rows)
     finally:
         stop(list(engines.values()))
     write(out, version("vllm"), options.tensor_parallel, [row for of in rows.values() for row in of])

@@ -418,7 +418,7 @@ def test_an_engine_that_fails_costs_no_other_settings_rows(module, monkeypatch):
     monkeypatch.setattr(program, "profile_kernels", lambda *arguments, rows: asked.append("kernels"))
     monkeypatch.setattr(program, "alone", lambda every, pair: contextlib.nullcontext())
     rows = {failing: [], other: []}
-    program.measure_all(engines, time.monotonic() + 100, Path("kernels.txt"), rows)
+    program.measure_all(engines, time.monotonic() + 100, 1, Path("kernels.txt"), rows)
     assert rows == {failing: [], other: [{"setting": str(other)}]}
     assert asked == [other, "kernels"]
 
