@@ -1,8 +1,8 @@
 """What an adapter needs of an engine's Python sources, and whether they have it. They are read, never imported.
 
 A need is written as it would be called: `Class.method(self, q, layer)`, `Class.attribute`, `function(x)`, `NAME`. A
-parameter list names the first parameters, in order. An attribute may be a class variable, a field, or what a method
-assigns to `self`; a name may be defined in a module or imported into it.
+parameter list names the first parameters, in order; of a dataclass all fields that have no default. An attribute may be
+a class variable, a field, or what a method assigns to `self`; a name may be defined in a module or imported into it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 # Needs by module, whose name is relative to the engine's package.
 Needs = dict[str, tuple[str, ...]]
-# A definition by its dotted name; the value is its parameters where it is a function.
-Found = dict[str, "list[str] | None"]
+# A definition by its dotted name; the value is a function's parameters or a dataclass's fields without default.
+Found = dict[str, "list[str] | tuple[str, ...] | None"]
 
 
 def sources(package: str) -> Path:
@@ -78,6 +78,8 @@ def _met(need: str, found: Found) -> bool:
         return True
     wanted = [parameter.strip() for parameter in rest.rstrip(")").split(",") if parameter.strip()]
     parameters = found[name]
+    if isinstance(parameters, tuple):
+        return list(parameters) == wanted
     return parameters is not None and parameters[: len(wanted)] == wanted
 
 
@@ -91,7 +93,7 @@ def _collect(body: list[ast.stmt], scope: str, found: Found) -> None:
             if scope:
                 _collect_self(node, scope, found)
         elif isinstance(node, ast.ClassDef):
-            found[scope + node.name] = None
+            found[scope + node.name] = _required_fields(node)
             _collect(node.body, f"{scope}{node.name}.", found)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -105,6 +107,14 @@ def _collect(body: list[ast.stmt], scope: str, found: Found) -> None:
                 _collect(getattr(node, field, []), scope, found)
             for handler in getattr(node, "handlers", []):
                 _collect(handler.body, scope, found)
+
+
+def _required_fields(node: ast.ClassDef) -> tuple[str, ...] | None:
+    """A dataclass's fields without default; None: another class."""
+    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return None
+    fields = [n for n in node.body if isinstance(n, ast.AnnAssign) and n.value is None]
+    return tuple(n.target.id for n in fields if isinstance(n.target, ast.Name))
 
 
 def _collect_self(method: ast.FunctionDef | ast.AsyncFunctionDef, scope: str, found: Found) -> None:

@@ -69,6 +69,23 @@ SOURCES = {
         """,
     "v1/attention/__init__": "",
     "v1/attention/backend": """
+        from dataclasses import dataclass
+        from typing import Any
+
+        @dataclass
+        class CommonAttentionMetadata:
+            query_start_loc: Any
+            seq_lens: Any
+            num_reqs: int
+            num_actual_tokens: int
+            max_query_len: int
+            max_seq_len: int
+            block_table_tensor: Any
+            slot_mapping: Any
+
+        class AttentionMetadataBuilder:
+            reorder_batch_threshold = None
+
         class SparseMLAAttentionImpl:
             def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
                 raise NotImplementedError
@@ -89,11 +106,12 @@ SOURCES = {
     "v1/attention/backends/mla/__init__": "",
     "v1/attention/backends/mla/flashmla_sparse": """
         from dataclasses import dataclass
+        from types import SimpleNamespace
         from typing import Any
 
         import torch
 
-        from vllm.v1.attention.backend import SparseMLAAttentionImpl
+        from vllm.v1.attention.backend import AttentionMetadataBuilder, SparseMLAAttentionImpl
         from vllm.v1.worker.workspace import current_workspace_manager
 
         MIN_HEADS_FOR_BF16_PREFILL = 32
@@ -123,6 +141,8 @@ SOURCES = {
             @dataclass
             class FP8KernelMetadata:
                 scheduler_metadata: Any
+                dummy_block_table: Any
+                cache_lens: Any
 
             @dataclass
             class FP8SeparatePrefillDecode:
@@ -144,34 +164,45 @@ SOURCES = {
                 num_decode_tokens: int
                 prefill: Any
 
+            num_reqs: int
             max_query_len: int
+            max_seq_len: int
             num_actual_tokens: int
+            query_start_loc: Any
+            slot_mapping: Any
             block_table: Any
             req_id_per_token: Any
-            block_size: int
+            block_size: int = 64
+            topk_tokens: int = 2048
             fp8_extra_metadata: Any = None
+            fp8_use_mixed_batch: bool = False
 
-        class FlashMLASparseMetadataBuilder:
-            def __init__(self, num_heads, block_size, fp8):
-                self.num_heads, self.block_size, self.fp8 = num_heads, block_size, fp8
+        class FlashMLASparseMetadataBuilder(AttentionMetadataBuilder):
+            def __init__(self, num_heads, block_size, fp8, decode_len=1):
+                self.num_heads, self.use_fp8_kv_cache, self.topk_tokens = num_heads, fp8, 20
+                self.kv_cache_spec = SimpleNamespace(block_size=block_size)
+                self.req_id_per_token_buffer = torch.full((64,), -1, dtype=torch.int32)
+                self.reorder_batch_threshold = decode_len
 
             def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
                 batch = common_attn_metadata
                 query_lens = batch.query_start_loc.diff()
                 extra = None
-                if self.fp8 and self.num_heads < MIN_HEADS_FOR_BF16_PREFILL:
+                mixed = self.num_heads < MIN_HEADS_FOR_BF16_PREFILL
+                if self.use_fp8_kv_cache and mixed:
                     extra = self._build_fp8_mixed_decode_prefill(batch)
-                elif self.fp8:
+                elif self.use_fp8_kv_cache:
                     extra = self._build_fp8_separate_prefill_decode(batch)
-                requests = torch.zeros(batch.num_actual_tokens, dtype=torch.int32)
+                requests = self.req_id_per_token_buffer.zero_()[: batch.num_actual_tokens]
                 requests[: int(query_lens.sum())] = torch.arange(len(query_lens)).repeat_interleave(query_lens).int()
                 return FlashMLASparseMetadata(
-                    int(query_lens.max()), batch.num_actual_tokens, batch.block_table_tensor, requests,
-                    self.block_size, extra,
+                    batch.num_reqs, batch.max_query_len, batch.max_seq_len, batch.num_actual_tokens,
+                    batch.query_start_loc, batch.slot_mapping, batch.block_table_tensor, requests,
+                    self.kv_cache_spec.block_size, self.topk_tokens, extra, mixed,
                 )
 
             def _build_fp8_mixed_decode_prefill(self, common_attn_metadata):
-                return FlashMLASparseMetadata.FP8KernelMetadata(get_mla_metadata()[0])
+                return FlashMLASparseMetadata.FP8KernelMetadata(get_mla_metadata()[0], None, None)
 
             def _build_fp8_separate_prefill_decode(self, common_attn_metadata):
                 batch = common_attn_metadata
@@ -241,16 +272,26 @@ SOURCES = {
             seq_lens: Any
             decode_lens: Any
             requires_padding: bool
+            schedule_metadata: Any
 
         @dataclass
         class DeepseekV32IndexerMetadata:
+            seq_lens: Any
+            max_seq_len: int
             slot_mapping: Any
+            num_decodes: int
             num_decode_tokens: int
+            num_prefills: int
             num_prefill_tokens: int
             decode: Any = None
             prefill: Any = None
 
         class DeepseekV32IndexerMetadataBuilder:
+            reorder_batch_threshold = 1
+
+            def __init__(self, decode_len=1, compress_ratio=1):
+                self.reorder_batch_threshold, self.compress_ratio = decode_len, compress_ratio
+
             def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
                 return get_paged_mqa_logits_metadata() if has_deep_gemm() else "built"
 

@@ -75,19 +75,24 @@ def test_what_a_module_defines() -> None:
         "import a.b\nfrom c import d as e\nX: int = 1\nif X:\n    def f(x, /, y, *, z): ...\n"
         "try:\n    Y, Z = 1, 2\nexcept E:\n    Q = 1\n"
         "class C(B):\n    v: int\n    class D:\n        w = 1\n    def m(self, x):\n        self.s, other.t = x\n"
+        "@dataclasses.dataclass(frozen=True)\nclass F:\n    a: int\n    b: int = 1\n    c: int\n"
     )
     assert found == {
         "a.b": None, "e": None, "X": None, "f": ["x", "y", "z"], "Y": None, "Z": None, "Q": None, "C": None,
         "C.v": None, "C.D": None, "C.D.w": None, "C.m": ["self", "x"], "C.s": None,
+        "F": ("a", "c"), "F.a": None, "F.b": None, "F.c": None,
     }  # fmt: skip
 
 
 def test_needs_that_are_not_met(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "__init__.py").write_text("class C:\n    def m(self, x, y): ...\nN = 1\n")
-    needs = {"p": ("C.m(self, x)", "C.m(self, y)", "C.n", "N", "N()", "C.m(self, x, y, z)"), "q.r": ("A",)}
+    (tmp_path / "p" / "__init__.py").write_text(
+        "class C:\n    def m(self, x, y): ...\nN = 1\n@dataclass\nclass D:\n    a: int\n    b: int\n"
+    )
+    of_p = ("C.m(self, x)", "C.m(self, y)", "C.n", "N", "N()", "C.m(self, x, y, z)", "D(a, b)", "D(a)", "D.b")
+    needs = {"p": of_p, "q.r": ("A",)}
     assert missing(tmp_path, needs) == [
-        "p: C.m(self, y)", "p: C.n", "p: N()", "p: C.m(self, x, y, z)", "module q.r",
+        "p: C.m(self, y)", "p: C.n", "p: N()", "p: C.m(self, x, y, z)", "p: D(a)", "module q.r",
     ]  # fmt: skip
 
 

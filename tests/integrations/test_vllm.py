@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from cupy_mla.integrations import vllm as plugin  # noqa: E402
+from cupy_mla.metadata.batch import BatchMetadata  # noqa: E402
 from tests import indexers, oracle_indexer  # noqa: E402
 from tests.backends.test_sparse_mla import BLOCK_SIZE, SCALE, assert_result, make_step  # noqa: E402
 from tests.kinds import E4M3  # noqa: E402
@@ -159,7 +160,11 @@ FAULTS = {
         "flashmla_sparse", "forward_mqa(self, q,", "forward_mqa(self, layer_idx, q,", "FlashMLASparseImpl.forward_mqa(",
     ),
     "a lost field": (
-        "flashmla_sparse", "req_id_per_token: Any", "request: Any", "FlashMLASparseMetadata.req_id_per_token",
+        "flashmla_sparse", "req_id_per_token: Any", "request: Any", "FlashMLASparseMetadata(num_reqs, max_query_len,",
+    ),
+    "a new field": (
+        "flashmla_sparse", "req_id_per_token: Any", "req_id_per_token: Any; positions: Any",
+        "FlashMLASparseMetadata(num_reqs, max_query_len,",
     ),
     "a lost attribute": ("flashmla_sparse", "self.q_concat_buffer,", "_,", "FlashMLASparseImpl.q_concat_buffer"),
     "a lost name": ("indexer", "def has_deep_gemm", "def has_gemm", "indexer: has_deep_gemm"),
@@ -243,13 +248,9 @@ def test_attention(modules, rng, path: str, query_lens: list[int], pair: bool) -
     topk_buffer = torch.full((64, step.topk_indices.shape[1]), -1, dtype=torch.int32)
     topk_buffer[:tokens] = as_torch(valid_first(step.topk_indices))
     builder = modules.sparse_mla.CupyMLASparseBuilder(heads, BLOCK_SIZE, cache_type == "fp8_ds_mla")
-    batch = SimpleNamespace(
-        query_start_loc=as_torch(step.batch.query_start_loc), seq_lens=as_torch(step.batch.seq_lens),
-        block_table_tensor=as_torch(step.batch.block_table), num_actual_tokens=padded,
-    )  # fmt: skip
-    metadata = builder.build(0, batch)
+    metadata = builder.build(0, vllm_batch(step.batch, padded))
     separate = hasattr(metadata.fp8_extra_metadata, "num_decodes")
-    assert (path == "separate") == separate
+    assert (path == "separate" and query_lens not in ([1], [1, 1, 1])) == separate
     impl = modules.sparse_mla.CupyMLASparseImpl(heads, 576, SCALE, cache_type, indexer=layer_indexer(topk_buffer))
     impl.prefill_bf16_workspace.fill_(float("nan"))
     q = torch.zeros(padded, heads, 576, dtype=torch.bfloat16)
@@ -261,16 +262,66 @@ def test_attention(modules, rng, path: str, query_lens: list[int], pair: bool) -
     assert_result(got[:tokens].float().numpy(), step.want)
 
 
+def vllm_batch(batch: BatchMetadata, tokens: int) -> SimpleNamespace:
+    """vLLM's description of a batch, which may be padded to more tokens."""
+    return loaded("vllm.v1.attention.backend").CommonAttentionMetadata(
+        query_start_loc=as_torch(batch.query_start_loc), seq_lens=as_torch(batch.seq_lens),
+        num_reqs=len(batch.seq_lens), num_actual_tokens=tokens, max_query_len=int(batch.query_lens.max()),
+        max_seq_len=int(batch.seq_lens.max()), block_table_tensor=as_torch(batch.block_table),
+        slot_mapping=as_torch(batch.slot_mapping),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("query_lens", "decode_len", "known"),
+    [([1], 1, True), ([1, 1, 1], 1, True), ([1, 1, 0, 0], 1, True), ([1, 1, 2], 1, False), ([1, 1], 2, False)],
+    ids=str,
+)
+def test_nothing_is_computed_for_decodes_of_one_token(
+    modules, rng, monkeypatch, path: str, query_lens: list[int], decode_len: int, known: bool
+) -> None:
+    """The metadata of attention and of the indexer are as vLLM's; requests of no token pad the batch."""
+    cache_type, heads = PATHS[path]
+    tokens = max(sum(query_lens), len(query_lens))
+    batch = vllm_batch(make_step(rng, 8, query_lens).batch, tokens)
+    builder = modules.sparse_mla.CupyMLASparseBuilder(heads, BLOCK_SIZE, cache_type == "fp8_ds_mla", decode_len)
+    want = builder._build(0, batch)
+    indexer_builder = modules.indexer.CupyMLAIndexerBuilder(decode_len)
+    assert (indexer_builder.build(0, batch) == "built") == (not known)
+    assert modules.indexer.CupyMLAIndexerBuilder(decode_len, compress_ratio=4).build(0, batch) == "built"
+    if known:
+        monkeypatch.setattr(builder, "_build", None)
+    got = builder.build(0, batch)
+    for name in ("num_reqs", "max_query_len", "max_seq_len", "num_actual_tokens", "block_size", "topk_tokens"):
+        assert getattr(got, name) == getattr(want, name)
+    for name in ("query_start_loc", "slot_mapping", "block_table"):
+        assert getattr(got, name) is getattr(want, name)
+    live = sum(query_lens)  # vLLM gives the others to request 0
+    assert torch.equal(got.req_id_per_token[:live], want.req_id_per_token[:live])
+    assert got.req_id_per_token.shape == (tokens,)
+    assert got.req_id_per_token.max() < len(query_lens)
+    assert (got.fp8_extra_metadata is None) == (path == "bf16")
+    if known:
+        assert builder.build(0, batch).fp8_extra_metadata is got.fp8_extra_metadata
+        metadata = indexer_builder.build(0, batch)
+        assert (metadata.num_decodes, metadata.num_decode_tokens) == (len(query_lens), tokens)
+        assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.prefill) == (0, 0, None)
+        assert metadata.slot_mapping is batch.slot_mapping
+        assert metadata.decode.block_table is batch.block_table_tensor
+        assert torch.equal(metadata.decode.seq_lens, batch.seq_lens[:, None])
+        assert metadata.decode.seq_lens.data_ptr() == batch.seq_lens.data_ptr()
+        assert not metadata.decode.requires_padding
+        assert modules.indexer._same_decodes(got, metadata, BLOCK_SIZE)
+
+
 @pytest.mark.parametrize("path", ["bf16", "mixed"])
 def test_the_benchmark_measures_against_exact_attention(modules, rng, monkeypatch, path: str) -> None:
     """Its float32 backend is float64 attention but for the rounding of the result."""
     float32, cache_type = float32_backend(monkeypatch), PATHS[path][0]
     step = make_step(rng, 8, [1, 40, 3])
     topk_buffer = as_torch(step.topk_indices)
-    batch = SimpleNamespace(
-        query_start_loc=as_torch(step.batch.query_start_loc), seq_lens=as_torch(step.batch.seq_lens),
-        block_table_tensor=as_torch(step.batch.block_table), num_actual_tokens=44,
-    )  # fmt: skip
+    batch = vllm_batch(step.batch, 44)
     builder = float32.get_builder_cls()(8, BLOCK_SIZE, cache_type == "fp8_ds_mla")
     impl = float32.get_impl_cls()(8, 576, SCALE, cache_type, indexer=layer_indexer(topk_buffer))
     q, cache = as_torch(step.q), as_torch(step.caches["bf16" if path == "bf16" else "v32_fp8"])
@@ -320,9 +371,10 @@ def test_a_layer_brings_its_indexer_along(modules) -> None:
     assert isinstance(indexer.indexer_op, modules.indexer.CupyMLAIndexer)
     assert indexer.indexer_op._forward_method.__func__ is modules.indexer.CupyMLAIndexer.forward_cuda
     backend = indexer.k_cache.get_attn_backend()
-    assert backend.get_builder_cls()().build(0, None) == "built"  # without DeepGEMM's schedule
+    prefills = SimpleNamespace(max_query_len=2)
+    assert backend.get_builder_cls()().build(0, prefills) == "built"  # without DeepGEMM's schedule
     with pytest.raises(RuntimeError, match="DeepGEMM"):
-        modules.metadata.DeepseekV32IndexerMetadataBuilder().build(0, None)
+        modules.metadata.DeepseekV32IndexerMetadataBuilder().build(0, prefills)
     assert type(layer_indexer(buffer).indexer_op) is stock
     modules.sparse_mla.CupyMLASparseImpl(8, 576, SCALE, "auto", indexer=layer_indexer(buffer))
     assert modules.splitting_ops == ["vllm::sparse_attn_indexer", "cupy_mla_vllm::sparse_attn_indexer"]
@@ -430,7 +482,10 @@ def test_decodes_choose_slots(
             modules.indexer.taking_slots.clear()
         request = torch.arange(requests).repeat_interleave(torch.tensor(query_lens)).int()
         block_size = BLOCK_SIZE * (1 + (case == "another block size"))
-        attention = modules.stock.FlashMLASparseMetadata(max(query_lens), tokens, its_table, request, block_size, extra)
+        attention = modules.stock.FlashMLASparseMetadata(
+            requests, max(query_lens), max(seq_lens), tokens, as_torch(starts), batch.slot_mapping, its_table, request,
+            block_size, K, extra,
+        )  # fmt: skip
         modules.context.attn_metadata = {"layer.indexer.k_cache": batch, "layer.attn": attention}
         indexer.indexer_op(torch.zeros(tokens, 4), q8, torch.zeros(tokens, 128), weights)
         attention.block_size, attention.fp8_extra_metadata = BLOCK_SIZE, None
@@ -467,8 +522,9 @@ def batch_metadata(modules, table, query_lens, seq_lens, starts, decodes: int, s
         lens = np.array(query_lens[:decodes])
         seen = np.array(seq_lens[:decodes])[:, None] - lens.max() + 1 + np.arange(lens.max())
         decode = m.DeepSeekV32IndexerDecodeMetadata(
-            as_torch(table[:decodes]), as_torch(seen.astype(np.int32)), as_torch(lens), bool(lens.min() != lens.max())
-        )
+            as_torch(table[:decodes]), as_torch(seen.astype(np.int32)), as_torch(lens), bool(lens.min() != lens.max()),
+            None,
+        )  # fmt: skip
     for r in range(decodes, len(query_lens)):
         n, length = query_lens[r], seq_lens[r]
         for begin, end in ((0, n // 2), (n // 2, n)):
@@ -481,7 +537,8 @@ def batch_metadata(modules, table, query_lens, seq_lens, starts, decodes: int, s
                 )
             )  # fmt: skip
     return m.DeepseekV32IndexerMetadata(
-        torch.zeros(int(starts[-1]), dtype=torch.int64), int(starts[decodes]), int(starts[-1] - starts[decodes]),
+        as_torch(np.array(seq_lens)), max(seq_lens), torch.zeros(int(starts[-1]), dtype=torch.int64),
+        decodes, int(starts[decodes]), len(query_lens) - decodes, int(starts[-1] - starts[decodes]),
         decode, m.DeepseekV32IndexerPrefillMetadata(chunks) if chunks else None,
     )  # fmt: skip
 
@@ -495,7 +552,8 @@ def test_indexer_writes_keys(modules, rng) -> None:
     cache = indexer.k_cache.kv_cache = torch.zeros(2, BLOCK_SIZE, 132, dtype=torch.uint8)
     modules.indexer.adopt(indexer)
     slots = torch.tensor([3, BLOCK_SIZE, -1])
-    modules.context.attn_metadata = {"layer.indexer.k_cache": modules.metadata.DeepseekV32IndexerMetadata(slots, 0, 0)}
+    metadata = modules.metadata.DeepseekV32IndexerMetadata(None, 0, slots, 0, 0, 0, 0)
+    modules.context.attn_metadata = {"layer.indexer.k_cache": metadata}
     k, q = torch.randn(4, 128).bfloat16(), torch.zeros(4, HEADS, 128).to(torch.float8_e4m3fn)
     indexer.indexer_op(torch.zeros(4, 4), q, k, torch.zeros(4, HEADS))
     want = torch.zeros_like(cache)

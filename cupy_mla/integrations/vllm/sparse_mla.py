@@ -23,7 +23,7 @@ from ...ops.attention import sparse_decode, sparse_prefill
 from ...ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ...ops.indices import convert_req_index_to_global_index
 from . import cache_write
-from .indexer import adopt, chosen_slots
+from .indexer import adopt, chosen_slots, of_single_tokens
 from .rebound import rebound
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _no_schedule(*args: Any, **kwargs: Any) -> tuple[None, None]:
 class CupyMLASparseBuilder(StockBuilder):
     """vLLM's metadata without FlashMLA's schedules. Ranks of few heads give whole batches to the decode kernel."""
 
-    build: Any = rebound(
+    _build: Any = rebound(
         stock.FlashMLASparseMetadataBuilder.build, MIN_HEADS_FOR_BF16_PREFILL=SparseMLAConfig.mixed_below_heads
     )
     _build_fp8_mixed_decode_prefill: Any = rebound(
@@ -69,6 +69,35 @@ class CupyMLASparseBuilder(StockBuilder):
     _build_fp8_separate_prefill_decode: Any = rebound(
         stock.FlashMLASparseMetadataBuilder._build_fp8_separate_prefill_decode, get_mla_metadata=_no_schedule
     )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        buffer = self.req_id_per_token_buffer
+        self.single_token_requests: torch.Tensor = torch.arange(len(buffer), dtype=buffer.dtype, device=buffer.device)
+        self.whole_batch: Any = None
+        if self.use_fp8_kv_cache:
+            self.whole_batch = stock.FlashMLASparseMetadata.FP8KernelMetadata(
+                scheduler_metadata=None, dummy_block_table=None, cache_lens=None
+            )
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        batch = common_attn_metadata
+        if not of_single_tokens(self, batch):
+            return self._build(common_prefix_len, batch, fast_build)
+        return stock.FlashMLASparseMetadata(
+            num_reqs=batch.num_reqs,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            num_actual_tokens=batch.num_actual_tokens,
+            query_start_loc=batch.query_start_loc,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table_tensor,
+            req_id_per_token=self.single_token_requests[: batch.num_actual_tokens],
+            block_size=self.kv_cache_spec.block_size,
+            topk_tokens=self.topk_tokens,
+            fp8_extra_metadata=self.whole_batch,
+            fp8_use_mixed_batch=self.use_fp8_kv_cache,
+        )
 
 
 class CupyMLASparseImpl(StockImpl):
