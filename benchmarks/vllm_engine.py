@@ -15,12 +15,12 @@ are stopped:
 - decode: tokens a second by the wall clock, from steps in which every request gets one token. The host bounds a step
   of the models of one layer, and a machine's CPUs change their speed by up to two within a second, for both engines
   alike. So both serve the same requests at the same time, in turn: a block of 8 steps of one, then one of the other,
-  which goes first changing. On one GPU both run on the same core, the fastest when it was last looked for. With several
-  the main threads of both engines' processes have the same cores, and the other engine is stopped. Before and behind
-  each block a fixed piece of Python is timed. What counts are the pairs of blocks around which that piece was fastest,
-  half of them: `tokens_per_s` is of the median of their steps, `loop_us` the piece's time around them. `_low` and
-  `_high`: of the slowest and the fastest of all blocks. `tokens_per_s_ratio`: ours to stock's in a pair, the median of
-  all pairs; `_noise` its standard error.
+  which goes first changing. On one GPU both run on the same core, the fastest when it was last looked for. With
+  several the main threads of both engines' processes have the same cores, which do not slow one another down, and the
+  other engine is stopped; pairs are more. Before and behind each block a fixed piece of Python is timed. What counts
+  are the pairs of blocks around which that piece was fastest, half of them: `tokens_per_s` is of the median of their
+  steps, `loop_us` the piece's time around them. `_low` and `_high`: of the slowest and the fastest of all blocks.
+  `tokens_per_s_ratio`: ours to stock's in a pair, the median of all pairs; `_noise` its standard error.
 - `first_tokens_ms`: until every request has its first token, of prompts as long as the engine has not seen yet. The
   median of a few times, ours and stock in turn, on the fastest core.
 - `gpu_us`: the time in a decode step in which the GPU works on kernels or copies. Launches that overlap count once.
@@ -65,11 +65,11 @@ NEW_TOKENS = 8
 VOCABULARY = 4096
 KV_BYTES = 200 << 20  # a layer
 SPEED_PROMPT, PREFILL_STEPS = 1024, 16  # tokens of each prompt; steps that prefill the most requests
-PAIRS, BLOCK_STEPS, PROFILED_STEPS = 40, 8, 8
-PAIRS_A_CORE = 8  # until the fastest core is looked for again
-SPEED_TOKENS = 8 + (PAIRS + 1) * (BLOCK_STEPS + 1) + PREFILL_STEPS
+PAIRS, SEVERAL_PAIRS = 40, 60  # of blocks; of engines of several GPUs, whose processes wait for one another
+BLOCK_STEPS, PROFILED_STEPS = 8, 8
+PAIRS_A_CORE = 8  # until the fastest cores are looked for again
 QUIETEST = 2  # of so many pairs one counts
-SETTLED = 0.02  # seconds until the GPUs have ended what an engine asked for ahead
+SETTLED = 0.012  # seconds until the GPUs have ended what an engine asked for ahead
 REQUESTS = (1, 16, 64)
 FIRST_TOKENS = {1: 8, 16: 4, 64: 2}  # how often first tokens are timed, by requests
 ALIKE = "bf16_sm90"
@@ -310,6 +310,29 @@ def fastest_cores(count: int) -> list[int]:
         with on_core(core):
             times[core] = loop_us(7)
     return sorted(times, key=times.__getitem__)[:count]
+
+
+def undisturbed_cores(count: int) -> list[int]:
+    """The fastest cores, each found while those before it are busy: two that share a physical core slow each other."""
+    cores = fastest_cores(1)
+    with contextlib.ExitStack() as busy:
+        for _ in range(count - 1):
+            busy.enter_context(busy_core(cores[-1]))
+            cores += [core for core in fastest_cores(len(cores) + 1) if core not in cores][:1]
+    return cores
+
+
+@contextlib.contextmanager
+def busy_core(core: int) -> Iterator[int]:
+    """A process that does nothing else than to run on a core; gives its id."""
+    program = f"import os\nos.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout
+            process.stdout.readline()
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def kernels(engine: Any, requests: int) -> list[tuple[str, float]]:
@@ -561,23 +584,24 @@ def compare_speed(pair: dict[str, Engine], requests: int, gpus: int) -> Row:
     for engine in pair.values():
         engine.ask("first_tokens", requests, SPEED_PROMPT, None)
     ask: Callable[..., Any] = Engine.ask
+    pairs = PAIRS
     if gpus > 1:
-        ask, cores = ask_alone, fastest_cores(1 + gpus)
+        ask, pairs = ask_alone, SEVERAL_PAIRS
+        time.sleep(SETTLED)
         for engine in pair.values():
-            engine.pin(cores)
             engine.pause(True)
     firsts: dict[str, list[float]] = {name: [] for name in pair}
-    core = None
     for turn in range(FIRST_TOKENS[requests]):
-        core = fastest_cores(1)[0] if gpus == 1 else None
+        core = choose_cores(pair, gpus)
         for name in reversed(pair) if turn % 2 else pair:
             firsts[name].append(ask(pair[name], "first_tokens", requests, SPEED_PROMPT - 1 - turn, core))
+    tokens = 8 + (pairs + 1) * (BLOCK_STEPS + 1) + PREFILL_STEPS
     for engine in pair.values():
-        ask(engine, "serve_requests", requests, SPEED_TOKENS)
+        ask(engine, "serve_requests", requests, tokens)
     blocks: dict[str, list[Block]] = {name: [] for name in pair}
-    for turn in range(PAIRS):
-        if gpus == 1 and turn % PAIRS_A_CORE == 0:
-            (core,) = fastest_cores(1)
+    for turn in range(pairs):
+        if turn % PAIRS_A_CORE == 0:
+            core = choose_cores(pair, gpus)
         for name in reversed(pair) if turn % 2 else pair:
             blocks[name].append(ask(pair[name], "block", core))
     for engine in pair.values():
@@ -585,6 +609,16 @@ def compare_speed(pair: dict[str, Engine], requests: int, gpus: int) -> Row:
         engine.pause(False)
     medians = {f"first_tokens_ms_{name}": round(1e3 * statistics.median(times), 1) for name, times in firsts.items()}
     return speeds(requests, blocks) | medians
+
+
+def choose_cores(pair: dict[str, Engine], gpus: int) -> int | None:
+    """The core on which an engine of one GPU shall run; None where each of an engine's processes got one of its own."""
+    if gpus == 1:
+        return fastest_cores(1)[0]
+    cores = undisturbed_cores(1 + gpus)
+    for engine in pair.values():
+        engine.pin(cores)
+    return None
 
 
 def speeds(requests: int, blocks: dict[str, list[Block]]) -> Row:

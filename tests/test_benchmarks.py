@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
 import sys
 import time
@@ -399,6 +400,35 @@ def test_speed_is_of_pairs_around_which_the_machine_was_fastest(module):
         "tokens_per_s_stock": 600.0, "tokens_per_s_stock_low": 125.0, "tokens_per_s_stock_high": 3000.0,
         "loop_us_ours": 105.0, "loop_us_stock": 115.0, "tokens_per_s_ratio": 1.75,
     }  # fmt: skip
+
+
+def test_engines_of_several_gpus_get_cores_that_leave_one_another_fast(module, monkeypatch):
+    """Here 0 and 1 are threads of one physical core, and so on; a busy thread makes both slow."""
+    program = module("vllm_engine")
+    busy = []
+
+    @contextlib.contextmanager
+    def busy_core(core):
+        busy.append(core)
+        yield
+        busy.remove(core)
+
+    def fastest_cores(count):
+        return sorted(range(8), key=lambda core: (core // 2 in {b // 2 for b in busy}, core in busy, core))[:count]
+
+    monkeypatch.setattr(program, "busy_core", busy_core)
+    monkeypatch.setattr(program, "fastest_cores", fastest_cores)
+    assert program.undisturbed_cores(3) == [0, 2, 4]
+    assert program.undisturbed_cores(1) == [0]
+    assert busy == []
+
+
+def test_a_busy_core_is_free_again(module):
+    core = min(os.sched_getaffinity(0))
+    with module("vllm_engine").busy_core(core) as pid:
+        assert os.sched_getaffinity(pid) == {core}
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_an_engine_that_fails_costs_no_other_settings_rows(module, monkeypatch):
