@@ -79,8 +79,9 @@ class FakeGPU:
             self.threads.append(threading.current_thread())
 
         runtime = SimpleNamespace(
-            getDevice=lambda: 0, setDevice=set_device, memsetAsync=memset, streamIsCapturing=lambda _: self.capturing
-        )
+            getDevice=lambda: 0, setDevice=set_device, memsetAsync=memset, streamIsCapturing=lambda _: self.capturing,
+            graphLaunch=self.graphs.launch,
+        )  # fmt: skip
         monkeypatch.setattr(driver, "runtime", lambda: runtime)
         monkeypatch.setattr(driver, "THREAD", driver._Threads())
         monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, SMS, CAPABILITY, 227))
@@ -160,10 +161,9 @@ class FakeGraphs:
         self.changes += 1
         return (0,)
 
-    def cuGraphLaunch(self, executable: int, stream: int) -> tuple[int]:
+    def launch(self, executable: int, stream: int) -> None:
         self._gpu.log += [launch._replace(stream=stream) for launch in self.made[executable].values()]
         self.runs += 1
-        return (0,)
 
     def cuGraphDestroy(self, handle: int) -> tuple[int]:
         del self.made[handle]
