@@ -48,7 +48,7 @@ class _Node:
         self.params.sharedMemBytes = loaded.shared_bytes
         self.params.kernelParams = addressof(self._pointer)
         self.handle: Any = None
-        self.given: list[Any] | None = None
+        self.given: tuple[Grid, bytes] | None = None
 
     def take(self, grid: Grid, params: bytes) -> None:
         """Write them down for the driver; the graph does not have them yet."""
@@ -73,7 +73,7 @@ class _Graph:
             for kernel, grid, params in zip(kernels, *given, strict=True):
                 node = _Node(kernel, device)
                 node.take(grid, params)
-                node.given = [grid, params]
+                node.given = grid, params
                 before = [nodes[-1].handle] if nodes else []
                 node.handle = driver.call("cuGraphAddKernelNode", graph, before, len(before), node.params)
                 nodes.append(node)
@@ -87,7 +87,7 @@ class _Graph:
         grids, params = given
         change = driver.api().cuGraphExecKernelNodeSetParams
         self.given = (), ()  # until all are changed
-        for node, *new in zip(self._nodes, grids, params, strict=True):
+        for node, new in zip(self._nodes, zip(grids, params, strict=True), strict=True):
             if node.given == new:
                 continue
             node.take(*new)
