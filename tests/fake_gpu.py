@@ -11,6 +11,7 @@ import importlib
 import math
 import threading
 from contextlib import nullcontext
+from functools import cache
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ import pytest
 
 from cupy_mla.arrays import HOST, aligned_up
 from cupy_mla.bridges import CuPyLibrary, Place, TorchLibrary, to_numpy
+from cupy_mla.calls import form
+from cupy_mla.calls.scratch import scratch_memory
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.kernel import Kernel, Loaded
 
@@ -88,6 +91,8 @@ class FakeGPU:
         monkeypatch.setattr(driver, "driver_version", lambda: 13000)
         monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: CLUSTERS_AT_ONCE)
         monkeypatch.setattr(driver, "api", lambda: self.graphs)
+        monkeypatch.setattr(driver, "allocate", lambda nbytes: self.malloc(nbytes).ptr)
+        monkeypatch.setattr(form, "scratch_memory", cache(scratch_memory.__wrapped__))
         monkeypatch.setattr(Kernel, "load", load)
         for library in (TorchLibrary, CuPyLibrary):
             monkeypatch.setattr(library, "to_device", lambda library, device: nullcontext())
