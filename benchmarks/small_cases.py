@@ -18,6 +18,7 @@ import numpy as np
 
 import cupy_mla
 from cupy_mla import layouts
+from cupy_mla.calls import scratch
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import choose, portable
 from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE
@@ -248,6 +249,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="cases whose names begin so; without, all")
     parser.add_argument("--options", default="", help="more NVRTC options for all kernels")
     arguments = parser.parse_args()
+    scratch.BLOCK_BYTES = 0  # each call allocates what it needs, so that memcheck sees where it ends
     options, more = Kernel.options.fget, arguments.options.split()
     Kernel.options = property(lambda kernel: (*options(kernel), *more))
     rng = np.random.default_rng()

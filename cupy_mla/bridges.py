@@ -136,6 +136,10 @@ class Library(ABC):
         """Allocates memory that results share, and the expression for its address; `{a}` is what it returns."""
         raise self._no_gpu()
 
+    def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
+        """Allocates bytes on the current GPU; the address, and what holds them."""
+        raise self._no_gpu()
+
     def _no_gpu(self) -> TypeError:
         return TypeError(f"{self.name} arrays do not lie on a GPU")
 
@@ -201,6 +205,15 @@ class CuPyLibrary(Library):
 
     def allocator(self) -> tuple[Callable[[int], Any], str]:
         return sys.modules["cupy"].cuda.alloc, "{a}.ptr"
+
+    def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
+        allocate = sys.modules["cupy"].cuda.alloc
+
+        def scratch(nbytes: int) -> tuple[int, Any]:
+            memory = allocate(nbytes)
+            return memory.ptr, memory
+
+        return scratch
 
 
 class TorchLibrary(Library):
@@ -269,6 +282,15 @@ class TorchLibrary(Library):
 
     def maker(self) -> Callable[..., Any]:
         return private.torch_empty()
+
+    def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
+        make, uint8 = self.maker(), self.native_dtype(UINT8)
+
+        def scratch(nbytes: int) -> tuple[int, Any]:
+            memory = make((nbytes,), (1,), uint8)
+            return memory.data_ptr(), memory
+
+        return scratch
 
 
 LIBRARIES: dict[str, Library] = {library.name: library for library in (NumPyLibrary(), CuPyLibrary(), TorchLibrary())}

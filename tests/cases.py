@@ -13,7 +13,9 @@ import numpy as np
 
 import cupy_mla
 from cupy_mla.bridges import CuPyLibrary, NumPyLibrary, TorchLibrary
+from cupy_mla.calls.scratch import ScratchMemory
 from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda import driver
 
 from . import oracle
 from .kinds import BF16, E4M3, POISON, NumPy, allocation, gapped, poisoned
@@ -159,7 +161,7 @@ def sinks(rng: np.random.Generator, h_q: int) -> np.ndarray:
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Within it, each array that an operation allocates starts as NaN, on the host and, in compiled calls, on a GPU."""
+    """Within it, what an operation allocates starts as NaN, on the host and, in compiled calls, on a GPU."""
 
     def fill(array: Any) -> Any:
         flat = array.reshape(-1)
@@ -176,10 +178,18 @@ def poisoned_outputs() -> Iterator[None]:
 
         return maker_of_poison
 
+    take = ScratchMemory.take
+
+    def take_poison(memory: ScratchMemory, nbytes: int, stream: int, capturing: bool) -> Any:
+        block = take(memory, nbytes, stream, capturing)
+        driver.runtime().memsetAsync(block[0], POISON, nbytes, stream)
+        return block
+
     def poisoned_empty(empty: Callable[..., Any]) -> Callable[..., Any]:
         return lambda library, *arguments: fill(empty(library, *arguments))
 
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(ScratchMemory, "take", take_poison))
         for library in (NumPyLibrary, TorchLibrary):
             patches.enter_context(mock.patch.object(library, "empty", poisoned_empty(library.empty)))
         for library in (CuPyLibrary, TorchLibrary):

@@ -11,6 +11,7 @@ import importlib
 import math
 import threading
 from contextlib import nullcontext
+from functools import cache
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ import pytest
 
 from cupy_mla.arrays import HOST, aligned_up
 from cupy_mla.bridges import CuPyLibrary, Place, TorchLibrary, to_numpy
+from cupy_mla.calls import form
+from cupy_mla.calls.scratch import scratch_memory
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.kernel import Kernel, Loaded
 
@@ -79,14 +82,17 @@ class FakeGPU:
             self.threads.append(threading.current_thread())
 
         runtime = SimpleNamespace(
-            getDevice=lambda: 0, setDevice=set_device, memsetAsync=memset, streamIsCapturing=lambda _: self.capturing
-        )
+            getDevice=lambda: 0, setDevice=set_device, memsetAsync=memset, streamIsCapturing=lambda _: self.capturing,
+            graphLaunch=self.graphs.launch,
+        )  # fmt: skip
         monkeypatch.setattr(driver, "runtime", lambda: runtime)
         monkeypatch.setattr(driver, "THREAD", driver._Threads())
         monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, SMS, CAPABILITY, 227))
         monkeypatch.setattr(driver, "driver_version", lambda: 13000)
         monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: CLUSTERS_AT_ONCE)
         monkeypatch.setattr(driver, "api", lambda: self.graphs)
+        monkeypatch.setattr(driver, "allocate", lambda nbytes: self.malloc(nbytes).ptr)
+        monkeypatch.setattr(form, "scratch_memory", cache(scratch_memory.__wrapped__))
         monkeypatch.setattr(Kernel, "load", load)
         for library in (TorchLibrary, CuPyLibrary):
             monkeypatch.setattr(library, "to_device", lambda library, device: nullcontext())
@@ -160,10 +166,9 @@ class FakeGraphs:
         self.changes += 1
         return (0,)
 
-    def cuGraphLaunch(self, executable: int, stream: int) -> tuple[int]:
+    def launch(self, executable: int, stream: int) -> None:
         self._gpu.log += [launch._replace(stream=stream) for launch in self.made[executable].values()]
         self.runs += 1
-        return (0,)
 
     def cuGraphDestroy(self, handle: int) -> tuple[int]:
         del self.made[handle]

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from ..arrays import aligned_up
-from ..bridges import UINT8, dense_strides
+from ..bridges import dense_strides
 from ..cuda import driver
 from ..cuda.program import Clear, Launch, Nonce, Pointer, Program, Slot, Step
 from ..cuda.structs import Packed
@@ -23,6 +23,7 @@ from ..sizes import Node, Term, is_node, term
 from .code import Code
 from .graph import LaunchGraph
 from .program import TracedCall
+from .scratch import scratch_memory
 
 
 class Form:
@@ -87,13 +88,17 @@ class _Writer:
             self.code.line(f"    {self.code.name(apart.check)}(a{i}, a{j})")
 
     def _write_memory(self) -> None:
-        """Allocate results, and scratch memory in one allocation."""
+        """Allocate the results."""
         code, library, results = self.code, self.library, self.place.results
-        if not results and not self.call.scratch:
+        if not results:
             return
         make = code.name(library.maker())
-        if results and library.results_share_memory:
-            for k, (slot, offset) in enumerate(zip(results, self._write_shared(results, "memory", make), strict=True)):
+        if library.results_share_memory:
+            offsets, nbytes = self._side_by_side(results, "memory")
+            allocate, address = library.allocator()
+            code.line(f"memory = {code.name(allocate)}({nbytes})")
+            code.line(f"start_memory = {address.format(a='memory')}")
+            for k, (slot, offset) in enumerate(zip(results, offsets, strict=True)):
                 dtype = code.name(library.native_dtype(slot.dtype))
                 code.line(f"r{k} = {make}({self._tuple(slot.shape)}, {dtype}, memory{offset})")
         else:
@@ -102,11 +107,9 @@ class _Writer:
                 code.line(f"r{k} = {make}({shape}, {strides}, {code.name(library.native_dtype(slot.dtype))})")
                 code.line(f"start_r{k} = {library.address.format(a=f'r{k}')}")
                 self._starts[id(slot)] = f"start_r{k}", 0
-        if self.call.scratch:
-            self._write_shared(self.call.scratch, "scratch", make)
 
-    def _write_shared(self, slots: Sequence[Slot], name: str, make: str) -> list[str]:
-        """One allocation for several slots; returns what is added to its start for each of them."""
+    def _side_by_side(self, slots: Sequence[Slot], name: str) -> tuple[list[str], str]:
+        """One allocation for several slots: what is added to its start for each of them, and its bytes."""
         offsets: list[str] = []
         end = 0
         for slot in slots:
@@ -114,14 +117,7 @@ class _Writer:
             offsets.append(self._offset(start))
             self._starts[id(slot)] = f"start_{name}", start
             end = start + slot.nbytes
-        if self.library.results_share_memory:
-            allocate, address = self.library.allocator()
-            self.code.line(f"{name} = {self.code.name(allocate)}({self._number(end)})")
-        else:
-            address, uint8 = self.library.address, self.library.native_dtype(UINT8)
-            self.code.line(f"{name} = {make}({self._tuple((end,))}, {self._tuple((1,))}, {self.code.name(uint8)})")
-        self.code.line(f"start_{name} = {address.format(a=name)}")
-        return offsets
+        return offsets, self._number(end)
 
     def _offset(self, nbytes: Any, sign: str = "+") -> str:
         return "" if term(nbytes) == 0 else f" {sign} {self._number(nbytes)}"
@@ -155,6 +151,24 @@ class _Writer:
         code, place = self.code, self.place
         if not place.program:
             return
+        code.line(f"stream = {code.name(self.library.stream_reader(place.device))}()")
+        steps = list(in_graphs(place.program, place.device))
+        if self.call.scratch or any(type(step) is list for step in steps):
+            code.line(f"capturing = {code.name(driver.runtime().streamIsCapturing)}(stream)")
+        if not self.call.scratch:
+            self._write_launches(steps)
+            return
+        take = code.name(scratch_memory(self.library, place.device).take)
+        _, nbytes = self._side_by_side(self.call.scratch, "scratch")
+        code.line(f"scratch = {take}({nbytes}, stream, capturing)")
+        code.line("start_scratch = scratch[0]")
+        with code.block("try:"):
+            self._write_launches(steps)
+        with code.block("finally:"):
+            code.line("scratch[1].append(scratch)")
+
+    def _write_launches(self, steps: Iterable[Step | list[Launch]]) -> None:
+        code, device = self.code, self.place.device
         known: tuple[Packed | None, str] = (None, "")
 
         def params(launch: Launch) -> str:
@@ -165,22 +179,21 @@ class _Writer:
                 known = launch.params, name
             return known[1]
 
-        code.line(f"stream = {code.name(self.library.stream_reader(place.device))}()")
-        for step in in_graphs(place.program, place.device):
+        for step in steps:
             if isinstance(step, Clear):
                 clear = code.name(driver.clear)
                 code.line(f"{clear}({self._address(step.pointer)}, {self._number(step.nbytes)}, stream)")
             elif isinstance(step, Launch):
-                given, submit = params(step), code.name(step.kernel.submitter(place.device))
+                given, submit = params(step), code.name(step.kernel.submitter(device))
                 arguments = [*map(self._number, step.grid), given, self._number(step.cluster)]
                 code.line(f"{submit}(stream, {', '.join(arguments)})")
             else:
-                graph = code.name(LaunchGraph([launch.kernel for launch in step], place.device))
+                graph = code.name(LaunchGraph([launch.kernel for launch in step], device))
                 grids = self._tuple([_tuple_of(map(term, launch.grid)) for launch in step])
                 packed = list(map(params, step))
-                with code.block(f"if not {graph}(stream, {grids}, ({', '.join(packed)})):"):
+                with code.block(f"if capturing or not {graph}(stream, {grids}, ({', '.join(packed)})):"):
                     for i, launch in enumerate(step):
-                        submit = code.name(launch.kernel.submitter(place.device))
+                        submit = code.name(launch.kernel.submitter(device))
                         code.line(f"{submit}(stream, *{grids}[{i}], {packed[i]}, 1)")
 
     def _write_result(self) -> None:

@@ -1,9 +1,9 @@
 """Neighbouring launches of a call as one CUDA graph, which takes less host time than single launches.
 
 On an H200's host a launch takes 4 to 5 us, a graph of three launches 3 us, and 1.2 us more for each launch whose
-parameters differ from the graph's last run. Two graphs are kept, for calls with two sets of arguments in turn. So a
-kernel's grid should not depend on sizes: new grids are launched one by one, since to change three in a graph took 29
-us.
+parameters differ from the graph's last run; others are not set again. Two graphs are kept, for calls with two sets of
+arguments in turn. So a kernel's grid should not depend on sizes: new grids are launched one by one, since to change
+three in a graph took 29 us.
 """
 
 from __future__ import annotations
@@ -33,30 +33,36 @@ class _Node:
     """A launch in a graph, with memory of its own for the parameters.
 
     Attributes:
-        buffer: the parameters that it is given next.
-        params: the driver's structure, with them and the grid.
+        params: the driver's structure of its grid and its parameters.
         handle: the driver's handle, once it is in a graph.
+        given: the grid and the parameters that its graph has; None: they are not known.
     """
 
     def __init__(self, kernel: Kernel, device: int) -> None:
         loaded = kernel.load(device)
-        self.buffer = ctypes.create_string_buffer(kernel.params.size)
-        self._pointer = ctypes.c_void_p(addressof(self.buffer))
+        self._buffer = ctypes.create_string_buffer(kernel.params.size)
+        self._pointer = ctypes.c_void_p(addressof(self._buffer))
         self.params = driver.api().CUDA_KERNEL_NODE_PARAMS()
         self.params.func = loaded.handle
         self.params.blockDimX, self.params.blockDimY, self.params.blockDimZ = loaded.threads, 1, 1
         self.params.sharedMemBytes = loaded.shared_bytes
         self.params.kernelParams = addressof(self._pointer)
         self.handle: Any = None
+        self.given: tuple[Grid, bytes] | None = None
 
-    def take_grid(self, grid: Grid) -> None:
-        self.params.gridDimX, self.params.gridDimY, self.params.gridDimZ = grid
+    def take(self, grid: Grid, params: bytes) -> None:
+        """Write them down for the driver; the graph does not have them yet."""
+        if self.given is None or grid != self.given[0]:
+            self.params.gridDimX, self.params.gridDimY, self.params.gridDimZ = grid
+        self._buffer.raw = params
+        self.given = None
 
 
 class _Graph:
     """Launches as one executable graph of the driver.
 
     Attributes:
+        address: of the driver's object.
         given: grids and parameters of its last run.
     """
 
@@ -66,34 +72,30 @@ class _Graph:
             graph = self._own("cuGraphDestroy", driver.call("cuGraphCreate", 0))
             for kernel, grid, params in zip(kernels, *given, strict=True):
                 node = _Node(kernel, device)
-                node.take_grid(grid)
-                node.buffer.raw = params
+                node.take(grid, params)
+                node.given = grid, params
                 before = [nodes[-1].handle] if nodes else []
                 node.handle = driver.call("cuGraphAddKernelNode", graph, before, len(before), node.params)
                 nodes.append(node)
             self._executable = self._own("cuGraphExecDestroy", driver.call("cuGraphInstantiate", graph, 0))
+        self.address = int(self._executable)
         self._nodes = nodes
         self.given: Given = given
 
     def take(self, given: Given) -> None:
-        """Change grids and parameters."""
+        """Change grids and parameters of the launches where they are others."""
         grids, params = given
         change = driver.api().cuGraphExecKernelNodeSetParams
-        if grids != self.given[0]:
-            for node, grid in zip(self._nodes, grids, strict=True):
-                node.take_grid(grid)
         self.given = (), ()  # until all are changed
-        for node, packed in zip(self._nodes, params, strict=True):
-            node.buffer.raw = packed
+        for node, new in zip(self._nodes, zip(grids, params, strict=True), strict=True):
+            if node.given == new:
+                continue
+            node.take(*new)
             (status,) = change(self._executable, node.handle, node.params)
             if status:
                 raise driver.error("cuGraphExecKernelNodeSetParams", status)
+            node.given = new
         self.given = given
-
-    def launch(self, stream: int) -> None:
-        (status,) = driver.api().cuGraphLaunch(self._executable, stream)
-        if status:
-            raise driver.error("cuGraphLaunch", status)
 
     def _own(self, destroy: str, handle: Any) -> Any:
         """A handle; the driver's function `destroy` destroys it together with this object."""
@@ -114,24 +116,22 @@ class LaunchGraph:
     def __init__(self, kernels: Sequence[Kernel], device: int) -> None:
         self.kernels: Sequence[Kernel] = kernels
         self._device = device
+        self._launch = driver.runtime().graphLaunch  # takes less time than the driver's by cuda-bindings
         self._lock = threading.Lock()  # of the graphs until one is launched
         self._graphs: list[_Graph] = []  # the one that was launched last comes first
         self._recent: tuple[Any, Any] = ((), ())  # the two sets of grids that calls had last
 
     def __call__(self, stream: int, grids: tuple[Grid, ...], params: tuple[bytes, ...]) -> bool:
-        """Launch on a stream of the current device.
+        """Launch on a stream of the current device, which is not being captured: a capture takes no graph.
 
         Returns:
-            False: nothing was launched, since these grids are new, or the stream is being captured, which takes no
-            graph.
+            False: nothing was launched, since these grids are new.
         """
         last, other = self._recent
         if grids != last:
             self._recent = grids, last
             if grids != other:
                 return False
-        if driver.is_capturing(stream):
-            return False
         given = grids, params
         with self._lock:
             graphs = self._graphs
@@ -142,5 +142,5 @@ class LaunchGraph:
                         graphs[0].take(given)
                 else:
                     graphs.insert(0, _Graph(self.kernels, self._device, given))
-            graphs[0].launch(stream)
+            self._launch(graphs[0].address, stream)
         return True

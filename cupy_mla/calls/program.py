@@ -122,8 +122,8 @@ class TracedCall:
 
     Args:
         function: the operation's body.
-        names: of the parameters that were given.
-        values: what was given for them, at least one array on a GPU.
+        names: of its parameters.
+        values: what a call has for them, at least one array on a GPU.
         dense: which of the values are arrays without gaps, in C order. Their strides follow from their shapes; that of
             an axis of length 1 may be another one, and does not matter.
 

@@ -89,83 +89,102 @@ def operation(function: Operation) -> Operation:
     arguments in other ways.
     """
     signatures = Signatures(function)
-    recent = signatures.recent
     _every.append(signatures)
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if traced_by_torch():
-            return in_graph(function.__name__)(*args, **kwargs)
-        values = (*args, *kwargs.values()) if kwargs else args
-        written = (len(args), *kwargs) if kwargs else len(args)
-        asked = recent.get(written)
-        if asked is not None and not arrays.CHECK_VALUES:
-            result = asked[0](*values)
-            if result is not NotImplemented:
-                return result
-            for make in asked[1:]:
-                result = make(*values)
-                if result is not NotImplemented:
-                    if make is not asked[1]:  # two signatures in turn, as of two kinds of layers, keep their order
-                        recent[written] = [make, *(other for other in asked if other is not make)]
-                    return result
-        return signatures.call(args, kwargs, values)
-
+    call = wraps(function)(_with_parameters_of(function, signatures))
     call.signatures = signatures  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
+
+
+def _with_parameters_of(function: Callable[..., Any], signatures: Signatures) -> Callable[..., Any]:
+    """An operation, written with the parameters of its body, so that Python puts what a call gives in order."""
+    code, name = Code(), function.__name__
+    names, by_keyword = signatures.names, signatures.names[signatures.positional :]
+    declared = [
+        p.name if p.default is p.empty else f"{p.name}={code.name(p.default)}"
+        for p in signature(function).parameters.values()
+    ]
+    if by_keyword:
+        declared.insert(signatures.positional, "*")
+    given = ", ".join(names)
+    passed = ", ".join([*names[: signatures.positional], *(f"{p}={p}" for p in by_keyword)])
+    with code.block(f"if {code.name(traced_by_torch)}():"):
+        code.line(f"return {code.name(in_graph)}({name!r})({passed})")
+    with code.block(f"if not {code.name(arrays)}.CHECK_VALUES:"):
+        code.line(f"found = {code.name(signatures.recent)}[0]({given})")
+        with code.block("if found is not NotImplemented:"):
+            code.line("return found")
+    code.line(f"return {code.name(signatures.call)}({given})")
+    return code.function(name, declared, code.lines)
+
+
+def _unserved(*values: Any) -> Any:
+    """The run of no signature."""
+    return NotImplemented
 
 
 class Signatures:
     """The signatures of one operation.
 
     Attributes:
+        names: of the operation's parameters.
+        positional: how many of them need no keyword.
         known: every signature, by what it consists of.
-        recent: `Signature.run` of the last calls' signatures, the latest first, by how a call writes its arguments: the
-            number of positional ones, and the names of the others where there are some.
+        recent: `Signature.run` of the last calls' signatures, the latest first.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = signature(function).parameters.values()
         self._function = function
-        self._names = [p.name for p in parameters]
-        self._positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        self.names: list[str] = [p.name for p in parameters]
+        self.positional: int = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         self.known: dict[Any, Signature] = {}
-        self.recent: dict[Any, list[Run]] = {}
+        self.recent: list[Run] = [_unserved]
 
     def forget(self) -> None:
         self.known.clear()
-        self.recent.clear()
+        self.recent[:] = [_unserved]
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: tuple[Any, ...]) -> Any:
-        """Make a call of none of the recent signatures."""
-        if not any(map(_on_gpu, values)):
-            return self._function(*args, **kwargs)
-        names = [*self._names[: len(args)], *kwargs]
-        if len(args) > self._positional or not kwargs.keys() <= set(self._names[len(args) :]):
-            return self._function(*args, **kwargs)  # Python says what is wrong
+    def call(self, *values: Any) -> Any:
+        """Make a call that is not of the latest signature. The values are those of all parameters."""
         if arrays.CHECK_VALUES:
-            return run(TracedCall(self._function, names, values))
+            return self._once(values) if any(map(_on_gpu, values)) else self._on_host(values)
+        others = self.recent[1:]
+        for served in others:
+            result = served(*values)
+            if result is not NotImplemented:
+                if served is not others[0]:  # two signatures in turn, as of two kinds of layers, keep their order
+                    self._put_first(served)
+                return result
+        if not any(map(_on_gpu, values)):
+            return self._on_host(values)
         try:
-            key = (tuple(names), *map(_facts, values))
+            key = tuple(map(_facts, values))
             known = self.known.get(key)
         except (RuntimeError, TypeError, AttributeError):  # a setting without hash, a tensor without memory
-            return run(TracedCall(self._function, names, values))  # the checks say it better
+            return self._once(values)  # the checks say it better
         if known is None:
-            known = Signature(self._function, names, values)
+            known = Signature(self._function, self.names, values)
         result = known.run(*values)
         if result is NotImplemented:  # a setting that does not equal itself, as NaN
-            return run(TracedCall(self._function, names, values))
-        self._remember(key, (len(args), *kwargs) if kwargs else len(args), known)
-        return result
-
-    def _remember(self, key: Any, written: Any, known: Signature) -> None:
-        """Make the signature of a call the first that is tried."""
+            return self._once(values)
         if key not in self.known and len(self.known) >= MAX_SIGNATURES:
             self.forget()
         if known.forms:
             self.known[key] = known
-            recent = self.recent.get(written, [])
-            self.recent[written] = [known.run, *(other for other in recent if other is not known.run)][:RECENT]
+            self._put_first(known.run)
+        return result
+
+    def _put_first(self, served: Run) -> None:
+        """Make a signature the first that is tried."""
+        self.recent[:] = [served, *(other for other in self.recent if other is not served)][:RECENT]
+
+    def _on_host(self, values: tuple[Any, ...]) -> Any:
+        by_keyword = zip(self.names[self.positional :], values[self.positional :], strict=True)
+        return self._function(*values[: self.positional], **dict(by_keyword))
+
+    def _once(self, values: tuple[Any, ...]) -> Any:
+        """Trace a call, and run it by itself."""
+        return run(TracedCall(self._function, self.names, values))
 
 
 # What the next calls are compared with: a function that tells whether their arrays are like those of a recent call;
@@ -189,7 +208,7 @@ class Signature:
 
     Args:
         function: the operation's body.
-        names: of the parameters that were given.
+        names: of its parameters.
         values: of one call.
 
     Attributes:

@@ -75,6 +75,17 @@ def clear(address: int, nbytes: int, stream: int) -> None:
     runtime().memsetAsync(address, 0, nbytes, stream)
 
 
+def allocate(nbytes: int) -> int | None:
+    """The address of memory of the current GPU that belongs to no pool; None: the driver has none left."""
+    with relaxed_capture():
+        status, address = api().cuMemAlloc(nbytes)
+    if status == api().CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        return None
+    if status:
+        raise error("cuMemAlloc", status)
+    return int(address)
+
+
 class _Threads(threading.local):
     """What differs from thread to thread."""
 
