@@ -121,8 +121,9 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int index, i
     w.first_head = index % head_tiles * HEADS;
     const int64_t tiles = find_lists(p, w);
     if (QUERIES == 2) {  // never split; the formulas below for split 0 of 1 would spill registers
+        // At least one tile, if need be of no rows: with the place of its tile a query takes the space for its O^T.
         w.begin = 0;
-        w.end = tiles;
+        w.end = max(int(tiles), 1);
         w.step = 1;
     } else {
         w.begin = int(tiles * split / splits) + warpgroup;
@@ -569,10 +570,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 sync_warpgroup(r);
                 write_results(p, w, r, rank, ctas);
                 sync_warpgroup(r);
-                if (w.begin < w.end) {
 #pragma unroll
-                    for (int stage = 0; stage < STAGES; ++stage) release(r, stage);
-                }
+                for (int stage = 0; stage < STAGES; ++stage) release(r, stage);
             }
         });
     }

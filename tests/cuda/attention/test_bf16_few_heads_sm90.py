@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ... import oracle
@@ -64,3 +65,12 @@ def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
 def test_two_caches(hopper, rng):
     main, extra = paged(rng, oracle.BF16_576, 5, 2, 130, 64, gap=1), paged(rng, oracle.BF16_576, 5, 2, 70, 2)
     check_decode(hopper, oracle.BF16_576, queries(rng, 5, 2, 12, 576), main, extra, num_splits=2)
+
+
+def test_queries_without_rows_between_others(hopper, rng):
+    """Warpgroups take several queries each. Their order is that of the main lists, which are all empty."""
+    b = 800
+    main, extra = paged(rng, oracle.BF16_576, b, 1, 64, 64), paged(rng, oracle.BF16_576, b, 1, 130, 64)
+    main.length = np.zeros(b, np.int32)
+    extra.length = np.where(rng.random(b) < 0.5, 0, rng.integers(65, 131, b)).astype(np.int32)
+    check_decode(hopper, oracle.BF16_576, queries(rng, b, 1, 16, 576), main, extra, num_splits=1)
