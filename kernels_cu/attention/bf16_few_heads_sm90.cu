@@ -516,7 +516,8 @@ __device__ __forceinline__ void for_each_work(const AttentionParams& p, int warp
         if (index >= 0) attend(index);
     } else {
         auto workers = [] { return int(2 * gridDim.x); };
-        for_each_item([&] { return p.num_queries * head_tiles; }, 2 * blockIdx.x + warpgroup, workers, find, attend);
+        const int worker = blockIdx.x + warpgroup * gridDim.x;  // so a second query only once every CTA has one
+        for_each_item([&] { return p.num_queries * head_tiles; }, worker, workers, find, attend);
     }
 }
 
