@@ -26,15 +26,15 @@ struct Cluster : SingleQueries {
     }
 
     // Writes this CTA's partial result and merges a share of the cluster's.
-    template <int W, typename Total>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, Total total_of,
-                                                 const float (&o)[128]) {
+    template <typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warpgroup, int warp, int lane,
+                                                 Total total_of, const float (&o)[128]) {
         const int warps = num_line_warps(p, w);
         const ClusterResults<8> partials(p, w.query.index * num_head_tiles(p) + w.head_tile, warps * CHUNKS_OF_WARP);
         // Both in the space of Q.
         auto& largest = *reinterpret_cast<float (*)[2][HEADS]>(shared);
         auto* weights = reinterpret_cast<float*>(shared + sizeof(largest));
-        write_partial<W>(partials, largest, warps, warp, lane, total_of, o);
+        write_partial(partials, largest, warps, warpgroup, warp, lane, total_of, o);
         auto finish = [&](int local, bool write, float ref, float sum, float max) {
             return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, sum, max);
         };

@@ -125,10 +125,10 @@ struct Grouped : Default {
         fence_proxy_async();
     }
 
-    template <int W, typename Total>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, Total total_of,
-                                                 const float (&o)[128]) {
-        write_lines<Grouped, W>(p, w, warp, lane, total_of, o);
+    template <typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warpgroup, int warp, int lane,
+                                                 Total total_of, const float (&o)[128]) {
+        write_lines<Grouped>(p, w, warpgroup, warp, lane, total_of, o);
         // A row that is not finite has reached all queries of the group, whether they list it or not: all are left
         // after all.
         float probe = 0.0f;

@@ -8,10 +8,9 @@
 
 constexpr int CHUNKS_OF_WARP = 1024;  // of 16 lines
 
-// Chunk n, of 8, of a thread's line i in warpgroup W.
-template <int W>
-__device__ __forceinline__ int chunk_of(int warp, int lane, int i, int n) {
-    return warp * CHUNKS_OF_WARP + i * 512 + n * 64 + W * 32 + lane;
+// Chunk n, of 8, of a thread's line i in a warpgroup.
+__device__ __forceinline__ int chunk_of(int warpgroup, int warp, int lane, int i, int n) {
+    return warp * CHUNKS_OF_WARP + i * 512 + n * 64 + warpgroup * 32 + lane;
 }
 __device__ __forceinline__ int line_of_chunk(int chunk) {
     return chunk / CHUNKS_OF_WARP * 16 + chunk / 512 % 2 * 8 + chunk % 32 / 4;
@@ -27,9 +26,9 @@ __device__ __forceinline__ int num_line_warps(const AttentionParams& p, const Wo
 }
 
 // Writes this CTA's partial result. `largest` is shared memory: of each line |O|, in each warpgroup's columns.
-template <int W, typename Total>
+template <typename Total>
 __device__ __forceinline__ void write_partial(const PartialResults<8>& partials, float (&largest)[2][HEADS],
-                                              int line_warps, int warp, int lane, Total total_of,
+                                              int line_warps, int warpgroup, int warp, int lane, Total total_of,
                                               const float (&o)[128]) {
     const int line = 16 * warp + lane / 4;
 #pragma unroll
@@ -38,7 +37,7 @@ __device__ __forceinline__ void write_partial(const PartialResults<8>& partials,
 #pragma unroll
         for (int j = 0; j < 32; ++j) top = fmaxf(top, fmaxf(fabsf(o[4 * j + 2 * i]), fabsf(o[4 * j + 2 * i + 1])));
         top = quad_max(top);
-        if (lane % 4 == 0) largest[W][line + 8 * i] = top;
+        if (lane % 4 == 0) largest[warpgroup][line + 8 * i] = top;
     }
     sync_consumers();
     if (warp >= line_warps) return;
@@ -46,7 +45,7 @@ __device__ __forceinline__ void write_partial(const PartialResults<8>& partials,
     for (int i = 0; i < 2; ++i) {
         const float up = to_f16_range(fmaxf(largest[0][line + 8 * i], largest[1][line + 8 * i]));
         const LineTotal total = total_of(i);
-        if (W == 0 && lane % 4 == 0)
+        if (warpgroup == 0 && lane % 4 == 0)
             partials.write_statistics(line + 8 * i, total.ref, total.sum, total.max, 1.0f / up);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
@@ -56,7 +55,7 @@ __device__ __forceinline__ void write_partial(const PartialResults<8>& partials,
                 const float* two = &o[4 * (4 * n + k) + 2 * i];
                 words[k] = __uint_as_float(pack_f16x2(two[0] * up, two[1] * up));
             }
-            partials.write(chunk_of<W>(warp, lane, i, n), make_float4(words[0], words[1], words[2], words[3]));
+            partials.write(chunk_of(warpgroup, warp, lane, i, n), make_float4(words[0], words[1], words[2], words[3]));
         }
     }
 }

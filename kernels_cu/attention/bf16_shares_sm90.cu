@@ -60,8 +60,7 @@ struct Share : SingleQueries {
     // --- results ----------------------------------------------------------------------------------------------
 
     // Adds what the CTAs before have left of the item.
-    template <int W>
-    static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warp, int lane,
+    static __device__ __forceinline__ void merge(const Params& p, const Work& w, int warpgroup, int warp, int lane,
                                                  LineTotal (&total)[2], float (&o)[128]) {
         if (threadIdx.x < 32) {
             const int count = wait_for_partials(p, state().share, lane);
@@ -78,7 +77,8 @@ struct Share : SingleQueries {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll
-                for (int n = 0; n < 8; ++n) chunks[i][n] = partials.chunk_of(other, chunk_of<W>(warp, lane, i, n));
+                for (int n = 0; n < 8; ++n)
+                    chunks[i][n] = partials.chunk_of(other, chunk_of(warpgroup, warp, lane, i, n));
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -100,22 +100,22 @@ struct Share : SingleQueries {
         }
     }
 
-    template <int W, typename Total>
-    static __device__ __forceinline__ void write(const Params& p, const Work& of, int warp, int lane, Total total_of,
-                                                 float (&o)[128]) {
+    template <typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& of, int warpgroup, int warp, int lane,
+                                                 Total total_of, float (&o)[128]) {
         // Found anew, so that it takes no registers before.
         const Work w = work_of(p, opaque(of.number), num_head_tiles(p), 0);
         warp = opaque(warp);
         if (!ends_item(w.number)) {
             const PartialResults<8> partials = {p.cluster_parts, state().share};
-            write_partial<W>(partials, state().largest, num_line_warps(p, w), warp, lane, total_of, o);
+            write_partial(partials, state().largest, num_line_warps(p, w), warpgroup, warp, lane, total_of, o);
             sync_consumers();
             if (threadIdx.x == 0) announce_partial(p, state().share, begins_item(w.number));
             return;
         }
         LineTotal total[2] = {total_of(0), total_of(1)};
-        if (!begins_item(w.number)) merge<W>(p, w, warp, lane, total, o);
-        write_lines<Share, W>(p, w, warp, lane, [&](int i) { return total[i]; }, o);
+        if (!begins_item(w.number)) merge(p, w, warpgroup, warp, lane, total, o);
+        write_lines<Share>(p, w, warpgroup, warp, lane, [&](int i) { return total[i]; }, o);
     }
 };
 

@@ -20,10 +20,10 @@ struct Plain : SingleQueries {
         return {query_of(p, index / head_tiles), index % head_tiles, length, num_pairs(length), index, 0};
     }
 
-    template <int W, typename Total>
-    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warp, int lane, Total total_of,
-                                                 const float (&o)[128]) {
-        write_lines<Plain, W>(p, w, warp, lane, total_of, o);
+    template <typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warpgroup, int warp, int lane,
+                                                 Total total_of, const float (&o)[128]) {
+        write_lines<Plain>(p, w, warpgroup, warp, lane, total_of, o);
     }
 };
 

@@ -573,11 +573,11 @@ __device__ __forceinline__ LineTotal line_total(int warp, int lane, int turn, co
             fmaxf(sm.max[turn][0][row], sm.max[turn][1][row])};
 }
 
-// Writes the output and statistics of one work item: warpgroup W's half of the columns. `total_of(i)` returns the
+// Writes the output and statistics of one work item: a warpgroup's half of the columns. `total_of(i)` returns the
 // LineTotal of a thread's i-th line.
-template <typename K, int W, typename Total>
-__device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warp, int lane,
-                                            Total total_of, const float (&o)[128]) {
+template <typename K, typename Total>
+__device__ __forceinline__ void write_lines(const typename K::Params& p, const Work& w, int warpgroup, int warp,
+                                            int lane, Total total_of, const float (&o)[128]) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -587,7 +587,7 @@ __device__ __forceinline__ void write_lines(const typename K::Params& p, const W
         const HeadResult result = {total.max, log2_sum_exp(total.ref, total.sum)};
         const bool here = line.head < p.h_q;  // all lanes of the quad agree, and all take part in the shuffles
         const float scale = !here || total.sum == 0.0f ? 0.0f : sink_factor(p, line.head, result.lse) / total.sum;
-        bf16* out = out_of(p, line.query, line.head, 256 * W);
+        bf16* out = out_of(p, line.query, line.head, 256 * warpgroup);
         const bool aligned = p.flags & WIDE_OUT;
 #pragma unroll
         for (int j = 0; j < 32; j += 4) {
@@ -600,31 +600,77 @@ __device__ __forceinline__ void write_lines(const typename K::Params& p, const W
             transpose_quad(packed, t);
             if (here) store_chunk(out + CHUNK * (j + t), {packed[0], packed[1], packed[2], packed[3]}, aligned);
         }
-        if (W == 0 && t == 0 && here) write_statistics(p, line.query, line.head, result);
+        if (warpgroup == 0 && t == 0 && here) write_statistics(p, line.query, line.head, result);
     }
 }
 
-// The end of a work item in warpgroup W.
-template <typename K, int W>
-__device__ __forceinline__ void finish(const typename K::Params& p, const Work& w, int warp, int lane, int turn,
-                                       const Softmax& state, float (&o)[128]) {
+// The end of a work item in a consumer warpgroup.
+template <typename K>
+__device__ __forceinline__ void finish(const typename K::Params& p, const Work& w, int turn, const Softmax& state,
+                                       float (&o)[128]) {
     Small& sm = small<K>();
-    lane = opaque(lane);  // so that nothing derived from it is kept in registers all through the loop
+    const int thread = read_thread_index();  // anew: what was derived from it takes no registers all through the loop
+    const int warpgroup = thread / WARPGROUP, warp = thread / 32 % 4, lane = thread % 32;
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float sum = quad_sum(state.sum[i]), max = quad_max(state.max[i]);
         if (t == 0) {
-            sm.sum[turn][W][16 * warp + g + 8 * i] = sum;
-            sm.max[turn][W][16 * warp + g + 8 * i] = max;
+            sm.sum[turn][warpgroup][16 * warp + g + 8 * i] = sum;
+            sm.max[turn][warpgroup][16 * warp + g + 8 * i] = max;
         }
     }
     sync_consumers();
-    K::template write<W>(p, w, warp, lane, [&](int i) { return line_total<K>(warp, lane, turn, state, i); }, o);
+    auto total_of = [&](int i) { return line_total<K>(warp, lane, turn, state, i); };
+    K::write(p, w, warpgroup, warp, lane, total_of, o);
 }
 
+// All pairs of tiles of a work item in warpgroup W.
 template <typename K, int W>
-__device__ __forceinline__ void multiply_all(const typename K::Params& p) {
+__device__ __forceinline__ void multiply_pairs(const typename K::Params& p, const typename K::Reader& reader,
+                                               int pairs, int warp, int lane, const uint32_t (&kept)[K::KEPT][4],
+                                               uint32_t& parity, Softmax& state, float (&o)[128]) {
+    Small& sm = small<K>();
+    for (int pair = 0; pair < pairs; ++pair) {
+        float s[32];
+        start_qk<K>(W, parity, kept, s);
+        parity ^= 1;
+        const typename K::Columns columns(reader, W, lane % 4);
+        uint32_t mine[4][4];
+        float my_ref[2], my_sum[2], other_ref[2];
+        if constexpr (W == 0) {
+            wgmma_wait<0>();
+        } else {
+            // P_0 is ready by now: its product runs while this warpgroup computes P_1.
+            take_p<K>(0, warp, lane, other_ref);
+            follow(state, other_ref, o);
+            start_pv(0, W, o);
+            wgmma_wait<2>();
+        }
+        if (pair + 1 == pairs) release(sm.q_empty, lane);
+        const bool rises = softmax_tile<K>(p, columns, pair, pairs, s, state, my_ref, my_sum, mine);
+        publish_p<K>(W, warp, lane, mine, my_ref);
+        if constexpr (W == 1) {
+            release_halves(sm.empty[0][1], lane);
+        }
+        if (rises) raise(state, my_ref, o);
+        state.sum[0] += my_sum[0];
+        state.sum[1] += my_sum[1];
+        start_pv(W, W, mine, o);
+        release_halves(sm.empty[W][W], lane);
+        if constexpr (W == 0) {
+            take_p<K>(1, warp, lane, other_ref);
+            follow(state, other_ref, o);
+            start_pv(1, W, o);
+            release_halves(sm.empty[1][0], lane);
+        }
+    }
+}
+
+// Both consumer warpgroups. Only what they do with tiles differs: instructions that run once a work item are fetched
+// from memory, and are the same for both.
+template <typename K>
+__device__ __forceinline__ void multiply_all(const typename K::Params& p, int warpgroup) {
     Small& sm = small<K>();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const typename K::Reader reader = K::Reader::here(p, warp, lane);
@@ -641,41 +687,12 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p) {
         uint32_t kept[K::KEPT][4];
         keep_q(warp, lane, kept);
         if (w.pairs == 0) release(sm.q_empty, lane);
-        for (int pair = 0; pair < w.pairs; ++pair) {
-            float s[32];
-            start_qk<K>(W, parity, kept, s);
-            parity ^= 1;
-            const typename K::Columns columns(reader, W, lane % 4);
-            uint32_t mine[4][4];
-            float my_ref[2], my_sum[2], other_ref[2];
-            if constexpr (W == 0) {
-                wgmma_wait<0>();
-            } else {
-                // P_0 is ready by now: its product runs while this warpgroup computes P_1.
-                take_p<K>(0, warp, lane, other_ref);
-                follow(state, other_ref, o);
-                start_pv(0, W, o);
-                wgmma_wait<2>();
-            }
-            if (pair + 1 == w.pairs) release(sm.q_empty, lane);
-            const bool rises = softmax_tile<K>(p, columns, pair, w.pairs, s, state, my_ref, my_sum, mine);
-            publish_p<K>(W, warp, lane, mine, my_ref);
-            if constexpr (W == 1) {
-                release_halves(sm.empty[0][1], lane);
-            }
-            if (rises) raise(state, my_ref, o);
-            state.sum[0] += my_sum[0];
-            state.sum[1] += my_sum[1];
-            start_pv(W, W, mine, o);
-            release_halves(sm.empty[W][W], lane);
-            if constexpr (W == 0) {
-                take_p<K>(1, warp, lane, other_ref);
-                follow(state, other_ref, o);
-                start_pv(1, W, o);
-                release_halves(sm.empty[1][0], lane);
-            }
+        if (warpgroup == 0) {
+            multiply_pairs<K, 0>(p, reader, w.pairs, warp, lane, kept, parity, state, o);
+        } else {
+            multiply_pairs<K, 1>(p, reader, w.pairs, warp, lane, kept, parity, state, o);
         }
-        finish<K, W>(p, w, warp, lane, turn, state, o);
+        finish<K>(p, w, turn, state, o);
     }
 }
 
@@ -707,17 +724,13 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
         K::start(p);
         let_next_kernel_start();
     }
-    const int warpgroup = threadIdx.x / 128;
+    const int warpgroup = uniform(threadIdx.x / WARPGROUP);
     if (warpgroup == 2) {
         decrease_registers_to<40>();
         copy_all<K>(p);
         if constexpr (K::CLUSTER) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<232>();
-        if (warpgroup == 0) {
-            multiply_all<K, 0>(p);
-        } else {
-            multiply_all<K, 1>(p);
-        }
+        multiply_all<K>(p, warpgroup);
     }
 }
