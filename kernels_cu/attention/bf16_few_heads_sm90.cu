@@ -63,8 +63,9 @@ constexpr int ROPE_BYTES = (BLOCKS - V_BLOCKS) * BLOCK_BYTES;
 constexpr int TILE_BYTES = V_BLOCKS * BLOCK_BYTES + (P_BYTES > ROPE_BYTES ? P_BYTES : ROPE_BYTES);
 constexpr int OWN_HEADS = HEADS / 4;  // of S^T and O^T in a thread (tile/heads.cuh)
 constexpr float REF_SLACK = 8.0f;
-constexpr int MAX_SOURCES = 2 * MAX_CLUSTER;  // warpgroups that share a query
-constexpr int O_LINE = D_V + 4;               // floats of a head in the merge: 4 more spread the heads over the banks
+constexpr int SHARERS = QUERIES == 2 ? 1 : 2;  // warpgroups of a CTA that share a query
+constexpr int MAX_SOURCES = 2 * MAX_CLUSTER;   // the same of a cluster
+constexpr int O_LINE = D_V + 4;                // floats of a head in the merge: 4 more spread the heads over the banks
 static_assert(STAGES == 4, "");
 
 // Named barriers; WARPGROUP_SYNC: + warpgroup.
@@ -114,21 +115,28 @@ struct Work : WorkItem {
     int step;
 };
 
-__device__ __forceinline__ Work find_work(const AttentionParams& p, int index, int head_tiles, int warpgroup,
-                                          int split, int splits) {
+// Where a CTA's rows are: a query, a tile of its heads, a split of its rows.
+struct Place {
+    int query, head_tile, split, splits;
+};
+
+__device__ __forceinline__ Work find_work(const AttentionParams& p, const Place& place, int warpgroup) {
     Work w;
-    w.query = query_of(p, index / head_tiles);
-    w.first_head = index % head_tiles * HEADS;
-    const int64_t tiles = find_lists(p, w);
-    if (QUERIES == 2) {  // never split; the formulas below for split 0 of 1 would spill registers
+    w.query = query_by_branch(p, place.query);
+    w.first_head = place.head_tile * HEADS;
+    w.begin = 0;
+    w.end = find_lists(p, w);
+    w.step = QUERIES == 2 ? 1 : 2;
+    if (QUERIES == 2) {
         // At least one tile, if need be of no rows: with the place of its tile a query takes the space for its O^T.
-        w.begin = 0;
-        w.end = max(int(tiles), 1);
-        w.step = 1;
+        w.end = max(w.end, 1);
     } else {
-        w.begin = int(tiles * split / splits) + warpgroup;
-        w.end = int(tiles * (split + 1) / splits);
-        w.step = 2;
+        if (place.splits > 1) {
+            const int64_t tiles = w.end;
+            w.begin = int(tiles * place.split / place.splits);
+            w.end = int(tiles * (place.split + 1) / place.splits);
+        }
+        w.begin += warpgroup;
     }
     return w;
 }
@@ -421,22 +429,93 @@ __device__ __forceinline__ void sync_writers(const Role& r) {
     }
 }
 
-// Merges the warpgroups that share the query and writes this CTA's share of the results. Source i is warpgroup i % 2
-// of CTA i / 2 of the cluster, or (QUERIES 2) this warpgroup alone.
-__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r, int rank,
-                                              int ctas) {
-    constexpr int WRITERS = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
-    const int sources = QUERIES == 2 ? 1 : 2 * ctas, thread = threadIdx.x % WRITERS;
-    const uint32_t own = shared_address(&small().own[QUERIES == 2 ? r.warpgroup : 0]);
-    const uint32_t o = shared_address(shared) + TILE_AT + (QUERIES == 2 ? r.warpgroup * TILE_BYTES : 0);
-    auto* gathered = reinterpret_cast<Statistics*>(shared + Q_AT + (QUERIES == 2 ? r.warpgroup * Q_BYTES : 0));
+// Returns the factor of a head's merged O^T, and writes its statistics if `write`.
+__device__ __forceinline__ float finish_head(const AttentionParams& p, const Work& w, int head, bool write,
+                                             const HeadResult& result, float sum) {
+    const bool whole = p.num_splits == 1;
+    if (write && whole) write_statistics(p, w.query, head, result);
+    if (write && !whole) write_partial_statistics(p, partial_index(p, blockIdx.y, w.query, head), result);
+    if (sum == 0.0f) return 0.0f;
+    return whole ? 1.0f / sum * sink_factor(p, head, result.lse) : 1.0f / sum;
+}
+
+// Four neighbouring columns of a head's result.
+__device__ __forceinline__ void write_columns(const AttentionParams& p, const Work& w, int head, int column,
+                                              const float (&v)[4]) {
+    if (p.num_splits > 1) {
+        const int64_t at = partial_index(p, blockIdx.y, w.query, head);
+        *reinterpret_cast<float4*>(partial_out(p, at) + column) = make_float4(v[0], v[1], v[2], v[3]);
+    } else if (p.flags & WIDE_OUT) {
+        const Vec8 packed = {pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3])};
+        *reinterpret_cast<Vec8*>(out_of(p, w.query, head, column)) = packed;
+    } else {
+        write_output(p, w.query, head, column, v[0], v[1]);
+        write_output(p, w.query, head, column + 2, v[2], v[3]);
+    }
+}
+
+// What is done with a head's O^T: the weight of each warpgroup's, and a factor for their sum.
+struct HeadWeights {
+    float of[SHARERS], scale;
+};
+
+// Merges the warpgroups of this CTA that share the query, and writes the results.
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r) {
+    constexpr int WRITERS = SHARERS * WARPGROUP, HEADS_AT_ONCE = WRITERS / (D_V / 4);
+    const int first = QUERIES == 2 ? r.warpgroup : 0, thread = threadIdx.x % WRITERS;
+    auto* weights = reinterpret_cast<HeadWeights*>(shared + Q_AT + first * Q_BYTES);  // in the space of Q
+    const Statistics* own = small().own + first;
+    if (thread < HEADS && w.first_head + thread < p.h_q) {
+        float ref = -INF, max = -INF, sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SHARERS; ++i) {
+            ref = fmaxf(ref, own[i].ref[thread]);
+            max = fmaxf(max, own[i].max[thread]);
+        }
+#pragma unroll
+        for (int i = 0; i < SHARERS; ++i) {
+            const float weight = rescale_factor(own[i].ref[thread], ref);
+            weights[thread].of[i] = weight;
+            sum += weight * own[i].sum[thread];
+        }
+        const HeadResult result = {max, log2_sum_exp(ref, sum)};
+        weights[thread].scale = finish_head(p, w, w.first_head + thread, true, result, sum);
+    }
+    sync_writers(r);
+    const int column = thread % (D_V / 4) * 4;
+    const uint8_t* o = shared + TILE_AT + first * TILE_BYTES + column * 4;
+#pragma unroll 4
+    for (int head = thread / (D_V / 4); head < min(HEADS, p.h_q - w.first_head); head += HEADS_AT_ONCE) {
+        float v[4] = {};
+#pragma unroll
+        for (int i = 0; i < SHARERS; ++i) {
+            const float4 o4 = *reinterpret_cast<const float4*>(o + i * TILE_BYTES + head * O_LINE * 4);
+            const float weight = weights[head].of[i];
+            v[0] += weight * o4.x;
+            v[1] += weight * o4.y;
+            v[2] += weight * o4.z;
+            v[3] += weight * o4.w;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[k] *= weights[head].scale;
+        write_columns(p, w, w.first_head + head, column, v);
+    }
+}
+
+// Merges the warpgroups of a cluster and writes this CTA's share of the results. Source i is warpgroup i % 2 of CTA
+// i / 2 of the cluster.
+__device__ __forceinline__ void write_cluster_results(const AttentionParams& p, const Work& w, int rank, int ctas) {
+    constexpr int WRITERS = 2 * WARPGROUP;
+    const int sources = 2 * ctas, thread = threadIdx.x;
+    const uint32_t own = shared_address(&small().own), o = shared_address(shared) + TILE_AT;
+    auto* gathered = reinterpret_cast<Statistics*>(shared + Q_AT);
 
     for (int i = thread; i < sources * 3 * HEADS; i += WRITERS) {
         const int source = i / (3 * HEADS), word = i % (3 * HEADS);
         const uint32_t from = cluster_address(own + source % 2 * sizeof(Statistics) + 4 * word, source / 2);
         reinterpret_cast<float*>(gathered + source)[word] = load_cluster_float(from);
     }
-    sync_writers(r);
+    sync_consumers();
     // A chunk is four columns of a head. If there are more threads than chunks, several threads share the sources of a
     // chunk.
     const int chunks = HEADS * D_V / 4, share = ceil_div(chunks, ctas);
@@ -480,44 +559,28 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
         }
         if (sharer != 0 || chunk >= end || global_head >= p.h_q) continue;
         const HeadResult result = {max, log2_sum_exp(ref, sum)};
-        float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-        if (p.num_splits == 1) {
-            if (sum != 0.0f) scale *= sink_factor(p, global_head, result.lse);
-            bf16* out = out_of(p, w.query, global_head, column);
-            const Vec8 packed = {pack_bf16x2(v[0] * scale, v[1] * scale), pack_bf16x2(v[2] * scale, v[3] * scale)};
-            if (p.flags & WIDE_OUT) {
-                *reinterpret_cast<Vec8*>(out) = packed;
-            } else {
-                write_output(p, w.query, global_head, column, v[0] * scale, v[1] * scale);
-                write_output(p, w.query, global_head, column + 2, v[2] * scale, v[3] * scale);
-            }
-            if (column == 0) write_statistics(p, w.query, global_head, result);
-        } else {
-            const int64_t at = partial_index(p, blockIdx.y, w.query, global_head);
-            if (column == 0) write_partial_statistics(p, at, result);
-            *reinterpret_cast<float4*>(partial_out(p, at) + column) =
-                make_float4(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale);
-        }
+        const float scale = finish_head(p, w, global_head, column == 0, result, sum);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[k] *= scale;
+        write_columns(p, w, global_head, column, v);
     }
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// Calls `act` with the work items of this CTA: one, or (QUERIES 2) those of this warpgroup.
+// Calls `act` with the work of this CTA (`place`), or (QUERIES 2) of this warpgroup, one query after the other.
 template <typename Act>
-__device__ __forceinline__ void for_each_work(const AttentionParams& p, int warpgroup, int rank, int ctas, Act act) {
-    const int head_tiles = num_head_tiles(p);
-    auto find = [&](int item) { return find_head_tile(p, item, head_tiles); };
-    auto attend = [&](int index) {
-        act(find_work(p, index, head_tiles, warpgroup, blockIdx.y * ctas + rank, p.num_splits * ctas));
-    };
+__device__ __forceinline__ void for_each_work(const AttentionParams& p, const Place& place, int warpgroup, Act act) {
     if constexpr (QUERIES == 1) {
-        const int index = find(blockIdx.x / ctas);
-        if (index >= 0) attend(index);
+        act(find_work(p, place, warpgroup));
     } else {
+        const int head_tiles = num_head_tiles(p);
         auto workers = [] { return int(2 * gridDim.x); };
         const int worker = blockIdx.x + warpgroup * gridDim.x;  // so a second query only once every CTA has one
-        for_each_item([&] { return p.num_queries * head_tiles; }, worker, workers, find, attend);
+        for_each_item(
+            [&] { return p.num_queries * head_tiles; }, worker, workers,
+            [&](int item) { return find_head_tile(p, item, head_tiles); },
+            [&](int index) { act(find_work(p, {index / head_tiles, index % head_tiles, 0, 1}, warpgroup)); });
     }
 }
 
@@ -533,18 +596,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (QUERIES == 1) {  // persistent CTAs gain nothing from overlapping launches
-        wait_for_earlier_kernels();
+    Place place;
+    int ctas = 1;
+    if (QUERIES == 1) {
+        ctas = cluster_size();
+        const int item = blockIdx.x / ctas, head_tiles = num_head_tiles(p);
+        place = {item / head_tiles, item % head_tiles, int(blockIdx.y * ctas + cluster_rank()), p.num_splits * ctas};
+        wait_for_earlier_kernels();  // persistent CTAs gain nothing from overlapping launches
         let_next_kernel_start();
-        if (find_head_tile(p, blockIdx.x / cluster_size(), num_head_tiles(p)) < 0) return;  // the whole cluster does
+        if (has_results(p, place.query)) return;  // the whole cluster does
     }
-    const int ctas = QUERIES == 2 ? 1 : cluster_size(), rank = QUERIES == 2 ? 0 : cluster_rank();
     if (threadIdx.x >= 2 * WARPGROUP) {
         decrease_registers_to<PRODUCER_REGISTERS>();
         const int warpgroup = threadIdx.x / WARPGROUP - 2, quarter = threadIdx.x / 32 % 4;
         uint32_t parity = 1;  // the first wait for each stage returns at once
-        for_each_work(p, warpgroup, rank, ctas, [&](const Work& w) { copy_tiles(p, w, warpgroup, quarter, parity); });
-        if (QUERIES == 1) {  // cluster barriers count every thread
+        for_each_work(p, place, warpgroup, [&](const Work& w) { copy_tiles(p, w, warpgroup, quarter, parity); });
+        if (ctas > 1) {  // cluster barriers count every thread
             cluster_sync();
             cluster_sync();
         }
@@ -552,7 +619,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         increase_registers_to<256 - PRODUCER_REGISTERS>();
         const Role r = consumer_role();
         int turns = 0;
-        for_each_work(p, r.warpgroup, rank, ctas, [&](const Work& w) {
+        for_each_work(p, place, r.warpgroup, [&](const Work& w) {
             Softmax state;
             state.clear();
             float o[V_BLOCKS][HEADS / 2];
@@ -563,13 +630,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             attend(p, w, r, turns, state, o);
             store_output(r, state, o);
-            if (QUERIES == 1) {
+            if (ctas > 1) {
                 cluster_sync();
-                write_results(p, w, r, rank, ctas);
+                write_cluster_results(p, w, cluster_rank(), ctas);
                 cluster_sync();  // shared memory must stay until all CTAs have read it
-            } else {
-                sync_warpgroup(r);
-                write_results(p, w, r, rank, ctas);
+                return;
+            }
+            sync_writers(r);
+            write_results(p, w, r);
+            if (QUERIES == 2) {
                 sync_warpgroup(r);
 #pragma unroll
                 for (int stage = 0; stage < STAGES; ++stage) release(r, stage);

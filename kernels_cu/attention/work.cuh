@@ -83,9 +83,13 @@ __device__ __forceinline__ void for_each_item(Total total, int worker, Workers w
     }
 }
 
+// Whether a query has its results already.
+__device__ __forceinline__ bool has_results(const AttentionParams& p, int query) {
+    return p.flags & SOME_DONE && p.main.lengths[query / p.s_q] < 0;
+}
+
 // For for_each_item: query * head_tiles + head tile of an item, in the call's order; -1 if the query has its results.
 __device__ __forceinline__ int find_head_tile(const AttentionParams& p, int item, int head_tiles) {
     const int n = item / head_tiles, query = p.order == nullptr ? n : p.order[n];
-    const bool done = p.flags & SOME_DONE && p.main.lengths[query / p.s_q] < 0;
-    return done ? -1 : query * head_tiles + item % head_tiles;
+    return has_results(p, query) ? -1 : query * head_tiles + item % head_tiles;
 }
