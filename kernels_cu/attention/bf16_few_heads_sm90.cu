@@ -25,9 +25,9 @@
 //   WARPGROUP_SYNC + w    named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC         named: both, if they share a query
 //
-// At the end the warpgroups of a query, 2 a CTA times the CTAs of the cluster, store their O^T in shared memory, and
-// every CTA merges a share of the columns through distributed shared memory. Splits that do not fit a cluster lie
-// along gridDim.y and are merged by combine.cu.
+// At the end each warpgroup stores its O^T in the space of its tile. A CTA merges those of its query from there; in a
+// cluster every CTA merges a share of the columns through distributed shared memory. Splits that do not fit a cluster
+// lie along gridDim.y and are merged by combine.cu.
 //
 // Shared memory: Q QUERIES x heads x D_QK x 2; 2 tiles of 64 x D_QK x 2 (and P where V has no RoPE columns behind it);
 // statistics and mbarriers.
@@ -36,6 +36,7 @@
 #include "attention/results.cuh"
 #include "attention/role.cuh"
 #include "attention/work.cuh"
+#include "ptx/cache_policy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
@@ -143,6 +144,15 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, const Place&
 
 // --- producer --------------------------------------------------------------------------------------------------
 
+// Starts a copy of 16 bytes of a row. A call with a query a CTA mostly reads a row once, so that it leaves L2 first.
+__device__ __forceinline__ void copy_chunk(uint32_t to, const uint8_t* from, bool valid) {
+    if constexpr (QUERIES == 1) {
+        cp_async_16(to, from, valid, evict_first());
+    } else {
+        cp_async_16(to, from, valid);
+    }
+}
+
 // A producer warp copies rows 16 `quarter` .. + 15 of its warpgroup's tiles. Lane l holds row l % 16 of them; eight
 // lanes copy 128 bytes of a row.
 __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int warpgroup, int quarter,
@@ -165,7 +175,7 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
                 const uint32_t to = swizzled(tile_at, line, chunk);
 #pragma unroll
                 for (int b = 2 * stage; b < (stage == STAGES - 1 ? BLOCKS : 2 * stage + 2); ++b)
-                    cp_async_16(to + b * BLOCK_BYTES, from + b * 128 + chunk * 16, from != nullptr);
+                    copy_chunk(to + b * BLOCK_BYTES, from + b * 128 + chunk * 16, from != nullptr);
             }
             mbarrier_arrive_after_copies(shared_address(&sm.full[warpgroup * STAGES + stage]));
         }
