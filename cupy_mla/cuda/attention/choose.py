@@ -48,11 +48,14 @@ CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
 # Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; waves of work items,
-# more than the first number and at most the second; and of up to 8 and up to 16 heads, without lengths: the same, and
-# the fewest entries that were measured.
+# more than the first number and at most the second. Of up to 8 and up to 16 heads, without lengths: lists of at least
+# so many entries, and the waves at most.
 SHARE_LEAST_SPLIT = 1
 SHARE_WAVES = (0.5, 4)
-SHARE_WAVES_FEW_HEADS, SHARE_ROWS_FEW_HEADS = {8: (1, 1.1), 16: (1, 1.25)}, 1024
+SHARE_MOST_WAVES_FEW_HEADS = {8: ((2048, 1.14),), 16: ((2048, 1.2), (1024, 1.07))}
+# Waves of queries of 17 to 32 heads, and the fewest list entries, for which two queries a CTA of `bf16_few_heads_sm90`
+# were measured to be faster than equal shares and whole work items.
+TWO_QUERIES_WAVES, TWO_QUERIES_ROWS = (1.4, 1.9), 2048
 # CTAs a work item with which the GPU is full, but not with clusters of as many: then equal splits of a query, a CTA
 # each, are merged by the last of them. And the pairs of tiles that such a split has at least.
 SHARE_SPLITS, SHARE_SPLIT_PAIRS = 3, 2
@@ -233,6 +236,15 @@ def _bf16_few_heads_wanted(f: Facts, s: Sizes) -> bool:
     return _two_queries(f, s) or _bf16_few_heads_splits(f, s).splits <= BF16_FEW_HEADS_SPLITS
 
 
+def _two_queries_wanted(f: Facts, s: Sizes) -> bool:
+    """Of 17 to 32 heads, in decode without lengths."""
+    least, most = TWO_QUERIES_WAVES
+    return (
+        16 < s.h_q <= 32 and least < s.queries / f.gpu.sms <= most and s.rows >= TWO_QUERIES_ROWS
+        and not (f.prefill or f.uneven or f.batch_invariant)
+    )  # fmt: skip
+
+
 # --- many heads -----------------------------------------------------------------------------------------------
 
 
@@ -320,17 +332,21 @@ def _bf16_shares(f: Facts, s: Sizes) -> Choice:
 def _bf16_shares_wanted(f: Facts, s: Sizes) -> bool:
     """Equal splits that fill the GPU, or so many waves of work items that equal shares were measured to be faster."""
     items, sms = _items(s, bf16_sm90.HEADS), f.gpu.sms
-    few_heads = s.h_q <= 16
-    least, most = SHARE_WAVES_FEW_HEADS[few_heads_sm90.block_heads(s.h_q)] if few_heads else SHARE_WAVES
     if f.batch_invariant or s.splits is not None:
         return False
     if _shares_alike(f, s) > 1:
         return True
+    least, most = _share_waves_few_heads(f, s) if s.h_q <= 16 else SHARE_WAVES
     if not least < items / sms <= most:
         return False
-    if few_heads and (f.prefill or f.uneven or s.rows < SHARE_ROWS_FEW_HEADS):
-        return False
     return bf16_evenly(items, items // s.queries, _bf16_pairs(s), sms, f.prefill, f.uneven)
+
+
+def _share_waves_few_heads(f: Facts, s: Sizes) -> tuple[float, float]:
+    if f.prefill or f.uneven:
+        return 1, 1
+    waves = SHARE_MOST_WAVES_FEW_HEADS[few_heads_sm90.block_heads(s.h_q)]
+    return 1, next((most for rows, most in waves if s.rows >= rows), 1)
 
 
 def _bf16_wanted(f: Facts, s: Sizes) -> bool:
@@ -390,6 +406,8 @@ TABLE = (
     Row("bf16_grouped_sm90", _can_group, _takes_group, lambda f, s: _full(f, s) >= LEAST_FULL, _group),
     # V4_FP8, and V32_FP8 of 9 to 16 heads and at most 8 queries.
     Row("fp8_sm90", _fp8_rows, _any, _fp8_wanted_first, _fp8),
+    # Flat bf16 rows, queries of 17 to 32 heads that fill somewhat less than two waves.
+    Row("bf16_few_heads_sm90", _flat_bf16_rows, _unsplit, _two_queries_wanted, _bf16_few_heads_whole),
     # Flat bf16 rows, a quarter to a third of a wave of work items in equal splits, or somewhat more than half or whole
     # waves.
     Row("bf16_shares_sm90", _flat_bf16_rows, _may_split, _bf16_shares_wanted, _bf16_shares),

@@ -55,6 +55,7 @@ def row_of(facts: Facts, sizes: Sizes) -> Row:
 FOR_ROWS = [
     ("prefill", BF16_576, 16, 1024, {}),
     ("decode", V4_FP8, 128, 64, {}),
+    ("decode", BF16_576, 32, 215, {}),
     ("decode", BF16_576, 64, 150, {}),
     ("decode", BF16_576, 16, 128, {}),
     ("decode", V32_FP8, 16, 128, {}),
@@ -79,7 +80,7 @@ def test_each_row_is_for_some_calls(number):
 
 def test_every_kernel_has_a_name():
     assert NAMES == (
-        "bf16_grouped_sm90", "fp8_sm90", "bf16_shares_sm90", "bf16_few_heads_sm90", "few_heads_sm90",
+        "bf16_grouped_sm90", "fp8_sm90", "bf16_few_heads_sm90", "bf16_shares_sm90", "few_heads_sm90",
         "bf16_cluster_sm90", "bf16_sm90", "portable", "portable_99kb",
     )  # fmt: skip
 
@@ -256,6 +257,20 @@ def test_two_queries_a_cta_rather_than_two_splits(h_q):
 
 
 @BF16
+@pytest.mark.parametrize("h_q", [17, 32])
+def test_two_queries_a_cta_where_17_to_32_heads_fill_somewhat_less_than_two_waves(layout, h_q):
+    two = Choice("bf16_few_heads_sm90", 32, queries=2)
+    for queries in (195, 215, 234):
+        assert decode(layout, h_q, queries) == decode(layout, h_q, queries, splits=1) == two
+        assert decode(layout, h_q, queries, batch_invariant=True) != two
+        assert decode(layout, h_q, queries, uneven=True) != two
+        assert decode(layout, h_q, queries, rows=2047) != two
+        assert prefill(h_q, queries, layout=layout) != two
+    assert two not in [decode(layout, h_q, queries) for queries in (150, 180, 257)]
+    assert two not in [decode(layout, h, 215) for h in (16, 33)]
+
+
+@BF16
 @pytest.mark.parametrize(("h_q", "most"), [(17, 3), (32, 3), (33, 2), (64, 1), (128, 0)])
 def test_few_queries_of_more_heads_have_16_a_cta(layout, h_q, most):
     """While all clusters run at a time."""
@@ -370,9 +385,9 @@ DECODED_EVENLY = {
     (64, 1024): [140],
     (64, 512): [140],
     (128, 512): [72],
-    (16, 2048): [133, 144, 155],
+    (16, 2048): [133, 144, 148, 155],
     (16, 1024): [140],
-    (8, 2048): [133, 140],
+    (8, 2048): [133, 140, 147],
 }
 DECODED_WHOLE = {
     (64, 2048): [94, 105, 128, 226, 232, 264],
@@ -380,8 +395,10 @@ DECODED_WHOLE = {
     (64, 512): [70, 132, 200],
     (128, 1024): [48],
     (128, 512): [40, 64, 96, 150, 250],
-    (16, 2048): [90, 120, 128, 170, 200],
-    (8, 2048): [155, 170, 200],
+    (32, 2048): [257],
+    (16, 2048): [90, 120, 128, 164, 170, 180, 200, 229],
+    (8, 2048): [155, 170, 200, 207],
+    (8, 1024): [140],
 }
 
 
