@@ -16,7 +16,7 @@ struct ShareState {
 };
 
 struct Share : SingleQueries {
-    static constexpr bool OVERLAPS = true;
+    static constexpr bool POLICY = true, OVERLAPS = true;
 
     static __device__ __forceinline__ ShareState& state() {
         return *reinterpret_cast<ShareState*>(shared + SHARED_BYTES<Share>);

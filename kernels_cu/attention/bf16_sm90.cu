@@ -5,7 +5,7 @@
 #include "attention/bf16_sm90.cuh"
 
 struct Plain : SingleQueries {
-    static constexpr bool OVERLAPS = true;
+    static constexpr bool POLICY = true, OVERLAPS = true;
 
     static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) {
         return p.num_queries * head_tiles;

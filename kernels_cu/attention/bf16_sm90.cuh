@@ -51,6 +51,7 @@
 #include "attention/results.cuh"
 #include "attention/role.cuh"
 #include "attention/work.cuh"
+#include "ptx/cache_policy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
@@ -133,13 +134,21 @@ constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE &&
 // reads.
 constexpr __device__ bool has_validity(int tile, int region) { return region == tile; }
 
+// Whether rows are mostly read once: by decode with no more list entries than the cache has rows.
+__device__ __forceinline__ bool read_once(const AttentionParams& p) {
+    return p.flags & DECODE && int64_t(p.num_queries) * p.main.topk <= p.main.num_slots;
+}
+
 // A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
 struct Copier {
     int warp, lane, row;
     uint32_t offset;  // of the chunk of row `row` in a column block
+    uint64_t policy;  // of copies, if K::POLICY
 
-    static __device__ __forceinline__ Copier here() {
+    template <typename K>
+    static __device__ __forceinline__ Copier here(const typename K::Params& p) {
         Copier c;
+        if constexpr (K::POLICY) c.policy = read_once(p) ? evict_first() : evict_normal();
         c.warp = threadIdx.x / 32 - 8;
         c.lane = threadIdx.x % 32;
         c.row = 4 * c.warp + c.lane / 8;
@@ -154,6 +163,8 @@ struct Copier {
 //   Params, EXTRA_BYTES
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
 //   CLUSTER              whether a CTA belongs to a cluster
+//   POLICY               whether rows that are read once leave L2 before others; not in clusters, whose copies NVRTC 12.9
+//                        and 13.0 translated wrongly (docs/kernels/bf16_cluster_sm90.md)
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
 //   length_of, work_of   what is known of a work item
@@ -165,7 +176,7 @@ struct Copier {
 //
 // Default is what most kernels have.
 struct Default {
-    static constexpr bool CLUSTER = false, OVERLAPS = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false;
 
     template <typename Params>
     static __device__ __forceinline__ void start(const Params&) {}
@@ -243,13 +254,19 @@ struct SingleQueries : Default {
 
 // Start the copies of column blocks BEGIN to END - 1 of this thread's rows FIRST to LAST - 1, of four. Null rows become
 // zeros.
-template <int BEGIN, int END, int FIRST = 0, int LAST = 4>
+template <typename K, int BEGIN, int END, int FIRST = 0, int LAST = 4>
 __device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, const uint8_t* const (&rows)[4]) {
 #pragma unroll
     for (int i = FIRST; i < LAST; ++i) {
 #pragma unroll
-        for (int b = BEGIN; b < END; ++b)
-            cp_async_16(tile + b * BLOCK_BYTES + i * 2048 + c.offset, rows[i] + b * 128, rows[i] != nullptr);
+        for (int b = BEGIN; b < END; ++b) {
+            const uint32_t to = tile + b * BLOCK_BYTES + i * 2048 + c.offset;
+            if constexpr (K::POLICY) {
+                cp_async_16(to, rows[i] + b * 128, rows[i] != nullptr, c.policy);
+            } else {
+                cp_async_16(to, rows[i] + b * 128, rows[i] != nullptr);
+            }
+        }
     }
 }
 
@@ -273,10 +290,10 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
                                             uint32_t parity) {
     Small& sm = small<K>();
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION][0]), parity);
-    copy_blocks<4 * REGION, 4 * REGION + 4, 0, 2>(c, tile_address(TILE), rows);
+    copy_blocks<K, 4 * REGION, 4 * REGION + 4, 0, 2>(c, tile_address(TILE), rows);
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION][1]), parity);
-    copy_blocks<4 * REGION, 4 * REGION + 4, 2, 4>(c, tile_address(TILE), rows);
-    if constexpr (has_rope(TILE, REGION)) copy_blocks<8, 9>(c, tile_address(TILE), rows);
+    copy_blocks<K, 4 * REGION, 4 * REGION + 4, 2, 4>(c, tile_address(TILE), rows);
+    if constexpr (has_rope(TILE, REGION)) copy_blocks<K, 8, 9>(c, tile_address(TILE), rows);
     if constexpr (has_validity(TILE, REGION)) {
         if (c.lane % 8 < K::VALIDITY_LANES) {
             K::store_validity(p, w, c, 2 * pair + TILE, TILE, rows, validity);
@@ -319,7 +336,7 @@ __device__ __forceinline__ void announce(int work, int length) {
 
 template <typename K>
 __device__ __forceinline__ void copy_all(const typename K::Params& p) {
-    const Copier c = Copier::here();
+    const Copier c = Copier::here<K>(p);
     Small& sm = small<K>();
     uint32_t parity = 3;  // bit 0 of tiles, bit 1 of Q, in one register; the first wait for each space returns at once
     const int head_tiles = num_head_tiles(p);
@@ -335,7 +352,7 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
         parity ^= 2;
         announce<K>(index, w.length);
-        copy_blocks<0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
+        copy_blocks<K, 0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
         for (int pair = 0; pair < w.pairs; ++pair) {

@@ -8,3 +8,10 @@ __device__ __forceinline__ uint64_t evict_first() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+
+// What holds without a policy.
+__device__ __forceinline__ uint64_t evict_normal() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}

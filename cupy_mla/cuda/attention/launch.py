@@ -24,7 +24,7 @@ from . import (
     fp8_sm90,
     portable,
 )
-from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, SOME_DONE, WIDE_OUT, Call, no_source
+from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, DECODE, SOME_DONE, WIDE_OUT, Call, no_source
 from .choose import Choice, Facts, asked_kernel, chooser
 from .cost import EVENLY
 
@@ -219,6 +219,7 @@ def _launches(
         memory = _Partials(queries, h_q, heads, choice.splits, choice.cluster)
     flags = ALIGNED_ROWS * rows.aligned | ALIGNED_Q * q.array.aligned(4) | ALIGNED_OUT * out.array.aligned(4)
     flags |= WIDE_OUT * out.array.aligned(16) | SOME_DONE * (choice.kernel == "bf16_grouped_sm90")
+    flags |= DECODE * (max_logits is None)
     params = structs.ATTENTION(
         main=rows.main, extra=rows.extra, q=q.array.ptr, q_b=q.b, q_s=q.s, q_h=q.h, out=out.array.ptr, out_b=out.b,
         out_s=out.s, out_h=out.h, lse=lse.array.ptr, max_logits=pointer(max_logits), lse_b=lse.b, lse_s=lse.s,
