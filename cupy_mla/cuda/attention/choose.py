@@ -52,10 +52,10 @@ COUNTED_WAVES = 8
 # so many entries, and the waves at most.
 SHARE_LEAST_SPLIT = 1
 SHARE_WAVES = (0.5, 4)
-SHARE_MOST_WAVES_FEW_HEADS = {8: ((2048, 1.14),), 16: ((2048, 1.2), (1024, 1.07))}
+SHARE_MOST_WAVES_FEW_HEADS = {8: ((2048, 1.2),), 16: ((2048, 1.3), (1024, 1.07))}
 # Waves of queries of 17 to 32 heads, and the fewest list entries, for which two queries a CTA of `bf16_few_heads_sm90`
-# were measured to be faster than equal shares and whole work items.
-TWO_QUERIES_WAVES, TWO_QUERIES_ROWS = (1.4, 1.9), 2048
+# are faster than equal shares and whole work items.
+TWO_QUERIES_WAVES, TWO_QUERIES_ROWS = (1.45, 1.9), 2048
 # CTAs a work item with which the GPU is full, but not with clusters of as many: then equal splits of a query, a CTA
 # each, are merged by the last of them. And the pairs of tiles that such a split has at least.
 SHARE_SPLITS, SHARE_SPLIT_PAIRS = 3, 2
