@@ -79,16 +79,17 @@ MANY = (
 FEW = (
     *(Widths(512 * items, ((0, Shape(512, items, 2, few=True)),)) for items in (8, 16)),
     *(Widths(1024 * items, ((0, Shape(1024, items, 1, few=True)),)) for items in (12, 16, 20, 24)),
-    Widths(32768, ((0, STREAMED._replace(few=True)),)),
+    Widths(57344, ((0, STREAMED._replace(few=True)),)),
     Widths(ANY_WIDTH, ((0, Shape(1024, 16, 1, streamed=True, few=True)),)),
 )
 # For clusters, by the width of a CTA's part.
 CLUSTERS = (
-    *(Widths(1024 * items, ((0, Shape(1024, items, 1, clusters=True)),)) for items in (4, 8, 16)),
+    *(Widths(1024 * items, ((0, Shape(1024, items, 1, clusters=True)),)) for items in (4, 8, 12, 16)),
     Widths(ANY_WIDTH, ((0, Shape(1024, 16, 1, streamed=True, clusters=True)),)),
 )
 LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
 LEAST_PART = CLUSTERS[0].most  # of a cluster of more than two
+HELD_BY_ONE = FEW[-3].most  # longest rows that one CTA holds in registers
 MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
 
 
@@ -111,27 +112,35 @@ def kernels() -> Iterator[Kernel]:
             yield kernel(shape, bf16)
 
 
-def choose(rows: int, width: int, k: int, sms: int, clusters: bool) -> tuple[Shape, int]:
-    """The shape that is fastest for so many rows on a GPU of so many SMs, and the CTAs of a row."""
-    if rows > sms:
-        return _shape(MANY, rows, width, k, sms), 1
-    cluster = PORTABLE_CLUSTER if clusters and width > LEAST_CLUSTER_WIDTH else 1
-    while cluster > 1 and (rows * cluster > _fitting(sms, cluster) or width <= cluster // 2 * LEAST_PART):
+def choose(gpu: Gpu, rows: int, width: int, k: int) -> tuple[Shape, int]:
+    """The shape that is fastest for so many rows, and the CTAs of a row."""
+    if rows > gpu.sms:
+        return _shape(MANY, rows, width, k, gpu.sms), 1
+    cluster = _cluster(gpu, rows, width)
+    return _shape(FEW if cluster == 1 else CLUSTERS, rows, width, k, gpu.sms, cluster), cluster
+
+
+def _cluster(gpu: Gpu, rows: int, width: int) -> int:
+    """The CTAs of a row: as many as it needs to have few logits a thread, and as all rows' clusters run at a time.
+
+    Of rows that one CTA holds, clusters get only four fifths of the SMs: with more, one CTA a row is faster.
+    """
+    if gpu.capability < LEAST_CLUSTER_CAPABILITY or width <= LEAST_CLUSTER_WIDTH or 2 * rows > gpu.sms:
+        return 1
+    at_once = gpu.clusters_at_once(kernel(CLUSTERS[0].shapes[0][1], False))  # one CTA an SM, as of all CLUSTERS
+    most_ctas = gpu.sms * 4 // 5 if width <= HELD_BY_ONE else gpu.sms
+    cluster = PORTABLE_CLUSTER
+    while cluster > 1 and (
+        rows > min(at_once[cluster - 1], most_ctas // cluster) or width <= cluster // 2 * LEAST_PART
+    ):
         cluster //= 2
-    if cluster == 2 and width <= MOST_OF_ONE:
-        cluster = 1
-    return _shape(FEW if cluster == 1 else CLUSTERS, rows, width, k, sms, cluster), cluster
+    return 1 if cluster == 2 and width <= MOST_OF_ONE else cluster
 
 
 def _shape(table: tuple[Widths, ...], rows: int, width: int, k: int, sms: int, cluster: int = 1) -> Shape:
     """Of the shapes for a width, the last that is meant for so many rows and this k."""
     shapes = next(widths.shapes for widths in table if width <= cluster * widths.most)
     return next(shape for above, shape in reversed(shapes) if rows > above * sms and k <= shape.most_k)
-
-
-def _fitting(sms: int, cluster: int) -> int:
-    """CTAs that run at a time in clusters of this size, which must lie in one group of SMs each."""
-    return sms if cluster <= 2 else sms * 4 // 5
 
 
 class Logits(NamedTuple):
@@ -271,7 +280,7 @@ def _launches(
         logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
         queries=bounds.queries, aligned=int(logits.aligned),
     )  # fmt: skip
-    shape, cluster = choose(rows, width, k, gpu.sms, gpu.capability >= LEAST_CLUSTER_CAPABILITY)
+    shape, cluster = choose(gpu, rows, width, k)
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
 
 

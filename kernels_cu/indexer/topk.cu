@@ -5,7 +5,7 @@
 //
 //   CTA        a row; with CLUSTERS, the CTAs of a cluster have a part of the row each
 //     short row  ITEMS items a thread hold it in registers
-//     long row   STREAMED: a sample of the row tells a logit that somewhat more than k of it are not smaller than.
+//     long row   STREAMED: a sample of the row tells a logit that somewhat more than k of it are larger than.
 //                Those go from memory into a pool in shared memory, in any order, and from there into registers. If the
 //                pool gets less than k or more than it holds (the sample misled), each step below reads the row again
 //   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10
@@ -122,13 +122,18 @@ struct Range {
     int begin, end;
 };
 
+// Without a table of requests.
+__device__ __forceinline__ int request_of_row(const TopkParams& p, int row) {
+    return p.queries <= 1 ? row : uint32_t(row) / uint32_t(p.queries);
+}
+
 __device__ __forceinline__ Range range_of_row(const TopkParams& p, int row) {
     int begin = p.starts == nullptr ? 0 : max(p.starts[row], 0), end = p.width;
     if (p.ends != nullptr) {
         if (p.queries == 0) {
             end = p.ends[row];
         } else {
-            const int request = row / p.queries, query = row - request * p.queries;
+            const int request = request_of_row(p, row), query = row - request * p.queries;
             end =
                 p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
         }
@@ -186,19 +191,25 @@ struct Tile {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int at = thread_first + v * 128;
-            float4 x = {0, 0, 0, 0};
-            if (p.aligned && at + 4 <= p.width) {
-                if (at < range.end) x = logits_at(p, from + v * 128);
-            } else {
-                if (at < range.end) x.x = logit_at(p, from + v * 128);
-                if (at + 1 < range.end) x.y = logit_at(p, from + v * 128 + 1);
-                if (at + 2 < range.end) x.z = logit_at(p, from + v * 128 + 2);
-                if (at + 3 < range.end) x.w = logit_at(p, from + v * 128 + 3);
-            }
-            vector[v] = x;
+            vector[v] = {0, 0, 0, 0};
+            if (p.aligned && at < range.end && at + 4 <= p.width) vector[v] = logits_at(p, from + v * 128);
+        }
+        if (p.aligned && p.width % 4 == 0) return;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int at = thread_first + v * 128;
+            if (p.aligned && at + 4 <= p.width) continue;
+            if (at < range.end) vector[v].x = logit_at(p, from + v * 128);
+            if (at + 1 < range.end) vector[v].y = logit_at(p, from + v * 128 + 1);
+            if (at + 2 < range.end) vector[v].z = logit_at(p, from + v * 128 + 2);
+            if (at + 3 < range.end) vector[v].w = logit_at(p, from + v * 128 + 3);
         }
     }
 };
+
+// Whether a loop over a thread's vectors looks there whether its warp has any more. Branches cost time. Behind a row's
+// end most warps have none at all; a pool is filled in part only, and leaves all warps some.
+__device__ constexpr bool may_end_before(int v) { return STREAMED || v == 0; }
 
 // The orders of a thread's items.
 struct Items {
@@ -212,7 +223,7 @@ struct Items {
     __device__ __forceinline__ void for_each(Act act) const {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (v >= vectors) break;
+            if (may_end_before(v) && v >= vectors) break;
 #pragma unroll
             for (int i = 0; i < 4; ++i) act(order[v][i]);
         }
@@ -224,7 +235,7 @@ struct Items {
         const bool whole = range.begin <= first && rest >= VECTORS * 128;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (v >= vectors) break;
+            if (may_end_before(v) && v >= vectors) break;
             const float4& x = tile.vector[v];
             const float of_vector[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -233,7 +244,7 @@ struct Items {
         if (whole) return;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (v >= vectors) break;
+            if (may_end_before(v) && v >= vectors) break;
             const int at = first + Tile::first_of_vector(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -388,7 +399,7 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
 // to. Without a branch, which the compiler makes of an atomic that not all lanes execute.
 __device__ __forceinline__ void count_digit(Histogram& bins, uint32_t order, uint32_t prefix, int above, int shift) {
     uint32_t digit = (order >> shift) - ((prefix + 1 << (above - shift)) - BINS);
-    if (above < 32) digit = min(digit, uint32_t(BINS));
+    if (above < 32) digit = min_in_32_bits(digit, BINS);
     atomicAdd(&bins[digit], 1u);
 }
 
@@ -398,10 +409,9 @@ __device__ __forceinline__ Threshold find_threshold(const Source& source, int k)
     uint32_t prefix = 0;  // the upper bits of the k-th largest item's order
     int need = k;         // less the items that are larger than those of this prefix
     uint32_t larger_before = 0;
-    constexpr int DIGITS[4] = {32, 21, 10, 0};  // digit i has the bits from DIGITS[i + 1] to DIGITS[i]
 #pragma unroll
     for (int pass = 0; pass < 3; ++pass) {
-        const int above = DIGITS[pass], shift = DIGITS[pass + 1];
+        const int above = 32 - 11 * pass, shift = max(above - 11, 0);
         auto& bins = shared().bins[CLUSTERS ? pass : 0];
         source.for_each([&](uint32_t order) { count_digit(bins, order, prefix, above, shift); });
         uint32_t inside_before = 0;
@@ -458,7 +468,7 @@ struct Chosen {
         to += before;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (v >= vectors) break;
+            if (may_end_before(v) && v >= vectors) break;
             int32_t* at = to + sums.of(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -475,13 +485,13 @@ __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& th
     uint32_t larger = 0, equal = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        if (i / 4 >= items.vectors) break;
+        if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= items.vectors) break;
         larger |= uint32_t(items[i] > threshold.order) << i;
     }
     if (threshold.ties > 0) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (i / 4 >= items.vectors) break;
+            if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= items.vectors) break;
             equal |= uint32_t(items[i] == threshold.order) << i;
         }
     }
@@ -569,13 +579,14 @@ struct InMemory {
     }
 };
 
-__device__ __forceinline__ float logit_of(uint32_t order) {
-    const uint32_t bits = max(order, 0x00800001u) - 2;  // at least -inf
+// The next logit below one of this order, at least -inf. The order is a multiple of 1024: otherwise it might be -0.
+__device__ __forceinline__ float logit_below(uint32_t order) {
+    const uint32_t bits = max(order, 0x00800002u) - 3;
     return __uint_as_float(bits >> 31 ? bits ^ 0x80000000u : ~bits);
 }
 
-// A logit that somewhat more than k of a row are not smaller than, by a sample: pieces of 32 bytes from all over the
-// row. Called by the CTA.
+// A logit that somewhat more than k of a row are larger than, by a sample: pieces of 32 bytes from all over the row.
+// Called by the CTA.
 __device__ __forceinline__ float guess_threshold(const TopkParams& p, int row, const Range& range) {
     constexpr int SIZE = THREADS * SAMPLED * 4, PIECES = SIZE / 8;
     const int64_t start = row * p.logits_stride;
@@ -594,7 +605,7 @@ __device__ __forceinline__ float guess_threshold(const TopkParams& p, int row, c
 #pragma unroll
         for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
     }
-    const float share = float(SIZE) / length, expected = p.k * share, room = CAPACITY * share;
+    const float share = SIZE * reciprocal_approx(length), expected = p.k * share, room = CAPACITY * share;
     const int rank = max(1, int(min(expected + 6 * sqrt_approx(expected) + 4, (expected + room) * 0.5f)));
     const int most = max(rank, min(rank + rank / 2, int(room - 5 * sqrt_approx(room))));  // that the pool has room for
 #pragma unroll
@@ -602,11 +613,11 @@ __device__ __forceinline__ float guess_threshold(const TopkParams& p, int row, c
     find_bin_of_cta(shared().bins[0], rank);
     const uint32_t digit = shared().digit;
     const int above = shared().above, inside = shared().inside;
-    if (above + inside <= most) return logit_of(digit << 21);
+    if (above + inside <= most) return logit_below(digit << 21);
 #pragma unroll
     for (int i = 0; i < 4 * SAMPLED; ++i) count_digit(shared().bins[0], order[i / 4][i % 4], digit, 21, 10);
     find_bin_of_cta(shared().bins[0], rank - above);
-    return logit_of(digit << 21 | shared().digit << 10);
+    return logit_below(digit << 21 | shared().digit << 10);
 }
 
 // A thread's logits of a step through a range: of all threads, STEP neighbouring ones.
@@ -622,25 +633,27 @@ struct Step {
 #pragma unroll
             for (int v = 0; v < DEPTH; ++v) vector[v] = logits_at(p, start + first + first_of_vector(v));
         } else {
-            const float nan = __uint_as_float(0x7fffffff);
 #pragma unroll
             for (int v = 0; v < DEPTH; ++v) {
-                vector[v] = logits_inside(p, start, first + first_of_vector(v), range, nan);
+                vector[v] = logits_inside(p, start, first + first_of_vector(v), range, -INF);
             }
         }
     }
 
-    // Those that are at least `least` go into the pool, as long as it has room.
-    __device__ __forceinline__ void add_to_pool(float least, int first) const {
+    // Those that are larger than `below` go into the pool, as long as it has room.
+    __device__ __forceinline__ void add_to_pool(float below, int first) const {
         const int lane = threadIdx.x % 32;
-        uint32_t mask = 0;
+        uint32_t larger = 0;  // the signs of the differences; that of NaN is 0
 #pragma unroll
         for (int v = 0; v < DEPTH; ++v) {
-            if (vector[v].x >= least) mask |= 1u << (4 * v);
-            if (vector[v].y >= least) mask |= 2u << (4 * v);
-            if (vector[v].z >= least) mask |= 4u << (4 * v);
-            if (vector[v].w >= least) mask |= 8u << (4 * v);
+            const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float difference = subtract_exactly(below, of_vector[i]);
+                larger = __funnelshift_l(__float_as_uint(difference), larger, 1);
+            }
         }
+        const uint32_t mask = __brev(larger << (32 - 4 * DEPTH));  // bit 4 v + i: item i of vector v
         if (!__any_sync(~0u, mask != 0)) return;
         const int mine = __popc(mask), sum = inclusive_sum(mine, lane);
         int at = 0;
@@ -662,9 +675,9 @@ struct Step {
     }
 };
 
-// Brings the logits of a range that are at least `least` into the pool. Returns how many there are; those that find no
-// room are not there.
-__device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Range& range, float least) {
+// Brings the logits of a range that are larger than `below` into the pool. Returns how many there are; those that find
+// no room are not there.
+__device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Range& range, float below) {
     const int64_t start = row * p.logits_stride;
     int first = range.begin / 4 * 4;
     Step step;
@@ -672,7 +685,7 @@ __device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Ran
     while (first < range.end) {
         const Step now = step;
         if (first + Step::SIZE < range.end) step.load(p, start, range, first + Step::SIZE);
-        now.add_to_pool(least, first);
+        now.add_to_pool(below, first);
         first += Step::SIZE;
     }
     __syncthreads();
@@ -748,7 +761,7 @@ __device__ __forceinline__ int bring_in_order(const Range& range, const Threshol
 
 // The request's row of the block table; null: the table has no such request.
 __device__ __forceinline__ const int32_t* blocks_of_row(const TopkParams& p, int row) {
-    const int request = p.requests == nullptr ? row / max(p.queries, 1) : p.requests[row];
+    const int request = p.requests == nullptr ? request_of_row(p, row) : p.requests[row];
     return has_request(p.table, request) ? p.table.blocks + request * p.table.stride : nullptr;
 }
 
@@ -830,8 +843,8 @@ __device__ __forceinline__ Results results_of(const TopkParams& p, int row, cons
     return {p.out + row * p.out_stride, range.begin, blocks};
 }
 
-// All of a range of at most k items are chosen.
-__device__ __forceinline__ void choose_all(const TopkParams& p, int row, const Range& range) {
+// All of a range of at most k items are chosen. Not inline: its code would stand in front of the other rows'.
+__device__ __noinline__ void choose_all(const TopkParams& p, int row, Range range) {
     int32_t* const to = p.out + row * p.out_stride;
     const int count = range.end - range.begin;
     const Shifts shifts(p, range, range);
@@ -857,21 +870,41 @@ __device__ __forceinline__ bool pools_suffice(int count, int k) {
 #endif
 }
 
+// Stores what bring_in_order left in shared memory.
+__device__ __forceinline__ void store_chosen(const TopkParams& p, int row, const Range& of_row,
+                                             const Threshold& threshold, int count) {
+    const Results results = results_of(p, row, of_row);
+    results.store(p, threshold.count(threshold.before), count, [&](int i) { return shared().chosen_columns[i]; });
+}
+
+// Chooses from a part of a row of which the sample told too little. Not inline, as it is rare.
+__device__ __noinline__ void choose_in_memory(const TopkParams& p, int row, Range of_row, Range range) {
+    const InMemory items = {p, row, range};
+    const Threshold threshold = find_threshold(items, p.k);
+    end_reading_of_others();
+    wait_for_readers();
+    const uint32_t least = threshold.order + (threshold.ties == 0);
+    const int count = bring_in_order(range, threshold, [&](int begin, int end) {
+        items.for_columns(begin, end, [&](uint32_t order, int column) {
+            mark_if(order >= least, order == threshold.order, column - begin);
+        });
+    });
+    store_chosen(p, row, of_row, threshold, count);
+}
+
 // Chooses from a part of a row that registers do not hold.
 __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row,
                                                 const Range& range) {
     __syncthreads();  // bins are 0
     const int pooled = fill_pool(p, row, range, guess_threshold(p, row, of_row));
-    Threshold threshold;
-    int count;
     if (pools_suffice(pooled, p.k)) {
         Items items;
         items.set_pooled(pooled);
-        threshold = find_threshold(items, p.k);
+        const Threshold threshold = find_threshold(items, p.k);
         end_reading_of_others();
         wait_for_readers();
         const uint32_t least = threshold.order + (threshold.ties == 0);
-        count = bring_in_order(range, threshold, [&](int begin, int end) {
+        const int count = bring_in_order(range, threshold, [&](int begin, int end) {
 #pragma unroll
             for (int v = 0; v < VECTORS; ++v) {
                 if (v >= items.vectors) break;
@@ -884,20 +917,62 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
                 }
             }
         });
+        store_chosen(p, row, of_row, threshold, count);
     } else {
-        const InMemory items = {p, row, range};
-        threshold = find_threshold(items, p.k);
-        end_reading_of_others();
-        wait_for_readers();
-        const uint32_t least = threshold.order + (threshold.ties == 0);
-        count = bring_in_order(range, threshold, [&](int begin, int end) {
-            items.for_columns(begin, end, [&](uint32_t order, int column) {
-                mark_if(order >= least, order == threshold.order, column - begin);
-            });
-        });
+        choose_in_memory(p, row, of_row, range);
     }
+}
+
+// Chooses from a part of a row that registers hold: from a tile that begins at column `first`.
+__device__ __forceinline__ void choose_held(const TopkParams& p, int row, const Range& of_row, const Range& range,
+                                            int first, const Tile& tile) {
+    const Shifts shifts(p, of_row, range);
+    const bool by_shifts = shifts.count > 0 && of_row.begin % 4 == 0 && p.table.block_size.value % 4 == 0;
+    const int32_t shift = by_shifts ? shifts.load(p, row) : 0;
+    __syncthreads();  // bins are 0
+    Items items;
+    items.set(tile, range, first);
+    if (by_shifts) shared().shifts[threadIdx.x] = shift;
+    const Threshold threshold = find_threshold(items, p.k);
+    end_reading_of_others();
+    const auto column_of = [&](int v) { return first + Tile::first_of_vector(v); };
+    const auto position_of = [&](int v) { return column_of(v) - of_row.begin; };
+    const Chosen chosen = choose(items, threshold);
+    wait_for_readers();
+    const int place = CLUSTERS ? threshold.count(threshold.before) : 0;
+    int32_t* const side_by_side = shared().chosen_columns - place;
+    if (p.table.blocks == nullptr) {
+        chosen.store(side_by_side, [&](int v, int i) { return position_of(v) + i; });
+    } else if (by_shifts) {
+        uint32_t slots[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) slots[v] = shifts.shifted(p, position_of(v));
+        chosen.store(side_by_side, [&](int v, int i) { return Shifts::slot_of(slots[v] + i); });
+    } else {
+        chosen.store(side_by_side, [&](int v, int i) { return column_of(v) + i; });
+    }
+    __syncthreads();
+    const int count = CLUSTERS ? count_chosen(threshold) : p.k;
     const Results results = results_of(p, row, of_row);
-    results.store(p, threshold.count(threshold.before), count, [&](int i) { return shared().chosen_columns[i]; });
+    if (p.table.blocks == nullptr || by_shifts) {
+        results.copy(place, count);
+    } else {
+        results.store(p, place, count, [&](int i) { return shared().chosen_columns[i]; });
+    }
+}
+
+// Loads a part that registers can hold, and chooses from it.
+__device__ __forceinline__ void load_and_choose(const TopkParams& p, int row, const Range& of_row,
+                                                const Range& range) {
+    const int first = range.begin / 4 * 4;
+    Tile tile;
+    tile.load(p, row, range, first);
+    choose_held(p, row, of_row, range, first, tile);
+}
+
+// The same, for the kernels that are not made for it. Not inline: code in front of theirs would cost them time.
+__device__ __noinline__ void load_and_choose_aside(const TopkParams& p, int row, Range of_row, Range range) {
+    load_and_choose(p, row, of_row, range);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
@@ -912,57 +987,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     if (early) tile.load(p, row, {0, p.width}, 0);
 #endif
     const Range of_row = range_of_row(p, row);
-    if (of_row.end - of_row.begin <= p.k) {
+    const int length = of_row.end - of_row.begin;
+    if (length <= p.k) {
         if (part == 0) choose_all(p, row, of_row);
         return;
     }
     const Range range = part_of(of_row, part, parts);
 #if STREAMED
-    if (ceil_div(of_row.end - of_row.begin, parts) + 8 > TILE) {
+    if (ceil_div(length, parts) + 8 > TILE) {
         choose_streamed(p, row, of_row, range);
-        return;
+    } else {
+        load_and_choose_aside(p, row, of_row, range);
     }
-#endif
-    const int first = range.begin / 4 * 4;
-#if FEW && !STREAMED
-    if (!early) tile.load(p, row, range, first);
+#elif FEW
+    if (early) {
+        const Range from_0 = {0, of_row.end};
+        choose_held(p, row, from_0, from_0, 0, tile);
+    } else {
+        load_and_choose_aside(p, row, of_row, range);
+    }
 #else
-    Tile tile;
-    tile.load(p, row, range, first);
+    load_and_choose(p, row, of_row, range);
 #endif
-    const Shifts shifts(p, of_row, range);
-    const bool by_shifts = shifts.count > 0 && of_row.begin % 4 == 0 && p.table.block_size.value % 4 == 0;
-    const int32_t shift = by_shifts ? shifts.load(p, row) : 0;
-    __syncthreads();  // bins are 0
-    Items items;
-    items.set(tile, range, first);
-    if (by_shifts) shared().shifts[threadIdx.x] = shift;
-    const Threshold threshold = find_threshold(items, p.k);
-    end_reading_of_others();
-    const auto column_of = [&](int v) { return first + Tile::first_of_vector(v); };
-    const auto position_of = [&](int v) { return column_of(v) - of_row.begin; };
-    const Chosen chosen = choose(items, threshold);
-    wait_for_readers();
-    const int place = threshold.count(threshold.before);
-    int32_t* const side_by_side = shared().chosen_columns - place;
-    if (p.table.blocks == nullptr) {
-        chosen.store(side_by_side, [&](int v, int i) { return position_of(v) + i; });
-    } else if (by_shifts) {
-        uint32_t slots[VECTORS];
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) slots[v] = shifts.shifted(p, position_of(v));
-        chosen.store(side_by_side, [&](int v, int i) { return Shifts::slot_of(slots[v] + i); });
-    } else {
-        chosen.store(side_by_side, [&](int v, int i) { return column_of(v) + i; });
-    }
-    __syncthreads();
-    const int count = count_chosen(threshold);
-    const Results results = results_of(p, row, of_row);
-    if (p.table.blocks == nullptr || by_shifts) {
-        results.copy(place, count);
-    } else {
-        results.store(p, place, count, [&](int i) { return shared().chosen_columns[i]; });
-    }
 }
 
 // Read by the launcher.

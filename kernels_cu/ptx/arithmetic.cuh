@@ -1,5 +1,5 @@
-// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; abs, max, mul and fma of two packed 16-bit
-// numbers.
+// PTX ISA: ex2, lg2, sqrt, rcp, div, mul, add, sub, fma, max of float32; min of uint32; abs, max, mul and fma of two
+// packed 16-bit numbers.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -71,6 +71,13 @@ __device__ __forceinline__ float divide_by_constant(float a, float divisor) {
         : "=f"(quotient)
         : "f"(a), "f"(1.0f / divisor), "f"(-divisor));
     return quotient;
+}
+
+// min.u32. Of a minimum that is an index the compiler makes one of 64 bits, three instructions instead of one.
+__device__ __forceinline__ uint32_t min_in_32_bits(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("min.u32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
 }
 
 // Two numbers in the halves of a word. The maximum of a number and a NaN is the number.

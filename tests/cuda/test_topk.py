@@ -17,6 +17,7 @@ from cupy_mla.cuda.topk import ANY_WIDTH, CLUSTERS, FEW, LEAST_CLUSTER_WIDTH, MA
 from tests.ops.test_topk import ADVERSARIAL, adversarial, by_sort
 
 SMS = 132
+AT_ONCE = (SMS, SMS // 2, 44, 30, 24, 20, 16, 13)  # clusters of 1 to 8 CTAs
 
 
 def held(threads: int, items: int, per_sm: int, few: bool = False, clusters: bool = False) -> Shape:
@@ -35,13 +36,24 @@ def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters:
         (93, 10944, 2048, held(1024, 12, 1, True), 1),
         (89, 23296, 2048, held(1024, 24, 1, True), 1),
         (SMS, 32768, 2048, streamed(512, 16, 2, True), 1),
-        (SMS, 32769, 2048, streamed(1024, 16, 1, True), 1),
+        (SMS, 57344, 2048, streamed(512, 16, 2, True), 1),
+        (SMS, 57345, 2048, streamed(1024, 16, 1, True), 1),
         (12, 12864, 2048, held(1024, 4, 1, clusters=True), 4),
         (16, 17664, 2048, held(1024, 8, 1, clusters=True), 4),
+        (26, 16384, 2048, held(1024, 4, 1, clusters=True), 4),
+        (27, 16384, 2048, held(1024, 16, 1, True), 1),
+        (30, 24576, 2048, held(1024, 24, 1, True), 1),
+        (30, 24577, 2048, held(1024, 8, 1, clusters=True), 4),
         (8, 32768, 2048, held(1024, 4, 1, clusters=True), 8),
         (13, 32768, 2048, held(1024, 4, 1, clusters=True), 8),
         (14, 32768, 2048, held(1024, 8, 1, clusters=True), 4),
+        (1, 80768, 2048, held(1024, 12, 1, clusters=True), 8),
         (16, 131072, 2048, streamed(1024, 16, 1, clusters=True), 4),
+        (30, 33856, 2048, held(1024, 12, 1, clusters=True), 4),
+        (30, 65536, 2048, held(1024, 16, 1, clusters=True), 4),
+        (30, 131072, 2048, streamed(1024, 16, 1, clusters=True), 4),
+        (40, 262144, 2048, streamed(1024, 16, 1, clusters=True), 2),
+        (31, 33856, 2048, streamed(512, 16, 2, True), 1),
         (64, 17664, 2048, held(1024, 20, 1, True), 1),
         (64, 32768, 512, streamed(512, 16, 2, True), 1),
         (64, 131072, 2048, streamed(1024, 16, 1, True), 1),
@@ -68,8 +80,15 @@ def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters:
         (4096, 32769, 512, streamed(512, 16, 2), 1),
     ],
 )
-def test_on_hopper(rows: int, width: int, k: int, shape: Shape, cluster: int) -> None:
-    assert choose(rows, width, k, SMS, True) == (shape, cluster)
+def test_on_hopper(monkeypatch, rows: int, width: int, k: int, shape: Shape, cluster: int) -> None:
+    monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: AT_ONCE)
+    assert choose(Gpu(0, SMS, 90, 227), rows, width, k) == (shape, cluster)
+
+
+def test_clusters_that_run_at_a_time_are_those_of_the_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: (SMS, 66, 44, 29, 26, 22, 18, 15))
+    chosen = [choose(Gpu(0, SMS, 90, 227), rows, 33856, 2048)[1] for rows in (15, 16, 29, 30)]
+    assert chosen == [8, 4, 4, 1]
 
 
 @pytest.mark.parametrize("table", [MANY, FEW, CLUSTERS])
@@ -85,25 +104,40 @@ def test_tables_are_in_order_and_leave_no_call_out(table) -> None:
             assert shape.streamed or most <= shape.held
 
 
-def test_any_call_has_a_kernel_that_holds_or_streams_its_rows() -> None:
+def test_any_call_has_a_kernel_that_holds_or_streams_its_rows(monkeypatch) -> None:
+    sms = 0
+    monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: tuple(sms // n for n in range(1, 9)))
     compiled = set(kernels())
     for rows in (1, 2, 7, 12, 13, 16, 17, 33, 66, 67, 108, 109, 132, 133, 500, 5000):
         for width in (0, 1, 4096, 4097, 8192, 10240, 12288, 12289, 16384, 24576, 24577, 65536, 131072, 131073, 1 << 20):
-            for sms, clusters, k in product((16, 108, 132), (False, True), (1, 2048, 4096)):
-                shape, cluster = choose(rows, width, k, sms, clusters)
+            for sms, capability, k in product((16, 108, 132), (80, 90), (1, 2048, 4096)):
+                shape, cluster = choose(Gpu(0, sms, capability, 163), rows, width, k)
                 assert kernel(shape, False) in compiled
                 assert k <= shape.most_k
                 assert shape.streamed or width <= shape.held * cluster
                 assert shape.clusters == (cluster > 1)
-                assert cluster == 1 or (clusters and rows * cluster <= sms and width > LEAST_CLUSTER_WIDTH)
+                assert cluster == 1 or (capability == 90 and rows * cluster <= sms and width > LEAST_CLUSTER_WIDTH)
                 if cluster > 1:
                     assert kernel(shape, False).max_cluster >= cluster
 
 
+ABOUT_K = "about k are numbers"
+
+
+def about_k_numbers(rng: np.random.Generator, width: int, k: int) -> np.ndarray:
+    """Three rows of about k numbers. The others are -inf, and some NaN of either sign, which are smaller still."""
+    rows = rng.standard_normal((3, width), np.float32)
+    for row in rows:
+        others = rng.permutation(width)[k + rng.integers(-k // 4, k // 4 + 1) :]
+        bits = rng.choice(np.array([0xFF800000, 0x7FC00000, 0xFFFFFFFF], np.uint32), len(others), p=[0.9, 0.05, 0.05])
+        row[others] = bits.view(np.float32)
+    return rows
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["random", *ADVERSARIAL])
+@pytest.mark.parametrize("name", ["random", ABOUT_K, *ADVERSARIAL])
 def test_each_shape(monkeypatch, rng, name: str) -> None:
-    """Rows with starts and ends of their own, of which each shape gets some, however many rows it is meant for."""
+    """Each shape gets rows with ends of their own, however many rows it is meant for; with starts, and without."""
     cupy = pytest.importorskip("cupy")
     gpu = driver.gpu(driver.current_device())
     for table in (MANY, FEW, CLUSTERS):
@@ -114,17 +148,28 @@ def test_each_shape(monkeypatch, rng, name: str) -> None:
                 cluster = int(rng.choice([2, 4, 8])) if shape.clusters else 1
                 least, most_held = (shape.held, 5 * shape.held) if shape.streamed else (most // 2, most)
                 width = cluster * int(rng.integers(least, most_held + 1))
-                monkeypatch.setattr(topk, "choose", lambda *_, of=(shape, cluster): of)
-                forget_calls()
-                row = rng.standard_normal(width, np.float32) if name == "random" else adversarial(rng, name, width)
-                logits = np.stack([row, np.roll(row, width // 3), row[::-1]])
+                drawn = name not in ADVERSARIAL
+                row = rng.standard_normal(width, np.float32) if drawn else adversarial(rng, name, width)
+                # Stored behind one another, or so that all begin at multiples of four; what lies between is largest.
+                stored = np.full((3, width + int(rng.choice([0, -width % 4]))), np.inf, np.float32)
+                stored[:, :width] = row, np.roll(row, width // 3), row[::-1]
+                logits = cupy.asarray(stored)[:, :width]
                 starts = rng.integers(-2, width // 4, 3, dtype=np.int32)
-                ends = rng.integers(width // 2, width + 5, 3, dtype=np.int32)
+                ends = rng.integers([1, width // 2, width // 2], width + 5, dtype=np.int32)
                 k = int(rng.choice([1, 63, 2048, shape.most_k]))
-                got = cupy.asnumpy(topk_indices(cupy.asarray(logits), k, cupy.asarray(starts), cupy.asarray(ends)))
-                for i in range(3):
-                    expected = by_sort(logits[i, max(starts[i], 0) : ends[i]], k)
-                    np.testing.assert_array_equal(got[i], expected, err_msg=f"{shape}, {cluster}, {width}, k {k}")
+                if name == ABOUT_K:
+                    stored[:, :width] = about_k_numbers(rng, width, k)
+                    logits, ends = cupy.asarray(stored)[:, :width], np.full(3, width, np.int32)
+                monkeypatch.setattr(topk, "choose", lambda *_, of=(shape, cluster): of)
+                for begins in (starts, None):
+                    forget_calls()
+                    of_rows = begins if begins is None else cupy.asarray(begins)
+                    got = cupy.asnumpy(topk_indices(logits, k, of_rows, cupy.asarray(ends)))
+                    for i in range(3):
+                        begin = 0 if begins is None else max(begins[i], 0)
+                        expected = by_sort(stored[i, begin : min(max(ends[i], begin), width)], k)
+                        case = f"{shape}, {cluster}, {width}, k {k}, {begin} to {ends[i]}"
+                        np.testing.assert_array_equal(got[i], expected, err_msg=case)
     forget_calls()
 
 
