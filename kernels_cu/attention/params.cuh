@@ -26,6 +26,7 @@ struct AttentionParams {
     uint64_t* ready;      // [CTAs], of shares that divide work items (shares.cuh)
     uint64_t nonce;       // a multiple of 4 that no other run of a call has
     int32_t least_split;  // pairs of tiles that a split has at least, in shares
+    int32_t item_cost;    // what a work item costs beside its pairs of tiles, in shares of lists that are equally long
 };
 
 // What AttentionParams.flags says.

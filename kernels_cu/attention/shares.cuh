@@ -21,6 +21,7 @@
 #include "tile/warp.cuh"
 
 // What a pair of tiles costs, and what an item costs beside them: Q, first rows, results. Their ratio was measured.
+// Where all lists are equally long an item costs p.item_cost, with which the slowest share takes the least time.
 constexpr int PAIR_COST = 8, ITEM_COST = 11;
 
 // What is added to the nonce in ready[share].
@@ -57,9 +58,9 @@ __device__ __forceinline__ int pairs_of(const AttentionParams& p, int query) {
 
 __device__ __forceinline__ uint32_t cost_of(int pairs) { return ITEM_COST + pairs * PAIR_COST; }
 
-// The boundary nearest to cost `at` of an item. Splits have p.least_split pairs or more.
-__device__ __forceinline__ Boundary nearest_boundary(const AttentionParams& p, int item, int pairs, uint32_t at) {
-    const int pair = (max(int(at) - ITEM_COST, 0) + PAIR_COST / 2) / PAIR_COST;
+// The boundary nearest to cost `at` of an item's pairs. Splits have p.least_split pairs or more.
+__device__ __forceinline__ Boundary nearest_boundary(const AttentionParams& p, int item, int pairs, int at) {
+    const int pair = (max(at, 0) + PAIR_COST / 2) / PAIR_COST;
     if (pair < p.least_split) return {item, 0};
     if (pairs - pair < p.least_split) return {item + 1, 0};
     return {item, pair};
@@ -74,9 +75,9 @@ __device__ __forceinline__ Boundary split_boundary(const AttentionParams& p, uin
 // Where share `cta` begins, if all lists are equally long.
 __device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint32_t cta) {
     const int pairs = pairs_of(p, 0);
-    const uint32_t cost = cost_of(pairs);
+    const uint32_t cost = p.item_cost + pairs * PAIR_COST;
     const uint64_t total = uint64_t(p.num_queries * num_head_tiles(p)) * cost, at = total * cta / gridDim.x;
-    return nearest_boundary(p, at / cost, pairs, at % cost);
+    return nearest_boundary(p, at / cost, pairs, int(at % cost) - p.item_cost);
 }
 
 // Finds a share where lists are not equally long: pairs_at(query) says how many pairs of tiles a query has.
@@ -104,7 +105,7 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
             const int pairs = pairs_at(query);
             const uint32_t of_query = cost_of(pairs);
             if (left < of_query) {
-                found = nearest_boundary(p, tile * p.num_queries + query, pairs, left);
+                found = nearest_boundary(p, tile * p.num_queries + query, pairs, int(left) - ITEM_COST);
                 break;
             }
             left -= of_query;

@@ -20,12 +20,14 @@ from . import bf16_cluster_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, f
 from .cost import (
     EVENLY,
     FP8_LEAST_SPLIT,
+    ITEM_COST,
     Division,
     bf16_evenly,
     decided_with,
     few_heads_candidates,
     fp8_candidates,
     fp8_in_turn,
+    fp8_item_cost,
     portable_splits,
 )
 
@@ -80,6 +82,7 @@ class Choice(NamedTuple):
             for each split. Up to MAX_CLUSTER splits of `fp8_sm90` that are no cluster are taken in turn by one of them.
         counted: lists without lengths end with their last valid entry, which a launch before finds.
         least_split: pairs of tiles that a split has at least, where rows are divided among CTAs.
+        item_cost: what a work item costs beside its pairs of tiles, where equally long lists are divided among CTAs.
         queries: of a CTA; of a query group.
         longest_first: CTAs that take several queries begin with those that have the longest lists.
         most_rows: of query groups: a group is worked on as one where the union of its lists has at most this share of
@@ -93,6 +96,7 @@ class Choice(NamedTuple):
     cluster: int = 1
     ctas: int = 0
     least_split: int = 0
+    item_cost: int = ITEM_COST
     queries: int = 1
     longest_first: bool = False
     counted: bool = False
@@ -255,8 +259,10 @@ def _fp8(f: Facts, s: Sizes) -> Choice:
         return Choice("fp8_sm90", heads, splits, cluster)
     items, sms = _items(s, heads), f.gpu.sms
     if splits == EVENLY:
-        ctas = max(1, min(sms, items * ceil_div(tiles, 2) // FP8_LEAST_SPLIT))
-        return Choice("fp8_sm90", heads, EVENLY, ctas=ctas, least_split=FP8_LEAST_SPLIT)
+        pairs = ceil_div(tiles, 2)
+        ctas = max(1, min(sms, items * pairs // FP8_LEAST_SPLIT))
+        cost = fp8_item_cost(items, pairs, ctas) if heads == 64 else ITEM_COST
+        return Choice("fp8_sm90", heads, EVENLY, ctas=ctas, least_split=FP8_LEAST_SPLIT, item_cost=cost)
     splits = min(splits, fp8_sm90.MOST_SPLITS)
     return Choice("fp8_sm90", heads, splits, ctas=min(items, sms) if splits == 1 else items * splits)
 

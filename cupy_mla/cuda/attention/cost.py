@@ -61,6 +61,15 @@ FP8_UNEVEN = (0.55, 0.8, 0.95, 3.5)
 FP8_SEGMENT = {32: 4.0, 64: 6.5}
 FP8_LEAST_SPLIT = 2  # pairs of tiles
 
+# Of shares (kernels_cu/attention/shares.cuh): what a pair of tiles costs, and a work item beside them.
+PAIR_COST, ITEM_COST = 8, 11
+# Of a share of `fp8_sm90` with 64 heads, in the time of a pair of tiles: Q and first rows of each item, results, and
+# the partial results that it leaves and merges. From clocks within the kernel.
+SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 0.96, 0.63, 0.56, 0.81
+# Item costs below this are tried. Where a share is less than an item, none above ITEM_COST: CTAs wait for each other's
+# partial results, which the times above leave out. SHARE_GAIN: what another one than ITEM_COST must gain.
+SHARE_COSTS, SHARE_GAIN = 21, 0.01
+
 # Of `few_heads_sm90`. FULL: what is added when CTAs fill the GPU. TILE: a tile. ROUND: each consumer warpgroup
 # takes a tile. MERGE: a cluster's merge, by the heads of a CTA.
 FEW_CTA, FEW_FULL, FEW_TILE, FEW_ROUND = 2.9, 4.8, 1.2, 0.75
@@ -202,6 +211,30 @@ def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[
         return _fp8_rounds(rounds, item, full, FP8_FULL[heads] + FP8_FULL_PAIR[heads] * pairs)
 
     return time(1, splits * FP8_SEGMENT[heads], splits * pairs) < time(splits, FP8_MERGE[heads], pairs)
+
+
+def fp8_item_cost(items: int, pairs: int, ctas: int) -> int:
+    """What an item is to cost beside its pairs, so that the slowest share of `fp8_sm90` takes the least time.
+
+    Shares end at whole pairs. Which ones get a pair more changes with the cost of an item.
+
+    Args:
+        items: of 64 heads, each of so many pairs of tiles.
+        ctas: shares.
+    """
+    tried = range(SHARE_COSTS if items >= ctas else ITEM_COST + 1)
+    costs = np.array(sorted(tried, key=lambda cost: abs(cost - ITEM_COST)))[:, None]  # ITEM_COST first
+    of_item = costs + PAIR_COST * pairs
+    item, at = np.divmod(items * of_item * np.arange(ctas + 1) // ctas, of_item)
+    pair = (np.maximum(at - costs, 0) + PAIR_COST // 2) // PAIR_COST  # as shares.cuh: before which a share begins
+    late, early = pairs - pair < FP8_LEAST_SPLIT, pair < FP8_LEAST_SPLIT
+    item = item + (late & ~early)
+    pair = np.where(late | early, 0, pair)
+    time = np.diff(item * pairs + pair) + (SHARE_ITEM + SHARE_RESULTS) * np.diff(item)
+    time = time + (SHARE_ITEM + SHARE_LEFT) * (pair[:, 1:] > 0) + SHARE_MERGED * (pair[:, :-1] > 0)
+    slowest = time.max(axis=1)
+    best = int(np.argmin(slowest))
+    return int(costs[best, 0]) if slowest[best] < (1.0 - SHARE_GAIN) * slowest[0] else ITEM_COST
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ import pytest
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import bf16_cluster_sm90, bf16_grouped_sm90, choose, few_heads_sm90, fp8_sm90
 from cupy_mla.cuda.attention.choose import EVENLY, NAMES, TABLE, VARIABLE, Choice, Facts, Row, Sizes
-from cupy_mla.cuda.attention.cost import TOGETHER
+from cupy_mla.cuda.attention.cost import ITEM_COST, TOGETHER
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, V4_FP8, V32_FP8, Layout
 from cupy_mla.sizes import looked_up
@@ -700,6 +700,14 @@ def test_the_end_of_lists_is_looked_for_in_long_prefills():
     assert prefill(64, 8 * 132).counted
     assert prefill(128, 4 * 132).counted
     assert not prefill(64, 2000, uneven=True).counted
+
+
+def test_items_of_shares_cost_what_makes_the_slowest_share_fast():
+    """With the usual cost, 77 and 168 items have a CTA with a pair of tiles more than need be."""
+    assert {decode(V32_FP8, 64, queries).splits for queries in (67, 77, 168)} == {EVENLY}
+    assert decode(V32_FP8, 64, 67).item_cost == decode(V32_FP8, 32, 77).item_cost == ITEM_COST
+    assert ITEM_COST not in (decode(V32_FP8, 64, 77).item_cost, decode(V32_FP8, 64, 168).item_cost)
+    assert decode(V32_FP8, 128, 84).item_cost == decode(V32_FP8, 64, 168).item_cost
 
 
 def test_more_splits_than_a_cta_merges_are_fewer():

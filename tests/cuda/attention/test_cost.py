@@ -8,14 +8,25 @@ from cupy_mla.cuda.attention import fp8_sm90
 from cupy_mla.cuda.attention.cost import (
     EVENLY,
     FEW_CONSUMERS,
+    FP8_LEAST_SPLIT,
+    ITEM_COST,
+    PAIR_COST,
+    SHARE_COSTS,
+    SHARE_GAIN,
+    SHARE_ITEM,
+    SHARE_LEFT,
+    SHARE_MERGED,
+    SHARE_RESULTS,
     TOGETHER,
     Division,
     bf16_evenly,
     divisions,
     few_heads_candidates,
     fp8_candidates,
+    fp8_item_cost,
     portable_splits,
 )
+from cupy_mla.cuda.kernel import read_source
 
 from .h200 import CLUSTERS_AT_ONCE
 
@@ -177,3 +188,50 @@ def test_a_batch_asked_for_first_and_one_asked_for_later_agree(tiles):
         later = few_heads_candidates.__wrapped__((16,), 16, tiles, CLUSTERS_AT_ONCE, None)
         later.cheapest(3)
         assert first.cheapest(queries) == later.cheapest(queries) == later.cheapest(queries)
+
+
+def slowest_share(items: int, pairs: int, ctas: int, item_cost: int) -> float:
+    """How long the slowest share of `fp8_sm90` takes, in the time of a pair of tiles."""
+    cost = item_cost + PAIR_COST * pairs
+
+    def begin(cta: int) -> tuple[int, int]:
+        """The item and the pair before which a share begins."""
+        item, at = divmod(items * cost * cta // ctas, cost)
+        pair = (max(at - item_cost, 0) + PAIR_COST // 2) // PAIR_COST
+        if pair < FP8_LEAST_SPLIT:
+            return item, 0
+        return (item + 1, 0) if pairs - pair < FP8_LEAST_SPLIT else (item, pair)
+
+    def time(cta: int) -> float:
+        (first, before), (last, end) = begin(cta), begin(cta + 1)
+        left, finished = end > 0, last - first
+        total = (last - first) * pairs + end - before + (finished + left) * SHARE_ITEM
+        return total + finished * SHARE_RESULTS + left * SHARE_LEFT + (before > 0) * SHARE_MERGED
+
+    return max(map(time, range(ctas)))
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 5, 8, 16, 33])
+@pytest.mark.parametrize("ctas", [6, 78, 132])
+def test_the_item_cost_is_that_of_the_fastest_division(pairs, ctas):
+    changed = 0
+    for items in range(1, 3 * ctas, 7):
+        tried = range(SHARE_COSTS if items >= ctas else ITEM_COST + 1)
+        times = [slowest_share(items, pairs, ctas, cost) for cost in tried]
+        found = fp8_item_cost(items, pairs, ctas)
+        if found == ITEM_COST:
+            assert times[ITEM_COST] * (1.0 - SHARE_GAIN) <= min(times) * (1.0 + 1e-9)
+        else:
+            assert times[found] == pytest.approx(min(times))
+        changed += found != ITEM_COST
+    assert changed or pairs < 2 * FP8_LEAST_SPLIT
+
+
+def test_an_item_of_shares_costs_no_more_than_usual_where_there_are_few():
+    """With a cost of 17, 96 items of 16 pairs take 81 us for 77.5, though no share has more to do."""
+    assert max(fp8_item_cost(items, 16, 132) for items in range(1, 132)) == fp8_item_cost(96, 16, 132) == ITEM_COST
+    assert fp8_item_cost(143, 16, 132) > ITEM_COST
+
+
+def test_shares_have_the_kernels_costs():
+    assert f"PAIR_COST = {PAIR_COST}, ITEM_COST = {ITEM_COST};" in read_source("attention/shares.cuh")

@@ -136,6 +136,18 @@ def test_nothing_valid(hopper, evenly, rng, fmt):
 
 
 @FORMATS
+@pytest.mark.parametrize("item_cost", [0, 3, 8, 12, 20])
+@pytest.mark.parametrize("b", [67, 133, 150])
+def test_item_costs(hopper, replace_in_choose, rng, fmt, b, item_cost):
+    """Lists that are equally long, and lists that turn out not to be, when a CTA has looked at them."""
+    replace_in_choose("TABLE", divided.table(KERNEL, 64, item_cost))
+    main, q = paged(rng, fmt, b, 1, 1000, 64), queries(rng, b, 1, 64, fmt.d_qk)
+    check_decode(hopper, fmt, q, main, num_splits=None)
+    main.indices[b // 2 :, :, 300:] = -1
+    check_decode(hopper, fmt, q, main, num_splits=None)
+
+
+@FORMATS
 def test_same_bits_every_time(hopper, evenly, rng, fmt):
     main, q = paged(rng, fmt, 37, 1, 1000, 64), queries(rng, 37, 1, 64, fmt.d_qk)
     first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
