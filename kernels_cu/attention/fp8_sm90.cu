@@ -313,22 +313,33 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
     }
 }
 
-// Bulk copies of Q, [head][D_QK], into the space where load_q will store it again in the order of multiply_qk. They
-// start once the CTA's previous split has released its Q. Later splits of an item have it.
+// Bulk copies of Q, [head][D_QK], into the space where load_q will store it again in the order of multiply_qk. One warp
+// calls.
+__device__ __forceinline__ void copy_q(const AttentionParams& p, const Query& query, int first_head, int lane) {
+    const bf16* q = q_of(p, query, first_head);
+    const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
+    const int heads = min(HEADS, p.h_q - first_head);
+    const int each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of one copy
+    if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
+    __syncwarp();
+    for (int head = lane * each; head < heads; head += 32 * each)
+        copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
+}
+
+// The Q of a split, once the CTA's previous split has released its own. Later splits of an item have it.
 __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w, int lane) {
     if (w.turn > 0) mbarrier_wait(shared_address(&small().q_empty), (w.turn - 1) & 1);
     if (segment_of(p, w.turn) > 0) {
         if (lane == 0) mbarrier_arrive(shared_address(&small().q_full));
         return;
     }
-    const bf16* q = q_of(p, w.query, w.first_head);
-    const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
-    const int heads = min(HEADS, p.h_q - w.first_head);
-    const int each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of one copy
-    if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
-    __syncwarp();
-    for (int head = lane * each; head < heads; head += 32 * each)
-        copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
+    copy_q(p, w.query, w.first_head, lane);
+}
+
+// The first Q of a CTA that takes segments: a consumer warp asks for it, while the producer warps look at list entries.
+__device__ __forceinline__ void fetch_first_q(const AttentionParams& p, int lane) {
+    const int head_tiles = num_head_tiles(p);
+    copy_q(p, query_by_branch(p, blockIdx.x / head_tiles), blockIdx.x % head_tiles * HEADS, lane);
 }
 
 // The index lists of a query. As load_entry of work.cuh, with as few instructions as possible: they take turns with
@@ -409,13 +420,14 @@ __device__ __forceinline__ bool is_unseen(const Work& w) { return w.count() <= U
 
 __device__ __forceinline__ Tiles find_tiles(const AttentionParams& p, const Work& w, const Entries& list, int warp,
                                             int lane) {
+    auto meanwhile = [&] {
+        if (DIVISION != SEGMENTS && warp == 0 && w.turn == 0) fetch_q(p, w, lane);
+    };
     if (is_unseen(w)) {
-        if (warp == 0 && w.turn == 0) fetch_q(p, w, lane);
+        meanwhile();
         return Tiles(w);
     }
-    look_for_valid(p, w, list, warp, lane, [&] {
-        if (warp == 0 && w.turn == 0) fetch_q(p, w, lane);
-    });
+    look_for_valid(p, w, list, warp, lane, meanwhile);
     named_barrier_sync(PRODUCER_SYNC, THREADS - CONSUMERS);
     return Tiles(w, warp, lane);
 }
@@ -1034,14 +1046,15 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
     const int local = threadIdx.x, head = w.first_head + local, first = partials.rank - count;
     if (local < HEADS) {
         const float ref = sm.ref[local];
-        float top = ref;
+        const float4 nearest = count > 0 ? partials.statistics_of(first, local) : make_float4(ref, 0.0f, 0.0f, 0.0f);
+        float top = fmaxf(ref, nearest.x);
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) top = fmaxf(top, partials.statistics_of(first + i, local).x);
+        for (int i = 1; i < count; ++i) top = fmaxf(top, partials.statistics_of(first + i, local).x);
         const float own = exp2_approx(ref - top);
         float sum = own * sum_of(local);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const float4 statistics = partials.statistics_of(first + i, local);
+            const float4 statistics = i == 0 ? nearest : partials.statistics_of(first + i, local);
             const float weight = exp2_approx(statistics.x - top);
             sum += weight * statistics.y;
             merge_weights()[i * HEADS + local] = weight * statistics.w;
@@ -1118,18 +1131,40 @@ __device__ __forceinline__ void for_chunks(const Partials& partials, int from, i
     }
 }
 
-// Adds `count` partial results of the CTAs before to O^T, which has been multiplied with its factors.
-__device__ __forceinline__ void add_partials(const Role& r, int count, const PartialResults<8>& partials,
-                                             Output& out) {
-    for_chunks(partials, partials.rank - count, count, [&](int i, int own, const float4& chunk) {
-        float v[8] = {};
-        add_chunk(v, merge_weights()[i * HEADS + r.head(own)], chunk);
+// A thread's values of a partial result for some of its heads, from number `first` on.
+struct Chunks {
+    static constexpr int COUNT = 8;
+    float4 of[COUNT];
+};
+__device__ __forceinline__ Chunks load_chunks(const PartialResults<8>& partials, int number, int first) {
+    Chunks chunks;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            out.o[n][element(0, own)] += v[2 * n];
-            out.o[n][element(1, own)] += v[2 * n + 1];
+    for (int c = 0; c < Chunks::COUNT; ++c) chunks.of[c] = partials.chunk_of(number, 256 * (first + c) + threadIdx.x);
+    return chunks;
+}
+
+// Adds `count` partial results of the CTAs before to O^T, which has been multiplied with its factors. The first values
+// of the first one were asked for before.
+__device__ __forceinline__ void add_partials(const Role& r, int count, const PartialResults<8>& partials,
+                                             Chunks& chunks, Output& out) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+#pragma unroll
+        for (int first = 0; first < OWN_HEADS; first += Chunks::COUNT) {
+            if (i > 0 || first > 0) chunks = load_chunks(partials, partials.rank - count + i, first);
+#pragma unroll
+            for (int c = 0; c < Chunks::COUNT; ++c) {
+                const int own = first + c;
+                float v[8] = {};
+                add_chunk(v, merge_weights()[i * HEADS + r.head(own)], chunks.of[c]);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    out.o[n][element(0, own)] += v[2 * n];
+                    out.o[n][element(1, own)] += v[2 * n + 1];
+                }
+            }
         }
-    });
+    }
 }
 
 __device__ __forceinline__ void clear(Output& out) {
@@ -1224,6 +1259,8 @@ __device__ __forceinline__ void finish_results(const AttentionParams& p, const A
         sync_consumers();
         count = small().partials;
     }
+    Chunks chunks;  // without partial results: of any number
+    if constexpr (DIVISION == SHARES) chunks = load_chunks(partials, partials.rank - count, 0);
     finish_sums(p, w, r, count, partials);
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
@@ -1234,7 +1271,7 @@ __device__ __forceinline__ void finish_results(const AttentionParams& p, const A
             out.o[v][element(1, c)] *= f;
         }
     }
-    if constexpr (DIVISION == SHARES) add_partials(r, count, partials, out);
+    if constexpr (DIVISION == SHARES) add_partials(r, count, partials, chunks, out);
 }
 
 // Writes results. Before, no P is read any more.
@@ -1242,7 +1279,9 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
                                               const Output& out) {
     const int first = 256 * r.warpgroup + 16 * r.warp;  // of column block v this thread holds 2 g and 2 g + 1 of 16
     bf16* results = out_of(p, w.query, w.first_head);
-    if (p.flags & WIDE_OUT) {
+    // Segments have one way: code that runs once comes from memory, so it takes time by its length.
+    const bool wide = p.flags & WIDE_OUT;
+    if (DIVISION == SEGMENTS || wide) {
         // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
         // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
         constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
@@ -1263,7 +1302,7 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
                 const int head = threadIdx.x / 64 + 4 * i, column = threadIdx.x % 64 * 8;
                 const Vec16 chunk = load_shared_16(lines + head * LINE + (2 * column ^ head / 2 << 5));
                 if (w.first_head + 8 * j + head < p.h_q)
-                    store_chunk(results + (8 * j + head) * p.out_h + column, chunk, true);
+                    store_chunk(results + (8 * j + head) * p.out_h + column, chunk, DIVISION != SEGMENTS || wide);
             }
             if (BUFFERS == 1) sync_consumers();
         }
@@ -1390,6 +1429,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         if constexpr (DIVISION == CLUSTERS) {
             known = {only.query, only.first_head, is_unseen(only) ? only.count() : -1, only.begin == 0, true};
         }
+        if (DIVISION == SEGMENTS && uniform(threadIdx.x / 32) == 0 && num_splits(p) > 0) fetch_first_q(p, threadIdx.x);
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn)
             stage += UNIT_STAGES * attend(p, turn, stage, consumer_role(), known);

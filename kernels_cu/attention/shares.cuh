@@ -118,6 +118,7 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
 template <int THREADS>
 __device__ __forceinline__ bool all_lists_full(const AttentionParams& p) {
     bool full = true;
+#pragma unroll 1
     for (int query = threadIdx.x; query < p.num_queries; query += THREADS)
         full &= list_of(p.main, query_by_branch(p, query))[p.main.topk - 1] >= 0;
     return __syncthreads_and(full);
@@ -156,6 +157,13 @@ __device__ __forceinline__ void find_share_early(const AttentionParams& p, int s
     (threadIdx.x == 0 ? shares.begin : shares.end) = p.num_splits > 1 ? split_boundary(p, n) : even_boundary(p, n);
 }
 
+// Finds a share if each item is to be divided into p.num_splits alike. All threads call.
+template <int THREADS>
+__device__ __forceinline__ void find_split_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
+    if (threadIdx.x < 2) (threadIdx.x == 0 ? shares.begin : shares.end) = split_boundary(p, share + threadIdx.x);
+    __syncthreads();
+}
+
 // Finds a share of lists with lengths. All threads call.
 template <int THREADS>
 __device__ __forceinline__ void find_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
@@ -163,24 +171,30 @@ __device__ __forceinline__ void find_share(const AttentionParams& p, int share, 
     if (p.num_splits == 1) {
         find_uneven_share(p, share, shares, [&](int query) { return pairs_of(p, query); });
     } else {
-        if (threadIdx.x < 2) (threadIdx.x == 0 ? shares.begin : shares.end) = split_boundary(p, share + threadIdx.x);
-        __syncthreads();
+        find_split_share(p, share, shares);
     }
 }
 
 // As find_share; main lists without lengths count up to where -1 begins, as they are divided. What is worked on are
-// lists to their ends. `listed` is shared memory for a number for each query.
+// lists to their ends. `listed` is shared memory for a number for each query. There is one search for both: a second
+// copy of its code costs launches that never run it.
 constexpr int MOST_LISTED = 4096;
 template <int THREADS>
 __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int share, Shares<THREADS>& shares,
                                                   uint16_t* listed) {
-    find_share(p, share, shares);
-    if (has_lengths(p) || p.num_splits > 1 || p.extra.topk > 0 || p.num_queries > MOST_LISTED) return;
-    if (p.main.topk <= 2 * TILE_ROWS) return;
-    if (all_lists_full<THREADS>(p)) return;
-    for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);
-    __syncthreads();
-    find_uneven_share(p, share, shares, [&](int query) { return int(listed[query]); });
+    const bool lengths = has_lengths(p);
+    if (p.num_splits > 1) {
+        if (lengths) find_split_share(p, share, shares);
+        return;
+    }
+    if (!lengths) {
+        if (p.extra.topk > 0 || p.num_queries > MOST_LISTED || p.main.topk <= 2 * TILE_ROWS) return;
+        if (all_lists_full<THREADS>(p)) return;
+#pragma unroll 1
+        for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);
+        __syncthreads();
+    }
+    find_uneven_share(p, share, shares, [&](int query) { return lengths ? pairs_of(p, query) : int(listed[query]); });
 }
 
 // --- partial results ------------------------------------------------------------------------------------------

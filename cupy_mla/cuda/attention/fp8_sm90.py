@@ -19,7 +19,7 @@ TILE_ROWS = 64
 WHOLE, CLUSTERS, SHARES, SEGMENTS = DIVISIONS = 0, 1, 2, 3  # how work is divided over CTAs, see the kernel
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
 # Addresses, once a work item; in shares and segments a few a pair of tiles, too.
-SPILL_BYTES = {WHOLE: 8, CLUSTERS: 64, SHARES: 128, SEGMENTS: 80}
+SPILL_BYTES = {WHOLE: 8, CLUSTERS: 64, SHARES: 48, SEGMENTS: 72}
 
 
 @cache

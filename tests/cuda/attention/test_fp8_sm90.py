@@ -136,6 +136,16 @@ def test_splits_in_turn(hopper, replace_in_choose, rng, fmt, b, s_q, h_q, topk, 
 
 
 @FORMATS
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("gap", [1, 2, 8])
+def test_alignment_of_results(hopper, replace_in_choose, rng, fmt, gap, in_turn):
+    """Rows of 512 + `gap` values begin at multiples of 2, 4 and 16 bytes."""
+    replace_in_choose("fp8_in_turn", lambda *sizes: in_turn)
+    main, q = paged(rng, fmt, 5, 2, 390, 64), queries(rng, 5, 2, 72, fmt.d_qk)
+    check_decode(hopper, fmt, q, main, num_splits=3, out_gaps=(0, 0, 0, gap))
+
+
+@FORMATS
 def test_same_bits_every_time(hopper, rng, fmt):
     main, q = paged(rng, fmt, 3, 1, 1000, 64), queries(rng, 3, 1, 64, fmt.d_qk)
     for splits in (1, 4):

@@ -148,6 +148,15 @@ def test_item_costs(hopper, replace_in_choose, rng, fmt, b, item_cost):
 
 
 @FORMATS
+@HEADS
+@pytest.mark.parametrize("gap", [1, 2, 8])
+def test_alignment_of_results(hopper, evenly, rng, fmt, gap):
+    """Rows of 512 + `gap` values begin at multiples of 2, 4 and 16 bytes."""
+    main, q = paged(rng, fmt, 45, 1, 390, 64), queries(rng, 45, 1, 72, fmt.d_qk)
+    check_decode(hopper, fmt, q, main, out_gaps=(0, 0, 0, gap))
+
+
+@FORMATS
 def test_same_bits_every_time(hopper, evenly, rng, fmt):
     main, q = paged(rng, fmt, 37, 1, 1000, 64), queries(rng, 37, 1, 64, fmt.d_qk)
     first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
