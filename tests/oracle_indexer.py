@@ -65,23 +65,24 @@ def paged_logits(q8, cache, w, context_lens, block_table, max_context_len) -> np
 
 
 def schedule(context_lens, block_table, max_context_len, block_size, shares) -> np.ndarray:
-    """One list of all requests' units of 64 keys, cut into equal shares; of each its beginning and its first blocks."""
+    """One list of all requests' units of 64 keys, cut into equal shares; of each its beginning and the first blocks of
+    the request that it begins in and of the next one."""
     keys = [
         max([0, *(min(int(seen), max_context_len) for seen in np.ravel(of_request))]) for of_request in context_lens
     ]
     units = [(b, unit) for b, seen in enumerate(keys) for unit in range(-(-seen // 64))]
     out = np.zeros((shares, 32), np.int32)
-    out[:, 4:] = -1
+    out[:, 5:] = -1
     for share in range(shares):
         own = units[len(units) * share // shares : len(units) * (share + 1) // shares]
         if not own:
             continue
         b, first = own[0]
-        out[share, :4] = b, first, len(own), keys[b]
-        for i in range(28):
-            key = (first + i) * 64
-            if key < keys[b] and key // block_size < block_table.shape[1]:
-                out[share, 4 + i] = block_table[b, key // block_size]
+        out[share, :5] = b, first, len(own), keys[b], keys[b + 1] if b + 1 < len(keys) else 0
+        at = units.index(own[0])
+        for i, (request, unit) in enumerate(units[at : at + 27]):
+            if request <= b + 1 and 64 * unit // block_size < block_table.shape[1]:
+                out[share, 5 + i] = block_table[request, 64 * unit // block_size]
     return out
 
 

@@ -208,7 +208,7 @@ def paged_logits(
     if requests == 0 or n == 0 or width == 0:
         return ()
     aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
-    if schedule is not None and not (_by_sm90(gpu, heads, aligned) and logits_sm90.scheduled(heads, n)):
+    if schedule is not None and not (_by_sm90(gpu, heads, aligned) and logits_sm90.scheduled(heads, n, block_size)):
         schedule = None
     params = structs.LOGITS(
         table=block_table(table, block_size, first, requests), q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr,

@@ -55,17 +55,18 @@ def padded_heads(heads: int) -> int:
 
 
 @cache
-def kernel(heads: int, tile: Tile, paged: bool, compact: bool, alone: bool) -> Kernel:
+def kernel(heads: int, tile: Tile, paged: bool, compact: bool, alone: bool, scheduled: bool) -> Kernel:
     """The kernel for so many heads.
 
     Args:
         compact: results start at the first key that a query sees.
         alone: one CTA an SM, of a tile of which more fit.
+        scheduled: by a schedule, and every unit of keys stands in one block.
     """
     defines = {
         **INDEXER_FP8.defines(), "HEADS": heads, "QUERIES": tile.rows // heads, "WARPGROUPS": tile.warpgroups,
         "TOGETHER": int(tile.together), "STAGES": tile.stages, "CTAS_PER_SM": tile.ctas, "PAGED": int(paged),
-        "ALIGNED": 1, "COMPACT": int(compact), "UNDERWAY": tile.underway,
+        "ALIGNED": 1, "COMPACT": int(compact), "UNDERWAY": tile.underway, "SCHEDULED": int(scheduled),
     }  # fmt: skip
     return Kernel(
         "indexer/logits_sm90.cu", structs.LOGITS, defines, archs=("90a",), target="90a", alone=alone, overlaps=True
@@ -77,10 +78,11 @@ def kernels() -> Iterator[Kernel]:
     for heads in HEADS:
         for tile in (*FEW, MANY):
             for alone in (False, True)[: tile.ctas]:
-                yield kernel(heads, tile, True, False, alone)
+                for by_schedule in (False, True)[: 1 if tile is MANY else 2]:
+                    yield kernel(heads, tile, True, False, alone, by_schedule)
         for tile in (FEW[-1], MANY):
             for compact in (False, True):
-                yield kernel(heads, tile, False, compact, False)
+                yield kernel(heads, tile, False, compact, False, False)
 
 
 def tile_for(heads: int, queries: int, paged: bool) -> Tile:
@@ -89,9 +91,9 @@ def tile_for(heads: int, queries: int, paged: bool) -> Tile:
     return next((tile for tile in few if queries <= tile.queries(heads)), MANY)
 
 
-def scheduled(heads: int, queries: int) -> bool:
-    """Whether a schedule serves requests of so many queries: each is one tile."""
-    return tile_for(padded_heads(heads), queries, True) is not MANY
+def scheduled(heads: int, queries: int, block_size: int) -> bool:
+    """Whether a schedule serves requests of so many queries: each is one tile, and every unit stands in one block."""
+    return tile_for(padded_heads(heads), queries, True) is not MANY and block_size % UNIT == 0
 
 
 def usual_shares(gpu: Gpu, heads: int, paged: bool, requests: int, queries: int, width: int) -> int:
@@ -116,6 +118,6 @@ def launch(
     """The launch for requests of `queries` queries each over at most `width` keys; `shares` of a schedule."""
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
-    if shares is None:
-        shares = usual_shares(gpu, heads, paged, requests, queries, width)
-    return Launch(kernel(padded, tile, paged, compact, tile.ctas > 1 and shares <= gpu.sms), (shares, 1, 1), params)
+    ctas = usual_shares(gpu, heads, paged, requests, queries, width) if shares is None else shares
+    alone = tile.ctas > 1 and ctas <= gpu.sms
+    return Launch(kernel(padded, tile, paged, compact, alone, shares is not None), (ctas, 1, 1), params)

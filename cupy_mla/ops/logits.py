@@ -250,7 +250,8 @@ def paged_indexer_schedule(
 
     Without a schedule each call of `paged_indexer_logits` and `select_rows_paged` first reads the lengths. With one, a
     call on a Hopper GPU has a CTA for each share, which copies its first keys at once. The logits' bits are the same.
-    Elsewhere, and for requests of more than 4 query tokens (up to 32 heads: 8), a schedule changes nothing.
+    Elsewhere, for requests of more than 4 query tokens (up to 32 heads: 8) and with block sizes that are no multiple of
+    64, a schedule changes nothing.
 
     Calls read a schedule before the launches before them have ended. So let nothing but this function write it; made in
     a CUDA graph, it follows the lengths of each replay.
@@ -266,8 +267,8 @@ def paged_indexer_schedule(
 
     Returns:
         [shares, 32] int32, of each share, in units of 64 keys: the request that it begins in, the first unit there, how
-        many units it has, the keys of that request; then the blocks where the first 28 units begin, -1 where there is
-        none.
+        many units it has, the keys of that request and of the next one; then the blocks where the first 27 units of
+        these two begin, -1 where there is none.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
@@ -275,8 +276,8 @@ def paged_indexer_schedule(
     Example:
         >>> lens, table = np.array([100, 300], np.int32), np.array([[7, 8, 0, 0, 0], [4, 5, 6, 1, 2]], np.int32)
         >>> schedule = cupy_mla.paged_indexer_schedule(lens, table, 320, block_size=64, shares=2)
-        >>> schedule[:, :9].tolist()  # units 0 and 1 of request 0, and unit 0 of request 1; then units 1 to 4 of it
-        [[0, 0, 3, 100, 7, 8, -1, -1, -1], [1, 1, 4, 300, 5, 6, 1, 2, -1]]
+        >>> schedule[:, :9].tolist()  # from unit 0 of request 0 three units, then from unit 1 of request 1 four
+        [[0, 0, 3, 100, 300, 7, 8, 4, 5], [1, 1, 4, 300, 0, 5, 6, 1, 2]]
     """
     max_context_len = require_integer("max_context_len", max_context_len, 0)
     block_size = require_integer("block_size", block_size, 1)

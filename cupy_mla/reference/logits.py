@@ -10,7 +10,7 @@ from .indices import slots_of
 
 D = INDEXER_FP8.d_qk
 ROPE = 64  # values of a row that are rotated
-SCHEDULE_UNIT, SCHEDULE_BLOCKS_AT = 64, 4  # keys; words of a share before the blocks of its first units
+SCHEDULE_UNIT, SCHEDULE_BLOCKS_AT = 64, 5  # keys; words of a share before the blocks of its first units
 AMAX_FLOOR = np.float32(1e-10)
 
 
@@ -131,10 +131,12 @@ def paged_indexer_schedule(
             continue
         request = int(np.searchsorted(until, first, side="right"))
         unit = first - int(until[request] - units[request])
-        out[share, :SCHEDULE_BLOCKS_AT] = request, unit, stop - first, keys[request]
-        columns = np.arange(unit, units[request])[: out.shape[1] - SCHEDULE_BLOCKS_AT] * SCHEDULE_UNIT // block_size
-        columns = columns[columns < block_table.shape[1]]
-        out[share, SCHEDULE_BLOCKS_AT : SCHEDULE_BLOCKS_AT + len(columns)] = block_table[request, columns]
+        two = [request, request + 1][: len(keys) - request]
+        out[share, : 3 + len(two)] = request, unit, stop - first, *keys[two]
+        of_unit = [(r, u) for r in two for u in range(unit if r == request else 0, units[r])]
+        for i, (r, u) in enumerate(of_unit[: out.shape[1] - SCHEDULE_BLOCKS_AT]):
+            if (column := u * SCHEDULE_UNIT // block_size) < block_table.shape[1]:
+                out[share, SCHEDULE_BLOCKS_AT + i] = block_table[r, column]
 
 
 def visible_keys(context_lens: np.ndarray, n: int) -> np.ndarray:

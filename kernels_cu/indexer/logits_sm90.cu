@@ -21,8 +21,10 @@
 //
 // COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
 //
-// A schedule (schedule.cuh) tells a CTA its share and where the share's first keys stand: the producer has read it, and
-// copies these keys, as soon as the launch before has ended. Without one it has to read lengths and block table first.
+// SCHEDULED: a schedule (schedule.cuh) tells a CTA its share and where the share's first keys stand. The producer has
+// read it, and copies these keys, as soon as the launch before has ended. Without one it has to read lengths and block
+// table first. A call by a schedule is short, and much of its time is what a CTA does once: so its producer has few
+// instructions, and what is rare stands behind the rest.
 //
 // Shared memory: two slots of 128 bytes a query and head, STAGES stages of 64 keys of 128 bytes and their scales.
 #include "indexer/keys.cuh"
@@ -43,8 +45,11 @@
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCERS = 4;  // warps
-// A key is read once: keys leave L2 before the logits that the top-k reads.
-constexpr bool READ_ONCE = PAGED && !TOGETHER;
+// Decode's keys leave L2 before the logits that the top-k reads, unless all keys together take so little of it that the
+// next reader finds them there. By a schedule, half of the keys of a call in between leave it first.
+constexpr bool KEYS_HAVE_POLICY = PAGED && !TOGETHER;
+constexpr int64_t KEPT_KEYS = (SCHEDULED ? 64 : 96) << 10;
+constexpr int64_t HALF_KEPT_KEYS = 256 << 10;
 constexpr int UNIT = 64;
 constexpr int WARPS_TILES = 128;       // up to so many tiles of decode, each producer warp counts its share for itself
 constexpr int ROWS = QUERIES * HEADS;  // columns of wgmma
@@ -53,8 +58,8 @@ constexpr int TILE_ROWS = TILE_QUERIES * HEADS;
 constexpr int STAGE_BYTES = UNIT * KEY_BYTES, SLOT_BYTES = TILE_ROWS * KEY_BYTES;
 constexpr int LINE_GROUP = 8 * LINE_BYTES;  // what the swizzle repeats after
 constexpr int SLOTS = 2;
-constexpr bool SCHEDULES = PAGED && !TOGETHER;  // a request is a tile
 static_assert(HEADS % 32 == 0, "");
+static_assert(!SCHEDULED || PAGED && !TOGETHER && UNDERWAY == 0, "a request is a tile");
 
 // Copies to the ring become visible to wgmma by a fence. Where there are many units, a producer warp waits for the
 // copies of a unit when UNDERWAY more are under way, fences and tells; otherwise the copies themselves tell, which is
@@ -114,13 +119,20 @@ struct Place {
     }
 };
 
+// By a schedule each warp makes some, in few instructions: a barrier's address has to be the same for a warp, or the
+// compiler goes from lane to lane. Otherwise one thread makes all.
 __device__ __forceinline__ void init_barriers() {
+    constexpr int MAKERS = SCHEDULED ? THREADS / 32 : 1;
     Small& sm = small();
-    for (int i = 0; i < STAGES; ++i) {
+    const int maker = SCHEDULED ? uniform(threadIdx.x / 32) : 0;
+    if ((SCHEDULED ? threadIdx.x % 32 : threadIdx.x) != 0) return;
+#pragma unroll(SCHEDULED ? 1 : STAGES)
+    for (int i = maker; i < STAGES; i += MAKERS) {
         mbarrier_init(shared_address(&sm.full[i]), WARP_ARRIVALS + (UNDERWAY ? 0 : 32));
         mbarrier_init(shared_address(&sm.empty[i]), 4 * (TOGETHER ? WARPGROUPS : 1) * WARP_ARRIVALS);
     }
-    for (int i = 0; i < SLOTS; ++i) {
+#pragma unroll(SCHEDULED ? 1 : SLOTS)
+    for (int i = maker; i < SLOTS; i += MAKERS) {
         mbarrier_init(shared_address(&sm.slot_full[i]), WARP_ARRIVALS + 32 * PRODUCERS);
         mbarrier_init(shared_address(&sm.slot_empty[i]), 4 * WARPGROUPS * WARP_ARRIVALS);
     }
@@ -129,8 +141,8 @@ __device__ __forceinline__ void init_barriers() {
 
 // --- producer -------------------------------------------------------------------------------------------------
 
-// What the schedule says of this CTA, to each producer warp; it is read before the launch before has ended. A schedule
-// of another batch gives wrong logits, but nothing beyond the arrays is touched.
+// What the schedule says of this CTA, to each warp that reads it, before the launch before has ended. A schedule of
+// another batch gives wrong logits, but nothing beyond the arrays is touched.
 struct Scheduled {
     int word;
 
@@ -139,22 +151,26 @@ struct Scheduled {
     }
     __device__ __forceinline__ Share share(const LogitsParams& p) const {
         const Share share = {of(0), of(1), of(2)};
-        return uint32_t(share.tile) < uint32_t(p.requests) && share.place >= 0 ? share : Share{0, 0, 0};
+        const bool exists =
+            uint32_t(share.tile) < uint32_t(p.requests) && uint32_t(share.place) < ceil_div(range(p, 0).end, UNIT);
+        return exists ? share : Share{0, 0, 0};
     }
-    __device__ __forceinline__ KeyRange range(const LogitsParams& p) const { return {0, max(0, min(of(3), p.width))}; }
 
-    // The block of the share's unit number u, which begins at `key`.
-    __device__ __forceinline__ bool has_block(const LogitsParams& p, int u) const {
-        return u < SCHEDULE_BLOCKS && p.table.block_size.value % UNIT == 0;
+    // Of the share's tile number `tile`, which is one of SCHEDULE_REQUESTS.
+    __device__ __forceinline__ KeyRange range(const LogitsParams& p, int tile) const {
+        return {0, max(0, min(tile == 0 ? of(3) : of(4), p.width))};
     }
+
+    // The block of the share's unit number u, one of SCHEDULE_BLOCKS; the unit begins at `key`.
     __device__ __forceinline__ KeyBlock block(const LogitsParams& p, int u, int key, int end) const {
-        return {key < end ? of(SCHEDULE_BLOCKS_AT + u) : -1, find_position(p.table, key).offset};
+        const int block = of(SCHEDULE_BLOCKS_AT + u);
+        return {key < end ? block : -1, key - divide(key, p.table.block_size) * int(p.table.block_size.value)};
     }
 
   private:
     __device__ __forceinline__ int of(int i) const { return __shfl_sync(~0u, word, i); }
 };
-static_assert(UNIT == SCHEDULE_UNIT, "");
+static_assert(UNIT == SCHEDULE_UNIT && SCHEDULE_REQUESTS == 2, "");
 
 // As range_of_tile, by a warp; `mine` is the range of the lane's query, if it has one.
 __device__ __forceinline__ KeyRange range_of_tile(const LogitsParams& p, const QueryTile& tile, int lane,
@@ -184,6 +200,33 @@ __device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryT
     }
 }
 
+// The same of the queries of a request, in fewer instructions.
+__device__ __forceinline__ void copy_queries_shortly(const LogitsParams& p, const QueryTile& tile, int slot,
+                                                     int thread) {
+    constexpr int AT_ONCE = 32 * PRODUCERS / 8;  // rows
+    const int row = thread / 8, chunk = thread % 8;
+    uint32_t to = swizzled(slot_rows(slot), row, chunk);
+    const uint8_t* query_row = p.q8 + tile.request * p.q_request + row * p.q_head + 16 * chunk;
+#pragma unroll
+    for (int query = 0; query < TILE_QUERIES; ++query) {
+        const uint8_t* from = query_row;
+#pragma unroll
+        for (int head = row; head < HEADS; head += AT_ONCE) {
+            cp_async_16(to, from, query < tile.count && head < p.heads);
+            to += AT_ONCE * LINE_BYTES;
+            from += AT_ONCE * p.q_head;
+        }
+        query_row += p.q_query;
+    }
+    const uint32_t weights = shared_address(small().weights[slot]);
+    const float* w = p.w + tile.row(p, 0) * p.w_stride;
+#pragma unroll
+    for (int i = thread; i < TILE_ROWS; i += 32 * PRODUCERS) {
+        const int query = i / HEADS, head = i % HEADS;
+        cp_async_4(weights + 4 * i, w + query * p.w_stride + head, query < tile.count && head < p.heads);
+    }
+}
+
 // Where the keys `lane` and `lane` + 32 of a unit are to be looked for.
 struct UnitBlocks {
     KeyBlock at[2];
@@ -194,9 +237,15 @@ struct UnitBlocks {
     }
 };
 
+__device__ __forceinline__ uint64_t policy_of_keys(const LogitsParams& p) {
+    const int64_t keys = int64_t(p.requests) * p.width;
+    if (SCHEDULED && keys > KEPT_KEYS && keys <= HALF_KEPT_KEYS) return evict_half_first();
+    return keys <= KEPT_KEYS ? evict_normal() : evict_first();
+}
+
 // A unit's keys and scales to a stage. Keys that do not exist are zeros.
 __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlocks& blocks, int first, int end,
-                                          int stage, int lane) {
+                                          int stage, int lane, uint64_t policy) {
     Small& sm = small();
     const int row = lane / 8, chunk = lane % 8;  // of four rows that the warp copies at a time
     const uint32_t to = stage_rows(stage) + row * LINE_BYTES;
@@ -204,8 +253,8 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
     const uint32_t scales = shared_address(sm.scales[stage]) + 4 * lane;
     const auto copy_row = [&](int i, const uint8_t* from, bool exists) {
         const uint32_t there = to_chunk[i % 2] + 4 * i * LINE_BYTES;
-        if constexpr (READ_ONCE) {
-            cp_async_16(there, from + 16 * chunk, exists, evict_first());
+        if constexpr (KEYS_HAVE_POLICY) {
+            cp_async_16(there, from + 16 * chunk, exists, policy);
         } else {
             cp_async_16(there, from + 16 * chunk, exists);
         }
@@ -218,8 +267,10 @@ __device__ __forceinline__ void copy_unit(const LogitsParams& p, const UnitBlock
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             cp_async_4(scales + 128 * i, p.scales + first + 32 * i + lane, first + 32 * i + lane < end);
-    } else if (p.table.block_size.value % UNIT == 0) {  // a unit stands in one block
-        const KeyBlock at = {__shfl_sync(~0u, blocks.at[0].block, 0), __shfl_sync(~0u, blocks.at[0].offset, 0)};
+    } else if (SCHEDULED || p.table.block_size.value % UNIT == 0) {  // a unit stands in one block
+        const KeyBlock at =
+            SCHEDULED ? blocks.at[0]
+                      : KeyBlock{__shfl_sync(~0u, blocks.at[0].block, 0), __shfl_sync(~0u, blocks.at[0].offset, 0)};
         const KeyPlace place = place_of_key(p, at, first, end);
         const bool there = place.data >= 0;
         const uint8_t* from = p.keys + place.data + row * KEY_BYTES;
@@ -289,83 +340,166 @@ __device__ __forceinline__ void wait_for_slot(int turn, Underway& underway, int 
     mbarrier_wait(empty, parity);
 }
 
-// Tell that `warp` has filled its part of a slot; the first warp has filled the header too.
+// The producer warp that writes headers. By a schedule, the one that has the fewest units.
+constexpr int HEADER_WARP = SCHEDULED ? PRODUCERS - 1 : 0;
+
+// What a tile of queries is; `mine` is the range of the lane's query, if it has one.
+__device__ __forceinline__ void write_header(const LogitsParams& p, const QueryTile& tile, const KeyRange& range,
+                                             const Units& taken, const KeyRange& mine, int slot, int lane) {
+    Header& h = small().header[slot];
+    if (lane == 0) h.units = taken.count, h.first_key = range.begin + taken.first * UNIT;
+    if (lane == 1) h.row = int(tile.row(p, 0)), h.count = tile.count;
+    if (lane < TILE_QUERIES) h.range[lane] = mine;
+}
+
+// Tell that `warp` has filled its part of a slot.
 __device__ __forceinline__ void tell_of_slot(int slot, int warp, int lane) {
     const uint32_t full = shared_address(&small().slot_full[slot]);
-    if (warp == 0) {
+    if (warp == HEADER_WARP) {
         __syncwarp();
         mbarrier_arrive_for_warp(full, lane);
     }
     mbarrier_arrive_after_copies(full);
 }
 
-__device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool by_warp, Scheduled schedule) {
+// There are no more tiles. No warp may tell of a slot twice before another one did once.
+__device__ __forceinline__ void tell_of_end(int turn, Underway& underway, int warp, int lane) {
+    wait_for_slot(turn, underway, lane);
+    if (warp == HEADER_WARP && lane == 0) small().header[turn % SLOTS].units = 0;
+    tell_of_slot(turn % SLOTS, warp, lane);
+}
+
+__device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool by_warp) {
     Small& sm = small();
     const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x % 128 / 32);
-    bool begins = SCHEDULES && p.schedule;  // with the tile that the schedule tells of
-    if (begins) {
-        share = schedule.share(p);
-    } else if (by_warp) {
-        share = share_of_warp<TILE_QUERIES, UNIT>(p, lane);
-    }
+    if (by_warp) share = share_of_warp<TILE_QUERIES, UNIT>(p, lane);
+    const uint64_t policy = KEYS_HAVE_POLICY ? policy_of_keys(p) : 0;
     Place place = {warp, 1};  // the first wait for each stage returns at once
     int ahead = warp;         // units before this warp's next one
     int turn = 0;
     Underway underway = {place, 0};
-    while (share.count > 0 && (!SCHEDULES || share.tile < p.requests)) {
+    while (share.count > 0) {
         const QueryTile tile = tile_of<TILE_QUERIES>(p, share.tile);
-        const bool scheduled = begins;
-        begins = false;
-        KeyRange mine, range;
-        if (scheduled) {
-            range = schedule.range(p);
-            mine = lane < tile.count ? range_of_query(p, tile.request, tile.first + lane) : KeyRange{0, 0};
-        } else {
-            range = range_of_tile(p, tile, lane, mine);
-        }
+        KeyRange mine;
+        const KeyRange range = range_of_tile(p, tile, lane, mine);
         const Units taken = share.take_tile<UNIT>(range);
-        const int unit = taken.first, units = taken.count;
-        if (units == 0) continue;
+        if (taken.count == 0) continue;
 
-        const auto first_key = [&](int u) { return range.begin + (unit + u) * UNIT; };
+        const auto first_key = [&](int u) { return range.begin + (taken.first + u) * UNIT; };
         UnitBlocks next;
-        const auto find_next = [&](int u) {
-            if (scheduled && schedule.has_block(p, u)) {
-                next.at[0] = next.at[1] = schedule.block(p, u, first_key(u), range.end);
-            } else {
-                next.find(p, tile.request, first_key(u), range.end, lane);
-            }
-        };
         const auto copy_next = [&]() {
             const UnitBlocks blocks = next;
-            find_next(ahead + PRODUCERS);
+            next.find(p, tile.request, first_key(ahead + PRODUCERS), range.end, lane);
             mbarrier_wait(shared_address(&sm.empty[place.stage]), place.round);
-            copy_unit(p, blocks, first_key(ahead), range.end, place.stage, lane);
+            copy_unit(p, blocks, first_key(ahead), range.end, place.stage, lane, policy);
             underway.add(place.stage, lane);
             place.advance(PRODUCERS);
             ahead += PRODUCERS;
         };
-        find_next(ahead);
-        if (scheduled && ahead < units) copy_next();
-
+        next.find(p, tile.request, first_key(ahead), range.end, lane);
         const int slot = turn % SLOTS;
         wait_for_slot(turn++, underway, lane);
         copy_queries(p, tile, slot, threadIdx.x % 128);
-        if (warp == 0) {
-            Header& h = sm.header[slot];
-            if (lane == 0) h.units = units, h.first_key = range.begin + unit * UNIT;
-            if (lane == 1) h.row = int(tile.row(p, 0)), h.count = tile.count;
-            if (lane < TILE_QUERIES) h.range[lane] = mine;
-        }
+        if (warp == HEADER_WARP) write_header(p, tile, range, taken, mine, slot, lane);
         tell_of_slot(slot, warp, lane);
 #pragma unroll 1
-        while (ahead < units) copy_next();
-        ahead -= units;
+        while (ahead < taken.count) copy_next();
+        ahead -= taken.count;
     }
     underway.tell_all(lane);
-    wait_for_slot(turn, underway, lane);  // no warp may tell of a slot twice before another one did once
-    if (warp == 0 && lane == 0) sm.header[turn % SLOTS].units = 0;
-    tell_of_slot(turn % SLOTS, warp, lane);
+    tell_of_end(turn, underway, warp, lane);
+}
+
+// By a schedule: fills a slot with a tile of queries, and tells of it, by the 4 warps of a warpgroup. The last warp
+// reads what the queries see.
+__device__ __forceinline__ void fill_slot(const LogitsParams& p, const QueryTile& tile, const KeyRange& range,
+                                          const Units& taken, int slot) {
+    const int thread = threadIdx.x % 128, warp = uniform(thread / 32), lane = thread % 32;
+    copy_queries_shortly(p, tile, slot, thread);
+    if (warp == HEADER_WARP) {
+        const KeyRange mine = p.queries == 1      ? range
+                              : lane < tile.count ? range_of_query(p, tile.request, lane)
+                                                  : KeyRange{0, 0};
+        write_header(p, tile, range, taken, mine, slot, lane);
+    }
+    tell_of_slot(slot, warp, lane);
+}
+
+// The first tile of a share is filled in by a warpgroup of math, which has nothing else to do yet.
+__device__ __forceinline__ void fill_first_slot(const LogitsParams& p, const Scheduled& schedule) {
+    Share share = schedule.share(p);
+    if (share.count <= 0) return;
+    const QueryTile tile = {share.tile, 0, min(p.queries, TILE_QUERIES)};
+    const KeyRange range = schedule.range(p, 0);
+    const Units taken = share.take_tile<UNIT>(range);
+    wait_for_earlier_kernels();
+    fill_slot(p, tile, range, taken, 0);
+}
+
+// `produce` by a schedule. The first of a warp's units is copied before anything else is done.
+__device__ __forceinline__ void produce_scheduled(const LogitsParams& p, const Scheduled& schedule) {
+    Small& sm = small();
+    const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x % 128 / 32);
+    const uint64_t policy = policy_of_keys(p);
+    Share share = schedule.share(p);
+    Place place = {warp, 1};  // the first wait for each stage returns at once
+    int ahead = warp;         // units before this warp's next one
+    int before = 0;           // units of the share before the tile's
+    int turn = 0;
+    Underway underway = {place, 0};
+    const auto copy = [&](const UnitBlocks& at) {
+        copy_unit(p, at, 0, 0, place.stage, lane, policy);
+        underway.add(place.stage, lane);
+        place.advance(PRODUCERS);
+        ahead += PRODUCERS;
+    };
+    const int key = (share.place + warp) * UNIT, end = schedule.range(p, 0).end;
+    const UnitBlocks first = {schedule.block(p, warp, key, end)};
+    wait_for_earlier_kernels();
+    if (warp < share.count && key < end) copy(first);
+#pragma unroll 1
+    for (int number = 0; share.count > 0 && share.tile < p.requests; ++number) {
+        const bool told = number < SCHEDULE_REQUESTS;
+        const QueryTile tile = {share.tile, 0, min(p.queries, TILE_QUERIES)};
+        KeyRange range;
+        if (__builtin_expect(told, true)) {
+            range = schedule.range(p, number);
+        } else {
+            KeyRange mine;
+            range = range_of_tile(p, tile, lane, mine);
+        }
+        const Units taken = share.take_tile<UNIT>(range);
+        if (taken.count == 0) continue;
+
+        const auto find = [&](int u) -> UnitBlocks {
+            const int key = (taken.first + u) * UNIT;
+            if (__builtin_expect(told && before + u < SCHEDULE_BLOCKS, true))
+                return {schedule.block(p, before + u, key, range.end)};
+            return {block_of_key(p, tile.request, key, range.end)};
+        };
+        UnitBlocks next = find(ahead);
+        bool begins = true;
+#pragma unroll 1
+        while (true) {
+            if (ahead < taken.count && !(begins && number == 0)) {
+                mbarrier_wait(shared_address(&sm.empty[place.stage]), place.round);
+                copy(next);
+            }
+            if (begins) {
+                begins = false;
+                if (number > 0) {
+                    wait_for_slot(turn, underway, lane);
+                    fill_slot(p, tile, range, taken, turn % SLOTS);
+                }
+                ++turn;
+            }
+            if (ahead >= taken.count) break;
+            next = find(ahead);
+        }
+        ahead -= taken.count;
+        before += taken.count;
+    }
+    tell_of_end(turn, underway, warp, lane);
 }
 
 // --- math -----------------------------------------------------------------------------------------------------
@@ -545,27 +679,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     // are free first. So they start when every CTA has copied its last keys.
     constexpr bool STARTS_NEXT_LATE = WARPGROUPS == 3;
     if constexpr (!STARTS_NEXT_LATE) let_next_kernel_start();
-    if (threadIdx.x == 0) init_barriers();
+    if constexpr (!SCHEDULED) init_barriers();
     const int warpgroup = uniform(threadIdx.x / 128);
-    const bool by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES,
-               scheduled = SCHEDULES && p.schedule;
-    Scheduled schedule = {0};
-    if (scheduled && warpgroup == WARPGROUPS) schedule.read(p, threadIdx.x % 32);
-    if (by_warp || scheduled) __syncthreads();
-    wait_for_earlier_kernels();
     Share share = {};
-    if (!by_warp && !scheduled) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
+    Scheduled schedule = {};
+    bool by_warp = false;
+    if constexpr (SCHEDULED) {
+        if (warpgroup == WARPGROUPS || warpgroup == 0) schedule.read(p, threadIdx.x % 32);
+        init_barriers();
+    } else {
+        by_warp = UNDERWAY == 0 && num_tiles<TILE_QUERIES>(p) <= WARPS_TILES;
+        if (by_warp) __syncthreads();
+        wait_for_earlier_kernels();
+        if (!by_warp) share = share_of_cta<THREADS, TILE_QUERIES, UNIT>(p);  // synchronizes the CTA
+    }
     if (warpgroup < WARPGROUPS) {
+        if constexpr (SCHEDULED) {
+            __syncthreads();
+            if (warpgroup == 0) fill_first_slot(p, schedule);
+        }
         if constexpr (MOVES_REGISTERS) increase_registers_to<MATH_REGISTERS>();
         compute(p, warpgroup);
         return;
     }
     if constexpr (MOVES_REGISTERS) decrease_registers_to<PRODUCER_REGISTERS>();
-    produce(p, share, by_warp, schedule);
+    if constexpr (SCHEDULED) {
+        __syncthreads();
+        produce_scheduled(p, schedule);  // which waits for earlier kernels; math warpgroups wait for what it copies
+    } else {
+        produce(p, share, by_warp);
+    }
     if constexpr (STARTS_NEXT_LATE) let_next_kernel_start();
     if constexpr (COMPACT) {
         clean_compact_rows<128>(p, threadIdx.x % 128);
-    } else {
+    } else if (!SCHEDULED || __builtin_expect(p.clean, false)) {
         clean_rows<128, TILE_QUERIES, UNIT>(p, threadIdx.x % 128);
     }
 }

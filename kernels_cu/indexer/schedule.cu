@@ -14,13 +14,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) schedule(const __grid_cons
     const Share share = share_of_cta<THREADS, EVERY_QUERY, SCHEDULE_UNIT>(p);
     const int word = threadIdx.x;
     if (word >= SCHEDULE_WORDS) return;
-    int end = 0;
-    if (share.count > 0) end = range_of_tile(p, tile_of<EVERY_QUERY>(p, share.tile)).end;
+    int ends[SCHEDULE_REQUESTS] = {};
+    for (int i = 0; i < SCHEDULE_REQUESTS; ++i) {
+        const int request = share.tile + i;
+        if (share.count > 0 && request < p.requests) ends[i] = range_of_tile(p, tile_of<EVERY_QUERY>(p, request)).end;
+    }
     int value;
     if (word < SCHEDULE_BLOCKS_AT) {
-        value = word == 0 ? share.tile : word == 1 ? share.place : word == 2 ? share.count : end;
+        value = word == 0 ? share.tile : word == 1 ? share.place : word == 2 ? share.count : ends[word == 4];
     } else {
-        value = block_of_key(p, share.tile, (share.place + word - SCHEDULE_BLOCKS_AT) * SCHEDULE_UNIT, end).block;
+        int unit = share.place + word - SCHEDULE_BLOCKS_AT;
+        const int units = units_in<SCHEDULE_UNIT>({0, ends[0]});
+        const bool next = unit >= units;
+        if (next) unit -= units;
+        value = block_of_key(p, share.tile + next, unit * SCHEDULE_UNIT, ends[next]).block;
     }
     reinterpret_cast<int32_t*>(p.out)[blockIdx.x * p.out_stride + word] = value;
     __threadfence();

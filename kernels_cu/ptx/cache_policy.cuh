@@ -15,3 +15,10 @@ __device__ __forceinline__ uint64_t evict_normal() {
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+
+// Half of its lines leave L2 before others do.
+__device__ __forceinline__ uint64_t evict_half_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_normal.L2::evict_first.b64 %0, 0.5;" : "=l"(policy));
+    return policy;
+}

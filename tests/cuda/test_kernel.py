@@ -116,7 +116,7 @@ def opting_in(monkeypatch) -> SimpleNamespace:
 
 def alone_and_not() -> dict[bool, Kernel]:
     tile = next(tile for tile in logits_sm90.FEW if tile.ctas > 1)
-    return {alone: logits_sm90.kernel.__wrapped__(64, tile, True, False, alone) for alone in (True, False)}
+    return {alone: logits_sm90.kernel.__wrapped__(64, tile, True, False, alone, False) for alone in (True, False)}
 
 
 def test_nvrtc_is_missing(monkeypatch):

@@ -105,16 +105,21 @@ def test_ctas_are_alone_where_one_an_sm_is_launched_and_two_fit() -> None:
 
 
 def test_a_schedule_has_a_cta_a_share() -> None:
-    """And the SM for itself where every share has one."""
+    """And the SM for itself where every share has one; the kernel's variant with few instructions serves it."""
+    assert launch(64, True, 64, 2, 8192).kernel.defines["SCHEDULED"] == 0
     for queries, shares, alone in ((1, 7, True), (1, 132, True), (1, 133, False), (1, 264, False), (2, 132, False)):
         found = launch(64, True, 64, queries, 8192, shares)
         assert (found.grid, found.kernel.alone) == ((shares, 1, 1), alone)
         assert found.kernel in set(logits_sm90.kernels())
+        assert found.kernel.defines["SCHEDULED"] == 1
 
 
-def test_schedules_serve_requests_of_one_tile() -> None:
-    for heads, queries, served in ((64, 4, True), (64, 5, False), (40, 5, False), (32, 8, True), (8, 9, False)):
-        assert logits_sm90.scheduled(heads, queries) == served
+def test_schedules_serve_requests_of_one_tile_and_blocks_of_whole_units() -> None:
+    for heads, queries, block_size, served in (
+        (64, 4, 64, True), (64, 5, 64, False), (40, 5, 64, False), (32, 8, 128, True), (8, 9, 64, False),
+        (64, 1, 16, False), (64, 1, 96, False),
+    ):  # fmt: skip
+        assert logits_sm90.scheduled(heads, queries, block_size) == served
 
 
 @pytest.mark.parametrize(
