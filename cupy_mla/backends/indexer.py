@@ -142,7 +142,8 @@ class IndexerImpl:
             q8, w, to = q8[decode.padded_rows], w[decode.padded_rows], padded
         select_rows_paged(
             reshape_query_for_spec_decode(q8, requests), kv_cache, w, decode.context_lens, decode.block_table,
-            decode.max_context_len, self.config.topk, max_workspace_bytes=self.config.max_workspace_bytes, out=to,
+            decode.max_context_len, self.config.topk, max_workspace_bytes=self.config.max_workspace_bytes,
+            schedule=decode.schedule, out=to,
         )  # fmt: skip
         if decode.requires_padding:
             chosen[...] = padded[decode.token_rows]

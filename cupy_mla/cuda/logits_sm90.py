@@ -96,6 +96,11 @@ def scheduled(heads: int, queries: int, block_size: int) -> bool:
     return tile_for(padded_heads(heads), queries, True) is not MANY and block_size % UNIT == 0
 
 
+def shares_of_step(gpu: Gpu, queries: int, block_size: int) -> int | None:
+    """Shares of a schedule that is made before heads and keys are known; None where no kernel takes it."""
+    return gpu.sms if gpu.capability == 90 and scheduled(HEADS[0], queries, block_size) else None
+
+
 def usual_shares(gpu: Gpu, heads: int, paged: bool, requests: int, queries: int, width: int) -> int:
     """The CTAs of a launch for requests of `queries` queries each over at most `width` keys."""
     padded = padded_heads(heads)

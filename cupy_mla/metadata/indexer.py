@@ -16,7 +16,10 @@ import numpy as np
 from ..arrays import HOST
 from ..bridges import Place
 from ..config import SparseMLAConfig
+from ..cuda.driver import gpu
+from ..cuda.logits_sm90 import shares_of_step
 from ..ops.compressed import get_compressed_slot_mapping
+from ..ops.logits import SCHEDULE_WORDS, paged_indexer_schedule
 from ..options import require_instance, require_integer
 from ..typing import AnyArray
 from .batch import INT32, INT64, PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and_prefills
@@ -40,6 +43,7 @@ class IndexerDecodeMetadata:
         token_rows: [Td] int64 the place in [B, n] of each decode token.
         max_context_len: keys of the longest sequence, by the config.
         choose_all: no sequence can have more keys than a query token chooses.
+        schedule: of these keys, from `paged_indexer_schedule`; None where no kernel takes one.
     """
 
     block_table: Any
@@ -50,6 +54,7 @@ class IndexerDecodeMetadata:
     token_rows: Any
     max_context_len: int
     choose_all: bool
+    schedule: Any
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,7 @@ class IndexerMetadataBuilder:
         self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._width = -(-config.max_model_len // config.block_size)
+        self._schedule = self._room_for_schedule(Place.from_pair(place))
         self._buffers = Uploads(
             Place.from_pair(place),
             {
@@ -319,19 +325,44 @@ class IndexerMetadataBuilder:
                 device["block_table"][:requests], config.rows_per_block, config.compress_ratio, device["slot_mapping"],
             )  # fmt: skip
 
+    @property
+    def _choose_all(self) -> bool:
+        return self.config.max_index_keys <= self.config.topk
+
+    def _shares(self, place: Place, queries: int) -> int | None:
+        """Of a schedule of decodes of so many query tokens; None where no kernel takes one."""
+        if not place.on_gpu or self._choose_all:
+            return None
+        return shares_of_step(gpu(place.device), queries, self.config.rows_per_block)
+
+    def _room_for_schedule(self, place: Place) -> Any:
+        """Written by `paged_indexer_schedule` alone: kernels read it before those before them have ended."""
+        shares = self._shares(place, 1)
+        return None if shares is None else place.empty((shares, SCHEDULE_WORDS), INT32)
+
+    def _scheduled(self, lens: Any, table: Any, queries: int) -> Any:
+        """The schedule of decodes of so many query tokens."""
+        shares = self._shares(self._buffers.place, queries)
+        if shares is None:
+            return None
+        keys, rows = self.config.max_index_keys, self.config.rows_per_block
+        return paged_indexer_schedule(lens, table, keys, rows, shares, out=self._schedule)
+
     def _decode(self, split: _Split) -> IndexerDecodeMetadata:
         device, n = self._buffers.arrays, split.decode_len
         places, tokens = split.decodes * n, split.counts[2]
-        lens = device["context_lens"][:places]
+        lens, table = device["context_lens"][:places], device["block_table"][: split.decodes]
+        lens = lens if n == 1 else lens.reshape(split.decodes, n)
         return IndexerDecodeMetadata(
-            block_table=device["block_table"][: split.decodes],
-            context_lens=lens if n == 1 else lens.reshape(split.decodes, n),
+            block_table=table,
+            context_lens=lens,
             query_len=n,
             requires_padding=places != tokens,
             padded_rows=device["padded_rows"][:places],
             token_rows=device["token_rows"][:tokens],
             max_context_len=self.config.max_index_keys,
-            choose_all=self.config.max_index_keys <= self.config.topk,
+            choose_all=self._choose_all,
+            schedule=self._scheduled(lens, table, n),
         )
 
     def _prefill(self, split: _Split) -> list[IndexerPrefillChunk]:

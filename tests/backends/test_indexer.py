@@ -49,8 +49,9 @@ class Model:
 
 V32 = Model(speculative=2, max_workspace_bytes=6000)
 C4A = Model(ratio=4, topk=6, heads=32, speculative=1, scale_format="ue8m0")
-MODELS = [Model(), V32, C4A, Model(topk=200), Model(block=1, gap=1, max_workspace_bytes=1)]
-NAMES = ["V3.2", "speculative", "C4A", "all", "least"]
+SCHEDULED = Model(speculative=1, block=64)  # on Hopper decodes go by a schedule
+MODELS = [Model(), V32, C4A, Model(topk=200), Model(block=1, gap=1, max_workspace_bytes=1), SCHEDULED]
+NAMES = ["V3.2", "speculative", "C4A", "all", "least", "scheduled"]
 
 
 @dataclass
@@ -325,7 +326,7 @@ def test_addresses_survive_steps(kind, rng) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", [V32, C4A], ids=["V3.2", "C4A"])
+@pytest.mark.parametrize("model", [V32, C4A, SCHEDULED], ids=["V3.2", "C4A", "scheduled"])
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"), [([2] * 6, None), ([2, 1, 2, 2, 1, 2], None), ([2, 1, 2, 9, 3], [20, 9, 120, 131, 97])],
     ids=["decode", "uneven", "prefill"],

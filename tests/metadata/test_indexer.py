@@ -7,9 +7,10 @@ import pytest
 
 from cupy_mla import IndexerMetadata, IndexerMetadataBuilder, SparseMLAConfig
 from cupy_mla.bridges import describe
+from cupy_mla.cuda.driver import gpu
 from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.indexer import split_indexer_chunks
-from tests import oracle_v4
+from tests import oracle_indexer, oracle_v4
 from tests.batches import queries, table_for
 from tests.metadata.test_sparse_mla import place_of
 
@@ -94,7 +95,18 @@ def check_decodes(kind, built: IndexerMetadata, tokens: list[tuple[int, int]], t
     check_array(kind, decode.padded_rows, sources.reshape(-1), np.int64)
     check_array(kind, decode.token_rows, places, np.int64)
     assert decode.max_context_len == MAX_MODEL_LEN // settings.compress_ratio
+    check_schedule(kind, decode, lens, table[:requests], settings)
     assert not decode.choose_all
+
+
+def check_schedule(kind, decode, lens, table, settings) -> None:
+    """One where a kernel takes it: on Hopper, for blocks that hold a multiple of 64 keys."""
+    device = gpu(0) if kind.on_gpu else None
+    if device is None or device.capability != 90 or settings.rows_per_block % 64:
+        assert decode.schedule is None
+        return
+    width, rows = decode.max_context_len, settings.rows_per_block
+    check_array(kind, decode.schedule, oracle_indexer.schedule(lens, table, width, rows, device.sms), np.int32)
 
 
 def check_prefills(kind, built, tokens, decode_tokens: int, batch, table, settings) -> None:
@@ -134,7 +146,7 @@ def check_prefills(kind, built, tokens, decode_tokens: int, batch, table, settin
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_batches(kind, rng, ratio: int, speculative: int, max_workspace_bytes: int) -> None:
     """Batches one after the other: mixed, of decodes alone, of prefills alone."""
-    block_size = int(rng.choice([4, 8, 64]))
+    block_size = int(rng.choice([4, 8, 64, 64 * ratio]))
     settings = config(
         ratio, num_speculative_tokens=speculative, max_workspace_bytes=max_workspace_bytes, block_size=block_size
     )
