@@ -22,6 +22,7 @@ from cupy_mla.calls.form import Form
 from cupy_mla.calls.program import TracedCall, run
 from cupy_mla.calls.signature import Run, Signatures, forget_calls
 from cupy_mla.cuda.attention import fp8_sm90
+from cupy_mla.cuda.attention.call import DECODE
 from cupy_mla.cuda.structs import ATTENTION, PACK
 from cupy_mla.layouts import BFLOAT16
 from tests.fake_gpu import FakeGPU, HostCuPy, Submitted
@@ -763,7 +764,7 @@ def test_other_decode_takes_what_suits_the_batch(gpu):
 
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_decode_of_flat_bf16_rows_is_prefill_of_them(gpu, d_qk):
-    """The same kernel gets the same parameters, but for pages, max_logits, and where lse lies."""
+    """The same kernel gets the same parameters, but for pages, max_logits, where lse lies, and the flag of decodes."""
     arrays = tensors(
         q=((80, 1, 64, d_qk), torch.bfloat16), k_cache=((3, 16, d_qk), torch.bfloat16),
         indices=((80, 1, 90), torch.int32), topk_length=((80,), torch.int32), attn_sink=((64,), torch.float32),
@@ -781,4 +782,6 @@ def test_decode_of_flat_bf16_rows_is_prefill_of_them(gpu, d_qk):
     a, b = (struct.unpack_from(AS_ATTENTION, launch.params) for launch in gpu.log)
     differ = {name for name, number in ATTENTION.index.items() if a[number] != b[number]}
     assert differ <= {"main.block_stride", "main.index_stride_s", "main.block_size", "q_s", "out_s", "lse",
-                      "max_logits", "lse_s"}  # fmt: skip
+                      "max_logits", "lse_s", "flags"}  # fmt: skip
+    flags = ATTENTION.index["flags"]
+    assert a[flags] ^ b[flags] == DECODE
