@@ -213,6 +213,7 @@ def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[
     return time(1, splits * FP8_SEGMENT[heads], splits * pairs) < time(splits, FP8_MERGE[heads], pairs)
 
 
+@lru_cache(maxsize=1024)
 def fp8_item_cost(items: int, pairs: int, ctas: int) -> int:
     """What an item is to cost beside its pairs, so that the slowest share of `fp8_sm90` takes the least time.
 
