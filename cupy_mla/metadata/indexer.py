@@ -185,7 +185,6 @@ class IndexerMetadataBuilder:
         self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._width = -(-config.max_model_len // config.block_size)
-        self._schedule = self._room_for_schedule(Place.from_pair(place))
         self._buffers = Uploads(
             Place.from_pair(place),
             {
@@ -202,6 +201,7 @@ class IndexerMetadataBuilder:
                 "block_table": ((requests, self._width), INT32),  # last: only its used rows go up
             },
         )
+        self._schedule = self._room_for_schedule()
 
     def build(self, batch: BatchMetadata, *, seq_lens: AnyArray | None = None) -> IndexerMetadata:
         """The metadata of one step.
@@ -329,20 +329,21 @@ class IndexerMetadataBuilder:
     def _choose_all(self) -> bool:
         return self.config.max_index_keys <= self.config.topk
 
-    def _shares(self, place: Place, queries: int) -> int | None:
+    def _shares(self, queries: int) -> int | None:
         """Of a schedule of decodes of so many query tokens; None where no kernel takes one."""
+        place = self._buffers.place
         if not place.on_gpu or self._choose_all:
             return None
         return shares_of_step(gpu(place.device), queries, self.config.rows_per_block)
 
-    def _room_for_schedule(self, place: Place) -> Any:
+    def _room_for_schedule(self) -> Any:
         """Written by `paged_indexer_schedule` alone: kernels read it before those before them have ended."""
-        shares = self._shares(place, 1)
-        return None if shares is None else place.empty((shares, SCHEDULE_WORDS), INT32)
+        shares = self._shares(1)
+        return None if shares is None else self._buffers.place.empty((shares, SCHEDULE_WORDS), INT32)
 
     def _scheduled(self, lens: Any, table: Any, queries: int) -> Any:
         """The schedule of decodes of so many query tokens."""
-        shares = self._shares(self._buffers.place, queries)
+        shares = self._shares(queries)
         if shares is None:
             return None
         keys, rows = self.config.max_index_keys, self.config.rows_per_block

@@ -452,10 +452,8 @@ def _scheduled(arguments: dict[str, Any], shares: int) -> dict[str, Any]:
 
 def _paged_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for n, heads, block_size in PAGED:
-        detail, arguments = (
-            f"{n} queries of {heads} heads, blocks of {block_size}",
-            _paged(rng, wanted, n, heads, block_size),
-        )
+        detail = f"{n} queries of {heads} heads, blocks of {block_size}"
+        arguments = _paged(rng, wanted, n, heads, block_size)
         yield Call(f"{detail}, scheduled", _scheduled(arguments, 4))
         yield Call(detail, arguments)
 
