@@ -6,23 +6,25 @@
 #include "attention/bf16_partials.cuh"
 
 struct Cluster : SingleQueries {
-    static constexpr bool CLUSTER = true, OVERLAPS = true;
+    static constexpr bool CLUSTER = true, POLICY = true, OVERLAPS = true;
 
     template <typename, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params&, int, Act act) {
         act(int(blockIdx.x));
     }
-    static __device__ __forceinline__ int first_entry(const Params& p, int index, int head_tiles, int rank) {
-        const int ctas = cluster_size(), length = list_length(p.main, query_of(p, index / ctas / head_tiles).b);
-        return min(num_pairs(length) * rank / ctas * 2 * TILE_ROWS, length);
+    // The first list entry of a CTA of the cluster, of a list of `length`.
+    static __device__ __forceinline__ int first_entry(int length, uint32_t rank) {
+        return min(int(uint32_t(num_pairs(length)) * rank / uint32_t(cluster_size())) * 2 * TILE_ROWS, length);
     }
-    static __device__ __forceinline__ int length_of(const Params& p, int index, int head_tiles) {
-        const int rank = cluster_rank();
-        return first_entry(p, index, head_tiles, rank + 1) - first_entry(p, index, head_tiles, rank);
+    static __device__ __forceinline__ int length_of(const Params& p, int, int head_tiles) {
+        const int length = list_length(p.main, query_of_item(p, cluster_index(), head_tiles).b), rank = cluster_rank();
+        return first_entry(length, rank + 1) - first_entry(length, rank);
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int index, int head_tiles, int length) {
-        const int item = index / cluster_size(), first = first_entry(p, index, head_tiles, cluster_rank());
-        return {query_of(p, item / head_tiles), item % head_tiles, length, num_pairs(length), index, first};
+        const int item = cluster_index();
+        const Query query = query_of_item(p, item, head_tiles);
+        const int first = first_entry(list_length(p.main, query.b), cluster_rank());
+        return {query, item - query.index * head_tiles, length, num_pairs(length), index, first};
     }
 
     // Writes this CTA's partial result and merges a share of the cluster's.

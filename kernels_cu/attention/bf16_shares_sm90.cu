@@ -45,11 +45,11 @@ struct Share : SingleQueries {
         return begins_item(item) ? 0 : state().shares.begin.pair * 2 * TILE_ROWS;
     }
     static __device__ __forceinline__ int length_of(const Params& p, int item, int) {
-        const int length = list_length(p.main, query_of(p, query_of_item(p, item)).b);
+        const int length = list_length(p.main, query_of(p, ::query_of_item(p, item)).b);
         return (ends_item(item) ? length : state().shares.end.pair * 2 * TILE_ROWS) - first_entry(item);
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int item, int, int length) {
-        return {query_of(p, query_of_item(p, item)),
+        return {query_of(p, ::query_of_item(p, item)),
                 head_tile_of_item(p, item),
                 length,
                 num_pairs(length),

@@ -14,10 +14,11 @@ struct Plain : SingleQueries {
         return find_head_tile(p, item, head_tiles);
     }
     static __device__ __forceinline__ int length_of(const Params& p, int index, int head_tiles) {
-        return list_length(p.main, query_of(p, index / head_tiles).b);
+        return list_length(p.main, query_of_item(p, index, head_tiles).b);
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int index, int head_tiles, int length) {
-        return {query_of(p, index / head_tiles), index % head_tiles, length, num_pairs(length), index, 0};
+        const Query query = query_of_item(p, index, head_tiles);
+        return {query, index - query.index * head_tiles, length, num_pairs(length), index, 0};
     }
 
     template <typename Total>

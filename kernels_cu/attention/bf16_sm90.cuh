@@ -142,7 +142,7 @@ __device__ __forceinline__ bool read_once(const AttentionParams& p) {
 // A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
 struct Copier {
     int warp, lane, row;
-    uint32_t offset;  // of the chunk of row `row` in a column block
+    uint32_t at;      // of the chunk of row `row` of Q, in shared memory
     uint64_t policy;  // of copies, if K::POLICY
 
     template <typename K>
@@ -152,7 +152,9 @@ struct Copier {
         c.warp = threadIdx.x / 32 - 8;
         c.lane = threadIdx.x % 32;
         c.row = 4 * c.warp + c.lane / 8;
-        c.offset = swizzled(0, c.row, c.lane % 8);  // 16 rows further the swizzle is the same
+        // 16 rows further the swizzle is the same. Opaque: in sums of it with uniform registers the addresses of copies
+        // came out wrong (docs/kernels/bf16_cluster_sm90.md).
+        c.at = opaque(swizzled(shared_address(shared) + Q_AT, c.row, c.lane % 8));
         return c;
     }
 };
@@ -194,6 +196,10 @@ struct SingleQueries : Default {
     static constexpr int EXTRA_BYTES = 0, KEPT = 6;
     static constexpr bool EXCLUDES = false;
 
+    // The query of work item `item`. Mostly a branch saves the division.
+    static __device__ __forceinline__ Query query_of_item(const Params& p, uint32_t item, uint32_t head_tiles) {
+        return query_by_branch(p, head_tiles == 1 ? item : item / head_tiles);
+    }
     static __device__ __forceinline__ const int32_t* list_of(const Params& p, const Work& w) {
         return p.main.indices + w.query.b * p.main.index_stride_b + w.query.s * p.main.index_stride_s + w.first;
     }
@@ -252,15 +258,15 @@ struct SingleQueries : Default {
 
 // --- producer -------------------------------------------------------------------------------------------------
 
-// Start the copies of column blocks BEGIN to END - 1 of this thread's rows FIRST to LAST - 1, of four. Null rows become
-// zeros.
+// Start the copies of column blocks BEGIN to END - 1 of this thread's rows FIRST to LAST - 1, of four, to a tile or Q at
+// `place` of shared memory. Null rows become zeros.
 template <typename K, int BEGIN, int END, int FIRST = 0, int LAST = 4>
-__device__ __forceinline__ void copy_blocks(const Copier& c, uint32_t tile, const uint8_t* const (&rows)[4]) {
+__device__ __forceinline__ void copy_blocks(const Copier& c, int place, const uint8_t* const (&rows)[4]) {
 #pragma unroll
     for (int i = FIRST; i < LAST; ++i) {
 #pragma unroll
         for (int b = BEGIN; b < END; ++b) {
-            const uint32_t to = tile + b * BLOCK_BYTES + i * 2048 + c.offset;
+            const uint32_t to = c.at + place + b * BLOCK_BYTES + i * 2048;
             if constexpr (K::POLICY) {
                 cp_async_16(to, rows[i] + b * 128, rows[i] != nullptr, c.policy);
             } else {
@@ -290,10 +296,10 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
                                             uint32_t parity) {
     Small& sm = small<K>();
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION][0]), parity);
-    copy_blocks<K, 4 * REGION, 4 * REGION + 4, 0, 2>(c, tile_address(TILE), rows);
+    copy_blocks<K, 4 * REGION, 4 * REGION + 4, 0, 2>(c, TILE_AT + TILE * TILE_BYTES, rows);
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION][1]), parity);
-    copy_blocks<K, 4 * REGION, 4 * REGION + 4, 2, 4>(c, tile_address(TILE), rows);
-    if constexpr (has_rope(TILE, REGION)) copy_blocks<K, 8, 9>(c, tile_address(TILE), rows);
+    copy_blocks<K, 4 * REGION, 4 * REGION + 4, 2, 4>(c, TILE_AT + TILE * TILE_BYTES, rows);
+    if constexpr (has_rope(TILE, REGION)) copy_blocks<K, 8, 9>(c, TILE_AT + TILE * TILE_BYTES, rows);
     if constexpr (has_validity(TILE, REGION)) {
         if (c.lane % 8 < K::VALIDITY_LANES) {
             K::store_validity(p, w, c, 2 * pair + TILE, TILE, rows, validity);
@@ -352,7 +358,7 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
         parity ^= 2;
         announce<K>(index, w.length);
-        copy_blocks<K, 0, BLOCKS>(c, shared_address(shared) + Q_AT, rows);
+        copy_blocks<K, 0, BLOCKS>(c, 0, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
         for (int pair = 0; pair < w.pairs; ++pair) {

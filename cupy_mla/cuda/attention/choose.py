@@ -43,10 +43,16 @@ INVARIANT_ROWS, INVARIANT_ROWS_IN_TURN, INVARIANT_QUERIES = 512, 704, 32
 PADDED_QUERIES = 8
 # Up to so many work items the kernels for few heads are faster for prefill of many heads, too.
 FEW_ITEMS = 28
-BF16_FEW_HEADS_SPLITS = 2  # up to so many splits of a query `bf16_few_heads_sm90` is the faster kernel for bf16 rows
-# From so many work items on `bf16_cluster_sm90` is the faster kernel for flat bf16 rows; the second number is for up to
-# 32 heads, where half of the tile is padding, and lists too short for a pair of tiles in each CTA of a full cluster.
+# Up to so many splits of a query `bf16_few_heads_sm90` is the faster kernel for bf16 rows; and with clusters of the
+# second number in decode of up to 16 heads: its two warpgroups then have as many tiles each, three would not.
+BF16_FEW_HEADS_SPLITS, BF16_FEW_HEADS_CLUSTER = 2, 4
+# For flat bf16 rows of more than 16 heads `bf16_cluster_sm90` is the faster kernel: always, of lists with a pair of
+# tiles for each CTA of a full cluster; of shorter ones from so many work items on, the second number with up to 32
+# heads, where half of the tile is padding.
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
+# For decode of 9 to 16 heads, too, over lists with so many pairs of tiles: with so many splits; or with somewhat fewer
+# that fill more than this share of the GPU.
+CLUSTER_FEW_HEADS_PAIRS, CLUSTER_FEW_HEADS_SPLITS, CLUSTER_FEW_HEADS_FULL = 8, (6, 4), 0.75
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
 # Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; waves of work items,
@@ -58,8 +64,8 @@ SHARE_MOST_WAVES_FEW_HEADS = {8: ((2048, 1.2),), 16: ((2048, 1.3), (1024, 1.07))
 # Waves of queries of 17 to 32 heads, and the fewest list entries, for which two queries a CTA of `bf16_few_heads_sm90`
 # are faster than equal shares and whole work items.
 TWO_QUERIES_WAVES, TWO_QUERIES_ROWS = (1.45, 1.9), 2048
-# CTAs a work item with which the GPU is full, but not with clusters of as many: then equal splits of a query, a CTA
-# each, are merged by the last of them. And the pairs of tiles that such a split has at least.
+# CTAs a work item with which the GPU is full where clusters of as many do not all run at a time: then equal splits of a
+# query, a CTA each, are merged by the last of them. And the pairs of tiles that such a split has at least.
 SHARE_SPLITS, SHARE_SPLIT_PAIRS = 3, 2
 # Of lists with fewer pairs of tiles, whole work items are faster than clusters of two where those fill more than two
 # thirds of the GPU.
@@ -237,7 +243,9 @@ def _bf16_few_heads_wanted(f: Facts, s: Sizes) -> bool:
     """Few splits of bf16 rows; the kernel depends on how many queries there are."""
     if f.batch_invariant:
         return False
-    return _two_queries(f, s) or _bf16_few_heads_splits(f, s).splits <= BF16_FEW_HEADS_SPLITS
+    divided = _bf16_few_heads_splits(f, s)
+    four = divided.splits == divided.cluster == BF16_FEW_HEADS_CLUSTER and s.h_q <= 16 and not f.prefill
+    return _two_queries(f, s) or divided.splits <= BF16_FEW_HEADS_SPLITS or four
 
 
 def _two_queries_wanted(f: Facts, s: Sizes) -> bool:
@@ -314,6 +322,16 @@ def _cluster_splits(f: Facts, s: Sizes) -> int:
     return min(fit, key=lambda n: (ceil_div(pairs, n), n), default=1)
 
 
+def _few_heads_clusters_wanted(f: Facts, s: Sizes) -> bool:
+    """Of 9 to 16 heads, in decode."""
+    if f.prefill or f.batch_invariant or s.splits is not None or not 8 < s.h_q <= 16:
+        return False
+    if _bf16_pairs(s) < CLUSTER_FEW_HEADS_PAIRS:
+        return False
+    splits, (enough, fewer) = _cluster_splits(f, s), CLUSTER_FEW_HEADS_SPLITS
+    return splits >= enough or (splits >= fewer and splits * s.queries > CLUSTER_FEW_HEADS_FULL * f.gpu.sms)
+
+
 def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
     splits = max(2, _cluster_splits(f, s))
     return Choice("bf16_cluster_sm90", bf16_sm90.HEADS, splits, splits)
@@ -321,9 +339,10 @@ def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
 
 def _shares_alike(f: Facts, s: Sizes) -> int:
     """Splits of a query where equal ones, a CTA each, are wanted; otherwise 1."""
-    ctas = f.gpu.sms // _items(s, bf16_sm90.HEADS)
-    wanted = ctas == SHARE_SPLITS and _bf16_pairs(s) >= SHARE_SPLITS * SHARE_SPLIT_PAIRS and s.h_q > 16
-    return SHARE_SPLITS if wanted else 1
+    items = _items(s, bf16_sm90.HEADS)
+    clusters = f.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())[SHARE_SPLITS - 1]
+    fill = f.gpu.sms // items == SHARE_SPLITS and items > clusters
+    return SHARE_SPLITS if fill and _bf16_pairs(s) >= SHARE_SPLITS * SHARE_SPLIT_PAIRS and s.h_q > 16 else 1
 
 
 def _bf16_shares(f: Facts, s: Sizes) -> Choice:
@@ -357,7 +376,7 @@ def _share_waves_few_heads(f: Facts, s: Sizes) -> tuple[float, float]:
 
 def _bf16_wanted(f: Facts, s: Sizes) -> bool:
     full = s.splits is None and _bf16_pairs(s) >= MAX_CLUSTER
-    return _items(s, bf16_sm90.HEADS) >= (CLUSTER_ITEMS if s.h_q > 32 or full else CLUSTER_HALF_ITEMS)
+    return full or _items(s, bf16_sm90.HEADS) >= (CLUSTER_ITEMS if s.h_q > 32 else CLUSTER_HALF_ITEMS)
 
 
 def _portable(f: Facts, s: Sizes) -> Choice:
@@ -417,7 +436,9 @@ TABLE = (
     # Flat bf16 rows, a quarter to a third of a wave of work items in equal splits, or somewhat more than half or whole
     # waves.
     Row("bf16_shares_sm90", _flat_bf16_rows, _may_split, _bf16_shares_wanted, _bf16_shares),
-    # Up to 16 heads, and small prefills: bf16 rows in at most 2 splits, then all others.
+    # Flat bf16 rows of few queries of 9 to 16 heads.
+    Row("bf16_cluster_sm90", _flat_bf16_rows, _may_split, _few_heads_clusters_wanted, _bf16_cluster),
+    # Up to 16 heads, and small prefills: bf16 rows in at most 2 splits, or in decode 4, then all others.
     Row(
         "bf16_few_heads_sm90", _bf16_rows, _any,
         lambda f, s: _few_heads_wanted(f, s) and _bf16_few_heads_wanted(f, s), _bf16_few_heads,

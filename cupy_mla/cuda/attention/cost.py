@@ -272,9 +272,9 @@ def few_heads_candidates(
 # Of `bf16_sm90` and `bf16_shares_sm90`, fitted to 512 to 2048 rows, batch 37 to 270 of 17 to 128 heads. ITEM, PAIR: of
 # a work item, and each of its pairs of tiles. LOAD: what is added to a pair, in decode, as CTAs fill the GPU, but not
 # where several CTAs work on a query and read its rows from L2.
-# EVEN: of rows that are divided evenly, once; TILES: with several tiles of heads a query.
+# EVEN: of rows that are divided evenly, once; SHARED: where CTAs read the same rows.
 BF16_ITEM, BF16_PAIR, BF16_LOAD = 7.0, 3.5, 1.25
-BF16_EVEN, BF16_EVEN_TILES, BF16_EVEN_PREFILL = 15.0, 18.0, 16.0
+BF16_EVEN, BF16_EVEN_SHARED = 15.0, 16.0
 # Where queries have random lengths, fitted to decode of 64 heads with lengths up to 2048; prefill was not measured.
 # Divided evenly: once, and the part of a full work item's time that each takes. Whole items: the part that the longest
 # one takes, and that a wave adds.
@@ -299,10 +299,9 @@ def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool
     if uneven:
         (once, of_item), (of_longest, of_wave) = BF16_UNEVEN_EVEN, BF16_UNEVEN_WHOLE
         gain = (of_longest + of_wave * share) * item - once - of_item * share * (item + BF16_LOAD * pairs)
-    load = 0.0 if prefill or head_tiles > 1 else BF16_LOAD * pairs
+    once, load = (BF16_EVEN_SHARED, 0.0) if prefill or head_tiles > 1 else (BF16_EVEN, BF16_LOAD * pairs)
     rounds = -(-items // sms)
     whole = rounds * item + load * (rounds - 1 + (share - rounds + 1) ** 2)
-    once = BF16_EVEN_PREFILL if prefill else BF16_EVEN_TILES if head_tiles > 1 else BF16_EVEN
     return once + share * (item + load) < whole + gain
 
 

@@ -146,14 +146,17 @@ def test_decode_of_flat_caches(hopper, rng, fmt, b, s_q, h_q, block_size, num_sp
     check_flat_decode(hopper, rng, fmt, b, s_q, h_q, block_size, num_splits)
 
 
+READ_ONCE = [("bf16_sm90", 1), ("bf16_cluster_sm90", 2), ("bf16_cluster_sm90", 7)]
+
+
+@pytest.mark.parametrize(("hopper", "num_splits"), READ_ONCE, indirect=["hopper"])
 @FLAT
-def test_decode_that_reads_rows_once(hopper, launched, rng, fmt):
+def test_decode_that_reads_rows_once(hopper, rng, fmt, num_splits):
     """Fewer list entries than the cache has rows."""
     main = paged(rng, fmt, 5, 1, 700, 64)
     main.indices = main.indices[..., :130].copy()
     assert main.indices.size < len(main.cache) * 64
-    check_decode(hopper, fmt, queries(rng, 5, 1, 64, fmt.d_qk), main, num_splits=1)
-    assert "bf16_sm90" in launched
+    check_decode(hopper, fmt, queries(rng, 5, 1, 64, fmt.d_qk), main, num_splits=num_splits)
 
 
 @on_clusters

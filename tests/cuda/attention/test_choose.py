@@ -57,6 +57,7 @@ FOR_ROWS = [
     ("decode", V4_FP8, 128, 64, {}),
     ("decode", BF16_576, 32, 215, {}),
     ("decode", BF16_576, 64, 150, {}),
+    ("decode", BF16_576, 16, 7, {}),
     ("decode", BF16_576, 16, 128, {}),
     ("decode", V32_FP8, 16, 128, {}),
     ("decode", V32_FP8, 128, 64, {}),
@@ -80,8 +81,8 @@ def test_each_row_is_for_some_calls(number):
 
 def test_every_kernel_has_a_name():
     assert NAMES == (
-        "bf16_grouped_sm90", "fp8_sm90", "bf16_few_heads_sm90", "bf16_shares_sm90", "few_heads_sm90",
-        "bf16_cluster_sm90", "bf16_sm90", "portable", "portable_99kb",
+        "bf16_grouped_sm90", "fp8_sm90", "bf16_few_heads_sm90", "bf16_shares_sm90", "bf16_cluster_sm90",
+        "few_heads_sm90", "bf16_sm90", "portable", "portable_99kb",
     )  # fmt: skip
 
 
@@ -208,8 +209,47 @@ def test_fp8_splits_that_were_measured_to_be_the_fastest(layout, h_q, rows, quer
 
 @BF16
 def test_up_to_16_heads_are_few(layout):
-    assert decode(layout, 16, 4).kernel == "few_heads_sm90"
-    assert decode(layout, 17, 8).kernel == "bf16_cluster_sm90"
+    assert decode(layout, 16, 20).kernel == "few_heads_sm90"
+    assert decode(layout, 17, 20).kernel == "bf16_cluster_sm90"
+
+
+@BF16
+@pytest.mark.parametrize("h_q", [9, 16])
+def test_few_queries_of_9_to_16_heads_are_for_clusters(layout, h_q):
+    """Of six and more CTAs, or of four that fill more than three quarters of the GPU."""
+    splits = {n: c.splits for n in range(1, 60) if (c := decode(layout, h_q, n)).kernel == "bf16_cluster_sm90"}
+    assert splits == {n: 16 for n in range(1, 8)} | {n: 8 for n in range(8, 16)} | {16: 6, 17: 6} | {
+        n: 4 for n in range(25, 31)
+    }
+    for queries in (1, 7, 30):
+        for facts in ({"rows": 7 * 128}, {"splits": 16}, {"flat": False}, {"batch_invariant": True}):
+            assert decode(layout, h_q, queries, **facts).kernel != "bf16_cluster_sm90"
+        assert prefill(h_q, queries, layout=layout).kernel != "bf16_cluster_sm90"
+        assert decode(layout, 8, queries).kernel != "bf16_cluster_sm90"
+
+
+@BF16
+@pytest.mark.parametrize(("queries", "splits"), [(1, 8), (6, 8), (13, 8), (16, 0), (24, 0), (25, 4), (28, 4), (31, 0)])
+def test_9_to_16_heads_are_for_clusters_from_8_pairs_of_tiles_on(layout, queries, splits):
+    for rows in (7 * 128 + 1, 1024):
+        chosen = decode(layout, 16, queries, rows)
+        if splits:
+            assert chosen == Choice("bf16_cluster_sm90", 64, splits, splits)
+        else:
+            assert chosen.kernel != "bf16_cluster_sm90"
+
+
+@BF16
+def test_bf16_rows_in_clusters_of_four_are_for_the_kernel_with_two_warpgroups(layout):
+    """As are those in at most two splits; in decode of up to 16 heads."""
+    four = Choice("bf16_few_heads_sm90", 8, 4, 4)
+    assert [decode(layout, 8, queries) for queries in (23, 28)] == [four, four]
+    assert decode(layout, 16, 24) == four._replace(heads=16)
+    assert decode(layout, 8, 23, batch_invariant=True).kernel == "few_heads_sm90"
+    assert decode(V32_FP8, 8, 23).kernel == "few_heads_sm90"
+    assert decode(layout, 8, 31)[1:4] == (8, 4, 1)
+    assert decode(layout, 8, 31).kernel == "few_heads_sm90"
+    assert prefill(16, 24, layout=layout).kernel == "few_heads_sm90"
 
 
 @BF16
@@ -235,7 +275,7 @@ def test_bf16_rows_in_at_most_two_splits_are_for_a_kernel_of_their_own(layout, s
 @BF16
 def test_the_splits_that_are_chosen_count_likewise(layout):
     kernels = {}
-    for queries in (1, 16, 33, 44, 64, 128, 500):
+    for queries in (18, 33, 44, 64, 128, 500):
         chosen = decode(layout, 16, queries)
         kernels[chosen.splits] = chosen.kernel
         assert chosen.kernel == ("bf16_few_heads_sm90" if chosen.splits <= 2 else "few_heads_sm90")
@@ -245,7 +285,7 @@ def test_the_splits_that_are_chosen_count_likewise(layout):
 @pytest.mark.parametrize(("h_q", "heads"), [(1, 8), (8, 8), (9, 16), (16, 16)])
 def test_heads_of_a_cta_for_few(h_q, heads):
     for queries in (1, 500):
-        assert decode(BF16_576, h_q, queries).heads == heads == few_heads_sm90.block_heads(h_q)
+        assert decode(BF16_576, h_q, queries, flat=False).heads == heads == few_heads_sm90.block_heads(h_q)
 
 
 @pytest.mark.parametrize("h_q", [8, 16])
@@ -273,8 +313,8 @@ def test_two_queries_a_cta_where_17_to_32_heads_fill_somewhat_less_than_two_wave
 @BF16
 @pytest.mark.parametrize(("h_q", "most"), [(17, 3), (32, 3), (33, 2), (64, 1), (128, 0)])
 def test_few_queries_of_more_heads_have_16_a_cta(layout, h_q, most):
-    """While all clusters run at a time."""
-    chosen = [decode(layout, h_q, queries).heads for queries in range(1, 8)]
+    """While all clusters run at a time, of lists too short for a pair of tiles in each CTA of a full cluster."""
+    chosen = [decode(layout, h_q, queries, 15 * 128).heads for queries in range(1, 8)]
     assert chosen[:most] == [16] * most
     assert 16 not in chosen[most:]
 
@@ -290,17 +330,25 @@ def test_two_queries_a_cta_when_there_are_more_than_multiprocessors():
 
 
 @BF16
-@pytest.mark.parametrize(("h_q", "least"), [(17, 4), (32, 4), (33, 4), (64, 4), (65, 2), (128, 2)])
-def test_flat_rows_are_for_clusters_from_so_many_work_items_on(layout, h_q, least):
-    """4 items, each a query and a tile of up to 64 heads."""
-    few, many = decode(layout, h_q, least - 1), decode(layout, h_q, least)
-    assert few.kernel == "few_heads_sm90"
-    candidates = choose.few_heads_candidates((16, 32), h_q, 32, CLUSTERS_AT_ONCE, None)
-    assert tuple(few[1:4]) == tuple(candidates.cheapest(least - 1))
-    assert many.kernel == "bf16_cluster_sm90"
-    assert (many.heads, many.splits) == (64, many.cluster)
-    assert many.splits > 1
-    assert decode(layout, h_q, least, flat=False).kernel == "few_heads_sm90"
+@pytest.mark.parametrize("h_q", [17, 32, 33, 64, 65, 128])
+def test_flat_rows_are_for_clusters_that_have_a_pair_of_tiles_for_each_cta(layout, h_q):
+    """From one query on."""
+    for queries in (1, 2, 3):
+        for rows in (15 * 128 + 1, 2048, 4096):
+            assert decode(layout, h_q, queries, rows) == Choice("bf16_cluster_sm90", 64, 16, 16)
+        few = decode(layout, h_q, queries, flat=False)
+        assert few.kernel == "few_heads_sm90"
+        candidates = choose.few_heads_candidates((16, 32), h_q, 32, CLUSTERS_AT_ONCE, None)
+        assert tuple(few[1:4]) == tuple(candidates.cheapest(queries))
+
+
+@BF16
+@pytest.mark.parametrize(("h_q", "least"), [(33, 4), (64, 4), (65, 2), (128, 2)])
+def test_short_lists_are_for_clusters_from_4_work_items_on(layout, h_q, least):
+    """Each a query and a tile of up to 64 heads."""
+    for rows in (512, 15 * 128):
+        assert decode(layout, h_q, least - 1, rows).kernel == "few_heads_sm90"
+        assert decode(layout, h_q, least, rows).kernel == "bf16_cluster_sm90"
 
 
 @BF16
@@ -310,8 +358,6 @@ def test_short_lists_of_up_to_32_heads_are_for_clusters_from_8_work_items_on(lay
     for facts in ({"rows": 512}, {"rows": 15 * 128}, {"splits": 16}):
         few, many = (decode(layout, h_q, queries, **facts).kernel for queries in (7, 8))
         assert (few, many) == ("few_heads_sm90", "bf16_cluster_sm90")
-    for queries in (4, 7):
-        assert decode(layout, h_q, queries, 15 * 128 + 1) == Choice("bf16_cluster_sm90", 64, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +394,7 @@ def test_clusters_have_the_fewest_splits_that_are_as_short_as_can_be(queries, ro
 @pytest.mark.parametrize(
     ("h_q", "queries", "rows", "splits"),
     [
-        (17, 34, 2048, 3), (32, 44, 2048, 3), (64, 44, 2048, 3), (128, 17, 2048, 3), (128, 22, 2048, 3),
+        (17, 40, 2048, 3), (32, 44, 2048, 3), (64, 44, 2048, 3), (128, 20, 2048, 3), (128, 22, 2048, 3),
         (64, 40, 641, 3),
     ],
 )  # fmt: skip
@@ -358,6 +404,13 @@ def test_three_splits_that_fill_the_gpu_are_merged_by_the_last(layout, h_q, quer
     assert decode(layout, h_q, queries, rows, uneven=True) == alike
     assert decode(layout, h_q, queries, rows, flat=False).kernel != "bf16_shares_sm90"
     assert decode(layout, h_q, queries, rows, batch_invariant=True).kernel != "bf16_shares_sm90"
+
+
+@BF16
+@pytest.mark.parametrize(("h_q", "queries"), [(17, 34), (32, 39), (64, 37), (128, 19)])
+def test_three_splits_are_clusters_where_those_all_run_at_a_time(layout, h_q, queries):
+    three = Choice("bf16_cluster_sm90", 64, 3, 3)
+    assert decode(layout, h_q, queries) == decode(layout, h_q, queries, uneven=True) == three
 
 
 def test_equal_splits_are_not_for_few_heads_or_rows():
