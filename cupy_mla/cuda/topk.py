@@ -64,15 +64,20 @@ class Widths(NamedTuple):
 
 ANY_WIDTH = 1 << 31
 STREAMED = Shape(512, 16, 2, streamed=True)
-# For more rows than SMs.
+STREAMED_BY_THREE = Shape(384, 16, 3, streamed=True)
+# For more rows than SMs. Of up to 2 and 3 rows an SM, all CTAs run at a time; of more, waves of small CTAs. What was
+# measured is in docs/kernels/topk.md.
 MANY = (
-    Widths(4096, ((1, Shape(512, 8, 2)), (2, Shape(256, 16, 5)))),
-    Widths(5120, ((1, Shape(256, 20, 5)),)),
-    Widths(6144, ((1, Shape(512, 12, 3)), (3, Shape(256, 24, 4)))),
-    Widths(7168, ((1, Shape(512, 16, 3)), (3, Shape(256, 28, 4)))),
-    Widths(8192, ((1, Shape(512, 16, 3)), (3, Shape(256, 32, 4)))),
-    *(Widths(512 * items, ((1, Shape(512, items, 2)),)) for items in (20, 24, 28, 32)),
-    Widths(32768, ((1, STREAMED), (2, Shape(256, 16, 4, streamed=True)))),
+    Widths(4096, ((1, Shape(512, 8, 2)), (2, Shape(512, 8, 3)), (3, Shape(256, 16, 5)))),
+    Widths(5120, ((1, Shape(512, 12, 2)), (2, Shape(512, 12, 3)), (3, Shape(256, 20, 5)))),
+    Widths(6144, ((1, Shape(512, 12, 2)), (2, Shape(512, 12, 3)), (3, Shape(256, 24, 4)), (4, Shape(256, 24, 5)))),
+    Widths(7168, ((1, Shape(512, 16, 2)), (2, Shape(512, 16, 3)), (3, Shape(256, 28, 4)))),
+    Widths(8192, ((1, Shape(512, 16, 2)), (2, Shape(512, 16, 3)), (3, Shape(256, 32, 4)))),
+    Widths(10240, ((1, Shape(512, 20, 2)), (2, Shape(512, 20, 3)))),
+    Widths(10752, ((1, Shape(512, 24, 2)), (2, Shape(384, 28, 3)))),
+    *(Widths(512 * items, ((1, Shape(512, items, 2)),)) for items in (24, 28, 32)),
+    Widths(32768, ((1, STREAMED), (2, STREAMED_BY_THREE), (3, Shape(256, 16, 4, streamed=True)))),
+    Widths(65536, ((1, STREAMED), (2, STREAMED_BY_THREE), (3, STREAMED), (4, STREAMED_BY_THREE))),
     Widths(ANY_WIDTH, ((1, STREAMED),)),
 )
 # For no more rows than SMs, a CTA each.

@@ -53,7 +53,9 @@ struct TopkParams {
 
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
-constexpr int BINS = 2048, BINS_OF_THREAD = BINS / THREADS;
+constexpr int BINS = 2048;
+constexpr int SEARCHERS = THREADS >= 1024 ? 1024 : THREADS >= 512 ? 512 : 256;  // threads that have bins
+constexpr int BINS_OF_THREAD = BINS / SEARCHERS;
 using Histogram = uint32_t[BINS + 4];  // word BINS counts what is in no bin; nothing reads it
 constexpr int CAPACITY = !STREAMED ? 4 : TILE < 8192 ? TILE : 8192;  // of the pool
 constexpr int WINDOW = CAPACITY / 2 * 32;  // columns whose choice is marked in shared memory at a time
@@ -62,7 +64,8 @@ constexpr uint32_t MAX_K = STREAMED ? CAPACITY / 2 : 4096;
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t OUTSIDE = 0;
 constexpr int32_t NO_SLOT = int32_t(0x80000000);  // a shift that makes every position negative
-static_assert(BINS % THREADS == 0 && ITEMS % 4 == 0 && ITEMS <= 32, "");
+static_assert(THREADS >= 256 && ITEMS % 4 == 0 && ITEMS <= 32, "");
+static_assert(!STREAMED || CAPACITY % (2 * THREADS) == 0, "a thread has as many words of marks");
 static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp's sum, 8 bytes a lane of its bins");
 
 struct Shared {
@@ -369,6 +372,8 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
     uint32_t bins[BINS_OF_THREAD];
 #pragma unroll
     for (int i = 0; i < BINS_OF_THREAD; ++i) {
+        bins[i] = 0;
+        if (SEARCHERS < THREADS && threadIdx.x >= SEARCHERS) continue;
         bins[i] = lowest[BINS_OF_THREAD - 1 - i];
         lowest[BINS_OF_THREAD - 1 - i] = 0;
     }
@@ -585,23 +590,32 @@ __device__ __forceinline__ float logit_below(uint32_t order) {
     return __uint_as_float(bits >> 31 ? bits ^ 0x80000000u : ~bits);
 }
 
-// A logit that somewhat more than k of a row are larger than, by a sample: pieces of 32 bytes from all over the row.
-// Called by the CTA.
-__device__ __forceinline__ float guess_threshold(const TopkParams& p, int row, const Range& range) {
-    constexpr int SIZE = THREADS * SAMPLED * 4, PIECES = SIZE / 8;
-    const int64_t start = row * p.logits_stride;
-    const int length = range.end - range.begin, base = range.begin / 4 * 4, step = length / PIECES;
+// A thread's logits of a sample of a row: pieces of 32 bytes from all over the row.
+struct Sample {
+    static constexpr int SIZE = THREADS * SAMPLED * 4, PIECES = SIZE / 8;  // of all threads
     float4 vector[SAMPLED];
+
+    __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range) {
+        const int64_t start = row * p.logits_stride;
+        const int length = range.end - range.begin, base = range.begin / 4 * 4, step = length / PIECES;
 #pragma unroll
-    for (int v = 0; v < SAMPLED; ++v) {
-        const int piece = (v * THREADS + threadIdx.x) / 2;
-        vector[v] =
-            logits_inside(p, start, base + int(int64_t(piece) * step) / 8 * 8 + threadIdx.x % 2 * 4, range, -INF);
+        for (int v = 0; v < SAMPLED; ++v) {
+            const int piece = (v * THREADS + threadIdx.x) / 2;
+            vector[v] =
+                logits_inside(p, start, base + int(int64_t(piece) * step) / 8 * 8 + threadIdx.x % 2 * 4, range, -INF);
+        }
     }
+};
+
+// A logit that somewhat more than k of a row are larger than. Called by the CTA.
+__device__ __forceinline__ float guess_threshold(const TopkParams& p, const Range& range, const Sample& sample) {
+    constexpr int SIZE = Sample::SIZE;
+    const int length = range.end - range.begin;
     uint32_t order[SAMPLED][4];
 #pragma unroll
     for (int v = 0; v < SAMPLED; ++v) {
-        const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
+        const float4& x = sample.vector[v];
+        const float of_vector[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
     }
@@ -675,13 +689,11 @@ struct Step {
     }
 };
 
-// Brings the logits of a range that are larger than `below` into the pool. Returns how many there are; those that find
-// no room are not there.
-__device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Range& range, float below) {
+// Brings the logits of a range that are larger than `below` into the pool; those of the first step are loaded. Returns
+// how many there are; those that find no room are not there.
+__device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Range& range, float below, Step step) {
     const int64_t start = row * p.logits_stride;
     int first = range.begin / 4 * 4;
-    Step step;
-    step.load(p, start, range, first);
     while (first < range.end) {
         const Step now = step;
         if (first + Step::SIZE < range.end) step.load(p, start, range, first + Step::SIZE);
@@ -892,11 +904,15 @@ __device__ __noinline__ void choose_in_memory(const TopkParams& p, int row, Rang
     store_chosen(p, row, of_row, threshold, count);
 }
 
-// Chooses from a part of a row that registers do not hold.
+// Chooses from a part of a row that registers do not hold. The first step's logits are on their way with the sample's.
 __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row,
                                                 const Range& range) {
+    Sample sample;
+    sample.load(p, row, of_row);
+    Step step;
+    step.load(p, row * p.logits_stride, range, range.begin / 4 * 4);
     __syncthreads();  // bins are 0
-    const int pooled = fill_pool(p, row, range, guess_threshold(p, row, of_row));
+    const int pooled = fill_pool(p, row, range, guess_threshold(p, of_row, sample), step);
     if (pools_suffice(pooled, p.k)) {
         Items items;
         items.set_pooled(pooled);

@@ -61,23 +61,39 @@ def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters:
         (1, 1 << 20, 2048, streamed(1024, 16, 1, clusters=True), 8),
         (SMS + 1, 4096, 2048, held(512, 8, 2), 1),
         (2 * SMS, 4096, 2048, held(512, 8, 2), 1),
-        (2 * SMS + 1, 4096, 2048, held(256, 16, 5), 1),
-        (168, 4672, 2048, held(256, 20, 5), 1),
+        (2 * SMS + 1, 4096, 2048, held(512, 8, 3), 1),
+        (3 * SMS + 1, 4096, 2048, held(256, 16, 5), 1),
+        (168, 4672, 2048, held(512, 12, 2), 1),
+        (3 * SMS, 5120, 4096, held(512, 12, 3), 1),
         (4096, 5120, 2048, held(256, 20, 5), 1),
+        (2 * SMS, 6144, 2048, held(512, 12, 2), 1),
         (3 * SMS, 6144, 2048, held(512, 12, 3), 1),
         (3 * SMS + 1, 6144, 4096, held(256, 24, 4), 1),
+        (4 * SMS + 1, 6144, 4096, held(256, 24, 5), 1),
+        (259, 6208, 2048, held(512, 16, 2), 1),
         (3 * SMS, 7168, 2048, held(512, 16, 3), 1),
         (3 * SMS + 1, 7168, 2048, held(256, 28, 4), 1),
+        (2 * SMS, 8192, 2048, held(512, 16, 2), 1),
         (3 * SMS, 8192, 2048, held(512, 16, 3), 1),
         (8192, 8192, 2048, held(256, 32, 4), 1),
-        (518, 9408, 2048, held(512, 20, 2), 1),
+        (162, 10240, 2048, held(512, 20, 2), 1),
+        (518, 9408, 2048, held(512, 20, 3), 1),
+        (2 * SMS, 10241, 2048, held(512, 24, 2), 1),
+        (2335, 10560, 2048, held(384, 28, 3), 1),
+        (2335, 10753, 2048, held(512, 24, 2), 1),
         (1207, 12672, 2048, held(512, 28, 2), 1),
         (1500, 16384, 2048, held(512, 32, 2), 1),
         (2 * SMS, 16385, 2048, streamed(512, 16, 2), 1),
+        (3 * SMS, 16385, 3072, streamed(384, 16, 3), 1),
+        (3 * SMS, 16385, 3073, streamed(512, 16, 2), 1),
         (1047, 20032, 2048, streamed(256, 16, 4), 1),
-        (1047, 20032, 2049, streamed(512, 16, 2), 1),
+        (1047, 20032, 2049, streamed(384, 16, 3), 1),
         (4096, 32768, 512, streamed(256, 16, 4), 1),
-        (4096, 32769, 512, streamed(512, 16, 2), 1),
+        (3 * SMS, 32769, 512, streamed(384, 16, 3), 1),
+        (3 * SMS + 1, 65536, 512, streamed(512, 16, 2), 1),
+        (4096, 65536, 512, streamed(384, 16, 3), 1),
+        (4096, 65536, 3073, streamed(512, 16, 2), 1),
+        (4096, 65537, 512, streamed(512, 16, 2), 1),
     ],
 )
 def test_on_hopper(monkeypatch, rows: int, width: int, k: int, shape: Shape, cluster: int) -> None:
@@ -108,9 +124,11 @@ def test_any_call_has_a_kernel_that_holds_or_streams_its_rows(monkeypatch) -> No
     sms = 0
     monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: tuple(sms // n for n in range(1, 9)))
     compiled = set(kernels())
-    for rows in (1, 2, 7, 12, 13, 16, 17, 33, 66, 67, 108, 109, 132, 133, 500, 5000):
-        for width in (0, 1, 4096, 4097, 8192, 10240, 12288, 12289, 16384, 24576, 24577, 65536, 131072, 131073, 1 << 20):
-            for sms, capability, k in product((16, 108, 132), (80, 90), (1, 2048, 4096)):
+    for rows in (1, 2, 7, 12, 13, 16, 17, 33, 66, 67, 108, 109, 132, 133, 300, 390, 500, 5000):
+        for width in (
+            0, 1, 4096, 4097, 8192, 10240, 10752, 12288, 12289, 16384, 24576, 24577, 65536, 131072, 131073, 1 << 20
+        ):  # fmt: skip
+            for sms, capability, k in product((16, 108, 132), (80, 90), (1, 2048, 3072, 4096)):
                 shape, cluster = choose(Gpu(0, sms, capability, 163), rows, width, k)
                 assert kernel(shape, False) in compiled
                 assert k <= shape.most_k
