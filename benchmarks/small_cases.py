@@ -133,7 +133,8 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
 
 
 def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
-    """`fp8_sm90` as it divides batches that are larger: short lists over all CTAs, and splits taken in turn."""
+    """`fp8_sm90` as it divides batches that are larger: short lists over all CTAs, by one plan for three calls, and
+    splits taken in turn."""
     cache, gpu_cache = packed(rng, layout, 3, 61)
     q = (10 * rng.standard_normal((6, 1, h, layout.d_qk))).astype(BF16)
     indices = rng.integers(0, 183, (6, 1, 900), dtype=np.int32)
@@ -142,19 +143,29 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
     scale = SM_SCALES[layout.d_qk]
     expected = cupy_mla.sparse_decode(q, cache, indices, scale)
     os.environ[VARIABLE] = "fp8_sm90"
-    heads = 64 if h > 32 else 32
-    for name, value, splits in (
-        ("_fp8_division", lambda *sizes: Division(heads, EVENLY, 1), None),
-        ("fp8_in_turn", lambda *sizes: True, 3),
+    heads, schedule = 64 if h > 32 else 32, cupy_mla.get_mla_metadata()[0]
+
+    def planned() -> tuple:
+        return cupy_mla.flash_mla_with_kvcache(
+            gpu_q, gpu_cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=gpu_i
+        )
+
+    def split() -> tuple:
+        return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=3)
+
+    for name, value, call, times in (
+        ("_fp8_division", lambda *sizes: Division(heads, EVENLY, 1), planned, 3),
+        ("fp8_in_turn", lambda *sizes: True, split, 1),
     ):
         was = getattr(choose, name)
         setattr(choose, name, value)
         try:
-            result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits)
+            results = [call() for _ in range(times)]
         finally:
             setattr(choose, name, was)
-        for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-            compare(f"divided {layout.name} h {h} splits {splits} {part}", ours, reference)
+        for number, result in enumerate(results):
+            for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
+                compare(f"divided {layout.name} h {h} {call.__name__} {number} {part}", ours, reference)
 
 
 def decode_kernels(layout: layouts.Layout) -> Iterator[str]:

@@ -10,10 +10,11 @@ Source: FlashMLA's Python interface as it ships in vLLM 0.22.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .calls.signature import operation
+from .cuda.program import Plan
 from .ops import attention
 from .ops.validate import require_d_v
 from .options import require_bool, require_scale
@@ -32,15 +33,20 @@ class FlashMLASchedMeta:
         shapes: what the schedule was planned for, in pairs of a name and a value; None before the first call.
         num_splits: splits of each query's rows that are asked for; None: chosen at each call.
         batch_invariant: as for `cupy_mla.sparse_decode`.
+        plan: on the GPU, how the first call's kernel divided its lists; the next calls do as well.
     """
 
     shapes: Shapes | None = None
     num_splits: int | None = None
     batch_invariant: bool = False
+    plan: Plan = field(default_factory=Plan, repr=False, compare=False)
 
 
 def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """An empty schedule for `flash_mla_with_kvcache`, which fills it at its first call.
+
+    Take a new one for each step, for all its layers: where index lists without lengths end is found out at the first
+    call, and later ones divide their lists over the GPU as that one did. Other lists make calls slower, not wrong.
 
     As in FlashMLA, positional and other keyword arguments are accepted and ignored, and the second value of the
     returned pair is None.
@@ -142,6 +148,7 @@ def flash_mla_with_kvcache(
     out, lse, shapes = _with_kvcache(
         q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
         head_dim_v, softmax_scale, causal, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits,
+        meta.plan,
     )  # fmt: skip
     meta.shapes = shapes
     return out, lse
@@ -188,6 +195,7 @@ def _with_kvcache(
     batch_invariant: bool,
     planned: Shapes | None,
     num_splits: int | None,
+    plan: Plan,
 ) -> tuple[Any, Any, Shapes | None]:
     """out, lse, and what the schedule is made for."""
     is_fp8_kvcache = require_sparse(head_dim_v, causal, is_fp8_kvcache)
@@ -203,6 +211,6 @@ def _with_kvcache(
     scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
     out, lse = attention.decode(
         q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
-        None, num_splits, batch_invariant, is_fp8_kvcache,
+        None, num_splits, batch_invariant, is_fp8_kvcache, plan,
     )  # fmt: skip
     return out, lse, shapes

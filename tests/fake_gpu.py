@@ -50,7 +50,7 @@ class FakeGPU:
         stream: the caller's current stream.
         used: bytes of memory in use; set to 0, the next allocations are those of before.
         threads: those that made themselves a CUDA context.
-        capturing: whether streams are being captured.
+        capturing, capture: whether streams are being captured; the capture's number.
         kernels: by their handles.
         graphs: the driver's functions for graphs.
     """
@@ -61,6 +61,7 @@ class FakeGPU:
         self.used = 0
         self.threads: list[threading.Thread] = []
         self.capturing = False
+        self.capture = 0
         self.kernels: dict[int, Kernel] = {}
         self.graphs = FakeGraphs(self)
         self._whole = Place("torch", HOST).empty((ARENA_BYTES,), np.dtype(np.uint8))
@@ -141,6 +142,10 @@ class FakeGraphs:
 
     def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:
         return 0, mode
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[int, int, int]:
+        assert self._gpu.capturing
+        return 0, 1, self._gpu.capture
 
     def cuGraphCreate(self, flags: int) -> tuple[int, int]:
         graph = next(self._handles)

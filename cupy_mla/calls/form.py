@@ -17,13 +17,16 @@ from typing import Any
 from ..arrays import aligned_up
 from ..bridges import dense_strides
 from ..cuda import driver
-from ..cuda.program import Clear, Launch, Nonce, Pointer, Program, Slot, Step
+from ..cuda.program import Clear, Launch, Nonce, PlanField, Pointer, Program, Slot, Step
 from ..cuda.structs import Packed
 from ..sizes import Node, Term, is_node, term
 from .code import Code
 from .graph import LaunchGraph
+from .plan import PlanMemory
 from .program import TracedCall
 from .scratch import scratch_memory
+
+OF_A_RUN = (Pointer, Nonce, PlanField)  # fields that differ from run to run
 
 
 class Form:
@@ -127,15 +130,20 @@ class _Writer:
         start, before = (f"p{argument}", 0) if argument is not None else self._starts[id(pointer.slot)]
         return start + self._offset(before + pointer.offset)
 
+    def _of_run(self, value: Any) -> str:
+        """A field that differs from run to run."""
+        if isinstance(value, PlanField):
+            return f"plan_{value.name}"
+        return self._address(value) if isinstance(value, Pointer) else f"{self.code.name(Nonce.next)}()"
+
     def _params(self, params: Packed) -> str:
         """The expression of a parameter struct: what differs from run to run, and the bytes between that."""
         formats, values = [], []
-        for differs, fields in groupby(params.of.fields(params.values), lambda f: isinstance(f[1], (Pointer, Nonce))):
+        for differs, fields in groupby(params.of.fields(params.values), lambda f: isinstance(f[1], OF_A_RUN)):
             if differs:
                 for code, value in fields:
                     formats.append(code)
-                    is_pointer = isinstance(value, Pointer)
-                    values.append(self._address(value) if is_pointer else f"{self.code.name(Nonce.next)}()")
+                    values.append(self._of_run(value))
             else:
                 packed, terms = _joined([(code, term(value)) for code, value in fields])
                 formats.append(f"{packed.size}s")
@@ -153,8 +161,20 @@ class _Writer:
             return
         code.line(f"stream = {code.name(self.library.stream_reader(place.device))}()")
         steps = list(in_graphs(place.program, place.device))
-        if self.call.scratch or any(type(step) is list for step in steps):
+        planned = self.call.plan_field
+        if self.call.scratch or planned or any(type(step) is list for step in steps):
             code.line(f"capturing = {code.name(driver.runtime().streamIsCapturing)}(stream)")
+        if planned is not None:
+            plan, take = f"a{self.call.plan}", code.name(PlanMemory(self.library, place.device).take)
+            key = self._tuple(planned.key)
+            code.line(f"plan_address, plan_filled, made = {take}({plan}, {key}, stream, capturing)")
+        self._write_with_scratch(steps)
+        if planned is not None:
+            code.line(f"{plan}.made = made")
+
+    def _write_with_scratch(self, steps: list[Step | list[Launch]]) -> None:
+        """Write the launches, with the scratch memory that they need."""
+        code, place = self.code, self.place
         if not self.call.scratch:
             self._write_launches(steps)
             return
@@ -209,8 +229,9 @@ class _Writer:
     def body(self) -> Callable[..., Any]:
         """The function that does what the call does."""
         arrays = self.call.arrays
+        given = arrays if self.call.plan is None else [*arrays, self.call.plan]
         lines = [f"{' '.join(f'x{k},' for k in range(len(self.values)))} = values"] if self.values else []
-        parameters = ["values", *(f"p{i}" for i in arrays), *(f"a{i}" for i in arrays)]
+        parameters = ["values", *(f"p{i}" for i in arrays), *(f"a{i}" for i in given)]
         return self.code.function("body", parameters, [*lines, *self.code.lines])
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays import Array
 from ..bridges import Place, dense_strides, describe, library_of, must_be_apart, require_apart
 from ..cuda import driver
-from ..cuda.program import Clear, Nonce, Pointer, Program, Slot, Step
+from ..cuda.program import Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Slot, Step
 from ..sizes import Trace, number
 
 # --- tracing --------------------------------------------------------------------------------------------------
@@ -129,6 +129,7 @@ class TracedCall:
 
     Attributes:
         arrays: which of the values are arrays.
+        plan: which of them is a `Plan`; None: none.
         result: what the body returned: arguments, slots, constants, or a tuple of these.
         holds_for_others: whether later calls may run what this one is compiled to.
     """
@@ -138,6 +139,7 @@ class TracedCall:
     ) -> None:
         self.trace: Trace = Trace()
         self.values = values
+        self.plan: int | None = next((i for i, value in enumerate(values) if isinstance(value, Plan)), None)
         self.arrays: list[int] = [i for i, value in enumerate(values) if library_of(value) is not None]
         described = {i: describe(names[i], values[i]) for i in self.arrays}
         on_gpu = next(array.place for array in described.values() if array.place.on_gpu)
@@ -181,6 +183,12 @@ class TracedCall:
         return [slot for key, slot in named.items() if slot.argument is None and key not in results]
 
     @property
+    def plan_field(self) -> PlanField | None:
+        """A field that says where the plan of the program's launches lies."""
+        launches = (step for step in self.place.program if isinstance(step, Launch))
+        return next((v for launch in launches for v in launch.params.values if isinstance(v, PlanField)), None)
+
+    @property
     def leaves(self) -> tuple[Any, ...]:
         """What the body returned, as a tuple."""
         return self.result if type(self.result) is tuple else (self.result,)
@@ -222,6 +230,8 @@ def run(call: TracedCall) -> Any:
         def address_of(value: Any) -> Any:
             if isinstance(value, Nonce):
                 return value.next()
+            if isinstance(value, PlanField):
+                return 0  # no plan
             if not isinstance(value, Pointer):
                 return number(value)
             start = starts[id(value.slot)] if value.address is None else number(value.address)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from .. import arrays
 from ..bridges import library_of
 from ..cuda import driver
-from ..cuda.program import ALIGNMENT
+from ..cuda.program import ALIGNMENT, Plan
 from .code import Code
 from .form import Form
 from .program import TracedCall, is_numbers, run
@@ -221,6 +221,7 @@ class Signature:
         self._arrays = [i for i, value in enumerate(values) if library_of(value) is not None]
         self._library = next(library for i in self._arrays if (library := library_of(values[i])) and _on_gpu(values[i]))
         self._integers = [i for i, value in enumerate(values) if is_numbers(value)]
+        self._plans = [i for i, value in enumerate(values) if isinstance(value, Plan)]
         self._ranks = [values[i].ndim for i in self._arrays]
         self._facts = [_facts(values[i]) for i in self._arrays]
         self._dense = [i for i, facts in zip(self._arrays, self._facts, strict=True) if facts[-2]]
@@ -240,7 +241,7 @@ class Signature:
         code, library = Code(), self._library
         parameters = [f"a{i}" for i in range(len(values))]
         arrays, addresses = ([f"{letter}{i}" for i in self._arrays] for letter in "ap")
-        given = ", ".join([*addresses, *arrays])
+        given = ", ".join([*addresses, *arrays, *(f"a{i}" for i in self._plans)])
         integers = f"({' '.join(f'a{i},' for i in self._integers)})"
         last, finders, alike = (f"{code.name(one)}[0]" for one in (self._last, self._finders, self._alike))
         seen = code.name(self._seen)
@@ -310,7 +311,7 @@ class Signature:
         """The condition under which arguments are of other types than these, or settings have other values."""
         constants = [i for i, value in enumerate(values) if value is None or type(value) is bool]
         typed = [i for i in range(len(values)) if i not in constants]
-        settings = [i for i in typed if i not in self._arrays and i not in self._integers]
+        settings = [i for i in typed if i not in (*self._arrays, *self._integers, *self._plans)]
         known = (*(type(values[i]) for i in typed), *(values[i] for i in settings))
         texts = [f"a{i} is not {values[i]}" for i in constants]
         texts.append(
@@ -376,5 +377,7 @@ def _facts(value: Any) -> Any:
     """What a signature holds of an argument."""
     if is_numbers(value):
         return int if type(value) is int else (tuple, len(value))
+    if isinstance(value, Plan):
+        return Plan
     library = library_of(value)
     return (type(value), value) if library is None else (type(value), *library.facts_of(value), value.ndim)

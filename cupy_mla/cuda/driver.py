@@ -264,6 +264,11 @@ def is_capturing(stream: int) -> bool:
     return runtime().streamIsCapturing(stream)
 
 
+def capture_of(stream: int) -> int:
+    """The number of a stream's capture, which no other capture of the process has."""
+    return int(call("cuStreamGetCaptureInfo", stream)[1])
+
+
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
     """Lets this thread make, free and copy while other threads capture."""

@@ -3,7 +3,8 @@
 A `Program` is a list of steps: launches of kernels and memory to be cleared. A step names memory by `Pointer`s, each a
 slot and an offset in bytes. A slot is an array argument, a result, or scratch memory of the call. Grids, offsets and
 fields of parameter structs are integers; in a traced call those that follow from the sizes of its arrays are symbolic,
-so that one program serves every size. A field may be a `Nonce`, a number that every run has for itself.
+so that one program serves every size. A field may be a `Nonce`, a number that every run has for itself, or say where a
+`Plan` lies, which several calls share.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .kernel import Kernel
 from .structs import Packed
 
 ALIGNMENT = 16  # bytes
+PLAN_BYTES = 4096  # of a plan
 
 
 class Slot:
@@ -104,6 +106,39 @@ class Nonce:
     def next(cls) -> int:
         """The number of a run."""
         return next(cls._numbers)
+
+
+class Plan:
+    """What a kernel finds in the first of several calls and keeps on the GPU for the others, as the layers of a step.
+
+    An argument of these calls, which `cupy_mla.calls` fills; empty on the host. A copy of it is a plan of its own.
+
+    Attributes:
+        made: what the plan is for and where it lies (`calls/plan.py`); empty before the first call.
+    """
+
+    __slots__ = ("made",)
+    made: tuple[Any, ...]
+
+    def __init__(self) -> None:
+        self.made = ()
+
+    def __reduce__(self) -> tuple[type[Plan], tuple[()]]:
+        return Plan, ()
+
+
+class PlanField(NamedTuple):
+    """A field of a parameter struct: a plan's address, with PLAN_BYTES, or whether an earlier launch filled it.
+
+    Attributes:
+        plan: the plan.
+        key: sizes; only calls of the same ones share a plan.
+        name: "address" or "filled".
+    """
+
+    plan: Plan
+    key: tuple[Any, ...]
+    name: str
 
 
 class Launch(NamedTuple):

@@ -168,6 +168,7 @@ def _with_kvcache(
     batch_invariant: bool,
     planned: Any,
     num_splits: int | None,
+    plan: Any,
 ) -> Any:
     """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made: each run of a graph chooses splits."""
     is_fp8_kvcache = require_sparse(head_dim_v, causal, is_fp8_kvcache)

@@ -241,11 +241,7 @@ class PagedLatentCache(Cache):
                 PagedLatentLayer(layouts.by_name(layout, d_qk), self.tokens, blocks, kind == "full") for kind in kinds
             ]
         )
-        self.schedules: dict[torch.Size, FlashMLASchedMeta] = {}
-
-    def schedule(self, indices: torch.Tensor) -> FlashMLASchedMeta:
-        """The decode schedule for index lists of this shape, which all layers share."""
-        return self.schedules.setdefault(indices.shape, get_mla_metadata()[0])
+        self.schedule: FlashMLASchedMeta = get_mla_metadata()[0]  # of a step's layers
 
 
 @contextmanager
@@ -291,6 +287,7 @@ def _attend(
     requests, new, _ = hidden_states.shape
     if self.layer_idx == 0:
         cache.tokens.advance(attention_mask, new)
+        past_key_values.schedule = get_mla_metadata()[0]
     step = cache.tokens.current
 
     # The model's projections, norms and RoPE.
@@ -319,7 +316,7 @@ def _attend(
         out, _, _ = flash_mla_sparse_fwd(q, cache.kv_cache.flatten(0, 1), indices, self.scaling)
     else:
         out, _ = flash_mla_with_kvcache(
-            q.unsqueeze(1), cache.kv_cache, None, None, self.kv_lora_rank, past_key_values.schedule(indices),
+            q.unsqueeze(1), cache.kv_cache, None, None, self.kv_lora_rank, past_key_values.schedule,
             softmax_scale=self.scaling, is_fp8_kvcache=cache.kv_cache.dtype == torch.uint8, indices=indices,
         )  # fmt: skip
     heads = v_up_proj(out.view(requests * new, self.num_heads, self.kv_lora_rank), w_uv)

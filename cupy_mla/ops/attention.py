@@ -16,6 +16,7 @@ from ..calls.signature import operation
 from ..cuda import driver
 from ..cuda.attention import launch as cuda
 from ..cuda.attention.cost import MAX_SPLITS
+from ..cuda.program import Plan
 from ..layouts import BFLOAT16, D_V
 from ..options import require_bool, require_integer, require_scale
 from ..reference import attention as reference
@@ -219,12 +220,14 @@ def decode(
     num_splits: int | None,
     batch_invariant: bool,
     is_fp8_kvcache: bool | None = None,
+    plan: Plan | None = None,
 ) -> tuple[Any, Any]:
     """What `sparse_decode` does, for the front doors.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
         is_fp8_kvcache: must agree with `k_cache` where it is given.
+        plan: of the calls that divide their lists alike.
     """
     if (extra_k_cache is None) != (extra_indices is None):
         raise ValueError("extra_k_cache and extra_indices must be given together")
@@ -270,7 +273,7 @@ def decode(
     place.call(
         cuda.sparse_decode, reference.sparse_decode,
         layout, q_, cache, idx, layout.d_qk**-0.5 if scale is None else scale, sink, length, extra,
-        extra_idx, extra_length, batch_invariant, division, out_, lse_,
+        extra_idx, extra_length, plan, batch_invariant, division, out_, lse_,
     )  # fmt: skip
     return out_.obj, lse_.obj
 

@@ -40,6 +40,7 @@ def sparse_decode(
     extra: np.ndarray | None,
     extra_idx: np.ndarray | None,
     extra_length: np.ndarray | None,
+    plan: object,
     batch_invariant: bool,
     num_splits: int,
     out: np.ndarray,
@@ -47,7 +48,7 @@ def sparse_decode(
 ) -> None:
     """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`.
 
-    Each query is worked on by itself, so `batch_invariant` makes no difference.
+    Each query is worked on by itself, so `batch_invariant` and `plan` make no difference.
     """
     caches = [(cache, idx, length)]
     if extra is not None and extra_idx is not None:

@@ -1399,7 +1399,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         }
         mbarrier_init_fence();
     }
-    if (DIVISION == SHARES) find_share_early(p, blockIdx.x, sm.shares);
+    const int share = blockIdx.x;
+    if (DIVISION == SHARES) find_share_early(p, share, sm.shares);
     __syncthreads();
     Work only;  // in clusters: found while an earlier kernel runs, unless that may write lengths
     if constexpr (DIVISION == CLUSTERS) {
@@ -1409,7 +1410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     wait_for_earlier_kernels();
     if constexpr (DIVISION == SHARES) {
         static_assert(2 * MOST_LISTED <= STAGES * STAGE_BYTES, "");
-        find_listed_share(p, blockIdx.x, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
+        find_planned_share(p, share, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
     }
     let_next_kernel_start();
     int stage = 0;

@@ -197,6 +197,41 @@ __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int 
     find_uneven_share(p, share, shares, [&](int query) { return lengths ? pairs_of(p, query) : int(listed[query]); });
 }
 
+// --- plans ----------------------------------------------------------------------------------------------------
+//
+// Calls with one schedule, as those of a step's layers, have one plan. The first launch leaves the shares that its CTAs
+// find in p.plan, and later ones load them. All have lists of as many entries and no lengths, so the plan divides each
+// of them, evenly or not.
+
+// Loads a share that an earlier launch has left. The CTA must meet afterwards.
+template <int THREADS>
+__device__ __forceinline__ void load_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
+    if (threadIdx.x != 0) return;
+    const int4 found = __ldcg(p.plan + share);
+    shares.begin = {found.x, found.y};
+    shares.end = {found.z, found.w};
+}
+
+// Leaves a share to later launches.
+template <int THREADS>
+__device__ __forceinline__ void leave_share(const AttentionParams& p, int share, const Shares<THREADS>& shares) {
+    if (p.plan == nullptr || threadIdx.x != 0) return;
+    p.plan[share] = make_int4(shares.begin.item, shares.begin.pair, shares.end.item, shares.end.pair);
+}
+
+// As find_listed_share, or loads what an earlier launch has found. All threads call.
+template <int THREADS>
+__device__ __forceinline__ void find_planned_share(const AttentionParams& p, int share, Shares<THREADS>& shares,
+                                                   uint16_t* listed) {
+    if (p.plan_filled > 0) {
+        load_share(p, share, shares);
+        __syncthreads();
+    } else {
+        find_listed_share(p, share, shares, listed);
+        leave_share(p, share, shares);
+    }
+}
+
 // --- partial results ------------------------------------------------------------------------------------------
 
 // Say that a share's partial result is there. The threads that wrote it must have met this one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...arrays import Array
 from ...layouts import D_V, Layout, by_name
@@ -11,7 +11,7 @@ from ...sizes import looked_up, most
 from .. import structs
 from ..driver import Gpu
 from ..paging import ceil_div, pointer
-from ..program import Nonce, Program, Slot
+from ..program import Nonce, Plan, PlanField, Program, Slot
 from ..structs import Packed
 from . import (
     bf16_cluster_sm90,
@@ -102,6 +102,7 @@ def sparse_decode(
     extra: Array | None,
     extra_indices: Array | None,
     extra_length: Array | None,
+    plan: Plan | None,
     batch_invariant: bool,
     choice: Choice,
     out: Array,
@@ -118,8 +119,10 @@ def sparse_decode(
     uneven = length is not None or extra_length is not None
     num_slots = cache.shape[0] * cache.shape[1]
     rows = _Rows(_paged(cache, indices, length), second, aligned, indices.shape[2], num_slots, length, uneven)
+    if uneven or extra is not None:
+        plan = None
     views = _View(q, *q.strides[:3]), _View(out, *out.strides[:3]), _View(lse, *(lse.strides[i] for i in (0, 2, 1)))
-    return _launches(gpu, layout, choice, (b, s_q, h_q), rows, *views, None, sink, sm_scale)
+    return _launches(gpu, layout, choice, (b, s_q, h_q), rows, *views, None, sink, sm_scale, plan)
 
 
 def decode_splits(
@@ -199,11 +202,13 @@ def _launches(
     max_logits: Array | None,
     sink: Array | None,
     sm_scale: float,
+    plan: Plan | None = None,
 ) -> Program:
     """The program of a choice: parameters, the kernel's launches, and the one that merges partial results.
 
     Args:
         batch: requests, queries of each, heads.
+        plan: of calls that divide their lists alike.
     """
     b, s_q, h_q = batch
     queries, heads = b * s_q, int(choice.heads)
@@ -220,6 +225,11 @@ def _launches(
     flags = ALIGNED_ROWS * rows.aligned | ALIGNED_Q * q.array.aligned(4) | ALIGNED_OUT * out.array.aligned(4)
     flags |= WIDE_OUT * out.array.aligned(16) | SOME_DONE * (choice.kernel == "bf16_grouped_sm90")
     flags |= DECODE * (max_logits is None)
+    plan_address: Any = 0
+    plan_filled: Any = 0
+    if plan is not None and choice.kernel == "fp8_sm90" and choice.splits == EVENLY:
+        key = choice.ctas, heads, h_q, queries, rows.topk
+        plan_address, plan_filled = PlanField(plan, key, "address"), PlanField(plan, key, "filled")
     params = structs.ATTENTION(
         main=rows.main, extra=rows.extra, q=q.array.ptr, q_b=q.b, q_s=q.s, q_h=q.h, out=out.array.ptr, out_b=out.b,
         out_s=out.s, out_h=out.h, lse=lse.array.ptr, max_logits=pointer(max_logits), lse_b=lse.b, lse_s=lse.s,
@@ -227,7 +237,7 @@ def _launches(
         cluster_parts=memory.clusters, sink=pointer(sink), scale_log2=sm_scale * math.log2(math.e), s_q=s_q, h_q=h_q,
         num_queries=queries, num_splits=partials, flags=flags, order=0, ready=memory.ready,
         nonce=Nonce() if memory.ready else 0, least_split=choice.least_split,
-        item_cost=choice.item_cost,
+        item_cost=choice.item_cost, plan=plan_address, plan_filled=plan_filled,
     )  # fmt: skip
     call = Call(gpu, layout, h_q, queries, rows.topk, rows.num_slots, params)
     if choice.kernel == "bf16_grouped_sm90":

@@ -1,0 +1,184 @@
+"""Plans that calls with one schedule share: which call fills one, and which take it from where."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import struct
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import cupy_mla
+from cupy_mla import flash_mla
+from cupy_mla.calls import plan
+from cupy_mla.calls.scratch import PER_THREAD_STREAM
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda.program import PLAN_BYTES
+from cupy_mla.cuda.structs import ATTENTION
+from tests.fake_gpu import FakeGPU
+
+torch = pytest.importorskip("torch")
+
+NO_PLAN = 0, 0
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[FakeGPU]:
+    forget_calls()
+    yield FakeGPU(monkeypatch)
+    forget_calls()
+    gc.collect()
+
+
+def schedule() -> flash_mla.FlashMLASchedMeta:
+    return flash_mla.get_mla_metadata()[0]
+
+
+def call(
+    gpu: FakeGPU, of: flash_mla.FlashMLASchedMeta, *, b: int = 67, topk: int = 2048, **more: Any
+) -> tuple[int, int]:
+    """Whether an earlier call has filled a call's plan, and the plan's address."""
+    gpu.log.clear()
+    flash_mla.flash_mla_with_kvcache(
+        torch.zeros((b, 1, 64, 576), dtype=torch.bfloat16), torch.zeros((4, 64, 1, 656), dtype=torch.uint8), None, None,
+        512, of, is_fp8_kvcache=True, indices=torch.zeros((b, 1, topk), dtype=torch.int32), **more,
+    )  # fmt: skip
+    return plan_of(gpu)
+
+
+def plan_of(gpu: FakeGPU) -> tuple[int, int]:
+    (launch,) = gpu.log
+    at = [ATTENTION.offsets[ATTENTION.index[name]] for name in ("plan_filled", "plan")]
+    return struct.unpack_from("i", launch.params, at[0])[0], struct.unpack_from("Q", launch.params, at[1])[0]
+
+
+def test_the_first_call_fills_a_plan_for_the_others(gpu):
+    for made in (schedule(), schedule()):
+        (filled, address), *others = [call(gpu, made) for _ in range(4)]
+        assert filled == 0 == address % 16
+        assert address
+        assert others == [(1, address)] * 3
+
+
+def test_schedules_have_plans_of_their_own(gpu):
+    one, other = schedule(), schedule()
+    filled, addresses = zip(*[call(gpu, of) for of in (one, other, one, other)], strict=True)
+    assert filled == (0, 0, 1, 1)
+    assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
+
+
+def test_calls_without_a_schedule_have_no_plan(gpu):
+    b = 67
+    for _ in range(3):
+        gpu.log.clear()
+        cupy_mla.sparse_decode(
+            torch.zeros((b, 1, 64, 576), dtype=torch.bfloat16), torch.zeros((4, 64, 656), dtype=torch.uint8),
+            torch.zeros((b, 1, 2048), dtype=torch.int32), 0.1,
+        )  # fmt: skip
+        assert plan_of(gpu) == NO_PLAN
+
+
+def test_other_sizes_are_planned_anew(gpu):
+    """Here by a schedule that forgets its shapes."""
+    made = schedule()
+    filled = []
+    for more in ({}, {}, {"b": 70}, {"b": 70}, {"topk": 1900}, {"topk": 1900}, {}):
+        made.shapes = None
+        filled.append(call(gpu, made, **more)[0])
+    assert filled == [0, 1, 0, 1, 0, 1, 0]
+
+
+def test_lists_with_lengths_have_no_plan(gpu):
+    """Each call divides its own: their lengths differ."""
+    made = schedule()
+    length = torch.zeros(67, dtype=torch.int32)
+    assert [call(gpu, made, topk_length=length) for _ in range(3)] == [NO_PLAN] * 3
+    assert [call(gpu, made)[0] for _ in range(2)] == [0, 1]
+
+
+def test_two_lists_have_no_plan(gpu):
+    """All of them are equally long, which the host knows."""
+    made, b = schedule(), 150
+    for _ in range(3):
+        gpu.log.clear()
+        flash_mla.flash_mla_with_kvcache(
+            torch.zeros((b, 1, 64, 512), dtype=torch.bfloat16), torch.zeros((4, 256, 1, 584), dtype=torch.uint8), None,
+            None, 512, made, is_fp8_kvcache=True, indices=torch.zeros((b, 1, 128), dtype=torch.int32),
+            extra_k_cache=torch.zeros((4, 64, 1, 584), dtype=torch.uint8),
+            extra_indices_in_kvcache=torch.zeros((b, 1, 512), dtype=torch.int32),
+        )  # fmt: skip
+        assert plan_of(gpu) == NO_PLAN
+    assert made.plan.made == ()
+
+
+def test_streams_have_plans_of_their_own(gpu):
+    made, filled = schedule(), []
+    for gpu.stream in (5, 5, 6, 6, 5, 5):
+        filled.append(call(gpu, made)[0])
+    assert filled == [0, 1] * 3
+
+
+def test_a_stream_of_every_thread_has_no_plan(gpu):
+    gpu.stream, made = PER_THREAD_STREAM, schedule()
+    assert [call(gpu, made) for _ in range(3)] == [NO_PLAN] * 3
+
+
+def test_captures_have_plans_of_their_own(gpu):
+    made = schedule()
+    filled = [call(gpu, made)[0], call(gpu, made)[0]]
+    for gpu.capture in (1, 2):
+        gpu.capturing = True
+        filled += [call(gpu, made)[0] for _ in range(2)]
+    gpu.capturing = False
+    filled += [call(gpu, made)[0] for _ in range(2)]
+    assert filled == [0, 1] * 4
+
+
+def test_a_plan_serves_so_many_calls(gpu, monkeypatch):
+    monkeypatch.setattr(plan, "MOST_CALLS", 3)
+    made = schedule()
+    assert [call(gpu, made)[0] for _ in range(7)] == [0, 1, 1, 0, 1, 1, 0]
+
+
+def test_a_call_that_fails_does_not_count(gpu, monkeypatch):
+    """Neither as the one that fills a plan, nor as one behind it."""
+    made, broken = schedule(), []
+    call(gpu, schedule())
+
+    class Log(list):
+        def append(self, launch: Any) -> None:
+            if broken:
+                raise RuntimeError(broken.pop())
+            super().append(launch)
+
+    monkeypatch.setattr(gpu, "log", Log())
+    filled = []
+    for _ in range(3):
+        broken.append("no launch")
+        with pytest.raises(RuntimeError, match="no launch"):
+            call(gpu, made)
+        filled.append(call(gpu, made)[0])
+    assert filled == [0, 1, 1]
+    assert made.plan.made[-1] == 3
+
+
+def test_memory_goes_with_the_schedule(gpu):
+    made = schedule()
+    call(gpu, made)
+    _, address, memory, _ = made.plan.made
+    assert (memory.data_ptr(), memory.numel()) == (address, PLAN_BYTES)
+    held = weakref.ref(memory)
+    del made, memory
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_have_plans_of_their_own(gpu, copied):
+    made = schedule()
+    call(gpu, made)
+    assert copied(made.plan).made == () != made.plan.made
