@@ -10,6 +10,9 @@ kernels are compiled by several processes.
 Schedules of decode's logits, ours as DeepGEMM's, are made outside of what is timed: an engine makes one a step, for all
 layers.
 
+DeepGEMM's decode takes one or two queries a request. Requests of more are given to it as vLLM does: as that many
+requests of one query each, with lengths and block tables repeated outside of what is timed. `peer` says so.
+
 Rows have `calc_diff` of the logits from float64 on some queries, or `exact`: 1 where the chosen sets are those of a
 stable sort. Sizes are drawn anew in each run, under the record's `seed`. Shapes come in order of importance; those that
 the limit leaves no time for are named in the record's `left_out`.
@@ -55,6 +58,7 @@ DECODES = (
 )  # fmt: skip
 QUICK = ((4096, 8192), (64, 1, 32768), (256, 131072), (64, 1, 131072), (1, 1, 32768), (64, 2, 32768))
 DRAWN_PREFILLS, DRAWN_DECODES = 5, 10
+PEERS_QUERIES = 2  # of a request, at most, in DeepGEMM's decode
 Shape = tuple[int, ...]  # queries and keys, or requests, queries of each and keys
 Tensors = tuple[torch.Tensor, ...]
 
@@ -229,23 +233,34 @@ def theirs(case: Case, sets: list[Tensors], peers: Peers) -> dict[str, list[Call
             name: [lambda s=s, o=o, name=name: peers.topk_decode(name, *s, o) for s, o in zip(sets, outs, strict=True)]
             for name in usable
         }
-    schedules = [peers.schedule(s[3]) for s in sets]
+    gemm = "DeepGEMM" if case.shape[1] <= PEERS_QUERIES else "DeepGEMM, a request each query"
+    given = [for_deep_gemm(s) for s in sets]
+    schedules = [peers.schedule(s[3]) for s in given]
 
     def logits(s: Tensors, schedule: torch.Tensor) -> torch.Tensor:
         return peers.paged_logits(*s, schedule, context)
 
     if work == "decode_logits":
-        return {"DeepGEMM": [lambda s=s, m=m: logits(s, m) for s, m in zip(sets, schedules, strict=True)]}
+        return {gemm: [lambda s=s, m=m: logits(s, m) for s, m in zip(given, schedules, strict=True)]}
     requests = torch.arange(case.shape[0], device="cuda", dtype=torch.int32).repeat_interleave(case.shape[1])
 
-    def select_paged(name: str, s: Tensors, schedule: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        peers.topk_decode(name, logits(s, schedule), s[3], out)
+    def select_paged(name: str, s: Tensors, g: Tensors, schedule: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        peers.topk_decode(name, logits(g, schedule), s[3], out)
         return cupy_mla.convert_req_index_to_global_index(requests, s[4], out, BLOCK)
 
-    every = list(zip(sets, schedules, outs, strict=True))
+    every = list(zip(sets, given, schedules, outs, strict=True))
     return {
-        f"DeepGEMM, {name}": [lambda e=e, name=name: select_paged(name, *e) for e in every] for name in usable
+        f"{gemm}, {name}": [lambda e=e, name=name: select_paged(name, *e) for e in every] for name in usable
     }  # fmt: skip
+
+
+def for_deep_gemm(s: Tensors) -> Tensors:
+    """A decode's inputs as DeepGEMM takes them: a query is a request where requests have too many."""
+    q8, cache, w, lens, table = s
+    queries = lens.shape[1]
+    if queries <= PEERS_QUERIES:
+        return s
+    return q8.flatten(0, 1).unsqueeze(1), cache, w, lens.reshape(-1, 1), table.repeat_interleave(queries, 0)
 
 
 # --- whether results are right --------------------------------------------------------------------------------
@@ -342,7 +357,7 @@ def compile_kernels(folder: Path, some: list[Shape]) -> None:
         if len(shape) == 2:
             peers.logits(*ragged(64, 128))
         else:
-            s = paged(*shape[:2], 128)
+            s = for_deep_gemm(paged(*shape[:2], 128))
             peers.paged_logits(*s, peers.schedule(s[3]), 128)
     torch.cuda.synchronize()
 
