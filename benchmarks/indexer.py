@@ -184,7 +184,7 @@ def fitting(sets: list[Tensors], case: Case) -> list[Tensors]:
 def schedule(shape: Shape, s: Tensors) -> torch.Tensor:
     """Ours, of a decode's keys."""
     requests, queries, context = shape
-    shares = logits_sm90.usual_shares(driver.gpu(0), HEADS, True, requests, queries, context)
+    shares = logits_sm90.shares_of_schedule(driver.gpu(0), HEADS, requests, queries, context)
     return cupy_mla.paged_indexer_schedule(s[3], s[4], context, BLOCK, shares)
 
 

@@ -58,7 +58,7 @@ def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bo
 @cache
 def schedule_kernel() -> Kernel:
     """The kernel that makes a schedule of a paged cache. The next launch never starts before its end."""
-    return Kernel("indexer/schedule.cu", structs.LOGITS, {**INDEXER_FP8.defines(), "PAGED": 1, "ALIGNED": 1})
+    return Kernel("indexer/schedule.cu", structs.SCHEDULE, {**INDEXER_FP8.defines(), "PAGED": 1, "ALIGNED": 1})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -142,12 +142,10 @@ def paged_indexer_schedule(
     gpu: Gpu, lens: Array, table: Array, max_context_len: int, block_size: int, out: Array
 ) -> Program:
     """Twin of `reference.logits.paged_indexer_schedule`."""
-    params = structs.LOGITS(
-        table=block_table(table, block_size), q8=0, keys=0, scales=0, w=0, out=out.ptr, starts=0, ends=lens.ptr,
-        schedule=0, q_request=0, q_query=0, q_head=0, w_stride=0, out_stride=out.strides[0], key_stride=0,
-        lens_stride=lens_stride(lens), schedule_stride=0, requests=lens.shape[0],
-        queries=lens.shape[1] if len(lens.shape) == 2 else 1, heads=0, width=max_context_len, num_blocks=0, clean=0,
-        compact_width=0, all_chosen=0,
+    params = structs.SCHEDULE(
+        table=block_table(table, block_size), starts=0, ends=lens.ptr, lens_stride=lens_stride(lens),
+        requests=lens.shape[0], queries=lens.shape[1] if len(lens.shape) == 2 else 1, width=max_context_len,
+        all_chosen=0, out=out.ptr, out_stride=out.strides[0],
     )  # fmt: skip
     return [Launch(schedule_kernel(), (out.shape[0], 1, 1), params)]
 

@@ -18,6 +18,8 @@ from .structs import Packed
 HEADS = (32, 64)  # index heads that kernels are compiled for; fewer are padded
 UNIT = 64  # keys
 FEW_UNITS = 100  # an SM: up to so many, a second CTA of an SM costs more than it hides
+LONG_UNITS = 30  # an SM: from more on, two queries of 64 heads by a schedule have a tile of their own
+LATE_SHARES_UNITS = 400  # an SM: from more on, a schedule has shares that begin late
 
 
 class Tile(NamedTuple):
@@ -47,6 +49,8 @@ class Tile(NamedTuple):
 
 MANY = Tile(128, 4, True, 10, underway=1)
 FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
+BESIDE = FEW[0]._replace(stages=6)  # by a schedule, two CTAs an SM: the next kernel's CTAs find room beside them
+LONG = FEW[1]._replace(underway=1)  # spares math warpgroups a fence each unit, but the first units are told of later
 
 
 def padded_heads(heads: int) -> int:
@@ -76,10 +80,12 @@ def kernel(heads: int, tile: Tile, paged: bool, compact: bool, alone: bool, sche
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for heads in HEADS:
-        for tile in (*FEW, MANY):
+        for tile in FEW:
             for alone in (False, True)[: tile.ctas]:
-                for by_schedule in (False, True)[: 1 if tile is MANY else 2]:
-                    yield kernel(heads, tile, True, False, alone, by_schedule)
+                yield kernel(heads, tile, True, False, alone, False)
+                yield kernel(heads, BESIDE if tile == FEW[0] and not alone else tile, True, False, alone, True)
+        yield kernel(heads, LONG, True, False, False, True)
+        yield kernel(heads, MANY, True, False, False, False)
         for tile in (FEW[-1], MANY):
             for compact in (False, True):
                 yield kernel(heads, tile, False, compact, False, False)
@@ -101,12 +107,27 @@ def shares_of_step(gpu: Gpu, queries: int, block_size: int) -> int | None:
     return gpu.sms if gpu.capability == 90 and scheduled(HEADS[0], queries, block_size) else None
 
 
+def _units(padded: int, tile: Tile, requests: int, queries: int, width: int) -> int:
+    """At most, of all tiles."""
+    return requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
+
+
 def usual_shares(gpu: Gpu, heads: int, paged: bool, requests: int, queries: int, width: int) -> int:
     """The CTAs of a launch for requests of `queries` queries each over at most `width` keys."""
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
-    units = requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
+    units = _units(padded, tile, requests, queries, width)
     return least((1 if units <= FEW_UNITS * gpu.sms else tile.ctas) * gpu.sms, units)
+
+
+def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width: int) -> int:
+    """The shares of a schedule for requests of `queries` queries each over at most `width` keys.
+
+    Where the CTAs of a launch are two an SM, there are twice as many more, which begin when others have ended."""
+    shares = usual_shares(gpu, heads, True, requests, queries, width)
+    padded = padded_heads(heads)
+    units = _units(padded, tile_for(padded, queries, True), requests, queries, width)
+    return 3 * shares if shares > gpu.sms and units > LATE_SHARES_UNITS * gpu.sms else shares
 
 
 def launch(
@@ -125,4 +146,9 @@ def launch(
     tile = tile_for(padded, queries, paged)
     ctas = usual_shares(gpu, heads, paged, requests, queries, width) if shares is None else shares
     alone = tile.ctas > 1 and ctas <= gpu.sms
-    return Launch(kernel(padded, tile, paged, compact, alone, shares is not None), (ctas, 1, 1), params)
+    by_schedule = shares is not None
+    if by_schedule and tile == FEW[0] and not alone:
+        tile = BESIDE
+    elif by_schedule and tile == FEW[1] and _units(padded, tile, requests, queries, width) > LONG_UNITS * gpu.sms:
+        tile = LONG
+    return Launch(kernel(padded, tile, paged, compact, alone, by_schedule), (ctas, 1, 1), params)

@@ -201,12 +201,16 @@ QUANTIZE_Q = Struct(
     q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32, heads=INT32,
     bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32, factor=FLOAT,
 )  # fmt: skip
-LOGITS = Struct(
-    "LogitsParams", table=BLOCK_TABLE, q8=POINTER, keys=POINTER, scales=POINTER, w=POINTER, out=POINTER, starts=POINTER,
-    ends=POINTER, schedule=POINTER, q_request=INT64, q_query=INT64, q_head=INT64, w_stride=INT64, out_stride=INT64,
-    key_stride=INT64, lens_stride=INT64, schedule_stride=INT64, requests=INT32, queries=INT32, heads=INT32, width=INT32,
-    num_blocks=INT32, clean=INT32, compact_width=INT32, all_chosen=INT32,
+LOGITS_WORK = Struct(
+    "LogitsWork", table=BLOCK_TABLE, starts=POINTER, ends=POINTER, lens_stride=INT64, requests=INT32, queries=INT32,
+    width=INT32, all_chosen=INT32,
 )  # fmt: skip
+LOGITS = Struct(
+    "LogitsParams", LOGITS_WORK, q8=POINTER, keys=POINTER, scales=POINTER, w=POINTER, out=POINTER, schedule=POINTER,
+    q_request=INT64, q_query=INT64, q_head=INT64, w_stride=INT64, out_stride=INT64, key_stride=INT64,
+    schedule_stride=INT64, heads=INT32, num_blocks=INT32, clean=INT32, compact_width=INT32,
+)  # fmt: skip
+SCHEDULE = Struct("ScheduleParams", LOGITS_WORK, out=POINTER, out_stride=INT64)
 TOPK = Struct(
     "TopkParams", table=BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER, out=POINTER,
     logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32, queries=INT32,

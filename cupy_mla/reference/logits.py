@@ -11,6 +11,8 @@ from .indices import slots_of
 D = INDEXER_FP8.d_qk
 ROPE = 64  # values of a row that are rotated
 SCHEDULE_UNIT, SCHEDULE_BLOCKS_AT = 64, 5  # keys; words of a share before the blocks of its first units
+SHARES_AT_ONCE = 288  # of a schedule: up to so many are equal
+PARTS_OF_THIRDS = 0, 920, 975, 1000  # of 1000 units, where the thirds of more shares begin and end
 AMAX_FLOOR = np.float32(1e-10)
 
 
@@ -117,7 +119,7 @@ def paged_indexer_logits(
 def paged_indexer_schedule(
     context_lens: np.ndarray, block_table: np.ndarray, max_context_len: int, block_size: int, out: np.ndarray
 ) -> None:
-    """Equal shares of the units of keys; see `cupy_mla.paged_indexer_schedule`."""
+    """Shares of the units of keys; see `cupy_mla.paged_indexer_schedule`."""
     shares = len(out)
     keys = visible_keys(context_lens, 1).max(axis=1, initial=0).clip(0, max_context_len)
     units = -(-keys // SCHEDULE_UNIT)
@@ -126,7 +128,7 @@ def paged_indexer_schedule(
     out[:, :SCHEDULE_BLOCKS_AT] = 0
     out[:, SCHEDULE_BLOCKS_AT:] = -1
     for share in range(shares):
-        first, stop = total * share // shares, total * (share + 1) // shares
+        first, stop = _begin_of_share(total, share, shares), _begin_of_share(total, share + 1, shares)
         if first == stop:
             continue
         request = int(np.searchsorted(until, first, side="right"))
@@ -137,6 +139,17 @@ def paged_indexer_schedule(
         for i, (r, u) in enumerate(of_unit[: out.shape[1] - SCHEDULE_BLOCKS_AT]):
             if (column := u * SCHEDULE_UNIT // block_size) < block_table.shape[1]:
                 out[share, SCHEDULE_BLOCKS_AT + i] = block_table[r, column]
+
+
+def _begin_of_share(total: int, share: int, shares: int) -> int:
+    """Of `total` units: up to SHARES_AT_ONCE shares are equal, of more each third of them has a part of its own."""
+    if shares <= SHARES_AT_ONCE:
+        return total * share // shares
+    third = -(-shares // 3)
+    number = min(share // third, 2)
+    size = min(third, shares - number * third)
+    before, until = PARTS_OF_THIRDS[number : number + 2]
+    return total * (before * size + (until - before) * (share - number * third)) // (1000 * size)
 
 
 def visible_keys(context_lens: np.ndarray, n: int) -> np.ndarray:

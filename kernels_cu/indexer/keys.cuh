@@ -13,7 +13,7 @@ struct KeyBlock {
     int32_t offset;  // in it
 };
 
-__device__ __forceinline__ KeyBlock block_of_key(const LogitsParams& p, int request, int key, int end) {
+__device__ __forceinline__ KeyBlock block_of_key(const LogitsWork& p, int request, int key, int end) {
     if constexpr (!PAGED) return {};
     if (key >= end) return {-1, 0};
     const Position at = find_position(p.table, key);

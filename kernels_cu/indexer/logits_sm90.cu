@@ -4,7 +4,8 @@
 //   tile   TILE_QUERIES queries and those units of their keys that fall into the CTA's share
 //   unit   64 keys: a stage of the ring
 //
-//   producer warpgroup        queries, weights and what the tile is, by all four warps: to one of two slots
+//   producer warpgroup        queries, weights and what the tile is, by all four warps: to one of two slots (those of a
+//                             CTA's first tile are copied by math warpgroups, which have nothing else to do yet)
 //                             keys and scales, each warp every fourth unit: to the ring
 //                               |
 //                               | cp.async, 128-byte swizzle
@@ -17,7 +18,8 @@
 // on every unit. Otherwise they have the same queries and take turns with the units.
 //
 // A lane has a quarter of the heads of each query, for keys g and g + 8; what the lanes of a quad have is added up so
-// that each ends with the logits of one key, for every second query.
+// that each ends with the logits of one key, for every second query. The columns of two queries stand in an order that
+// makes half of these exchanges simple (QueryHead).
 //
 // COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
 //
@@ -36,6 +38,7 @@
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
@@ -59,7 +62,9 @@ constexpr int STAGE_BYTES = UNIT * KEY_BYTES, SLOT_BYTES = TILE_ROWS * KEY_BYTES
 constexpr int LINE_GROUP = 8 * LINE_BYTES;  // what the swizzle repeats after
 constexpr int SLOTS = 2;
 static_assert(HEADS % 32 == 0, "");
-static_assert(!SCHEDULED || PAGED && !TOGETHER && UNDERWAY == 0, "a request is a tile");
+static_assert(!SCHEDULED || PAGED && !TOGETHER, "a request is a tile");
+// Math warpgroups, which have nothing else to do yet, copy a CTA's first queries, while producers copy keys.
+constexpr bool FILLS_FIRST = TOGETHER;
 
 // Copies to the ring become visible to wgmma by a fence. Where there are many units, a producer warp waits for the
 // copies of a unit when UNDERWAY more are under way, fences and tells; otherwise the copies themselves tell, which is
@@ -181,49 +186,47 @@ __device__ __forceinline__ KeyRange range_of_tile(const LogitsParams& p, const Q
     return {begin / ALIGNED_KEYS * ALIGNED_KEYS, __reduce_max_sync(~0u, any ? mine.end : 0)};
 }
 
-// Queries and weights of a tile; heads and queries that do not exist are zeros.
-__device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryTile& tile, int slot, int thread) {
-    const uint32_t rows = slot_rows(slot);
-    const uint8_t* q8 = p.q8 + tile.request * p.q_request + tile.first * p.q_query;
-#pragma unroll 4
-    for (int item = thread; item < TILE_ROWS * 8; item += 32 * PRODUCERS) {
-        const int row = item / 8, chunk = item % 8, query = row / HEADS, head = row % HEADS;
-        cp_async_16(swizzled(rows, row, chunk), q8 + query * p.q_query + head * p.q_head + 16 * chunk,
-                    query < tile.count && head < p.heads);
-    }
-    const uint32_t weights = shared_address(small().weights[slot]);
-    const float* w = p.w + tile.row(p, 0) * p.w_stride;
-#pragma unroll 4
-    for (int row = thread; row < TILE_ROWS; row += 32 * PRODUCERS) {
-        const int query = row / HEADS, head = row % HEADS;
-        cp_async_4(weights + 4 * row, w + query * p.w_stride + head, query < tile.count && head < p.heads);
-    }
-}
+// What stands in a row of a slot. Two queries share the 8 columns that a product's accumulators have of each row, in
+// turn, so that a lane's sums over the even eights and the odd ones are of different queries (sum_heads).
+constexpr int GROUP = QUERIES % 2 ? 1 : 2;
+struct QueryHead {
+    int query, head;
 
-// The same of the queries of a request, in fewer instructions.
-__device__ __forceinline__ void copy_queries_shortly(const LogitsParams& p, const QueryTile& tile, int slot,
-                                                     int thread) {
-    constexpr int AT_ONCE = 32 * PRODUCERS / 8;  // rows
-    const int row = thread / 8, chunk = thread % 8;
-    uint32_t to = swizzled(slot_rows(slot), row, chunk);
-    const uint8_t* query_row = p.q8 + tile.request * p.q_request + row * p.q_head + 16 * chunk;
-#pragma unroll
-    for (int query = 0; query < TILE_QUERIES; ++query) {
+    __device__ __forceinline__ static QueryHead of_row(int row) {
+        if (GROUP == 1) return {row / HEADS, row % HEADS};
+        const int eight = row % (2 * HEADS) / 8, column = row % 8;
+        return {row / (2 * HEADS) * 2 + (column / 4 ^ eight % 2), 4 * eight + column % 4};
+    }
+};
+
+// COUNT queries of a tile from number `first` on, which is even, and their weights, by 128 threads. Heads and queries
+// that do not exist are zeros.
+template <int COUNT>
+__device__ __forceinline__ void copy_queries(const LogitsParams& p, const QueryTile& tile, int first, int slot,
+                                             int thread) {
+    constexpr int ROWS_AT_ONCE = 128 / 8, HEADS_AT_ONCE = ROWS_AT_ONCE / GROUP;
+    const auto [own_query, own_head] = QueryHead::of_row(thread / 8);
+    const int chunk = thread % 8, first_row = first * HEADS, count = tile.count - first;
+    uint32_t to = swizzled(slot_rows(slot), first_row + thread / 8, chunk);
+    const uint8_t* query_row = p.q8 + tile.request * p.q_request + (tile.first + first + own_query) * p.q_query +
+                               own_head * p.q_head + 16 * chunk;
+#pragma unroll 1
+    for (int query = own_query; query < own_query + COUNT; query += GROUP) {
         const uint8_t* from = query_row;
 #pragma unroll
-        for (int head = row; head < HEADS; head += AT_ONCE) {
-            cp_async_16(to, from, query < tile.count && head < p.heads);
-            to += AT_ONCE * LINE_BYTES;
-            from += AT_ONCE * p.q_head;
+        for (int i = 0; i < HEADS; i += HEADS_AT_ONCE) {
+            cp_async_16(to, from, query < count && own_head + i < p.heads);
+            to += ROWS_AT_ONCE * LINE_BYTES;
+            from += HEADS_AT_ONCE * p.q_head;
         }
-        query_row += p.q_query;
+        query_row += GROUP * p.q_query;
     }
-    const uint32_t weights = shared_address(small().weights[slot]);
-    const float* w = p.w + tile.row(p, 0) * p.w_stride;
+    const uint32_t weights = shared_address(&small().weights[slot][first_row]);
+    const float* w = p.w + tile.row(p, first) * p.w_stride;
 #pragma unroll
-    for (int i = thread; i < TILE_ROWS; i += 32 * PRODUCERS) {
-        const int query = i / HEADS, head = i % HEADS;
-        cp_async_4(weights + 4 * i, w + query * p.w_stride + head, query < tile.count && head < p.heads);
+    for (int row = thread; row < COUNT * HEADS; row += 128) {
+        const auto [query, head] = QueryHead::of_row(row);
+        cp_async_4(weights + 4 * row, w + query * p.w_stride + head, query < count && head < p.heads);
     }
 }
 
@@ -399,8 +402,8 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool
         next.find(p, tile.request, first_key(ahead), range.end, lane);
         const int slot = turn % SLOTS;
         wait_for_slot(turn++, underway, lane);
-        copy_queries(p, tile, slot, threadIdx.x % 128);
         if (warp == HEADER_WARP) write_header(p, tile, range, taken, mine, slot, lane);
+        if (!FILLS_FIRST || turn > 1) copy_queries<TILE_QUERIES>(p, tile, 0, slot, read_thread_index() % 128);
         tell_of_slot(slot, warp, lane);
 #pragma unroll 1
         while (ahead < taken.count) copy_next();
@@ -415,7 +418,7 @@ __device__ __forceinline__ void produce(const LogitsParams& p, Share share, bool
 __device__ __forceinline__ void fill_slot(const LogitsParams& p, const QueryTile& tile, const KeyRange& range,
                                           const Units& taken, int slot) {
     const int thread = threadIdx.x % 128, warp = uniform(thread / 32), lane = thread % 32;
-    copy_queries_shortly(p, tile, slot, thread);
+    copy_queries<TILE_QUERIES>(p, tile, 0, slot, thread);
     if (warp == HEADER_WARP) {
         const KeyRange mine = p.queries == 1      ? range
                               : lane < tile.count ? range_of_query(p, tile.request, lane)
@@ -423,6 +426,15 @@ __device__ __forceinline__ void fill_slot(const LogitsParams& p, const QueryTile
         write_header(p, tile, range, taken, mine, slot, lane);
     }
     tell_of_slot(slot, warp, lane);
+}
+
+// Prefill: a math warpgroup copies its own queries of the first tile, while producers copy keys.
+__device__ __forceinline__ void copy_first_queries(const LogitsParams& p, const Share& share, int warpgroup) {
+    if (share.count > 0)
+        copy_queries<QUERIES>(p, tile_of<TILE_QUERIES>(p, share.tile), warpgroup * QUERIES, 0, threadIdx.x % 128);
+    cp_async_wait_all();
+    fence_proxy_async();
+    named_barrier_sync(1 + warpgroup, 128);
 }
 
 // The first tile of a share is filled in by a warpgroup of math, which has nothing else to do yet.
@@ -499,6 +511,7 @@ __device__ __forceinline__ void produce_scheduled(const LogitsParams& p, const S
         ahead -= taken.count;
         before += taken.count;
     }
+    if (UNDERWAY) underway.tell_all(lane);
     tell_of_end(turn, underway, warp, lane);
 }
 
@@ -508,18 +521,15 @@ constexpr int EVERY = TOGETHER ? 1 : WARPGROUPS;  // units from one of a warpgro
 constexpr bool LOOKS_FOR_WHOLE = !COMPACT;        // for units that all queries see, to store them without looking
 
 // The weights of a lane's columns.
-constexpr int OF_LANE = HEADS / 4;  // heads of a query
-
 struct Weights {
-    float of[QUERIES][OF_LANE];
+    float of[ROWS / 8][2];
 
     __device__ __forceinline__ void load(uint32_t weights, int lane) {
 #pragma unroll
         for (int i = 0; i < ROWS / 8; ++i) {
             const Vec8 two = load_shared_8(weights + 4 * (8 * i + 2 * (lane % 4)));
-            const int q = i / (HEADS / 8), at = 2 * (i % (HEADS / 8));
-            of[q][at] = __uint_as_float(two.x);
-            of[q][at + 1] = __uint_as_float(two.y);
+            of[i][0] = __uint_as_float(two.x);
+            of[i][1] = __uint_as_float(two.y);
         }
     }
 };
@@ -534,18 +544,21 @@ __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], uint64_t keys, ui
     wgmma_commit();
 }
 
-// Sums over the lane's heads of a pair of queries: of keys g and g + 8 for the even one, then for the odd one.
+// Sums over the lane's heads, of a pair of queries; key g, then g + 8. One query of a pair: the two sums, and the same
+// again. Two queries whose columns take turns: first of query t / 2 its heads in the even eights, then of the other one
+// its heads in the odd eights. Both have the same heads in a lane's sum, in the same order, as one query alone has.
 constexpr int PAIRS = ceil_div(QUERIES, 2);
 using Sums = float[PAIRS][4];
 
 __device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weights& w, Sums& sums) {
     float of_key[QUERIES][2] = {};
 #pragma unroll
-    for (int i = 0; i < HEADS / 2; ++i) {
+    for (int i = 0; i < ROWS / 8; ++i) {
+        const int q = GROUP == 2 ? i / (HEADS / 4) * 2 + i % 2 : i / (HEADS / 8);
 #pragma unroll
-        for (int q = 0; q < QUERIES; ++q) {
-            float& sum = of_key[q][i / 2 % 2];
-            sum = fmaf(max_or_nan(c[q * HEADS / 2 + i], 0.0f), w.of[q][i / 4 * 2 + i % 2], sum);
+        for (int j = 0; j < 4; ++j) {
+            float& sum = of_key[q][j / 2];
+            sum = fmaf(max_or_nan(c[4 * i + j], 0.0f), w.of[i][j % 2], sum);
         }
     }
 #pragma unroll
@@ -555,13 +568,22 @@ __device__ __forceinline__ void sum_heads(const float (&c)[ROWS / 2], const Weig
     }
 }
 
+// Of a pair: the sum that lane t stores.
+__device__ __forceinline__ float sum_of_lane(const float (&sums)[4], int t) {
+    if constexpr (GROUP == 1) return quad_sum_of_mine(sums, t);
+    const float first = sums[0] + __shfl_xor_sync(~0u, sums[2], 2),
+                second = sums[1] + __shfl_xor_sync(~0u, sums[3], 2);
+    const bool odd = t % 2 != 0;
+    return (odd ? second : first) + __shfl_xor_sync(~0u, odd ? first : second, 1);
+}
+
 // The key of a unit that a thread stores.
 __device__ __forceinline__ int key_of_thread(uint32_t thread) {
     return 16 * (thread / 32 % 4) + thread % 32 / 4 + 8 * (thread % 2);
 }
 
 // What a lane stores: lane t has key g + 8 (t % 2) of every unit, of every second query from t / 2 on. A unit's logits
-// are stored behind the next unit's product.
+// are stored behind the product of the warpgroup's next one.
 struct Results {
     const Header& h;
     int own_queries;
@@ -573,7 +595,7 @@ struct Results {
         : h(h), own_queries(own_queries) {
         const int key = h.first_key + my_key + (ahead - EVERY) * UNIT;
         out = p.out + (h.row + own_queries + t / 2) * p.out_stride + key;
-        whole = {0, 0};
+        whole = {0, 0};  // by the unit EVERY further on
         if constexpr (LOOKS_FOR_WHOLE) {
             int begin = 0, end = h.count - own_queries < QUERIES ? 0 : p.width;
 #pragma unroll
@@ -581,21 +603,24 @@ struct Results {
                 const KeyRange seen = h.range[own_queries + i];
                 begin = max(begin, seen.begin), end = min(end, seen.end);
             }
-            whole.first = uniform(ceil_div(max(begin - h.first_key, 0), UNIT));
-            whole.count = uniform(max((end - h.first_key) / UNIT - whole.first, 0));
+            const int first = ceil_div(max(begin - h.first_key, 0), UNIT);
+            whole.first = uniform(first + EVERY);
+            whole.count = uniform(max(min((end - h.first_key) / UNIT, h.units) - first, 0));
         }
     }
 
-    // Stores the logits of unit `u`; negative: there is none yet.
-    __device__ __forceinline__ void store(const LogitsParams& p, const float (&logits)[PAIRS], int u, int t) {
-        if (LOOKS_FOR_WHOLE && uint32_t(u - whole.first) < uint32_t(whole.count)) {
+    // Stores the logits of the warpgroup's unit before unit `ahead`, if there was one.
+    __device__ __forceinline__ void store(const LogitsParams& p, const float (&logits)[PAIRS], int ahead, int t) {
+        const int u = ahead - EVERY;
+        if (LOOKS_FOR_WHOLE && uint32_t(ahead - whole.first) < uint32_t(whole.count)) {
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
-                if (QUERIES % 2 == 0 || t / 2 + 2 * i < QUERIES) out[2 * i * p.out_stride] = logits[i];
+                if (QUERIES % 2 && t / 2 + 2 * i >= QUERIES) continue;
+                out[2 * i * p.out_stride] = logits[i];
             }
         } else if (u >= 0) {
-            const int thread = read_thread_index();
-            const int key = h.first_key + u * UNIT + key_of_thread(thread), first = own_queries + t / 2;
+            const int key = h.first_key + u * UNIT + key_of_thread(read_thread_index());
+            const int first = own_queries + t / 2;
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
                 if (QUERIES % 2 && first + 2 * i >= own_queries + QUERIES || first + 2 * i >= h.count) continue;
@@ -623,12 +648,17 @@ __device__ __forceinline__ uint64_t kept_operand(uint64_t operand) {
     return PAIRS == 1 ? operand >> 32 << 32 | uint32_t(uniform(int(uint32_t(operand)))) : operand;
 }
 
+__device__ __forceinline__ uint32_t uniform_kept(uint32_t x) { return PAIRS == 1 ? uint32_t(uniform(int(x))) : x; }
+
+constexpr int EMPTY_BEHIND_FULL = 8 * STAGES;  // bytes from a stage's barrier in `full` to the one in `empty`
+
 __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
     Small& sm = small();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = kept(lane % 4, lane);
     const int my_key = key_of_thread(threadIdx.x);
     const int own_queries = TOGETHER ? warpgroup * QUERIES : 0;
     const uint64_t first_stage = kept_operand(wgmma_operand(stage_rows(0), LINE_GROUP, 16));
+    const uint32_t first_full = uniform_kept(shared_address(&sm.full[0]));
     const uint32_t scales = kept(shared_address(&sm.scales[0][my_key]), lane);
     Place place = {TOGETHER ? 0 : warpgroup, 0};
     int ahead = place.stage;  // units before this warpgroup's next one
@@ -647,29 +677,32 @@ __device__ __forceinline__ void compute(const LogitsParams& p, int warpgroup) {
 
         float logits[PAIRS] = {};  // of the unit before
 #pragma unroll 1
-        for (; ahead < units; ahead += EVERY) {
-            float c[ROWS / 2];
-            mbarrier_wait(shared_address(&sm.full[place.stage]), place.round);
+        while (ahead < units) {
+            const uint32_t full = first_full + 8 * place.stage;
+            mbarrier_wait(full, place.round);
             if (!UNDERWAY) fence_proxy_async();
-            multiply(c, wgmma_further(first_stage, place.stage * STAGE_BYTES), queries);
-            results.store(p, logits, ahead - EVERY, t);
+            float c[ROWS / 2];
+            multiply(c, wgmma_operand_number(first_stage, place.stage, STAGE_BYTES), queries);
+            results.store(p, logits, ahead, t);
             wgmma_wait<0>();
             const float scale = __uint_as_float(load_shared_4(scales + place.stage * UNIT * 4));
             const bool exists = !PAGED || sm.exists[place.stage][warp / 2] >> my_key % 32 & 1;
             __syncwarp();
-            mbarrier_arrive_for_warp(shared_address(&sm.empty[place.stage]), lane);
+            mbarrier_arrive_elected<EMPTY_BEHIND_FULL>(full);
             Sums sums;
             sum_heads(c, w, sums);
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                const float sum = sum_of_lane(sums[i], t);
+                logits[i] = exists ? sum * scale : -INF;
+            }
             place.advance(EVERY);
-#pragma unroll
-            for (int i = 0; i < PAIRS; ++i) logits[i] = quad_sum_of_mine(sums[i], t);
-#pragma unroll
-            for (int i = 0; i < PAIRS; ++i) logits[i] = exists ? logits[i] * scale : -INF;
+            ahead += EVERY;
         }
-        results.store(p, logits, ahead - EVERY, t);
+        results.store(p, logits, ahead, t);
         ahead -= units;
         __syncwarp();
-        mbarrier_arrive_for_warp(shared_address(&sm.slot_empty[slot]), lane);
+        mbarrier_arrive_elected<0>(shared_address(&sm.slot_empty[slot]));
     }
 }
 
@@ -698,6 +731,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
             __syncthreads();
             if (warpgroup == 0) fill_first_slot(p, schedule);
         }
+        if constexpr (FILLS_FIRST) copy_first_queries(p, share, warpgroup);
         if constexpr (MOVES_REGISTERS) increase_registers_to<MATH_REGISTERS>();
         compute(p, warpgroup);
         return;

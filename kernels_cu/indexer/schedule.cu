@@ -1,5 +1,5 @@
-// The schedule of paged logits: the units of keys of all requests dealt out to equal shares, once for all layers. One
-// CTA a share.
+// The schedule of paged logits: the units of keys of all requests dealt out to shares, once for all layers. One CTA a
+// share.
 //
 // The logits' kernel reads it without waiting for the launches before its own. So this kernel must not let the next one
 // start early, as kernels with let_next_kernel_start do: whatever is launched behind it starts when its CTAs have ended,
@@ -7,17 +7,39 @@
 #include "indexer/keys.cuh"
 #include "indexer/schedule.cuh"
 
+// cupy_mla/cuda/structs.py declares the same fields.
+struct ScheduleParams : LogitsWork {
+    int32_t* out;  // [shares, SCHEDULE_WORDS]
+    int64_t out_stride;
+};
+
 constexpr int THREADS = 128;
 constexpr int EVERY_QUERY = 1 << 20;  // of a request, in one tile
 
-extern "C" __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ LogitsParams p) {
-    const Share share = share_of_cta<THREADS, EVERY_QUERY, SCHEDULE_UNIT>(p);
+// No Hopper GPU runs more CTAs of the logits at a time: two on each of 144 SMs. So many shares are equal, as far as
+// units are whole. Of more, the first third has most units. The others' CTAs begin when CTAs before them have ended,
+// which SMs do at unlike times, and even that out with the few units that they have.
+constexpr int SHARES_AT_ONCE = 288;
+struct ScheduleShares {
+    __device__ __forceinline__ static int64_t begin(int64_t total, int i, int shares) {
+        if (shares <= SHARES_AT_ONCE) return EqualShares::begin(total, i, shares);
+        const int third = ceil_div(shares, 3), number = min(i / third, 2);
+        const int size = min(third, shares - number * third);          // the last one may be smaller
+        const int before = number == 0 ? 0 : number == 1 ? 920 : 975;  // of 1000
+        const int own = number == 0 ? 920 : number == 1 ? 55 : 25;
+        return total * (before * size + own * (i - number * third)) / (1000 * size);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) schedule(const __grid_constant__ ScheduleParams p) {
+    const Share share = share_of_cta<THREADS, EVERY_QUERY, SCHEDULE_UNIT, ScheduleShares>(p);
     const int word = threadIdx.x;
     if (word >= SCHEDULE_WORDS) return;
     int ends[SCHEDULE_REQUESTS] = {};
     for (int i = 0; i < SCHEDULE_REQUESTS; ++i) {
         const int request = share.tile + i;
-        if (share.count > 0 && request < p.requests) ends[i] = range_of_tile(p, tile_of<EVERY_QUERY>(p, request)).end;
+        if (share.count > 0 && request < p.requests)
+            ends[i] = range_of_tile<EVERY_QUERY>(p, tile_of<EVERY_QUERY>(p, request)).end;
     }
     int value;
     if (word < SCHEDULE_BLOCKS_AT) {
@@ -29,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) schedule(const __grid_cons
         if (next) unit -= units;
         value = block_of_key(p, share.tile + next, unit * SCHEDULE_UNIT, ends[next]).block;
     }
-    reinterpret_cast<int32_t*>(p.out)[blockIdx.x * p.out_stride + word] = value;
+    p.out[blockIdx.x * p.out_stride + word] = value;
     __threadfence();
 }
 

@@ -11,27 +11,31 @@
 #include "tile/warp.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
-struct LogitsParams {
-    BlockTable table;                    // paged keys
+struct LogitsWork {
+    BlockTable table;           // paged keys
+    const int32_t* starts;      // [queries]; null for paged keys
+    const int32_t* ends;        // [queries], or context lengths [requests] or [requests, queries]
+    int64_t lens_stride;        // items; 0 for context lengths [requests]
+    int32_t requests, queries;  // keys in rows: one request
+    int32_t width;              // keys, or the longest context
+    int32_t all_chosen;         // queries that see at most so many keys need no logits; 0 where all do
+};
+
+struct LogitsParams : LogitsWork {
     const uint8_t* q8;                   // [requests, queries, heads, 128]
     const uint8_t* keys;                 // [width, 128], or the paged cache
     const float* scales;                 // [width]; null for paged keys
     const float* w;                      // [requests * queries, heads]
     float* out;                          // [requests * queries, width]
-    const int32_t* starts;               // [queries]; null for paged keys
-    const int32_t* ends;                 // [queries], or context lengths [requests] or [requests, queries]
     const int32_t* schedule;             // [grid, SCHEDULE_WORDS] (schedule.cuh); null: each CTA counts its share
     int64_t q_request, q_query, q_head;  // bytes
     int64_t w_stride, out_stride;        // items
     int64_t key_stride;                  // bytes from row to row, or from block to block
-    int64_t lens_stride;                 // items; 0 for context lengths [requests]
     int64_t schedule_stride;             // items
-    int32_t requests, queries, heads;    // keys in rows: one request
-    int32_t width;                       // keys, or the longest context
+    int32_t heads;
     int32_t num_blocks;
     int32_t clean;          // write -inf for keys that a query does not see
     int32_t compact_width;  // logits of a query in COMPACT rows, which start at the first key that it sees
-    int32_t all_chosen;     // queries that see at most so many keys need no logits; 0 where all do
 };
 
 constexpr int KEY_BYTES = 128;
@@ -43,7 +47,7 @@ struct KeyRange {
 };
 
 // The keys that a query sees; none if it needs no logits.
-__device__ __forceinline__ KeyRange range_of_query(const LogitsParams& p, int request, int query) {
+__device__ __forceinline__ KeyRange range_of_query(const LogitsWork& p, int request, int query) {
     int begin = 0, end;
     if constexpr (PAGED) {
         end = p.lens_stride == 0 ? p.ends[request] - p.queries + query + 1 : p.ends[request * p.lens_stride + query];
@@ -57,18 +61,18 @@ __device__ __forceinline__ KeyRange range_of_query(const LogitsParams& p, int re
 struct QueryTile {
     int request, first, count;  // queries of the request
 
-    __device__ __forceinline__ int64_t row(const LogitsParams& p, int i) const {
+    __device__ __forceinline__ int64_t row(const LogitsWork& p, int i) const {
         return int64_t(request) * p.queries + first + i;
     }
 };
 
 template <int TILE_SIZE>
-__device__ __forceinline__ int num_tiles(const LogitsParams& p) {
+__device__ __forceinline__ int num_tiles(const LogitsWork& p) {
     return p.requests * ceil_div(p.queries, TILE_SIZE);
 }
 
 template <int TILE_SIZE>
-__device__ __forceinline__ QueryTile tile_of(const LogitsParams& p, int number) {
+__device__ __forceinline__ QueryTile tile_of(const LogitsWork& p, int number) {
     const int of_request = ceil_div(p.queries, TILE_SIZE);
     const int request = of_request == 1 ? number : number / of_request;
     const int first = (number - request * of_request) * TILE_SIZE;
@@ -78,19 +82,21 @@ __device__ __forceinline__ QueryTile tile_of(const LogitsParams& p, int number) 
 // The keys that a tile needs; begins at a multiple of ALIGNED_KEYS, so that 32-byte sectors of the logits are written
 // whole and keys that stand together in a block are read together.
 constexpr int ALIGNED_KEYS = 16;
-__device__ __forceinline__ KeyRange range_of_tile(const LogitsParams& p, const QueryTile& tile) {
+template <int TILE_SIZE>
+__device__ __forceinline__ KeyRange range_of_tile(const LogitsWork& p, const QueryTile& tile) {
+    constexpr bool SMALL = TILE_SIZE <= 16;  // all queries are read at a time
     KeyRange all = {p.width, 0};
-    for (int i = 0; i < tile.count; ++i) {
-        const KeyRange one = range_of_query(p, tile.request, tile.first + i);
-        if (one.begin >= one.end) continue;
-        all = {min(all.begin, one.begin), max(all.end, one.end)};
+#pragma unroll(SMALL ? TILE_SIZE : 1)
+    for (int i = 0; i < (SMALL ? TILE_SIZE : tile.count); ++i) {
+        const KeyRange one = range_of_query(p, tile.request, tile.first + min(i, tile.count - 1));
+        if (one.begin < one.end) all = {min(all.begin, one.begin), max(all.end, one.end)};
     }
     return {all.begin / ALIGNED_KEYS * ALIGNED_KEYS, all.end};
 }
 
 // The keys of a tile that its units cover, with -inf where no query sees them.
 template <int UNIT>
-__device__ __forceinline__ KeyRange covered(const LogitsParams& p, const KeyRange& range) {
+__device__ __forceinline__ KeyRange covered(const LogitsWork& p, const KeyRange& range) {
     if (range.begin >= range.end) return {0, 0};
     return {range.begin, min(p.width, range.begin + ceil_div(range.end - range.begin, UNIT) * UNIT)};
 }
@@ -131,20 +137,28 @@ struct Share {
     }
 };
 
+// Where share number i begins, or number i - 1 ends, of so many shares of `total` places.
+struct EqualShares {
+    __device__ __forceinline__ static int64_t begin(int64_t total, int i, int shares) { return total * i / shares; }
+};
+
 // Called by the whole CTA.
-template <int THREADS, int TILE_SIZE, int UNIT>
-__device__ __forceinline__ Share share_of_cta(const LogitsParams& p) {
+template <int THREADS, int TILE_SIZE, int UNIT, typename Shares = EqualShares>
+__device__ __forceinline__ Share share_of_cta(const LogitsWork& p) {
     __shared__ int64_t warp_sums[THREADS / 32];
     __shared__ Share share;
     const int tiles = num_tiles<TILE_SIZE>(p), of_thread = ceil_div(tiles, THREADS);
     const int first = threadIdx.x * of_thread, last = min(first + of_thread, tiles);
-    const auto places_of = [&](int tile) { return places_in<UNIT>(range_of_tile(p, tile_of<TILE_SIZE>(p, tile))); };
+    const auto places_of = [&](int tile) {
+        return places_in<UNIT>(range_of_tile<TILE_SIZE>(p, tile_of<TILE_SIZE>(p, tile)));
+    };
     int64_t mine = 0;
     for (int tile = first; tile < last; ++tile) mine += places_of(tile);
     if (threadIdx.x == 0) share = {0, 0, 0};
     int64_t total;
     const int64_t before = cta_sum_before(mine, warp_sums, total), end = before + mine;
-    const int64_t begin = total * blockIdx.x / gridDim.x, stop = total * (blockIdx.x + 1) / gridDim.x;
+    const int64_t begin = Shares::begin(total, blockIdx.x, gridDim.x);
+    const int64_t stop = Shares::begin(total, blockIdx.x + 1, gridDim.x);
     if (before <= begin && begin < end && begin < stop) {
         int tile = first;
         int64_t place = begin - before;
@@ -161,19 +175,11 @@ __device__ __forceinline__ Share share_of_cta(const LogitsParams& p) {
 // The same for few tiles, by each warp for itself. There are fewer than 2^31 places: logits of as many units fill no
 // GPU's memory.
 template <int TILE_SIZE, int UNIT>
-__device__ __forceinline__ Share share_of_warp(const LogitsParams& p, int lane) {
+__device__ __forceinline__ Share share_of_warp(const LogitsWork& p, int lane) {
     const int tiles = num_tiles<TILE_SIZE>(p), of_lane = ceil_div(tiles, 32);
     const int first = min(lane * of_lane, tiles), last = min(first + of_lane, tiles);
     const auto places_of = [&](int tile) {
-        const QueryTile at = tile_of<TILE_SIZE>(p, tile);
-        KeyRange all = {p.width, 0};
-#pragma unroll
-        for (int i = 0; i < TILE_SIZE; ++i) {
-            if (i >= at.count) continue;
-            const KeyRange one = range_of_query(p, at.request, at.first + i);
-            if (one.begin < one.end) all = {min(all.begin, one.begin), max(all.end, one.end)};
-        }
-        return places_in<UNIT>({all.begin / ALIGNED_KEYS * ALIGNED_KEYS, all.end});
+        return places_in<UNIT>(range_of_tile<TILE_SIZE>(p, tile_of<TILE_SIZE>(p, tile)));
     };
     const auto share_of = [&](uint32_t total) {
         const uint32_t each = total / gridDim.x, more = total - each * gridDim.x;
@@ -200,10 +206,10 @@ __device__ __forceinline__ Share share_of_warp(const LogitsParams& p, int lane) 
 
 // Calls `act(tile, its range, first unit, number of units)` for every tile of the share.
 template <int TILE_SIZE, int UNIT, typename Act>
-__device__ __forceinline__ void for_tiles(const LogitsParams& p, Share share, Act act) {
+__device__ __forceinline__ void for_tiles(const LogitsWork& p, Share share, Act act) {
     while (share.count > 0) {
         const QueryTile tile = tile_of<TILE_SIZE>(p, share.tile);
-        const KeyRange range = range_of_tile(p, tile);
+        const KeyRange range = range_of_tile<TILE_SIZE>(p, tile);
         const Units units = share.take_tile<UNIT>(range);
         if (units.count > 0) act(tile, range, units.first, units.count);
     }
@@ -228,7 +234,7 @@ __device__ __forceinline__ void clean_rows(const LogitsParams& p, int thread) {
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
         const int request = row / p.queries, first = (row - request * p.queries) / TILE_SIZE * TILE_SIZE;
         const QueryTile tile = {request, first, min(TILE_SIZE, p.queries - first)};
-        const KeyRange written = covered<UNIT>(p, range_of_tile(p, tile));
+        const KeyRange written = covered<UNIT>(p, range_of_tile<TILE_SIZE>(p, tile));
         float* to = p.out + row * p.out_stride;
         for (int key = thread; key < written.begin; key += THREADS) to[key] = -INF;
         for (int key = written.end + thread; key < p.width; key += THREADS) to[key] = -INF;

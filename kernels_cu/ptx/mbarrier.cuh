@@ -30,6 +30,23 @@ __device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t barrier, int l
     if (WARP_ARRIVALS == 32 || lane == 0) mbarrier_arrive(barrier);
 }
 
+// A warp's arrival at the barrier that many bytes behind `barrier`, by one of its lanes. They need not have met.
+template <int BYTES_BEHIND>
+__device__ __forceinline__ void mbarrier_arrive_elected(uint32_t barrier) {
+    if constexpr (WARP_ARRIVALS == 32) {
+        mbarrier_arrive(barrier + BYTES_BEHIND);
+    } else {
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "elect.sync _|p, 0xffffffff;\n"
+            "@p mbarrier.arrive.shared::cta.b64 _, [%0 + %1];\n"
+            "}\n" ::"r"(barrier),
+            "n"(BYTES_BEHIND)
+            : "memory");
+    }
+}
+
 // A warp's arrivals at two barriers: those that lanes 0 and 1 pass.
 __device__ __forceinline__ void mbarrier_arrive_for_warp_at_two(uint32_t barrier, int lane) {
     if constexpr (WARP_ARRIVALS == 32) {

@@ -31,6 +31,12 @@ __device__ __forceinline__ uint64_t wgmma_further(uint64_t operand, uint32_t byt
     return uint64_t(high) << 32 | (low + (bytes >> 4));
 }
 
+// The description of number `i` of operands that stand `bytes` apart, multiples of 16.
+__device__ __forceinline__ uint64_t wgmma_operand_number(uint64_t first, int i, int bytes) {
+    const uint32_t low = opaque_value(uint32_t(first));
+    return first >> 32 << 32 | (low + uint32_t(i * (bytes / 16)));
+}
+
 // wgmma.fence: orders this thread's register writes before the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

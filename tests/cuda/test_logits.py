@@ -104,6 +104,29 @@ def test_ctas_are_alone_where_one_an_sm_is_launched_and_two_fit() -> None:
         assert kernel.alone == alone
 
 
+def test_two_queries_have_a_tile_of_their_own_where_an_sm_has_many_units_of_a_schedule() -> None:
+    compiled = set(logits_sm90.kernels())
+    of_sm = 64 * logits_sm90.LONG_UNITS  # keys
+    for heads, queries, width, underway in (
+        (64, 2, 2 * of_sm, 0), (64, 2, 2 * of_sm + 64, 1), (32, 4, 2 * of_sm + 64, 1), (64, 3, 9 * of_sm, 0),
+        (64, 1, 9 * of_sm, 0),
+    ):  # fmt: skip
+        for shares in (None, 132):
+            kernel = launch(heads, True, 66, queries, width, shares).kernel
+            assert kernel in compiled
+            assert kernel.defines["UNDERWAY"] == (underway if shares else 0)
+
+
+def test_a_schedule_has_shares_that_begin_late_where_an_sm_has_two_ctas_and_many_units() -> None:
+    gpu = Gpu(0, 132, 90, 227)
+    long = 64 * logits_sm90.LATE_SHARES_UNITS  # keys
+    for heads, requests, queries, width, shares in (
+        (64, 132, 1, long, 264), (64, 132, 1, long + 64, 792), (32, 132, 2, long + 64, 792),
+        (64, 132, 2, 9 * long, 132), (64, 1, 1, 640, 10), (64, 1, 1, 132 * long + 64, 792),
+    ):  # fmt: skip
+        assert logits_sm90.shares_of_schedule(gpu, heads, requests, queries, width) == shares
+
+
 def test_a_schedule_has_a_cta_a_share() -> None:
     """And the SM for itself where every share has one; the kernel's variant with few instructions serves it."""
     assert launch(64, True, 64, 2, 8192).kernel.defines["SCHEDULED"] == 0
@@ -112,6 +135,8 @@ def test_a_schedule_has_a_cta_a_share() -> None:
         assert (found.grid, found.kernel.alone) == ((shares, 1, 1), alone)
         assert found.kernel in set(logits_sm90.kernels())
         assert found.kernel.defines["SCHEDULED"] == 1
+        beside = queries == 1 and not alone  # two CTAs an SM, of fewer stages
+        assert (found.kernel.defines["STAGES"] == logits_sm90.BESIDE.stages) == beside
 
 
 def test_schedules_serve_requests_of_one_tile_and_blocks_of_whole_units() -> None:
@@ -209,6 +234,28 @@ def test_paged_by_every_kernel(hopper_gpu, launched, monkeypatch, rng, name: str
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
     indexers.assert_close(got, expected)
     assert launched == {name}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shares", [None, 5])
+def test_two_queries_of_many_units(hopper_gpu, launched, monkeypatch, rng, shares: int | None) -> None:
+    """By the tile that such calls have."""
+    monkeypatch.setattr(logits_sm90, "LONG_UNITS", 0)
+    forget_calls()
+    inputs = paged(rng, 7, 2, 64, 64, 3000)
+    inputs["kv_cache"] = np.ascontiguousarray(inputs["kv_cache"])
+    there = put(hopper_gpu, inputs)
+    schedule = (
+        None if shares is None
+        else paged_indexer_schedule(there["context_lens"], there["block_table"], 3000, 64, shares)
+    )  # fmt: skip
+    got = hopper_gpu.take(paged_indexer_logits(**there, schedule=schedule))
+    forget_calls()
+    expected = oracle_indexer.paged_logits(**{"cache" if k == "kv_cache" else k: a for k, a in inputs.items()})
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    indexers.assert_close(got, expected)
+    assert SM90 in launched
+    assert PORTABLE not in launched
 
 
 @pytest.mark.gpu

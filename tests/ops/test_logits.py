@@ -147,6 +147,16 @@ def test_ragged(kind, rng, m: int, n: int, heads: int, exact: bool) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+def test_queries_that_see_nothing(kind, rng) -> None:
+    """Whole tiles of them, first, last and between others."""
+    inputs = ragged(rng, 45, 700, 64)
+    inputs["starts"][:], inputs["ends"][:] = 0, np.arange(656, 701)
+    for first, last in ((0, 17), (24, 25), (31, 40), (44, 45)):
+        inputs["ends"][first:last] = 0
+    expected = oracle_indexer.ragged_logits(**inputs)
+    check(kind.take(indexer_logits(**{name: kind.put(a) for name, a in inputs.items()})), expected)
+
+
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize(("m", "n", "heads"), SHAPES)
 def test_compact_rows(kind, rng, m: int, n: int, heads: int, clean: bool) -> None:
@@ -311,7 +321,8 @@ def test_paged_agrees_with_ragged(kind, rng) -> None:
     [
         (1, 0, 40, 64, 2500, 132), (70, 0, 9, 16, 140, 132), (5, 3, 30, 64, 1900, 7), (300, 1, 3, 256, 700, 264),
         (3, 2, 2, 64, 400, 1), (0, 0, 4, 64, 200, 3), (4, 0, 5, 64, 0, 2), (2, 0, 0, 64, 90, 2),
-        (6, 0, 99, 1, 99, 1024),
+        (6, 0, 99, 1, 99, 1024), (5, 0, 90, 64, 5700, 288), (5, 0, 90, 64, 5700, 289), (7, 2, 120, 64, 7600, 792),
+        (90, 0, 40, 64, 2500, 650),
     ],
 )  # fmt: skip
 def test_schedule(kind, rng, b: int, n: int, width: int, block_size: int, longest: int, shares: int) -> None:
@@ -330,7 +341,7 @@ def test_schedule(kind, rng, b: int, n: int, width: int, block_size: int, longes
 
 
 @pytest.mark.parametrize("of_tokens", [False, True])
-@pytest.mark.parametrize("shares", [1, 5, 132, 264])
+@pytest.mark.parametrize("shares", [1, 5, 132, 264, 300])
 @pytest.mark.parametrize(
     ("b", "n", "heads", "block_size", "longest"),
     [(1, 1, 64, 64, 2500), (7, 2, 64, 64, 300), (40, 1, 32, 64, 200), (5, 3, 64, 15, 90), (3, 5, 64, 64, 200)],
