@@ -2,8 +2,8 @@
 
 python benchmarks/shapes.py [--quick] [--only REGEX]
 
-A division is heads of a CTA / splits / CTAs of a cluster that merge theirs. Prints the best of each decode beside what
-is chosen, and writes shapes.json.
+A division is heads of a CTA / splits / CTAs of a cluster that merge theirs, 0 for a team. Prints the best of each
+decode beside what is chosen, and writes shapes.json.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import choose, few_heads_sm90, fp8_sm90
 from cupy_mla.cuda.attention.cost import (
+    TEAM,
     Candidates,
     Division,
     divisions,
@@ -49,9 +50,12 @@ def measure(record: Record, case: str, sets: list[Set], tiles: int) -> None:
     candidates = (few_heads_candidates if few else fp8_candidates)(heads, h, tiles, at_once, None)
     chosen = tuple(candidates.cheapest(b * s_q))
     for splits in SPLITS:
-        for shape in divisions(heads, splits, splits):
-            clusters = b * s_q * -(-h // shape.heads) * shape.partials
-            if clusters > at_once[shape.cluster - 1] or clusters * shape.cluster < LEAST_CTAS or splits > tiles:
+        shapes = list(divisions(heads, splits, splits).all)
+        if not few and 1 < splits <= driver.MAX_CLUSTER:
+            shapes += [Division(n, splits, TEAM) for n in heads]
+        for shape in shapes:
+            ctas, together = b * s_q * -(-h // shape.heads) * splits, max(1, shape.cluster)
+            if ctas > at_once[together - 1] * together or ctas < LEAST_CTAS or splits > tiles:
                 continue
             take(shape)
             (time,) = time_side_by_side(own_decode_calls(sets, num_splits=splits))

@@ -19,10 +19,11 @@ import numpy as np
 import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.calls import scratch
+from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import choose, portable
 from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE
-from cupy_mla.cuda.attention.cost import Division
+from cupy_mla.cuda.attention.cost import TEAM, Division
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
@@ -133,13 +134,14 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
 
 
 def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
-    """`fp8_sm90` as it divides batches that are larger: short lists over all CTAs, by one plan for three calls, and
-    splits taken in turn."""
+    """`fp8_sm90` as it divides batches that are larger: short lists over all CTAs, by one plan for three calls; in
+    teams of CTAs; and splits taken in turn."""
     cache, gpu_cache = packed(rng, layout, 3, 61)
     q = (10 * rng.standard_normal((6, 1, h, layout.d_qk))).astype(BF16)
     indices = rng.integers(0, 183, (6, 1, 900), dtype=np.int32)
-    indices[np.arange(900) >= np.array([900, 0, 1, 300, 400, 500])[:, None, None]] = -1
-    gpu_q, gpu_i = on_gpu(q, indices)
+    length = np.array([900, 0, 1, 300, 400, 500], np.int32)
+    indices[np.arange(900) >= length[:, None, None]] = -1
+    gpu_q, gpu_i, gpu_length = on_gpu(q, indices, length)
     scale = SM_SCALES[layout.d_qk]
     expected = cupy_mla.sparse_decode(q, cache, indices, scale)
     os.environ[VARIABLE] = "fp8_sm90"
@@ -150,19 +152,31 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
             gpu_q, gpu_cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=gpu_i
         )
 
+    def alike() -> tuple:
+        return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale)
+
+    def by_length() -> tuple:
+        return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, topk_length=gpu_length)
+
     def split() -> tuple:
         return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=3)
 
     for name, value, call, times in (
         ("_fp8_division", lambda *sizes: Division(heads, EVENLY, 1), planned, 3),
+        ("_fp8_division", lambda *sizes: Division(heads, 2, TEAM), alike, 1),
+        ("_fp8_division", lambda *sizes: Division(heads, EVENLY, TEAM), by_length, 1),
         ("fp8_in_turn", lambda *sizes: True, split, 1),
     ):
         was = getattr(choose, name)
         setattr(choose, name, value)
+        choose.chooser.cache_clear()
+        forget_calls()
         try:
             results = [call() for _ in range(times)]
         finally:
             setattr(choose, name, was)
+            choose.chooser.cache_clear()
+            forget_calls()
         for number, result in enumerate(results):
             for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
                 compare(f"divided {layout.name} h {h} {call.__name__} {number} {part}", ours, reference)

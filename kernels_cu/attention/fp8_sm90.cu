@@ -33,8 +33,9 @@
 // item are the CTAs of a cluster, which merge their partial results (merge.cuh); SHARES, each CTA has an equal share of
 // all rows, and splits of an item are merged by the CTA that has its end (shares.cuh); SEGMENTS, each takes whole items
 // in turn, works on the splits of one after the other, with the same Q, and merges their partial results as a cluster
-// does, to the same bits. Of V32 rows, clusters and segments deal an item's tiles out to its splits in turn: a list with
-// -1 behind a short context is divided evenly, too.
+// does, to the same bits; TEAMS, as clusters, by CTAs that need not be neighbours, more of them for longer lists
+// (teams.cuh). Of V32 rows, clusters, segments and teams deal an item's tiles out to its splits in turn: a list with -1
+// behind a short context is divided evenly, too.
 //
 // Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a split
 // before its first tile, unless it has at most UNSEEN tiles.
@@ -56,6 +57,7 @@
 #include "attention/results.cuh"
 #include "attention/role.cuh"
 #include "attention/shares.cuh"
+#include "attention/teams.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
@@ -76,8 +78,9 @@
 
 constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3 };           // DIVISION
-constexpr bool SPLIT = DIVISION == CLUSTERS || DIVISION == SEGMENTS;  // each item, into as many parts
+enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3, TEAMS = 4 };  // DIVISION
+constexpr bool ONE_SPLIT = DIVISION == CLUSTERS || DIVISION == TEAMS;   // of a CTA
+constexpr bool SPLIT = ONE_SPLIT || DIVISION == SEGMENTS;               // an item's splits are equal
 constexpr bool IN_TURN = SPLIT && V32;  // splits have an item's tiles in turn, else neighbouring ones
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
@@ -110,6 +113,9 @@ enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER
 // The producer warps look for valid entries in splits of more than UNSEEN tiles: that takes 1 us of the first one's
 // time. They look at up to 32 * TILE_WORDS tiles; all others count as having one.
 constexpr int UNSEEN = SPLIT ? 12 : 4, TILE_WORDS = 8;
+// V4_FP8: they look at the last entries first, which spares whole lists the rest. Lists of V32_FP8 are longer and end
+// with -1 more often.
+constexpr bool LAST_FIRST = !V32;
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
@@ -142,6 +148,8 @@ struct alignas(16) SmallOf {
     Attended attended[2];
     int partials;  // results that are merged
     Shares<THREADS> shares;
+    TeamPlan<THREADS / 32> plan;
+    Merging merging;
 };
 
 // Stages of the ring: whole tiles, as many as there is space for.
@@ -193,7 +201,7 @@ __device__ __forceinline__ int last_item() {
 
 // How many splits this CTA has.
 __device__ __forceinline__ int num_splits(const AttentionParams& p) {
-    if (DIVISION == CLUSTERS) return 1;
+    if (ONE_SPLIT) return 1;
     if (DIVISION == SHARES) return last_item() + 1 - small().shares.begin.item;
     const int items = ceil_div(p.num_queries * num_head_tiles(p) - int(blockIdx.x), gridDim.x);
     return DIVISION == SEGMENTS ? items * p.num_splits : items;
@@ -204,12 +212,12 @@ __device__ __forceinline__ int segment_of(const AttentionParams& p, int turn) {
     return DIVISION == SEGMENTS ? turn % p.num_splits : 0;
 }
 
-// In clusters and segments: which split of its item split number `turn` of this CTA is, and how many the item has.
+// If SPLIT: which split of its item split number `turn` of this CTA is, and how many the item has.
 __device__ __forceinline__ int split_of(const AttentionParams& p, int turn) {
-    return DIVISION == CLUSTERS ? cluster_rank() : segment_of(p, turn);
+    return DIVISION == CLUSTERS ? cluster_rank() : DIVISION == TEAMS ? small().plan.team.split : segment_of(p, turn);
 }
 __device__ __forceinline__ int splits_of_item(const AttentionParams& p) {
-    return DIVISION == CLUSTERS ? cluster_size() : p.num_splits;
+    return DIVISION == CLUSTERS ? cluster_size() : DIVISION == TEAMS ? small().plan.team.size : p.num_splits;
 }
 
 // Of a whole work item, one of so many splits, to which its tiles are dealt out in turn. So splits are equal where a
@@ -230,10 +238,12 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     Work w;
     if constexpr (DIVISION == SHARES) {
         find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
-    } else if constexpr (SPLIT && !IN_TURN) {
-        find_item(p, w, item / head_tiles, item % head_tiles, split_of(p, turn), splits_of_item(p));
     } else {
-        find_item(p, w, item / head_tiles, item % head_tiles, 0, 1);
+        const Team& team = small().plan.team;
+        const int query = DIVISION == TEAMS ? team.query : item / head_tiles,
+                  head_tile = DIVISION == TEAMS ? team.head_tile : item % head_tiles;
+        constexpr bool WHOLE_ITEM = !SPLIT || IN_TURN;  // of which take_split takes some, if IN_TURN
+        find_item(p, w, query, head_tile, WHOLE_ITEM ? 0 : split_of(p, turn), WHOLE_ITEM ? 1 : splits_of_item(p));
     }
     w.ends_item = segment_of(p, turn + 1) == 0;
     if constexpr (DIVISION == SHARES) {
@@ -358,15 +368,28 @@ struct Entries {
             entry = (second ? extra : main)[at];
         return entry;
     }
+    // Whether the last entry of either list is one, if it has any.
+    __device__ __forceinline__ bool end_with_entries(const Work& w) const {
+        int32_t of_main = 0, of_extra = 0;
+        if (w.main_length > 0) of_main = main[w.main_length - 1];
+        if (w.extra_length > 0) of_extra = extra[w.main_tiles * TILE_ROWS + w.extra_length - 1];
+        return (of_main | of_extra) >= 0;
+    }
 };
 
 // Looks for valid entries in the tiles of a split: producer warp w in every fourth tile, from tile w on. `meanwhile`
-// runs while the first entries are on their way.
+// runs while the first entries are on their way. LAST_FIRST: returns false, and does not look further, where both lists
+// of the query end with an entry: then they are taken to have no -1 behind.
 template <typename Act>
-__device__ __forceinline__ void look_for_valid(const AttentionParams& p, const Work& w, const Entries& list, int warp,
+__device__ __forceinline__ bool look_for_valid(const AttentionParams& p, const Work& w, const Entries& list, int warp,
                                                int lane, Act meanwhile) {
     constexpr int AT_ONCE = 8;
     const int words = min(TILE_WORDS, ceil_div(w.count(), 32));
+    if constexpr (LAST_FIRST) {
+        const bool full = list.end_with_entries(w);
+        meanwhile();
+        if (full) return false;
+    }
 #pragma unroll 1
     for (int word = 0; word < words; ++word) {
         const int first = w.begin + w.step * 32 * word + w.step * warp;
@@ -376,7 +399,7 @@ __device__ __forceinline__ void look_for_valid(const AttentionParams& p, const W
             entries[i][0] = list.of(w, first + w.step * 4 * i, lane);
             entries[i][1] = list.of(w, first + w.step * 4 * i, lane + 32);
         }
-        if (word == 0) meanwhile();
+        if (!LAST_FIRST && word == 0) meanwhile();
         uint32_t found = 0;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
@@ -386,6 +409,7 @@ __device__ __forceinline__ void look_for_valid(const AttentionParams& p, const W
         }
         if (lane == 0) small().found[w.turn % 2][word][warp] = found;
     }
+    return true;
 }
 
 // The tiles of a split. If they were looked at, each producer warp has a list of the numbers of those that have a valid
@@ -427,7 +451,7 @@ __device__ __forceinline__ Tiles find_tiles(const AttentionParams& p, const Work
         meanwhile();
         return Tiles(w);
     }
-    look_for_valid(p, w, list, warp, lane, meanwhile);
+    if (!look_for_valid(p, w, list, warp, lane, meanwhile)) return Tiles(w);
     named_barrier_sync(PRODUCER_SYNC, THREADS - CONSUMERS);
     return Tiles(w, warp, lane);
 }
@@ -1183,7 +1207,7 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
                                                Output& out) {
     const int count = p.num_splits;
     const ClusterResults<8> partials(p.cluster_parts + int64_t(blockIdx.x) * count * PartialResults<8>::STEP, split,
-                                     count);
+                                     count, 1);
     write_partial(r, out, partials);
     if (!w.ends_item) return;
     sync_consumers();
@@ -1221,28 +1245,61 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
     sync_consumers();
 }
 
-// Merges the partial results of a cluster.
-__device__ __forceinline__ void merge_results(const AttentionParams& p, const Attended& w, const Role& r,
-                                              const Output& out) {
-    const ClusterResults<8> partials(p, cluster_index());
+// Merges partial results of a query's heads: this CTA's share of the output. A cluster meets before.
+__device__ __forceinline__ void merge_partials(const AttentionParams& p, const Query& query, int first_head,
+                                               const ClusterResults<8>& partials) {
     float* weights = reinterpret_cast<float*>(shared);  // in the space of Q, which is not read any more
     static_assert(MAX_CLUSTER * HEADS * 4 <= P_AT, "");
-    write_partial(r, out, partials);
     auto head_of = [](int chunk) { return chunk / 256 / 2 * 8 + chunk % 4 * 2 + chunk / 256 % 2; };
     auto finish = [&](int local, bool write, float ref, float sum, float) {
-        return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
+        return finish_merged_head(p, query, first_head + local, write, ref, sum, 0.0f);
     };
     auto column_of = [](int chunk) {
         const int thread = chunk % 256;
         return thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
     };
     auto store = [&](int local, int column, const float (&v)[8]) {
-        const int head = w.first_head + local;
+        const int head = first_head + local;
         if (head >= p.h_q) return;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) write_output(p, w.query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) write_output(p, query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
     };
-    partials.merge<CONSUMERS>(weights, head_of, column_of, finish, [] { sync_consumers(); }, store);
+    auto sync = [] { sync_consumers(); };
+    if constexpr (DIVISION == CLUSTERS) {
+        partials.merge<CONSUMERS>(weights, head_of, column_of, finish, sync, store);
+    } else {
+        partials.merge_share<CONSUMERS>(weights, head_of, column_of, finish, sync, store);
+    }
+}
+
+// Merges the partial results of a cluster.
+__device__ __forceinline__ void merge_results(const AttentionParams& p, const Attended& w, const Role& r,
+                                              const Output& out) {
+    const ClusterResults<8> partials(p, cluster_index());
+    write_partial(r, out, partials);
+    merge_partials(p, w.query, w.first_head, partials);
+}
+
+// Merges the partial results of a team.
+__device__ __forceinline__ void merge_team(const AttentionParams& p, const Attended& w, const Role& r,
+                                           const Output& out) {
+    const Team& team = small().plan.team;
+    const bool meets = r.warpgroup == 0 && r.warp == 0, all_joined = meets && all_have_joined(p, team, r.lane);
+    write_partial(r, out, {p.cluster_parts, index_of(team)});
+    sync_consumers();
+    Waiting waiting = {0, 0};
+    if (meets) {
+        const Merging merging = meet_team(p, team, all_joined, r.lane, waiting);
+        if (r.lane == 0) small().merging = merging;
+    }
+    sync_consumers();
+    const Merging& merging = small().merging;
+    if (merging.mergers > 0) {
+        const ClusterResults<8> partials(p.cluster_parts + int64_t(team.first) * PartialResults<8>::STEP, merging.rank,
+                                         team.size, merging.mergers);
+        merge_partials(p, w.query, w.first_head, partials);
+    }
+    if (threadIdx.x == 0) leave_team(p, team, waiting);
 }
 
 // Turns O^T into results, with the partial results of the CTAs before.
@@ -1330,7 +1387,7 @@ __device__ __forceinline__ void release_q(const Role& r) {
 // Returns how many units they were.
 __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32_t stage, const Role& r,
                                       const Attended& known) {
-    const Attended &told = small().attended[turn % 2], &w = DIVISION == CLUSTERS ? known : told;
+    const Attended &told = small().attended[turn % 2], &w = ONE_SPLIT ? known : told;
     float logit_scale;
     if (segment_of(p, turn) == 0) {
         logit_scale = load_q(p, turn, w, r);
@@ -1371,6 +1428,8 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32
     if (r.warpgroup == last_of_other && units > 0) multiply_other(stage - TILE_STAGES);
     if constexpr (DIVISION == CLUSTERS) {
         merge_results(p, w, r, out);
+    } else if constexpr (DIVISION == TEAMS) {
+        merge_team(p, w, r, out);
     } else if constexpr (DIVISION == SEGMENTS) {
         merge_segments(p, w, r, segment_of(p, turn), out);
         if (w.ends_item) store_results(p, w, r, out);
@@ -1401,10 +1460,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     }
     const int share = blockIdx.x;
     if (DIVISION == SHARES) find_share_early(p, share, sm.shares);
+    if constexpr (DIVISION == TEAMS) find_team(p, sm.plan);
     __syncthreads();
-    Work only;  // in clusters: found while an earlier kernel runs, unless that may write lengths
-    if constexpr (DIVISION == CLUSTERS) {
-        if (has_lengths(p)) wait_for_earlier_kernels();
+    if (DIVISION == TEAMS && sm.plan.team.size == 0) return;
+    Work only;  // if ONE_SPLIT: found while an earlier kernel runs, unless that may write lengths
+    if constexpr (ONE_SPLIT) {
+        if (DIVISION == CLUSTERS && has_lengths(p)) wait_for_earlier_kernels();
         only = find_work(p, 0);
     }
     wait_for_earlier_kernels();
@@ -1418,7 +1479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         decrease_registers_to<40>();
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn) {
-            Work w = DIVISION == CLUSTERS ? only : find_work(p, turn);
+            Work w = ONE_SPLIT ? only : find_work(p, turn);
             w.turn = turn;
             w.stage = stage;
             stage += UNIT_STAGES * copy_rows(p, w, uniform(threadIdx.x / 32 % 4), threadIdx.x % 32);
@@ -1426,11 +1487,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         if constexpr (DIVISION == CLUSTERS) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<232>();
-        Attended known;  // in clusters, but for the units of a split that the producer warps look at
-        if constexpr (DIVISION == CLUSTERS) {
+        Attended known;  // if ONE_SPLIT, but for the units of a split that the producer warps look at
+        if constexpr (ONE_SPLIT) {
             known = {only.query, only.first_head, is_unseen(only) ? only.count() : -1, only.begin == 0, true};
         }
         if (DIVISION == SEGMENTS && uniform(threadIdx.x / 32) == 0 && num_splits(p) > 0) fetch_first_q(p, threadIdx.x);
+        if (DIVISION == TEAMS && threadIdx.x == 0) join_team(p, sm.plan.team);
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn)
             stage += UNIT_STAGES * attend(p, turn, stage, consumer_role(), known);

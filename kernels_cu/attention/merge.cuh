@@ -52,17 +52,21 @@ struct ClusterResults : PartialResults<VALUES> {
     using PartialResults<VALUES>::STEP;
     using PartialResults<VALUES>::first;
     using PartialResults<VALUES>::rank;
-    int ctas, chunks;
+    int ctas, chunks, mergers;  // partial results, chunks of each, and CTAs that merge a share of the chunks
 
     // Of the cluster that has number `index` among those of the launch; of each partial result the first `chunks`.
     __device__ __forceinline__ ClusterResults(const AttentionParams& p, int index, int chunks = CHUNKS)
-        : PartialResults<VALUES>{p.cluster_parts, cluster_rank()}, ctas(cluster_size()), chunks(chunks) {
+        : PartialResults<VALUES>{p.cluster_parts, cluster_rank()},
+          ctas(cluster_size()),
+          chunks(chunks),
+          mergers(ctas) {
         first += int64_t(index) * ctas * STEP;
     }
 
-    // Of `ctas` splits, one after the other, that have left them from `first` on.
-    __device__ __forceinline__ ClusterResults(float4* first, int rank, int ctas)
-        : PartialResults<VALUES>{first, rank}, ctas(ctas), chunks(CHUNKS) {}
+    // Of `ctas` splits, one after the other, that have left them from `first` on. This CTA is number `rank` of those
+    // that merge.
+    __device__ __forceinline__ ClusterResults(float4* first, int rank, int ctas, int mergers)
+        : PartialResults<VALUES>{first, rank}, ctas(ctas), chunks(CHUNKS), mergers(mergers) {}
 
     // Wait for the cluster's partial results and merge this CTA's share of the chunks. The CTA's first THREADS threads
     // merge; `sync` is their barrier. The other threads call cluster_sync_with_one_fence(false): cluster barriers
@@ -76,6 +80,13 @@ struct ClusterResults : PartialResults<VALUES> {
                                           Act act) const {
         sync();
         cluster_sync_with_one_fence(threadIdx.x == 0);
+        merge_share<THREADS>(weights, head_of, column_of, finish, sync, act);
+    }
+
+    // The same once all partial results are there.
+    template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Sync, typename Act>
+    __device__ __forceinline__ void merge_share(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish,
+                                                Sync sync, Act act) const {
         if (ctas <= 4) {
             merge_up_to<4, THREADS>(weights, head_of, column_of, finish, sync, act);
         } else if (ctas <= 8) {
@@ -92,7 +103,7 @@ struct ClusterResults : PartialResults<VALUES> {
     __device__ __forceinline__ void merge_up_to(float* weights, HeadOf head_of, ColumnOf column_of, Finish finish,
                                                 Sync sync, Act act) const {
         constexpr int AT_ONCE = MAX_CLUSTER / CTAS;  // chunks of a thread whose loads are under way at a time
-        const int share = ceil_div(chunks, ctas), end = min(chunks, (rank + 1) * share);
+        const int share = ceil_div(chunks, mergers), end = min(chunks, (rank + 1) * share);
         int chunk = rank * share + threadIdx.x;
         float4 o[AT_ONCE][CTAS];
         auto load = [&] {
@@ -128,7 +139,7 @@ struct ClusterResults : PartialResults<VALUES> {
     template <int THREADS, typename HeadOf, typename ColumnOf, typename Finish, typename Act>
     __device__ __forceinline__ void merge_chunk_by_chunk(HeadOf head_of, ColumnOf column_of, Finish finish,
                                                          Act act) const {
-        const int share = ceil_div(chunks, ctas), end = min(chunks, (rank + 1) * share);
+        const int share = ceil_div(chunks, mergers), end = min(chunks, (rank + 1) * share);
 #pragma unroll 1
         for (int chunk = rank * share + threadIdx.x; chunk < end; chunk += THREADS) {
             const int head = head_of(chunk), column = column_of(chunk);

@@ -38,6 +38,10 @@ __device__ __forceinline__ uint32_t load_relaxed(const void* from) {
     return v;
 }
 
+__device__ __forceinline__ void store_relaxed(uint64_t* to, uint64_t v) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+}
+
 // PTX ISA: ld.acquire.gpu.global, st.release.gpu.global: a word that hands other memory over between CTAs.
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
     uint64_t v;

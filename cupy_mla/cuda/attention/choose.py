@@ -21,6 +21,7 @@ from .cost import (
     EVENLY,
     FP8_LEAST_SPLIT,
     ITEM_COST,
+    TEAM,
     Division,
     bf16_evenly,
     decided_with,
@@ -87,6 +88,8 @@ class Choice(NamedTuple):
         ctas: of `fp8_sm90` and `portable`: among which the work is divided; 0: none, each item has a cluster, or a CTA
             for each split. Up to MAX_CLUSTER splits of `fp8_sm90` that are no cluster are taken in turn by one of them.
         counted: lists without lengths end with their last valid entry, which a launch before finds.
+        teams: of `fp8_sm90`: the splits of an item are CTAs that are no cluster; EVENLY: an item has as many of them as
+            the length of its lists asks for.
         least_split: pairs of tiles that a split has at least, where rows are divided among CTAs.
         item_cost: what a work item costs beside its pairs of tiles, where equally long lists are divided among CTAs.
         queries: of a CTA; of a query group.
@@ -101,6 +104,7 @@ class Choice(NamedTuple):
     splits: int = 1
     cluster: int = 1
     ctas: int = 0
+    teams: bool = False
     least_split: int = 0
     item_cost: int = ITEM_COST
     queries: int = 1
@@ -266,6 +270,8 @@ def _fp8(f: Facts, s: Sizes) -> Choice:
     if cluster > 1:
         return Choice("fp8_sm90", heads, splits, cluster)
     items, sms = _items(s, heads), f.gpu.sms
+    if cluster == TEAM:
+        return Choice("fp8_sm90", heads, splits, ctas=items * splits or sms, teams=True)
     if splits == EVENLY:
         pairs = ceil_div(tiles, 2)
         ctas = max(1, min(sms, items * pairs // FP8_LEAST_SPLIT))

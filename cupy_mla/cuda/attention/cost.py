@@ -15,7 +15,8 @@ import numpy as np
 
 from ..driver import MAX_CLUSTER
 
-EVENLY = 0
+EVENLY = 0  # as splits
+TEAM = 0  # as cluster
 MAX_SPLITS = 1024  # of a query's rows; each takes memory for a partial result
 TOGETHER = 512  # numbers of queries that are decided together: a server meets another one at every step
 
@@ -33,6 +34,8 @@ class Division(NamedTuple):
         heads: of a CTA.
         splits: of a query's rows; `EVENLY`: wherever an equal share of all rows ends.
         cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
+            `TEAM`: the splits of a query are CTAs that merge their results and are no cluster, with `EVENLY` as many as
+            its lists are long.
     """
 
     heads: int
@@ -42,7 +45,7 @@ class Division(NamedTuple):
     @property
     def partials(self) -> int:
         """Partial results of a query and head that are left for `combine.cu`; 1: none."""
-        return self.splits // self.cluster
+        return 1 if self.cluster == TEAM else self.splits // self.cluster
 
 
 # Of `fp8_sm90`, fitted to 640 to 2048 rows, batch 1 to 264, by the heads of a CTA. ITEM: Q, first rows and results of a
@@ -52,13 +55,15 @@ class Division(NamedTuple):
 # the same rows, FIRST the share of both that the first items of a launch pay. EVEN: rows that are divided evenly: once,
 # for each pair and each item of a CTA. PARTIAL: another CTA's partial result. UNEVEN: where queries have lengths of
 # their own, the share of EVEN's pairs and items that remains, and of unsplit items; and what is added to EVEN once.
-# SEGMENT: a split of a CTA that takes an item's splits in turn, beside its pairs.
+# SEGMENT: a split of a CTA that takes an item's splits in turn, beside its pairs. TEAM: what is added to a cluster's
+# merge where CTAs are no cluster, and where they find by lengths how many work on an item; LEAST: CTAs an item there.
 FP8_ITEM, FP8_PAIR, FP8_MERGE = {32: 4.6, 64: 7.8}, {32: 3.07, 64: 3.87}, {32: 3.6, 64: 2.8}
 FP8_LONG, FP8_RING, FP8_WHOLE = {32: 1.0, 64: 0.9}, {32: 4, 64: 3}, {32: 3.8, 64: 2.6}
 FP8_FULL, FP8_FULL_PAIR, FP8_SHARED, FP8_FIRST = {32: 2.3, 64: 2.4}, {32: 0.61, 64: 0.53}, {32: 0.38, 64: 0.83}, 0.7
 FP8_EVEN, FP8_PARTIAL = {32: (15.1, 3.27, 10.6), 64: (20.9, 4.02, 15.1)}, {32: 3.5, 64: 0.9}
 FP8_UNEVEN = (0.55, 0.8, 0.95, 3.5)
 FP8_SEGMENT = {32: 4.0, 64: 6.5}
+FP8_TEAM, FP8_TEAM_LEAST = (0.9, 5.9), 1.55
 FP8_LEAST_SPLIT = 2  # pairs of tiles
 
 # Of shares (kernels_cu/attention/shares.cuh): what a pair of tiles costs, and a work item beside them.
@@ -148,7 +153,7 @@ def _fp8_rounds(rounds: Any, item: Any, full: Any, more: Any) -> Any:
 def fp8_candidates(
     heads: tuple[int, ...], h_q: int, tiles: int, at_once: tuple[int, ...], splits: int | None, uneven: bool = False
 ) -> Candidates:
-    """Divisions for `fp8_sm90`, for queries of so many tiles: unsplit, clusters, and equal shares.
+    """Divisions for `fp8_sm90`, for queries of so many tiles: unsplit, clusters, teams, and equal shares.
 
     Args:
         heads: of a CTA.
@@ -161,12 +166,17 @@ def fp8_candidates(
     if splits is None:
         most = max(1, min(tiles, MAX_CLUSTER))
         found = [Division(n, s, s) for n in heads for s in range(1, most + 1)] + [Division(n, EVENLY, 1) for n in heads]
+        if uneven:  # CTAs with as many of a query's heads as they can have
+            found += [Division(n, EVENLY, TEAM) for n in heads if n >= min(h_q, heads[-1])]
+        else:
+            found += [Division(n, s, TEAM) for n in heads for s in range(2, most + 1)]
     else:
         found = [Division(n, splits, splits if splits <= MAX_CLUSTER else 1) for n in heads]
-    of, asked, clusters = np.array(found).T
+    of, asked, cluster = np.array(found).T
+    teams, clusters = cluster == TEAM, np.maximum(cluster, 1)
     sms = at_once[0]
     of_split = -(-tiles // np.maximum(asked, 1))
-    even_tiles = (clusters == 1) | (of_split == 1)  # a tile alone is no faster than two
+    even_tiles = (cluster == 1) | (of_split == 1)  # a tile alone is no faster than two
     pairs = (of_split + of_split % 2 * even_tiles) / 2
     items = -(-h_q // of)  # of a query
     item, pair, merge, longer, ring, unsplit, full_item, full_pair, shared, partial = (
@@ -190,7 +200,15 @@ def fp8_candidates(
         whole = whole + unsplit * (asked == 1)
         share = queries * items / sms
         even = once + more + each * share + partial * np.maximum(0.0, 1.0 / np.maximum(share, 1.0 / sms) - 1.0)
-        return np.where(asked == EVENLY, even, whole)
+        ctas = sms / (queries * items)
+        if uneven:  # as often short as long: CTAs that serve one item have half a split to spare
+            quota = np.minimum(tiles, tiles / np.clip(2 * ctas - 1, 1, MAX_CLUSTER) + 0.5)
+            full, least = 1.0, FP8_TEAM_LEAST
+        else:
+            quota, full, least = of_split, np.minimum(1.0, asked / ctas), asked
+        team = item + pair * quota / 2 + merge + longer * (quota > ring) + full * (full_item + full_pair * quota / 2)
+        team = np.where(ctas >= least, team + FP8_TEAM[uneven], np.inf)
+        return np.where(teams, team, np.where(asked == EVENLY, even, whole))
 
     return Candidates(found, time)
 

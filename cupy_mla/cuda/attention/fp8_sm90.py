@@ -16,10 +16,10 @@ HEADS = (32, 64)  # heads a CTA is built for
 TILE_ROWS = 64
 
 
-WHOLE, CLUSTERS, SHARES, SEGMENTS = DIVISIONS = 0, 1, 2, 3  # how work is divided over CTAs, see the kernel
+WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4  # how work is divided over CTAs, see the kernel
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
 # Addresses, once a work item; in shares and segments a few a pair of tiles, too.
-SPILL_BYTES = {WHOLE: 8, CLUSTERS: 64, SHARES: 48, SEGMENTS: 72}
+SPILL_BYTES = {WHOLE: 8, CLUSTERS: 64, SHARES: 48, SEGMENTS: 72, TEAMS: 64}
 
 
 @cache
@@ -50,8 +50,10 @@ def kernels() -> Iterator[Kernel]:
                     yield kernel(layout, heads, division)
 
 
-def division_of(splits: int, ctas: int) -> int:
+def division_of(splits: int, ctas: int, teams: bool = False) -> int:
     """Which of `DIVISIONS` so many splits of an item are, and CTAs among which the work is divided."""
+    if teams:
+        return TEAMS
     if not ctas:
         return CLUSTERS
     if splits == 1:
@@ -59,9 +61,9 @@ def division_of(splits: int, ctas: int) -> int:
     return SEGMENTS if 1 < splits <= MAX_CLUSTER else SHARES
 
 
-def launches(call: Call, heads: int, splits: int, cluster: int, ctas: int) -> Program:
+def launches(call: Call, heads: int, splits: int, cluster: int, ctas: int, teams: bool) -> Program:
     """The launch: a cluster a query and head tile, or so many CTAs among which the work is divided."""
-    division = division_of(splits, ctas)
+    division = division_of(splits, ctas, teams)
     if division != CLUSTERS:
         return [Launch(kernel(call.layout, heads, division), (ctas, 1, 1), call.params)]
     grid = (call.items(heads) * cluster, 1, 1)

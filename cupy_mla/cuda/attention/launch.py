@@ -252,7 +252,7 @@ def _launches(
 def _of_kernel(call: Call, choice: Choice, heads: int, partials: int) -> Program:
     """The launches of a kernel for single queries."""
     if choice.kernel == "fp8_sm90":
-        return fp8_sm90.launches(call, heads, choice.splits, choice.cluster, choice.ctas)
+        return fp8_sm90.launches(call, heads, choice.splits, choice.cluster, choice.ctas, choice.teams)
     if choice.kernel == "few_heads_sm90":
         return few_heads_sm90.launches(call, heads, choice.cluster, partials)
     if choice.kernel == "bf16_few_heads_sm90":
@@ -299,11 +299,12 @@ class _SharePartials:
 
     def __init__(self, choice: Choice, items: int, each: int) -> None:
         self.clusters = self.ready = 0
+        division = fp8_sm90.division_of(choice.splits, choice.ctas, choice.teams)
         if choice.cluster > 1:
             self.clusters = Slot("partial results", shape=(items * choice.cluster * each,)).ptr  # type: ignore[assignment]
-        elif choice.kernel == "fp8_sm90" and fp8_sm90.division_of(choice.splits, choice.ctas) == fp8_sm90.SEGMENTS:
+        elif choice.kernel == "fp8_sm90" and division == fp8_sm90.SEGMENTS:
             nbytes = choice.ctas * choice.splits * each
             self.clusters = Slot("partial results", shape=(nbytes,)).ptr  # type: ignore[assignment]
         elif choice.splits != 1:
-            memory = Slot("partial results", shape=(choice.ctas * (each + 8),)).ptr
+            memory = Slot("partial results", shape=(choice.ctas * (each + 16),)).ptr
             self.clusters, self.ready = memory, memory + choice.ctas * each  # type: ignore[assignment]

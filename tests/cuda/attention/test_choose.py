@@ -13,7 +13,7 @@ import pytest
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import bf16_cluster_sm90, bf16_grouped_sm90, choose, few_heads_sm90, fp8_sm90
 from cupy_mla.cuda.attention.choose import EVENLY, NAMES, TABLE, VARIABLE, Choice, Facts, Row, Sizes
-from cupy_mla.cuda.attention.cost import ITEM_COST, TOGETHER
+from cupy_mla.cuda.attention.cost import ITEM_COST, TEAM, TOGETHER, Division
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, V4_FP8, V32_FP8, Layout
 from cupy_mla.sizes import looked_up
@@ -42,6 +42,11 @@ def decode(
 ) -> Choice:  # fmt: skip
     facts = {"gpu": GPU, "layout": layout, "prefill": False} | facts
     return choose.choose(Facts(**facts), Sizes(h_q, queries, rows, splits), asked)
+
+
+def division(choice: Choice) -> Division:
+    """Of `fp8_sm90`."""
+    return Division(choice.heads, choice.splits, TEAM if choice.teams else choice.cluster)
 
 
 def row_of(facts: Facts, sizes: Sizes) -> Row:
@@ -170,38 +175,66 @@ def test_v32_rows_are_for_two(h_q, queries, kernel):
 def test_fp8_rows_are_split_as_is_cheapest(h_q, queries):
     chosen = decode(V32_FP8, h_q, queries)
     candidates = choose.fp8_candidates(fp8_sm90.HEADS, h_q, 32, CLUSTERS_AT_ONCE, None)
-    assert tuple(chosen[1:4]) == tuple(candidates.cheapest(queries))
+    assert division(chosen) == candidates.cheapest(queries)
     assert chosen.splits > 1
     assert decode(V32_FP8, h_q, queries, splits=7).splits == 7
 
 
 @pytest.mark.parametrize(
-    ("layout", "h_q", "rows", "queries", "heads", "splits"),
+    ("layout", "h_q", "rows", "queries", "heads", "splits", "cluster"),
     [
-        (V4_FP8, 128, 1152, 9, 32, 3),
-        (V4_FP8, 128, 1152, 12, 64, 4),
-        (V4_FP8, 128, 1152, 16, 64, 3),
-        (V4_FP8, 128, 1152, 24, 64, 2),
-        (V4_FP8, 128, 1152, 40, 64, 1),
-        (V4_FP8, 64, 640, 13, 32, 4),
-        (V4_FP8, 64, 640, 20, 64, 5),
-        (V4_FP8, 64, 640, 28, 64, 4),
-        (V4_FP8, 64, 640, 36, 64, 3),
-        (V4_FP8, 64, 640, 60, 64, 2),
-        (V32_FP8, 64, 2048, 16, 64, 6),
-        (V32_FP8, 64, 2048, 20, 64, 5),
-        (V32_FP8, 64, 2048, 24, 64, 4),
-        (V32_FP8, 64, 2048, 33, 64, 3),
-        (V32_FP8, 64, 2048, 50, 64, 2),
-        (V32_FP8, 64, 2048, 67, 64, EVENLY),
-        (V32_FP8, 64, 2048, 100, 64, 1),
-        (V32_FP8, 128, 2048, 133, 64, EVENLY),
+        (V4_FP8, 128, 1152, 6, 64, 9, TEAM),
+        (V4_FP8, 128, 1152, 12, 64, 5, TEAM),
+        (V4_FP8, 128, 1152, 15, 64, 4, 4),
+        (V4_FP8, 128, 1152, 16, 64, 4, TEAM),
+        (V4_FP8, 128, 1152, 21, 64, 3, TEAM),
+        (V4_FP8, 128, 1152, 24, 64, 2, 2),
+        (V4_FP8, 128, 1152, 40, 64, 1, 1),
+        (V4_FP8, 64, 640, 2, 32, 10, TEAM),
+        (V4_FP8, 64, 640, 8, 32, 5, 5),
+        (V4_FP8, 64, 640, 20, 64, 5, 5),
+        (V4_FP8, 64, 640, 28, 64, 4, 4),
+        (V4_FP8, 64, 640, 36, 64, 3, 3),
+        (V4_FP8, 64, 640, 42, 64, 3, TEAM),
+        (V4_FP8, 64, 640, 60, 64, 2, 2),
+        (V4_FP8, 32, 640, 32, 32, 4, TEAM),
+        (V32_FP8, 64, 2048, 4, 32, 16, TEAM),
+        (V32_FP8, 64, 2048, 16, 64, 8, TEAM),
+        (V32_FP8, 64, 2048, 20, 64, 6, TEAM),
+        (V32_FP8, 64, 2048, 24, 64, 5, TEAM),
+        (V32_FP8, 64, 2048, 33, 64, 4, TEAM),
+        (V32_FP8, 64, 2048, 42, 64, 3, TEAM),
+        (V32_FP8, 64, 2048, 50, 64, 2, 2),
+        (V32_FP8, 64, 2048, 67, 64, EVENLY, 1),
+        (V32_FP8, 64, 2048, 100, 64, 1, 1),
+        (V32_FP8, 32, 2048, 41, 32, 3, TEAM),
+        (V32_FP8, 128, 2048, 9, 64, 7, TEAM),
+        (V32_FP8, 128, 2048, 133, 64, EVENLY, 1),
     ],
 )
-def test_fp8_splits_that_were_measured_to_be_the_fastest(layout, h_q, rows, queries, heads, splits):
-    """Within 1 % of the fastest of one to six splits of 32 or 64 heads."""
+def test_fp8_splits_that_were_measured_to_be_the_fastest(layout, h_q, rows, queries, heads, splits, cluster):
+    """Within 1 % of the fastest that were measured, of 32 or 64 heads: equal shares, clusters and teams."""
     chosen = decode(layout, h_q, queries, rows)
-    assert (chosen.heads, chosen.splits) == (heads, splits)
+    assert division(chosen) == (heads, splits, cluster)
+
+
+@pytest.mark.parametrize(
+    ("layout", "h_q", "rows", "by_length", "otherwise"),
+    [
+        (V4_FP8, 128, 1152, (20, 21, 24, 26, 28, 42), (9, 15, 52, 55, 59)),
+        (V4_FP8, 64, 640, (), (9, 20, 33, 41, 46, 60, 66, 93)),
+        (V4_FP8, 32, 640, (69, 84), (52, 58)),
+        (V32_FP8, 128, 2048, (15, 17, 21, 31, 33), (6, 47)),
+        (V32_FP8, 64, 2048, (19, 22, 42, 47, 60, 80), (9, 98, 102)),
+        (V32_FP8, 32, 2048, (37, 60, 75), ()),
+    ],
+)
+def test_teams_by_length_where_they_were_measured_to_be_faster(layout, h_q, rows, by_length, otherwise):
+    """Numbers of queries of random lengths: in teams, and in what was the fastest before."""
+    chosen = {queries: decode(layout, h_q, queries, rows, uneven=True) for queries in by_length + otherwise}
+    teams = Choice("fp8_sm90", 32 if h_q == 32 else 64, EVENLY, ctas=GPU.sms, teams=True)
+    assert {queries for queries, choice in chosen.items() if choice == teams} == {*by_length}
+    assert not any(chosen[queries].teams for queries in otherwise)
 
 
 # --- few heads ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ...cases import (
     check_nan_of_a_named_row,
     entries,
     latent,
+    off_zero,
     paged,
     queries,
     run_decode,
@@ -126,7 +127,7 @@ def test_splits_in_turn(hopper, replace_in_choose, rng, fmt, b, s_q, h_q, topk, 
         extra.length[1:3] = 0
     main.indices[b // 2, :, topk // 3 + 1 :] = -1  # a short context
     main.indices[-1, :, np.arange(topk) // 64 % 4 == 1] = -1  # all tiles of the second of 4 splits
-    q, sink = queries(rng, b, s_q, h_q, fmt.d_qk), sinks(rng, h_q)
+    q, sink = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, extra), sinks(rng, h_q)
     more = {"sink": sink, "num_splits": num_splits}
     replace_in_choose("fp8_in_turn", lambda *sizes: False)
     of_clusters = run_decode(hopper, q, main, extra, **more)
@@ -151,3 +152,17 @@ def test_same_bits_every_time(hopper, rng, fmt):
     for splits in (1, 4):
         first, second = ([r.tobytes() for r in run_decode(hopper, q, main, num_splits=splits)] for _ in range(2))
         assert first == second
+
+
+@FORMATS
+@pytest.mark.parametrize("num_splits", [1, 2, None])
+def test_where_entries_are_missing(hopper, rng, fmt, num_splits):
+    """Lists of either cache that end with an entry are not looked at, all others are: behind a short context, within a
+    list, and at its end, tiles without an entry add nothing."""
+    main, extra = paged(rng, fmt, 30, 1, 1290, 64, invalid=0), paged(rng, fmt, 30, 1, 650, 2, invalid=0)
+    for lists, missing in ((main, np.arange(30) % 5), (extra, np.arange(30) // 5 % 5)):
+        at = np.arange(lists.indices.shape[-1])
+        for b, what in enumerate(missing):
+            gone = (at < 0, at >= 100, (at >= 128) & (at < 520), at == at[-1], at >= 0)[what]
+            lists.indices[b, :, gone] = -1
+    check_decode(hopper, fmt, queries(rng, 30, 1, 64, fmt.d_qk), main, extra, num_splits=num_splits)
