@@ -19,7 +19,7 @@ HEADS = (32, 64)  # index heads that kernels are compiled for; fewer are padded
 UNIT = 64  # keys
 FEW_UNITS = 100  # an SM: up to so many, a second CTA of an SM costs more than it hides
 LONG_UNITS = 30  # an SM: from more on, two queries of 64 heads by a schedule have a tile of their own
-LATE_SHARES_UNITS = 400  # an SM: from more on, a schedule has shares that begin late
+LATE_SHARES_UNITS = 600  # an SM: from more on, a schedule has shares that begin late
 
 
 class Tile(NamedTuple):

@@ -265,7 +265,7 @@ def paged_indexer_schedule(
         max_context_len: keys beyond it are not looked at.
         block_size: tokens a block.
         shares: 1 to 1024. As many as the GPU has SMs. Where a request has one query token (up to 32 heads: two) and
-            an SM more than 6400 keys, two shares an SM gain 1 %; with more than 25600 keys six, of which four begin
+            an SM more than 6400 keys, two shares an SM gain 1 %; with more than 38400 keys six, of which four begin
             late, gain another 1 %. With fewer keys more shares lose.
         out: [shares, 32] int32, written in place when given.
 

@@ -38,7 +38,8 @@
 // behind a short context is divided evenly, too.
 //
 // Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a split
-// before its first tile, unless it has at most UNSEEN tiles.
+// before its first tile, unless it has at most UNSEEN tiles or, of V4 rows, both lists of the query end with an entry.
+// What is not looked at is multiplied, with zeros for invalid entries.
 //
 //   full[stage]          copies done          COPIERS warps: 32 arrivals after the copies, and one for `valid`
 //   empty[stage]         stage released       the 8 consumer warps
