@@ -205,7 +205,7 @@ def logits_case(rng: np.random.Generator, heads: int, queries: int, kernel: str)
     table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
     of_pages = q8, cache.reshape(9, 64, 132), w, np.array([250, 70], np.int32), table, 255
     pages, expected = on_gpu(*of_pages[:5]), cupy_mla.paged_indexer_logits(*of_pages)
-    for shares in (0, 3, 20):
+    for shares in (0, 3, 20, 300):  # the last: more CTAs than run at a time
         schedule = cupy_mla.paged_indexer_schedule(*pages[3:], 255, 64, shares) if shares else None
         ours = cupy_mla.paged_indexer_logits(*pages, 255, schedule=schedule)
         compare(f"paged logits h {heads} n {queries} {kernel}, {shares} shares", ours, expected)
