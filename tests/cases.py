@@ -321,6 +321,12 @@ def off_zero(fmt: oracle.Format, q: np.ndarray, main: Paged, extra: Paged | None
     return q
 
 
+def assert_decoded(kind: NumPy, results: Any, wanted: tuple[np.ndarray, np.ndarray]) -> None:
+    """Results of `sparse_decode`, still over this kind of array, are what `decode_oracle` says."""
+    for name, got, want in zip(("out", "lse"), results, wanted, strict=True):
+        oracle.assert_close(kind.take(got), want, f"decode {name}")
+
+
 def scale_of(q: np.ndarray, sm_scale: float | None) -> float:
     """The given factor, or that of the model whose queries have this width: DeepSeek-V3.2's or V4's."""
     return {576: 192**-0.5, 512: 512**-0.5}[q.shape[-1]] if sm_scale is None else sm_scale

@@ -11,6 +11,7 @@ from cupy_mla.cuda.paging import ceil_div
 from ... import oracle
 from ...cases import (
     LIFT,
+    assert_decoded,
     check_decode,
     check_prefill,
     decode_oracle,
@@ -21,8 +22,8 @@ from ...cases import (
     run_decode,
     sinks,
 )  # fmt: skip
-from ...kinds import make
 from . import evenly
+from .replays import check_replays_with_other_lengths
 
 pytestmark = pytest.mark.gpu
 
@@ -139,24 +140,8 @@ def test_same_bits_every_time(hopper, small_splits, rng, fmt):
 
 def test_replays_with_other_lengths(hopper, small_splits, rng):
     """Each replay divides anew, by the lengths that then lie in memory."""
-    torch = pytest.importorskip("torch")
-    kind = make("torch_cuda")
     main = paged(rng, oracle.BF16_576, 70, 2, 300, 64, lengths=True)
-    q = queries(rng, 70, 2, 64, 576)
-    arrays = [kind.put(a) for a in (q, main.cache, main.indices)]
-    length = kind.put(main.length)
-    cupy_mla.sparse_decode(*arrays, 0.05, topk_length=length)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = cupy_mla.sparse_decode(*arrays, 0.05, topk_length=length)
-    for _ in range(4):
-        main.length[:] = rng.integers(0, 301, 70)
-        length.copy_(kind.put(main.length))
-        graph.replay()
-        kind.synchronize()
-        wanted = decode_oracle(oracle.BF16_576, q, main, sm_scale=0.05)
-        for name, got, want in zip(("out", "lse"), (out, lse), wanted, strict=True):
-            oracle.assert_close(kind.take(got), want, f"decode {name}")
+    check_replays_with_other_lengths(rng, oracle.BF16_576, queries(rng, 70, 2, 64, 576), main)
 
 
 def test_two_gpus_in_turn(two_gpus, hopper, small_splits, rng):
@@ -170,5 +155,4 @@ def test_two_gpus_in_turn(two_gpus, hopper, small_splits, rng):
     results = [(device, cupy_mla.sparse_decode(*arrays[device], 0.05)) for _ in range(3) for device in (0, 1)]
     for device, result in results:
         with hopper.on(device):
-            for name, got, want in zip(("out", "lse"), result, wanted, strict=True):
-                oracle.assert_close(hopper.take(got), want, f"decode {name}")
+            assert_decoded(hopper, result, wanted)

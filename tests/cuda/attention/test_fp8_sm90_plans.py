@@ -11,7 +11,7 @@ import pytest
 from cupy_mla import flash_mla
 
 from ... import oracle
-from ...cases import Paged, decode_oracle, paged, poisoned_outputs, queries
+from ...cases import Paged, assert_decoded, decode_oracle, paged, poisoned_outputs, queries
 from ...kinds import make
 from . import evenly as divided
 
@@ -51,9 +51,7 @@ class Layers:
         )
 
     def check(self, results: tuple[Any, Any], main: Paged) -> None:
-        wanted = decode_oracle(self.fmt, self.q, main, sm_scale=SCALE)
-        for name, got, want in zip(("out", "lse"), results, wanted, strict=True):
-            oracle.assert_close(self.kind.take(got), want, f"decode {name}")
+        assert_decoded(self.kind, results, decode_oracle(self.fmt, self.q, main, sm_scale=SCALE))
 
     def bits(self, results: tuple[Any, Any]) -> list[bytes]:
         return [self.kind.take(r).tobytes() for r in results]
@@ -110,9 +108,7 @@ def test_lengths(hopper, rng, fmt):
             extra_k_cache=hopper.put(extra.cache), extra_indices_in_kvcache=hopper.put(extra.indices),
             extra_topk_length=hopper.put(extra.length),
         )  # fmt: skip
-        wanted = decode_oracle(fmt, q, main, extra, sm_scale=SCALE)
-        for name, got, want in zip(("out", "lse"), results, wanted, strict=True):
-            oracle.assert_close(hopper.take(got), want, f"decode {name}")
+        assert_decoded(hopper, results, decode_oracle(fmt, q, main, extra, sm_scale=SCALE))
 
 
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)

@@ -9,9 +9,10 @@ import cupy_mla
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
-from ...cases import Paged, check_decode, decode_oracle, paged, queries, run_decode, sinks
+from ...cases import Paged, assert_decoded, check_decode, decode_oracle, paged, queries, run_decode, sinks
 from ...kinds import make
 from . import evenly as divided
+from .replays import check_replays_with_other_lengths
 
 pytestmark = pytest.mark.gpu
 
@@ -173,41 +174,18 @@ def test_replays_with_other_lists(hopper, evenly, rng):
     cupy_mla.sparse_decode(*put, 0.05)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = cupy_mla.sparse_decode(*put, 0.05)
+        result = cupy_mla.sparse_decode(*put, 0.05)
     for _ in range(5):
         main.indices[:] = lists
         short(rng, main, holes=False)
         put[2].copy_(kind.put(main.indices))
         graph.replay()
         kind.synchronize()
-        wanted = decode_oracle(oracle.V32, q, main, sm_scale=0.05)
-        for name, got, want in zip(("out", "lse"), (out, lse), wanted, strict=True):
-            oracle.assert_close(kind.take(got), want, f"decode {name}")
+        assert_decoded(kind, result, decode_oracle(oracle.V32, q, main, sm_scale=0.05))
 
 
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
 def test_replays_with_other_lengths(hopper, evenly, rng):
     """Each replay divides anew, by the lengths that then lie in memory."""
-    torch = pytest.importorskip("torch")
-    kind = make("torch_cuda")
     main, extra = unequal(rng, oracle.V4, 70, [300])
-    q = queries(rng, 70, 2, 64, 512)
-    arrays = [kind.put(a) for a in (q, main.cache, main.indices)]
-    more = {
-        "topk_length": kind.put(main.length), "extra_k_cache": kind.put(extra.cache),
-        "extra_indices": kind.put(extra.indices), "extra_topk_length": kind.put(extra.length),
-    }  # fmt: skip
-    cupy_mla.sparse_decode(*arrays, 0.05, **more)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = cupy_mla.sparse_decode(*arrays, 0.05, **more)
-    for _ in range(4):
-        main.length[:] = rng.integers(0, 301, 70)
-        extra.length[:] = rng.integers(0, 131, 70)
-        more["topk_length"].copy_(kind.put(main.length))
-        more["extra_topk_length"].copy_(kind.put(extra.length))
-        graph.replay()
-        kind.synchronize()
-        wanted = decode_oracle(oracle.V4, q, main, extra, sm_scale=0.05)
-        for name, got, want in zip(("out", "lse"), (out, lse), wanted, strict=True):
-            oracle.assert_close(kind.take(got), want, f"decode {name}")
+    check_replays_with_other_lengths(rng, oracle.V4, queries(rng, 70, 2, 64, 512), main, extra)

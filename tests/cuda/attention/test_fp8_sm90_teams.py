@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cupy_mla
 from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import Choice, Facts, Sizes
 from cupy_mla.cuda.attention.cost import EVENLY
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
-from ...cases import check_decode, decode_oracle, off_zero, paged, queries, run_decode, sinks
-from ...kinds import make
+from ...cases import check_decode, off_zero, paged, queries, run_decode, sinks
+from .replays import check_replays_with_other_lengths
 
 pytestmark = pytest.mark.gpu
 
@@ -168,29 +167,6 @@ def test_same_bits_every_time(hopper, teams, rng, fmt, b, splits, ctas):
 @pytest.mark.parametrize(("b", "splits", "ctas"), [(20, 3, 0), (40, EVENLY, 132), (100, 2, 0), (100, EVENLY, 300)])
 def test_replays_with_other_lengths(hopper, teams, rng, b, splits, ctas):
     """A captured graph of two calls, which use the same memory for partial results, run again and again."""
-    torch = pytest.importorskip("torch")
     teams(64, splits, ctas)
-    kind = make("torch_cuda")
     main, extra = unequal(rng, oracle.V4, b, 1)
-    q = queries(rng, b, 1, 128, 512)
-    arrays = [kind.put(a) for a in (q, main.cache, main.indices)]
-    more = {
-        "topk_length": kind.put(main.length), "extra_k_cache": kind.put(extra.cache),
-        "extra_indices": kind.put(extra.indices), "extra_topk_length": kind.put(extra.length),
-    }  # fmt: skip
-    cupy_mla.sparse_decode(*arrays, 0.05, **more)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [cupy_mla.sparse_decode(*arrays, 0.05, **more) for _ in range(2)]
-    for _ in range(4):
-        main.length[:] = rng.integers(0, 901, b)
-        extra.length[:] = rng.integers(0, 131, b)
-        more["topk_length"].copy_(kind.put(main.length))
-        more["extra_topk_length"].copy_(kind.put(extra.length))
-        graph.replay()
-        graph.replay()
-        kind.synchronize()
-        wanted = decode_oracle(oracle.V4, q, main, extra, sm_scale=0.05)
-        for out, lse in results:
-            for name, got, want in zip(("out", "lse"), (out, lse), wanted, strict=True):
-                oracle.assert_close(kind.take(got), want, f"decode {name}")
+    check_replays_with_other_lengths(rng, oracle.V4, queries(rng, b, 1, 128, 512), main, extra, times=2)
