@@ -136,15 +136,13 @@ def readme() -> str:
 
 def indexer_peers() -> str:
     """What the indexer's rows are measured beside."""
-    record = load("indexer")
-    if not record["rows"]:
+    if not load("indexer")["rows"]:
         return ""
-    text = (
+    return (
         "The indexer's rows are beside the fastest of what vLLM 0.22 and 0.33 ship: DeepGEMM's logits, vLLM's top-k,\n"
         "and for selection both of them and our conversion to slots. Schedules of decode, ours as theirs, are made\n"
         "outside of what is timed."
     )
-    return "\n\n".join(filter(None, [text, record.get("note")]))
 
 
 def ways(record: str, heading: str, first: str, second: str, digits: int) -> str:
