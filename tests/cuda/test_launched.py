@@ -20,14 +20,19 @@ pytest.importorskip("torch")
 
 
 @pytest.fixture
-def kind(monkeypatch, launched):
+def gpu(monkeypatch, launched):
+    fake = FakeGPU(monkeypatch)
+    yield fake
+    forget_calls()
+    if fake.graphs.made:  # they are destroyed by the stand-in's driver
+        gc.collect()
+
+
+@pytest.fixture
+def kind(gpu):
     cupy = pytest.importorskip("cupy")
-    gpu = FakeGPU(monkeypatch)
     with cupy.cuda.using_allocator(gpu.malloc):
         yield HostCuPy()
-    forget_calls()
-    if gpu.graphs.made:  # they are destroyed by the stand-in's driver
-        gc.collect()
 
 
 def prefill(kind: HostCuPy, s_q: int, h_q: int) -> None:
@@ -41,14 +46,15 @@ def decode(kind: HostCuPy, row: int, dtype: np.dtype, splits: int | None = None)
     cupy_mla.sparse_decode(*map(kind.put, (q, cache, indices)), 0.04, num_splits=splits)
 
 
-def test_launches_one_by_one_and_in_a_graph(kind, launched):
-    """540 queries of 16 heads are worked on in groups."""
-    prefill(kind, 540, 16)
-    assert launched == {"group_lists", "bf16_grouped_sm90", "bf16_few_heads_sm90"}
-    launched.clear()
-    prefill(kind, 540, 16)
-    assert launched == {"group_lists", "bf16_grouped_sm90", "bf16_few_heads_sm90"}
-    launched.clear()
+def test_launches_one_by_one_and_in_a_graph(gpu, kind, launched):
+    """540 queries of 16 heads are worked on in groups. Each kernel is launched once a call, and the fixture sees it."""
+    for graphs in (0, 1):
+        prefill(kind, 540, 16)
+        assert gpu.graphs.runs == graphs
+        assert sorted(launch.kernel.name for launch in gpu.log) == sorted(launched)
+        assert launched == {"group_lists", "bf16_grouped_sm90", "bf16_few_heads_sm90"}
+        gpu.log.clear()
+        launched.clear()
     decode(kind, 656, np.uint8)
     assert "fp8_sm90" in launched
 
