@@ -242,9 +242,9 @@ def run(call: TracedCall) -> Any:
             if isinstance(step, Clear):
                 driver.clear(address_of(step.pointer), number(step.nbytes), stream)
             else:
-                packed = step.params.of.chunks([*map(address_of, step.params.values)], lambda value: True)
+                params = step.params.of.pack([*map(address_of, step.params.values)])
                 submit, (x, y, z) = step.kernel.submitter(device), _numbers(step.grid)
-                submit(stream, x, y, z, b"".join(value for _, value in packed), number(step.cluster))
+                submit(stream, x, y, z, params, number(step.cluster))
     leaves = tuple(made[id(leaf)].obj if id(leaf) in made else _plain(leaf) for leaf in call.leaves)
     return leaves if type(call.result) is tuple else leaves[0]
 

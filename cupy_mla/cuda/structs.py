@@ -116,23 +116,10 @@ class Struct:
         if self.size > end:
             yield f"{self.size - end}x", None
 
-    def chunks(self, values: Sequence[Any], is_fixed: Any) -> Iterator[tuple[str, Any]]:
-        """The struct as pairs of a format (of the module `struct`, "=" in front) and a value, padding included.
-
-        Args:
-            is_fixed: tells whether a value is known already; neighbouring ones become one string of bytes.
-        """
-        known = b""
-        for code, value in self.fields(values):
-            if value is None or is_fixed(value):
-                known += struct.pack(f"={code}", *() if value is None else (value,))
-                continue
-            if known:
-                yield f"{len(known)}s", known
-                known = b""
-            yield code, value
-        if known:
-            yield f"{len(known)}s", known
+    def pack(self, values: Sequence[Any]) -> bytes:
+        """The struct's bytes with these numbers, one a field, padding included."""
+        formats, numbers = zip(*self.fields(values), strict=True)
+        return struct.pack("=" + "".join(formats), *(n for n in numbers if n is not None))
 
     def asserts(self) -> Iterator[str]:
         """The `static_assert`s that hold the C++ structs to these declarations."""
