@@ -273,7 +273,7 @@ def decode(
     place.call(
         cuda.sparse_decode, reference.sparse_decode,
         layout, q_, cache, idx, layout.d_qk**-0.5 if scale is None else scale, sink, length, extra,
-        extra_idx, extra_length, plan, batch_invariant, division, out_, lse_,
+        extra_idx, extra_length, plan, division, out_, lse_,
     )  # fmt: skip
     return out_.obj, lse_.obj
 

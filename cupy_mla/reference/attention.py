@@ -41,14 +41,13 @@ def sparse_decode(
     extra_idx: np.ndarray | None,
     extra_length: np.ndarray | None,
     plan: object,
-    batch_invariant: bool,
     num_splits: int,
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
     """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`.
 
-    Each query is worked on by itself, so `batch_invariant` and `plan` make no difference.
+    `plan` is the launcher's: here each query is worked on by itself.
     """
     caches = [(cache, idx, length)]
     if extra is not None and extra_idx is not None:

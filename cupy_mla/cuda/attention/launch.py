@@ -103,7 +103,6 @@ def sparse_decode(
     extra_indices: Array | None,
     extra_length: Array | None,
     plan: Plan | None,
-    batch_invariant: bool,
     choice: Choice,
     out: Array,
     lse: Array,
