@@ -142,7 +142,7 @@ def flash_mla_with_kvcache(
     if not isinstance(meta, FlashMLASchedMeta):
         raise TypeError(f"tile_scheduler_metadata must come from get_mla_metadata, got {type(meta).__name__}")
     if num_splits is not None:
-        raise ValueError("num_splits must be None; the schedule lives in tile_scheduler_metadata")
+        raise ValueError(f"num_splits must be None, the schedule lives in tile_scheduler_metadata, got {num_splits!r}")
     if indices is None:
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
     out, lse, shapes = _with_kvcache(

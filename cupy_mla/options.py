@@ -43,6 +43,14 @@ def require_instance(name: str, value: Any, wanted: type) -> None:
         raise TypeError(f"{name}: expected a {wanted.__name__}, got {value!r} of type {type(value).__name__}")
 
 
+def require_together(**arguments: Any) -> None:
+    """Check that of arguments which go together all are given, or none."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if 0 < len(given) < len(arguments):
+        *others, last = arguments
+        raise ValueError(f"{', '.join(others)} and {last} must be given together, got {' and '.join(given)} alone")
+
+
 def require_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Check a word that must be one of several."""
     choices = tuple(choices)

@@ -18,7 +18,7 @@ from ..cuda.attention import launch as cuda
 from ..cuda.attention.cost import MAX_SPLITS
 from ..cuda.program import Plan
 from ..layouts import BFLOAT16, D_V
-from ..options import require_bool, require_integer, require_scale
+from ..options import require_bool, require_integer, require_scale, require_together
 from ..reference import attention as reference
 from ..typing import A, AnyArray
 from .validate import (
@@ -229,8 +229,7 @@ def decode(
         is_fp8_kvcache: must agree with `k_cache` where it is given.
         plan: of the calls that divide their lists alike.
     """
-    if (extra_k_cache is None) != (extra_indices is None):
-        raise ValueError("extra_k_cache and extra_indices must be given together")
+    require_together(extra_k_cache=extra_k_cache, extra_indices=extra_indices)
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
     place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)

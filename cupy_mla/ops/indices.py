@@ -13,7 +13,7 @@ from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indices as cuda
-from ..options import require_bool, require_integer
+from ..options import require_bool, require_integer, require_together
 from ..reference import indices as reference
 from ..sizes import number
 from ..typing import A, AnyArray
@@ -110,8 +110,7 @@ def convert_req_index_to_global_index(
     """
     block_size = require_integer("block_size", block_size, 1)
     return_valid_counts = require_bool("return_valid_counts", return_valid_counts)
-    if (prefill_request_ids is None) != (prefill_workspace_starts is None):
-        raise ValueError("prefill_request_ids and prefill_workspace_starts must be given together")
+    require_together(prefill_request_ids=prefill_request_ids, prefill_workspace_starts=prefill_workspace_starts)
     place, (req, table, positions) = bind(req_id=req_id, block_table=block_table, token_indices=token_indices)
     prefill, starts, out_ = place.optional(
         prefill_request_ids=prefill_request_ids, prefill_workspace_starts=prefill_workspace_starts, out=out

@@ -22,7 +22,7 @@ from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import logits as cuda
 from ..layouts import BFLOAT16, E4M3, INDEXER_FP8
-from ..options import require_bool, require_choice, require_integer
+from ..options import require_bool, require_choice, require_integer, require_together
 from ..reference import logits as reference
 from ..typing import A, AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
@@ -87,8 +87,7 @@ def quantize_indexer_q(
     require_choice("scale_format", scale_format, SCALE_FORMATS)
     require_bool("rope_first", rope_first)
     require_bool("interleaved", interleaved)
-    if (positions is None) != (cos_sin_cache is None):
-        raise ValueError("positions and cos_sin_cache must be given together")
+    require_together(positions=positions, cos_sin_cache=cos_sin_cache)
     place, (q_, weights_) = bind(q=q, weights=weights)
     positions_, cos_sin = place.optional(positions=positions, cos_sin_cache=cos_sin_cache)
     tokens, heads, _ = q_.require(BFLOAT16, "T", HEADS, D).shape

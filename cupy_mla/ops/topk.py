@@ -15,7 +15,7 @@ from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import topk as cuda
 from ..layouts import BFLOAT16
-from ..options import require_bool, require_integer
+from ..options import require_bool, require_integer, require_together
 from ..reference import topk as reference
 from ..typing import A, AnyArray
 from .logits import require_paged, require_ragged
@@ -128,8 +128,7 @@ def select_rows(
     max_workspace_bytes = require_integer("max_workspace_bytes", max_workspace_bytes, 1, MOST_BYTES)
     if block_size is not None:
         block_size = require_integer("block_size", block_size, 1)
-    if (req_id is None) != (block_table is None) or (block_table is None) != (block_size is None):
-        raise ValueError("req_id, block_table and block_size must be given together")
+    require_together(req_id=req_id, block_table=block_table, block_size=block_size)
     place, (q8_, k8_, ks_, w_, starts_, ends_) = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
     requests, table, out_ = place.optional(req_id=req_id, block_table=block_table, out=out)
     queries, _ = require_ragged(q8_, k8_, ks_, w_, starts_, ends_)

@@ -128,7 +128,7 @@ def test_errors() -> None:
         ({"req_id": np.zeros(4, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
         ({"token_indices": np.zeros((3, 10), np.int32)[:, ::2]}, ValueError, "token_indices: the last axis must be"),
         ({"block_table": np.zeros(4, np.int32)}, ValueError, r"block_table: expected shape \[R, M\]"),
-        ({"prefill_request_ids": np.zeros(3, np.int32)}, ValueError, "must be given together"),
+        ({"prefill_request_ids": np.zeros(3, np.int32)}, ValueError, "given together, got prefill_request_ids alone"),
         ({"out": np.zeros((3, 4), np.int32)}, ValueError, r"out: expected shape \[3, 5\]"),
     ]  # fmt: skip
     for change, error, message in cases:

@@ -95,7 +95,7 @@ def test_quantize_errors() -> None:
         ({"q": np.zeros((3, 16, 128), np.float32)}, TypeError, "q: expected dtype bfloat16"),
         ({"weights": np.zeros((3, 8), np.float32)}, ValueError, r"weights: expected shape \[3, 16\]"),
         ({"scale_format": "e8"}, ValueError, "scale_format must be one of"),
-        ({"cos_sin_cache": None}, ValueError, "positions and cos_sin_cache must be given together"),
+        ({"cos_sin_cache": None}, ValueError, "positions and cos_sin_cache must be given together, got"),
         ({"positions": np.zeros(3, np.int32)}, TypeError, "positions: expected dtype int64"),
         ({"cos_sin_cache": np.zeros((5, 32), np.float32)}, ValueError, r"cos_sin_cache: expected shape \[P, 64\]"),
     ]

@@ -274,7 +274,7 @@ def test_errors(rng) -> None:
     cases = [
         ({"k": 5000}, ValueError, "k must be in 1..4096, got 5000"),
         ({"max_workspace_bytes": 0}, ValueError, "max_workspace_bytes must be in 1.."),
-        ({"block_size": None}, ValueError, "req_id, block_table and block_size must be given together"),
+        ({"block_size": None}, ValueError, "block_size must be given together, got req_id and block_table alone"),
         ({"block_size": 0}, ValueError, "block_size must be >= 1, got 0"),
         ({"req_id": np.zeros(2, np.int32)}, ValueError, r"req_id: expected shape \[3\]"),
         ({"ks": np.zeros(3, np.float32)}, ValueError, r"ks: expected shape \[20\]"),
