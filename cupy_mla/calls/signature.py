@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import arrays
 from ..bridges import library_of
@@ -203,6 +203,28 @@ def _unmet(*numbers: Any) -> None:
 _nothing: Callable[[], Any] = tuple  # what calls that depend on their arguments alone depend on beside them
 
 
+class _Texts(NamedTuple):
+    """What `Signature.run` calls things.
+
+    Attributes:
+        parameters: all arguments.
+        arrays, addresses: the arrays among them, and where they begin.
+        given: what the body of a form takes beside its values.
+        integers: those of the call, as a tuple.
+        last, finders, alike, seen: of the signature, see its `__init__`.
+    """
+
+    parameters: list[str]
+    arrays: list[str]
+    addresses: list[str]
+    given: str
+    integers: str
+    last: str
+    finders: str
+    alike: str
+    seen: str
+
+
 class Signature:
     """Calls of an operation that differ in sizes, strides, addresses and integers alone.
 
@@ -237,57 +259,87 @@ class Signature:
         self.run: Run = (lambda *values: run(TracedCall(function, names, values))) if mixed else self._written(values)
 
     def _written(self, values: Sequence[Any]) -> Run:
-        """The function of a call's arguments."""
-        code, library = Code(), self._library
-        parameters = [f"a{i}" for i in range(len(values))]
+        """The function of a call's arguments: it finds what serves the call, and runs that."""
+        code = Code()
         arrays, addresses = ([f"{letter}{i}" for i in self._arrays] for letter in "ap")
-        given = ", ".join([*addresses, *arrays, *(f"a{i}" for i in self._plans)])
-        integers = f"({' '.join(f'a{i},' for i in self._integers)})"
-        last, finders, alike = (f"{code.name(one)}[0]" for one in (self._last, self._finders, self._alike))
-        seen = code.name(self._seen)
+        texts = _Texts(
+            parameters=[f"a{i}" for i in range(len(values))],
+            arrays=arrays,
+            addresses=addresses,
+            given=", ".join([*addresses, *arrays, *(f"a{i}" for i in self._plans)]),
+            integers=f"({' '.join(f'a{i},' for i in self._integers)})",
+            last=f"{code.name(self._last)}[0]",
+            finders=f"{code.name(self._finders)}[0]",
+            alike=f"{code.name(self._alike)}[0]",
+            seen=code.name(self._seen),
+        )
+        self._write_refusals(code, texts, values)
+        code.line(f"depends_on, measure = {texts.finders}")
+        code.line("now = depends_on()")
+        guarded = self._library.guards([values[i] for i in self._arrays], sizes_too=True) is not None
+        if guarded:
+            self._write_last_calls(code, texts)
+        self._write_facts(code, texts, guarded)
+        self._write_search(code, texts)
+        if guarded:
+            with code.block("elif aligned:"):  # otherwise the next call is not compared with this one
+                compared = f"{code.name(self._compared)}(found, now, {texts.integers}, {', '.join(arrays)})"
+                code.line(f"{texts.last} = {compared}")
+        code.line("body, values, _ = found")
+        code.line(f"return body(values, {texts.given})")
+        return code.function("run", texts.parameters, code.lines)
 
-        def read_addresses() -> None:
-            for array, address in zip(arrays, addresses, strict=True):
-                code.line(f"{address} = {library.address.format(a=array)}")
-
+    def _write_refusals(self, code: Code, texts: _Texts, values: Sequence[Any]) -> None:
+        """Leave calls of other signatures alone, and make the arrays' GPU the current one."""
         with code.block(f"if {self._differs(code, values)}:"):
             code.line("return NotImplemented")
         if any(getattr(values[i], "requires_grad", False) for i in self._arrays):
             with code.block(f"if {code.name(sys.modules['torch'].is_grad_enabled)}():"):  # the checks say what is wrong
                 code.line("return NotImplemented")
-        device = library.device_of(values[next(i for i in self._arrays if _on_gpu(values[i]))])
+        device = self._library.device_of(values[next(i for i in self._arrays if _on_gpu(values[i]))])
         with code.block(f"if {code.name(driver.THREAD)}.current_device() != {device}:"):
-            code.line(f"with {code.name(library.to_device)}({device}):")
-            code.line(f"    return run({', '.join(parameters)})")
-        code.line(f"depends_on, measure = {finders}")
-        code.line("now = depends_on()")
-        guarded = library.guards([values[i] for i in self._arrays], sizes_too=True) is not None
+            code.line(f"with {code.name(self._library.to_device)}({device}):")
+            code.line(f"    return run({', '.join(texts.parameters)})")
+
+    def _write_last_calls(self, code: Code, texts: _Texts) -> None:
+        """Run what served one of the last calls, where the call is like it."""
+        same = [f"like({', '.join(texts.arrays)})", "now == before", f"{texts.integers} == integers"]
+        head = f"if {' and '.join(same if self._integers else same[:2])}:"
+        with code.block(f"for like, integers, before, body, values in {texts.last}:"), code.block(head):
+            self._write_addresses(code, texts)
+            with code.block(f"if ({' | '.join(texts.addresses)}) % {ALIGNMENT} == 0:"):
+                code.line(f"return body(values, {texts.given})")
+
+    def _write_addresses(self, code: Code, texts: _Texts) -> None:
+        for array, address in zip(texts.arrays, texts.addresses, strict=True):
+            code.line(f"{address} = {self._library.address.format(a=array)}")
+
+    def _write_facts(self, code: Code, texts: _Texts, guarded: bool) -> None:
+        """Leave calls alone whose arrays are others than those of the signature; `guarded`: by the library's guards."""
+        library, differ = self._library, ""
+        facts, known = [*library.facts, library.dense], [facts[1:-1] for facts in self._facts]
         if guarded:
-            same = [f"like({', '.join(arrays)})", "now == before", f"{integers} == integers"]
-            head = f"if {' and '.join(same if self._integers else same[:2])}:"
-            with code.block(f"for like, integers, before, body, values in {last}:"), code.block(head):
-                read_addresses()
-                with code.block(f"if ({' | '.join(addresses)}) % {ALIGNMENT} == 0:"):
-                    code.line(f"return body(values, {given})")
-            differ = f"not {alike}({', '.join(arrays)}) and not {code.name(self._admits)}({', '.join(arrays)}) or "
+            given = ", ".join(texts.arrays)
+            differ = f"not {texts.alike}({given}) and not {code.name(self._admits)}({given}) or "
             facts, known = [library.dense], [facts[-2:-1] for facts in self._facts]
-        else:
-            differ = ""
-            facts, known = [*library.facts, library.dense], [facts[1:-1] for facts in self._facts]
-        texts = "".join(f"{fact.format(a=a)}, " for a in arrays for fact in facts)
-        with code.block(f"if {differ}({texts}) != {code.name(sum(known, ()))}:"):
+        read = "".join(f"{fact.format(a=a)}, " for a in texts.arrays for fact in facts)
+        with code.block(f"if {differ}({read}) != {code.name(sum(known, ()))}:"):
             code.line("return NotImplemented")
+
+    def _write_search(self, code: Code, texts: _Texts) -> None:
+        """Find what serves a call by its sizes: known, measured, or from a trace."""
+        library, parameters = self._library, ", ".join(texts.parameters)
         read = {i: library.shape if i in self._dense else f"{library.shape}, {library.strides}" for i in self._arrays}
         sizes = [text.format(a=f"a{i}") for i, text in read.items()]
         with code.block("try:"):
-            read_addresses()
+            self._write_addresses(code, texts)
             code.line(f"sizes = (now, {', '.join([*sizes, *(f'a{i}' for i in self._integers)])},)")
         with code.block("except RuntimeError:"):  # a tensor without memory: the checks say what is wrong
-            code.line(f"return {code.name(self._refused)}({', '.join(parameters)})")
-        code.line(f"aligned = ({' | '.join(addresses)}) % {ALIGNMENT} == 0")
+            code.line(f"return {code.name(self._refused)}({parameters})")
+        code.line(f"aligned = ({' | '.join(texts.addresses)}) % {ALIGNMENT} == 0")
         with code.block("if not aligned:"):
-            code.line(f"sizes += ({' '.join(f'{address} % {ALIGNMENT},' for address in addresses)})")
-        code.line(f"found = {seen}.get(sizes)")
+            code.line(f"sizes += ({' '.join(f'{address} % {ALIGNMENT},' for address in texts.addresses)})")
+        code.line(f"found = {texts.seen}.get(sizes)")
         with code.block("if found is None:"):
             with code.block("try:"):
                 code.line("found = measure(*sizes)")
@@ -295,17 +347,11 @@ class Signature:
                 # Shapes of other ranks do not unpack. Where a choice cannot be made, a trace says what is wrong.
                 code.line("return NotImplemented")
             with code.block("if found is None:"):
-                code.line(f"found = {code.name(self._traced)}(sizes, {', '.join(parameters)})")
+                code.line(f"found = {code.name(self._traced)}(sizes, {parameters})")
             with code.block("else:"):
-                code.line(f"{seen}[sizes] = found")
-                with code.block(f"if len({seen}) > {MAX_SIZES}:"):
-                    code.line(f"{seen}.clear()")
-        if guarded:
-            with code.block("elif aligned:"):  # otherwise the next call is not compared with this one
-                code.line(f"{last} = {code.name(self._compared)}(found, now, {integers}, {', '.join(arrays)})")
-        code.line("body, values, _ = found")
-        code.line(f"return body(values, {given})")
-        return code.function("run", parameters, code.lines)
+                code.line(f"{texts.seen}[sizes] = found")
+                with code.block(f"if len({texts.seen}) > {MAX_SIZES}:"):
+                    code.line(f"{texts.seen}.clear()")
 
     def _differs(self, code: Code, values: Sequence[Any]) -> str:
         """The condition under which arguments are of other types than these, or settings have other values."""
