@@ -36,10 +36,10 @@ def fa3_peer() -> Any:
     return torch.ops._vllm_fa3_C
 
 
-def fa3_calls(sets: list[Set], shared: bool = True) -> list[Call]:
-    """One decode a set. All calls share one schedule, which is planned in the first; or each plans its own."""
+def fa3_calls(sets: list[Set]) -> list[Call]:
+    """One decode a set. All calls share one schedule, which is planned in the first."""
     planned: list[torch.Tensor | None] = [None]
-    return [_call(s, planned, shared and number == 0) for number, s in enumerate(sets)]
+    return [_call(s, planned, number == 0) for number, s in enumerate(sets)]
 
 
 def _call(s: Set, planned: list[torch.Tensor | None], plans: bool) -> Callable[[], torch.Tensor]:

@@ -346,18 +346,6 @@ def library_of(array: Any) -> Library | None:
     return None
 
 
-def kind_of(array: Any) -> str:
-    """The name of the library `array` belongs to: "numpy", "cupy" or "torch".
-
-    Raises:
-        TypeError: it belongs to none of them.
-    """
-    library = library_of(array)
-    if library is None:
-        raise TypeError(_no_array(array))
-    return library.name
-
-
 def _no_array(obj: Any) -> str:
     return f"expected a NumPy, CuPy or torch array, got {type(obj).__module__}.{type(obj).__qualname__}"
 

@@ -12,7 +12,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla.arrays import HOST
-from cupy_mla.bridges import Place, bind, describe, kind_of, require_cupy
+from cupy_mla.bridges import Place, bind, describe, require_cupy
 
 from .cases import normal
 from .kinds import BF16, E4M3, gapped, installed
@@ -347,13 +347,6 @@ def test_a_place_of_a_library_that_is_not_there(monkeypatch):
 
 def missing(name: str) -> None:
     raise ImportError(name)
-
-
-def test_kind_of(torch):
-    assert kind_of(np.zeros(1)) == "numpy"
-    assert kind_of(torch.zeros(1)) == "torch"
-    with pytest.raises(TypeError, match=r"builtins\.dict"):
-        kind_of({})
 
 
 # --- places ---------------------------------------------------------------------------------------------------
