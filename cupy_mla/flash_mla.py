@@ -30,7 +30,7 @@ class FlashMLASchedMeta:
     """The schedule of decode calls of one shape, that of the first call.
 
     Attributes:
-        shapes: what the schedule was planned for, in pairs of a name and a value; None before the first call.
+        shapes: the values of `FACTS` that the schedule was planned for; None before the first call.
         num_splits: splits of each query's rows that are asked for; None: chosen at each call.
         batch_invariant: as for `cupy_mla.sparse_decode`.
         plan: on the GPU, how the first call's kernel divided its lists; the next calls do as well.

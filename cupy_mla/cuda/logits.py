@@ -234,7 +234,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Chooser:
-    """Tells which kernel makes logits of so many heads.
+    """Tells which kernel makes logits. The heads make no difference: by them `looked_up` finds the trace of a call.
 
     Attributes:
         aligned: keys allow 16-byte loads.

@@ -43,8 +43,7 @@ class SparseSWAMetadata:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: how the batch is split.
         prefill_seq_lens: [P] int32.
         prefill_gather_lens: [P] int32 tokens at the end of each prefill's sequence that its queries' windows reach.
-        schedules: by compress ratio, the schedule of the decode launches of each kind of layer; filled by the first
-            layer of the kind, shared by all others.
+        schedules: by compress ratio, the schedule of the decode launches of each kind of layer, shared by its layers.
     """
 
     block_table: Any

@@ -122,7 +122,7 @@ def reference(call: Call) -> list[np.ndarray]:
 @gpu_kinds
 @pytest.mark.parametrize("given", [False, True], ids=["allocates", "writes"])
 def test_calls_alike_have_results_of_their_own(rng, name, library, given) -> None:
-    """From the second or third call on they go by a plan."""
+    """From the second or third call on they run a compiled form."""
     kind, first = make(library), OPERATIONS[name](rng)
     for _ in range(4):
         call = OPERATIONS[name](rng)
@@ -135,7 +135,7 @@ def test_calls_alike_have_results_of_their_own(rng, name, library, given) -> Non
 @every_operation
 @gpu_kinds
 def test_work_goes_to_the_current_stream(rng, name, library) -> None:
-    """A call, by a plan or not, waits for what is before it on the caller's stream, here what makes its inputs."""
+    """A call, compiled or not, waits for what is before it on the caller's stream, here what makes its inputs."""
     kind, first = make(library), OPERATIONS[name](rng).with_outputs()
     for _ in range(3):
         early, call = (OPERATIONS[name](rng).with_outputs() for _ in range(2))
