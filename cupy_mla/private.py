@@ -1,6 +1,6 @@
 """Private names of other libraries, each with the public way to the same thing, which is taken where the name is gone.
 
-They are here because the public ways take a call over its host budget (docs/architecture.md). Microseconds on an
+They are here because the public ways take a call over its host budget (docs/host_time.md). Microseconds on an
 H200's host, the private way and the public one: a variable of the environment 0.04 and 0.57, torch's current stream
 0.06 and 1.43, a tensor 1.1 and 2.3, a CuPy array 1.3 and 1.8.
 """
