@@ -128,7 +128,7 @@ def readme() -> str:
     if load("host_overhead")["rows"]:
         parts.append(
             "Microseconds of host time of a call, shapes seen before, freeing the results not counted; median of the "
-            "quietest of many rounds:"
+            "quietest of many\nrounds:"
         )
         parts += [host_table(), new_sizes_table()]
     return "\n\n".join(filter(None, parts))
@@ -158,6 +158,17 @@ def thresholds() -> str:
     """Each kind of batch under both modes of the FP8 backend."""
     heading = "batch | mixed, µs | separate, µs | separate / mixed"
     return ways("thresholds", heading, "mixed_us", "separate_us", 0)
+
+
+def layouts() -> str:
+    """Decode of one query token a request over each layout of V3.2's rows."""
+    times = {row["case"]: row["ours_us"] for row in load("sparse_decode")["rows"]}
+    rows = [
+        [str(h), str(b), *(f"{times[f'{layout} h {h} b {b} s_q 1 topk 2048']:.1f}" for layout in ("V32", "bf16"))]
+        for h in (16, 128)
+        for b in (1, 64, 128)
+    ]
+    return table("heads | batch | `v32_fp8` | `bf16`", rows)
 
 
 def batch_invariant() -> str:
@@ -302,6 +313,8 @@ def texts() -> dict[Path, str]:
         wanted[docs / "kernels" / f"{kernel}.md"] = beside_copy(beginning)
     if load("thresholds")["rows"]:
         wanted[ROOT / "docs" / "mixed_batches.md"] = thresholds()
+    if load("sparse_decode")["rows"]:
+        wanted[ROOT / "docs" / "choosing.md"] = layouts()
     if load("batch_invariant")["rows"]:
         wanted[ROOT / "docs" / "batch_invariance.md"] = batch_invariant()
     return wanted
