@@ -27,6 +27,7 @@ from ..cases import (
     latent,
     paged,
     paged_rows,
+    prefill_inputs,
     queries,
     run_decode,
     sinks,
@@ -42,15 +43,6 @@ BY_NAME = {fmt.name: fmt for fmt in oracle.FORMATS}
 every_format = pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
 
 
-def prefill_inputs(
-    rng: np.random.Generator, s_q: int, h_q: int, d_qk: int, topk: int, s_kv: int, *, q_gap: int = 0, kv_gap: int = 0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, kv with NaN in about a third of its rows, and lists that name none of those."""
-    live = some(rng, s_kv)
-    q = gapped(queries(rng, s_q, h_q, d_qk), 0, 0, q_gap)
-    return q, flat_rows(rng, s_kv, d_qk, live, kv_gap), entries(rng, (s_q, 1, topk), live, s_kv)
-
-
 # --- prefill --------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +53,7 @@ def prefill_inputs(
      (5, 64, 32, 50), (2, 128, 2048, 3000)],
 )  # fmt: skip
 def test_prefill_sizes(kind, rng, d_qk, s_q, h_q, topk, s_kv):
-    check_prefill(kind, *prefill_inputs(rng, s_q, h_q, d_qk, topk, s_kv), d_qk**-0.5)
+    check_prefill(kind, *prefill_inputs(rng, s_q, h_q, d_qk, s_kv, topk), d_qk**-0.5)
 
 
 @given(
@@ -74,7 +66,7 @@ def test_prefill_generated(kind, seed, s_q, h_q, d_qk, topk, s_kv, with_sink, wi
         q, kv = queries(rng, s_q, h_q, d_qk), latent(rng, 0, 1, d_qk)
         indices = rng.integers(-1, 2, (s_q, 1, topk), np.int32)
     else:
-        q, kv, indices = prefill_inputs(rng, s_q, h_q, d_qk, topk, s_kv, q_gap=gap, kv_gap=gap)
+        q, kv, indices = prefill_inputs(rng, s_q, h_q, d_qk, s_kv, topk, q_gap=gap, kv_gap=gap)
     check_prefill(
         kind, q, kv, indices, d_qk**-0.5,
         sink=sinks(rng, h_q) if with_sink else None,
@@ -94,13 +86,13 @@ def test_prefill_takes_strides_of_any_kind(kind, rng):
 
 def test_prefill_takes_a_row_for_all_queries(kind, rng):
     """Stride 0: one index list, broadcast over the queries."""
-    q, kv, indices = prefill_inputs(rng, 4, 8, 512, 66, 100)
+    q, kv, indices = prefill_inputs(rng, 4, 8, 512, 100, 66)
     check_prefill(kind, q, kv, np.broadcast_to(indices[:1], indices.shape), 0.04)
 
 
 @pytest.mark.parametrize("sm_scale", [0.0, -0.03, 1e-4, 3.0])
 def test_prefill_scale_is_any_number(kind, rng, sm_scale):
-    check_prefill(kind, *prefill_inputs(rng, 2, 9, 576, 100, 120), sm_scale)
+    check_prefill(kind, *prefill_inputs(rng, 2, 9, 576, 120, 100), sm_scale)
 
 
 def test_prefill_counts_a_row_as_often_as_it_is_listed(kind, rng):
@@ -114,7 +106,7 @@ def test_prefill_counts_a_row_as_often_as_it_is_listed(kind, rng):
 @pytest.mark.parametrize("fill", [-1, 50, 2**31 - 1, -(2**31)])
 def test_prefill_without_a_valid_row(kind, rng, fill):
     """Even beside queries that have rows, and whatever the sink."""
-    q, kv, indices = prefill_inputs(rng, 3, 6, 576, 80, 50)
+    q, kv, indices = prefill_inputs(rng, 3, 6, 576, 50, 80)
     indices[1] = fill
     sink = np.array([np.inf, -np.inf, 0, 3, -3, 100], np.float32)
     out, max_logits, lse = check_prefill(kind, q, kv, indices, 0.04, sink=sink)
@@ -125,7 +117,7 @@ def test_prefill_without_a_valid_row(kind, rng, fill):
 
 def test_prefill_sink_limits(kind, rng):
     """A sink of -inf changes nothing, one of +inf makes the output zero, neither touches lse."""
-    q, kv, indices = prefill_inputs(rng, 2, 3, 512, 70, 90)
+    q, kv, indices = prefill_inputs(rng, 2, 3, 512, 90, 70)
     plain = check_prefill(kind, q, kv, indices, 0.04)
     sunk = check_prefill(kind, q, kv, indices, 0.04, sink=np.array([-np.inf, np.inf, 0], np.float32))
     np.testing.assert_array_equal(sunk[0][:, 0].astype(np.float32), plain[0][:, 0].astype(np.float32))
@@ -135,7 +127,7 @@ def test_prefill_sink_limits(kind, rng):
 
 
 def test_prefill_hands_on_nan_of_a_named_row(kind, rng):
-    q, kv, indices = prefill_inputs(rng, 3, 20, 576, 70, 80)
+    q, kv, indices = prefill_inputs(rng, 3, 20, 576, 80, 70)
     kv[np.isnan(kv.astype(np.float32))] = 0
     indices[1, 0, 40] = 7
     indices[(indices == 7) & (np.arange(3) != 1)[:, None, None]] = -1
@@ -152,13 +144,13 @@ def test_prefill_hands_on_nan_of_a_named_row(kind, rng):
 
 def test_prefill_large_logits(kind, rng):
     """Logits of hundreds neither overflow nor lose the small ones' infinities."""
-    q, kv, indices = prefill_inputs(rng, 2, 5, 576, 90, 100)
+    q, kv, indices = prefill_inputs(rng, 2, 5, 576, 100, 90)
     check_prefill(kind, q, kv, indices, 8.0)
     check_prefill(kind, q, kv, indices, -8.0)
 
 
 def test_prefill_same_bits_every_time(kind, rng):
-    args = [kind.put(a) for a in prefill_inputs(rng, 4, 128, 576, 300, 400)]
+    args = [kind.put(a) for a in prefill_inputs(rng, 4, 128, 576, 400, 300)]
     first, second = ([kind.take(r).tobytes() for r in cupy_mla.sparse_prefill(*args, 0.04)] for _ in range(2))
     assert first == second
 
