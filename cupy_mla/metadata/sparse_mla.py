@@ -191,7 +191,7 @@ class SparseMLAMetadataBuilder:
         self.num_blocks = num_blocks
         self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        self._width = -(-config.max_model_len // config.block_size)
+        width = -(-config.max_model_len // config.block_size)
         place = Place.from_pair(place)
         self._compressed = CompressedRows(config, place) if config.compress_ratio > 1 else None
         self._buffers = Uploads(
@@ -205,7 +205,7 @@ class SparseMLAMetadataBuilder:
                 "prefill_workspace_starts": ((requests,), INT32),
                 "positions": ((tokens,), INT64),
                 "compressed_seq_lens": ((requests,), INT32),
-                "block_table": ((requests, self._width), INT32),  # last: only its used rows go up
+                "block_table": ((requests, width), INT32),  # last: only its used rows go up
             },
         )
 
@@ -287,10 +287,7 @@ class SparseMLAMetadataBuilder:
         fill(host["positions"], batch.positions, 0)
         fill(host["compressed_seq_lens"], batch.seq_lens // self.config.compress_ratio, 0)
         fill(host["prefill_workspace_starts"], () if mode is None else mode.workspace_starts, 0)
-        width = min(batch.block_table.shape[1], self._width)
-        host["block_table"][:requests, :width] = batch.block_table[:, :width]
-        host["block_table"][:requests, width:] = -1
-        return requests
+        return fill_table(host["block_table"], batch)
 
     def _separate(self, batch: BatchMetadata, mode: _SeparateMode) -> FP8SeparatePrefillDecode:
         device, requests = self._buffers.arrays, batch.num_reqs
@@ -358,3 +355,14 @@ def fill(buffer: np.ndarray, values: Any, rest: int) -> None:
     """Write values at the start of a buffer and `rest` in all entries after them."""
     buffer[: len(values)] = values
     buffer[len(values) :] = rest
+
+
+def fill_table(buffer: np.ndarray, batch: BatchMetadata) -> int:
+    """Write a batch's block table into the first rows of a buffer; returns how many these are.
+
+    Where the buffer is wider, -1 stands behind the table; where it is narrower, no sequence reaches what is left out.
+    """
+    requests, width = batch.num_reqs, min(batch.block_table.shape[1], buffer.shape[1])
+    buffer[:requests, :width] = batch.block_table[:, :width]
+    buffer[:requests, width:] = -1
+    return requests

@@ -19,7 +19,7 @@ from ..ops.swa import BOOL, compute_prefill_gather_lens, compute_swa_indices_and
 from ..options import require_instance, require_integer
 from ..typing import AnyArray
 from .batch import INT32, INT64, BatchMetadata, split_decodes_and_prefills
-from .sparse_mla import FP8KernelMetadata, check_batch, fill, known_on_device
+from .sparse_mla import FP8KernelMetadata, check_batch, fill, fill_table, known_on_device
 from .uploads import Uploads
 
 LAYER_KINDS = (1, 4, 128)  # compress ratios: sliding window alone, C4A, C128A
@@ -105,7 +105,7 @@ class SparseSWAMetadataBuilder:
         self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
         decode_tokens = min(tokens, requests * self.decode_threshold)
-        self._width = -(-config.max_model_len // config.block_size)
+        width = -(-config.max_model_len // config.block_size)
         place = Place.from_pair(place)
         self._buffers = Uploads(
             place,
@@ -115,7 +115,7 @@ class SparseSWAMetadataBuilder:
                 "slot_mapping": ((tokens,), INT64),
                 "token_to_req": ((tokens,), INT32),
                 "is_valid_token": ((tokens,), BOOL),
-                "block_table": ((requests, self._width), INT32),  # last: only its used rows go up
+                "block_table": ((requests, width), INT32),  # last: only its used rows go up
             },
         )
         self._decode_indices = place.empty((decode_tokens, config.window), INT32)
@@ -189,7 +189,4 @@ class SparseSWAMetadataBuilder:
         fill(host["slot_mapping"], batch.slot_mapping, -1)
         fill(host["token_to_req"], np.repeat(np.arange(requests, dtype=INT32), batch.query_lens), 0)
         fill(host["is_valid_token"], batch.slot_mapping >= 0, 0)
-        width = min(batch.block_table.shape[1], self._width)
-        host["block_table"][:requests, :width] = batch.block_table[:, :width]
-        host["block_table"][:requests, width:] = -1
-        return requests
+        return fill_table(host["block_table"], batch)
