@@ -48,21 +48,24 @@ class Division(NamedTuple):
         return 1 if self.cluster == TEAM else self.splits // self.cluster
 
 
-# Of `fp8_sm90`, fitted to 640 to 2048 rows, batch 1 to 264, by the heads of a CTA. ITEM: Q, first rows and results of a
-# work item. PAIR: a pair of tiles. MERGE: a cluster's merge. LONG: what is added to splits of more tiles than RING, the
-# ring of stages. WHOLE: what is added once where items are not split. FULL, FULL_PAIR: what is added to an item, and
-# for each of its pairs, as CTAs fill the GPU; SHARED is the share of FULL_PAIR that remains where several items read
-# the same rows, FIRST the share of both that the first items of a launch pay. EVEN: rows that are divided evenly: once,
-# for each pair and each item of a CTA. PARTIAL: another CTA's partial result. UNEVEN: where queries have lengths of
-# their own, the share of EVEN's pairs and items that remains, and of unsplit items; and what is added to EVEN once.
-# SEGMENT: a split of a CTA that takes an item's splits in turn, beside its pairs. TEAM: what is added to a cluster's
-# merge where CTAs are no cluster, and where they find by lengths how many work on an item; LEAST: CTAs an item there.
-FP8_ITEM, FP8_PAIR, FP8_MERGE = {32: 4.6, 64: 7.8}, {32: 3.07, 64: 3.87}, {32: 3.6, 64: 2.8}
-FP8_LONG, FP8_RING, FP8_WHOLE = {32: 1.0, 64: 0.9}, {32: 4, 64: 3}, {32: 3.8, 64: 2.6}
+# Of `fp8_sm90`, by the heads of a CTA, fitted to 640 to 2048 rows and batches of 1 to 264.
+FP8_ITEM = {32: 4.6, 64: 7.8}  # a work item: Q, first rows and results
+FP8_PAIR = {32: 3.07, 64: 3.87}  # a pair of tiles
+FP8_MERGE = {32: 3.6, 64: 2.8}  # a cluster's merge
+FP8_RING = {32: 4, 64: 3}  # stages of the ring, a tile each
+FP8_LONG = {32: 1.0, 64: 0.9}  # added to splits of more tiles than the ring has stages
+FP8_WHOLE = {32: 3.8, 64: 2.6}  # added once where items are not split
+# What is added as CTAs fill the GPU: to an item, and to each of its pairs; the part of the latter that is left where
+# several items read the same rows; and the part of both that a launch's first items pay.
 FP8_FULL, FP8_FULL_PAIR, FP8_SHARED, FP8_FIRST = {32: 2.3, 64: 2.4}, {32: 0.61, 64: 0.53}, {32: 0.38, 64: 0.83}, 0.7
-FP8_EVEN, FP8_PARTIAL = {32: (15.1, 3.27, 10.6), 64: (20.9, 4.02, 15.1)}, {32: 3.5, 64: 0.9}
+FP8_EVEN = {32: (15.1, 3.27, 10.6), 64: (20.9, 4.02, 15.1)}  # rows divided evenly: once, a pair and an item of a CTA
+FP8_PARTIAL = {32: 3.5, 64: 0.9}  # another CTA's partial result, there
+# Where queries have lengths of their own: the part that is left of EVEN's pairs, of its items, and of unsplit items in
+# several rounds; and what is added to EVEN once.
 FP8_UNEVEN = (0.55, 0.8, 0.95, 3.5)
-FP8_SEGMENT = {32: 4.0, 64: 6.5}
+FP8_SEGMENT = {32: 4.0, 64: 6.5}  # a split of a CTA that takes an item's splits in turn, beside its pairs
+# Added to a cluster's merge where CTAs are a team: of equal splits; of as many CTAs as lengths ask for. LEAST: the CTAs
+# that an item has at least then, on average.
 FP8_TEAM, FP8_TEAM_LEAST = (0.9, 5.9), 1.55
 FP8_LEAST_SPLIT = 2  # pairs of tiles
 
@@ -75,12 +78,12 @@ SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 0.96, 0.63, 0.56, 0.81
 # partial results, which the times above leave out. SHARE_GAIN: what another one than ITEM_COST must gain.
 SHARE_COSTS, SHARE_GAIN = 21, 0.01
 
-# Of `few_heads_sm90`. FULL: what is added when CTAs fill the GPU. TILE: a tile. ROUND: each consumer warpgroup
-# takes a tile. MERGE: a cluster's merge, by the heads of a CTA.
-FEW_CTA, FEW_FULL, FEW_TILE, FEW_ROUND = 2.9, 4.8, 1.2, 0.75
-FEW_MERGE = {8: 3.2, 16: 3.2, 32: 5.0}
-FEW_COMBINE, FEW_PARTIAL = 4.2, 1.0
-FEW_CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
+# Of `few_heads_sm90`; dictionaries are by the heads of a CTA.
+FEW_CTA, FEW_FULL = 2.9, 4.8  # a CTA, and what it takes longer as CTAs fill the GPU
+FEW_TILE, FEW_ROUND = 1.2, 0.75  # a tile; a round, in which each consumer warpgroup takes a tile
+FEW_MERGE = {8: 3.2, 16: 3.2, 32: 5.0}  # a cluster's merge
+FEW_COMBINE, FEW_PARTIAL = 4.2, 1.0  # `combine.cu`, once and for 1000 partial results of a head
+FEW_CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA
 
 
 def _by_heads(values: Mapping[int, float]) -> np.ndarray:
@@ -323,14 +326,12 @@ def bf16_evenly(items: int, head_tiles: int, pairs: int, sms: int, prefill: bool
     return once + share * (item + load) < whole + gain
 
 
-# Of the portable kernel, in steps of 32 rows (2.2 us on an H200 with 64 heads, 1.4 us with 16): Q, first rows and
-# results of a CTA; the launch of combine.cu; what each split adds to that launch, once and for each CTA of an unsplit
-# launch; of rows that are divided evenly, what is added once, and for each partial result of an item. Fitted to V32
-# decode of 2048 rows with 16 heads (batch 5 to 160), 64 (1 to 160) and 128 (100).
-CTA_OVERHEAD = 4.9
-COMBINE_OVERHEAD = 0.5
-SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.01, 0.015
-EVEN_OVERHEAD, EVEN_PARTIAL = 9.9, 1.3
+# Of the portable kernel, in steps of 32 rows (2.2 us on an H200 with 64 heads, 1.4 us with 16). Fitted to V32 decode of
+# 2048 rows with 16 heads (batch 5 to 160), 64 (1 to 160) and 128 (100).
+CTA_OVERHEAD = 4.9  # a CTA: Q, first rows and results
+COMBINE_OVERHEAD = 0.5  # the launch of `combine.cu`
+SPLIT_OVERHEAD, SPLIT_OVERHEAD_PER_CTA = 0.01, 0.015  # each split adds to that launch, once and a CTA of an unsplit one
+EVEN_OVERHEAD, EVEN_PARTIAL = 9.9, 1.3  # rows divided evenly: once, and for each partial result of an item
 
 
 @lru_cache(maxsize=4096)
