@@ -139,6 +139,31 @@ def test_any_call_has_a_kernel_that_holds_or_streams_its_rows(monkeypatch) -> No
                     assert kernel(shape, False).max_cluster >= cluster
 
 
+@pytest.mark.parametrize("limit", [1, 3000, 9000, 1 << 20])
+def test_logits_fit_the_workspace(limit: int) -> None:
+    """All chunks have one workspace of at most so many bytes, or of a chunk of one query or one request."""
+    gpu = Gpu(0, SMS, 90, 227)
+    of_rows = {
+        "q8": np.zeros((60, 64, 128), np.uint8), "k8": np.zeros((41, 128), np.uint8), "ks": np.zeros(41, np.float32),
+        "w": np.zeros((60, 64), np.float32), "starts": np.zeros(60, np.int32), "ends": np.zeros(60, np.int32),
+    }  # fmt: skip
+    of_pages = {
+        "q8": np.zeros((20, 3, 64, 128), np.uint8), "kv_cache": np.zeros((5, 64, 132), np.uint8),
+        "w": np.zeros((60, 64), np.float32), "lens": np.zeros(20, np.int32), "table": np.zeros((20, 1), np.int32),
+    }  # fmt: skip
+    rows, pages = ([describe(name, a) for name, a in of.items()] for of in (of_rows, of_pages))
+    chosen = describe("out", np.zeros((60, 9), np.int32))
+    row = 4 * 44  # bytes of the logits over 41 keys
+    for least, program in (
+        (row, topk.select_rows(gpu, *rows, 9, None, None, None, limit, chosen)),
+        (3 * row, topk.select_rows_paged(gpu, *pages, None, 41, 9, True, limit, chosen)),
+    ):
+        steps = [step.params.values[LOGITS.index["out"]] for step in program if step.params.of is LOGITS]
+        assert len({out.slot for out in steps}) == 1
+        assert steps[0].slot.nbytes <= max(limit, least)
+        assert len(steps) == -(-60 * row // (max(limit // least, 1) * least))
+
+
 ABOUT_K = "about k are numbers"
 
 

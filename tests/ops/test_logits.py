@@ -132,6 +132,7 @@ def ragged(rng: np.random.Generator, m: int, n: int, heads: int, exact: bool = F
     }  # fmt: skip
 
 
+HEADS = range(8, 65, 8)
 SHAPES = [(1, 1, 8), (3, 70, 64), (5, 129, 24), (9, 64, 32), (17, 301, 40), (2, 0, 64), (0, 5, 64)]
 
 
@@ -145,6 +146,13 @@ def test_ragged(kind, rng, m: int, n: int, heads: int, exact: bool) -> None:
     check(got, expected, size)
     if exact:
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_ragged_of_every_head_count(kind, rng, heads: int) -> None:
+    inputs = ragged(rng, int(rng.choice([1, 3, 20])), int(rng.integers(1, 400)), heads, exact=True)
+    got = kind.take(indexer_logits(**put(kind, inputs)))
+    np.testing.assert_array_equal(got, oracle_indexer.ragged_logits(**inputs))
 
 
 def test_queries_that_see_nothing(kind, rng) -> None:
@@ -269,6 +277,20 @@ def test_paged(kind, rng, b: int, n: int, heads: int, block_size: int, longest: 
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("block_size", [1, 2, 61, 64, 256])
+def test_paged_of_any_heads_queries_and_blocks(kind, rng, heads: int, block_size: int) -> None:
+    """One request and three, of 1 to 9 query tokens, with lengths of requests and of tokens."""
+    b, n = int(rng.choice([1, 3])), int(rng.integers(1, 10))
+    inputs = paged(rng, b, n, heads, block_size, int(rng.integers(1, 100)), exact=True)
+    if rng.integers(2):
+        lens = inputs["context_lens"][:, None] - rng.integers(0, 20, (b, n))
+        inputs["context_lens"] = lens.clip(0).astype(np.int32)
+    cases = {"cache" if name == "kv_cache" else name: a for name, a in inputs.items()}
+    got = kind.take(paged_indexer_logits(**put(kind, inputs)))
+    np.testing.assert_array_equal(got, oracle_indexer.paged_logits(**cases), err_msg=f"{b} x {n}")
+
+
 def test_paged_lengths_of_tokens(kind, rng) -> None:
     """A length a token; blocks that do not exist are -inf."""
     inputs = paged(rng, 3, 2, 64, 16, 120)
@@ -311,6 +333,25 @@ def test_paged_agrees_with_ragged(kind, rng) -> None:
     in_rows = indexer_logits(*map(kind.put, (inputs["q8"][0], k8, ks, inputs["w"], *bounds)))
     got = kind.take(paged_indexer_logits(**put(kind, inputs)))
     np.testing.assert_array_equal(got, kind.take(in_rows))
+
+
+@pytest.mark.parametrize("block_size", [15, 64])
+@pytest.mark.parametrize(("n", "heads"), [(1, 64), (2, 32), (3, 64), (9, 24)])
+def test_requests_do_not_depend_on_each_other(kind, rng, n: int, heads: int, block_size: int) -> None:
+    """The same bits alone as in a batch, in rows and under tables of other widths."""
+    b, longest = 7, 400
+    inputs = paged(rng, b, n, heads, block_size, longest)
+    whole = kind.take(paged_indexer_logits(**put(kind, inputs))).reshape(b, n, longest)
+    for r in rng.permutation(b)[:3].tolist():
+        seen = int(inputs["context_lens"][r])
+        width = seen + int(rng.integers(0, 70))
+        one = {name: inputs[name][r : r + 1].copy() for name in ("q8", "context_lens", "block_table")}
+        one["block_table"] = one["block_table"][:, : max(-(-seen // block_size), 1)].copy()
+        one["w"] = inputs["w"][r * n : (r + 1) * n].copy()
+        alone = paged_indexer_logits(
+            **put(kind, one), kv_cache=kind.put(inputs["kv_cache"]), max_context_len=width
+        )  # fmt: skip
+        np.testing.assert_array_equal(kind.take(alone)[:, :seen], whole[r, :, :seen])
 
 
 # --- schedules ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cupy_mla import indexer_logits, paged_indexer_logits, select_rows, select_rows_paged, topk_indices
+from cupy_mla.reference import topk as reference
 from tests import indexers, oracle_indexer
 from tests.kinds import BF16, POISON, gapped, poisoned
 
@@ -84,7 +85,7 @@ ADVERSARIAL = [
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_adversarial(kind, rng, name: str) -> None:
     logits = np.stack([adversarial(rng, name, 3001) for _ in range(2)])
-    for k in (1, 512, 2048, 4096):
+    for k in KS:
         check(kind, logits, k)
 
 
@@ -94,6 +95,23 @@ def by_sort(row: np.ndarray, k: int) -> np.ndarray:
     if np.isnan(row).any():  # behind -inf, in order
         by_size = np.concatenate([by_size[~np.isnan(row[by_size])], np.flatnonzero(np.isnan(row))])
     return np.pad(np.sort(by_size[:k]), (0, max(k - len(row), 0)), constant_values=-1)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("most", [10, 100, 1000, 10_000, 100_000, 1 << 20])
+def test_rows_of_1_to_1_m(kind, rng, most: int, k: int) -> None:
+    """One row and three, of ten times fewer logits at least, whole or by ranges, of which every other one has ties."""
+    if most > 10_000 and not kind.on_gpu and (kind.name != "numpy" or k not in (63, 4096)):
+        pytest.skip("takes long, and shows no more")
+    n, rows = int(rng.integers(most // 10, most + 1)), int(rng.choice([1, 3]))
+    logits = rng.standard_normal((rows, n), np.float32)
+    logits[::2] = logits[::2].round(2)
+    logits = logits.astype(rng.choice([np.dtype(np.float32), BF16]))
+    starts, ends = indexers.ranges(rng, rows, n) if rng.integers(2) else (np.zeros(rows, int), np.full(rows, n))
+    got = select(kind, gapped(logits, 0, int(rng.integers(0, 5))), k, starts, ends)
+    for i, row in enumerate(logits):
+        own = row[max(starts[i], 0) : max(ends[i], 0)].astype(np.float32)
+        np.testing.assert_array_equal(got[i], by_sort(own, k), err_msg=f"row {i} of {n}, {starts[i]} to {ends[i]}")
 
 
 @pytest.mark.gpu
@@ -153,6 +171,33 @@ def test_select_rows(kind, rng, m: int, n: int, heads: int, k: int) -> None:
         np.testing.assert_array_equal(kind.take(select_rows(**there, k=k, max_workspace_bytes=nbytes)), expected)
     two_steps = topk_indices(indexer_logits(**there), k, there["starts"], there["ends"])
     np.testing.assert_array_equal(kind.take(two_steps), expected)
+
+
+def test_logits_fit_the_workspace(monkeypatch, rng) -> None:
+    """In chunks as large as it allows, of one query or, over a paged cache, one request at least."""
+    sizes: list[tuple[int, int]] = []  # bytes of a chunk's logits, and of all that are at least in one
+
+    def noted(name: str, at: int) -> None:
+        make = getattr(reference, name)
+
+        def made(*arguments) -> None:
+            logits, queries = arguments[-1], arguments[0].shape[:at]
+            sizes.append((logits.nbytes, logits.nbytes // max(queries[0], 1)))
+            make(*arguments)
+
+        monkeypatch.setattr(reference, name, made)
+
+    noted("indexer_logits", 1)
+    noted("paged_indexer_logits", 1)
+    for most in (1, 4 * 130, 3000, 9000, 1 << 20):
+        for call, inputs in (
+            (select_rows, ragged(rng, 13, 130, 8)), (select_rows_paged, paged(rng, 13, 2, 8, 64, 130))
+        ):  # fmt: skip
+            sizes.clear()
+            call(**inputs, k=9, max_workspace_bytes=most)
+            least = sizes[0][1]
+            assert all(nbytes <= max(most, least) for nbytes, _ in sizes)
+            assert len(sizes) == -(-13 // max(most // least, 1))
 
 
 def test_select_rows_of_any_logits(kind, rng) -> None:
