@@ -25,6 +25,7 @@ from ..cases import (
     entries,
     flat_rows,
     latent,
+    off_zero,
     paged,
     paged_rows,
     prefill_inputs,
@@ -219,6 +220,56 @@ def test_decode_lengths(kind, rng, fmt):
     out, lse = check_decode(kind, fmt, queries(rng, 6, 2, 8, fmt.d_qk), main, num_splits=2)
     assert (out[:2] == 0).all()
     assert (lse[:2] == np.inf).all()
+
+
+def lengths_of(rng: np.random.Generator, b: int, topk: int) -> np.ndarray | None:
+    """Lengths of b lists: none at all; any; edges; one list with everything, and nothing or an entry in the others."""
+    edges = [-1, 0, 1, topk - 1, topk, topk + 9]
+    alone = np.where(np.arange(b) == rng.integers(b), topk, rng.integers(2))
+    drawn = [None, rng.integers(-1, topk + 3, b), rng.choice(edges, b), alone][rng.integers(4)]
+    return None if drawn is None else drawn.astype(np.int32)
+
+
+@every_format
+@pytest.mark.parametrize(
+    "batches", [range(first, 301, 12) for first in range(1, 13)], ids=lambda r: f"{r[0]} to {r[-1]}"
+)
+def test_decode_of_every_batch(kind, rng, fmt, batches):
+    """By whichever kernel and division is chosen: random heads, lists, lengths and splits, one cache and two."""
+    few = not kind.on_gpu or kind.name == "torch_cuda"  # the others show no more
+    for b in [int(rng.choice(batches))] if few else batches:
+        s_q = int(rng.integers(1, 4)) if b < 40 else 1
+        h_q, topk = (int(2 ** rng.uniform(0, 7.01)), 200) if b < 40 else (int(rng.integers(1, 17)), 80)
+        topk = int(rng.integers(1, topk))
+        main, extra = paged(rng, fmt, b, s_q, topk, 64, invalid=rng.choice([0, 0.2])), None
+        main.length = lengths_of(rng, b, topk)
+        if rng.integers(2):
+            extra = paged(rng, fmt, b, s_q, int(rng.integers(1, 70)), 2)
+            extra.length = lengths_of(rng, b, extra.indices.shape[-1])
+        if rng.integers(2):  # a short context
+            main.indices[:, :, int(rng.integers(topk + 1)) :] = -1
+        q = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, extra)
+        splits = rng.choice([None, None, None, 1, 2, 5, 17])
+        check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), num_splits=splits)
+
+
+@every_format
+@pytest.mark.parametrize("h_q", [1, 16, 64])
+@pytest.mark.parametrize("others", [0, 1])
+def test_decode_of_one_request_with_everything(kind, rng, fmt, h_q, others):
+    """The others' lists are empty, or have an entry each: by lengths, and by -1 behind it."""
+    b, topk = 9, 700
+    main = paged(rng, fmt, b, 1, topk, 64)
+    main.indices[:, :, 0] = np.setdiff1d(np.arange(main.cache.shape[0] * 64), main.dead)[0]  # a row
+    main.length = np.full(b, others, np.int32)
+    main.length[rng.integers(b)] = topk
+    q = off_zero(fmt, queries(rng, b, 1, h_q, fmt.d_qk), main)
+    check_decode(kind, fmt, q, main, sink=sinks(rng, h_q))
+    main.indices[np.arange(topk) >= main.length[:, None, None]] = -1
+    main.length = None
+    out, lse = check_decode(kind, fmt, q, main)
+    if others == 0:
+        assert (out == 0).all(axis=(1, 2, 3)).sum() == np.isposinf(lse).all(axis=(1, 2)).sum() == b - 1
 
 
 @every_format

@@ -7,6 +7,7 @@ import pytest
 
 from ... import oracle
 from ...cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
+from .replays import check_replays_with_other_lengths
 
 pytestmark = pytest.mark.gpu
 
@@ -74,3 +75,11 @@ def test_queries_without_rows_between_others(hopper, rng):
     main.length = np.zeros(b, np.int32)
     extra.length = np.where(rng.random(b) < 0.5, 0, rng.integers(65, 131, b)).astype(np.int32)
     check_decode(hopper, oracle.BF16_576, queries(rng, b, 1, 16, 576), main, extra, num_splits=1)
+
+
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("b", [3, 70])
+def test_replays_with_other_lengths(hopper, rng, fmt, b):
+    """A captured graph of two calls, run again with other lengths in memory."""
+    main = paged(rng, fmt, b, 2, 300, 64, lengths=True)
+    check_replays_with_other_lengths(rng, fmt, queries(rng, b, 2, 12, fmt.d_qk), main, times=2)

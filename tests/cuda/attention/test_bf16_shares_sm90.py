@@ -5,16 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import cupy_mla
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
 from ...cases import (
     LIFT,
-    assert_decoded,
     check_decode,
     check_prefill,
-    decode_oracle,
     lift_logits,
     paged,
     prefill_inputs,
@@ -24,6 +21,7 @@ from ...cases import (
 )  # fmt: skip
 from . import evenly
 from .replays import check_replays_with_other_lengths
+from .two_gpus import check_two_gpus_in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -145,14 +143,4 @@ def test_replays_with_other_lengths(hopper, small_splits, rng):
 
 
 def test_two_gpus_in_turn(two_gpus, hopper, small_splits, rng):
-    """Each has memory of its own for partial results, and says there what has been left."""
-    main, q = paged(rng, oracle.BF16_576, 70, 2, 300, 64), queries(rng, 70, 2, 64, 576)
-    wanted = decode_oracle(oracle.BF16_576, q, main, sm_scale=0.05)
-    arrays = []
-    for device in (0, 1):
-        with hopper.on(device):
-            arrays.append([hopper.put(a) for a in (q, main.cache, main.indices)])
-    results = [(device, cupy_mla.sparse_decode(*arrays[device], 0.05)) for _ in range(3) for device in (0, 1)]
-    for device, result in results:
-        with hopper.on(device):
-            assert_decoded(hopper, result, wanted)
+    check_two_gpus_in_turn(hopper, rng, oracle.BF16_576)

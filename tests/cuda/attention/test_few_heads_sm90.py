@@ -6,6 +6,7 @@ import pytest
 
 from ... import oracle
 from ...cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
+from .replays import check_replays_with_other_lengths
 
 pytestmark = pytest.mark.gpu
 
@@ -55,3 +56,11 @@ def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
     """Also where by itself a call would run another kernel. 17 splits are more than a cluster holds."""
     main = paged(rng, fmt, b, s_q, topk, block_size, lengths=True)
     check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("b", [3, 70])
+def test_replays_with_other_lengths(hopper, rng, fmt, b):
+    """A captured graph of two calls, run again with other lengths in memory."""
+    main = paged(rng, fmt, b, 2, 300, 64, lengths=True)
+    check_replays_with_other_lengths(rng, fmt, queries(rng, b, 2, 12, fmt.d_qk), main, times=2)

@@ -13,6 +13,7 @@ from ...cases import Paged, assert_decoded, check_decode, decode_oracle, paged, 
 from ...kinds import make
 from . import evenly as divided
 from .replays import check_replays_with_other_lengths
+from .two_gpus import check_two_gpus_in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -189,3 +190,8 @@ def test_replays_with_other_lengths(hopper, evenly, rng):
     """Each replay divides anew, by the lengths that then lie in memory."""
     main, extra = unequal(rng, oracle.V4, 70, [300])
     check_replays_with_other_lengths(rng, oracle.V4, queries(rng, 70, 2, 64, 512), main, extra)
+
+
+@FORMATS
+def test_two_gpus_in_turn(two_gpus, hopper, evenly, rng, fmt):
+    check_two_gpus_in_turn(hopper, rng, fmt)

@@ -17,6 +17,7 @@ from cupy_mla.cuda.paging import ceil_div
 from ... import oracle
 from ...cases import check_decode, off_zero, paged, queries, run_decode, sinks
 from .replays import check_replays_with_other_lengths
+from .two_gpus import check_two_gpus_in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -170,3 +171,9 @@ def test_replays_with_other_lengths(hopper, teams, rng, b, splits, ctas):
     teams(64, splits, ctas)
     main, extra = unequal(rng, oracle.V4, b, 1)
     check_replays_with_other_lengths(rng, oracle.V4, queries(rng, b, 1, 128, 512), main, extra, times=2)
+
+
+@FORMATS
+def test_two_gpus_in_turn(two_gpus, hopper, teams, rng, fmt):
+    teams(64, 3)
+    check_two_gpus_in_turn(hopper, rng, fmt, 20, 1)

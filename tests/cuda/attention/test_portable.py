@@ -30,6 +30,7 @@ from ...cases import (
     sinks,
 )
 from ...kinds import CuPy, gapped
+from .replays import check_replays_with_other_lengths
 
 LIMITS = {"portable": portable.LARGE, "portable_99kb": portable.SMALL}
 FORMATS = pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
@@ -235,3 +236,11 @@ def test_same_bits_every_time(kind, rng, fmt):
     for splits in (1, 4):
         first, second = ([r.tobytes() for r in run_decode(kind, q, main, num_splits=splits)] for _ in range(2))
         assert first == second
+
+
+@gpu
+@FORMATS
+def test_replays_with_other_lengths(kind, evenly, rng, fmt):
+    """Each replay divides anew, by the lengths that then lie in memory."""
+    main, extra = (paged(rng, fmt, 70, 2, topk, 64, lengths=True) for topk in (300, 130))
+    check_replays_with_other_lengths(rng, fmt, queries(rng, 70, 2, 64, fmt.d_qk), main, extra)
