@@ -265,6 +265,40 @@ def test_masks_that_are_not_causal_are_refused_when_checked(world: SimpleNamespa
         world.model(world.tokens, attention_mask=masks, past_key_values=new_cache(world, "bf16"))
 
 
+@pytest.mark.parametrize(
+    "sharing",
+    [{"indexer_types": ["full", "shared", "full", "full", "shared", "shared"]}, {"index_topk_pattern": "FFSSSF"},
+     {"index_topk_freq": 3}],
+    ids=["types", "pattern", "frequency"],
+)  # fmt: skip
+def test_rows_go_from_an_indexer_to_the_layers_behind_it(device: str, rng: np.random.Generator, sharing: dict) -> None:
+    """In prefill and decode; caches of keys are where the config says that indexers are."""
+    config = GlmMoeDsaConfig(**SIZES, num_hidden_layers=6, index_n_heads=8, first_k_dense_replace=6, **sharing)
+    kinds = config.indexer_types
+    assert 1 < kinds.count("full") < 6
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    model = model.to(device).eval().requires_grad_(False)
+    world = SimpleNamespace(model=model, table=torch.randperm(BLOCKS)[: 2 * 9].view(2, 9).to(device))
+    chosen: list[torch.Tensor] = []  # by the indexers
+    attended: list[torch.Tensor] = []  # by the layers
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda _m, _a, result: attended.append(result[2]))
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.register_forward_hook(lambda _m, _a, rows: chosen.append(rows))
+    cache, tokens = new_cache(world, "bf16"), torch.randint(config.vocab_size, (2, 41), device=device)
+    assert [layer.indexer_cache is not None for layer in cache.layers] == [kind == "full" for kind in kinds]
+    for part in (tokens[:, :40], tokens[:, 40:]):
+        chosen.clear()
+        attended.clear()
+        with sparse_attention(model):
+            model(part, past_key_values=cache, use_cache=True)
+        assert len(chosen) == kinds.count("full")
+        assert not torch.equal(chosen[0], chosen[1])
+        for i, rows in enumerate(attended):
+            assert torch.equal(rows, chosen[kinds[: i + 1].count("full") - 1]), f"layer {i}"
+
+
 def test_layers_that_share_rows(device: str, rng: np.random.Generator) -> None:
     """They have no keys of their own; without a layer before them they have no rows."""
     world = world_of("glm", device, rng)
