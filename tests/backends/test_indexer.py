@@ -37,12 +37,13 @@ class Model:
     gap: int = 0
     scale_format: str = "fp32"
     max_workspace_bytes: int = 1 << 20
+    longest: int = MAX_MODEL_LEN
 
     def config(self) -> SparseMLAConfig:
         kind = {"d_qk": 512, "cache_layout": "v4_fp8"} if self.ratio > 1 else {}
         return SparseMLAConfig(
             8, topk=self.topk, block_size=self.block, max_num_seqs=12, max_num_batched_tokens=90,
-            max_model_len=MAX_MODEL_LEN, num_speculative_tokens=self.speculative, compress_ratio=self.ratio,
+            max_model_len=self.longest, num_speculative_tokens=self.speculative, compress_ratio=self.ratio,
             max_workspace_bytes=self.max_workspace_bytes, **kind,
         )  # fmt: skip
 
@@ -75,9 +76,9 @@ def keys(rng: np.random.Generator, n: int) -> np.ndarray:
 def make_step(rng: np.random.Generator, model: Model, query_lens: list[int], seq_lens: list[int] | None = None) -> Step:
     requests, rows, ratio = len(query_lens), model.block // model.ratio, model.ratio
     if seq_lens is None:
-        seq_lens = [n + int(rng.integers(0, MAX_MODEL_LEN + 1 - n)) for n in query_lens]
+        seq_lens = [n + int(rng.integers(0, model.longest + 1 - n)) for n in query_lens]
     batch = queries(query_lens, seq_lens)
-    width = -(-MAX_MODEL_LEN // model.block)
+    width = -(-model.longest // model.block)
     num_blocks = requests * width + 1
     table = rng.permutation(num_blocks)[: requests * width].reshape(requests, width).astype(np.int32)
     before, after = key_cache(num_blocks, rows, model.gap), key_cache(num_blocks, rows, model.gap)
@@ -189,6 +190,18 @@ def test_sequences_at_the_edges(kind, rng, model: Model) -> None:
     for query_lens in ([1] * 12, [1] * 9 + [8, 9, 30], [1, 2, 2, 1, 2, 11, 12, 13, 24, 1, 2, 9]):
         step = make_step(rng, model, query_lens, seq_lens)
         np.testing.assert_array_equal(engine.run(step), step.want)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "topk", "heads"), [(4, 512, 64), (4, 1024, 32), (1, 2048, 64)], ids=["C4A 512", "C4A 1024", "V3.2"]
+)
+def test_as_many_rows_as_models_choose(kind, rng, ratio: int, topk: int, heads: int) -> None:
+    """Decodes and prefills of sequences that have a key less, as many and more than are chosen."""
+    longest = ratio * (topk + 70) + 1
+    model = Model(ratio, heads, topk, 1, 64 * ratio, max_workspace_bytes=9 * 4 * (topk + 70), longest=longest)
+    edge = ratio * topk
+    step = make_step(rng, model, [1, 2, 2, 3, 9], [edge - 1, edge + ratio, longest, edge + ratio, longest])
+    np.testing.assert_array_equal(Engine(kind, model).run(step), step.want)
 
 
 @pytest.mark.parametrize("model", [V32, C4A], ids=["V3.2", "C4A"])
