@@ -55,8 +55,9 @@ PIPELINE = ROOT / "examples" / "05_full_pipeline.py"
 
 
 def test_full_pipeline() -> None:
-    printed = python(str(PIPELINE))
+    printed = python("-c", WITHOUT_EXTRAS, str(PIPELINE))
     assert len(re.findall(r"dense attention over rows as .*: 0\.\d+ \(at most", printed)) == 2
+    assert re.search(r"the indexer chose 9\d\.\d% of the tokens", printed)
     assert printed.endswith("within the bounds\n")
 
 
@@ -65,8 +66,10 @@ def test_full_pipeline() -> None:
     [
         ("sm_scale=SCALE", "sm_scale=(LATENT + ROPE) ** -0.5"),
         ("device(q_pe), q)", "device(q_pe * 0), q)"),
+        ("positions=device(CONTEXTS - 1)", "positions=device(CONTEXTS * 0)"),
+        ("device(index_q), device(weights)", "device(index_q), device(-weights)"),
     ],
-    ids=["scale", "RoPE"],
+    ids=["scale", "RoPE", "the indexer's RoPE", "its weights"],
 )
 def test_full_pipeline_fails_where_something_is_wrong(tmp_path: Path, what: str, instead: str) -> None:
     program = PIPELINE.read_text()
