@@ -45,7 +45,7 @@ def quantize_kernel(aligned: bool) -> Kernel:
 
 
 @cache
-def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bool = False) -> Kernel:
+def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bool) -> Kernel:
     """The kernel for so many heads and query rows of a tile, keys in rows or paged that allow wide loads or do not;
     `compact`: results start at the first key that a query sees."""
     defines = {
@@ -69,9 +69,9 @@ def kernels() -> Iterator[Kernel]:
     for heads in HEADS:
         for compact in (False, True):
             yield logits_kernel(heads, TILE_ROWS, False, True, compact)
-        yield logits_kernel(heads, TILE_ROWS, True, False)
+        yield logits_kernel(heads, TILE_ROWS, True, False, False)
         for rows in (FEW_ROWS, TILE_ROWS):
-            yield logits_kernel(heads, rows, True, True)
+            yield logits_kernel(heads, rows, True, True, False)
 
 
 def quantize_indexer_q(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -9,24 +11,30 @@ import numpy as np
 
 from ..bridges import require_cupy
 from ..config import SparseMLAConfig
-from ..cuda import all_kernels
+from ..cuda import all_kernels, driver, logits, logits_sm90, topk
+from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
-from ..layouts import BFLOAT16, Layout
+from ..layouts import BFLOAT16, INDEXER_FP8, Layout
 from ..metadata.compressed import C128A, c128a_width
+from ..metadata.indexer import C4A
 from ..ops.attention import sparse_decode, sparse_prefill
+from ..ops.swa import combined_width
 from ..ops.table import Wanted
 from .cases import cases
 
 SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
+EVERY_NUMBER = 300  # of queries up to this one may have a kernel of its own; from here on powers of two do
+THREADS = 8  # that compile
 
 
 def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
-    Calls their operations once each, and attention at every power of two of query tokens up to the config's maxima,
-    with index lists without a valid entry. Which kernel runs depends on such numbers; whatever these calls load is
-    ready afterwards in this process, and on disk for others. Uses a few hundred MB of GPU memory for a moment.
+    Calls their operations once each, and attention at all small numbers of query tokens and every power of two up to
+    the config's maxima, with index lists without a valid entry. Which kernel runs depends on such numbers; whatever
+    these calls load is ready afterwards in this process, and on disk for others. Where layers have an indexer, every
+    kernel is loaded that its steps may run. Uses a few hundred MB of GPU memory for a moment.
 
     Args:
         config: the layers and the engine's maxima.
@@ -44,41 +52,62 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
             if case.operation.function not in (sparse_decode, sparse_prefill):
                 case.run(cupy.asarray)
         _attention(cupy, config)
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda kernel: kernel.load(device), indexer_kernels(driver.gpu(device), config)))
         cupy.cuda.Device(device).synchronize()
     return [kernel for kernel in all_kernels() if kernel.loaded(device)]
+
+
+def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
+    """The kernels of selections of any sizes and of any heads of an indexer, whose keys come gathered or from the paged
+    cache; none for layers without an indexer, or that choose all keys."""
+    if config.compress_ratio != (C4A if config.is_v4 else 1) or config.max_index_keys <= config.topk:
+        return []
+    modules = {logits.PORTABLE: logits, logits.SM90: logits_sm90}
+    blocks_aligned = config.rows_per_block * INDEXER_FP8.token_bytes % 16 == 0
+    found = [kernel for kernel in topk.kernels() if not kernel.defines["BF16"]]
+    for paged, aligned in ((False, True), (True, blocks_aligned)):
+        name = logits.choose(gpu.capability, aligned, logits.asked_kernel()).kernel
+        for kernel in modules[name].kernels():
+            is_for = [kernel.defines.get(define) for define in ("PAGED", "ALIGNED", "COMPACT")]
+            if is_for == [paged, aligned, False]:
+                found.append(kernel)
+    return [kernel for kernel in found if kernel.suits(gpu.capability)]
 
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
     layout, heads, d_qk = config.layout, config.num_heads, config.layout.d_qk
     cache = _empty_cache(cupy, layout, config.block_size)
     sink = cupy.zeros(heads, np.float32) if config.is_v4 else None
-    for b in _sizes(config.max_num_batched_tokens if config.use_mixed_batch else config.max_num_seqs):
-        s_q = 1 if config.use_mixed_batch or config.is_v4 else 1 + config.num_speculative_tokens
+    compressed = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)  # of a V4 layer's lists
+    decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
+    for b in query_tokens(config.max_num_batched_tokens if config.use_mixed_batch else decode_tokens):
         q, indices = (
-            _zeros(cupy, b, s_q, heads, d_qk),
-            _nothing(cupy, b, s_q, config.window if config.is_v4 else config.topk),
+            _zeros(cupy, b, 1, heads, d_qk),
+            _nothing(cupy, b, 1, config.window if config.is_v4 else config.topk),
         )
         length = cupy.zeros(b, np.int32) if config.is_v4 else None
         more: dict[str, Any] = {"attn_sink": sink, "topk_length": length}
         sparse_decode(q, cache, indices, SM_SCALE, **more)
         if config.compress_ratio > 1:
-            width = config.topk if config.compress_ratio != C128A else c128a_width(config)
             sparse_decode(
                 q, cache, indices, SM_SCALE, **more, extra_k_cache=_empty_cache(cupy, layout, config.rows_per_block),
-                extra_indices=_nothing(cupy, b, s_q, width), extra_topk_length=length,
+                extra_indices=_nothing(cupy, b, 1, compressed), extra_topk_length=length,
             )  # fmt: skip
-    for tokens in _sizes(config.max_num_batched_tokens):
+    width = combined_width(compressed, config.window) if config.is_v4 else config.topk
+    for tokens in query_tokens(config.max_num_batched_tokens):
         length = cupy.zeros(tokens, np.int32) if config.is_v4 else None
         sparse_prefill(
-            _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk), _nothing(cupy, tokens, 1, config.topk),
+            _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk), _nothing(cupy, tokens, 1, width),
             SM_SCALE, attn_sink=sink, topk_length=length,
         )  # fmt: skip
 
 
-def _sizes(most: int) -> list[int]:
-    """Powers of two up to `most` (or what makes a difference), and that itself."""
+def query_tokens(most: int) -> list[int]:
+    """Numbers of query tokens up to `most` (or what makes a difference), of which each may have another kernel."""
     most = min(most, MOST_QUERIES)
-    return [*(1 << n for n in range((most - 1).bit_length())), most]
+    powers = (1 << n for n in range((most - 1).bit_length()))
+    return sorted({*range(1, min(most, EVERY_NUMBER) + 1), *powers, most})
 
 
 def _zeros(cupy: ModuleType, *shape: int) -> Any:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 
+import cupy_mla
 from cupy_mla import BatchMetadata, SparseMLAConfig, SparseMLAMetadataBuilder, __main__
-from cupy_mla.cuda import all_kernels
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda import all_kernels, driver
+from cupy_mla.cuda.logits_sm90 import shares_of_step
+from cupy_mla.layouts import INDEXER_FP8
+from cupy_mla.metadata.compressed import c128a_width
+from cupy_mla.ops.swa import combined_width
 from cupy_mla.selfcheck import report
 from cupy_mla.selfcheck import warmup as warmup_module
 from cupy_mla.warmup import warmup
 
+from ..fake_gpu import FakeGPU
+from ..kinds import BF16, make
 from .stand_in import RUN, StandIn, python
 
 
@@ -30,6 +42,14 @@ def test_of_no_config(capsys):
     assert "num_heads must be in 1..128" in capsys.readouterr().err
 
 
+@pytest.fixture
+def stand_in(monkeypatch) -> None:
+    """NumPy in the place of CuPy; no kernel is loaded."""
+    monkeypatch.setattr(warmup_module, "require_cupy", lambda why: StandIn())
+    monkeypatch.setattr(warmup_module, "indexer_kernels", lambda gpu, config: [])
+    monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, 132, 90, 227))
+
+
 @pytest.mark.parametrize(
     ("layout", "d_qk", "more"),
     [
@@ -40,24 +60,22 @@ def test_of_no_config(capsys):
         ("v4_fp8", 512, {"compress_ratio": 128, "block_size": 256}),
     ],
 )
-def test_calls_are_right(monkeypatch, layout, d_qk, more):
+def test_calls_are_right(stand_in, layout, d_qk, more):
     """Their arguments pass the operations' checks; nothing is compiled."""
     config = SparseMLAConfig(
         3, d_qk, topk=5, cache_layout=layout, max_num_seqs=3, max_num_batched_tokens=6, max_model_len=300, **more
     )
-    monkeypatch.setattr("cupy_mla.selfcheck.warmup.require_cupy", lambda why: StandIn())
     before = [kernel for kernel in all_kernels() if kernel.loaded(0)]  # other tests of this process, on a GPU
     assert warmup(config) == before
 
 
-def test_c128a_lists_have_the_width_of_the_metadata(monkeypatch):
+def test_c128a_lists_have_the_width_of_the_metadata(stand_in, monkeypatch):
     """The forward's lists are those of the builder, whose width is rounded up."""
     config = SparseMLAConfig(
         3, 512, topk=5, cache_layout="v4_fp8", max_num_seqs=2, max_num_batched_tokens=4, max_model_len=300,
         compress_ratio=128, block_size=256,
     )  # fmt: skip
     widths = set()
-    monkeypatch.setattr("cupy_mla.selfcheck.warmup.require_cupy", lambda why: StandIn())
     decode = warmup_module.sparse_decode
 
     def noted(*arguments, extra_indices=None, **more):
@@ -72,20 +90,135 @@ def test_c128a_lists_have_the_width_of_the_metadata(monkeypatch):
     assert widths == {builder.build(batch).c128a_global_decode_topk_indices.shape[-1]}
 
 
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[FakeGPU]:
+    forget_calls()
+    yield FakeGPU(monkeypatch)
+    forget_calls()
+    gc.collect()
+
+
+CONFIGS = {
+    "v32": {"cache_layout": "v32_fp8"},
+    "v32, prefills apart": {"cache_layout": "v32_fp8", "mixed_below_heads": 1, "num_speculative_tokens": 2},
+    "bf16": {"cache_layout": "bf16", "block_size": 61},
+    "C4A": {"cache_layout": "v4_fp8", "d_qk": 512, "topk": 512, "compress_ratio": 4, "block_size": 256},
+    "C128A": {"cache_layout": "v4_fp8", "d_qk": 512, "compress_ratio": 128, "block_size": 256},
+    "window": {"cache_layout": "v4_fp8", "d_qk": 512},
+}
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
+    """Whatever its size, on an H200: what steps would load is what warming up did."""
+    layer = Layer(gpu, SparseMLAConfig(heads, max_num_seqs=256, **CONFIGS[name]))
+    monkeypatch.setattr(warmup_module, "require_cupy", lambda why: layer.cupy)
+    warmup(layer.config)
+    ready = set(gpu.kernels.values())
+    most = layer.decode_tokens
+    for tokens in {1, 67, 133, 199, most, *rng.integers(1, most + 1, 40).tolist()}:
+        layer.decode(tokens)
+        layer.prefill(tokens)
+        layer.choose(tokens, int(rng.integers(layer.config.topk + 1, 100_000)))
+    layer.prefill(int(rng.integers(most, 2049)))
+    assert set(gpu.kernels.values()) == ready <= set(all_kernels())
+
+
+class Layer:
+    """What a layer's steps call, with torch tensors of zeros on a GPU that is none.
+
+    Attributes:
+        cupy: makes such tensors.
+    """
+
+    def __init__(self, gpu, config):
+        self.config, self._gpu, self._kind = config, gpu, make("torch")
+        self.decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
+        self._chosen = {1: 0, 128: c128a_width(config)}.get(config.compress_ratio, config.topk)  # beside a window
+        self.cupy = StandIn(
+            asarray=self._put, zeros=lambda shape, dtype: self._put(np.zeros(shape, dtype)),
+            full=lambda shape, value, dtype: self._put(np.full(shape, value, dtype)),
+            broadcast_to=lambda array, shape: array.expand(shape),
+        )  # fmt: skip
+
+    def _put(self, array):
+        self._gpu.used = 0  # what earlier calls have allocated is forgotten
+        return self._kind.put(np.asarray(array))
+
+    def _zeros(self, dtype, *shape):
+        """Of which only one row exists."""
+        return self._put(np.zeros(shape[-1:], dtype)).expand(shape)
+
+    def _cache(self, layout, block_size):
+        items = layout.block_bytes(block_size) // layout.dtype.itemsize
+        whole = self._put(np.zeros((4, items), layout.dtype))
+        return whole.as_strided((4, block_size, layout.last_axis), (items, layout.last_axis, 1))
+
+    def _of_v4(self, tokens):
+        """Sinks and lengths, which V4's layers have."""
+        if not self.config.is_v4:
+            return {}
+        sink, lens = np.zeros(self.config.num_heads, np.float32), np.zeros(tokens, np.int32)
+        return {"attn_sink": self._put(sink), "topk_length": self._put(lens)}
+
+    def decode(self, tokens):
+        config, more = self.config, self._of_v4(tokens)
+        if config.compress_ratio > 1:
+            more["extra_k_cache"] = self._cache(config.layout, config.rows_per_block)
+            more["extra_indices"] = self._zeros(np.int32, tokens, 1, self._chosen)
+            more["extra_topk_length"] = more["topk_length"]
+        q = self._zeros(BF16, tokens, 1, config.num_heads, config.layout.d_qk)
+        indices = self._zeros(np.int32, tokens, 1, config.window if config.is_v4 else config.topk)
+        cupy_mla.sparse_decode(q, self._cache(config.layout, config.block_size), indices, 0.1, **more)
+
+    def prefill(self, tokens):
+        config = self.config
+        q = self._zeros(BF16, tokens, config.num_heads, config.layout.d_qk)
+        width = combined_width(self._chosen, config.window) if config.is_v4 else config.topk
+        rows = self._put(np.zeros((5000, 1, config.layout.d_qk), BF16))
+        cupy_mla.sparse_prefill(q, rows, self._zeros(np.int32, tokens, 1, width), 0.1, **self._of_v4(tokens))
+
+    def choose(self, tokens, keys):
+        """Of so many keys, in decode and in prefill; for layers without an indexer nothing."""
+        config, n = self.config, 1 + self.config.num_speculative_tokens
+        if config.compress_ratio != (4 if config.is_v4 else 1):
+            return
+        requests = -(-tokens // n)
+        lens, table = (self._put(np.zeros((requests, width), np.int32)) for width in (n, 4))
+        shares, schedule = shares_of_step(driver.gpu(0), n, config.rows_per_block), None
+        if shares is not None:
+            schedule = cupy_mla.paged_indexer_schedule(lens, table, keys, config.rows_per_block, shares)
+        for index_heads in (24, 64):
+            q8 = self._zeros(np.uint8, requests, n, index_heads, 128)
+            w = self._zeros(np.float32, requests * n, index_heads)
+            cache = self._cache(INDEXER_FP8, config.rows_per_block)
+            cupy_mla.select_rows_paged(q8, cache, w, lens, table, keys, config.topk, schedule=schedule)
+            k8, ks = self._zeros(np.uint8, keys, 128), self._put(np.zeros(keys, np.float32))
+            ends = lens.flatten()
+            cupy_mla.select_rows(q8.flatten(0, 1), k8, ks, w, ends, ends, config.topk)
+
+
 @pytest.mark.gpu
 def test_nothing_is_compiled_after_warmup(rng):
     """In a process of its own: what the checks call at a config's heads is ready."""
-    code = """
+    tokens = [1, 3, 67, 133, 199, *rng.integers(1, 201, 5).tolist()]
+    code = f"""
 import cupy, numpy as np, cupy_mla
 from cupy_mla.warmup import warmup
 from cupy_mla.cuda import all_kernels
-ready = {repr(k) for k in warmup(cupy_mla.SparseMLAConfig(16, cache_layout="v32_fp8", max_num_seqs=64))}
+ready = {{repr(k) for k in warmup(cupy_mla.SparseMLAConfig(64, cache_layout="v32_fp8", max_num_seqs=200))}}
 assert len(ready) < len(all_kernels())
-cache = cupy.zeros((4, 64, 656), np.uint8)
-for b in (1, 3, 7, 33, 60):
-    q = cupy.zeros((b, 1, 16, 576), cupy_mla.layouts.BFLOAT16)
+cache, keys = (cupy.zeros((4, 64, width), np.uint8) for width in (656, 132))
+k8, ks = cupy.zeros((9000, 128), np.uint8), cupy.zeros(9000, np.float32)
+for b in {tokens}:
+    q = cupy.zeros((b, 1, 64, 576), cupy_mla.layouts.BFLOAT16)
     cupy_mla.sparse_decode(q, cache, cupy.zeros((b, 1, 2048), np.int32), 0.04)
-assert {repr(k) for k in all_kernels() if k.loaded(0)} == ready
+    q8, w = cupy.zeros((b, 1, 64, 128), np.uint8), cupy.zeros((b, 64), np.float32)
+    ends, table = cupy.zeros(b, np.int32), cupy.zeros((b, 4), np.int32)
+    cupy_mla.select_rows_paged(q8, keys, w, ends, table, 3000 + 97 * b, 2048)
+    cupy_mla.select_rows(q8[:, 0], k8[: 3000 + 29 * b], ks[: 3000 + 29 * b], w, ends, ends, 2048)
+assert {{repr(k) for k in all_kernels() if k.loaded(0)}} == ready
 """
     result = python(code)
     assert result.returncode == 0, result.stderr
