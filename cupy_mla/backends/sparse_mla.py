@@ -15,7 +15,7 @@ from ..metadata.sparse_mla import (
     SparseMLAMetadata,
     SparseMLAMetadataBuilder,
 )
-from ..ops.attention import sparse_decode, sparse_prefill
+from ..ops.attention import planned_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.validate import FLOAT32, QUANTIZED
@@ -244,7 +244,7 @@ class SparseMLAImpl:
         if decodes == 0:
             return
         q, slots, into = (reshape_query_for_spec_decode(array, decodes) for array in (q, slots, out))
-        _, found = sparse_decode(q, kv_cache, slots, self.scale, out=into, num_splits=kernel.num_splits)
+        _, found = planned_decode(q, kv_cache, slots, self.scale, into, kernel.num_splits, kernel.plan)
         if lse is not None:
             lse[...] = found.swapaxes(1, 2).reshape(lse.shape)
 
