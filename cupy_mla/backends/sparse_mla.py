@@ -167,7 +167,8 @@ class SparseMLAImpl:
             kv_cache: [num_blocks, block_size, (1,) 576] bfloat16, without RoPE [..., 512], or
                 [num_blocks, block_size, (1,) 656] uint8 or float8_e4m3fn, as the config says.
             metadata: of this step, from `SparseMLAMetadataBuilder`; T is its number of tokens.
-            topk_indices: [T, topk] int32 token positions in each token's request, -1 where there are fewer.
+            topk_indices: [T, topk] int32 token positions in each token's request, and -1, anywhere, where there are
+                fewer.
             out: [T, h, 512] bfloat16, written in place when given.
             return_lse: also return the logarithms that merge this with attention over other rows.
 
@@ -196,6 +197,7 @@ class SparseMLAImpl:
         if padded:
             concatenated[..., :D_V], concatenated[..., D_V:] = queries, 0
             queries = concatenated
+        # Valid entries are not counted: -1 may stand anywhere in a list, so their number is not where it ends.
         convert_req_index_to_global_index(
             metadata.req_id_per_token, metadata.block_table, topk_indices, metadata.block_size,
             prefill.request_ids if prefill else None, prefill.workspace_starts if prefill else None, out=slots,
