@@ -86,10 +86,13 @@ DECODE = [
 ]  # fmt: skip
 
 
-def _kind(*kinds: str, heads: tuple[int, ...], least: int = 9) -> Callable[[str, dict[str, int]], bool]:
-    """Rows of these kinds and heads, of so many queries or more."""
+def _kind(
+    *kinds: str, heads: tuple[int, ...], least: int = 9, most: int = 264, valid: int | None = None
+) -> Callable[[str, dict[str, int]], bool]:
+    """Rows of these kinds and heads, of so many queries, with so many valid entries in short lists."""
     return lambda case, n: (
-        case.partition(" h ")[0] in kinds and n["h"] in heads and n["b"] * n["s_q"] >= least
+        case.partition(" h ")[0] in kinds and n["h"] in heads and least <= n["b"] * n["s_q"] <= most
+        and n.get("valid") == valid
     )  # fmt: skip
 
 
@@ -107,14 +110,24 @@ BATCHES = [
     ),
     *(
         Group(
-            f"short lists: {valid} of 2048 valid", "decode_batches",
-            lambda case, n, valid=valid: case.startswith("V32 short") and n["valid"] == valid, target,
+            f"short lists: {valid} of 2048 valid", "decode_batches", _kind("V32 short", heads=MANY, valid=valid), target
         )
         for valid, target in ((100, 8.0), (512, 3.5), (1024, 2.2))
     ),
+    *(
+        Group(
+            f"short lists, 8 to 32 heads: {valid} of 2048 valid", "decode_batches",
+            _kind("V32 short", heads=FEW, valid=valid),
+        )
+        for valid in (100, 512, 1024)
+    ),
     Group(
         "every batch: FP8, b·s_q ≤ 8", "decode_batches",
-        lambda case, n: case.startswith("V") and n["b"] * n["s_q"] <= 8 and "valid" not in n, 1.6,
+        _kind("V32", "V32 ragged", "V4", "V4 ragged", heads=FEW + MANY, least=1, most=8), 1.6,
+    ),
+    Group(
+        "every batch: bf16, b·s_q ≤ 8, beside FlashAttention 3", "decode_batches",
+        _kind("bf16", heads=FEW + MANY, least=1, most=8), 1.6,
     ),
 ]  # fmt: skip
 SMALL_PREFILL = [

@@ -3,10 +3,11 @@ cache beside FlashAttention 3's.
 
 python benchmarks/decode_batches.py [--quick] [--only REGEX] [--limit SECONDS]
 
-Batch sizes are drawn at random; the seed is in the record. Kinds:
+Batch sizes are drawn at random, for each kind and number of heads from 1 to 264 query tokens, and some from 1 to 8; the
+seed is in the record. Kinds:
 
     V32         2048 rows a query
-    V32 short   lists of 2048 entries of which the first `valid` are rows and the others -1
+    V32 short   lists of 2048 entries of which the first `valid` are rows and the others -1; from 64 query tokens on
     V32 ragged  lengths drawn for each request; FlashMLA has none there, and is timed with full lists
     V4          128 rows of the window and 512 or, from 128 heads on, 1024 others
     V4 ragged   the same, lengths of both lists drawn for each request
@@ -32,7 +33,8 @@ from rows import Set, decode_call, decode_sets, padded
 
 from cupy_mla import flash_mla
 
-LARGEST, DRAWN = 264, 24  # batches are 1 to LARGEST; so many are drawn for each kind and number of heads
+LARGEST, DRAWN = 264, 24  # batches are 1 to LARGEST; so many are drawn for each kind and number of heads,
+SMALL, DRAWN_SMALL = 8, 2  # and so many of up to SMALL
 TOKENS = 1 << 21
 TOPK = 2048
 HEADS = (8, 16, 32, 64, 128)
@@ -40,10 +42,12 @@ VALID = (100, 512, 1024)
 PLOTTED = ("V32", "V4", "bf16")  # with a floor
 
 
-def batches(rng: random.Random, quick: bool, least: int = 1) -> list[tuple[int, int]]:
+def batches(rng: random.Random, quick: bool, least: int = 1, count: int = DRAWN) -> list[tuple[int, int]]:
     """Requests, and query tokens of each: mostly one, sometimes two."""
-    drawn = sorted(rng.sample(range(least, LARGEST + 1), 3 if quick else DRAWN))
-    return [(b, 1) if b % 2 or rng.random() < 0.7 else (b // 2, 2) for b in drawn]
+    drawn = rng.sample(range(least, LARGEST + 1), 3 if quick else count)
+    if least <= SMALL:
+        drawn += rng.sample([b for b in range(least, SMALL + 1) if b not in drawn], 1 if quick else DRAWN_SMALL)
+    return [(b, 1) if b % 2 or rng.random() < 0.7 else (b // 2, 2) for b in sorted(drawn)]
 
 
 def rows(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
@@ -53,9 +57,9 @@ def rows(rng: random.Random, quick: bool) -> Iterator[dict[str, Any]]:
             extra = 0 if kind.startswith("V32") else 1024 if h >= 128 else 512
             for b, s_q in batches(rng, quick):
                 yield {"kind": kind, "h": h, "b": b, "s_q": s_q, "topk": 128 if extra else TOPK, "extra_topk": extra}
-    for h in (64, 128):
+    for h in HEADS:
         for valid in VALID:
-            for b, s_q in batches(rng, quick, least=64):
+            for b, s_q in batches(rng, quick, 64, DRAWN if h >= 64 else DRAWN // len(VALID)):
                 yield {
                     "kind": "V32 short", "h": h, "b": b, "s_q": s_q, "topk": TOPK, "extra_topk": 0, "valid": valid
                 }  # fmt: skip

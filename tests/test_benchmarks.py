@@ -6,9 +6,11 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import re
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -55,6 +57,26 @@ def test_groups_hold_the_rows_they_name(module):
     ]
     found = [cases.of_group(group, [{"case": c, "ratio": r} for c, r in rows]) for group in cases.DECODE]
     assert found == [[1.0], [3.0], [4.0], [4.0], [5.0], [6.0], [7.0]]
+
+
+def test_rows_of_every_batch(harness, module):
+    """24 at least of each kind and number of heads, some of them small; each in a group that it is judged with."""
+    program, cases = module("decode_batches"), module("cases")
+    for seed in range(3):
+        rows = [*program.rows(random.Random(seed), False)]
+        names = [program.name_of(row) for row in rows]
+        assert len(set(names)) == len(names)
+        found = defaultdict(list)
+        for row in rows:
+            found[row["kind"], row["h"]].append(row["b"] * row["s_q"])
+        assert {kind for kind, _ in found} == {"V32", "V32 short", "V32 ragged", "V4", "V4 ragged", "bf16"}
+        for (kind, h), tokens in found.items():
+            assert len(tokens) >= 24, (kind, h)
+            assert 1 <= min(tokens) <= max(tokens) <= 264
+            assert (sum(n <= 8 for n in tokens) >= 2) == (kind != "V32 short")
+        assert sorted({h for _, h in found}) == [8, 16, 32, 64, 128]
+        for name in names:
+            assert any(group.holds(name, cases.numbers(name)) for group in cases.BATCHES), name
 
 
 def test_floors(module):
