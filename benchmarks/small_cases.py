@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from types import ModuleType
+from typing import Any
 
 import cupy
 import ml_dtypes
@@ -20,7 +23,7 @@ import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.calls import scratch
 from cupy_mla.calls.signature import forget_calls
-from cupy_mla.cuda import driver
+from cupy_mla.cuda import driver, logits_sm90, topk
 from cupy_mla.cuda.attention import choose, portable
 from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE
 from cupy_mla.cuda.attention.cost import TEAM, Division
@@ -38,9 +41,9 @@ def on_gpu(*arrays: np.ndarray | None) -> list:
 
 def compare(name: str, ours: object, reference: np.ndarray) -> None:
     ours = cupy.asnumpy(ours)
-    if reference.dtype == np.uint8:
+    if reference.dtype.kind in "iu":
         different = int((ours != reference).sum())
-        assert different == 0, f"{name}: {different} bytes differ"
+        assert different == 0, f"{name}: {different} numbers differ"
     else:
         np.testing.assert_allclose(
             ours.astype(np.float32), reference.astype(np.float32), rtol=0.03, atol=2e-3, err_msg=name
@@ -93,10 +96,30 @@ def merge_case(rng: np.random.Generator) -> None:
             compare(f"attention of ranks {call.detail} {name}", ours, reference)
 
 
-def prefill_case(rng: np.random.Generator, h: int, kernel: str, queries: int = 3, rows: int = 500) -> None:
+@contextmanager
+def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
+    """While it lasts, names of a module that choices depend on have other values."""
+    was = {name: getattr(module, name) for name in values}
+
+    def put(those: dict[str, Any]) -> None:
+        for name, value in those.items():
+            setattr(module, name, value)
+        choose.chooser.cache_clear()
+        forget_calls()
+
+    put(values)
+    try:
+        yield
+    finally:
+        put(was)
+
+
+def prefill_case(
+    rng: np.random.Generator, h: int, kernel: str, queries: int = 3, rows: int = 500, d_qk: int = 576
+) -> None:
     """Here and in decode lists are long enough for the Hopper kernels' rings to come round."""
-    q = (10 * rng.standard_normal((queries, h, 576))).astype(BF16)
-    kv = (0.1 * rng.standard_normal((rows, 1, 576))).astype(BF16)
+    q = (10 * rng.standard_normal((queries, h, d_qk))).astype(BF16)
+    kv = (0.1 * rng.standard_normal((rows, 1, d_qk))).astype(BF16)
     indices = rng.integers(-5, rows + 10, (queries, 1, 200), dtype=np.int32)
     sink, length = rng.standard_normal(h).astype(np.float32), rng.integers(0, 201, queries, dtype=np.int32)
     length[:3] = 0, 33, 200
@@ -105,7 +128,23 @@ def prefill_case(rng: np.random.Generator, h: int, kernel: str, queries: int = 3
     os.environ[VARIABLE] = kernel
     result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
     for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
-        compare(f"prefill h {h} {kernel} {name}", ours, reference)
+        compare(f"prefill h {h} d_qk {d_qk} {kernel} {name}", ours, reference)
+
+
+def counted_case(rng: np.random.Generator) -> None:
+    """A prefill whose lists end with their last valid entry, which a launch before finds, as it does for many queries:
+    of a prompt's first tokens, which see all tokens before them."""
+    q = (10 * rng.standard_normal((140, 64, 576))).astype(BF16)
+    kv = (0.1 * rng.standard_normal((140, 1, 576))).astype(BF16)
+    at = np.arange(200, dtype=np.int32)
+    indices = np.where(at <= np.arange(140)[:, None], at, -1)[:, None].astype(np.int32)
+    indices[7] = -1
+    expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04)
+    os.environ[VARIABLE] = "bf16_sm90"
+    with replaced(choose, COUNTED_WAVES=0):
+        result = cupy_mla.sparse_prefill(*on_gpu(q, kv, indices), 0.04)
+    for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
+        compare(f"counted prefill {name}", ours, reference)
 
 
 # Kernels that take one cache, whose rows are flat, and how many splits they take; the others take any.
@@ -134,8 +173,8 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
 
 
 def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
-    """`fp8_sm90` as it divides batches that are larger: short lists over all CTAs, by one plan for three calls; in
-    teams of CTAs; and splits taken in turn."""
+    """`fp8_sm90` in each of its divisions, as larger batches have them: short lists as whole work items, in clusters,
+    over all CTAs by one plan for three calls, in teams of CTAs, and splits taken in turn."""
     cache, gpu_cache = packed(rng, layout, 3, 61)
     q = (10 * rng.standard_normal((6, 1, h, layout.d_qk))).astype(BF16)
     indices = rng.integers(0, 183, (6, 1, 900), dtype=np.int32)
@@ -152,34 +191,26 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
             gpu_q, gpu_cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=gpu_i
         )
 
-    def alike() -> tuple:
-        return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale)
+    def alike(**more: Any) -> tuple:
+        return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **more)
 
-    def by_length() -> tuple:
-        return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, topk_length=gpu_length)
-
-    def split() -> tuple:
-        return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=3)
-
-    for name, value, call, times in (
-        ("_fp8_division", lambda *sizes: Division(heads, EVENLY, 1), planned, 3),
-        ("_fp8_division", lambda *sizes: Division(heads, 2, TEAM), alike, 1),
-        ("_fp8_division", lambda *sizes: Division(heads, EVENLY, TEAM), by_length, 1),
-        ("fp8_in_turn", lambda *sizes: True, split, 1),
+    for name, division, call, times in (
+        ("whole", Division(heads, 1, 1), alike, 1),
+        ("clusters", Division(heads, 3, 3), alike, 1),
+        ("shares", Division(heads, EVENLY, 1), planned, 3),
+        ("teams", Division(heads, 2, TEAM), alike, 1),
+        ("teams by length", Division(heads, EVENLY, TEAM), partial(alike, topk_length=gpu_length), 1),
+        ("segments", Division(heads, 3, 3), partial(alike, num_splits=3), 1),
     ):
-        was = getattr(choose, name)
-        setattr(choose, name, value)
-        choose.chooser.cache_clear()
-        forget_calls()
-        try:
+        with replaced(
+            choose,
+            _fp8_division=lambda *sizes, of=division: of,
+            fp8_in_turn=lambda *sizes, of=name: of == "segments",
+        ):
             results = [call() for _ in range(times)]
-        finally:
-            setattr(choose, name, was)
-            choose.chooser.cache_clear()
-            forget_calls()
         for number, result in enumerate(results):
             for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-                compare(f"divided {layout.name} h {h} {call.__name__} {number} {part}", ours, reference)
+                compare(f"divided {layout.name} h {h} {name} {number} {part}", ours, reference)
 
 
 def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
@@ -192,29 +223,45 @@ def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
         yield from ("bf16_few_heads_sm90", *FLAT)
 
 
+# Heads, and query tokens of a request: one for each tile of `logits_sm90`.
+LOGITS_SIZES = (64, 1), (64, 2), (64, 3), (40, 4), (64, 5), (32, 2), (8, 4), (32, 6), (24, 8), (32, 11)
+
+
 def logits_case(rng: np.random.Generator, heads: int, queries: int, kernel: str) -> None:
     """Logits over rows, or for requests of a few queries over paged keys: exact in any order of summation."""
     os.environ[LOGITS_VARIABLE] = kernel
+    requests = 70  # of whose keys there are more units than SMs
     codes = ml_dtypes.float8_e4m3fn(1).view(np.uint8) * rng.integers(0, 2, (9, 64, 128), dtype=np.uint8)
     cache = np.zeros((9, 64 * 132), np.uint8)
     cache[:, : 64 * 128] = codes.reshape(9, -1)
     cache[:, 64 * 128 :] = np.full((9, 64), 0.5, np.float32).view(np.uint8)
-    q8 = ml_dtypes.float8_e4m3fn(-1).view(np.uint8) * rng.integers(0, 2, (2, queries, heads, 128), dtype=np.uint8)
+    q8 = ml_dtypes.float8_e4m3fn(-1).view(np.uint8)
+    q8 = q8 * rng.integers(0, 2, (requests, queries, heads, 128), dtype=np.uint8)
     q8[:, :, ::2] &= 0x7F
-    w = rng.choice(np.array([-1, 0.5], np.float32), (2 * queries, heads))
-    table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
-    of_pages = q8, cache.reshape(9, 64, 132), w, np.array([250, 70], np.int32), table, 255
+    w = rng.choice(np.array([-1, 0.5], np.float32), (requests * queries, heads))
+    table, lens = rng.integers(0, 9, (requests, 4), dtype=np.int32), rng.integers(0, 256, requests, dtype=np.int32)
+    lens[:2] = 250, 70
+    of_pages = q8, cache.reshape(9, 64, 132), w, lens, table, 255
     pages, expected = on_gpu(*of_pages[:5]), cupy_mla.paged_indexer_logits(*of_pages)
-    for shares in (0, 3, 20, 300):  # the last: more CTAs than run at a time
-        schedule = cupy_mla.paged_indexer_schedule(*pages[3:], 255, 64, shares) if shares else None
-        ours = cupy_mla.paged_indexer_logits(*pages, 255, schedule=schedule)
-        compare(f"paged logits h {heads} n {queries} {kernel}, {shares} shares", ours, expected)
+    for many in (False, True):  # as if there were many units an SM
+        with replaced(logits_sm90, **({"LONG_UNITS": 0, "FEW_UNITS": 0} if many else {})):
+            for shares in (0, 3, 20, 300):  # the last: more CTAs than run at a time
+                schedule = cupy_mla.paged_indexer_schedule(*pages[3:], 255, 64, shares) if shares else None
+                ours = cupy_mla.paged_indexer_logits(*pages, 255, schedule=schedule)
+                name = f"paged logits h {heads} n {queries} {kernel}, {shares} shares"
+                compare(f"{name}, many units" if many else name, ours, expected)
+    q8, w = q8[:2], w[: 2 * queries]
     ends = np.arange(2 * queries, dtype=np.int32) * 30 + 40
     of_rows = q8.reshape(-1, heads, 128), codes.reshape(-1, 128)[:511], np.ones(511, np.float32), w, ends // 2, ends
     compare(
         f"logits h {heads} queries {2 * queries} {kernel}",
         cupy_mla.indexer_logits(*on_gpu(*of_rows)), cupy_mla.indexer_logits(*of_rows),
     )  # fmt: skip
+    compare(
+        f"compact logits h {heads} queries {2 * queries} {kernel}",
+        cupy_mla.indexer_logits(*on_gpu(*of_rows), compact_width=70),
+        cupy_mla.indexer_logits(*of_rows, compact_width=70),
+    )
     os.environ.pop(LOGITS_VARIABLE)
 
 
@@ -222,9 +269,25 @@ def topk_case(rng: np.random.Generator, rows: int, width: int) -> None:
     logits = np.maximum(rng.standard_normal((rows, width), np.float32), -0.3)
     starts = rng.integers(0, width // 8, rows, dtype=np.int32)
     ends = rng.integers(width // 2, width + 1, rows, dtype=np.int32)
-    ours = cupy.asnumpy(cupy_mla.topk_indices(*on_gpu(logits), 2000, *on_gpu(starts, ends)))
-    np.testing.assert_array_equal(ours, cupy_mla.topk_indices(logits, 2000, starts, ends))
-    print(f"ok topk {rows} x {width}")
+    ours = cupy_mla.topk_indices(*on_gpu(logits), 2000, *on_gpu(starts, ends))
+    compare(f"topk {rows} x {width}", ours, cupy_mla.topk_indices(logits, 2000, starts, ends))
+
+
+def topk_shapes_case(rng: np.random.Generator, table: tuple[topk.Widths, ...]) -> None:
+    """Every shape of a table, over rows of float32 that are aligned and of bfloat16 that are not."""
+    for shape in dict.fromkeys(shape for widths in table for _, shape in widths.shapes):
+        cluster = 2 if shape.clusters else 1
+        stride = cluster * shape.held * (3 if shape.streamed else 1)
+        width = stride - 5
+        logits = np.maximum(rng.standard_normal((3, stride), np.float32), -0.3)
+        starts, ends = np.array([0, 3, 200], np.int32), np.array([width, width - 100, 250], np.int32)
+        for dtype, of in ((np.float32, logits), (BF16, logits[:, :width])):
+            of, k = np.ascontiguousarray(of.astype(dtype)), min(2000, shape.most_k)
+            with replaced(topk, choose=lambda *_, of=(shape, cluster): of):
+                ours = cupy_mla.topk_indices(on_gpu(of)[0][:, :width], k, *on_gpu(starts, ends))
+            compare(
+                f"topk {shape} {np.dtype(dtype)}", ours, cupy_mla.topk_indices(of[:, :width], k, starts, ends)
+            )  # fmt: skip
 
 
 def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
@@ -236,7 +299,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         if operation.exact:  # attention has cases of its own, one for each of its kernels
             yield operation.name, partial(operation_case, operation=operation)
     for kernel in LOGITS_NAMES if hopper else LOGITS_NAMES[:1]:
-        for heads, queries in ((64, 1), (64, 2), (40, 4), (32, 11)):
+        for heads, queries in LOGITS_SIZES:
             yield (
                 f"logits {kernel} h {heads} n {queries}",
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
@@ -244,11 +307,19 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     yield "attention of ranks", merge_case
     for rows, width in ((200, 5000), (200, 20000), (900, 8000), (600, 17000), (3, 20000), (2, 200000), (100, 40000)):
         yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
+    tables = {"many": topk.MANY, "few": topk.FEW, "clusters": topk.CLUSTERS}
+    for name, table in tables.items():
+        if name != "clusters" or hopper:
+            yield f"topk of {name}", partial(topk_shapes_case, table=table)
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90"):
-            yield f"prefill of 140 queries {kernel}", partial(prefill_case, h=16, kernel=kernel, queries=140)
-        kernel = "bf16_grouped_sm90"
-        yield f"prefill of a large cache {kernel}", partial(prefill_case, h=8, kernel=kernel, rows=60000)
+            for h in (8, 16, 32) if "few_heads" in kernel else (16,):
+                yield f"prefill of 140 queries h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel, queries=140)
+        grouped = "bf16_grouped_sm90"
+        yield f"prefill of a large cache {grouped}", partial(prefill_case, h=8, kernel=grouped, rows=60000)
+        yield "counted prefill", counted_case
+        for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90", grouped):
+            yield f"prefill d_qk 512 {kernel}", partial(prefill_case, h=24, kernel=kernel, d_qk=512)
     for h in (7, 32, 70):
         flat = "bf16_shares_sm90", "bf16_sm90", "bf16_grouped_sm90"
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", *flat) if hopper else ():
@@ -258,10 +329,11 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
     for layout, h in product((layouts.V32_FP8, layouts.V4_FP8), (32, 70)) if hopper else ():
         yield f"divided {layout.name} h {h}", partial(divided_case, layout=layout, h=h)
-    for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576):
-        for h in (16, 32, 64, 128):
+    for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576, layouts.BF16_512):
+        for h in (8, 32, 64) if layout is layouts.BF16_512 else (16, 32, 64, 128):
             for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes):
-                yield f"decode {layout.name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
+                name = "bf16 512" if layout is layouts.BF16_512 else layout.name
+                yield f"decode {name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
 
 
 def is_named(name: str, starts: Sequence[str]) -> bool:
