@@ -15,6 +15,7 @@ from cupy_mla.cuda.attention import cost
 
 from .. import oracle
 from ..cases import (
+    LIFT,
     Output,
     Paged,
     as_uint8,
@@ -25,6 +26,7 @@ from ..cases import (
     entries,
     flat_rows,
     latent,
+    lift_logits,
     off_zero,
     paged,
     paged_rows,
@@ -42,6 +44,19 @@ SEEDS = st.integers(0, 2**32 - 1)
 HEADS = (1, 7, 8, 16, 33, 64, 65, 128)
 BY_NAME = {fmt.name: fmt for fmt in oracle.FORMATS}
 every_format = pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+
+
+every_batch = pytest.mark.parametrize(
+    "batches", [range(first, 301, 12) for first in range(1, 13)], ids=lambda r: f"{r[0]} to {r[-1]}"
+)
+
+
+def some_of(kind: NumPy, rng: np.random.Generator, batches: range) -> list[int]:
+    """All batches where kernels are chosen by them, over CuPy arrays; one of them over other kinds, which show no more,
+    and none over torch's on the host."""
+    if kind.name == "torch":
+        pytest.skip("shows no more than NumPy does")
+    return list(batches) if kind.name == "cupy" else [int(rng.choice(batches))]
 
 
 # --- prefill --------------------------------------------------------------------------------------------------
@@ -74,6 +89,22 @@ def test_prefill_generated(kind, seed, s_q, h_q, d_qk, topk, s_kv, with_sink, wi
         length=rng.integers(-1, topk + 3, s_q, np.int32) if with_length else None,
         out_gaps=None if out_gap is None else (0, 1, out_gap),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@every_batch
+def test_prefill_of_every_number_of_queries(kind, rng, d_qk, batches):
+    """By whichever kernel is chosen: random heads, lists of any lengths, of a prompt's first tokens, and full ones."""
+    for s_q in some_of(kind, rng, batches):
+        h_q, topk = (int(2 ** rng.uniform(0, 7.01)), 300) if s_q < 40 else (int(rng.integers(1, 33)), 120)
+        topk = int(rng.integers(1, topk))
+        q, kv, indices = prefill_inputs(rng, s_q, h_q, d_qk, int(rng.integers(1, 200)), topk)
+        lift_logits(q, kv, 0.05)
+        lists = rng.integers(3)
+        if lists == 0:
+            indices[np.arange(topk) > np.arange(s_q)[:, None, None]] = -1
+        length = rng.integers(-1, topk + 3, s_q, np.int32) if lists == 1 else None
+        check_prefill(kind, q, kv, indices, 0.05, sinks(rng, h_q) + LIFT, length)
 
 
 def test_prefill_takes_strides_of_any_kind(kind, rng):
@@ -231,13 +262,10 @@ def lengths_of(rng: np.random.Generator, b: int, topk: int) -> np.ndarray | None
 
 
 @every_format
-@pytest.mark.parametrize(
-    "batches", [range(first, 301, 12) for first in range(1, 13)], ids=lambda r: f"{r[0]} to {r[-1]}"
-)
+@every_batch
 def test_decode_of_every_batch(kind, rng, fmt, batches):
     """By whichever kernel and division is chosen: random heads, lists, lengths and splits, one cache and two."""
-    few = not kind.on_gpu or kind.name == "torch_cuda"  # the others show no more
-    for b in [int(rng.choice(batches))] if few else batches:
+    for b in some_of(kind, rng, batches):
         s_q = int(rng.integers(1, 4)) if b < 40 else 1
         h_q, topk = (int(2 ** rng.uniform(0, 7.01)), 200) if b < 40 else (int(rng.integers(1, 17)), 80)
         topk = int(rng.integers(1, topk))
