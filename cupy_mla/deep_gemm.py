@@ -5,7 +5,8 @@
 Takes torch, CuPy and NumPy arrays. Beyond DeepGEMM: 8 to 64 heads in steps of 8, any number of queries a request, any
 block size, GPUs from sm_80 on, CPUs, and compressed logits (`max_seqlen_k`) with `clean_logits`. Not there: FP4.
 
-Source: DeepGEMM's Python interface as it ships in vLLM 0.22.1.
+Source: DeepGEMM's Python interface as it ships in vLLM 0.22.1. That of vLLM 0.33 has the `fp8_fp4_*` spellings alone,
+and other arguments in the place of `clean_logits`; those are an error here, so give them by name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from .bridges import bind
 from .ops import logits
 from .ops.validate import INT32
-from .options import require_integer
+from .options import require_bool, require_integer
 from .typing import A, AnyArray
 
 __all__ = [
@@ -52,9 +53,10 @@ def fp8_mqa_logits(
         [[-inf, 4096.0, 4096.0]]
     """
     width = require_integer("max_seqlen_k", max_seqlen_k, 0)
+    clean = require_bool("clean_logits", clean_logits)
     keys, scales = _pair("kv", kv)
     return logits.indexer_logits(
-        q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean_logits, compact_width=width or None
+        q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean, compact_width=width or None
     )  # fmt: skip
 
 
@@ -85,9 +87,8 @@ def fp8_paged_mqa_logits(
         >>> cupy_mla.deep_gemm.fp8_paged_mqa_logits(q, cache, weights, lens, table, schedule, 4, True).tolist()
         [[0.0, 0.0, 0.0, -inf]]
     """
-    return logits.paged_indexer_logits(
-        q, kv_cache, weights, context_lens, block_table, max_context_len, clean=clean_logits
-    )
+    clean = require_bool("clean_logits", clean_logits)
+    return logits.paged_indexer_logits(q, kv_cache, weights, context_lens, block_table, max_context_len, clean=clean)
 
 
 def get_paged_mqa_logits_metadata(context_lens: A, block_kv: int, num_sms: int) -> A:

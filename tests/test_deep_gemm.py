@@ -205,6 +205,14 @@ def test_what_is_not_there_is_an_error(rng) -> None:
     for q, kv, name in ((q8, (k8, ks), "q"), ((q8, None), k8, "kv")):
         with pytest.raises(TypeError, match=f"^{name}: expected a pair, got ndarray"):
             deep_gemm.fp8_fp4_mqa_logits(q, kv, *rest)
+    of_pages = paged(rng, 2, 1, 64, 64, 90)
+    pages = (of_pages["kv_cache"], of_pages["w"], of_pages["context_lens"], of_pages["block_table"], None, 90)
+    for call in (  # as of vLLM 0.33
+        lambda: deep_gemm.fp8_fp4_mqa_logits((q8, None), (k8, ks), *rest, 20),
+        lambda: deep_gemm.fp8_fp4_paged_mqa_logits((of_pages["q8"], None), *pages, None),
+    ):
+        with pytest.raises(TypeError, match=r"^clean_logits: expected True or False, got "):
+            call()
     for lens, error in ((np.zeros((2, 1), np.int64), TypeError), (np.zeros((2, 1, 1), np.int32), ValueError)):
         with pytest.raises(error, match=r"^context_lens: "):
             deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132)
