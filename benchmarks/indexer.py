@@ -14,9 +14,10 @@ layers.
 DeepGEMM's decode takes one or two queries a request. Requests of more are given to it as vLLM does: as that many
 requests of one query each, with lengths and block tables repeated outside of what is timed. `peer` says so.
 
-Rows have `calc_diff` of the logits from float64 on some queries, or `exact`: 1 where the chosen sets are those of a
-stable sort. Sizes are drawn anew in each run, under the record's `seed`. Shapes come in order of importance; those that
-the limit leaves no time for are named in the record's `left_out`.
+Rows have `calc_diff` of the logits from float64 on some queries, and in decode `keys_tb_s`, at which keys are read; or
+`exact`: 1 where the chosen sets are those of a stable sort. Sizes are drawn anew in each run, under the record's
+`seed`. Shapes come in order of importance; those that the limit leaves no time for are named in the record's
+`left_out`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from indexer_peers import Peers, unpack
 import cupy_mla
 from cupy_mla.cuda import driver, logits, logits_sm90, topk
 from cupy_mla.cuda.logits import PORTABLE, VARIABLE
+from cupy_mla.layouts import INDEXER_FP8
 
 HEADS, K, BLOCK = 64, 2048, 64
 SETS = 3  # of inputs in rotation
@@ -511,6 +513,8 @@ def measure(
         "ours_us": round(ours_us, 2), "peer_us": round(peer_us, 2), "peer": peer,
         "ratio": round(peer_us / ours_us, 3), **checked,
     }  # fmt: skip
+    if case.work.endswith("decode_logits"):
+        row["keys_tb_s"] = round(case.shape[0] * case.shape[2] * INDEXER_FP8.token_bytes / ours_us * 1e-6, 2)
     record.add_row(row, f"{ours_us:9.1f} {peer_us:9.1f} {peer_us / ours_us:9.2f} {next(iter(checked.values())):9.1e}")
 
 
