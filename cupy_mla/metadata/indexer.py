@@ -23,7 +23,7 @@ from ..ops.logits import SCHEDULE_WORDS, paged_indexer_schedule
 from ..options import require_instance, require_integer
 from ..typing import AnyArray
 from .batch import INT32, INT64, PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and_prefills
-from .sparse_mla import check_batch, fill, known_on_device
+from .sparse_mla import check_batch, fill, fill_table, known_on_device
 from .uploads import Uploads
 
 C4A = 4
@@ -184,7 +184,7 @@ class IndexerMetadataBuilder:
         self.num_blocks: int | None = None if num_blocks is None else require_integer("num_blocks", num_blocks, 0)
         self.decode_threshold: int = 1 + config.num_speculative_tokens
         requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        self._width = -(-config.max_model_len // config.block_size)
+        width = -(-config.max_model_len // config.block_size)
         self._buffers = Uploads(
             Place.from_pair(place),
             {
@@ -198,7 +198,7 @@ class IndexerMetadataBuilder:
                 "from_end": ((tokens,), INT32),
                 "starts": ((tokens,), INT32),
                 "ends": ((tokens,), INT32),
-                "block_table": ((requests, self._width), INT32),  # last: only its used rows go up
+                "block_table": ((requests, width), INT32),  # last: only its used rows go up
             },
         )
         self._schedule = self._room_for_schedule()
@@ -305,10 +305,7 @@ class IndexerMetadataBuilder:
         fill(host["query_start_loc"], batch.query_start_loc, batch.num_actual_tokens)
         fill(host["token_to_req"], split.request, 0)
         fill(host["from_end"], np.arange(tokens) - batch.query_start_loc[split.request + 1] + 1, 0)
-        width = min(batch.block_table.shape[1], self._width)
-        host["block_table"][: batch.num_reqs, :width] = batch.block_table[:, :width]
-        host["block_table"][: batch.num_reqs, width:] = -1
-        return batch.num_reqs
+        return fill_table(host["block_table"], batch)
 
     def _see(self, batch: BatchMetadata, split: _Split, seq_lens: Any) -> None:
         """What follows from lengths that only the device has: the keys that each query token sees, and their slots."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +45,8 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     Raises:
         RuntimeError: CuPy, a GPU or NVRTC is missing.
     """
+    from concurrent.futures import ThreadPoolExecutor  # takes long to import
+
     cupy = require_cupy("warmup")
     with cupy.cuda.Device(device):
         for case in cases(np.random.default_rng(0), Wanted((config.layout,))):
