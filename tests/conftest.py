@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
+from collections.abc import Iterator
 from functools import cache
 
 import hypothesis
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 import cupy_mla
+from cupy_mla.calls.signature import forget_calls
 
 from . import kinds
+from .fake_gpu import FakeGPU
 
 hypothesis.settings.register_profile(
     "cupy_mla", deadline=None, max_examples=25, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -64,3 +68,15 @@ def rng(rng_seed: int) -> np.random.Generator:
 def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
     """One kind of array after the other."""
     return kinds.make(request.param)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
+    """One that is none. Calls that were compiled for other GPUs are forgotten, and afterwards those for this one."""
+    pytest.importorskip("torch")  # whose memory it has
+    forget_calls()
+    fake = FakeGPU(monkeypatch)
+    yield fake
+    forget_calls()
+    if fake.graphs.made:  # they are destroyed by the stand-in's driver
+        gc.collect()

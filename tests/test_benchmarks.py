@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -19,12 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import all_kernels
 from cupy_mla.ops.table import TABLE
 from cupy_mla.reference import attention, logits, topk
 
-from .fake_gpu import FakeGPU
 from .kinds import make
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -123,12 +120,11 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
-def test_small_cases_run_every_kernel(module, monkeypatch, rng):
+def test_small_cases_run_every_kernel(module, monkeypatch, rng, gpu):
     """On an H200; but for `LEFT_OUT`, sanitizers see all variants of kernels."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("cupy")
-    small_cases, kind, gpu = module("small_cases"), make("torch"), FakeGPU(monkeypatch)
-    forget_calls()
+    small_cases, kind = module("small_cases"), make("torch")
 
     def asarray(array: np.ndarray) -> Any:
         gpu.used = 0  # what was allocated before is forgotten
@@ -154,8 +150,6 @@ def test_small_cases_run_every_kernel(module, monkeypatch, rng):
         assert small_cases.LOGITS_VARIABLE not in os.environ, name
     left_out = {kernel for kernel in all_kernels() if kernel.suits(90)} - set(gpu.kernels.values())
     assert Counter(kernel.file for kernel in left_out) == LEFT_OUT
-    forget_calls()
-    gc.collect()
 
 
 def test_record(harness, monkeypatch, tmp_path, capsys):

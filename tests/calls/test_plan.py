@@ -7,7 +7,6 @@ import gc
 import pickle
 import struct
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,6 @@ from tests.fake_gpu import FakeGPU
 torch = pytest.importorskip("torch")
 
 NO_PLAN = 0, 0
-
-
-@pytest.fixture
-def gpu(monkeypatch) -> Iterator[FakeGPU]:
-    forget_calls()
-    yield FakeGPU(monkeypatch)
-    forget_calls()
-    gc.collect()
 
 
 def schedule() -> flash_mla.FlashMLASchedMeta:

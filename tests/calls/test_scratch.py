@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -19,18 +18,9 @@ from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver
 from tests import oracle
 from tests.cases import prefill_inputs
-from tests.fake_gpu import FakeGPU
 from tests.kinds import TorchCUDA
 
 torch = pytest.importorskip("torch")
-
-
-@pytest.fixture
-def gpu(monkeypatch) -> Iterator[FakeGPU]:
-    forget_calls()
-    yield FakeGPU(monkeypatch)
-    forget_calls()
-    gc.collect()  # graphs are destroyed by the stand-in's driver
 
 
 @pytest.fixture

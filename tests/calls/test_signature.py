@@ -35,16 +35,6 @@ every_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> Iterator[FakeGPU]:
-    forget_calls()
-    fake = FakeGPU(monkeypatch)
-    yield fake
-    forget_calls()
-    if fake.graphs.made:  # they are destroyed by the stand-in's driver
-        gc.collect()
-
-
-@pytest.fixture
 def repeats(monkeypatch, gpu) -> Iterator[list[Run]]:
     """The compiled forms that calls ran, those that were compiled for them included."""
     seen: list[Run] = []

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
 from cupy_mla.cuda.attention.fp8_sm90 import CLUSTERS, SEGMENTS
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.layouts import BFLOAT16
 
-from ..fake_gpu import FakeGPU, HostCuPy
+from ..fake_gpu import HostCuPy
 
 pytest.importorskip("torch")
 
 
 @pytest.fixture
-def gpu(monkeypatch, launched):
-    fake = FakeGPU(monkeypatch)
-    yield fake
-    forget_calls()
-    if fake.graphs.made:  # they are destroyed by the stand-in's driver
-        gc.collect()
+def gpu(launched, gpu):
+    """`launched` watches what goes to the stand-in's driver."""
+    return gpu
 
 
 @pytest.fixture

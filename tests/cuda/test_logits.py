@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 
@@ -19,19 +17,16 @@ from cupy_mla.sizes import number
 from tests import indexers, oracle_indexer
 from tests.ops.test_logits import paged, put, ragged
 
-from ..fake_gpu import FakeGPU, HostCuPy
+from ..fake_gpu import HostCuPy
 
 
 @pytest.fixture
-def host(monkeypatch, launched):
+def host(monkeypatch, launched, gpu):
     pytest.importorskip("torch")
     cupy = pytest.importorskip("cupy")
     monkeypatch.delenv(VARIABLE, raising=False)
-    gpu = FakeGPU(monkeypatch)
     with cupy.cuda.using_allocator(gpu.malloc):
         yield HostCuPy()
-    forget_calls()
-    gc.collect()
 
 
 def test_the_environment_names_kernels_at_any_time(host, launched, monkeypatch, rng) -> None:

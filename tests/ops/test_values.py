@@ -126,11 +126,10 @@ def test_wrong_numbers_are_found_when_asked(kind: NumPy, rng: np.random.Generato
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("library", ["torch", "cupy"])
-def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, case: str, library: str) -> None:
+def test_on_a_gpu(gpu: FakeGPU, rng: np.random.Generator, case: str, library: str) -> None:
     """On a fake one: found before anything is launched, and never under capture."""
     if not installed(library):
         pytest.skip(f"{library} is not installed")
-    gpu = FakeGPU(monkeypatch)
     kind = HostCuPy() if library == "cupy" else kinds.make("torch")
     call, error, message = wrong_call(case, rng)
     given = {name: kind.put(np.ascontiguousarray(array)) for name, array in call.arrays.items()}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 import cupy_mla
 from cupy_mla import BatchMetadata, SparseMLAConfig, SparseMLAMetadataBuilder, __main__
-from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import all_kernels, driver
 from cupy_mla.cuda.logits_sm90 import shares_of_step
 from cupy_mla.layouts import INDEXER_FP8
@@ -20,7 +16,6 @@ from cupy_mla.selfcheck import report
 from cupy_mla.selfcheck import warmup as warmup_module
 from cupy_mla.warmup import warmup
 
-from ..fake_gpu import FakeGPU
 from ..kinds import BF16, make
 from .stand_in import RUN, StandIn, python
 
@@ -88,14 +83,6 @@ def test_c128a_lists_have_the_width_of_the_metadata(stand_in, monkeypatch):
     builder = SparseMLAMetadataBuilder(config)
     batch = BatchMetadata([0, 1], [300], [[0, 1]], [299], [299])
     assert widths == {builder.build(batch).c128a_global_decode_topk_indices.shape[-1]}
-
-
-@pytest.fixture
-def gpu(monkeypatch) -> Iterator[FakeGPU]:
-    forget_calls()
-    yield FakeGPU(monkeypatch)
-    forget_calls()
-    gc.collect()
 
 
 CONFIGS = {
