@@ -112,11 +112,8 @@ def _units(padded: int, tile: Tile, requests: int, queries: int, width: int) -> 
     return requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
 
 
-def usual_shares(gpu: Gpu, heads: int, paged: bool, requests: int, queries: int, width: int) -> int:
-    """The CTAs of a launch for requests of `queries` queries each over at most `width` keys."""
-    padded = padded_heads(heads)
-    tile = tile_for(padded, queries, paged)
-    units = _units(padded, tile, requests, queries, width)
+def _usual_shares(gpu: Gpu, tile: Tile, units: int) -> int:
+    """The CTAs of a launch without a schedule."""
     return least((1 if units <= FEW_UNITS * gpu.sms else tile.ctas) * gpu.sms, units)
 
 
@@ -124,9 +121,10 @@ def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width:
     """The shares of a schedule for requests of `queries` queries each over at most `width` keys.
 
     Where the CTAs of a launch are two an SM, there are twice as many more, which begin when others have ended."""
-    shares = usual_shares(gpu, heads, True, requests, queries, width)
     padded = padded_heads(heads)
-    units = _units(padded, tile_for(padded, queries, True), requests, queries, width)
+    tile = tile_for(padded, queries, True)
+    units = _units(padded, tile, requests, queries, width)
+    shares = _usual_shares(gpu, tile, units)
     return 3 * shares if shares > gpu.sms and units > LATE_SHARES_UNITS * gpu.sms else shares
 
 
@@ -144,9 +142,9 @@ def launch(
     """The launch for requests of `queries` queries each over at most `width` keys; `shares` of a schedule."""
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
-    ctas = usual_shares(gpu, heads, paged, requests, queries, width) if shares is None else shares
-    alone = tile.ctas > 1 and ctas <= gpu.sms
     by_schedule = shares is not None
+    ctas = _usual_shares(gpu, tile, _units(padded, tile, requests, queries, width)) if shares is None else shares
+    alone = tile.ctas > 1 and ctas <= gpu.sms
     if by_schedule and tile == FEW[0] and not alone:
         tile = BESIDE
     elif by_schedule and tile == FEW[1] and _units(padded, tile, requests, queries, width) > LONG_UNITS * gpu.sms:
