@@ -10,12 +10,14 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 import cupy_mla
 from cupy_mla.bridges import CuPyLibrary, NumPyLibrary, TorchLibrary
 from cupy_mla.calls.scratch import ScratchMemory
 from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver
+from cupy_mla.cuda.paging import ceil_div
 
 from . import oracle
 from .kinds import BF16, E4M3, POISON, NumPy, allocation, gapped, poisoned
@@ -361,6 +363,27 @@ def check_decode(
     oracle.assert_close(got[0], want[0], "decode out")
     oracle.assert_close(got[1], want[1], "decode lse")
     return got
+
+
+# Every batch from 1 to 300.
+every_batch = pytest.mark.parametrize(
+    "batches", [range(first, 301, 12) for first in range(1, 13)], ids=lambda r: f"{r[0]} to {r[-1]}"
+)
+
+
+def check_batches(kind: NumPy, rng: np.random.Generator, fmt: oracle.Format, batches: range) -> None:
+    """Random heads and lists, lengths and tiles without a valid entry. Lists are empty or not short, so that no lse
+    is near 0, where its bound is next to nothing."""
+    for b in batches:
+        h_q, topk = int(rng.integers(1, 9)), int(rng.integers(64, 400))
+        main = paged(rng, fmt, b, 1, topk, 64, lengths=bool(rng.integers(2)))
+        if main.length is not None:
+            main.length[(main.length > 0) & (main.length < 60)] = 60
+        if rng.integers(2):
+            empty = np.repeat(rng.random((b, 1, ceil_div(topk, 64))) < 0.5, 64, -1)[..., :topk]
+            empty[..., :64] = False
+            main.indices[empty] = -1
+        check_decode(kind, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main)
 
 
 def check_nan_of_a_named_row(kind: NumPy, fmt: oracle.Format, q: np.ndarray, main: Paged, num_splits: int) -> None:

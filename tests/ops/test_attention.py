@@ -24,6 +24,7 @@ from ..cases import (
     check_prefill,
     decode_oracle,
     entries,
+    every_batch,
     flat_rows,
     latent,
     lift_logits,
@@ -44,11 +45,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 HEADS = (1, 7, 8, 16, 33, 64, 65, 128)
 BY_NAME = {fmt.name: fmt for fmt in oracle.FORMATS}
 every_format = pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
-
-
-every_batch = pytest.mark.parametrize(
-    "batches", [range(first, 301, 12) for first in range(1, 13)], ids=lambda r: f"{r[0]} to {r[-1]}"
-)
 
 
 def some_of(kind: NumPy, rng: np.random.Generator, batches: range) -> list[int]:

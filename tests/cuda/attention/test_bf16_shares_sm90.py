@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.paging import ceil_div
-
 from ... import oracle
 from ...cases import (
     LIFT,
+    check_batches,
     check_decode,
     check_prefill,
+    every_batch,
     lift_logits,
     paged,
     prefill_inputs,
@@ -56,22 +56,9 @@ def test_sizes(hopper, small_splits, rng, fmt, b, s_q, h_q, topk, block_size):
 
 
 @FORMATS
-@pytest.mark.parametrize(
-    "batches", [range(first, 301, 12) for first in range(1, 13)], ids=lambda r: f"{r[0]} to {r[-1]}"
-)
+@every_batch
 def test_every_batch(hopper, small_splits, rng, fmt, batches):
-    """Random heads and lists, lengths and tiles without a valid entry. Lists are empty or not short, so that no lse
-    is near 0, where its bound is next to nothing."""
-    for b in batches:
-        h_q, topk = int(rng.integers(1, 9)), int(rng.integers(64, 400))
-        main = paged(rng, fmt, b, 1, topk, 64, lengths=bool(rng.integers(2)))
-        if main.length is not None:
-            main.length[(main.length > 0) & (main.length < 60)] = 60
-        if rng.integers(2):
-            empty = np.repeat(rng.random((b, 1, ceil_div(topk, 64))) < 0.5, 64, -1)[..., :topk]
-            empty[..., :64] = False
-            main.indices[empty] = -1
-        check_decode(hopper, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main, num_splits=None)
+    check_batches(hopper, rng, fmt, batches)
 
 
 @FORMATS
