@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from .dtypes import UINT8
+
 HOST = -1  # the device number of host memory
 MOST_WORK = 10**6  # steps, a fraction of a second, to find an item that two arrays share
 CHECK_VARIABLE = "CUPY_MLA_CHECK"
@@ -233,7 +235,7 @@ class Array:
     def reinterpreted(self, dtype: np.dtype) -> Array:
         """Take the bytes of the last axis, as many as an item of `dtype` has, for that item; returns itself."""
         size = dtype.itemsize
-        self.require(np.dtype(np.uint8), *("any",) * (len(self.shape) - 1), size)
+        self.require(UINT8, *("any",) * (len(self.shape) - 1), size)
         if not self.aligned(size):
             raise ValueError(f"{self.name}: items of {size} bytes must start at multiples of {size} bytes in memory")
         self._stored, self.dtype, self._dropped = self.dtype, dtype, len(self.shape) - 1

@@ -24,16 +24,15 @@ import numpy as np
 
 from . import private
 from .arrays import HOST, Array
-from .layouts import BFLOAT16, E4M3, E8M0
+from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
 from .options import require_choice, require_integer
 from .typing import AnyArray, LibraryName
 
 _NARROW: dict[np.dtype, np.dtype] = {
     BFLOAT16: np.dtype(np.int16),
-    E4M3: np.dtype(np.uint8),
-    E8M0: np.dtype(np.uint8),
+    E4M3: UINT8,
+    E8M0: UINT8,
 }
-UINT8 = np.dtype(np.uint8)
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from .bridges import bind
+from .dtypes import INT32
 from .ops import logits
-from .ops.validate import INT32
 from .options import require_bool, require_integer
 from .typing import A, AnyArray
 

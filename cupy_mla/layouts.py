@@ -10,15 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
+from .dtypes import BFLOAT16, UINT8
 from .options import require_choice
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
-E4M3_MAX = 448.0
 
 D_V = 512  # value width of every DeepSeek sparse layer
 
@@ -73,7 +68,7 @@ class Layout:
     @property
     def dtype(self) -> np.dtype:
         """Item type of the cache array: uint8 for quantized layouts, else bfloat16."""
-        return np.dtype(np.uint8) if self.quantized else BFLOAT16
+        return UINT8 if self.quantized else BFLOAT16
 
     @property
     def last_axis(self) -> int:

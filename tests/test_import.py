@@ -54,7 +54,7 @@ def test_numpy_calls_work_where_cupy_and_torch_are_missing():
 import sys
 sys.modules["cupy"] = sys.modules["torch"] = None
 import numpy as np, cupy_mla
-from cupy_mla.layouts import BFLOAT16
+from cupy_mla.dtypes import BFLOAT16
 q, kv = np.ones((1, 2, 512), BFLOAT16), np.ones((3, 1, 512), BFLOAT16)
 out, _, lse = cupy_mla.sparse_prefill(q, kv, np.zeros((1, 1, 4), np.int32), 1 / 512)
 assert (out == 1).all() and not cupy_mla.cuda_available()

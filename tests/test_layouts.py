@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cupy_mla import layouts
-from cupy_mla.layouts import BF16_512, BF16_576, BFLOAT16, INDEXER_FP8, V4_FP8, V32_FP8
+from cupy_mla.dtypes import BFLOAT16
+from cupy_mla.layouts import BF16_512, BF16_576, INDEXER_FP8, V4_FP8, V32_FP8
 
 ALL = (BF16_576, BF16_512, V32_FP8, V4_FP8, INDEXER_FP8)
 every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layout.name}-{layout.d_qk}")

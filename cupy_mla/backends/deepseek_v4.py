@@ -8,8 +8,8 @@ from typing import Any, cast
 from .. import layouts
 from ..bridges import Place, bind, describe
 from ..config import SparseMLAConfig
-from ..layouts import BFLOAT16, V4_FP8
-from ..metadata.batch import INT32
+from ..dtypes import BFLOAT16, INT32
+from ..layouts import V4_FP8
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata

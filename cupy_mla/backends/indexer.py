@@ -6,7 +6,8 @@ from typing import Any
 
 from ..bridges import Place, bind, describe
 from ..config import SparseMLAConfig
-from ..metadata.batch import INT32, reshape_query_for_spec_decode
+from ..dtypes import FLOAT32, INT32, UINT8
+from ..metadata.batch import reshape_query_for_spec_decode
 from ..metadata.indexer import (
     IndexerDecodeMetadata,
     IndexerMetadata,
@@ -19,7 +20,7 @@ from ..ops.cache import SCALE_FORMATS
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, require_indexer_cache
 from ..ops.logits import HEADS, D
 from ..ops.topk import MAX_K, select_rows, select_rows_paged
-from ..ops.validate import FLOAT32, QUANTIZED, UINT8
+from ..ops.validate import QUANTIZED
 from ..options import require_choice, require_instance
 from ..typing import A, AnyArray, ScaleFormat
 from .workspace import Workspace

@@ -7,8 +7,9 @@ from typing import Any, Literal, overload
 from ..arrays import Array
 from ..bridges import Place, bind, describe
 from ..config import SparseMLAConfig
-from ..layouts import BFLOAT16, D_V
-from ..metadata.batch import INT32, prefill_workspace_size, reshape_query_for_spec_decode
+from ..dtypes import BFLOAT16, FLOAT32, INT32
+from ..layouts import D_V
+from ..metadata.batch import prefill_workspace_size, reshape_query_for_spec_decode
 from ..metadata.sparse_mla import (
     FP8KernelMetadata,
     FP8SeparatePrefillDecode,
@@ -18,7 +19,7 @@ from ..metadata.sparse_mla import (
 from ..ops.attention import planned_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_req_index_to_global_index
-from ..ops.validate import FLOAT32, QUANTIZED
+from ..ops.validate import QUANTIZED
 from ..options import require_bool, require_instance, require_integer, require_scale
 from ..typing import A, AnyArray, CacheLayout, ModelKind
 from .workspace import Workspace

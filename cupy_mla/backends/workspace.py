@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import aligned_up
 from ..bridges import Place, as_dtype, describe
+from ..dtypes import UINT8
 from ..options import require_integer
 
 ALIGNMENT = 256  # bytes, of every view
@@ -62,7 +63,7 @@ class Workspace:
     def _grow(self, size: int) -> None:
         if self.locked and size > self._size:
             raise RuntimeError(f"the workspace is locked at {self._size} bytes, {size} were asked for")
-        self._whole = self.place.empty((size + ALIGNMENT,), np.dtype(np.uint8))
+        self._whole = self.place.empty((size + ALIGNMENT,), UINT8)
         self._start = -describe("workspace", self._whole).ptr % ALIGNMENT
         self._size = size
 

@@ -18,6 +18,7 @@ from ..arrays import Array
 from ..bridges import Place, dense_strides, describe, library_of, must_be_apart, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Slot, Step
+from ..dtypes import UINT8
 from ..sizes import Trace, number
 
 # --- tracing --------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def run(call: TracedCall) -> Any:
         made = {id(slot): here.new(slot.name, _numbers(slot.shape), slot.dtype) for slot in place.results}
         starts = {key: array.ptr for key, array in made.items()}
         if call.scratch:
-            memory = [library.empty(device, (number(slot.nbytes),), np.dtype(np.uint8)) for slot in call.scratch]
+            memory = [library.empty(device, (number(slot.nbytes),), UINT8) for slot in call.scratch]
             starts |= {id(s): describe(s.name, m).ptr for s, m in zip(call.scratch, memory, strict=True)}
 
         def address_of(value: Any) -> Any:

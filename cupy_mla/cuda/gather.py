@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array
-from ..layouts import BF16_576, BFLOAT16, V4_FP8, V32_FP8, Layout
+from ..dtypes import BFLOAT16
+from ..layouts import BF16_576, V4_FP8, V32_FP8, Layout
 from ..sizes import least
 from . import structs
 from .driver import Gpu

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dtypes import UINT8
 from .kernel import Kernel
 from .structs import Packed
 
@@ -44,7 +45,7 @@ class Slot:
         self.name = name
         self.argument = argument
         self.shape = tuple(shape)
-        self.dtype = np.dtype(np.uint8) if dtype is None else np.dtype(dtype)
+        self.dtype = UINT8 if dtype is None else np.dtype(dtype)
 
     def __repr__(self) -> str:
         return f"<{self.name}>"

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
-import numpy as np
-
 from ..arrays import Array
+from ..dtypes import INT32
 from ..sizes import least, most
 from . import structs
 from .driver import Gpu
@@ -37,7 +36,7 @@ def dynamic_per_batched_tensor_quant(gpu: Gpu, x: Array, codes: Array, scale: Ar
     """Twin of `reference.quant.dynamic_per_batched_tensor_quant`."""
     size = math.prod(x.shape)
     tiles = ceil_div(size, VALUES_PER_TILE)
-    state = Slot("state", shape=(2,), dtype=np.dtype(np.int32))
+    state = Slot("state", shape=(2,), dtype=INT32)
     params = structs.TENSOR_QUANT(
         x=x.ptr, codes=codes.ptr, scale=scale.ptr, state=state.ptr, size=size, tiles=tiles,
         aligned=int(x.ptr % 16 == 0),

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-import numpy as np
-
 from ..arrays import Array
+from ..dtypes import FLOAT32
 from ..sizes import least, most
 from . import structs
 from .driver import PORTABLE_CLUSTER, Gpu
@@ -22,7 +21,6 @@ LEAST_CLUSTER_CAPABILITY = 90
 # What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
 SPILL_BYTES = {False: 60, True: 68}
 MOST_K = 4096
-FLOAT32 = np.dtype(np.float32)
 
 
 class Shape(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import describe, require_array
+from ..dtypes import INT32, INT64
 from ..ops.values import check_written_once, first_of, stray_block
 from ..options import require_bool, require_integer
 from ..typing import A
@@ -20,8 +21,6 @@ from ..typing import A
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-INT32 = np.dtype(np.int32)
-INT64 = np.dtype(np.int64)
 
 _FIELDS: dict[str, tuple[np.dtype, int]] = {
     "query_start_loc": (INT32, 1),

@@ -7,8 +7,9 @@ from typing import Any
 from ..arrays import aligned_up
 from ..bridges import Place
 from ..config import SparseMLAConfig
+from ..dtypes import INT32, INT64
 from ..ops.compressed import build_c128a_topk_metadata, get_compressed_slot_mapping
-from .batch import INT32, INT64, BatchMetadata, split_decodes_and_prefills
+from .batch import BatchMetadata, split_decodes_and_prefills
 
 C128A = 128
 WIDTH_ALIGN = 128  # entries; widths of C128A's lists are a multiple of it

@@ -18,11 +18,12 @@ from ..bridges import Place
 from ..config import SparseMLAConfig
 from ..cuda.driver import gpu
 from ..cuda.logits_sm90 import shares_of_step
+from ..dtypes import FLOAT32, INT32, INT64
 from ..ops.compressed import get_compressed_slot_mapping
 from ..ops.logits import SCHEDULE_WORDS, paged_indexer_schedule
 from ..options import require_instance, require_integer
 from ..typing import AnyArray
-from .batch import INT32, INT64, PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and_prefills
+from .batch import PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and_prefills
 from .sparse_mla import check_batch, fill, fill_table, known_on_device
 from .uploads import Uploads
 
@@ -425,7 +426,7 @@ def split_indexer_chunks(
 def queries_at_once(keys: int, max_workspace_bytes: int) -> int:
     """Queries whose logits for so many keys fit the limit, one at least."""
     row = max(-(-keys // LOGITS_ALIGN), 1) * LOGITS_ALIGN
-    return max(max_workspace_bytes // (row * np.dtype(np.float32).itemsize), 1)
+    return max(max_workspace_bytes // (row * FLOAT32.itemsize), 1)
 
 
 def key_workspace_rows(config: SparseMLAConfig) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import HOST, aligned_up
 from ..bridges import Place, describe, require_cupy
+from ..dtypes import UINT8
 
 
 class _Field(NamedTuple):
@@ -37,7 +38,7 @@ class Uploads:
         for name, (shape, dtype) in fields.items():
             self._fields[name] = _Field(size, shape, dtype)
             size = aligned_up(size + math.prod(shape) * dtype.itemsize)
-        self._whole = place.empty((size,), np.dtype(np.uint8))
+        self._whole = place.empty((size,), UINT8)
         self._whole[...] = 0
         self.arrays: dict[str, Any] = {name: place.carve(self._whole, *field) for name, field in self._fields.items()}
         self._staging = [_Staging(place.device, size) for _ in range(2)] if place.on_gpu else []

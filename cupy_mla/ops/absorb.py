@@ -16,10 +16,10 @@ import numpy as np
 
 from ..bridges import bind
 from ..calls.signature import traceable
-from ..layouts import BFLOAT16, D_V
+from ..dtypes import BFLOAT16, FLOAT32
+from ..layouts import D_V
 from ..options import require_integer
 from ..typing import A, AnyArray
-from .validate import FLOAT32
 
 FLOATS = (BFLOAT16, FLOAT32)
 

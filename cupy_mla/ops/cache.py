@@ -7,11 +7,12 @@ from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import cache as cuda
-from ..layouts import BF16_512, BF16_576, BFLOAT16, V4_FP8, V32_FP8
+from ..dtypes import BFLOAT16, INT64
+from ..layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
 from ..options import require_choice
 from ..reference import cache as reference
 from ..typing import AnyArray, ScaleFormat, WritableLayout
-from .validate import INT64, cache_layout, require_cache, tokens_of
+from .validate import cache_layout, require_cache, tokens_of
 from .values import check_slots
 
 SCALE_FORMATS = ("fp32", "ue8m0")

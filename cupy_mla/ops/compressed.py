@@ -17,11 +17,10 @@ from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import compressed as cuda
+from ..dtypes import BOOL, INT32, INT64
 from ..options import require_integer
 from ..reference import compressed as reference
 from ..typing import A, AnyArray
-from .swa import BOOL
-from .validate import INT32, INT64
 from .values import check_lengths, check_offsets, check_positions, check_requests, host
 
 

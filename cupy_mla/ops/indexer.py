@@ -12,13 +12,14 @@ from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indexer as cuda
-from ..layouts import BFLOAT16, INDEXER_FP8
+from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64, UINT8
+from ..layouts import INDEXER_FP8
 from ..options import require_choice
 from ..reference import indexer as reference
 from ..sizes import number
 from ..typing import AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
-from .validate import FLOAT32, INT32, INT64, QUANTIZED, UINT8, cache_layout, require_cache, tokens_of
+from .validate import QUANTIZED, cache_layout, require_cache, tokens_of
 from .values import check_blocks, check_offsets, check_slots
 
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more

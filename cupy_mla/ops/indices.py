@@ -13,11 +13,11 @@ from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indices as cuda
+from ..dtypes import INT32
 from ..options import require_bool, require_integer, require_together
 from ..reference import indices as reference
 from ..sizes import number
 from ..typing import A, AnyArray
-from .validate import INT32
 from .values import check_positions, check_prefills, check_requests, host
 
 

@@ -21,13 +21,14 @@ from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import logits as cuda
-from ..layouts import BFLOAT16, E4M3, INDEXER_FP8
+from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
+from ..layouts import INDEXER_FP8
 from ..options import require_bool, require_choice, require_integer, require_together
 from ..reference import logits as reference
 from ..typing import A, AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 from .indexer import require_indexer_cache
-from .validate import FLOAT32, INT32, INT64, QUANTIZED
+from .validate import QUANTIZED
 from .values import check_contexts, check_ranges, check_rotations
 
 D = INDEXER_FP8.d_qk

@@ -6,10 +6,9 @@ from ..arrays import Array
 from ..bridges import bind, dense_strides
 from ..calls.signature import operation
 from ..cuda import quant as cuda
-from ..layouts import BFLOAT16, E4M3
+from ..dtypes import BFLOAT16, E4M3, FLOAT32
 from ..reference import quant as reference
 from ..typing import A
-from .validate import FLOAT32
 
 FLOATS = (BFLOAT16, FLOAT32)
 

@@ -18,13 +18,12 @@ from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import swa as cuda
+from ..dtypes import BOOL, INT32
 from ..options import require_integer
 from ..reference import swa as reference
 from ..typing import A, AnyArray
-from .validate import INT32
 from .values import check_lengths, check_offsets, check_requests
 
-BOOL = np.dtype(np.bool_)
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
 
 

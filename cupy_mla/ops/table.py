@@ -18,14 +18,13 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ..bridges import to_numpy
-from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, BFLOAT16, D_V, E4M3, INDEXER_FP8, V4_FP8, V32_FP8, Layout
+from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
+from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, INDEXER_FP8, V4_FP8, V32_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from ..reference import logits as reference_logits
 from ..typing import A, AnyArray
 from . import attention, cache, compressed, context_parallel, gather, indexer, indices, logits, quant, swa, topk
-
-FLOAT32, INT32, INT64 = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.int64)
 
 
 class Wanted(NamedTuple):

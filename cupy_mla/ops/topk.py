@@ -14,12 +14,11 @@ from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import topk as cuda
-from ..layouts import BFLOAT16
+from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..options import require_bool, require_integer, require_together
 from ..reference import topk as reference
 from ..typing import A, AnyArray
 from .logits import require_paged, require_ragged
-from .validate import FLOAT32, INT32
 from .values import check_ranges, check_requests
 
 MAX_K = 4096

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from ..arrays import Array
-from ..layouts import BFLOAT16, D_V, E4M3, Layout
+from ..dtypes import BFLOAT16, E4M3, UINT8
+from ..layouts import D_V, Layout
 from ..options import require_integer
 
-FLOAT32 = np.dtype(np.float32)
-INT32 = np.dtype(np.int32)
-INT64 = np.dtype(np.int64)
-UINT8 = np.dtype(np.uint8)
 QUANTIZED = (UINT8, E4M3)
 
 MAX_HEADS = 128

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from ..layouts import BFLOAT16, E4M3, E4M3_MAX, E8M0, Layout
+from ..dtypes import BFLOAT16, E4M3, E4M3_MAX, E8M0, FLOAT32
+from ..layouts import Layout
 
 FLT_MIN = np.finfo(np.float32).tiny
 AMAX_FLOOR = 1e-4  # keeps power-of-two scales from vanishing with a tile's values
@@ -72,7 +73,7 @@ def unpack_rows(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndar
     if not layout.quantized:
         return cache[block, offset].astype(np.float32)
     nope, rope, scale_bytes = (region[block, offset] for region in _regions(layout, cache))
-    scale_dtype = np.dtype(np.float32) if layout.scale_kind == "fp32" else E8M0
+    scale_dtype = FLOAT32 if layout.scale_kind == "fp32" else E8M0
     scales = scale_bytes.view(scale_dtype)[:, : layout.num_scales].astype(np.float32)
     rows = np.empty((len(slots), layout.d_qk), np.float32)
     rows[:, : layout.d_nope] = nope.view(E4M3)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..layouts import E4M3_MAX, INDEXER_FP8
+from ..dtypes import E4M3_MAX
+from ..layouts import INDEXER_FP8
 from .cache import AMAX_FLOOR, _ceil_log2, _quantize, _regions, _targets, _tiles
 from .indices import slots_of
 

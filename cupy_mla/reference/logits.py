@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..layouts import BFLOAT16, E4M3, E4M3_MAX, INDEXER_FP8
+from ..dtypes import BFLOAT16, E4M3, E4M3_MAX
+from ..layouts import INDEXER_FP8
 from .cache import _ceil_log2, _regions
 from .indices import slots_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..layouts import E4M3, E4M3_MAX
+from ..dtypes import E4M3, E4M3_MAX
 
 LEAST_AMAX = np.float32(1e-10)
 

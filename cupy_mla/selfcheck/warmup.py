@@ -13,7 +13,8 @@ from ..config import SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
-from ..layouts import BFLOAT16, INDEXER_FP8, Layout
+from ..dtypes import BFLOAT16
+from ..layouts import INDEXER_FP8, Layout
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.indexer import C4A
 from ..ops.attention import sparse_decode, sparse_prefill

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from ...arrays import Array
+from ...dtypes import INT32
 from ...layouts import BF16_512, BF16_576, Layout
 from ...sizes import least, most
 from .. import structs
@@ -19,7 +20,7 @@ from ..paging import ceil_div, pointer
 from ..program import Launch, Program, Slot
 from . import bf16_few_heads_sm90, bf16_sm90
 from .call import Call
-from .lists import INT32, sorted_by_place
+from .lists import sorted_by_place
 
 MAX_QUERIES = 8  # of a group
 MAX_HEADS = 32  # of a call

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
-
+from ...dtypes import INT32
 from ...sizes import most
 from .. import structs
 from ..kernel import Kernel
@@ -17,7 +16,6 @@ from .call import Call
 
 SEGMENT, RANGES = 2048, 32  # entries that a CTA sorts, and the number of ranges of the cache that it sorts them by
 COUNTED = 4  # queries whose entries a CTA counts
-INT32 = np.dtype(np.int32)
 
 
 @lru_cache(maxsize=1)
