@@ -30,7 +30,7 @@ from .kinds import CuPy
 
 ARENA_BYTES = 1 << 29
 SMS, CAPABILITY = 132, 90
-CLUSTERS_AT_ONCE = tuple(SMS // n for n in range(1, driver.MAX_CLUSTER + 1))
+_SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # by capability
 
 
 class Submitted(NamedTuple):
@@ -55,7 +55,7 @@ class FakeGPU:
         graphs: the driver's functions for graphs.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sms: int = SMS, capability: int = CAPABILITY) -> None:
         self.log: list[Submitted] = []
         self.stream = 0
         self.used = 0
@@ -72,25 +72,26 @@ class FakeGPU:
 
             def submit(stream: int, x: int, y: int, z: int, params: bytes, cluster: int) -> None:
                 assert len(params) == kernel.params.size
-                self.log.append(Submitted(kernel, (x, y, z, cluster), stream, params))
+                self.take(Submitted(kernel, (x, y, z, cluster), stream, params))
 
             return Loaded(id(kernel), 1, 0, submit)
 
         def memset(address: int, value: int, nbytes: int, stream: int) -> None:
-            self.log.append(Submitted(None, (), stream, (address, value, nbytes)))
+            self.take(Submitted(None, (), stream, (address, value, nbytes)))
 
         def set_device(device: int) -> None:
             self.threads.append(threading.current_thread())
 
+        clusters_at_once = tuple(sms // n for n in range(1, driver.MAX_CLUSTER + 1))
         runtime = SimpleNamespace(
             getDevice=lambda: 0, setDevice=set_device, memsetAsync=memset, streamIsCapturing=lambda _: self.capturing,
             graphLaunch=self.graphs.launch,
         )  # fmt: skip
         monkeypatch.setattr(driver, "runtime", lambda: runtime)
         monkeypatch.setattr(driver, "THREAD", driver._Threads())
-        monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, SMS, CAPABILITY, 227))
+        monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, sms, capability, _SHARED_KB[capability]))
         monkeypatch.setattr(driver, "driver_version", lambda: 13000)
-        monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: CLUSTERS_AT_ONCE)
+        monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: clusters_at_once)
         monkeypatch.setattr(driver, "api", lambda: self.graphs)
         monkeypatch.setattr(driver, "allocate", lambda nbytes: self.malloc(nbytes).ptr)
         monkeypatch.setattr(form, "scratch_memory", cache(scratch_memory.__wrapped__))
@@ -101,6 +102,10 @@ class FakeGPU:
         monkeypatch.setattr("cupy_mla.ops.values.to_numpy", _read)
         monkeypatch.setattr(TorchLibrary, "device_of", lambda library, tensor: 0)
         monkeypatch.setattr(TorchLibrary, "maker", lambda library: self._empty)
+
+    def take(self, submitted: Submitted) -> None:
+        """What the driver gets."""
+        self.log.append(submitted)
 
     def _empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
         """A tensor without gaps in the arena."""
@@ -172,7 +177,8 @@ class FakeGraphs:
         return (0,)
 
     def launch(self, executable: int, stream: int) -> None:
-        self._gpu.log += [launch._replace(stream=stream) for launch in self.made[executable].values()]
+        for launch in self.made[executable].values():
+            self._gpu.take(launch._replace(stream=stream))
         self.runs += 1
 
     def cuGraphDestroy(self, handle: int) -> tuple[int]:

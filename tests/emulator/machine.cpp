@@ -1,0 +1,665 @@
+// The machine: fibers, their scheduler, barriers, asynchronous copies, launches.
+#include "machine.h"
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+
+#include "wgmma_queue.h"
+
+// --- fibers -------------------------------------------------------------------------------------------------------
+
+// Stores where this stack stands to *from and goes on with the stack `to`.
+extern "C" void emu_switch(void** from, void* to);
+extern "C" void emu_begin();
+
+#if defined(__x86_64__)
+asm(R"(
+.globl emu_switch
+.hidden emu_switch
+emu_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+constexpr int SAVED = 6, RETURN_AT = 6, FRAME = 8;  // words
+#elif defined(__aarch64__)
+asm(R"(
+.globl emu_switch
+.hidden emu_switch
+emu_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+)");
+constexpr int RETURN_AT = 11, FRAME = 20;
+#else
+#error "the emulator switches stacks on x86-64 and aarch64"
+#endif
+
+namespace emu {
+Thread* current;
+uint32_t ticks;
+Dim grid;
+int threads_of_cta;
+
+namespace {
+constexpr size_t STACK_BYTES = 256 << 10;
+constexpr int MAX_IDLE = 20 << 20;  // polls without anything else
+constexpr uint32_t LIVE = 0x5a000000, NO_BYTES = 0x800000;  // in an mbarrier's second word
+
+// A kernel's library; each CTA that runs has a copy of its own.
+struct Image {
+    void* handle = nullptr;
+    void (*body)(const void*) = nullptr;
+    char* memory[3] = {};
+};
+struct Kernel {
+    std::string path;
+    std::vector<Image> images;
+    int threads = 0, shared_bytes = 0;
+};
+
+// A launch.
+struct Run {
+    Kernel* kernel;
+    const void* params;
+    uint32_t clusters, cluster_size, started;
+    size_t most_alive;  // CTAs
+    std::vector<Thread*> order;  // those that run, warp by warp
+    std::vector<Cta*> ctas;      // those that run
+    size_t at;                   // in order, of the current one
+    long idle;                   // polls since something else happened
+    bool copies;                 // some may be under way
+    std::string error;
+} run;
+
+void* scheduler_stack;
+std::mt19937 numbers;
+std::vector<char*> free_stacks;
+std::vector<int> free_images;
+
+void go_on();
+
+bool runs(const Thread& t) { return t.word == nullptr || (*t.word & t.mask) != t.value; }
+
+void wait_while(const uint32_t* word, uint32_t mask, uint32_t value, const char* what) {
+    Thread& me = *current;
+    while ((*word & mask) == value) {
+        me.word = word, me.mask = mask, me.value = value, me.waits_for = what;
+        go_on();
+        me.word = nullptr;
+    }
+}
+
+char* new_stack() {
+    if (!free_stacks.empty()) {
+        char* stack = free_stacks.back();
+        free_stacks.pop_back();
+        return stack;
+    }
+    void* memory = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) abort();
+    return static_cast<char*>(memory);
+}
+
+void leave() {
+    void* nowhere;
+    emu_switch(&nowhere, scheduler_stack);
+    abort();
+}
+
+// --- asynchronous copies ---
+
+void finish(const Copy& copy) {
+    if (copy.arrives) {
+        mbarrier_arrive(copy.barrier);
+    } else if (copy.valid) {
+        memcpy(shared(copy.to), copy.from, copy.bytes);
+    } else {
+        memset(shared(copy.to), 0, copy.bytes);
+    }
+}
+
+// One that is under way of the thread's, in any order, but arrivals behind the copies before them.
+void finish_one_of(Thread& t) {
+    size_t i = 0;
+    if (!t.copies[0].arrives) {
+        size_t n = 0;
+        while (n < t.copies.size() && !t.copies[n].arrives) ++n;
+        i = any_of(n);
+    }
+    const Copy copy = t.copies[i];
+    t.copies.erase(t.copies.begin() + i);
+    finish(copy);
+}
+
+// The phase of an mbarrier ends if nothing is missing.
+void end_phase(uint32_t* words) {
+    if ((words[0] >> 1 & 0x7fff) != 0 || words[1] != (LIVE | NO_BYTES)) return;
+    words[0] ^= 1;
+    words[0] |= words[0] >> 16 << 1;
+    run.idle = 0;
+}
+
+uint32_t* words_of(uint32_t barrier) {
+    if (barrier % 8) fail("a misaligned mbarrier");
+    uint32_t* words = reinterpret_cast<uint32_t*>(shared(barrier));
+    if ((words[1] & 0xff000000) != LIVE) fail("an mbarrier that is not initialised");
+    return words;
+}
+
+void finish_bulk(Cta& cta, size_t i) {
+    const Copy copy = cta.bulk[i];
+    cta.bulk.erase(cta.bulk.begin() + i);
+    shared(copy.to + copy.bytes - 1);
+    memcpy(shared(copy.to), copy.from, copy.bytes);
+    uint32_t* words = words_of(copy.barrier);
+    words[1] -= copy.bytes;
+    end_phase(words);
+}
+
+// Finish some copies or others; whether there were any. What they need to know of a CTA they know from `current`.
+bool finish_any() {
+    Thread* me = current;
+    std::vector<Thread*> owners;
+    std::vector<Cta*> bulk;
+    for (Cta* cta : run.ctas) {
+        for (Thread* t : cta->threads)
+            if (!t->copies.empty()) owners.push_back(t);
+        if (!cta->bulk.empty()) bulk.push_back(cta);
+    }
+    const size_t n = owners.size() + bulk.size();
+    if (n == 0) {
+        run.copies = false;
+        return false;
+    }
+    for (uint32_t times = 1 + any_of(32); times > 0; --times) {
+        const size_t i = any_of(n);
+        if (i < owners.size()) {
+            current = owners[i];
+            for (size_t left = any_of(current->copies.size() + 1); current->copies.size() > left;) finish_one_of(*current);
+        } else {
+            Cta* cta = bulk[i - owners.size()];
+            current = cta->threads[0];
+            if (!cta->bulk.empty()) finish_bulk(*cta, any_of(cta->bulk.size()));
+        }
+    }
+    current = me;
+    return true;
+}
+
+// --- scheduler ---
+
+// Copies that no one waited for are done when a CTA ends.
+void finish_all_of(const Cta& cta) {
+    for (Thread* t : cta.threads) {
+        current = t;
+        while (!t->copies.empty()) finish_one_of(*t);
+    }
+    while (!cta.bulk.empty()) finish_bulk(*current->cta, 0);
+    const size_t words = (cta.beyond_end - cta.beyond) / 4;
+    for (size_t i = 0; i < words; ++i)
+        if (reinterpret_cast<const uint32_t*>(cta.beyond)[i] != cta.poison) fail("written behind the shared memory");
+}
+
+void begin_thread() {
+    run.kernel->images[current->cta->image].body(run.params);
+    Thread& me = *current;
+    me.done = true;
+    --me.cta->alive;
+    Barrier& zero = me.cta->barriers[0];  // threads that returned are not waited for
+    if (zero.arrived > 0 && zero.arrived == me.cta->alive) {
+        zero.was_any = zero.any, zero.was_all = zero.all;
+        zero.arrived = 0, ++zero.turn;
+    }
+    run.idle = 0;
+    for (const Cta* cta : *me.cta->cluster)
+        if (cta->alive > 0) go_on();
+    for (const Cta* cta : *me.cta->cluster) finish_all_of(*cta);
+    leave();  // and the cluster ends
+}
+
+void shuffle_warps() {
+    const size_t warps = run.order.size() / 32;
+    for (size_t i = warps; i > 1; --i) {
+        const size_t j = any_of(i);
+        if (j != i - 1)
+            std::swap_ranges(run.order.begin() + 32 * j, run.order.begin() + 32 * j + 32, run.order.begin() + 32 * (i - 1));
+    }
+}
+
+void poison(Cta& cta) {
+    const uint32_t word[] = {0xcdcdcdcd, 0xffffffff, 0x7fc07fc0, 0x3f803f80};
+    cta.poison = word[any_of(4)];
+    memset(cta.start, 0xcd, 64);
+    for (char* p = cta.base + (cta.start - cta.base + 3) / 4 * 4; p < cta.end; p += 4) memcpy(p, &cta.poison, 4);
+}
+
+int new_image() {
+    if (!free_images.empty()) {
+        const int i = free_images.back();
+        free_images.pop_back();
+        return i;
+    }
+    Kernel& kernel = *run.kernel;
+    const std::string copy = kernel.path + "." + std::to_string(getpid()) + "." + std::to_string(kernel.images.size());
+    FILE* from = fopen(kernel.path.c_str(), "rb");
+    FILE* to = fopen(copy.c_str(), "wb");
+    char buffer[1 << 16];
+    for (size_t n; from && to && (n = fread(buffer, 1, sizeof(buffer), from)) > 0;) fwrite(buffer, 1, n, to);
+    if (from) fclose(from);
+    if (to) fclose(to);
+    Image image;
+    image.handle = dlopen(copy.c_str(), RTLD_NOW | RTLD_LOCAL);
+    unlink(copy.c_str());
+    if (!image.handle) {
+        fprintf(stderr, "%s\n", dlerror());
+        abort();
+    }
+    image.body = reinterpret_cast<void (*)(const void*)>(dlsym(image.handle, "emu_body"));
+    reinterpret_cast<void (*)(char**)>(dlsym(image.handle, "emu_memory"))(image.memory);
+    kernel.threads = reinterpret_cast<int (*)()>(dlsym(image.handle, "emu_threads"))();
+    kernel.shared_bytes = reinterpret_cast<int (*)()>(dlsym(image.handle, "emu_shared_bytes"))();
+    kernel.images.push_back(image);
+    return int(kernel.images.size()) - 1;
+}
+
+void start_cluster() {
+    const uint32_t number = run.started++;
+    auto* cluster = new std::vector<Cta*>;
+    auto* barrier = new Cta::ClusterBarrier{};
+    for (uint32_t rank = 0; rank < run.cluster_size; ++rank) {
+        const uint32_t i = number * run.cluster_size + rank;
+        Cta* cta = new Cta{};
+        cta->image = new_image();
+        char** memory = run.kernel->images[cta->image].memory;
+        cta->start = memory[0];
+        cta->end = memory[1];
+        cta->base = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(cta->start) & ~uintptr_t(1023));
+        cta->block = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
+        cta->rank = int(rank);
+        cta->cluster = cluster;
+        cta->cluster_barrier = barrier;
+        cta->alive = threads_of_cta;
+        for (Barrier& b : cta->barriers) b.all = true;
+        cta->beyond = memory[2] - (232448 - run.kernel->shared_bytes / 4 * 4);
+        cta->beyond_end = memory[2];
+        poison(*cta);
+        cluster->push_back(cta);
+        run.ctas.push_back(cta);
+        for (int t = 0; t < threads_of_cta; ++t) {
+            Thread* thread = new Thread{};
+            thread->index = t;
+            thread->cta = cta;
+            thread->wgmmas = new WgmmaQueue;
+            thread->stack = new_stack();
+            // Tops of stacks lie at other lines of the caches.
+            char* top = thread->stack + STACK_BYTES - 4096 - (t * 17 % 64) * 64;
+            void** frame = reinterpret_cast<void**>(top) - FRAME;
+            frame[RETURN_AT] = reinterpret_cast<void*>(&begin_thread);
+            thread->stack_pointer = frame;
+            cta->threads.push_back(thread);
+            run.order.push_back(thread);
+        }
+    }
+    shuffle_warps();
+}
+
+void end_cta(Cta* cta) {
+    for (Thread* t : cta->threads) {
+        free_stacks.push_back(t->stack);
+        delete t->wgmmas;
+        delete t;
+    }
+    for (auto& of_warp : cta->meetings)
+        for (Meeting* m : of_warp) delete m;
+    free_images.push_back(cta->image);
+    if (cta->rank + 1 == int(cta->cluster->size())) {
+        delete cta->cluster_barrier;
+        delete cta->cluster;
+    }
+    delete cta;
+}
+
+// End the clusters whose threads have all returned, or all.
+void end_clusters(bool all = false) {
+    std::vector<Cta*> left, ended;
+    for (size_t i = 0; i < run.ctas.size(); i += run.cluster_size) {
+        bool alive = false;
+        for (uint32_t j = 0; j < run.cluster_size; ++j) alive |= run.ctas[i + j]->alive > 0;
+        auto& to = alive && !all ? left : ended;
+        to.insert(to.end(), run.ctas.begin() + i, run.ctas.begin() + i + run.cluster_size);
+    }
+    if (ended.empty()) return;
+    run.ctas = left;
+    run.order.clear();
+    for (Cta* cta : left) run.order.insert(run.order.end(), cta->threads.begin(), cta->threads.end());
+    shuffle_warps();
+    run.at = 0;
+    for (Cta* cta : ended) end_cta(cta);
+}
+
+std::string where() {
+    std::string text;
+    char line[200];
+    for (Cta* cta : run.ctas) {
+        const char* last = nullptr;
+        for (Thread* t : cta->threads) {
+            const char* what = t->done ? "returned" : t->polls ? "polls memory" : t->waits_for ? t->waits_for : "runs";
+            const uint32_t word = t->word ? uint32_t(reinterpret_cast<const char*>(t->word) - cta->base) : 0;
+            if (t->index % 32 != 0 && last == what) continue;
+            last = what;
+            snprintf(line, sizeof(line), "\n  CTA %u %u %u thread %d: %s", cta->block.x, cta->block.y, cta->block.z,
+                     t->index, what);
+            text += line;
+            if (!t->done && t->word && word < 0x40000) {
+                snprintf(line, sizeof(line), " at %#x, state %#x %#x, turn %u", word, t->word[0], t->word[1], t->value);
+                text += line;
+            }
+            if (text.size() > 6000) return text + "\n  ...";
+        }
+    }
+    return text;
+}
+
+// The next thread that can run; null: the launch is over.
+Thread* next_thread() {
+    if (run.copies && any_of(256) == 0) finish_any();
+    for (;;) {
+        const size_t n = run.order.size();
+        Thread* poller = nullptr;
+        size_t of_poller = 0;
+        for (size_t k = 0, i = run.at; k < n; ++k) {
+            if (++i >= n) {
+                i = 0;
+                if (any_of(64) == 0) shuffle_warps();
+            }
+            Thread* t = run.order[i];
+            if (t->done) continue;
+            if (!runs(*t)) continue;
+            if (t->polls) {
+                if (!poller) poller = t, of_poller = i;
+                continue;
+            }
+            run.at = i;
+            return t;
+        }
+        if (run.copies && finish_any()) continue;
+        const bool more = run.started < run.clusters && run.ctas.size() + run.cluster_size <= run.most_alive;
+        if (poller && ++run.idle < (more ? 2000 : MAX_IDLE)) {
+            run.at = of_poller;
+            return poller;
+        }
+        run.idle = 0;
+        if (!more) {
+            run.error = (poller ? "no end of polling:" : "deadlock:") + where();
+            return nullptr;
+        }
+        start_cluster();
+    }
+}
+
+// The current thread waits, others go on.
+void go_on() {
+    Thread* me = current;
+    Thread* to = next_thread();
+    if (to == me) return;
+    current = to;
+    emu_switch(&me->stack_pointer, to ? to->stack_pointer : scheduler_stack);
+}
+
+}  // namespace
+
+uint32_t any_of(uint32_t n) { return n < 2 ? 0 : numbers() % n; }
+
+void yield() {
+    current->polls = true;
+    go_on();
+    current->polls = false;
+}
+
+void fail(const char* message) {
+    char line[200];
+    snprintf(line, sizeof(line), "%s (CTA %u %u %u, thread %d)", message, current->cta->block.x, current->cta->block.y,
+             current->cta->block.z, current->index);
+    run.error = line;
+    leave();
+    abort();
+}
+
+// --- warps and barriers -------------------------------------------------------------------------------------------
+
+const uint64_t* exchange(uint64_t mine, uint32_t mask) {
+    Thread& me = *current;
+    const int lane = me.index % 32;
+    if (!(mask >> lane & 1)) fail("a lane that its mask leaves out");
+    auto& meetings = me.cta->meetings[me.index / 32];
+    Meeting* meeting = nullptr;
+    for (Meeting* m : meetings)
+        if (m->lanes == mask) {
+            meeting = m;
+            break;
+        }
+    if (!meeting) {
+        meeting = new Meeting{mask, 0, 0, {}};
+        meetings.push_back(meeting);
+    }
+    const uint32_t turn = meeting->turn;
+    uint64_t* slots = meeting->numbers[turn & 1];
+    slots[lane] = mine;
+    meeting->arrived |= 1u << lane;
+    if (meeting->arrived == mask) {
+        meeting->arrived = 0;
+        ++meeting->turn;
+    } else {
+        wait_while(&meeting->turn, ~0u, turn, "its warp");
+    }
+    return slots;
+}
+
+int threads_left() { return current->cta->alive; }
+
+namespace {
+Barrier& arrive(int id, int threads, bool mine) {
+    if (id < 0 || id > 15) fail("no such named barrier");
+    if (id > 0 && threads % 32) fail("a named barrier of a count that is no multiple of 32");
+    Barrier& b = current->cta->barriers[id];
+    if (id > 0 && b.arrived > 0 && b.expected != threads) fail("a named barrier under two counts");
+    b.expected = threads;
+    b.any |= mine;
+    b.all &= mine;
+    if (++b.arrived >= threads) {
+        b.arrived = 0;
+        b.was_any = b.any, b.was_all = b.all;
+        b.any = false, b.all = true;
+        ++b.turn;
+        run.idle = 0;
+    }
+    return b;
+}
+const char* const BARRIERS[] = {"__syncthreads", "barrier 1", "barrier 2", "barrier 3", "barrier 4", "barrier 5", "barrier 6", "barrier 7", "barrier 8", "barrier 9", "barrier 10", "barrier 11", "barrier 12", "barrier 13", "barrier 14", "barrier 15"};
+}  // namespace
+
+void barrier_arrive(int id, int threads) { arrive(id, threads, false); }
+
+Barrier& barrier_sync(int id, int threads, bool mine) {
+    const uint32_t turn = current->cta->barriers[id & 15].turn;
+    Barrier& b = arrive(id, threads, mine);
+    wait_while(&b.turn, ~0u, turn, BARRIERS[id]);
+    return b;
+}
+
+void cluster_arrive() {
+    Cta::ClusterBarrier& b = *current->cta->cluster_barrier;
+    current->cluster_turn = b.turn;
+    if (++b.arrived == threads_of_cta * int(current->cta->cluster->size())) b.arrived = 0, ++b.turn;
+}
+void cluster_wait() { wait_while(&current->cta->cluster_barrier->turn, ~0u, current->cluster_turn, "its cluster"); }
+
+// --- mbarriers ----------------------------------------------------------------------------------------------------
+
+// Word 0: bit 0 the phase's parity, 15 bits of arrivals that are missing, 16 bits of arrivals of a phase. Word 1: bytes
+// that are missing + NO_BYTES, and LIVE.
+void mbarrier_init(uint32_t barrier, int arrivals) {
+    if (barrier % 8 || arrivals < 1 || arrivals > 0x7fff) fail("mbarrier.init: address or count");
+    uint32_t* words = reinterpret_cast<uint32_t*>(shared(barrier));
+    words[0] = uint32_t(arrivals) << 16 | uint32_t(arrivals) << 1;
+    words[1] = LIVE | NO_BYTES;
+}
+
+void mbarrier_arrive(uint32_t barrier, int expected_bytes) {
+    uint32_t* words = words_of(barrier);
+    if ((words[0] >> 1 & 0x7fff) == 0) fail("more arrivals at an mbarrier than its count");
+    words[1] += expected_bytes;
+    words[0] -= 2;
+    end_phase(words);
+}
+
+bool mbarrier_done(uint32_t barrier, uint32_t parity) {
+    yield();
+    return (*words_of(barrier) & 1) != (parity & 1);
+}
+
+void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    if (parity > 1) fail("an mbarrier's parity is 0 or 1");
+    wait_while(words_of(barrier), 1, parity, "an mbarrier");
+}
+
+// --- asynchronous copies ------------------------------------------------------------------------------------------
+
+void copy_async(uint32_t to, const void* from, int bytes, bool valid) {
+    if (to % bytes || (valid && reinterpret_cast<uintptr_t>(from) % bytes)) fail("a misaligned cp.async");
+    const Copy copy = {to, from, bytes, valid, false, 0, current->groups};
+    shared(to);
+    if (any_of(4) == 0) return finish(copy);
+    current->copies.push_back(copy);
+    run.copies = true;
+}
+
+void copy_commit() { ++current->groups; }
+
+void copy_wait(int newest_groups) {
+    auto& copies = current->copies;
+    const auto due = [&](const Copy& c) { return !c.arrives && c.group < current->groups - newest_groups; };
+    for (size_t i = 0; i < copies.size();) {
+        if (due(copies[i])) {
+            finish(copies[i]);
+            copies.erase(copies.begin() + i);
+        } else {
+            ++i;
+        }
+    }
+}
+
+void copy_wait_all() {
+    while (!current->copies.empty()) finish_one_of(*current);
+}
+
+void arrive_after_copies(uint32_t barrier) {
+    words_of(barrier);
+    Copy arrival = {};
+    arrival.arrives = true;
+    arrival.barrier = barrier;
+    if (current->copies.empty() && any_of(4) == 0) return finish(arrival);
+    current->copies.push_back(arrival);
+    run.copies = true;
+}
+
+void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    if (to % 16 || bytes % 16 || bytes < 0 || reinterpret_cast<uintptr_t>(from) % 16) fail("a misaligned cp.async.bulk");
+    words_of(barrier);
+    Cta& cta = *current->cta;
+    cta.bulk.push_back({to, from, bytes, true, false, barrier, 0});
+    if (any_of(4) == 0) return finish_bulk(cta, cta.bulk.size() - 1);
+    run.copies = true;
+}
+
+}  // namespace emu
+
+// --- for Python ---------------------------------------------------------------------------------------------------
+
+using namespace emu;
+
+// A kernel's library; its numbers of threads and of bytes of shared memory.
+extern "C" void* emu_load(const char* path, int* threads, int* shared_bytes) {
+    auto* kernel = new emu::Kernel;
+    kernel->path = path;
+    run.kernel = kernel;
+    free_images.clear();
+    new_image();
+    *threads = kernel->threads;
+    *shared_bytes = kernel->shared_bytes;
+    return kernel;
+}
+
+// Launch it and wait; null, or what went wrong. At most `most_alive` CTAs run at a time.
+extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t cluster, const void* params, int most_alive,
+                               uint32_t seed) {
+    auto* kernel = static_cast<emu::Kernel*>(handle);
+    grid = {dims[0], dims[1], dims[2]};
+    threads_of_cta = kernel->threads;
+    numbers.seed(seed);
+    run = Run{kernel, params, grid.x * grid.y * grid.z / cluster, cluster, 0, size_t(most_alive), {}, {}, 0, 0, false, {}};
+    free_images.clear();
+    for (size_t i = kernel->images.size(); i-- > 0;) free_images.push_back(int(i));
+    if (grid.x % cluster) return "a grid that is no multiple of its clusters";
+    if (threads_of_cta % 32) return "a CTA that is no multiple of 32 threads";
+    while (run.error.empty()) {
+        if (run.ctas.empty()) {
+            if (run.started == run.clusters) break;
+            start_cluster();
+            run.at = run.order.size() - 1;
+        }
+        current = next_thread();
+        if (!current) break;
+        emu_switch(&scheduler_stack, current->stack_pointer);
+        if (run.error.empty()) end_clusters();
+    }
+    end_clusters(true);
+    static std::string error;
+    error = run.error;
+    return error.empty() ? nullptr : error.c_str();
+}

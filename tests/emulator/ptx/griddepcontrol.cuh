@@ -1,0 +1,5 @@
+// The twin of kernels_cu/ptx/griddepcontrol.cuh for the emulator, where launches do not overlap.
+#pragma once
+
+inline void wait_for_earlier_kernels() {}
+inline void let_next_kernel_start() {}

@@ -1,0 +1,7 @@
+// The twin of kernels_cu/ptx/setmaxnreg.cuh for the emulator.
+#pragma once
+
+template <int N>
+inline void decrease_registers_to() {}
+template <int N>
+inline void increase_registers_to() {}
