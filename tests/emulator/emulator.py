@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -26,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent / ".pytest_cache" / "emulator"
 COMPILER = shutil.which("g++")
 FLAGS = (
-    "-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-fno-gnu-unique",
+    "-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-fwrapv", "-fno-gnu-unique",
     "-fvisibility=hidden", "-shared", "-fPIC", "-w",
 )  # fmt: skip
 SM_THREADS, SM_CTAS = 2048, 32
@@ -95,27 +96,43 @@ def load(kernel: Kernel, capability: int) -> Library:
     """A kernel, compiled for the machine as for this compute capability."""
     known = _LOADED.get((id(kernel), capability))
     if known is None:
-        path = compiled(kernel.file, kernel.name, kernel.defines, capability, kernel.source)
+        path = compiled(kernel.file, kernel.name, kernel.defines, capability)
         known = _LOADED[id(kernel), capability] = kernel, Library(path, repr(kernel), kernel.alone)
     return known[1]
 
 
-def compiled(file: str, name: str, defines: dict[str, int], capability: int, source: str) -> Path:
-    """The library of a file, in `kernels_cu` or anywhere.
+def compiled(file: str, name: str, defines: dict[str, int], capability: int, folders: tuple[Path, ...] = ()) -> Path:
+    """The library of a kernel's file, which lies in the first of `folders`, this one and `kernels_cu` that has it.
 
     Raises:
         RuntimeError: the compiler's messages.
     """
     constants = [f"-D{k}={v}" for k, v in sorted(defines.items())]
-    constants += [f"-D__CUDA_ARCH__={10 * capability}", f"-DKERNEL={name}", f'-DKERNEL_FILE="{file}"']
-    folders = [f"-I{HERE}", f"-I{kernels_root()}"]
-    return _library([*FLAGS, "-nostartfiles", *constants, *folders, str(HERE / "kernel.cpp")], source, name)
+    constants += [f"-D__CUDA_ARCH__={10 * capability}", f"-DKERNEL={name}"]
+    text = source_of(file, (*folders, HERE, kernels_root()))
+    text = text.replace("extern __shared__", "extern")  # of kernel.cpp, the others are `static`
+    return _library("kernel.cpp", text, ["-nostartfiles", *constants], name)
+
+
+def source_of(file: str, folders: tuple[Path, ...]) -> str:
+    """A file's text with the files that it includes, as `Kernel.source` has them."""
+    path = next(folder / file for folder in folders if (folder / file).is_file())
+    lines = [f'#line 1 "{path}"']
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        include = re.match(r'\s*#include "(.+/.+)"', line)
+        if include:
+            guard = "INCLUDED_" + re.sub(r"\W", "_", include.group(1))
+            body = source_of(include.group(1), folders)
+            lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{path}"']
+        else:
+            lines.append("" if line.strip() == "#pragma once" else line)
+    return "\n".join(lines)
 
 
 @cache
 def machine() -> ctypes.CDLL:
     """The machine, whose functions kernels call."""
-    path = _library([*FLAGS, "-fvisibility=default", f"-I{HERE}", str(HERE / "machine.cpp")], "", "machine")
+    path = _library("machine.cpp", "", ["-fvisibility=default"], "machine")
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     integer = ctypes.POINTER(ctypes.c_int)
     library.emu_load.argtypes = [ctypes.c_char_p, integer, integer]
@@ -128,17 +145,20 @@ def machine() -> ctypes.CDLL:
     return library
 
 
-def _library(arguments: list[str], source: str, name: str) -> Path:
-    key = hashlib.sha256(repr((arguments, source, _environment())).encode()).hexdigest()[:32]
+def _library(main: str, kernel: str, options: list[str], name: str) -> Path:
+    """A file of this folder as a library, with a kernel's text."""
+    key = hashlib.sha256(repr((main, kernel, options, FLAGS, _environment())).encode()).hexdigest()[:32]
     path = FOLDER / f"{name}-{key}.so"
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=FOLDER, suffix=".new", delete=False) as file:
-            done = subprocess.run([str(COMPILER), *arguments, "-o", file.name], capture_output=True, text=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            text, made = Path(folder) / "kernel.cu", Path(folder) / "library.so"
+            text.write_text(kernel)
+            options = [*FLAGS, *options, f'-DKERNEL_FILE="{text}"', f"-I{HERE}", str(HERE / main), "-o", str(made)]
+            done = subprocess.run([str(COMPILER), *options], capture_output=True, text=True)
             if done.returncode != 0:
-                os.unlink(file.name)
                 raise RuntimeError(f"{name}: {done.stderr[:8000]}")
-        os.replace(file.name, path)  # whole or not at all, for whoever else looks
+            os.replace(made, path)  # whole or not at all, for whoever else looks
     return path
 
 

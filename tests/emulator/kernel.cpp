@@ -1,5 +1,5 @@
-// A kernel as a shared library for the machine: -DKERNEL=<its name> -DKERNEL_FILE="<its file>".
-#include "ptx/types.cuh"
+// A kernel as a shared library for the machine: -DKERNEL=<its name> -DKERNEL_FILE="<its text>" (emulator.py).
+#include "cuda.h"
 
 // The array that a file declares as `extern __shared__`, under either name; with all that a CTA may have.
 asm(".pushsection .bss\n"

@@ -395,6 +395,11 @@ std::string where() {
             snprintf(line, sizeof(line), "\n  CTA %u %u %u thread %d: %s", cta->block.x, cta->block.y, cta->block.z,
                      t->index, what);
             text += line;
+            for (const Meeting* m : cta->meetings[t->index / 32])
+                if (t->word == &m->turn) {
+                    snprintf(line, sizeof(line), ", lanes %#x of %#x are there", m->arrived, m->lanes);
+                    text += line;
+                }
             if (!t->done && t->word && word < 0x40000) {
                 snprintf(line, sizeof(line), " at %#x, state %#x %#x, turn %u", word, t->word[0], t->word[1], t->value);
                 text += line;
@@ -408,15 +413,13 @@ std::string where() {
 // The next thread that can run; null: the launch is over.
 Thread* next_thread() {
     if (run.copies && any_of(256) == 0) finish_any();
+    if (any_of(512) == 0) shuffle_warps();
     for (;;) {
         const size_t n = run.order.size();
         Thread* poller = nullptr;
         size_t of_poller = 0;
         for (size_t k = 0, i = run.at; k < n; ++k) {
-            if (++i >= n) {
-                i = 0;
-                if (any_of(64) == 0) shuffle_warps();
-            }
+            if (++i >= n) i = 0;
             Thread* t = run.order[i];
             if (t->done) continue;
             if (!runs(*t)) continue;
