@@ -25,6 +25,10 @@ hypothesis.settings.load_profile("cupy_mla")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of the `rng` fixture (default: a fresh one a test)")
+    parser.addoption(
+        "--emulate", type=int, default=None, metavar="SMS",
+        help="run the tests of kernels for Hopper on the CPU: tests/emulator, with so many SMs",
+    )  # fmt: skip
 
 
 @cache
@@ -33,7 +37,8 @@ def why_no_gpu() -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and why_no_gpu():
+    emulated = item.config.getoption("--emulate") and "hopper_gpu" in getattr(item, "fixturenames", ())
+    if item.get_closest_marker("gpu") and why_no_gpu() and not emulated:
         pytest.skip(why_no_gpu())
 
 

@@ -13,7 +13,8 @@ from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
 
-from ..kinds import CuPy
+from ..emulator.emulator import EmulatedGPU
+from ..kinds import CuPy, NumPy, Torch
 
 
 @pytest.fixture
@@ -45,8 +46,13 @@ def launched(monkeypatch) -> Iterator[set[str]]:
 
 
 @pytest.fixture
-def hopper_gpu(monkeypatch) -> CuPy:
-    """CuPy arrays on a Hopper GPU, whose calls choose their kernels."""
+def hopper_gpu(request, monkeypatch) -> NumPy:
+    """CuPy arrays on a Hopper GPU, whose calls choose their kernels. With --emulate tensors on an emulated one."""
+    emulated_sms = request.config.getoption("--emulate")
+    if emulated_sms:
+        EmulatedGPU(monkeypatch, emulated_sms, seed=request.getfixturevalue("rng_seed"))
+        monkeypatch.delenv(VARIABLE, raising=False)
+        return Torch()
     kind = CuPy()
     if kind.cupy.cuda.Device().compute_capability != "90":
         pytest.skip("needs a Hopper GPU")
@@ -62,7 +68,7 @@ def two_gpus() -> None:
 
 
 @pytest.fixture
-def hopper(request, hopper_gpu, launched, monkeypatch) -> Iterator[CuPy]:
+def hopper(request, hopper_gpu, launched, monkeypatch) -> Iterator[NumPy]:
     """CuPy arrays on a Hopper GPU, whose calls are to run the kernel that the test's module names in KERNEL.
 
     A test that wants another one says so: `@pytest.mark.parametrize("hopper", ["fp8_sm90"], indirect=True)`. A test
@@ -71,6 +77,8 @@ def hopper(request, hopper_gpu, launched, monkeypatch) -> Iterator[CuPy]:
     kernel = getattr(request, "param", None) or request.module.KERNEL
     monkeypatch.setenv(VARIABLE, kernel)
     yield hopper_gpu
+    if request.config.getoption("--emulate") and not launched:
+        return  # a test that asks for a GPU itself, and was skipped
     assert kernel in launched, f"{kernel} was never launched, only {sorted(launched)}"
 
 

@@ -47,7 +47,7 @@ class EmulatedGPU(FakeGPU):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, capability: int = 90, seed: int = 1) -> None:
         super().__init__(monkeypatch, sms, capability)
-        self.seed = seed
+        self.seed = seed & 0xFFFFFFF
         self.launched: set[str] = set()
         self._sms, self._capability = sms, capability
 
@@ -107,6 +107,8 @@ def compiled(file: str, name: str, defines: dict[str, int], capability: int, fol
     Raises:
         RuntimeError: the compiler's messages.
     """
+    if file.startswith("attention/"):  # merge.cuh has templates that name it; not used, they are nothing to NVRTC
+        defines = {"MAX_CLUSTER": 16, **defines}
     constants = [f"-D{k}={v}" for k, v in sorted(defines.items())]
     constants += [f"-D__CUDA_ARCH__={10 * capability}", f"-DKERNEL={name}"]
     text = source_of(file, (*folders, HERE, kernels_root()))

@@ -2,6 +2,7 @@
 #include "machine.h"
 
 #include <dlfcn.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -638,6 +639,32 @@ extern "C" void* emu_load(const char* path, int* threads, int* shared_bytes) {
     return kernel;
 }
 
+// A kernel that reads or writes where nothing is ends its run, not the process.
+static void on_fault(int, siginfo_t* info, void*) {
+    static char message[64];
+    snprintf(message, sizeof(message), "a fault at address %p", info->si_addr);
+    fail(message);
+}
+
+struct Faults {
+    struct sigaction before[2];
+    Faults() {
+        static char stack[1 << 16];
+        stack_t other = {};
+        other.ss_sp = stack, other.ss_size = sizeof(stack);
+        sigaltstack(&other, nullptr);
+        struct sigaction action = {};
+        action.sa_sigaction = on_fault;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+        sigaction(SIGSEGV, &action, &before[0]);
+        sigaction(SIGBUS, &action, &before[1]);
+    }
+    ~Faults() {
+        sigaction(SIGSEGV, &before[0], nullptr);
+        sigaction(SIGBUS, &before[1], nullptr);
+    }
+};
+
 // Launch it and wait; null, or what went wrong. At most `most_alive` CTAs run at a time.
 extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t cluster, const void* params, int most_alive,
                                uint32_t seed) {
@@ -650,6 +677,7 @@ extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t clus
     for (size_t i = kernel->images.size(); i-- > 0;) free_images.push_back(int(i));
     if (grid.x % cluster) return "a grid that is no multiple of its clusters";
     if (threads_of_cta % 32) return "a CTA that is no multiple of 32 threads";
+    Faults faults;
     while (run.error.empty()) {
         if (run.ctas.empty()) {
             if (run.started == run.clusters) break;

@@ -93,7 +93,11 @@ const uint64_t* exchange(uint64_t mine, uint32_t mask = ~0u);
 
 // Where a shared address of this CTA, or of one of its cluster, lies on the host. Fails outside of shared memory.
 inline char* shared(uint32_t address) {
-    const Cta* cta = address >> 24 ? (*current->cta->cluster)[(address >> 24) - 1] : current->cta;
+    const Cta* cta = current->cta;
+    if (address >> 24) {
+        if (address >> 24 > cta->cluster->size()) fail("an address outside of shared memory");
+        cta = (*cta->cluster)[(address >> 24) - 1];
+    }
     char* at = cta->base + (address & 0xffffff);
     if (__builtin_expect(at < cta->start || at >= cta->end, 0)) fail("an address outside of shared memory");
     return at;

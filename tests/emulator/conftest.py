@@ -1,0 +1,26 @@
+"""Fixtures: an emulated Hopper GPU, whose arrays are tensors on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cupy_mla.calls.signature import forget_calls
+
+from ..kinds import Torch
+from .emulator import EmulatedGPU
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, rng_seed: int) -> Iterator[EmulatedGPU]:
+    """An emulated GPU of six SMs. Calls that were compiled for other GPUs are forgotten, and then those for this one."""
+    pytest.importorskip("torch")  # whose memory it has
+    forget_calls()
+    yield EmulatedGPU(monkeypatch, sms=6, seed=rng_seed)
+    forget_calls()
+
+
+@pytest.fixture
+def kind(emulated: EmulatedGPU) -> Torch:
+    return Torch()

@@ -1,0 +1,157 @@
+"""The emulated machine itself: kernels that are right are right under every seed, and those with an error are not."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .emulator import Library, compiled, needs_compiler
+
+pytestmark = needs_compiler
+
+KERNEL = """
+#include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/shared.cuh"
+
+struct Params {
+    const int* in;
+    int* out;
+};
+
+extern __shared__ __align__(128) uint8_t shared[];
+__shared__ int numbers[256];
+__shared__ __align__(8) uint64_t barrier;
+
+extern "C" __global__ void __launch_bounds__(THREADS) tested(const __grid_constant__ Params p) {
+    const int thread = threadIdx.x, lane = thread % 32;
+    BODY
+}
+
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 4096;
+"""
+SEEDS = range(12)
+
+
+@pytest.fixture
+def results(tmp_path: Path):
+    """What a kernel of this body writes, under each of the seeds."""
+
+    def run(body: str, threads: int = 128, ctas: int = 1, cluster: int = 1) -> list[list[int]]:
+        (tmp_path / "tested.cu").write_text(KERNEL.replace("BODY", body))
+        library = Library(compiled("tested.cu", "tested", {"THREADS": threads}, 90, (tmp_path,)), "tested")
+        numbers, found = np.arange(1000, 1000 + threads, dtype=np.int32), []
+        for seed in SEEDS:
+            out = np.full(threads * ctas, -1, np.int32)
+            params = struct.pack("QQ", numbers.ctypes.data, out.ctypes.data)
+            library.run((ctas, 1, 1), cluster, params, 2, seed)
+            found.append(out.tolist())
+        return found
+
+    return run
+
+
+def all_right(found: list[list[int]], want: list[int]) -> bool:
+    return all(out == want for out in found)
+
+
+@pytest.mark.parametrize("sync", ["__syncthreads();", ""])
+def test_threads_meet(results, sync):
+    found = results(f"numbers[thread] = thread; {sync} p.out[thread] = numbers[(thread + 40) % THREADS];")
+    assert all_right(found, [(t + 40) % 128 for t in range(128)]) == bool(sync)
+
+
+@pytest.mark.parametrize("sync", ["__syncthreads();", ""])
+def test_memory_is_read_before_it_is_written_again(results, sync):
+    found = results(
+        "numbers[thread] = thread; __syncthreads(); const int x = numbers[THREADS - 1 - thread];"
+        f"{sync} numbers[thread] = -thread; __syncthreads(); p.out[thread] = x;"
+    )
+    assert all_right(found, list(range(127, -1, -1))) == bool(sync)
+
+
+@pytest.mark.parametrize(("newest", "right"), [(0, True), (1, False)])
+def test_copies_are_waited_for(results, newest, right):
+    found = results(
+        "cp_async_4(shared_address(shared) + 4 * thread, p.in + thread, thread != 3); cp_async_commit();"
+        f"cp_async_wait<{newest}>(); __syncthreads();"
+        "p.out[thread] = load_shared_4(shared_address(shared) + 4 * (thread ^ 64));"
+    )
+    want = [1000 + (t ^ 64) if t ^ 64 != 3 else 0 for t in range(128)]
+    assert all_right(found, want) == right
+
+
+BULK = """
+    const uint32_t at = shared_address(&barrier);
+    if (thread == 0) mbarrier_init(at, ARRIVALS);
+    __syncthreads();
+    if (thread == 0) {
+        mbarrier_arrive_expecting(at, 512);
+        copy_in_bulk(shared_address(shared), p.in, 512, at);
+    }
+    WAIT
+    p.out[thread] = load_shared_4(shared_address(shared) + 4 * thread);
+"""
+
+
+@pytest.mark.parametrize(("wait", "right"), [("mbarrier_wait(at, 0);", True), ("", False)])
+def test_bulk_copies_are_waited_for(results, wait, right):
+    found = results(BULK.replace("ARRIVALS", "1").replace("WAIT", wait))
+    assert all_right(found, list(range(1000, 1128))) == right
+
+
+def test_an_arrival_comes_after_the_copies_before_it(results):
+    found = results(
+        "const uint32_t at = shared_address(&barrier); if (thread == 0) mbarrier_init(at, 96); __syncthreads();"
+        "if (thread >= 32) { cp_async_4(shared_address(shared) + 4 * thread, p.in + thread, true);"
+        "mbarrier_arrive_after_copies(at); }"
+        "mbarrier_wait(at, 0); p.out[thread] = thread < 32 ? 0 : load_shared_4(shared_address(shared) + 4 * thread);"
+    )
+    assert all_right(found, [0] * 32 + list(range(1032, 1128)))
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_clusters_read_each_other(results, sync):
+    meet = "cluster_sync();" if sync else "__syncthreads();"
+    body = (
+        f"numbers[thread] = 100 * blockIdx.x + thread; {meet}"
+        "const uint32_t there = cluster_address(shared_address(&numbers[thread ^ 32]), cluster_rank() ^ 1);"
+        "p.out[128 * blockIdx.x + thread] = load_cluster_4(there); cluster_sync();"
+    )
+    found = results(body, ctas=4, cluster=2)
+    assert all_right(found, [100 * (c ^ 1) + (t ^ 32) for c in range(4) for t in range(128)]) == sync
+
+
+def test_a_cta_may_wait_for_a_later_one(results):
+    body = (
+        "if (blockIdx.x == 1) p.out[128 + thread] = 5; __syncthreads();"
+        "if (blockIdx.x == 0) { while (atomicAdd(&p.out[128 + thread], 0) != 5) __nanosleep(20); p.out[thread] = 6; }"
+    )
+    assert all_right(results(body, ctas=2), [6] * 128 + [5] * 128)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("if (thread < 64) named_barrier_sync(3, 96);", r"deadlock:\n  CTA 0 0 0 thread 0: barrier 3"),
+        (BULK.replace("ARRIVALS", "2").replace("WAIT", "mbarrier_wait(at, 0);"), "deadlock:\n.*an mbarrier at"),
+        ("if (lane > 3) __syncwarp();", "deadlock:\n.*its warp, lanes 0xfffffff0 of 0xffffffff are there"),
+        ("named_barrier_sync(3, thread < 64 ? 96 : 128);", "a named barrier under two counts"),
+        ("mbarrier_arrive(shared_address(&barrier));", "an mbarrier that is not initialised"),
+        (BULK.replace("ARRIVALS", "1").replace("WAIT", "mbarrier_arrive(at);"), "more arrivals at an mbarrier"),
+        ("store_shared_4(2, thread);", "an address outside of shared memory|a misaligned address"),
+        ("store_shared_4(shared_address(shared) + 1 << 20, 1);", "an address outside of shared memory"),
+        ("shared[4096 + thread] = 1;", "written behind the shared memory"),
+        ("cp_async_16(shared_address(shared) + 4 * thread, p.in, true);", "a misaligned cp.async"),
+        ("__shfl_sync(0xffff, thread, 3);", "a lane that its mask leaves out"),
+    ],
+)
+def test_errors_end_the_run(results, body, message):
+    with pytest.raises(RuntimeError, match=r"(?s)^tested, grid .*" + message):
+        results(body)
