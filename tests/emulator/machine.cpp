@@ -457,6 +457,8 @@ void go_on() {
 
 }  // namespace
 
+void wait_for_change(const uint32_t* word, uint32_t value, const char* what) { wait_while(word, ~0u, value, what); }
+
 uint32_t any_of(uint32_t n) { return n < 2 ? 0 : numbers() % n; }
 
 void yield() {

@@ -107,6 +107,9 @@ inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<cons
 // Lets other fibers run.
 void yield();
 
+// Waits while a word has this value.
+void wait_for_change(const uint32_t* word, uint32_t value, const char* what);
+
 // A random number below n, of the run's seed: for what hardware leaves open, as when an asynchronous copy is done.
 uint32_t any_of(uint32_t n);
 

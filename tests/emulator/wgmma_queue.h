@@ -1,5 +1,5 @@
-// wgmma of one thread that were issued and are not done. A group is done at its commit or, as chance has it, only when
-// a wait asks for it; groups are done in order.
+// wgmma that were issued and are not done. A group is done when the last thread of its warpgroup commits it or, as chance
+// has it, only when a wait asks for it; groups are done in order.
 #pragma once
 #include <deque>
 #include <utility>
@@ -18,19 +18,43 @@ struct Wgmma {
 struct WgmmaQueue {
     std::vector<Wgmma> open;  // not committed
     std::deque<std::vector<Wgmma>> groups;
+    uint32_t committed = 0, done = 0;  // groups
 
-    void commit() {
-        groups.push_back(std::move(open));
-        open.clear();
-        if (any_of(2)) wait(0);
-    }
-
-    // Until at most `newest` groups are left.
-    void wait(size_t newest) {
-        for (; groups.size() > newest; groups.pop_front())
+    void run_until(uint32_t group) {
+        for (; done < group; ++done, groups.pop_front())
             for (const Wgmma& product : groups.front()) product.run(product);
     }
-
-    bool idle() const { return open.empty() && groups.empty(); }
 };
+
+// A product is one of the whole warpgroup: groups up to `group` are done for all its threads, once all have issued them.
+inline void finish_wgmmas(uint32_t group) {
+    Thread* const me = current;
+    Thread* const* threads = &me->cta->threads[me->index / 128 * 128];
+    for (int i = 0; i < 128; ++i) {
+        const uint32_t& committed = threads[i]->wgmmas->committed;
+        while (committed < group) wait_for_change(&committed, committed, "wgmma of its warpgroup");
+    }
+    for (int i = 0; i < 128; ++i) {
+        current = threads[i];
+        threads[i]->wgmmas->run_until(group);
+    }
+    current = me;
+}
+
+inline void commit_wgmmas() {
+    WgmmaQueue& mine = wgmma_queue();
+    mine.groups.push_back(std::move(mine.open));
+    mine.open.clear();
+    ++mine.committed;
+    bool last = true;  // of the warpgroup
+    Thread* const* threads = &current->cta->threads[current->index / 128 * 128];
+    for (int i = 0; i < 128; ++i) last &= threads[i]->wgmmas->committed >= mine.committed;
+    if (last && any_of(2)) finish_wgmmas(mine.committed);
+}
+
+// Until at most `newest` groups are left.
+inline void wait_for_wgmmas(uint32_t newest) {
+    const uint32_t committed = wgmma_queue().committed;
+    if (committed > newest) finish_wgmmas(committed - newest);
+}
 }  // namespace emu

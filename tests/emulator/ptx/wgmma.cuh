@@ -160,13 +160,11 @@ inline Wgmma& issue(float (&c)[N], uint64_t a, uint64_t b) {
 }  // namespace emu
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() { emu::wgmma_queue().commit(); }
+inline void wgmma_commit() { emu::commit_wgmmas(); }
 
-// The lanes of a warp wait together: what one does behind its wait finds the products of all done.
 template <int N>
 inline void wgmma_wait() {
-    emu::wgmma_queue().wait(N);
-    emu::exchange(0);
+    emu::wait_for_wgmmas(N);
 }
 
 // 64 x N, N = 2 * (accumulators of a thread). A in shared memory, ...
