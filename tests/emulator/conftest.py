@@ -14,7 +14,7 @@ from .emulator import EmulatedGPU
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, rng_seed: int) -> Iterator[EmulatedGPU]:
-    """An emulated GPU of six SMs. Calls that were compiled for other GPUs are forgotten, and then those for this one."""
+    """An emulated GPU of six SMs. Calls that were compiled for another GPU are forgotten before and after."""
     pytest.importorskip("torch")  # whose memory it has
     forget_calls()
     yield EmulatedGPU(monkeypatch, sms=6, seed=rng_seed)

@@ -88,7 +88,7 @@ int threads_of_cta;
 
 namespace {
 constexpr size_t STACK_BYTES = 256 << 10;
-constexpr int MAX_IDLE = 20 << 20;  // polls without anything else
+constexpr int MAX_IDLE = 20 << 20;                          // polls without anything else
 constexpr uint32_t LIVE = 0x5a000000, NO_BYTES = 0x800000;  // in an mbarrier's second word
 
 // A kernel's library; each CTA that runs has a copy of its own.
@@ -108,7 +108,7 @@ struct Run {
     Kernel* kernel;
     const void* params;
     uint32_t clusters, cluster_size, started;
-    size_t most_alive;  // CTAs
+    size_t most_alive;           // CTAs
     std::vector<Thread*> order;  // those that run, warp by warp
     std::vector<Cta*> ctas;      // those that run
     size_t at;                   // in order, of the current one
@@ -141,7 +141,8 @@ char* new_stack() {
         free_stacks.pop_back();
         return stack;
     }
-    void* memory = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory =
+        mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) abort();
     return static_cast<char*>(memory);
 }
@@ -221,7 +222,8 @@ bool finish_any() {
         const size_t i = any_of(n);
         if (i < owners.size()) {
             current = owners[i];
-            for (size_t left = any_of(current->copies.size() + 1); current->copies.size() > left;) finish_one_of(*current);
+            for (size_t left = any_of(current->copies.size() + 1); current->copies.size() > left;)
+                finish_one_of(*current);
         } else {
             Cta* cta = bulk[i - owners.size()];
             current = cta->threads[0];
@@ -268,7 +270,8 @@ void shuffle_warps() {
     for (size_t i = warps; i > 1; --i) {
         const size_t j = any_of(i);
         if (j != i - 1)
-            std::swap_ranges(run.order.begin() + 32 * j, run.order.begin() + 32 * j + 32, run.order.begin() + 32 * (i - 1));
+            std::swap_ranges(run.order.begin() + 32 * j, run.order.begin() + 32 * j + 32,
+                             run.order.begin() + 32 * (i - 1));
     }
 }
 
@@ -402,7 +405,8 @@ std::string where() {
                     text += line;
                 }
             if (!t->done && t->word && word < 0x40000) {
-                snprintf(line, sizeof(line), " at %#x, state %#x %#x, turn %u", word, t->word[0], t->word[1], t->value);
+                snprintf(line, sizeof(line), " at %#x, state %#x %#x, turn %u", word, t->word[0], t->word[1],
+                         t->value);
                 text += line;
             }
             if (text.size() > 6000) return text + "\n  ...";
@@ -526,7 +530,9 @@ Barrier& arrive(int id, int threads, bool mine) {
     }
     return b;
 }
-const char* const BARRIERS[] = {"__syncthreads", "barrier 1", "barrier 2", "barrier 3", "barrier 4", "barrier 5", "barrier 6", "barrier 7", "barrier 8", "barrier 9", "barrier 10", "barrier 11", "barrier 12", "barrier 13", "barrier 14", "barrier 15"};
+const char* const BARRIERS[] = {"__syncthreads", "barrier 1",  "barrier 2",  "barrier 3", "barrier 4",  "barrier 5",
+                                "barrier 6",     "barrier 7",  "barrier 8",  "barrier 9", "barrier 10", "barrier 11",
+                                "barrier 12",    "barrier 13", "barrier 14", "barrier 15"};
 }  // namespace
 
 void barrier_arrive(int id, int threads) { arrive(id, threads, false); }
@@ -615,7 +621,8 @@ void arrive_after_copies(uint32_t barrier) {
 }
 
 void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-    if (to % 16 || bytes % 16 || bytes < 0 || reinterpret_cast<uintptr_t>(from) % 16) fail("a misaligned cp.async.bulk");
+    if (to % 16 || bytes % 16 || bytes < 0 || reinterpret_cast<uintptr_t>(from) % 16)
+        fail("a misaligned cp.async.bulk");
     words_of(barrier);
     Cta& cta = *current->cta;
     cta.bulk.push_back({to, from, bytes, true, false, barrier, 0});
@@ -668,13 +675,14 @@ struct Faults {
 };
 
 // Launch it and wait; null, or what went wrong. At most `most_alive` CTAs run at a time.
-extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t cluster, const void* params, int most_alive,
-                               uint32_t seed) {
+extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t cluster, const void* params,
+                               int most_alive, uint32_t seed) {
     auto* kernel = static_cast<emu::Kernel*>(handle);
     grid = {dims[0], dims[1], dims[2]};
     threads_of_cta = kernel->threads;
     numbers.seed(seed);
-    run = Run{kernel, params, grid.x * grid.y * grid.z / cluster, cluster, 0, size_t(most_alive), {}, {}, 0, 0, false, {}};
+    run = Run{kernel, params, grid.x * grid.y * grid.z / cluster, cluster, 0, size_t(most_alive), {}, {}, 0, 0,
+              false,  {}};
     free_images.clear();
     for (size_t i = kernel->images.size(); i-- > 0;) free_images.push_back(int(i));
     if (grid.x % cluster) return "a grid that is no multiple of its clusters";

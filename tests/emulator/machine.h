@@ -119,7 +119,7 @@ inline WgmmaQueue& wgmma_queue() { return *current->wgmmas; }
 // Barriers 0 (__syncthreads) to 15 of the CTA.
 void barrier_arrive(int id, int threads);
 Barrier& barrier_sync(int id, int threads, bool mine = false);  // its was_any and was_all are those of `mine`
-int threads_left();                                              // of the CTA: those that have not returned
+int threads_left();                                             // of the CTA: those that have not returned
 
 // mbarriers lie in their 8 bytes of shared memory.
 void mbarrier_init(uint32_t barrier, int arrivals);
