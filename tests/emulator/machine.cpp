@@ -42,42 +42,9 @@ emu_switch:
     popq %rbp
     ret
 )");
-constexpr int SAVED = 6, RETURN_AT = 6, FRAME = 8;  // words
-#elif defined(__aarch64__)
-asm(R"(
-.globl emu_switch
-.hidden emu_switch
-emu_switch:
-    sub sp, sp, #160
-    stp x19, x20, [sp, #0]
-    stp x21, x22, [sp, #16]
-    stp x23, x24, [sp, #32]
-    stp x25, x26, [sp, #48]
-    stp x27, x28, [sp, #64]
-    stp x29, x30, [sp, #80]
-    stp d8, d9, [sp, #96]
-    stp d10, d11, [sp, #112]
-    stp d12, d13, [sp, #128]
-    stp d14, d15, [sp, #144]
-    mov x9, sp
-    str x9, [x0]
-    mov sp, x1
-    ldp x19, x20, [sp, #0]
-    ldp x21, x22, [sp, #16]
-    ldp x23, x24, [sp, #32]
-    ldp x25, x26, [sp, #48]
-    ldp x27, x28, [sp, #64]
-    ldp x29, x30, [sp, #80]
-    ldp d8, d9, [sp, #96]
-    ldp d10, d11, [sp, #112]
-    ldp d12, d13, [sp, #128]
-    ldp d14, d15, [sp, #144]
-    add sp, sp, #160
-    ret
-)");
-constexpr int RETURN_AT = 11, FRAME = 20;
+constexpr int RETURN_AT = 6, FRAME = 8;  // words
 #else
-#error "the emulator switches stacks on x86-64 and aarch64"
+#error "the emulator switches stacks on x86-64"
 #endif
 
 namespace emu {
