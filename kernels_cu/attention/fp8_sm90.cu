@@ -37,18 +37,18 @@
 // (teams.cuh). Of V32 rows, clusters, segments and teams deal an item's tiles out to its splits in turn: a list with -1
 // behind a short context is divided evenly, too.
 //
-// Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a split
-// before its first tile, unless it has at most UNSEEN tiles or, of V4 rows, both lists of the query end with an entry.
-// What is not looked at is multiplied, with zeros for invalid entries.
+// Only tiles in which an entry is valid are copied and multiplied. Each producer warp looks at all entries of a tile
+// before it copies its rows, and passes the tile over if none is valid. So nobody knows beforehand how many tiles a split
+// has: a tile says whether more may follow (`Follows`), and if none did although more might have, a tile that holds
+// nothing but the end of the split comes last.
 //
-//   full[stage]          copies done          COPIERS warps: 32 arrivals after the copies, and one for `valid`
+//   full[stage]          copies done          COPIERS warps: 32 arrivals after the copies, and one for `marks`
 //   empty[stage]         stage released       the 8 consumer warps
 //   q_full               Q has come           bulk copies, and one arrival for `attended`
 //   q_empty              Q released           the 8 consumer warps, after the last product with it
 //   P_READY + w          named: P of warpgroup w's tile is published: its 128 threads arrive, the other 128 wait
 //   WARPGROUP_SYNC + w   named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC        named: all 256 consumer threads
-//   PRODUCER_SYNC        named: the 128 producer threads
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728; two P of heads x 64 f16, 16,384; 12 stages of 16 rows x 656, 125,952;
 // the rest 4,400. V4_FP8: Q 65,536; rows of 592.
@@ -109,14 +109,7 @@ constexpr float HEADROOM = 8.0f;
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
 // Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
-enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER_SYNC = 6 };
-
-// The producer warps look for valid entries in splits of more than UNSEEN tiles: that takes 1 us of the first one's
-// time. They look at up to 32 * TILE_WORDS tiles; all others count as having one.
-constexpr int UNSEEN = SPLIT ? 12 : 4, TILE_WORDS = 8;
-// V4_FP8: they look at the last entries first, which spares whole lists the rest. Lists of V32_FP8 are longer and end
-// with -1 more often.
-constexpr bool LAST_FIRST = !V32;
+enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5 };
 
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
 constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
@@ -124,7 +117,7 @@ constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINE
 // What the consumers are told of a split: two `turn`s of the CTA are kept.
 struct Attended {
     Query query;
-    int first_head, units;
+    int first_head;
     bool begins_item, ends_item;
 };
 
@@ -141,11 +134,7 @@ struct alignas(16) SmallOf {
     uint64_t q_full, q_empty;
     float q_max[8], logit_scale;
     uint32_t raised[2];
-    uint32_t valid[STAGES];  // a bit a row, place valid_bit(row)
-    // Of this split and the one before: tiles with a valid entry, those that each producer warp has found; then their
-    // numbers in the split, for each producer warp.
-    uint32_t found[2][TILE_WORDS][4];
-    uint8_t tiles[4][32 * TILE_WORDS];
+    uint32_t marks[STAGES];  // which rows are valid, and what follows the tile
     Attended attended[2];
     int partials;  // results that are merged
     Shares<THREADS> shares;
@@ -278,25 +267,29 @@ __device__ __forceinline__ void copy_scales(const Row& row, uint32_t to) {
     if constexpr (Row::FOLDED_SCALES == 0) cp_async_8(to, row.scales(), row.scales() != nullptr);
 }
 
-// The validity bits of a stage's rows: with several copiers a byte for each.
+// The marks of a stage: a bit a row, if it is valid, and what follows its tile. With several copiers a byte for each.
 constexpr uint32_t ALL_VALID = COPIERS == 1 ? 0xffff : 0x0f0f0f0f;
 __device__ __forceinline__ int valid_bit(int row) { return row / WARP_ROWS * 8 + row % WARP_ROWS; }
-__device__ __forceinline__ void store_valid(int place, int copier, uint32_t bits) {
-    uint32_t& word = small().valid[place];
+__device__ __forceinline__ void store_marks(int place, int copier, uint32_t marks) {
+    uint32_t& word = small().marks[place];
     if (COPIERS == 1) {
-        word = bits;
+        word = marks;
     } else {
-        reinterpret_cast<uint8_t*>(&word)[copier] = uint8_t(bits);
+        reinterpret_cast<uint8_t*>(&word)[copier] = uint8_t(marks);
     }
 }
+
+// What follows a tile in its split: anything, one tile at most, none; or this is none, but the end of the split.
+enum Follows : uint32_t { ANYTHING = 0, ONE_AT_MOST = 1 << WARP_ROWS, NONE = 2 << WARP_ROWS, ENDED = 3 << WARP_ROWS };
+constexpr uint32_t FOLLOWS = 3 << WARP_ROWS;
 
 // The number in a tile of the i-th of COPIERS stages that producer warp `warp` copies rows of.
 __device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS == 1 ? warp : i; }
 
-// Start the copies of a warp's 16 rows of the tile that begins with stage `first`. Lanes l and l + 16 hold row l %
-// WARP_ROWS of those in stage l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round
+// Start the copies of a warp's 16 rows of the tile that begins with stage `first`. Lane l < 16 holds row l % WARP_ROWS
+// of those in stage l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round
 // is copied by the lane that holds the row.
-__device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int warp, int lane) {
+__device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, uint32_t follows, int warp, int lane) {
     constexpr int ROW_CHUNKS = ROW_STRIDE / 16, ONE_LEFT = ROW_CHUNKS % 8 == 1;
     Small& sm = small();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
@@ -317,7 +310,7 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
             copy_scales(row, own + ROW_STRIDE);
         }
         if (lane == 0) {
-            store_valid(place, warp % COPIERS, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1);
+            store_marks(place, warp % COPIERS, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1 | follows);
             mbarrier_arrive(full);
         }
         mbarrier_arrive_after_copies(full);
@@ -347,7 +340,7 @@ __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w,
     copy_q(p, w.query, w.first_head, lane);
 }
 
-// The first Q of a CTA that takes segments: a consumer warp asks for it, while the producer warps look at list entries.
+// The first Q of a CTA that takes segments: a consumer warp asks for it, while the producer warps ask for list entries.
 __device__ __forceinline__ void fetch_first_q(const AttentionParams& p, int lane) {
     const int head_tiles = num_head_tiles(p);
     copy_q(p, query_by_branch(p, blockIdx.x / head_tiles), blockIdx.x % head_tiles * HEADS, lane);
@@ -369,138 +362,67 @@ struct Entries {
             entry = (second ? extra : main)[at];
         return entry;
     }
-    // Whether the last entry of either list is one, if it has any.
-    __device__ __forceinline__ bool end_with_entries(const Work& w) const {
-        int32_t of_main = 0, of_extra = 0;
-        if (w.main_length > 0) of_main = main[w.main_length - 1];
-        if (w.extra_length > 0) of_extra = extra[w.main_tiles * TILE_ROWS + w.extra_length - 1];
-        return (of_main | of_extra) >= 0;
-    }
 };
 
-// Looks for valid entries in the tiles of a split: producer warp w in every fourth tile, from tile w on. `meanwhile`
-// runs while the first entries are on their way. LAST_FIRST: returns false, and does not look further, where both lists
-// of the query end with an entry: then they are taken to have no -1 behind.
-template <typename Act>
-__device__ __forceinline__ bool look_for_valid(const AttentionParams& p, const Work& w, const Entries& list, int warp,
-                                               int lane, Act meanwhile) {
-    constexpr int AT_ONCE = 8;
-    const int words = min(TILE_WORDS, ceil_div(w.count(), 32));
-    if constexpr (LAST_FIRST) {
-        const bool full = list.end_with_entries(w);
-        meanwhile();
-        if (full) return false;
-    }
-#pragma unroll 1
-    for (int word = 0; word < words; ++word) {
-        const int first = w.begin + w.step * 32 * word + w.step * warp;
-        int32_t entries[AT_ONCE][2];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            entries[i][0] = list.of(w, first + w.step * 4 * i, lane);
-            entries[i][1] = list.of(w, first + w.step * 4 * i, lane + 32);
-        }
-        if (!LAST_FIRST && word == 0) meanwhile();
-        uint32_t found = 0;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int tile = first + w.step * 4 * i;
-            if (__any_sync(~0u, is_valid(p, w, tile, entries[i][0]) || is_valid(p, w, tile, entries[i][1])))
-                found |= 1u << (4 * i + warp);
-        }
-        if (lane == 0) small().found[w.turn % 2][word][warp] = found;
-    }
-    return true;
+// The rows of a tile of which lane `lane` of producer warp `warp` looks at the entries, i = 0, 1. The first 16 lanes'
+// first ones are those that the warp copies.
+__device__ __forceinline__ int row_of_lane(int warp, int lane, int i) {
+    const int owner = (warp + lane / 16 + 2 * i) % 4;
+    return STAGE_ROWS * stage_of_copier(lane % 16 / WARP_ROWS, owner) + owner % COPIERS * WARP_ROWS + lane % WARP_ROWS;
 }
 
-// The tiles of a split. If they were looked at, each producer warp has a list of the numbers of those that have a valid
-// entry.
-struct Tiles {
-    int count, listed, unlisted;
-
-    __device__ __forceinline__ explicit Tiles(const Work& w) : count(w.count()), listed(0), unlisted(0) {}
-    // Makes the list of what all producer warps have found.
-    __device__ __forceinline__ Tiles(const Work& w, int warp, int lane) : listed(0), unlisted(32 * TILE_WORDS) {
-        const int tiles = w.count(), words = min(TILE_WORDS, ceil_div(tiles, 32));
-#pragma unroll 1
-        for (int word = 0; word < words; ++word) {
-            const uint32_t (&by_warp)[4] = small().found[w.turn % 2][word];
-            const uint32_t found = by_warp[0] | by_warp[1] | by_warp[2] | by_warp[3];
-            const int before = __popc(found & (1u << lane) - 1);
-            if (found >> lane & 1) small().tiles[warp][listed + before] = uint8_t(32 * word + lane);
-            listed += __popc(found);
-        }
-        __syncwarp();
-        count = listed + max(0, tiles - unlisted);
-    }
-    // The i-th; w.end behind the last one.
-    __device__ __forceinline__ int tile(const Work& w, int warp, int i) const {
-        if (i >= count) return w.end;
-        return w.tile(i < listed ? small().tiles[warp][i] : i - listed + unlisted);
-    }
-};
-
-// Whether a split's tiles are taken as they are.
-__device__ __forceinline__ bool is_unseen(const Work& w) { return w.count() <= UNSEEN; }
-
-__device__ __forceinline__ Tiles find_tiles(const AttentionParams& p, const Work& w, const Entries& list, int warp,
-                                            int lane) {
-    auto meanwhile = [&] {
-        if (DIVISION != SEGMENTS && warp == 0 && w.turn == 0) fetch_q(p, w, lane);
-    };
-    if (is_unseen(w)) {
-        meanwhile();
-        return Tiles(w);
-    }
-    if (!look_for_valid(p, w, list, warp, lane, meanwhile)) return Tiles(w);
-    named_barrier_sync(PRODUCER_SYNC, THREADS - CONSUMERS);
-    return Tiles(w, warp, lane);
+// Whether any of a tile's entries is valid. All lanes of the warp call.
+__device__ __forceinline__ bool has_valid(const AttentionParams& p, const Work& w, int tile,
+                                          const int32_t (&entries)[2]) {
+    const uint32_t slots = tile >= w.main_tiles ? p.extra.num_slots : p.main.num_slots;
+    return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
 }
 
-// Each of the four producer warps copies 16 rows of every tile. List entries are loaded AHEAD tiles before their rows:
-// under load they take 2,000 cycles. Those of the first tiles are loaded before it is known whether these have a valid
-// entry. Warp 0 also fetches Q in the meantime. Returns how many units they are.
+// Each of the four producer warps copies 16 rows of every tile that has a valid entry. List entries are loaded AHEAD
+// tiles before their rows: under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime. Returns the stage
+// behind the split.
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
-    const int my_row =
-        STAGE_ROWS * stage_of_copier(lane % 16 / WARP_ROWS, warp) + warp % COPIERS * WARP_ROWS + lane % WARP_ROWS;
     const Entries list(p, w);
-    int tile[AHEAD];
-    int32_t entries[AHEAD];
+    const int rows[2] = {row_of_lane(warp, lane, 0), row_of_lane(warp, lane, 1)};
+    int32_t entries[AHEAD][2];
+    auto load_entries = [&](int i, int n) {
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-        tile[i] = min(w.tile(i), w.end);
-        entries[i] = list.of(w, tile[i], my_row);
-    }
-    const Tiles tiles = find_tiles(p, w, list, warp, lane);
-    const int units = ceil_div(tiles.count, UNIT_TILES);
+        for (int j = 0; j < 2; ++j) entries[i][j] = list.of(w, w.tile(n), rows[j]);
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) load_entries(i, i);
     if (warp == 0) {
-        if (w.turn > 0) fetch_q(p, w, lane);
+        if (DIVISION != SEGMENTS || w.turn > 0) fetch_q(p, w, lane);
         if (lane == 0) {
-            small().attended[w.turn % 2] = {w.query, w.first_head, units, w.begin == 0, w.ends_item};
+            small().attended[w.turn % 2] = {w.query, w.first_head, w.begin == 0, w.ends_item};
             mbarrier_arrive(shared_address(&small().q_full));
         }
     }
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-        const int valid = tiles.tile(w, warp, i);
-        if (valid == tile[i]) continue;
-        tile[i] = valid;
-        entries[i] = list.of(w, valid, my_row);
-    }
+    const int count = w.count();
     uint32_t stage = w.stage;
+    bool ended = false;  // the consumers know that no tile follows
 #pragma unroll 1
-    for (int first = 0; first < UNIT_TILES * units; first += AHEAD) {
+    for (int first = 0; first <= count; first += AHEAD) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i, stage += TILE_STAGES) {
-            if (first + i >= UNIT_TILES * units) break;
-            const Row row = row_of_entry(p, w, tile[i], entries[i]);
-            tile[i] = tiles.tile(w, warp, first + i + AHEAD);
-            entries[i] = list.of(w, tile[i], my_row);
-            copy_tile(row, stage, warp, lane);
+        for (int i = 0; i < AHEAD; ++i) {
+            const int n = first + i, tile = w.tile(n);
+            if (n > count) break;
+            const bool copied = has_valid(p, w, tile, entries[i]);  // behind the split there is no entry
+            const Row row = row_of_entry(p, w, tile, entries[i][0]);
+            load_entries(i, n + AHEAD);
+            if (!copied && (n < count || ended)) continue;
+            // The consumers take the tiles of a unit together: one without rows completes the last unit.
+            const bool completes = UNIT_TILES == 1 || (stage - w.stage) % UNIT_STAGES != 0;
+            const bool is_tile = n < count || (UNIT_TILES > 1 && completes);
+            ended = completes && n + 1 >= count;
+            const bool last_of_warpgroup = UNIT_TILES > 1 && completes ? ended : n + 2 >= count;
+            const uint32_t follows = !is_tile ? ENDED : ended ? NONE : last_of_warpgroup ? ONE_AT_MOST : ANYTHING;
+            copy_tile(row, stage, follows, warp, lane);
+            stage += TILE_STAGES;
         }
     }
-    return units;
+    return stage;
 }
 
 // --- Q --------------------------------------------------------------------------------------------------------
@@ -793,12 +715,10 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
     return result;
 }
 
-// S^T of the tile whose first stage is `stage`, each warp its 16 rows. Rows that are not valid will get a P of 0.
+// S^T of the tile whose first stage is `stage`, which has come: each warp its 16 rows. Rows that are not valid will get a P of 0.
 __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, float logit_scale,
                                                  float (&s)[HEADS / 2]) {
     stage += r.warp;
-    Small& sm = small();
-    mbarrier_wait(shared_address(&sm.full[place_of(stage)]), phase_of(stage));
     const uint32_t row = stage_address(stage) + r.g * STRIDE;
     RowScales scales;
     if constexpr (V32) {
@@ -806,8 +726,8 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, 
     } else {
         scales = multiply_qk_v4(row, r.t, logit_scale, s);
     }
-    const uint32_t valid = sm.valid[place_of(stage)];
-    if (valid != ALL_VALID) {
+    const uint32_t valid = small().marks[place_of(stage)];
+    if ((valid & ALL_VALID) != ALL_VALID) {
         const float mask = logit_scale < 0.0f ? INF : -INF;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -1384,11 +1304,29 @@ __device__ __forceinline__ void release_q(const Role& r) {
     mbarrier_arrive_for_warp(shared_address(&small().q_empty), r.lane);
 }
 
+// Waits for a tile's rows, those of this warp's stage, and returns what follows the tile.
+__device__ __forceinline__ uint32_t wait_for_tile(const Role& r, uint32_t stage) {
+    const int place = place_of(stage + r.warp);
+    mbarrier_wait(shared_address(&small().full[place]), phase_of(stage + r.warp));
+    return small().marks[place] & FOLLOWS;
+}
+
+// Releases a tile that nothing is read of. Its stages may have come at different times.
+__device__ __forceinline__ void pass_tile(const Role& r, uint32_t stage) {
+    __syncwarp();
+#pragma unroll 1
+    for (int k = 0; k < TILE_STAGES; ++k) {
+        const int place = place_of(stage + k);
+        mbarrier_wait(shared_address(&small().full[place]), phase_of(stage + k));
+        mbarrier_arrive_for_warp(shared_address(&small().empty[place]), r.lane);
+    }
+}
+
 // Tile after tile: this warpgroup's next S, then the product with the other's tile, then the softmax of its own.
-// Returns how many units they were.
-__device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32_t stage, const Role& r,
+// Returns the stage behind the split.
+__device__ __forceinline__ int attend(const AttentionParams& p, int turn, int stage, const Role& r,
                                       const Attended& known) {
-    const Attended &told = small().attended[turn % 2], &w = ONE_SPLIT ? known : told;
+    const Attended& w = ONE_SPLIT ? known : small().attended[turn % 2];
     float logit_scale;
     if (segment_of(p, turn) == 0) {
         logit_scale = load_q(p, turn, w, r);
@@ -1397,36 +1335,54 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32
         mbarrier_wait(shared_address(&small().q_full), turn & 1);
         logit_scale = small().logit_scale;
     }
-    const int units = w.units >= 0 ? w.units : told.units;
-    const int own = UNIT_TILES == 2 ? units : (units + 1 - r.warpgroup) / 2;  // tiles of this warpgroup
     if (threadIdx.x < HEADS) small().ref[threadIdx.x] = REF_NONE;
     fence_proxy_async();
     sync_consumers();
 
     Output out;
     clear(out);
-    if (own == 0) release_q(r);
     const int other = 1 - r.warpgroup;
     auto multiply_other = [&](uint32_t stage) {
         named_barrier_sync(P_READY + other, CONSUMERS);
         multiply_pv(r, stage, other, small().raised[other], out, [] {});
     };
     stage += TILE_STAGES * r.warpgroup;  // the first of this warpgroup's tile
+    // Whether a tile of the other stands before it; what follows this warpgroup's last tile, and the last one of both.
+    bool begun = r.warpgroup == 1, other_is_left = false;
+    uint32_t follows = ANYTHING, last;
 #pragma unroll 1
-    for (int i = 0; i < own; ++i, stage += 2 * TILE_STAGES) {
+    for (;; stage += 2 * TILE_STAGES, begun = true) {
+        if (begun) {
+            last = wait_for_tile(r, stage - TILE_STAGES);
+            other_is_left = last == NONE;
+            if (last == NONE || last == ENDED) break;
+        }
+        last = wait_for_tile(r, stage);
+        if (last == ENDED) {
+            stage += TILE_STAGES;
+            other_is_left = begun;
+            break;
+        }
+        follows = last;
         float s[HEADS / 2], sums[OWN_HEADS];
         const RowScales scales = multiply_qk(r, stage, logit_scale, s);
-        if (i + 1 == own) release_q(r);
-        if (i > 0 || r.warpgroup == 1) multiply_other(stage - TILE_STAGES);
+        if (follows != ANYTHING) release_q(r);
+        if (begun) multiply_other(stage - TILE_STAGES);
         const bool raised = softmax_tile(r, scales, s, sums);
         multiply_pv(r, stage, r.warpgroup, raised, out, [&] {
             add_lanes(r, sums);
 #pragma unroll
             for (int c = 0; c < SUMS; ++c) out.sum[c] += sums[c];
         });
+        if (follows == NONE) {
+            stage += TILE_STAGES;
+            break;
+        }
     }
-    const int last_of_other = UNIT_TILES == 2 ? 0 : units % 2;  // the warpgroup that lacks the last tile
-    if (r.warpgroup == last_of_other && units > 0) multiply_other(stage - TILE_STAGES);
+    // Now `stage` is behind the split.
+    if (follows == ANYTHING) release_q(r);
+    if (last == ENDED) pass_tile(r, stage - TILE_STAGES);
+    if (other_is_left) multiply_other(stage - (last == ENDED ? 2 : 1) * TILE_STAGES);
     if constexpr (DIVISION == CLUSTERS) {
         merge_results(p, w, r, out);
     } else if constexpr (DIVISION == TEAMS) {
@@ -1440,7 +1396,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, uint32
     } else {
         leave_partial(p, w, r, out);
     }
-    return units;
+    return stage;
 }
 
 // --- the kernel -----------------------------------------------------------------------------------------------
@@ -1483,20 +1439,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
             Work w = ONE_SPLIT ? only : find_work(p, turn);
             w.turn = turn;
             w.stage = stage;
-            stage += UNIT_STAGES * copy_rows(p, w, uniform(threadIdx.x / 32 % 4), threadIdx.x % 32);
+            stage = copy_rows(p, w, uniform(threadIdx.x / 32 % 4), threadIdx.x % 32);
         }
         if constexpr (DIVISION == CLUSTERS) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<232>();
-        Attended known;  // if ONE_SPLIT, but for the units of a split that the producer warps look at
-        if constexpr (ONE_SPLIT) {
-            known = {only.query, only.first_head, is_unseen(only) ? only.count() : -1, only.begin == 0, true};
-        }
+        Attended known;  // if ONE_SPLIT
+        if constexpr (ONE_SPLIT) known = {only.query, only.first_head, only.begin == 0, true};
         if (DIVISION == SEGMENTS && uniform(threadIdx.x / 32) == 0 && num_splits(p) > 0) fetch_first_q(p, threadIdx.x);
         if (DIVISION == TEAMS && threadIdx.x == 0) join_team(p, sm.plan.team);
 #pragma unroll 1
-        for (int turn = 0; turn < num_splits(p); ++turn)
-            stage += UNIT_STAGES * attend(p, turn, stage, consumer_role(), known);
+        for (int turn = 0; turn < num_splits(p); ++turn) stage = attend(p, turn, stage, consumer_role(), known);
     }
 }
 
