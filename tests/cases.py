@@ -151,6 +151,15 @@ def paged(
     return Paged(cache, entries(rng, (b, s_q, topk), live, capacity, invalid), length, dead)
 
 
+def empty_tiles(rng: np.random.Generator, main: Paged) -> None:
+    """No entry of whole tiles of 64 is valid: of none, some or all of a list's tiles, the first and the last among
+    them."""
+    b, s_q, topk = main.indices.shape
+    share = rng.choice([0, 0.1, 0.5, 0.9, 1], (b, s_q, 1))
+    empty = rng.random((b, s_q, ceil_div(topk, 64))) < share
+    main.indices[np.repeat(empty, 64, -1)[..., :topk]] = -1
+
+
 def sinks(rng: np.random.Generator, h_q: int) -> np.ndarray:
     """Sinks around the size of lse, some of them infinite."""
     values = 3 * rng.standard_normal(h_q, np.float32) + 4

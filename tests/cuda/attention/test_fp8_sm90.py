@@ -10,6 +10,7 @@ from ...cases import (
     Paged,
     check_decode,
     check_nan_of_a_named_row,
+    empty_tiles,
     entries,
     latent,
     off_zero,
@@ -67,6 +68,19 @@ def test_all_invalid_rows_and_nan_of_a_named_one(hopper, rng, fmt, num_splits):
     main.indices[2] = -1
     q = queries(rng, 3, 1, 64, fmt.d_qk)
     check_nan_of_a_named_row(hopper, fmt, q, main, num_splits)
+
+
+@FORMATS
+@pytest.mark.parametrize("num_splits", [1, 3, 17])
+@pytest.mark.parametrize(("b", "s_q", "h_q", "topk"), [(5, 1, 64, 1100), (2, 3, 128, 2100), (70, 2, 33, 390)])
+def test_empty_tiles(hopper, rng, fmt, b, s_q, h_q, topk, num_splits):
+    main, extra = paged(rng, fmt, b, s_q, topk, 64), paged(rng, fmt, b, s_q, 300, 2, lengths=True)
+    ends = main.indices[..., -1].copy()
+    empty_tiles(rng, main)
+    empty_tiles(rng, extra)
+    main.indices[::2, :, -1] = ends[::2]  # what a list ends with says nothing of the rest
+    q = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, extra)
+    check_decode(hopper, fmt, q, main, extra, num_splits=num_splits)
 
 
 def test_float32_scales_far_apart(hopper, rng):
