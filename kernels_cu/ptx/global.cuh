@@ -52,6 +52,12 @@ __device__ __forceinline__ void store_release(uint64_t* to, uint64_t v) {
     asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
 
+// 16 bytes in one store. An assignment of a struct may become a store of each member.
+__device__ __forceinline__ void store_16(void* to, const Vec16& v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 // Store a word, if so, without a branch.
 __device__ __forceinline__ void store_4_if(bool when, void* to, uint32_t v) {
     asm volatile(

@@ -1,6 +1,6 @@
 // Chunks of eight bf16 between registers and global memory, in one 16-byte access where the arrays allow it.
 #pragma once
-#include "ptx/types.cuh"
+#include "ptx/global.cuh"
 
 constexpr int CHUNK = 8;  // values
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ Vec16 load_chunk(const bf16* from, bool aligned) {
 
 __device__ __forceinline__ void store_chunk(bf16* to, const Vec16& v, bool aligned) {
     if (aligned) {
-        *reinterpret_cast<Vec16*>(to) = v;
+        store_16(to, v);
         return;
     }
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
