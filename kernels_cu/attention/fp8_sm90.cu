@@ -50,8 +50,8 @@
 //   WARPGROUP_SYNC + w   named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC        named: all 256 consumer threads
 //
-// Shared memory, HEADS 64, V32_FP8: Q 73,728; two P of heads x 64 f16, 16,384; 12 stages of 16 rows x 656, 125,952;
-// the rest 4,400. V4_FP8: Q 65,536; rows of 592.
+// Shared memory, HEADS 64, V32_FP8: Q 73,728, and 1,024 for the gaps with which it comes; two P of heads x 64 f16,
+// 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,784. V4_FP8: Q 65,536; rows of 592.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
 #include "attention/merge.cuh"
@@ -111,8 +111,12 @@ static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 // Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
 enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5 };
 
+// Q comes in eight groups of heads, with gaps between them: the same 32 bytes of heads of four groups are in all banks.
+constexpr int GROUP_HEADS = HEADS / 8, GROUP_GAP = 32;
+
 // Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
-constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES, RING_AT = P_AT + 2 * LINES_BYTES;
+constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES + 1024, RING_AT = P_AT + 2 * LINES_BYTES;
+static_assert(Q_BLOCKS * LINES_BYTES + 7 * GROUP_GAP <= P_AT && P_AT % 1024 == 0, "lines of P are swizzled");
 
 // What the consumers are told of a split: two `turn`s of the CTA are kept.
 struct Attended {
@@ -317,17 +321,21 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, uint32
     }
 }
 
-// Bulk copies of Q, [head][D_QK], into the space where load_q will store it again in the order of multiply_qk. One warp
-// calls.
+// Where a head of Q comes to.
+__device__ __forceinline__ uint32_t raw_q(int head) {
+    return shared_address(shared) + Q_AT + head * D_QK * 2 + head / GROUP_HEADS * GROUP_GAP;
+}
+
+// Bulk copies of Q into the space where load_q will store it again in the order of multiply_qk. One warp calls.
 __device__ __forceinline__ void copy_q(const AttentionParams& p, const Query& query, int first_head, int lane) {
     const bf16* q = q_of(p, query, first_head);
-    const uint32_t to = shared_address(shared) + Q_AT, full = shared_address(&small().q_full);
+    const uint32_t full = shared_address(&small().q_full);
     const int heads = min(HEADS, p.h_q - first_head);
-    const int each = p.q_h == D_QK ? HEADS / 8 : 1;  // heads of one copy
+    const int each = p.q_h == D_QK ? GROUP_HEADS : 1;  // heads of one copy
     if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
     __syncwarp();
     for (int head = lane * each; head < heads; head += 32 * each)
-        copy_in_bulk(to + head * D_QK * 2, q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
+        copy_in_bulk(raw_q(head), q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
 // The Q of a split, once the CTA's previous split has released its own. Later splits of an item have it.
@@ -427,77 +435,108 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
 
 // --- Q --------------------------------------------------------------------------------------------------------
 
-// Whether columns 64 n .. + 63 of Q are a column block of their own. Otherwise they share two with the 64 beside them.
-__device__ __forceinline__ bool is_alone(int n) { return 64 * n >= D_NOPE / 128 * 128; }
+// Column blocks 2 n and 2 n + 1 of Q hold columns 128 n .. + 127: each has 64 of them for itself, or they share them.
+__device__ __forceinline__ bool are_alone(int n) { return n >= D_NOPE / 128; }
 
-// Where columns 64 n + 8 j .. + 7 of Q go in a head's lines: column block, first of four chunks, and word t of them.
 // In multiply_qk, k = 16 i + 2 t + e (e = 0, 1) is what thread t holds as item 4 i + e of a row's columns, 8 further
-// item 4 i + 2 + e.
-__device__ __forceinline__ uint32_t q_line(int n, int j, int head) {
-    const bool alone = is_alone(n);
-    const int block = alone ? n : n / 2 * 2 + j / 2 % 2, t = alone ? j / 2 : n % 2 * 2 + j / 4,
-              first_chunk = j % 2 * 4;
-    return swizzled(shared_address(shared) + Q_AT + block * LINES_BYTES, head, first_chunk) + 4 * t;
+// item 4 i + 2 + e. So word t of chunk 4 half + k of a head's line is word k of the eight columns from
+//   128 n + 32 t + 16 odd + 8 half  in block 2 n + odd, where two share columns,
+//   64 block + 16 t + 8 half        in a block that is alone.
+// A thread takes all t and k of a head, a half and several blocks, so that it stores 16 bytes at a time. Of V32_FP8's
+// last block, the ninth, it takes T_OF_LAST of the four t.
+struct QPart {
+    int head, half, odd, last_t;
+};
+constexpr int T_OF_LAST = HEADS / 32;
+
+// The loads and the stores of eight lanes meet all banks: two halves of heads that are in four groups (raw_q) and in
+// lines that are swizzled in four ways. So do stores of less than 16 bytes, as every eight lanes have another last_t.
+__device__ __forceinline__ QPart q_part(const Role& r) {
+    const int i = r.lane / 2 % 4, eight = r.lane / 8, group = (i ^ eight) + r.warp % 2 * 4;
+    QPart part;
+    part.head = group * GROUP_HEADS + i + r.warp / 2 % (HEADS / 32) * 4;
+    part.half = r.lane % 2;
+    part.odd = r.warpgroup;
+    part.last_t = ((r.warpgroup * (64 / HEADS) + r.warp / 2 % (64 / HEADS)) ^ eight) % (128 / HEADS) * T_OF_LAST;
+    return part;
 }
 
-// Stores eight columns times `factor`, a pair of powers of two. `line` is the address of the first of the four chunks;
-// the swizzle makes that of chunk k line ^ 16 k.
-__device__ __forceinline__ void store_q(uint32_t line, const Vec16& q, uint32_t factor, bool f16) {
-    const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+template <int WORDS>
+__device__ __forceinline__ void store_shared(uint32_t to, const uint32_t (&x)[WORDS]) {
+    if constexpr (WORDS == 4) store_shared_16(to, {x[0], x[1], x[2], x[3]});
+    if constexpr (WORDS == 2) store_shared_8(to, {x[0], x[1]});
+    if constexpr (WORDS == 1) store_shared_4(to, x[0]);
+}
+
+// Stores the columns of TS successive t, times `factor`, a pair of powers of two. `line` is where they go in the half's
+// first chunk of column block 0; the swizzle makes that of chunk k line ^ 16 k.
+template <int TS>
+__device__ __forceinline__ void store_q(uint32_t line, int block, const Vec16 (&columns)[TS], uint32_t factor,
+                                        bool f16) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const uint32_t scaled = multiply_bf16x2(words[k], factor);
-        store_shared_4(line ^ (k << 4), f16 ? bf16x2_to_f16x2(scaled) : scaled);
+        uint32_t words[TS];
+#pragma unroll
+        for (int t = 0; t < TS; ++t) {
+            const Vec16& v = columns[t];
+            const uint32_t scaled = multiply_bf16x2(k < 2 ? (k == 0 ? v.x : v.y) : (k == 2 ? v.z : v.w), factor);
+            words[t] = f16 ? bf16x2_to_f16x2(scaled) : scaled;
+        }
+        store_shared((line ^ (k << 4)) + block * LINES_BYTES, words);
     }
 }
 
-__device__ __forceinline__ uint32_t largest_bits(const Vec16& q) {
-    return max_abs_bf16x2(max_abs_bf16x2(q.x, q.y), max_abs_bf16x2(q.z, q.w));
+// The largest of the magnitudes in `top` and in the columns. Signs are of no meaning.
+template <int TS>
+__device__ __forceinline__ uint32_t largest_bits(uint32_t top, const Vec16 (&columns)[TS]) {
+#pragma unroll
+    for (int t = 0; t < TS; ++t) {
+        const Vec16& v = columns[t];
+        top = max_abs_bf16x2(top, max_abs_bf16x2(max_abs_bf16x2(v.x, v.y), max_abs_bf16x2(v.z, v.w)));
+    }
+    return top;
 }
 
-// Q in place, to f16 and in the order of multiply_qk. A warp does four heads at a time, 64 columns of each. Where 128
-// columns share two column blocks, half of the lanes begin with the second 64, so that a warp's stores meet all banks.
-// Returns what a logit is to be multiplied with.
+// Q in place, to f16 and in the order of multiply_qk. Returns what a logit is to be multiplied with.
 __device__ __forceinline__ float load_q(const AttentionParams& p, int turn, const Attended& w, const Role& r) {
-    constexpr int ROUNDS = HEADS / 32 * Q_BLOCKS;
-    static_assert(Q_BLOCKS * 64 == D_QK, "");
-    const int warp = 4 * r.warpgroup + r.warp, j = r.lane % 8;
-    auto head_of = [&](int round) { return warp * (HEADS / 8) + round / Q_BLOCKS * 4 + r.lane / 8; };
-    auto columns_of = [&](int round) {  // which 64
-        return is_alone(round % Q_BLOCKS) ? round % Q_BLOCKS : round % Q_BLOCKS ^ j / 2 % 2;
-    };
+    constexpr int PAIRS = HEADS / 16;  // of column blocks, of which a thread has one block each
+    static_assert(Q_BLOCKS * 64 == D_QK && Q_BLOCKS == (V32 ? 9 : 8), "");
+    const QPart part = q_part(r);
+    auto pair = [&](int i) { return i * (64 / HEADS) + r.warp / 2 % (64 / HEADS); };
+    const uint32_t raw = raw_q(part.head) + 16 * part.half;
     mbarrier_wait(shared_address(&small().q_full), turn & 1);
-    const int heads = p.h_q - w.first_head;
-    auto is_there = [&](int round) { return head_of(round) < heads; };
-    const uint32_t raw = shared_address(shared) + Q_AT + 16 * j;
-    Vec16 values[ROUNDS];
+    Vec16 columns[PAIRS][4], last[T_OF_LAST];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) values[i] = load_shared_16(raw + (head_of(i) * Q_BLOCKS + columns_of(i)) * 128);
+    for (int i = 0; i < PAIRS; ++i) {
+        const bool alone = are_alone(pair(i));
+        const uint32_t from = raw + 256 * pair(i) + (alone ? 128 : 32) * part.odd;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) columns[i][t] = load_shared_16(from + (alone ? 32 : 64) * t);
+    }
+#pragma unroll
+    for (int t = 0; V32 && t < T_OF_LAST; ++t) last[t] = load_shared_16(raw + 128 * 8 + 32 * (part.last_t + t));
     uint32_t top = 0;
 #pragma unroll
-    for (int first = 0; first < ROUNDS; first += Q_BLOCKS) {
-        uint32_t of_head = 0;
-#pragma unroll
-        for (int i = 0; i < Q_BLOCKS; ++i) of_head = max_abs_bf16x2(of_head, largest_bits(values[first + i]));
-        if (is_there(first)) top = max_abs_bf16x2(top, of_head);
-    }
+    for (int i = 0; i < PAIRS; ++i) top = largest_bits(top, columns[i]);
+    if (V32) top = largest_bits(top, last);
+    const bool is_there = part.head < p.h_q - w.first_head;
+    if (!is_there) top = 0;
     top &= 0x7fff7fff;
     // Positive numbers are ordered as their bits are.
     top = __reduce_max_sync(~0u, larger_half(top));
-    if (r.lane == 0) small().q_max[warp] = __uint_as_float(top << 16);
+    if (r.lane == 0) small().q_max[4 * r.warpgroup + r.warp] = __uint_as_float(top << 16);
     sync_consumers();
     float max = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) max = fmaxf(max, small().q_max[i]);
     const int exponent = int(__float_as_uint(max) >> 23) - 127;
     const int shift = exponent == 128 || max == 0.0f ? 0 : min(13 - exponent, 100);  // an infinity stays one
-    const uint32_t factor = power_of_two_bf16x2(shift + 127);
+    // Heads that do not exist: whatever was there becomes zeros and NaN, which raise no reference.
+    const uint32_t factor = is_there ? power_of_two_bf16x2(shift + 127) : 0;
+    const uint32_t line = swizzled(shared_address(shared) + Q_AT, part.head, 4 * part.half);
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        // Heads that do not exist: whatever was there becomes zeros and NaN, which raise no reference.
-        store_q(q_line(columns_of(i), j, head_of(i)), values[i], is_there(i) ? factor : 0,
-                !V32 || i % Q_BLOCKS < NOPE_BLOCKS);
-    }
+    for (int i = 0; i < PAIRS; ++i) store_q(line + part.odd * LINES_BYTES, 2 * pair(i), columns[i], factor, true);
+    if (V32) store_q(line + 4 * part.last_t, 8, last, factor, false);
     const float logit_scale = p.scale_log2 * __uint_as_float(uint32_t(127 - shift) << 23);
     return logit_scale == 0.0f ? 0x1p-120f : logit_scale;  // times -inf that is still -inf
 }

@@ -12,6 +12,10 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const Vec16& v
                  : "memory");
 }
 
+__device__ __forceinline__ void store_shared_8(uint32_t address, const Vec8& v) {
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t v) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
