@@ -38,9 +38,9 @@
 // behind a short context is divided evenly, too.
 //
 // Only tiles in which an entry is valid are copied and multiplied. Each producer warp looks at all entries of a tile
-// before it copies its rows, and passes the tile over if none is valid. So nobody knows beforehand how many tiles a split
-// has: a tile says whether more may follow (`Follows`), and if none did although more might have, a tile that holds
-// nothing but the end of the split comes last.
+// before it copies its rows, and passes the tile over if none is valid. So nobody knows beforehand how many tiles a
+// split has: a tile says whether more may follow (`Follows`), and if none did although more might have, a tile that
+// holds nothing but the end of the split comes last.
 //
 //   full[stage]          copies done          COPIERS warps: 32 arrivals after the copies, and one for `marks`
 //   empty[stage]         stage released       the 8 consumer warps
@@ -87,8 +87,8 @@ constexpr bool IN_TURN = SPLIT && V32;  // splits have an item's tiles in turn, 
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
-// The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number. Pairs
-// take fewer instructions.
+// The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number.
+// Pairs take fewer instructions.
 constexpr int UNIT_TILES = SPLIT ? 1 : 2;
 constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
@@ -754,7 +754,8 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
     return result;
 }
 
-// S^T of the tile whose first stage is `stage`, which has come: each warp its 16 rows. Rows that are not valid will get a P of 0.
+// S^T of the tile whose first stage is `stage`, which has come: each warp its 16 rows. Rows that are not valid will get
+// a P of 0.
 __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, float logit_scale,
                                                  float (&s)[HEADS / 2]) {
     stage += r.warp;
