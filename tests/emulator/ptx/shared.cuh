@@ -4,6 +4,7 @@
 
 inline uint32_t shared_address(const void* p) { return emu::shared_address(p); }
 inline void store_shared_16(uint32_t address, const Vec16& v) { *emu::aligned<Vec16>(emu::shared(address)) = v; }
+inline void store_shared_8(uint32_t address, const Vec8& v) { *emu::aligned<Vec8>(emu::shared(address)) = v; }
 inline void store_shared_4(uint32_t address, uint32_t v) { *emu::aligned<uint32_t>(emu::shared(address)) = v; }
 inline Vec16 load_shared_16(uint32_t address) { return *emu::aligned<Vec16>(emu::shared(address)); }
 inline Vec8 load_shared_8(uint32_t address) { return *emu::aligned<Vec8>(emu::shared(address)); }
