@@ -1353,11 +1353,11 @@ __device__ __forceinline__ uint32_t wait_for_tile(const Role& r, uint32_t stage)
 
 // Releases a tile that nothing is read of. Its stages may have come at different times.
 __device__ __forceinline__ void pass_tile(const Role& r, uint32_t stage) {
-    __syncwarp();
 #pragma unroll 1
     for (int k = 0; k < TILE_STAGES; ++k) {
         const int place = place_of(stage + k);
         mbarrier_wait(shared_address(&small().full[place]), phase_of(stage + k));
+        __syncwarp();  // no lane is still to see that phase
         mbarrier_arrive_for_warp(shared_address(&small().empty[place]), r.lane);
     }
 }
