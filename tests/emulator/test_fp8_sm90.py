@@ -1,0 +1,74 @@
+"""`fp8_sm90` on an emulated GPU, in each of its divisions: tiles without a valid entry anywhere in the lists, on a GPU
+so small that a CTA has several work items and an item several CTAs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_mla.cuda.attention import choose
+from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE, Choice
+
+from .. import oracle
+from ..cases import Paged, check_decode, empty_tiles, off_zero, paged, queries, sinks
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+
+KERNEL = "fp8_sm90"
+B, TOPK = 5, 390
+
+
+@pytest.fixture
+def divided(request, emulated, monkeypatch):
+    """A function that makes every later call run the kernel, divided so."""
+
+    def forget() -> None:
+        choose.chooser.cache_clear()
+
+    def use(heads: int, splits: int, ctas: int = 0, **more: Any) -> None:
+        choice = Choice(KERNEL, heads, splits, splits if not ctas else 1, ctas=ctas, **more)
+        rows = (row._replace(choice=lambda *sizes: choice) if row.kernel == KERNEL else row for row in choose.TABLE)
+        monkeypatch.setattr(choose, "TABLE", tuple(rows))
+        monkeypatch.setenv(VARIABLE, KERNEL)
+        forget()
+
+    yield use
+    assert KERNEL in emulated.launched
+    forget()
+
+
+def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, lengths: bool) -> list[Paged | None]:
+    """Two caches. Of the lists one is empty, one full, and one ends with its only entry."""
+    main = paged(rng, fmt, B, 1, TOPK, int(rng.choice([1, 61, 64])), lengths=lengths)
+    full, last = main.indices[1].copy(), main.indices[2, :, -1].copy()
+    empty_tiles(rng, main)
+    main.indices[0], main.indices[1], main.indices[2] = -1, full, -1
+    main.indices[2, :, -1] = last
+    if not extra:
+        return [main, None]
+    more = paged(rng, fmt, B, 1, 130, 2, lengths=lengths)
+    empty_tiles(rng, more)
+    return [main, more]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "division"),
+    [
+        (oracle.V32, {"heads": 64, "splits": 3}),  # a cluster
+        (oracle.V4, {"heads": 32, "splits": 1, "ctas": 2}),  # whole items
+        (oracle.V32, {"heads": 32, "splits": EVENLY, "ctas": 7, "least_split": 1}),
+        (oracle.V4, {"heads": 64, "splits": 3, "ctas": 4}),  # segments
+        (oracle.V32, {"heads": 64, "splits": 2, "ctas": 2 * B, "teams": True}),
+    ],
+    ids=lambda x: x.name if isinstance(x, oracle.Format) else "-".join(f"{k}_{v}" for k, v in x.items()),
+)
+def test_empty_tiles(divided, kind, rng, fmt, division):
+    for turn in range(2):
+        h_q = int(rng.integers(1, division["heads"] + 1))
+        main, extra = with_empty_tiles(rng, fmt, extra=turn == 1, lengths=turn == 1)
+        q = off_zero(fmt, queries(rng, B, 1, h_q, fmt.d_qk), main, extra)
+        divided(**division)
+        check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, 2))
