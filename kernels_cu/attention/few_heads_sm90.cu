@@ -9,7 +9,8 @@
 //   O^T = V^T . P^T   a warp: 128 columns x heads    A = pairs of rows a column  8 mma tiles x 4 steps
 //
 //   4 producer warps       each a quarter of every tile of 64 rows, by cp.async, as far ahead as its ring of STAGES x
-//                          8 rows reaches
+//                          8 rows reaches. Each looks at all entries of a tile: tiles in which none is valid are left
+//                          out, by all four alike
 //   CONSUMERS warpgroups   (3; 2 for 32 heads) take tiles in turn, each with a softmax of its own:
 //     S^T                  V32_FP8: the 128 columns of one scale after the other, times the row's float32 scale, so
 //                          that no scaled value is ever rounded
@@ -23,7 +24,7 @@
 //   a cluster merge theirs (merge.cuh). Splits that do not fit a cluster lie along gridDim.y and are merged by
 //   combine.cu.
 //
-//   full[quarter][stage]    copies done          32 arrivals after the copies of the producer warp
+//   full[quarter][stage]    copies done          32 arrivals after the copies of the producer warp, and one for `told`
 //   empty[quarter][stage]   stage released       the 4 warps of the warpgroup that has the tile
 //   WARPGROUP_SYNC + w      named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC           named: all consumer threads
@@ -33,7 +34,7 @@
 //
 // Shared memory: Q heads x D_QK x 2; P CONSUMERS x copies x heads x 128; 4 rings of STAGES x 8 staged rows of 656
 // bytes (bf16: 2 x D_QK + 16); statistics and mbarriers.
-// Registers: 160 (32 heads: 232) a consumer thread, 32 (40) a producer thread, together 512 x 128 (384 x 168):
+// Registers: 152 (32 heads: 232) a consumer thread, 56 (40) a producer thread, together 512 x 128 (384 x 168):
 // setmaxnreg hands out no more than the launch had.
 // What was tried, what bounds it: docs/kernels/few_heads_sm90.md.
 #include "attention/merge.cuh"
@@ -59,7 +60,7 @@
 
 // Several consumer warpgroups: while one waits, the others multiply. 32 heads take the registers of two.
 static_assert(CONSUMERS == (HEADS == 32 ? 2 : 3), "");
-constexpr int REGISTERS = CONSUMERS == 2 ? 232 : 160, PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int REGISTERS = CONSUMERS == 2 ? 232 : 152, PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 56;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, THREADS = CONSUMER_THREADS + WARPGROUP;
 constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;  // mma tiles of a warp's value columns; column blocks
 constexpr int Q_BLOCK_BYTES = HEADS * LINE_BYTES, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
@@ -83,7 +84,8 @@ struct Statistics {
 template <int STAGES>
 struct SmallOf {
     uint64_t full[4][STAGES], empty[4][STAGES];
-    float q_scale[HEADS];  // from S^T to logits in base 2
+    uint32_t told[4][STAGES];  // a bit for each row of a stage that is valid; or NO_TILE
+    float q_scale[HEADS];      // from S^T to logits in base 2
     // What a warpgroup's sums (0), and the columns of each scale in its O^T (1 ..), are relative to.
     float ref[CONSUMERS][1 + P_COPIES][HEADS];
     float rise[CONSUMERS][1 + P_COPIES][HEADS];       // 2^(last reference - reference)
@@ -105,6 +107,9 @@ constexpr int STAGES = most_stages<64>(), RING_BYTES = STAGES * STAGE_BYTES, SMA
 using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(STAGES >= 4, "two tiles");
+
+// What the producer warps say of the stages of a tile that there is not: no more tiles are left of the split.
+constexpr uint32_t NO_TILE = 1 << STAGE_ROWS;
 
 // Once all rows are read, the rings hold O^T in float32, [head][column]: the halves that warpgroups 0 and 1 exchange,
 // and those that warpgroup 2 gives them. Four columns more a line spread the heads over the banks.
@@ -157,32 +162,93 @@ __device__ __forceinline__ void copy_stage(uint32_t to, const Row& row, int firs
     }
 }
 
-// A producer warp copies rows 16 `quarter` .. + 15 of every tile. Lane l holds row l % 16 of one tile or (l >= 16) of
-// the next.
-__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const WorkItem& w, int quarter) {
-    const int lane = threadIdx.x % 32, my_row = 16 * quarter + lane % 16, my_tile = lane / 16;
-    const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
-    const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
-    int32_t entry = load_entry(p, w, w.begin + my_tile, my_row);
-    int32_t next_entry = load_entry(p, w, w.begin + 2 + my_tile, my_row);
+// A split of a query's rows: `count` tiles, from `begin` on every `step`-th before `end`.
+struct Work : WorkItem {
+    int step, count;
+
+    __device__ __forceinline__ int tile(int i) const { return begin + step * i; }
+};
+
+// Of V32_FP8 the tiles of a query are dealt out to its splits in turn: a list with -1 behind is divided evenly, too.
+constexpr bool IN_TURN = FOLDED;
+
+__device__ __forceinline__ void find_work(const AttentionParams& p, Work& w, int query, int head_tile, int split,
+                                          int splits) {
+    find_item(p, w, query, head_tile, IN_TURN ? 0 : split, IN_TURN ? 1 : splits);
+    w.step = 1;
+    if constexpr (IN_TURN) {
+        w.begin = min(split, w.end);
+        w.step = splits;
+    }
+    w.count = ceil_div(w.end - w.begin, w.step);
+}
+
+// A producer warp's place in its ring: the next stage, and the parity that it waits for.
+struct RingPlace {
     int at = 0;
     uint32_t parity = 1;  // the first wait for each stage returns at once
-#pragma unroll 1
-    for (int pair = w.begin; pair < w.end; pair += 2) {
-        const Row row = find_row(p, w, pair + my_tile, entry);
-        entry = next_entry;
-        next_entry = load_entry(p, w, pair + 4 + my_tile, my_row);
-        const int stages = min(w.end - pair, 2) * 2;
-#pragma unroll 1
-        for (int i = 0; i < stages; ++i) {
-            mbarrier_wait(empty + 8 * at, parity);
-            copy_stage(ring + at * STAGE_BYTES, row, 8 * i, lane);
-            mbarrier_arrive_after_copies(full + 8 * at);
-            if (++at == STAGES) {
-                at = 0;
-                parity ^= 1;
-            }
+
+    __device__ __forceinline__ void advance() {
+        if (++at == STAGES) {
+            at = 0;
+            parity ^= 1;
         }
+    }
+};
+
+// The list entries of tile `tile` at every 16th row, from a producer warp's own quarter on.
+struct TileEntries {
+    int32_t of[4];
+
+    __device__ __forceinline__ TileEntries(const AttentionParams& p, const Work& w, int i, int quarter, int row) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) of[k] = load_entry(p, w, w.tile(i), (quarter + k) % 4 * 16 + row);
+    }
+    __device__ __forceinline__ bool any_valid(const AttentionParams& p, const Work& w, int i) const {
+        const uint32_t least = min(min(uint32_t(of[0]), uint32_t(of[1])), min(uint32_t(of[2]), uint32_t(of[3])));
+        return least < uint32_t(w.tile(i) >= w.main_tiles ? p.extra.num_slots : p.main.num_slots);
+    }
+};
+
+// The consumers are told of a stage. One lane calls, before the warp's arrivals after the copies.
+__device__ __forceinline__ void tell(int quarter, int at, uint32_t what) {
+    small().told[quarter][at] = what;
+    mbarrier_arrive(shared_address(&small().full[quarter][at]));
+}
+
+// A producer warp copies rows 16 `quarter` .. + 15 of every tile in which an entry is valid. Lane l holds row l % 16 of
+// one tile or (l >= 16) of the next.
+__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int quarter, RingPlace& place) {
+    const int lane = threadIdx.x % 32, my_row = lane % 16, my_tile = lane / 16;
+    const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
+    const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
+    int copied = 0;
+    TileEntries entries(p, w, my_tile, quarter, my_row);
+#pragma unroll 1
+    for (int pair = 0; pair < w.count; pair += 2) {
+        const uint32_t filled = __ballot_sync(~0u, entries.any_valid(p, w, pair + my_tile));
+        const Row row = find_row(p, w, w.tile(pair + my_tile), entries.of[0]);
+        const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
+        entries = TileEntries(p, w, pair + 2 + my_tile, quarter, my_row);
+        copied += ((filled & 0xffff) != 0) + (filled >> 16 != 0);
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+            if ((filled >> i / 2 * 16 & 0xffff) == 0) continue;
+            mbarrier_wait(empty + 8 * place.at, place.parity);
+            copy_stage(ring + place.at * STAGE_BYTES, row, 8 * i, lane);
+            if (lane == 0) tell(quarter, place.at, valid >> 8 * i & 0xff);
+            mbarrier_arrive_after_copies(full + 8 * place.at);
+            place.advance();
+        }
+    }
+    // Each consumer warpgroup that may wait for one more tile is told that there is none.
+    const int told = min(copied + CONSUMERS, w.count);
+#pragma unroll 1
+    for (int i = 2 * copied; i < 2 * told; ++i) {
+        mbarrier_wait(empty + 8 * place.at, place.parity);
+        if (lane == 0) tell(quarter, place.at, NO_TILE);
+        mbarrier_arrive_after_copies(full + 8 * place.at);
+        place.advance();
     }
 }
 
@@ -532,28 +598,36 @@ __device__ __forceinline__ void softmax_tile(const Role& r, bool first, const bo
 
 // --- a query's tiles ------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void attend(const AttentionParams& p, const WorkItem& w, const Role& r, Softmax& state,
+// Releases the two stages of each quarter at `place`. The warpgroup must have met.
+__device__ __forceinline__ void release_stages(const Role& r, const uint32_t (&place)[2]) {
+    uint32_t empty = shared_address(small().empty[0]) + 8 * (r.lane == 0 ? place[0] : place[1]);
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter, empty += 8 * STAGES) mbarrier_arrive_for_warp_at_two(empty, r.lane);
+}
+
+__device__ __forceinline__ void attend(const Work& w, const Role& r, Softmax& state,
                                        float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     const FirstRow first = first_qk_row(r.g);
-    const int my_row = 16 * r.warp + 8 * first.stage + first.row;
     const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES,
-                   full = shared_address(sm.full[r.warp]);
-    int32_t entries[2] = {load_entry(p, w, w.begin + r.warpgroup, my_row),
-                          load_entry(p, w, w.begin + r.warpgroup, my_row + 1)};
+                   full = shared_address(sm.full[r.warp]), told = shared_address(sm.told[r.warp]);
 #pragma unroll 1
-    for (int tile = w.begin + r.warpgroup; tile < w.end; tile += CONSUMERS) {
-        const uint32_t number = 2 * (tile - w.begin), place[2] = {number % STAGES, (number + 1) % STAGES};
-        const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
+    for (int tile = r.warpgroup; tile < w.count; tile += CONSUMERS) {
+        const uint32_t number = 2 * tile, place[2] = {number % STAGES, (number + 1) % STAGES};
         const StagedRows rows = {{ring + place[0] * STAGE_BYTES, ring + place[1] * STAGE_BYTES}};
         const uint32_t row = rows.qk_row(r.g);
         float s[HEAD_TILES][4];
         mbarrier_wait(full + 8 * place[0], number / STAGES & 1);
         mbarrier_wait(full + 8 * place[1], (number + 1) / STAGES & 1);
+        if (load_shared_4(told + 4 * place[0]) == NO_TILE) {
+            sync_warpgroup(r);  // all quarters have it
+            release_stages(r, place);
+            break;
+        }
         multiply_qk(r, row, s);
-        softmax_tile(r, tile == w.begin + r.warpgroup, valid, row, s, state, o);
-        entries[0] = load_entry(p, w, tile + CONSUMERS, my_row);  // behind the barrier, which would wait for them
-        entries[1] = load_entry(p, w, tile + CONSUMERS, my_row + 1);
+        const uint32_t rows_valid = load_shared_4(told + 4 * (first.stage == 0 ? place[0] : place[1])) >> first.row;
+        const bool valid[2] = {(rows_valid & 1) != 0, (rows_valid & 2) != 0};
+        softmax_tile(r, tile == r.warpgroup, valid, row, s, state, o);
         multiply_pv(r, place, o);
     }
 }
@@ -695,12 +769,12 @@ __device__ __forceinline__ void write_merged(const AttentionParams& p, const Wor
 }
 
 // Merges the warpgroups of a CTA, then the CTAs of a cluster.
-__device__ __forceinline__ void write_results(const AttentionParams& p, const WorkItem& w, const Role& r,
+__device__ __forceinline__ void write_results(const AttentionParams& p, const Work& w, const Role& r,
                                               const Softmax& state, const float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     sync_consumers();  // all rows have been read
     store_statistics(r, state);
-    const bool third_has_rows = w.end - w.begin > 2;
+    const bool third_has_rows = w.count > 2;
     if (r.warpgroup < 2 || third_has_rows) {
         if (r.warpgroup != 1) give_half<1>(given_half(r, r.warpgroup / 2, 1), o);
         if (r.warpgroup != 0) give_half<0>(given_half(r, r.warpgroup / 2, 0), o);
@@ -754,7 +828,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns
 #pragma unroll 1
         for (int i = threadIdx.x / 32; i < 4 * STAGES; i += THREADS / 32) {
-            mbarrier_init(shared_address(&sm.full[0][0] + i), 32);
+            mbarrier_init(shared_address(&sm.full[0][0] + i), 33);
             mbarrier_init(shared_address(&sm.empty[0][0] + i), 4 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
@@ -764,13 +838,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
     __syncthreads();
     const int ctas = cluster_size(), rank = cluster_rank();
     if (has_lengths(p)) wait_for_earlier_kernels();
-    WorkItem w;
-    find_item(p, w, cluster_index(), blockIdx.z, blockIdx.y * ctas + rank, p.num_splits * ctas);
+    Work w;
+    find_work(p, w, cluster_index(), blockIdx.z, blockIdx.y * ctas + rank, p.num_splits * ctas);
     wait_for_earlier_kernels();
     let_next_kernel_start();
     if (threadIdx.x >= CONSUMER_THREADS) {
         decrease_registers_to<PRODUCER_REGISTERS>();
-        copy_tiles(p, w, threadIdx.x / 32 % 4);
+        RingPlace place;
+        copy_tiles(p, w, threadIdx.x / 32 % 4, place);
         if (ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<REGISTERS>();
@@ -781,7 +856,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
         float o[V_TILES][HEAD_TILES][4];
 #pragma unroll
         for (int v = 0; v < V_TILES; ++v) clear(o[v]);
-        attend(p, w, r, state, o);
+        attend(w, r, state, o);
         write_results(p, w, r, state, o);
     }
 }
