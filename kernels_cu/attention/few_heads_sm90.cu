@@ -24,6 +24,9 @@
 //   a cluster merge theirs (merge.cuh). Splits that do not fit a cluster lie along gridDim.y and are merged by
 //   combine.cu.
 //
+// EVENLY: all rows of the call are divided evenly over the CTAs (shares.cuh), each of which works on several splits. The
+// warpgroups then merge in the space of Q and P, while the producer warps fill the rings with the next split's rows.
+//
 //   full[quarter][stage]    copies done          32 arrivals after the copies of the producer warp, and one for `told`
 //   empty[quarter][stage]   stage released       the 4 warps of the warpgroup that has the tile
 //   WARPGROUP_SYNC + w      named: the 128 threads of consumer warpgroup w
@@ -40,6 +43,7 @@
 #include "attention/merge.cuh"
 #include "attention/results.cuh"
 #include "attention/role.cuh"
+#include "attention/shares.cuh"
 #include "attention/work.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cache_policy.cuh"
@@ -71,6 +75,8 @@ constexpr bool KEEPS_MAX = !FOLDED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;    // the terms of a sum stay below 2^REF_SLACK, ...
 constexpr float P_LIMIT = 32768.0f;  // ... and values that are rounded to f16 below this
 
+static_assert(!EVENLY || FOLDED, "decode");
+
 // Named barriers; WARPGROUP_SYNC: + warpgroup.
 enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 4 };
 
@@ -93,6 +99,9 @@ struct SmallOf {
     float across[CONSUMERS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
     float weight[CONSUMERS][4][HEADS];                // of a warpgroup's columns 128 k .. in the CTA's result
     float scale[HEADS];                               // of the CTA's result in the end
+    float own[HEADS];                                 // EVENLY: of it, among the partial results that are merged
+    int partials;                                     // EVENLY: how many partial results of other CTAs are merged
+    Shares<EVENLY ? THREADS : 32> shares;
 };
 // Stages of each ring: as many as there is space for.
 template <int STAGES>
@@ -108,13 +117,19 @@ using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(STAGES >= 4, "two tiles");
 
-// What the producer warps say of the stages of a tile that there is not: no more tiles are left of the split.
+// What the producer warps say of the stages of a tile that is not there: no more tiles are left of the split.
+// The bits from TILES_BIT on say how many there were.
 constexpr uint32_t NO_TILE = 1 << STAGE_ROWS;
+constexpr int TILES_BIT = STAGE_ROWS + 1;
 
 // Once all rows are read, the rings hold O^T in float32, [head][column]: the halves that warpgroups 0 and 1 exchange,
-// and those that warpgroup 2 gives them. Four columns more a line spread the heads over the banks.
-constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
-static_assert(EXCHANGE_AT + 2 * (CONSUMERS - 1) * EXCHANGE_BYTES <= SMALL_AT, "");
+// and those that warpgroup 2 gives them. Four columns more a line spread the heads over the banks. EVENLY: they stand in
+// the space of Q and P, where warpgroup 2 gives its own when the others have been read, and behind them the weights of
+// other CTAs' partial results, [partial result][head].
+constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = EVENLY ? Q_AT : RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
+constexpr int WEIGHTS_AT = EXCHANGE_AT + 2 * EXCHANGE_BYTES;
+static_assert(EXCHANGE_AT + 2 * (EVENLY ? 1 : CONSUMERS - 1) * EXCHANGE_BYTES <= (EVENLY ? RING_AT : SMALL_AT), "");
+static_assert(!EVENLY || WEIGHTS_AT + MOST_SHARES * HEADS * 4 <= RING_AT, "");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -165,6 +180,7 @@ __device__ __forceinline__ void copy_stage(uint32_t to, const Row& row, int firs
 // A split of a query's rows: `count` tiles, from `begin` on every `step`-th before `end`.
 struct Work : WorkItem {
     int step, count;
+    bool ends_item;
 
     __device__ __forceinline__ int tile(int i) const { return begin + step * i; }
 };
@@ -181,6 +197,26 @@ __device__ __forceinline__ void find_work(const AttentionParams& p, Work& w, int
         w.step = splits;
     }
     w.count = ceil_div(w.end - w.begin, w.step);
+    w.ends_item = true;
+}
+
+// EVENLY: the last item of this CTA's share, with which it starts, and how many splits the CTA has.
+__device__ __forceinline__ int last_item() {
+    const Boundary end = small().shares.end;
+    return end.pair > 0 ? end.item : end.item - 1;
+}
+__device__ __forceinline__ int num_splits() { return last_item() + 1 - small().shares.begin.item; }
+
+// EVENLY: split number `turn` of this CTA.
+__device__ __forceinline__ void find_split(const AttentionParams& p, Work& w, int turn) {
+    const Boundary begin = small().shares.begin, end = small().shares.end;
+    const int item = last_item() - turn;
+    find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
+    if (item == begin.item) w.begin = 2 * begin.pair;
+    w.ends_item = item != end.item;
+    if (!w.ends_item) w.end = min(w.end, 2 * end.pair);
+    w.step = 1;
+    w.count = w.end - w.begin;
 }
 
 // A producer warp's place in its ring: the next stage, and the parity that it waits for.
@@ -246,7 +282,7 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
 #pragma unroll 1
     for (int i = 2 * copied; i < 2 * told; ++i) {
         mbarrier_wait(empty + 8 * place.at, place.parity);
-        if (lane == 0) tell(quarter, place.at, NO_TILE);
+        if (lane == 0) tell(quarter, place.at, NO_TILE | copied << TILES_BIT);
         mbarrier_arrive_after_copies(full + 8 * place.at);
         place.advance();
     }
@@ -605,24 +641,26 @@ __device__ __forceinline__ void release_stages(const Role& r, const uint32_t (&p
     for (int quarter = 0; quarter < 4; ++quarter, empty += 8 * STAGES) mbarrier_arrive_for_warp_at_two(empty, r.lane);
 }
 
-__device__ __forceinline__ void attend(const Work& w, const Role& r, Softmax& state,
-                                       float (&o)[V_TILES][HEAD_TILES][4]) {
+// Returns how many places for tiles the split took in the rings, after `before` of earlier splits.
+__device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t before, Softmax& state,
+                                      float (&o)[V_TILES][HEAD_TILES][4]) {
     Small& sm = small();
     const FirstRow first = first_qk_row(r.g);
     const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES,
                    full = shared_address(sm.full[r.warp]), told = shared_address(sm.told[r.warp]);
 #pragma unroll 1
     for (int tile = r.warpgroup; tile < w.count; tile += CONSUMERS) {
-        const uint32_t number = 2 * tile, place[2] = {number % STAGES, (number + 1) % STAGES};
+        const uint32_t number = 2 * (before + tile), place[2] = {number % STAGES, (number + 1) % STAGES};
         const StagedRows rows = {{ring + place[0] * STAGE_BYTES, ring + place[1] * STAGE_BYTES}};
         const uint32_t row = rows.qk_row(r.g);
         float s[HEAD_TILES][4];
         mbarrier_wait(full + 8 * place[0], number / STAGES & 1);
         mbarrier_wait(full + 8 * place[1], (number + 1) / STAGES & 1);
-        if (load_shared_4(told + 4 * place[0]) == NO_TILE) {
+        const uint32_t of_stage = load_shared_4(told + 4 * place[0]);
+        if (of_stage & NO_TILE) {
             sync_warpgroup(r);  // all quarters have it
             release_stages(r, place);
-            break;
+            return min(int(of_stage >> TILES_BIT) + CONSUMERS, w.count);
         }
         multiply_qk(r, row, s);
         const uint32_t rows_valid = load_shared_4(told + 4 * (first.stage == 0 ? place[0] : place[1])) >> first.row;
@@ -630,6 +668,7 @@ __device__ __forceinline__ void attend(const Work& w, const Role& r, Softmax& st
         softmax_tile(r, tile == r.warpgroup, valid, row, s, state, o);
         multiply_pv(r, place, o);
     }
+    return w.count;
 }
 
 // --- results --------------------------------------------------------------------------------------------------
@@ -820,9 +859,158 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
     partials.merge<CONSUMER_THREADS>(weights, head_of, column_of, finish, sync_consumers, store);
 }
 
+// --- results of shares ----------------------------------------------------------------------------------------
+
+// Where a thread's word 2 half + k of the columns of head c stands in a partial result: chunk 128 (4 c + 2 half + k) +
+// thread.
+__device__ __forceinline__ int chunk_of(const Role& r, int c, int k) {
+    return 128 * (4 * c + 2 * r.warpgroup + k) + threadIdx.x % WARPGROUP;
+}
+
+// o += weight * v, of a head's columns in two mma tiles.
+__device__ __forceinline__ void add_columns(float (&first)[HEAD_TILES][4], float (&second)[HEAD_TILES][4], int c,
+                                            float own, float weight, float4 v) {
+    at(first, 0, c) = own * at(first, 0, c) + weight * v.x;
+    at(first, 1, c) = own * at(first, 1, c) + weight * v.y;
+    at(second, 0, c) = own * at(second, 0, c) + weight * v.z;
+    at(second, 1, c) = own * at(second, 1, c) + weight * v.w;
+}
+
+// Warpgroup HALF adds what warpgroup `other` has given of its half of the columns. `first`: its own columns do not have
+// their weight yet.
+template <int HALF>
+__device__ __forceinline__ void add_half(const Role& r, int other, bool first, float (&o)[V_TILES][HEAD_TILES][4]) {
+    const Small& sm = small();
+    float* given = given_half(r, 0, HALF);
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) {
+        const float own = first ? sm.weight[HALF][r.warp][r.head(c)] : 1.0f;
+        const float weight = sm.weight[other][r.warp][r.head(c)];
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+            add_columns(o[4 * HALF + 2 * k], o[4 * HALF + 2 * k + 1], c, own, weight, four_columns(given, c, k));
+    }
+}
+
+// The columns of warpgroup HALF, with `count` partial results of the CTAs before, to shared memory; or as a partial
+// result to the CTA whose share ends the item.
+template <int HALF>
+__device__ __forceinline__ void finish_half(const Role& r, bool ends_item, int count,
+                                            const PartialResults<4>& partials, float (&o)[V_TILES][HEAD_TILES][4]) {
+    auto columns_of = [&](int c, int k) {
+        float (&first)[HEAD_TILES][4] = o[4 * HALF + 2 * k];
+        float (&second)[HEAD_TILES][4] = o[4 * HALF + 2 * k + 1];
+        return make_float4(at(first, 0, c), at(first, 1, c), at(second, 0, c), at(second, 1, c));
+    };
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const float* weights = reinterpret_cast<const float*>(shared + WEIGHTS_AT) + i * HEADS;
+        float4 chunks[OWN_HEADS][2];  // all loads are under way at a time
+#pragma unroll
+        for (int c = 0; c < OWN_HEADS; ++c) {
+#pragma unroll
+            for (int k = 0; k < 2; ++k) chunks[c][k] = partials.chunk_of(partials.rank - count + i, chunk_of(r, c, k));
+        }
+#pragma unroll
+        for (int c = 0; c < OWN_HEADS; ++c) {
+            const float own = i == 0 ? small().own[r.head(c)] : 1.0f, weight = weights[r.head(c)];
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                add_columns(o[4 * HALF + 2 * k], o[4 * HALF + 2 * k + 1], c, own, weight, chunks[c][k]);
+        }
+    }
+    float* to = given_half(r, 0, HALF);
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            if (ends_item) {
+                four_columns(to, c, k) = columns_of(c, k);
+            } else {
+                partials.write(chunk_of(r, c, k), columns_of(c, k));
+            }
+        }
+    }
+}
+
+// A head's softmax over the rows of the CTA and those of `count` partial results before, to the head's statistics, the
+// weights of all, and the scale of their sum.
+__device__ __forceinline__ void finish_shared_head(const AttentionParams& p, const Work& w, int head,
+                                                   const Statistics& own, int count,
+                                                   const PartialResults<4>& partials) {
+    Small& sm = small();
+    auto* weights = reinterpret_cast<float*>(shared + WEIGHTS_AT) + head;
+    const int first = partials.rank - count;
+    float top = own.ref;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) top = fmaxf(top, partials.statistics_of(first + i, head).x);
+    sm.own[head] = rescale_factor(own.ref, top);
+    float sum = sm.own[head] * own.sum;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const float4 theirs = partials.statistics_of(first + i, head);
+        const float weight = rescale_factor(theirs.x, top);
+        weights[i * HEADS] = weight;
+        sum += weight * theirs.y;
+    }
+    sm.scale[head] = finish_head(p, w, head, true, top, sum, -INF);
+}
+
+// Merges the warpgroups of a CTA, and writes the results or leaves a partial result. The rings are not touched.
+__device__ __forceinline__ void write_shared_results(const AttentionParams& p, const Work& w, const Role& r,
+                                                     const Softmax& state, float (&o)[V_TILES][HEAD_TILES][4]) {
+    Small& sm = small();
+    const PartialResults<4> partials = {p.cluster_parts, int(blockIdx.x)};
+    const bool begins_item = w.begin == 0, merges = w.ends_item && !begins_item;
+    sync_consumers();  // Q and P have been read
+    store_statistics(r, state);
+    if (r.warpgroup == 0) give_half<1>(given_half(r, 0, 1), o);
+    if (r.warpgroup == 1) give_half<0>(given_half(r, 0, 0), o);
+    if (merges && r.warpgroup == 2 && r.warp == 0) {
+        const int count = wait_for_partials(p, blockIdx.x, r.lane);
+        if (r.lane == 0) sm.partials = count;
+    }
+    sync_consumers();
+    const int count = merges ? sm.partials : 0;
+    if (threadIdx.x < 4 * HEADS) {
+        const int k = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
+        const Statistics merged = merge_statistics(k, head);
+        if (k == 0 && !w.ends_item) partials.write_statistics(head, merged.ref, merged.sum, -INF);
+        if (k == 0 && w.ends_item) finish_shared_head(p, w, head, merged, count, partials);
+    }
+    sync_consumers();
+    if (r.warpgroup == 0) add_half<0>(r, 1, true, o);
+    if (r.warpgroup == 1) add_half<1>(r, 0, true, o);
+    if (w.count > 2) {
+        sync_consumers();
+        if (r.warpgroup == 2) {
+            give_half<0>(given_half(r, 0, 0), o);
+            give_half<1>(given_half(r, 0, 1), o);
+        }
+        sync_consumers();
+        if (r.warpgroup == 0) add_half<0>(r, 2, false, o);
+        if (r.warpgroup == 1) add_half<1>(r, 2, false, o);
+    }
+    if (r.warpgroup == 0) finish_half<0>(r, w.ends_item, count, partials, o);
+    if (r.warpgroup == 1) finish_half<1>(r, w.ends_item, count, partials, o);
+    sync_consumers();
+    if (w.ends_item) {
+        write_merged(p, w);
+    } else if (threadIdx.x == 0) {
+        announce_partial(p, blockIdx.x, begins_item);
+    }
+}
+
+// Before a CTA's next split: nothing is left of the one before.
+__device__ __forceinline__ void clear_references() {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < CONSUMERS * (1 + P_COPIES) * HEADS; i += CONSUMER_THREADS)
+        (&small().ref[0][0][0])[i] = -INF;
+}
+
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x a cluster a query, y splits beyond those of a cluster, z head tiles.
+// grid: x a cluster a query, y splits beyond those of a cluster, z head tiles. EVENLY: x CTAs, a share each.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns
@@ -835,29 +1023,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < CONSUMERS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
+    if constexpr (EVENLY) find_share_early(p, blockIdx.x, sm.shares);
     __syncthreads();
     const int ctas = cluster_size(), rank = cluster_rank();
-    if (has_lengths(p)) wait_for_earlier_kernels();
+    if (!EVENLY && has_lengths(p)) wait_for_earlier_kernels();
     Work w;
-    find_work(p, w, cluster_index(), blockIdx.z, blockIdx.y * ctas + rank, p.num_splits * ctas);
+    if constexpr (!EVENLY) find_work(p, w, cluster_index(), blockIdx.z, blockIdx.y * ctas + rank, p.num_splits * ctas);
     wait_for_earlier_kernels();
+    if constexpr (EVENLY) {
+        static_assert(2 * MOST_LISTED <= 4 * RING_BYTES, "");
+        find_planned_share(p, blockIdx.x, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
+    }
     let_next_kernel_start();
+    const int splits = EVENLY ? num_splits() : 1;
     if (threadIdx.x >= CONSUMER_THREADS) {
         decrease_registers_to<PRODUCER_REGISTERS>();
         RingPlace place;
-        copy_tiles(p, w, threadIdx.x / 32 % 4, place);
-        if (ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
+#pragma unroll 1
+        for (int turn = 0; turn < splits; ++turn) {
+            if constexpr (EVENLY) find_split(p, w, turn);
+            copy_tiles(p, w, threadIdx.x / 32 % 4, place);
+        }
+        if (!EVENLY && ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<REGISTERS>();
         const Role r = consumer_role();
-        Softmax state;
-        state.clear();
-        load_q(p, w, r);
-        float o[V_TILES][HEAD_TILES][4];
+        uint32_t before = 0;
+#pragma unroll 1
+        for (int turn = 0; turn < splits; ++turn) {
+            if constexpr (EVENLY) {
+                find_split(p, w, turn);
+                if (turn > 0) {
+                    sync_consumers();  // the results have been read, from where Q goes
+                    clear_references();
+                }
+            }
+            Softmax state;
+            state.clear();
+            load_q(p, w, r);
+            float o[V_TILES][HEAD_TILES][4];
 #pragma unroll
-        for (int v = 0; v < V_TILES; ++v) clear(o[v]);
-        attend(w, r, state, o);
-        write_results(p, w, r, state, o);
+            for (int v = 0; v < V_TILES; ++v) clear(o[v]);
+            before += attend(w, r, before, state, o);
+            if constexpr (EVENLY) {
+                write_shared_results(p, w, r, state, o);
+            } else {
+                write_results(p, w, r, state, o);
+            }
+        }
     }
 }
 

@@ -42,6 +42,9 @@ INVARIANT_ROWS, INVARIANT_ROWS_IN_TURN, INVARIANT_QUERIES = 512, 704, 32
 # With at most so many queries of 9 to 16 heads V32_FP8 decode is faster on `fp8_sm90` with 32 heads a CTA, half of them
 # padding.
 PADDED_QUERIES = 8
+# V32_FP8 decode of up to 16 heads: with more waves of queries than this, of equal lists and of lists with lengths, all
+# rows are divided evenly. And the pairs of tiles that a split has at least then.
+FEW_SHARE_WAVES, FEW_SHARE_WAVES_UNEVEN, FEW_SHARE_LEAST_SPLIT = 1.0, 0.5, 2
 # Up to so many work items the kernels for few heads are faster for prefill of many heads, too.
 FEW_ITEMS = 28
 # Up to so many splits of a query `bf16_few_heads_sm90` is the faster kernel for bf16 rows; and with clusters of the
@@ -85,8 +88,9 @@ class Choice(NamedTuple):
         heads: of a CTA.
         splits: of a query's rows; `EVENLY`: wherever an equal share of all rows ends.
         cluster: splits that the CTAs of a cluster merge; splits / cluster partial results are left for `combine.cu`.
-        ctas: of `fp8_sm90` and `portable`: among which the work is divided; 0: none, each item has a cluster, or a CTA
-            for each split. Up to MAX_CLUSTER splits of `fp8_sm90` that are no cluster are taken in turn by one of them.
+        ctas: of `fp8_sm90`, `few_heads_sm90` and `portable`: among which the work is divided; 0: none, each item has a
+            cluster, or a CTA for each split. Up to MAX_CLUSTER splits of `fp8_sm90` that are no cluster are taken in
+            turn by one of them.
         counted: lists without lengths end with their last valid entry, which a launch before finds.
         teams: of `fp8_sm90`: the splits of an item are CTAs that are no cluster; EVENLY: an item has as many of them as
             the length of its lists asks for.
@@ -212,6 +216,25 @@ def _few_heads_splits(f: Facts, s: Sizes) -> Choice:
     at_once = f.gpu.clusters_at_once(few_heads_sm90.cluster_kernel(most))
     tiles = ceil_div(s.rows, few_heads_sm90.TILE_ROWS)
     return Choice("few_heads_sm90", *few_heads_candidates(heads, s.h_q, tiles, at_once, s.splits).cheapest(s.queries))
+
+
+def _few_heads(f: Facts, s: Sizes) -> Choice:
+    """The same, or all rows divided evenly."""
+    return _few_heads_shares(f, s) if _few_heads_shares_wanted(f, s) else _few_heads_splits(f, s)
+
+
+def _few_heads_shares(f: Facts, s: Sizes) -> Choice:
+    heads, pairs = few_heads_sm90.block_heads(s.h_q), ceil_div(s.rows, 2 * few_heads_sm90.TILE_ROWS)
+    most = min(f.gpu.sms, few_heads_sm90.MOST_SHARES)
+    ctas = max(1, min(most, s.queries * pairs // FEW_SHARE_LEAST_SPLIT))
+    return Choice("few_heads_sm90", heads, EVENLY, ctas=ctas, least_split=FEW_SHARE_LEAST_SPLIT)
+
+
+def _few_heads_shares_wanted(f: Facts, s: Sizes) -> bool:
+    if f.prefill or not f.layout.quantized or f.batch_invariant or s.splits is not None:
+        return False
+    waves = FEW_SHARE_WAVES_UNEVEN if f.uneven else FEW_SHARE_WAVES
+    return s.h_q <= max(few_heads_sm90.EVEN_HEADS) and s.queries > waves * f.gpu.sms
 
 
 def _few_heads_wanted(f: Facts, s: Sizes) -> bool:
@@ -449,7 +472,7 @@ TABLE = (
         "bf16_few_heads_sm90", _bf16_rows, _any,
         lambda f, s: _few_heads_wanted(f, s) and _bf16_few_heads_wanted(f, s), _bf16_few_heads,
     ),
-    Row("few_heads_sm90", _scales_in_rows, _any, _few_heads_wanted, _few_heads_splits),
+    Row("few_heads_sm90", _scales_in_rows, _any, _few_heads_wanted, _few_heads),
     # Many heads: FP8 rows; flat bf16 rows, split over clusters while work items do not fill the GPU.
     Row("fp8_sm90", _fp8_rows, _any, _always, _fp8),
     Row(

@@ -1,6 +1,7 @@
 """`kernels_cu/attention/few_heads_sm90.cu`: V32_FP8 and bf16 rows on Hopper, 8, 16 or 32 heads of a query at a time.
 
-Rows may be split over the CTAs of a cluster, over partial results, or both. V4_FP8 is faster on `fp8_sm90`.
+Rows may be split over the CTAs of a cluster, over partial results, or both; those of V32_FP8 in decode of up to 16
+heads may be divided evenly over all CTAs. V4_FP8 is faster on `fp8_sm90`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ HEADS = tuple(FEW_CONSUMERS)  # heads a CTA is built for
 TILE_ROWS = 64
 
 SPILL_BYTES = 64  # a few words of addresses, once a work item
+EVEN_HEADS = (8, 16)  # heads a CTA that takes an equal share is built for
+MOST_SHARES = 144  # CTAs among which rows are divided evenly: there is space for the weights of as many results
 
 
 @cache
@@ -30,15 +33,15 @@ def block_heads(h_q: int) -> int:
 
 
 @cache
-def kernel(layout: Layout, heads: int) -> Kernel:
-    """The kernel for one cache layout and heads of a CTA."""
+def kernel(layout: Layout, heads: int, evenly: bool = False) -> Kernel:
+    """The kernel for one cache layout and heads of a CTA; `evenly`: all rows are divided over the CTAs."""
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "CONSUMERS": FEW_CONSUMERS[heads],
-        "MAX_CLUSTER": MAX_CLUSTER,
+        "MAX_CLUSTER": MAX_CLUSTER, "EVENLY": int(evenly), "MOST_SHARES": MOST_SHARES,
     }  # fmt: skip
     return Kernel(
         "attention/few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
-        spill_bytes=SPILL_BYTES, max_cluster=MAX_CLUSTER, overlaps=True,
+        spill_bytes=SPILL_BYTES, max_cluster=1 if evenly else MAX_CLUSTER, overlaps=True,
     )  # fmt: skip
 
 
@@ -53,9 +56,13 @@ def kernels() -> Iterator[Kernel]:
     for layout in (BF16_576, BF16_512, V32_FP8):
         for heads in HEADS:
             yield kernel(layout, heads)
+    for heads in EVEN_HEADS:
+        yield kernel(V32_FP8, heads, True)
 
 
-def launches(call: Call, heads: int, cluster: int, partials: int) -> Program:
-    """The launch: a cluster a query, a partial result and a tile of heads."""
+def launches(call: Call, heads: int, cluster: int, partials: int, ctas: int) -> Program:
+    """The launch: a cluster a query, a partial result and a tile of heads; or so many CTAs, a share each."""
+    if ctas:
+        return [Launch(kernel(call.layout, heads, True), (ctas, 1, 1), call.params)]
     grid = (call.queries * cluster, partials, ceil_div(call.h_q, heads))
     return [Launch(kernel(call.layout, heads), grid, call.params, cluster)]

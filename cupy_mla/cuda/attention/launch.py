@@ -31,6 +31,7 @@ from .cost import EVENLY
 # Of a head, in what CTAs leave to others, as float32 and float16; kernels_cu/attention/merge.cuh
 PARTIAL_BYTES, HALF_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
 MERGES_ITSELF = ("fp8_sm90", "bf16_cluster_sm90", "bf16_shares_sm90")  # these leave nothing to `combine.cu`
+PLANNED = ("fp8_sm90", "few_heads_sm90")  # whose equal shares are those of a plan
 
 
 def sparse_prefill(
@@ -218,7 +219,8 @@ def _launches(
     if choice.kernel in MERGES_ITSELF:
         memory = _SharePartials(choice, items, heads * HALF_PARTIAL_BYTES)
     elif choice.splits == EVENLY:
-        memory = _SharePartials(choice, items, portable.PLACES * heads * PARTIAL_BYTES)
+        places = 1 if choice.kernel == "few_heads_sm90" else portable.PLACES
+        memory = _SharePartials(choice, items, places * heads * PARTIAL_BYTES)
     else:
         memory = _Partials(queries, h_q, heads, choice.splits, choice.cluster)
     flags = ALIGNED_ROWS * rows.aligned | ALIGNED_Q * q.array.aligned(4) | ALIGNED_OUT * out.array.aligned(4)
@@ -226,7 +228,7 @@ def _launches(
     flags |= DECODE * (max_logits is None)
     plan_address: Any = 0
     plan_filled: Any = 0
-    if plan is not None and choice.kernel == "fp8_sm90" and choice.splits == EVENLY:
+    if plan is not None and choice.kernel in PLANNED and choice.splits == EVENLY:
         key = choice.ctas, heads, h_q, queries, rows.topk
         plan_address, plan_filled = PlanField(plan, key, "address"), PlanField(plan, key, "filled")
     params = structs.ATTENTION(
@@ -253,7 +255,7 @@ def _of_kernel(call: Call, choice: Choice, heads: int, partials: int) -> Program
     if choice.kernel == "fp8_sm90":
         return fp8_sm90.launches(call, heads, choice.splits, choice.cluster, choice.ctas, choice.teams)
     if choice.kernel == "few_heads_sm90":
-        return few_heads_sm90.launches(call, heads, choice.cluster, partials)
+        return few_heads_sm90.launches(call, heads, choice.cluster, partials, choice.ctas)
     if choice.kernel == "bf16_few_heads_sm90":
         queries = int(choice.queries)
         return bf16_few_heads_sm90.launches(call, heads, queries, choice.cluster, partials, choice.longest_first)
