@@ -172,14 +172,36 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
             compare(f"decode {layout.name} h {h} {kernel} splits {splits} {name}", ours, reference)
 
 
-def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
-    """`fp8_sm90` in each of its divisions, as larger batches have them: short lists as whole work items, in clusters,
-    over all CTAs by one plan for three calls, in teams of CTAs, and splits taken in turn."""
-    cache, gpu_cache = packed(rng, layout, 3, 61)
+def short_lists(rng: np.random.Generator, layout: layouts.Layout, h: int) -> tuple[np.ndarray, ...]:
+    """Queries, lists and lengths of six requests, -1 behind their ends."""
     q = (10 * rng.standard_normal((6, 1, h, layout.d_qk))).astype(BF16)
     indices = rng.integers(0, 183, (6, 1, 900), dtype=np.int32)
     length = np.array([900, 0, 1, 300, 400, 500], np.int32)
     indices[np.arange(900) >= length[:, None, None]] = -1
+    return q, indices, length
+
+
+def shares_case(rng: np.random.Generator, h: int) -> None:
+    """`few_heads_sm90` over V32_FP8 rows that are divided evenly over all CTAs, without and with lengths."""
+    layout = layouts.V32_FP8
+    cache, gpu_cache = packed(rng, layout, 3, 61)
+    q, indices, length = short_lists(rng, layout, h)
+    gpu_q, gpu_i, gpu_length = on_gpu(q, indices, length)
+    scale = SM_SCALES[layout.d_qk]
+    expected = cupy_mla.sparse_decode(q, cache, indices, scale)
+    os.environ[VARIABLE] = "few_heads_sm90"
+    for name, more in (("alike", {}), ("by length", {"topk_length": gpu_length})):
+        with replaced(choose, FEW_SHARE_WAVES=0, FEW_SHARE_WAVES_UNEVEN=0):
+            result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **more)
+        for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
+            compare(f"shares of few heads h {h} {name} {part}", ours, reference)
+
+
+def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
+    """`fp8_sm90` in each of its divisions, as larger batches have them: short lists as whole work items, in clusters,
+    over all CTAs by one plan for three calls, in teams of CTAs, and splits taken in turn."""
+    cache, gpu_cache = packed(rng, layout, 3, 61)
+    q, indices, length = short_lists(rng, layout, h)
     gpu_q, gpu_i, gpu_length = on_gpu(q, indices, length)
     scale = SM_SCALES[layout.d_qk]
     expected = cupy_mla.sparse_decode(q, cache, indices, scale)
@@ -329,6 +351,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             yield f"prefill h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel)
     for layout, h in product((layouts.V32_FP8, layouts.V4_FP8), (32, 70)) if hopper else ():
         yield f"divided {layout.name} h {h}", partial(divided_case, layout=layout, h=h)
+    for h in (7, 16) if hopper else ():
+        yield f"shares of few heads h {h}", partial(shares_case, h=h)
     for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576, layouts.BF16_512):
         for h in (8, 32, 64) if layout is layouts.BF16_512 else (16, 32, 64, 128):
             for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes):

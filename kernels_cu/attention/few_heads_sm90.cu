@@ -115,7 +115,7 @@ __host__ __device__ constexpr int most_stages() {
 constexpr int STAGES = most_stages<64>(), RING_BYTES = STAGES * STAGE_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
 using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(STAGES >= 4, "two tiles");
+static_assert(STAGES >= 2 * CONSUMERS - 1, "a warpgroup that waits for its next tile has seen the ring filled before");
 
 // What the producer warps say of the stages of a tile that is not there: no more tiles are left of the split.
 // The bits from TILES_BIT on say how many there were.

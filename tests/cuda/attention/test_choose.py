@@ -462,6 +462,22 @@ def test_bf16_rows_of_few_heads_in_two_splits_rather_than_three_without_a_cluste
         assert decode(layout, h_q, queries, splits=3).splits == 3
 
 
+@pytest.mark.parametrize("h_q", [1, 8, 9, 16])
+def test_v32_of_few_heads_is_divided_evenly_beyond_a_wave(h_q):
+    evenly = Choice("few_heads_sm90", 8 if h_q <= 8 else 16, EVENLY, ctas=132, least_split=2)
+    for queries in (133, 150, 264, 300, 1000):
+        assert decode(V32_FP8, h_q, queries) == evenly
+        assert decode(V32_FP8, h_q, queries, uneven=True) == evenly
+        assert decode(V32_FP8, h_q, queries, batch_invariant=True).splits == 4
+        assert decode(V32_FP8, h_q, queries, splits=2).splits == 2
+        assert decode(BF16_576, h_q, queries, flat=False).splits != EVENLY
+    assert decode(V32_FP8, h_q, 133, 1).ctas == 66
+    assert decode(V32_FP8, h_q, 132).splits != EVENLY
+    assert decode(V32_FP8, h_q, 100, uneven=True) == evenly
+    assert decode(V32_FP8, h_q, 66, uneven=True).splits != EVENLY
+    assert decode(V32_FP8, 17, 133).kernel == "fp8_sm90"
+
+
 # Decode of flat bf16 rows on an H200, by heads and rows: batches that were faster divided evenly, and those that were
 # not. Those within 2 % are left out. Of h 8 b 155, h 16 b 164 and h 32 b 190 one of both times is computed from others.
 DECODED_EVENLY = {

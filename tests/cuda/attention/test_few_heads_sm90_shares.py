@@ -1,0 +1,165 @@
+"""`few_heads_sm90` where all V32_FP8 rows of a call are divided evenly over CTAs, and where tiles without a valid entry
+are skipped, against the oracle. Needs a Hopper GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupy_mla
+
+from ... import oracle
+from ...cases import (
+    Paged,
+    assert_decoded,
+    check_batches,
+    check_decode,
+    decode_oracle,
+    every_batch,
+    paged,
+    queries,
+    run_decode,
+    sinks,
+)
+from ...kinds import make
+from . import evenly as divided
+from .replays import check_replays_with_other_lengths
+from .two_gpus import check_two_gpus_in_turn
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "few_heads_sm90"
+FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+HEADS = pytest.mark.parametrize("heads", [8, 16])
+
+
+@pytest.fixture
+def heads() -> int:
+    """Of a CTA."""
+    return 16
+
+
+@pytest.fixture
+def evenly(heads, replace_in_choose) -> None:
+    """Every call's rows are divided evenly over 132 CTAs, into splits of a pair of tiles and more."""
+    replace_in_choose("TABLE", divided.table(KERNEL, heads))
+
+
+def with_holes(rng: np.random.Generator, main: Paged) -> None:
+    """-1 anywhere, often for whole tiles, some lists without an entry, one as it was."""
+    b, s_q, topk = main.indices.shape
+    full, whole = rng.integers(b), main.indices.copy()
+    holes = np.repeat(rng.random((b, s_q, -(-topk // 64))) < rng.choice([0.3, 0.9, 1.0]), 64, -1)[..., :topk]
+    main.indices[holes] = -1
+    main.indices[rng.random((b, s_q)) < 0.2] = -1
+    ends = rng.integers(0, topk + 1, (b, s_q, 1))
+    main.indices[(np.arange(topk) >= ends) & (rng.random((b, s_q, 1)) < 0.5)] = -1
+    main.indices[full] = whole[full]
+
+
+@FORMATS
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 17, None])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk"), [(7, 1, 7, 1000), (3, 2, 16, 2048), (5, 3, 8, 65), (2, 1, 33, 700), (140, 1, 12, 63)]
+)
+def test_tiles_without_an_entry(hopper, rng, fmt, b, s_q, h_q, topk, num_splits):
+    main = paged(rng, fmt, b, s_q, topk, 64, lengths=bool(rng.integers(2)))
+    with_holes(rng, main)
+    check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
+
+
+@HEADS
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "block_size"),
+    [
+        (1, 1, 1, 1, 1),
+        (1, 1, 16, 3000, 64),  # a query over 24 CTAs
+        (3, 1, 7, 63, 2),
+        (1, 2, 16, 65, 61),
+        (3, 1, 40, 700, 256),
+        (133, 1, 16, 300, 64),  # one more than there are multiprocessors
+        (45, 2, 32, 390, 64),
+        (60, 3, 8, 129, 64),
+    ],
+)
+def test_sizes(hopper, evenly, rng, b, s_q, h_q, topk, block_size):
+    main = paged(rng, oracle.V32, b, s_q, topk, block_size)
+    check_decode(hopper, oracle.V32, queries(rng, b, s_q, h_q, 576), main, sink=sinks(rng, h_q))
+
+
+@HEADS
+@every_batch
+def test_every_batch(hopper, evenly, rng, batches):
+    check_batches(hopper, rng, oracle.V32, batches)
+
+
+@HEADS
+@pytest.mark.parametrize("lengths", [[0, 1, 300, 5000], [0] * 69 + [300], [300] + [0] * 69, [0], [-7, 64, 65]], ids=str)
+def test_lengths(hopper, evenly, rng, lengths):
+    main, extra = (
+        paged(rng, oracle.V32, 70, 2, 300, 64, lengths=True),
+        paged(rng, oracle.V32, 70, 2, 130, 2, lengths=True),
+    )
+    main.length[:], extra.length[:] = np.resize(lengths, 70), np.resize(lengths[::-1], 70)
+    q = queries(rng, 70, 2, 13, 576)
+    check_decode(hopper, oracle.V32, q, main, extra, sink=sinks(rng, 13), out_gaps=(0, 1, 2, 3))
+
+
+@HEADS
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk"), [(1, 1, 16, 3000), (7, 2, 16, 700), (133, 1, 7, 300), (45, 1, 30, 390), (3, 1, 8, 129)]
+)
+def test_short_lists_and_holes(hopper, evenly, rng, b, s_q, h_q, topk):
+    """Divided by what each CTA finds."""
+    main = paged(rng, oracle.V32, b, s_q, topk, 64, invalid=0)
+    with_holes(rng, main)
+    check_decode(hopper, oracle.V32, queries(rng, b, s_q, h_q, 576), main, sink=sinks(rng, h_q))
+
+
+def test_nothing_valid(hopper, evenly, rng):
+    main = paged(rng, oracle.V32, 140, 1, 300, 64)
+    main.indices[5:] = -1
+    out, lse = check_decode(hopper, oracle.V32, queries(rng, 140, 1, 16, 576), main)
+    assert (out[5:].astype(np.float32) == 0).all()
+    assert (lse[5:] == np.inf).all()
+
+
+@HEADS
+def test_same_bits_every_time(hopper, evenly, rng):
+    main, q = paged(rng, oracle.V32, 37, 1, 1000, 64), queries(rng, 37, 1, 16, 576)
+    first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
+def test_replays_with_other_lists(hopper, evenly, rng):
+    """Each replay divides anew, by where -1 then begins."""
+    torch = pytest.importorskip("torch")
+    kind = make("torch_cuda")
+    main, q = paged(rng, oracle.V32, 40, 1, 700, 64, invalid=0), queries(rng, 40, 1, 16, 576)
+    lists, put = main.indices.copy(), [kind.put(a) for a in (q, main.cache, main.indices)]
+    cupy_mla.sparse_decode(*put, 0.05)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = cupy_mla.sparse_decode(*put, 0.05)
+    for _ in range(5):
+        main.indices[:] = lists
+        with_holes(rng, main)
+        put[2].copy_(kind.put(main.indices))
+        graph.replay()
+        kind.synchronize()
+        assert_decoded(kind, result, decode_oracle(oracle.V32, q, main, sm_scale=0.05))
+
+
+@pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
+def test_replays_with_other_lengths(hopper, evenly, rng):
+    """Each replay divides anew, by the lengths that then lie in memory."""
+    main, extra = (
+        paged(rng, oracle.V32, 70, 2, 300, 64, lengths=True),
+        paged(rng, oracle.V32, 70, 2, 130, 2, lengths=True),
+    )
+    check_replays_with_other_lengths(rng, oracle.V32, queries(rng, 70, 2, 16, 576), main, extra)
+
+
+def test_two_gpus_in_turn(two_gpus, hopper, evenly, rng):
+    check_two_gpus_in_turn(hopper, rng, oracle.V32)
