@@ -160,6 +160,18 @@ def empty_tiles(rng: np.random.Generator, main: Paged) -> None:
     main.indices[np.repeat(empty, 64, -1)[..., :topk]] = -1
 
 
+def with_holes(rng: np.random.Generator, main: Paged) -> None:
+    """-1 anywhere, often for whole tiles, some lists without an entry, one as it was."""
+    b, s_q, topk = main.indices.shape
+    full, whole = rng.integers(b), main.indices.copy()
+    holes = np.repeat(rng.random((b, s_q, -(-topk // 64))) < rng.choice([0.3, 0.9, 1.0]), 64, -1)[..., :topk]
+    main.indices[holes] = -1
+    main.indices[rng.random((b, s_q)) < 0.2] = -1
+    ends = rng.integers(0, topk + 1, (b, s_q, 1))
+    main.indices[(np.arange(topk) >= ends) & (rng.random((b, s_q, 1)) < 0.5)] = -1
+    main.indices[full] = whole[full]
+
+
 def sinks(rng: np.random.Generator, h_q: int) -> np.ndarray:
     """Sinks around the size of lse, some of them infinite."""
     values = 3 * rng.standard_normal(h_q, np.float32) + 4

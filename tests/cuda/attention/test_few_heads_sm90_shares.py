@@ -10,7 +10,6 @@ import cupy_mla
 
 from ... import oracle
 from ...cases import (
-    Paged,
     assert_decoded,
     check_batches,
     check_decode,
@@ -20,6 +19,7 @@ from ...cases import (
     queries,
     run_decode,
     sinks,
+    with_holes,
 )
 from ...kinds import make
 from . import evenly as divided
@@ -43,18 +43,6 @@ def heads() -> int:
 def evenly(heads, replace_in_choose) -> None:
     """Every call's rows are divided evenly over 132 CTAs, into splits of a pair of tiles and more."""
     replace_in_choose("TABLE", divided.table(KERNEL, heads))
-
-
-def with_holes(rng: np.random.Generator, main: Paged) -> None:
-    """-1 anywhere, often for whole tiles, some lists without an entry, one as it was."""
-    b, s_q, topk = main.indices.shape
-    full, whole = rng.integers(b), main.indices.copy()
-    holes = np.repeat(rng.random((b, s_q, -(-topk // 64))) < rng.choice([0.3, 0.9, 1.0]), 64, -1)[..., :topk]
-    main.indices[holes] = -1
-    main.indices[rng.random((b, s_q)) < 0.2] = -1
-    ends = rng.integers(0, topk + 1, (b, s_q, 1))
-    main.indices[(np.arange(topk) >= ends) & (rng.random((b, s_q, 1)) < 0.5)] = -1
-    main.indices[full] = whole[full]
 
 
 @FORMATS
