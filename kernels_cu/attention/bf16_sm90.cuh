@@ -32,6 +32,11 @@
 //   q_empty               Q released       the 8 consumer warps
 //   P_READY + w           named: P_w is published: warpgroup w arrives, the other one waits
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
+//   PRODUCER_SYNC         named: the producer warps, which have looked at list entries
+//
+// Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a list,
+// those of 32 tiles at a time, while Q is copied. The consumers are told with a tile's validity whether its pair is the
+// last.
 //
 // Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w and never below
 // what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. In the first pair
@@ -43,8 +48,8 @@
 //
 // Shared memory: Q 73,728 + 2 tiles of 73,728 (D_QK 576) or 3 x 65,536 + P 16,384 (D_QK 512), and about 3 KB;
 // bf16_grouped_sm90 4 KB more.
-// Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch; no spills, and no
-// wgmma serialised by the compiler (both asserted by the compile test).
+// Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch; no spills in loops over
+// tiles, and no wgmma serialised by the compiler (the compile test looks at both).
 // What was tried, what bounds it: docs/kernels/bf16_sm90.md.
 #pragma once
 #include "attention/params.cuh"
@@ -77,7 +82,7 @@ constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 constexpr float REF_SLACK = 8.0f, PEAK = 0.0625f;
 
 // Named barriers; P_READY: + tile.
-enum NamedBarrier { P_READY = 1, CONSUMER_SYNC = 3 };
+enum NamedBarrier { P_READY = 1, CONSUMER_SYNC = 3, PRODUCER_SYNC = 4 };
 
 // Shared memory: Q, two tiles, P of each (D_QK 512), what a kernel needs besides (K::EXTRA_BYTES), and the rest.
 constexpr int Q_AT = 0, TILE_AT = TILE_BYTES, P_AT = 3 * TILE_BYTES;
@@ -85,7 +90,10 @@ constexpr int EXTRA_AT = P_AT + (P_OVER_ROPE ? 0 : 2 * BLOCK_BYTES);
 
 struct Small {
     uint64_t full[2][2], empty[2][2][2], q_full, q_empty;
-    int work, length;  // what Q is of: the number of a work item, -1 behind the last, and its list's length
+    // What Q is of: the number of a work item, -1 behind the last, and its list's length, 0 without a valid entry.
+    int work, length;
+    int last[2];        // whether a tile's pair is the last of its work item
+    uint32_t found[4];  // by each producer warp: which of 32 tiles have a valid entry
     union {
         uint8_t valid[2][TILE_ROWS];  // whether a row of a tile is valid
         // Bf16_grouped_sm90: for each query, a bit for each row of a tile that counts twice.
@@ -167,6 +175,7 @@ struct Copier {
 //   CLUSTER              whether a CTA belongs to a cluster
 //   POLICY               whether rows that are read once leave L2 before others; not in clusters, whose copies NVRTC 12.9
 //                        and 13.0 translated wrongly (docs/kernels/bf16_cluster_sm90.md)
+//   DENSE                whether every tile of a list has a valid entry
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
 //   length_of, work_of   what is known of a work item
@@ -178,7 +187,7 @@ struct Copier {
 //
 // Default is what most kernels have.
 struct Default {
-    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, DENSE = false;
 
     template <typename Params>
     static __device__ __forceinline__ void start(const Params&) {}
@@ -289,10 +298,77 @@ __device__ __forceinline__ void load_slots(const typename K::Params& p, const Wo
     }
 }
 
+// Whether a list entry names a row.
+__device__ __forceinline__ bool is_valid(const AttentionParams& p, int32_t slot) {
+    return uint32_t(slot) < uint32_t(min(p.main.num_slots, int64_t(0x7fffffff)));
+}
+
+// The tiles of a list that have a valid entry, MARKED tiles at a time.
+constexpr int MARKED = 32;
+template <typename K>
+struct MarkedTiles {
+    int first;      // of those at a time
+    uint32_t left;  // a bit for each that has not been taken
+
+    // A producer warp loads the entries of every fourth of the tiles, ...
+    struct Entries {
+        int32_t slots[MARKED / 4][2];
+    };
+    __device__ __forceinline__ Entries load(const typename K::Params& p, const Work& w) const {
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, entry = (first + warp) * TILE_ROWS + lane;
+        const int32_t* list = K::list_of(p, w) + entry;
+        Entries entries;
+        if constexpr (K::DENSE) return entries;
+#pragma unroll
+        for (int i = 0; i < MARKED / 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int further = 4 * i * TILE_ROWS + 32 * j;
+                entries.slots[i][j] = entry + further < w.length ? list[further] : -1;
+            }
+        }
+        return entries;
+    }
+    // ... and marks the tiles.
+    __device__ __forceinline__ void mark(const typename K::Params& p, const Work& w, const Entries& entries) {
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        if constexpr (K::DENSE) {
+            const int tiles = ceil_div(w.length, TILE_ROWS) - first;
+            left = tiles < MARKED ? (1u << tiles) - 1 : ~0u;
+            return;
+        }
+        Small& sm = small<K>();
+        uint32_t found = 0;
+#pragma unroll
+        for (int i = 0; i < MARKED / 4; ++i) {
+            if (is_valid(p, entries.slots[i][0]) || is_valid(p, entries.slots[i][1])) found |= 1u << 4 * i;
+        }
+        found = __reduce_or_sync(~0u, found) << warp;
+        named_barrier_sync(PRODUCER_SYNC, WARPGROUP);  // all have read what was found before
+        if (lane == 0) sm.found[warp] = found;
+        named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
+        left = sm.found[0] | sm.found[1] | sm.found[2] | sm.found[3];
+    }
+    // Goes on to tiles behind until one is marked.
+    __device__ __forceinline__ void go_on(const typename K::Params& p, const Work& w) {
+#pragma unroll 1
+        while (left == 0 && (first + MARKED) * TILE_ROWS < w.length) {
+            first += MARKED;
+            mark(p, w, load(p, w));
+        }
+    }
+    // Takes the next of the marked tiles, a number behind the list if there is none.
+    __device__ __forceinline__ int take(const Work& w) {
+        const int tile = left == 0 ? w.length : first + __ffs(left) - 1;
+        left &= left - 1;
+        return tile;
+    }
+};
+
 // Copies region `REGION` of tile `TILE` once it is released: half of V's columns, and maybe the RoPE columns.
 template <typename K, int TILE, int REGION>
 __device__ __forceinline__ void copy_region(const typename K::Params& p, const Work& w, const Copier& c, int pair,
-                                            const uint8_t* const (&rows)[4], typename K::Validity validity,
+                                            const uint8_t* const (&rows)[4], typename K::Validity validity, bool last,
                                             uint32_t parity) {
     Small& sm = small<K>();
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION][0]), parity);
@@ -303,6 +379,7 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
     if constexpr (has_validity(TILE, REGION)) {
         if (c.lane % 8 < K::VALIDITY_LANES) {
             K::store_validity(p, w, c, 2 * pair + TILE, TILE, rows, validity);
+            if (c.row == 0) sm.last[TILE] = last;
             mbarrier_arrive(shared_address(&sm.full[TILE][REGION]));
         }
     }
@@ -314,8 +391,7 @@ __device__ __forceinline__ void find_rows(const AttentionParams& p, const Copier
                                           const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const bool valid = slots[i] >= 0 && slots[i] < p.main.num_slots;
-        rows[i] = valid ? p.main.cache + slots[i] * p.main.row_stride + c.lane % 8 * 16 : nullptr;
+        rows[i] = is_valid(p, slots[i]) ? p.main.cache + slots[i] * p.main.row_stride + c.lane % 8 * 16 : nullptr;
     }
 }
 
@@ -348,30 +424,38 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
     const int head_tiles = num_head_tiles(p);
     K::template for_each<K>(p, head_tiles, [&](int index) {
         const Work w = K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
-        int32_t even[4], odd[4];  // list entries of the next even and odd tile
-        const uint8_t* rows[4];
-        load_slots<K>(p, w, c, 0, even);
+        MarkedTiles<K> tiles = {0, 0};
+        const auto entries = tiles.load(p, w);
 
         // Q is a tile whose rows are its lines.
-        find_q<K>(p, w, c, rows);
-        load_slots<K>(p, w, c, 1, odd);
         mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
         parity ^= 2;
-        announce<K>(index, w.length);
+        const uint8_t* rows[4];
+        find_q<K>(p, w, c, rows);
         copy_blocks<K, 0, BLOCKS>(c, 0, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
-        for (int pair = 0; pair < w.pairs; ++pair) {
+        tiles.mark(p, w, entries);
+        if (tiles.left == 0 && w.length > MARKED * TILE_ROWS) tiles.left = 1;  // there may be some behind these
+        announce<K>(index, tiles.left == 0 ? 0 : w.length);
+        int32_t even[4], odd[4];  // list entries of the next even and odd tile
+        bool last = tiles.left == 0;
+        load_slots<K>(p, w, c, tiles.take(w), even);
+        load_slots<K>(p, w, c, tiles.take(w), odd);
+#pragma unroll 1
+        for (int pair = 0; !last; ++pair) {
+            tiles.go_on(p, w);
+            last = tiles.left == 0;
             find_rows(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
-            copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, parity & 1);
-            load_slots<K>(p, w, c, 2 * pair + 2, even);
-            copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, parity & 1);
+            copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, last, parity & 1);
+            load_slots<K>(p, w, c, tiles.take(w), even);
+            copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, last, parity & 1);
             find_rows(p, c, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
-            copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, parity & 1);
-            load_slots<K>(p, w, c, 2 * pair + 3, odd);
-            copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, parity & 1);
+            copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, last, parity & 1);
+            load_slots<K>(p, w, c, tiles.take(w), odd);
+            copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, last, parity & 1);
             parity ^= 1;
         }
     });
@@ -654,11 +738,13 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
                                                int pairs, int warp, int lane, const uint32_t (&kept)[K::KEPT][4],
                                                uint32_t& parity, Softmax& state, float (&o)[128]) {
     Small& sm = small<K>();
-    for (int pair = 0; pair < pairs; ++pair) {
+    bool last = pairs == 0;
+    for (int pair = 0; !last; ++pair) {
         float s[32];
         start_qk<K>(W, parity, kept, s);
         parity ^= 1;
         const typename K::Columns columns(reader, W, lane % 4);
+        last = sm.last[W];
         uint32_t mine[4][4];
         float my_ref[2], my_sum[2], other_ref[2];
         if constexpr (W == 0) {
@@ -670,7 +756,7 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
             start_pv(0, W, o);
             wgmma_wait<2>();
         }
-        if (pair + 1 == pairs) release(sm.q_empty, lane);
+        if (last) release(sm.q_empty, lane);
         const bool rises = softmax_tile<K>(p, columns, pair, pairs, s, state, my_ref, my_sum, mine);
         publish_p<K>(W, warp, lane, mine, my_ref);
         if constexpr (W == 1) {

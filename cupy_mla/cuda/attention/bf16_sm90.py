@@ -14,6 +14,7 @@ from .call import Call
 from .lists import counted, longest_first
 
 HEADS = TILE_ROWS = 64
+SPILL_BYTES = 36  # a few words of the producer, once a work item
 
 
 def defines(layout: Layout) -> dict[str, int]:
@@ -25,7 +26,8 @@ def defines(layout: Layout) -> dict[str, int]:
 def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
     return Kernel(
-        "attention/bf16_sm90.cu", structs.ATTENTION, defines(layout), archs=("90a",), target="90a", overlaps=True,
+        "attention/bf16_sm90.cu", structs.ATTENTION, defines(layout), archs=("90a",), target="90a",
+        spill_bytes=SPILL_BYTES, overlaps=True,
     )  # fmt: skip
 
 
