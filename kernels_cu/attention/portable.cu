@@ -44,7 +44,8 @@
 //
 // References (what logits are relative to) rise when a logit is REF_SLACK above; that is rare, and O is rescaled then.
 //
-// List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf.
+// List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf. A tile
+// without a valid entry is passed over: all warps see that where they have its rows, and only meet.
 #include "attention/params.cuh"
 #include "attention/partials.cuh"
 #include "attention/results.cuh"
@@ -298,6 +299,12 @@ __device__ __forceinline__ int32_t note_rows(const AttentionParams& p, const Wor
     return load_entries(p, w, w.begin + count + NOTED_TILES);
 }
 
+// Whether any row of tile `count` of the split is valid. All warps that have met the output warps since note_rows see
+// the same.
+__device__ __forceinline__ bool any_valid(int count) {
+    return __any_sync(~0u, small().valid[count % VALID_TILES][Role::here().lane % TILE_ROWS]);
+}
+
 // Start the copies of an output warp's rows of tile `count` of the split.
 __device__ __forceinline__ void copy_rows(const AttentionParams& p, int count, int stage) {
     const Role r = Role::here();
@@ -315,6 +322,7 @@ __device__ __forceinline__ void copy_rows(const AttentionParams& p, int count, i
 __device__ __forceinline__ void copy_tile(const AttentionParams& p, int count, int stage) {
     copy_rows(p, count, stage);
     const uint32_t full = shared_address(&small().tile_full[stage]);
+    if (Role::here().lane == 0) mbarrier_arrive(full);  // releases `valid`
     if (p.flags & ALIGNED_ROWS) {
         mbarrier_arrive_after_copies(full);
     } else {
@@ -797,20 +805,29 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegist
     for (int tile = 0; tile < tiles; ++tile) {
         const int buffer = tile % 2;
         mbarrier_wait(shared_address(&small().tile_full[stage]), phase);
-        Scores s;
-        multiply_qk(stage, q, s);
-        if (PV_BEHIND_QK) named_barrier_arrive(S_DONE + buffer, THREADS);
-        if (PART_BUFFERS == 1) named_barrier_sync(SCORES + Role::here().group(), SCORE_THREADS / GROUPS);
-        leave_part(s, buffer);
-        named_barrier_sync(P_EMPTY + buffer, THREADS);
-        Probabilities probabilities;
-        add_parts(s, buffer, probabilities.s);
-        probabilities.mask(p.scale_log2, small().valid[tile % VALID_TILES]);
-        softmax.take_up();
-        probabilities.exponentiate(softmax);
-        probabilities.write(buffer, softmax);
-        named_barrier_arrive(P_FULL + buffer, THREADS);
-        softmax.put_down();
+        auto announce_s = [&] {
+            if (PV_BEHIND_QK) named_barrier_arrive(S_DONE + buffer, THREADS);
+            if (PART_BUFFERS == 1) named_barrier_sync(SCORES + Role::here().group(), SCORE_THREADS / GROUPS);
+        };
+        if (any_valid(tile)) {
+            Scores s;
+            multiply_qk(stage, q, s);
+            announce_s();
+            leave_part(s, buffer);
+            named_barrier_sync(P_EMPTY + buffer, THREADS);
+            Probabilities probabilities;
+            add_parts(s, buffer, probabilities.s);
+            probabilities.mask(p.scale_log2, small().valid[tile % VALID_TILES]);
+            softmax.take_up();
+            probabilities.exponentiate(softmax);
+            probabilities.write(buffer, softmax);
+            named_barrier_arrive(P_FULL + buffer, THREADS);
+            softmax.put_down();
+        } else {
+            announce_s();
+            named_barrier_sync(P_EMPTY + buffer, THREADS);
+            named_barrier_arrive(P_FULL + buffer, THREADS);
+        }
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     softmax.take_up();
@@ -1096,10 +1113,15 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
         named_barrier_sync(P_FULL + buffer, THREADS);
         if (!FP8 && tile + COPIED_BEFORE < tiles)
             copy_tile(p, tile + COPIED_BEFORE, stage == 0 ? STAGES - 1 : stage - 1);
-        rescale_output(buffer, o);
-        multiply_pv(stage, buffer, o, [&] {
+        auto wait = [&] {
             if (PV_BEHIND_QK && tile + 1 < tiles) named_barrier_sync(S_DONE + (tile + 1) % 2, THREADS);
-        });
+        };
+        if (any_valid(tile)) {
+            rescale_output(buffer, o);
+            multiply_pv(stage, buffer, o, wait);
+        } else {
+            wait();
+        }
         if (tile + 2 < tiles) named_barrier_arrive(P_EMPTY + buffer, THREADS);
         if constexpr (FP8) {
             if (tile + WIDENED_BEFORE < tiles) {
@@ -1110,7 +1132,7 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
         if (++stage == STAGES) stage = 0;
     }
     if constexpr (FOLDED) {
-        if (num_tiles() == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
+        if (num_tiles() == 1 && any_valid(0)) multiply_lost(small().tiles_done % STAGES, 0, o);
     }
     // The next split's first rows are on their way before this one's results are written.
     const auto load_next = [&] { return load_entries(p, small().next, small().next.begin); };
@@ -1131,7 +1153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
     if (threadIdx.x == 0) {
 #pragma unroll 1
         for (int stage = 0; stage < STAGES; ++stage)
-            mbarrier_init(shared_address(&sm.tile_full[stage]), (FP8 ? WARP_ARRIVALS : 32) * OUTPUT_WARPS);
+            mbarrier_init(shared_address(&sm.tile_full[stage]), (FP8 ? WARP_ARRIVALS : 33) * OUTPUT_WARPS);
     }
     if (in_shares(p)) {
         find_share_early(p, blockIdx.x, sm.shares);
