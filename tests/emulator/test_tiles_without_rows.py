@@ -1,0 +1,81 @@
+"""Kernels that pass over tiles without a valid entry, on an emulated GPU, beside the oracle: where the tiles are, how
+many follow one another, and lists of more tiles than are looked at together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla.cuda.attention import choose
+from cupy_mla.cuda.attention.choose import VARIABLE
+
+from .. import oracle
+from ..cases import LIFT, check_decode, check_prefill, lift_logits, paged, prefill_inputs, queries, sinks
+from ..cuda.attention import evenly
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+
+TILE_ROWS = 64
+SCALE = 0.02  # with which no row outweighs the others: few of these lists have many rows
+DECODERS = ["bf16_sm90", "bf16_cluster_sm90", "bf16_shares_sm90", "bf16_few_heads_sm90", "portable"]
+
+
+def tiles_to_empty(rng: np.random.Generator, where: str, queries: int, tiles: int) -> np.ndarray:
+    """Of each query [queries, tiles]: which tiles are to have no valid entry."""
+    tile, query = np.arange(tiles), np.arange(queries)[:, None]
+    return {
+        "anywhere": rng.random((queries, tiles)) < 0.7,
+        "between the ends": (tile > 0) & (tile < tiles - 1) & (query >= 0),
+        "but for the last": (tile < tiles - 1) & (query >= 0),
+        "but for one query": (query != rng.integers(queries)) | (tile < 0),
+    }[where]
+
+
+def emptied(rng: np.random.Generator, where: str, indices: np.ndarray) -> np.ndarray:
+    """Lists [..., topk] with tiles of entries that name no row."""
+    lists = indices.reshape(-1, indices.shape[-1])
+    tiles = tiles_to_empty(rng, where, len(lists), -(-lists.shape[1] // TILE_ROWS))
+    empty = np.repeat(tiles, TILE_ROWS, axis=1)[:, : lists.shape[1]]
+    return np.where(empty, rng.choice([-1, 2**31 - 1], lists.shape), lists).reshape(indices.shape).astype(np.int32)
+
+
+everywhere = pytest.mark.parametrize("where", ["anywhere", "between the ends", "but for the last", "but for one query"])
+
+
+@everywhere
+@pytest.mark.parametrize("name", DECODERS)
+def test_decode(kind, emulated, rng, monkeypatch, name, where):
+    """Of 3 to 36 tiles: `bf16_sm90` looks at 32 of them together, a warp of `bf16_few_heads_sm90` at 2."""
+    monkeypatch.setenv(VARIABLE, name)
+    if name == "bf16_shares_sm90":
+        monkeypatch.setattr(choose, "TABLE", evenly.table(name, heads=64))
+        choose.chooser.cache_clear()
+    topk, h_q = int(rng.choice([130, 700, 2300])), int(rng.integers(1, 9))
+    main = paged(rng, oracle.BF16_576, 3, 1, topk, 64)
+    main.indices = emptied(rng, where, main.indices)
+    main.length = rng.choice([topk, topk + 5, topk - 1, 65, 0], 3).astype(np.int32)
+    q = queries(rng, 3, 1, h_q, 576)
+    lift_logits(q, main.cache, SCALE)
+    splits = 2 if name == "bf16_cluster_sm90" else None
+    check_decode(kind, oracle.BF16_576, q, main, sm_scale=SCALE, sink=sinks(rng, h_q) + LIFT, num_splits=splits)
+    assert name in emulated.launched
+
+
+@everywhere
+def test_two_queries_a_cta(kind, emulated, rng, monkeypatch, where):
+    """More queries than the GPU has SMs."""
+    monkeypatch.setenv(VARIABLE, "bf16_few_heads_sm90")
+    q, kv, indices = prefill_inputs(rng, 15, 5, 512, 300, int(rng.choice([130, 900])))
+    lift_logits(q, kv, SCALE)
+    check_prefill(kind, q, kv, emptied(rng, where, indices), SCALE, sinks(rng, 5) + LIFT)
+    assert emulated.launched == {"bf16_few_heads_sm90"}
+
+
+def test_a_group_of_more_tiles_than_are_taken_together(kind, emulated, rng, monkeypatch):
+    """The union of the lists of `bf16_grouped_sm90` has a valid entry in every tile; it has more than 32."""
+    monkeypatch.setenv(VARIABLE, "bf16_grouped_sm90")
+    q, kv, _ = prefill_inputs(rng, 3, 20, 512, 2800, 1, share=1)
+    indices = np.stack([rng.permutation(2800)[:2200] for _ in range(3)]).astype(np.int32)[:, None]
+    check_prefill(kind, q, kv, indices, SCALE)
+    assert "bf16_grouped_sm90" in emulated.launched
