@@ -51,6 +51,21 @@ struct TopkParams {
     int32_t unused;
 };
 
+#ifndef EARLY
+#define EARLY 1
+#endif
+#ifndef LIST
+#define LIST 1
+#endif
+#ifndef ORDERED
+#define ORDERED 1
+#endif
+#ifndef FINE
+#define FINE 1
+#endif
+#ifndef FIRST
+#define FIRST 1
+#endif
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
 constexpr int BINS = 2048;
@@ -60,12 +75,16 @@ using Histogram = uint32_t[BINS + 4];  // word BINS counts what is in no bin; no
 constexpr int CAPACITY = !STREAMED ? 4 : TILE < 8192 ? TILE : 8192;  // of the pool
 constexpr int WINDOW = CAPACITY / 2 * 32;  // columns whose choice is marked in shared memory at a time
 constexpr int SAMPLED = 2;                 // vectors of a thread in the sample
+constexpr int CHUNK = 512;                 // columns of a warp in a step through a row
+constexpr int CHUNKS = !STREAMED ? 4 : CLUSTERS ? 1024 : THREADS >= 512 ? 2112 : 512;  // of a CTA, at most
+constexpr int MOST_LISTED = CLUSTERS ? 8 : FIRST ? 128 : 32;
 constexpr uint32_t MAX_K = STREAMED ? CAPACITY / 2 : 4096;
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t OUTSIDE = 0;
 constexpr int32_t NO_SLOT = int32_t(0x80000000);  // a shift that makes every position negative
 static_assert(THREADS >= 256 && ITEMS % 4 == 0 && ITEMS <= 32, "");
 static_assert(!STREAMED || CAPACITY % (2 * THREADS) == 0, "a thread has as many words of marks");
+static_assert(!STREAMED || VECTORS == 4, "a byte a vector");
 static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp's sum, 8 bytes a lane of its bins");
 
 struct Shared {
@@ -78,11 +97,21 @@ struct Shared {
         uint32_t pool[CAPACITY];  // logits that may be chosen, in any order
         // When those are in registers: a bit a column, if larger than the threshold, if equal.
         uint32_t marks[2][CAPACITY / 2];
+        struct {
+            uint32_t ranks[CAPACITY / 4 + 1];  // of four items of the pool: marked ones before them; the four's marks
+            int32_t shifts_of_chunks[CHUNKS];  // what added to a rank in the pool makes it one by columns
+        };
     };
-    uint32_t columns[CAPACITY];    // of the pool
-    uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
+    alignas(16) uint32_t columns[CAPACITY];  // of the pool
+    alignas(8)
+        uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
     uint32_t of_warp[WARPS];
-    int32_t shifts[THREADS];  // of blocks of the table
+    union {
+        int32_t shifts[THREADS];  // of blocks of the table
+        uint32_t chunks[CHUNKS];  // where a chunk's items are in the pool; in the lower 16 bits, how many
+    };
+    alignas(8) uint32_t list[MOST_LISTED];  // the last orders that the k-th largest is one of; 0 for none
+    uint32_t listed;
     int32_t digit, above, inside, above_before, inside_before;
     uint32_t pooled;
 };
@@ -218,6 +247,8 @@ __device__ constexpr bool may_end_before(int v) { return STREAMED || v == 0; }
 struct Items {
     uint32_t order[VECTORS][4];
     int vectors;  // the others have nothing inside the range
+    static constexpr bool LISTED = true;
+    static constexpr int PASSES_UNROLLED = 3;
 
     __device__ __forceinline__ uint32_t operator[](int i) const { return order[i / 4][i % 4]; }
 
@@ -229,6 +260,22 @@ struct Items {
             if (may_end_before(v) && v >= vectors) break;
 #pragma unroll
             for (int i = 0; i < 4; ++i) act(order[v][i]);
+        }
+    }
+
+    // Lists those of the `size` orders from `least` on. They are few: most threads have none.
+    __device__ __forceinline__ void list(uint32_t least, uint32_t size) const {
+        uint32_t mask = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= vectors) break;
+            mask |= uint32_t((*this)[i] - least < size) << i;
+        }
+        if (mask == 0) return;
+        int to = atomicAdd(&shared().listed, uint32_t(__popc(mask)));
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (mask >> i & 1) shared().list[to++] = (*this)[i];
         }
     }
 
@@ -399,6 +446,19 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
     __syncthreads();
 }
 
+// One of 2048 digits of an order, larger for larger logits: 32 for each power of two from 2^-16 to 2^16, of either sign.
+// What is nearer to 0 has digit NEAR_0, beyond are 0 and the last.
+constexpr int FINE_SHIFT = 18, NEAR_0 = 1023;
+constexpr int NEGATIVE_DIGITS = 3616, POSITIVE_DIGITS = 10720;  // what of an order's upper bits is no digit
+__device__ __forceinline__ uint32_t fine_digit(uint32_t order) {
+    const int upper = order >> FINE_SHIFT;
+    return max(min(max(upper - NEGATIVE_DIGITS, 0), NEAR_0), min(upper - POSITIVE_DIGITS, BINS - 1));
+}
+// The least order of a digit.
+__device__ __forceinline__ uint32_t least_of_fine(int digit) {
+    return digit == 0 ? 0 : uint32_t(digit + (digit <= NEAR_0 ? NEGATIVE_DIGITS : POSITIVE_DIGITS)) << FINE_SHIFT;
+}
+
 // Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`. The bins end with
 // the prefix' highest digit; below its lowest there may be items of smaller prefixes, which no search from the top comes
 // to. Without a branch, which the compiler makes of an atomic that not all lanes execute.
@@ -408,13 +468,114 @@ __device__ __forceinline__ void count_digit(Histogram& bins, uint32_t order, uin
     atomicAdd(&bins[digit], 1u);
 }
 
+#if CLUSTERS
+// The threshold among the last items, those in the lists of the row's CTAs.
+__device__ __forceinline__ Threshold find_in_lists(int need, uint32_t larger_before) {
+    cluster_sync();
+    if (threadIdx.x < 32) {
+        const int lane = threadIdx.x, part = lane / 4;  // lane's items are two of this part's
+        Vec8 mine = {0, 0};
+        if (part < num_parts()) {
+            mine = load_cluster_8(cluster_address(shared_address(&shared().list[lane % 4 * 2]), part));
+        }
+        int larger_x = 0, larger_y = 0, equal_x = 0, equal_y = 0;
+        const auto compare = [&](uint32_t other) {
+            larger_x += other > mine.x;
+            larger_y += other > mine.y;
+            equal_x += other == mine.x;
+            equal_y += other == mine.y;
+        };
+        for (uint32_t rest = __ballot_sync(~0u, mine.x != 0); rest != 0; rest &= rest - 1) {
+            compare(__shfl_sync(~0u, mine.x, __ffs(rest) - 1));
+        }
+        for (uint32_t rest = __ballot_sync(~0u, mine.y != 0); rest != 0; rest &= rest - 1) {
+            compare(__shfl_sync(~0u, mine.y, __ffs(rest) - 1));
+        }
+        uint32_t found = 0;
+        if (mine.x != 0 && larger_x < need && need <= larger_x + equal_x) found = mine.x;
+        if (mine.y != 0 && larger_y < need && need <= larger_y + equal_y) found = mine.y;
+        found = __reduce_max_sync(~0u, found);
+        const uint32_t larger_1 = __ballot_sync(~0u, mine.x > found), larger_2 = __ballot_sync(~0u, mine.y > found);
+        const uint32_t equal_1 = __ballot_sync(~0u, mine.x == found), equal_2 = __ballot_sync(~0u, mine.y == found);
+        const uint32_t before = (1u << 4 * this_part()) - 1;
+        if (lane == 0) {
+            shared().digit = found;
+            shared().above = __popc(larger_1) + __popc(larger_2);
+            shared().inside = __popc(equal_1) + __popc(equal_2);
+            shared().above_before = __popc(larger_1 & before) + __popc(larger_2 & before);
+            shared().inside_before = __popc(equal_1 & before) + __popc(equal_2 & before);
+        }
+    }
+    __syncthreads();
+    const uint32_t order = shared().digit, inside_before = shared().inside_before;
+    larger_before += shared().above_before;
+    need -= shared().above;
+    if (shared().inside == need) return {order - 1, 0, {larger_before + inside_before}};
+    return {order, need, {larger_before | inside_before << 16}};
+}
+#else
+// The threshold among the last items, those in the list. A warp ranks one of them at a time.
+__device__ __forceinline__ Threshold find_in_list(int need) {
+    __syncthreads();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = shared().listed;
+    uint32_t of_lane[MOST_LISTED / 32];
+#pragma unroll
+    for (int j = 0; j < MOST_LISTED / 32; ++j) of_lane[j] = shared().list[32 * j + lane];
+#pragma unroll 1
+    for (int i = warp; i < count; i += WARPS) {
+        const uint32_t item = shared().list[i];
+        int larger = 0, equal = 0;
+#pragma unroll
+        for (int j = 0; j < MOST_LISTED / 32; ++j) {
+            if (32 * j >= count) break;
+            larger += __popc(__ballot_sync(~0u, of_lane[j] > item));
+            equal += __popc(__ballot_sync(~0u, of_lane[j] == item));
+        }
+        if (lane == 0 && larger < need && need <= larger + equal) {
+            shared().digit = item;
+            shared().above = larger;
+            shared().inside = equal;
+        }
+    }
+    __syncthreads();
+    const uint32_t order = shared().digit;
+    need -= shared().above;
+    if (shared().inside == need) return {order - 1, 0, {}};
+    return {order, need, {}};
+}
+#endif
+
 // The threshold that the k largest items meet, of at least k inside the range. Each pass finds a digit.
 template <typename Source>
 __device__ __forceinline__ Threshold find_threshold(const Source& source, int k) {
+#if FIRST && !CLUSTERS
+    if constexpr (Source::LISTED) {
+        auto& bins = shared().bins[0];
+        source.for_each([&](uint32_t order) { atomicAdd(&bins[fine_digit(order)], 1u); });
+        find_bin_of_cta(bins, k);
+        const int digit = shared().digit;
+        uint32_t least = least_of_fine(digit), size = (digit == BINS - 1 ? 0 : least_of_fine(digit + 1)) - least;
+        int left = k - shared().above;
+        if (shared().inside > MOST_LISTED && shared().inside != left && size == 1 << FINE_SHIFT) {
+            source.for_each([&](uint32_t order) {
+                atomicAdd(&bins[min_in_32_bits(order - least >> (FINE_SHIFT - 11), BINS)], 1u);
+            });
+            find_bin_of_cta(bins, left);
+            least += shared().digit << (FINE_SHIFT - 11);
+            size = 1 << (FINE_SHIFT - 11);
+            left -= shared().above;
+        }
+        if (shared().inside == left) return {max(least, 1u) - 1, 0, {}};
+        if (shared().inside <= MOST_LISTED) {
+            source.list(least, size);
+            return find_in_list(left);
+        }
+    }
+#endif
     uint32_t prefix = 0;  // the upper bits of the k-th largest item's order
     int need = k;         // less the items that are larger than those of this prefix
     uint32_t larger_before = 0;
-#pragma unroll
+#pragma unroll(FIRST && !CLUSTERS ? 1 : Source::PASSES_UNROLLED)
     for (int pass = 0; pass < 3; ++pass) {
         const int above = 32 - 11 * pass, shift = max(above - 11, 0);
         auto& bins = shared().bins[CLUSTERS ? pass : 0];
@@ -432,6 +593,18 @@ __device__ __forceinline__ Threshold find_threshold(const Source& source, int k)
         // All items of the bin are chosen: the threshold is just below it.
         if (shared().inside == need) return {max(prefix << shift, 1u) - 1, 0, {larger_before + inside_before}};
         if (pass == 2) return {prefix, need, {larger_before | min(inside_before, MAX_K) << 16}};
+#if LIST
+        if constexpr (Source::LISTED && (CLUSTERS || !FIRST)) {
+            if (pass == 1 && shared().inside <= MOST_LISTED) {
+                source.list(prefix << 10, 1 << 10);
+#if CLUSTERS
+                return find_in_lists(need, larger_before);
+#else
+                return find_in_list(need);
+#endif
+            }
+        }
+#endif
     }
     return {};
 }
@@ -554,6 +727,8 @@ struct InMemory {
     const TopkParams& p;
     int row;
     Range range;
+    static constexpr bool LISTED = false;
+    static constexpr int PASSES_UNROLLED = 1;
 
     // Calls act(order, column) for each item of this thread from `begin` to before `end`.
     template <typename Act>
@@ -596,13 +771,26 @@ struct Sample {
     float4 vector[SAMPLED];
 
     __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range) {
-        const int64_t start = row * p.logits_stride;
-        const int length = range.end - range.begin, base = range.begin / 4 * 4, step = length / PIECES;
 #pragma unroll
         for (int v = 0; v < SAMPLED; ++v) {
-            const int piece = (v * THREADS + threadIdx.x) / 2;
-            vector[v] =
-                logits_inside(p, start, base + int(int64_t(piece) * step) / 8 * 8 + threadIdx.x % 2 * 4, range, -INF);
+            vector[v] = logits_inside(p, row * p.logits_stride, column_of(range, v), range, -INF);
+        }
+    }
+
+    static __device__ __forceinline__ int column_of(const Range& range, int v) {
+        const int step = (range.end - range.begin) / PIECES, piece = (v * THREADS + threadIdx.x) / 2;
+        return range.begin / 4 * 4 + int(int64_t(piece) * step) / 8 * 8 + threadIdx.x % 2 * 4;
+    }
+
+    // Leaves of what was loaded from a range what is before column `end`.
+    __device__ __forceinline__ void cut(const Range& range, int end) {
+#pragma unroll
+        for (int v = 0; v < SAMPLED; ++v) {
+            const int rest = end - column_of(range, v);
+            if (rest < 1) vector[v].x = -INF;
+            if (rest < 2) vector[v].y = -INF;
+            if (rest < 3) vector[v].z = -INF;
+            if (rest < 4) vector[v].w = -INF;
         }
     }
 };
@@ -619,9 +807,16 @@ __device__ __forceinline__ float guess_threshold(const TopkParams& p, const Rang
 #pragma unroll
         for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
     }
+    const auto count_fine = [&](uint32_t o) { atomicAdd(&shared().bins[0][fine_digit(o)], 1u); };
     const float share = SIZE * reciprocal_approx(length), expected = p.k * share, room = CAPACITY * share;
     const int rank = max(1, int(min(expected + 6 * sqrt_approx(expected) + 4, (expected + room) * 0.5f)));
     const int most = max(rank, min(rank + rank / 2, int(room - 5 * sqrt_approx(room))));  // that the pool has room for
+#if FINE
+#pragma unroll
+    for (int i = 0; i < 4 * SAMPLED; ++i) count_fine(order[i / 4][i % 4]);
+    find_bin_of_cta(shared().bins[0], rank);
+    if (shared().above + shared().inside <= most) return logit_below(least_of_fine(shared().digit));
+#endif
 #pragma unroll
     for (int i = 0; i < 4 * SAMPLED; ++i) count_digit(shared().bins[0], order[i / 4][i % 4], 0, 32, 21);
     find_bin_of_cta(shared().bins[0], rank);
@@ -639,7 +834,13 @@ struct Step {
     static constexpr int DEPTH = 4, SIZE = DEPTH * THREADS * 4;
     float4 vector[DEPTH];
 
+#if ORDERED
+    static __device__ __forceinline__ int first_of_vector(int v) {
+        return threadIdx.x / 32 * CHUNK + v * 128 + threadIdx.x % 32 * 4;
+    }
+#else
     static __device__ __forceinline__ int first_of_vector(int v) { return (v * THREADS + threadIdx.x) * 4; }
+#endif
 
     __device__ __forceinline__ void load(const TopkParams& p, int64_t start, const Range& range, int first) {
         const bool whole = p.aligned && range.begin <= first && first + SIZE <= range.end;
@@ -654,8 +855,9 @@ struct Step {
         }
     }
 
-    // Those that are larger than `below` go into the pool, as long as it has room.
-    __device__ __forceinline__ void add_to_pool(float below, int first) const {
+    // Those that are larger than `below` go into the pool, as long as it has room: those of a warp side by side, by
+    // columns. `chunk` is the number of this warp's columns among the chunks of the range.
+    __device__ __forceinline__ void add_to_pool(float below, int first, int chunk) const {
         const int lane = threadIdx.x % 32;
         uint32_t larger = 0;  // the signs of the differences; that of NaN is 0
 #pragma unroll
@@ -668,6 +870,37 @@ struct Step {
             }
         }
         const uint32_t mask = __brev(larger << (32 - 4 * DEPTH));  // bit 4 v + i: item i of vector v
+#if ORDERED
+        uint32_t counts = 0;  // a byte a vector
+#pragma unroll
+        for (int v = 0; v < DEPTH; ++v) counts |= __popc(mask >> 4 * v & 15) << 8 * v;
+        uint32_t in_pool = 0;
+        if (__any_sync(~0u, mask != 0)) {
+            const uint32_t sums = inclusive_sum(counts, lane), totals = __shfl_sync(~0u, sums, 31);
+            const uint32_t before = sums - counts;
+            const int total = (totals & 255) + (totals >> 8 & 255) + (totals >> 16 & 255) + (totals >> 24);
+            int at = 0;
+            if (lane == 0) at = atomicAdd(&shared().pooled, uint32_t(total));
+            at = __shfl_sync(~0u, at, 0);
+            in_pool = at << 16 | total;
+            if (at + total <= CAPACITY) {
+#pragma unroll
+                for (int v = 0; v < DEPTH; ++v) {
+                    const float of_vector[4] = {vector[v].x, vector[v].y, vector[v].z, vector[v].w};
+                    int to = at + (before >> 8 * v & 255);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        if (mask >> (4 * v + i) & 1) {
+                            shared().pool[to] = __float_as_uint(of_vector[i]);
+                            shared().columns[to++] = first + first_of_vector(v) + i;
+                        }
+                    }
+                    at += totals >> 8 * v & 255;
+                }
+            }
+        }
+        if (lane == 0) shared().chunks[chunk] = in_pool;
+#else
         if (!__any_sync(~0u, mask != 0)) return;
         const int mine = __popc(mask), sum = inclusive_sum(mine, lane);
         int at = 0;
@@ -686,6 +919,7 @@ struct Step {
                 }
             }
         }
+#endif
     }
 };
 
@@ -693,15 +927,129 @@ struct Step {
 // how many there are; those that find no room are not there.
 __device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Range& range, float below, Step step) {
     const int64_t start = row * p.logits_stride;
-    int first = range.begin / 4 * 4;
+    int first = range.begin / 4 * 4, chunk = threadIdx.x / 32;
     while (first < range.end) {
         const Step now = step;
         if (first + Step::SIZE < range.end) step.load(p, start, range, first + Step::SIZE);
-        now.add_to_pool(below, first);
+        now.add_to_pool(below, first, chunk);
         first += Step::SIZE;
+        chunk += WARPS;
     }
     __syncthreads();
     return shared().pooled;
+}
+
+// How many of the pool's marked items are before its place `at`.
+__device__ __forceinline__ int rank_in_pool(int at) {
+    const uint32_t four = shared().ranks[at / 4];
+    return (four >> 4) + __popc(four & ((1u << at % 4) - 1));
+}
+
+// Marked items of the pool, and how many are before them: in their chunk by columns, and in all of the pool.
+struct Marked {
+    uint32_t mask;  // bit 4 v + i: item i of vector v
+    int before[4];  // of vectors: how many are before in the pool
+    int total;      // of the CTA
+
+    // `range` is what the pool was filled from. Called by the CTA.
+    __device__ __forceinline__ Marked(uint32_t mask, const Range& range) : mask(mask) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        uint32_t counts = 0;  // a byte a vector
+#pragma unroll
+        for (int v = 0; v < 4; ++v) counts |= __popc(mask >> 4 * v & 15) << 8 * v;
+        const uint32_t sums = inclusive_sum(counts, lane), mine = sums - counts;
+        if (lane == 31) shared().of_warp[warp] = sums;
+        __syncthreads();
+        const uint32_t of_lane = lane < WARPS ? shared().of_warp[lane] : 0;
+        const uint32_t even = of_lane & 0x00ff00ff, odd = of_lane >> 8 & 0x00ff00ff;
+        const uint32_t all_even = __reduce_add_sync(~0u, even), all_odd = __reduce_add_sync(~0u, odd);
+        const uint32_t before_even = __reduce_add_sync(~0u, lane < warp ? even : 0);
+        const uint32_t before_odd = __reduce_add_sync(~0u, lane < warp ? odd : 0);
+        total = 0;
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            const int shift = v / 2 * 16;
+            before[v] = total + ((v % 2 ? before_odd : before_even) >> shift & 0xffff) + (mine >> 8 * v & 255);
+            total += (v % 2 ? all_odd : all_even) >> shift & 0xffff;
+            if (v * THREADS * 4 < CAPACITY) {
+                shared().ranks[v * THREADS + threadIdx.x] = before[v] << 4 | (mask >> 4 * v & 15);
+            }
+        }
+        if (threadIdx.x == 0) shared().ranks[CAPACITY / 4] = total << 4;
+        __syncthreads();
+        const int chunks = ceil_div(range.end - range.begin / 4 * 4, Step::SIZE) * WARPS;
+        const int each = ceil_div(chunks, THREADS), first = min(int(threadIdx.x) * each, chunks);
+        const int last = min(first + each, chunks);
+        int of_thread = 0;
+#pragma unroll 1
+        for (int i = first; i < last; ++i) of_thread += of_chunk(i);
+        const int sum = inclusive_sum(of_thread, lane);
+        if (lane == 31) shared().of_warp[warp] = sum;
+        __syncthreads();
+        int by_columns = __reduce_add_sync(~0u, lane < warp ? shared().of_warp[lane] : 0) + sum - of_thread;
+#pragma unroll 1
+        for (int i = first; i < last; ++i) {
+            shared().shifts_of_chunks[i] = by_columns - rank_in_pool(shared().chunks[i] >> 16);
+            by_columns += of_chunk(i);
+        }
+        __syncthreads();
+    }
+
+    // How many of a chunk's items are marked.
+    static __device__ __forceinline__ int of_chunk(int chunk) {
+        const uint32_t in_pool = shared().chunks[chunk], start = in_pool >> 16;
+        return rank_in_pool(start + (in_pool & 0xffff)) - rank_in_pool(start);
+    }
+
+    // Calls act(number by columns, column, bit in the mask) for each marked item of this thread.
+    template <typename Act>
+    __device__ __forceinline__ void for_each(int vectors, const Range& range, Act act) const {
+        const int base = range.begin / 4 * 4;
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            if (v >= vectors) break;
+            const uint4 four = *reinterpret_cast<const uint4*>(&shared().columns[Items::first_in_pool(v)]);
+            const uint32_t columns[4] = {four.x, four.y, four.z, four.w};
+            int rank = before[v];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (mask >> (4 * v + i) & 1) {
+                    const int column = columns[i];
+                    act(shared().shifts_of_chunks[(column - base) / CHUNK] + rank++, column, 4 * v + i);
+                }
+            }
+        }
+    }
+};
+
+// Brings the chosen of the pool's items into shared().chosen_columns, ascending, less `start`. Returns how many they
+// are. Called by the CTA, when no one needs its histograms any more.
+__device__ __forceinline__ int bring_pooled_in_order(const Items& items, const Range& range,
+                                                     const Threshold& threshold, int start) {
+    uint32_t larger = 0, equal = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (i % 4 == 0 && i / 4 >= items.vectors) break;
+        larger |= uint32_t(items[i] > threshold.order) << i;
+        equal |= uint32_t(items[i] == threshold.order) << i;
+    }
+    const int left = threshold.ties - threshold.before.equal();  // of equal ones, for this CTA and those behind it
+    int total = 0;
+#pragma unroll 1
+    for (bool of_equal = left > 0, again = true; again; of_equal = false) {
+        const Marked marked(of_equal ? equal : larger, range);
+        marked.for_each(items.vectors, range, [&](int number, int column, int bit) {
+            if (of_equal) {
+                if (number < left) larger |= 1u << bit;
+            } else {
+                shared().chosen_columns[number] = column - start;
+            }
+        });
+        total = marked.total;
+        again = of_equal;
+    }
+    __syncthreads();
+    return total;
 }
 
 // Marks a column of a window, if it is to be, as larger than the threshold or equal to it. Without a branch.
@@ -904,21 +1252,39 @@ __device__ __noinline__ void choose_in_memory(const TopkParams& p, int row, Rang
     store_chosen(p, row, of_row, threshold, count);
 }
 
-// Chooses from a part of a row that registers do not hold. The first step's logits are on their way with the sample's.
-__device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row,
-                                                const Range& range) {
+// What is loaded first of a row that registers do not hold, at once: a sample and the first step's logits.
+struct Opening {
     Sample sample;
-    sample.load(p, row, of_row);
     Step step;
-    step.load(p, row * p.logits_stride, range, range.begin / 4 * 4);
-    __syncthreads();  // bins are 0
-    const int pooled = fill_pool(p, row, range, guess_threshold(p, of_row, sample), step);
+    Range sampled;
+
+    __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& of_row, const Range& range) {
+        sampled = of_row;
+        sample.load(p, row, of_row);
+        step.load(p, row * p.logits_stride, range, range.begin / 4 * 4);
+    }
+};
+
+// Chooses from a part of a row that registers do not hold.
+__device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row, const Range& range,
+                                                const Opening& opening) {
+    const float below = guess_threshold(p, opening.sampled, opening.sample);
+    const int pooled = fill_pool(p, row, range, below, opening.step);
     if (pools_suffice(pooled, p.k)) {
         Items items;
         items.set_pooled(pooled);
         const Threshold threshold = find_threshold(items, p.k);
         end_reading_of_others();
         wait_for_readers();
+#if ORDERED
+        const bool positions = p.table.blocks == nullptr;
+        const int count = bring_pooled_in_order(items, range, threshold, positions ? of_row.begin : 0);
+        if (positions) {
+            results_of(p, row, of_row).copy(threshold.count(threshold.before), count);
+        } else {
+            store_chosen(p, row, of_row, threshold, count);
+        }
+#else
         const uint32_t least = threshold.order + (threshold.ties == 0);
         const int count = bring_in_order(range, threshold, [&](int begin, int end) {
 #pragma unroll
@@ -934,6 +1300,7 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
             }
         });
         store_chosen(p, row, of_row, threshold, count);
+#endif
     } else {
         choose_in_memory(p, row, of_row, range);
     }
@@ -977,53 +1344,84 @@ __device__ __forceinline__ void choose_held(const TopkParams& p, int row, const 
     }
 }
 
-// Loads a part that registers can hold, and chooses from it.
-__device__ __forceinline__ void load_and_choose(const TopkParams& p, int row, const Range& of_row,
-                                                const Range& range) {
+#if STREAMED
+// Chooses from a part of a row that registers can hold. Not inline: its code would stand in front of the longer rows'.
+__device__ __noinline__ void choose_short(const TopkParams& p, int row, Range of_row, Range range) {
     const int first = range.begin / 4 * 4;
     Tile tile;
     tile.load(p, row, range, first);
     choose_held(p, row, of_row, range, first, tile);
 }
 
-// The same, for the kernels that are not made for it. Not inline: code in front of theirs would cost them time.
-__device__ __noinline__ void load_and_choose_aside(const TopkParams& p, int row, Range of_row, Range range) {
-    load_and_choose(p, row, of_row, range);
+// Columns from a multiple of four on of a row's largest part. Of rows that begin at column 0, `early` ones.
+__device__ __forceinline__ int most_of_part(const Range& of_row, int parts, bool early) {
+    return ceil_div(of_row.end - of_row.begin, parts) + (early ? 0 : 8);
+}
+#endif
+
+// Where all rows begin at column 0 and are few, logits are loaded while the row's end is being read.
+__device__ __forceinline__ bool loads_early(const TopkParams& p) {
+    return (FEW || (CLUSTERS && !STREAMED && EARLY)) && (EARLY || !STREAMED) && p.starts == nullptr;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
     let_next_kernel_start();
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
     for (Histogram& bins : shared().bins) clear(bins);
-    if (threadIdx.x == 0) shared().pooled = 0;
+    if (threadIdx.x == 0) shared().pooled = shared().listed = 0;
+    if (threadIdx.x < MOST_LISTED) shared().list[threadIdx.x] = 0;
     wait_for_earlier_kernels();
-#if FEW && !STREAMED
-    Tile tile;
-    const bool early = p.starts == nullptr;
-    if (early) tile.load(p, row, {0, p.width}, 0);
-#endif
-    const Range of_row = range_of_row(p, row);
-    const int length = of_row.end - of_row.begin;
-    if (length <= p.k) {
+    const bool early = loads_early(p);
+    const Range to_width = {0, p.width};
+    Range of_row = early ? to_width : range_of_row(p, row);
+    if (!early && of_row.end - of_row.begin <= p.k) {
         if (part == 0) choose_all(p, row, of_row);
         return;
     }
-    const Range range = part_of(of_row, part, parts);
+    Range range = part_of(of_row, part, parts);
 #if STREAMED
-    if (ceil_div(length, parts) + 8 > TILE) {
-        choose_streamed(p, row, of_row, range);
-    } else {
-        load_and_choose_aside(p, row, of_row, range);
+    if (!early && most_of_part(of_row, parts, false) <= TILE) {
+        choose_short(p, row, of_row, range);
+        return;
     }
-#elif FEW
+    Opening opening;
+    opening.load(p, row, of_row, range);
+#else
+    int first = range.begin / 4 * 4;
+    Tile tile;
+    tile.load(p, row, range, first);
+#endif
     if (early) {
-        const Range from_0 = {0, of_row.end};
-        choose_held(p, row, from_0, from_0, 0, tile);
+        of_row = range_of_row(p, row);
+        const int length = of_row.end;
+        if (length <= p.k) {
+            if (part == 0) choose_all(p, row, of_row);
+            return;
+        }
+        range = {min(range.begin, length), min(range.end, length)};
+#if STREAMED
+        if (most_of_part(of_row, parts, true) <= TILE) {
+            choose_short(p, row, of_row, range);
+            return;
+        }
+        opening.sample.cut(to_width, length);
+#elif CLUSTERS
+        if (2 * length < p.width) {  // parts of equal size take less time than the largest
+            range = part_of(of_row, part, parts);
+            first = range.begin / 4 * 4;
+            tile.load(p, row, range, first);
+        }
+#endif
+    }
+#if STREAMED
+    __syncthreads();  // bins are 0
+    if (ORDERED && most_of_part(of_row, parts, early) > CHUNKS * CHUNK - Step::SIZE) {
+        choose_in_memory(p, row, of_row, range);
     } else {
-        load_and_choose_aside(p, row, of_row, range);
+        choose_streamed(p, row, of_row, range, opening);
     }
 #else
-    load_and_choose(p, row, of_row, range);
+    choose_held(p, row, of_row, range, first, tile);
 #endif
 }
 
