@@ -81,7 +81,7 @@ MANY = (
 # For no more rows than SMs, a CTA each.
 FEW = (
     *(Widths(512 * items, ((0, Shape(512, items, 2, few=True)),)) for items in (8, 16)),
-    *(Widths(1024 * items, ((0, Shape(1024, items, 1, few=True)),)) for items in (12, 16, 20, 24)),
+    *(Widths(1024 * items, ((0, Shape(1024, items, 1, few=True)),)) for items in (12, 16, 20, 24, 28, 32)),
     Widths(57344, ((0, STREAMED._replace(few=True)),)),
     Widths(ANY_WIDTH, ((0, Shape(1024, 16, 1, streamed=True, few=True)),)),
 )
@@ -92,7 +92,7 @@ CLUSTERS = (
 )
 LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
 LEAST_PART = CLUSTERS[0].most  # of a cluster of more than two
-HELD_BY_ONE = FEW[-3].most  # longest rows that one CTA holds in registers
+HELD_BY_ONE = 24576  # longest rows that one CTA holds in registers
 MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
 
 

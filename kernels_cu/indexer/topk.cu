@@ -67,7 +67,9 @@ struct TopkParams {
 #define FIRST 1
 #endif
 constexpr int WARPS = THREADS / 32;
-constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
+constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;                 // items
+constexpr int IN_REGISTERS = VECTORS < 6 || THREADS < 1024 ? VECTORS : 6;  // of a thread's vectors
+constexpr int IN_SHARED = VECTORS - IN_REGISTERS;                          // the others, from the last of those on
 constexpr int BINS = 2048;
 constexpr int SEARCHERS = THREADS >= 1024 ? 1024 : THREADS >= 512 ? 512 : 256;  // threads that have bins
 constexpr int BINS_OF_THREAD = BINS / SEARCHERS;
@@ -77,7 +79,7 @@ constexpr int WINDOW = CAPACITY / 2 * 32;  // columns whose choice is marked in 
 constexpr int SAMPLED = 2;                 // vectors of a thread in the sample
 constexpr int CHUNK = 512;                 // columns of a warp in a step through a row
 constexpr int CHUNKS = !STREAMED ? 4 : CLUSTERS ? 1024 : THREADS >= 512 ? 2112 : 512;  // of a CTA, at most
-constexpr int MOST_LISTED = CLUSTERS ? 8 : FIRST ? 128 : 32;
+constexpr int MOST_LISTED = CLUSTERS ? 8 : FIRST ? 64 : 32;
 constexpr uint32_t MAX_K = STREAMED ? CAPACITY / 2 : 4096;
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t OUTSIDE = 0;
@@ -106,6 +108,7 @@ struct Shared {
     alignas(8)
         uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
     uint32_t of_warp[WARPS];
+    alignas(16) uint4 orders[IN_SHARED > 0 ? IN_SHARED : 1][IN_SHARED > 0 ? THREADS : 1];  // see Items
     union {
         int32_t shifts[THREADS];  // of blocks of the table
         uint32_t chunks[CHUNKS];  // where a chunk's items are in the pool; in the lower 16 bits, how many
@@ -243,14 +246,31 @@ struct Tile {
 // end most warps have none at all; a pool is filled in part only, and leaves all warps some.
 __device__ constexpr bool may_end_before(int v) { return STREAMED || v == 0; }
 
-// The orders of a thread's items.
+// The orders of four neighbouring items.
+struct Four {
+    uint32_t order[4];
+};
+
+// The orders of a thread's items. Shared memory has those that registers have no room for.
 struct Items {
-    uint32_t order[VECTORS][4];
+    Four in_registers[IN_REGISTERS];
     int vectors;  // the others have nothing inside the range
     static constexpr bool LISTED = true;
     static constexpr int PASSES_UNROLLED = 3;
 
-    __device__ __forceinline__ uint32_t operator[](int i) const { return order[i / 4][i % 4]; }
+    __device__ __forceinline__ Four vector(int v) const {
+        if (v < IN_REGISTERS) return in_registers[v];
+        const uint4 four = shared().orders[v - IN_REGISTERS][threadIdx.x];
+        return {four.x, four.y, four.z, four.w};
+    }
+    __device__ __forceinline__ void set_vector(int v, const Four& four) {
+        if (v < IN_REGISTERS) {
+            in_registers[v] = four;
+        } else {
+            shared().orders[v - IN_REGISTERS][threadIdx.x] = {four.order[0], four.order[1], four.order[2],
+                                                              four.order[3]};
+        }
+    }
 
     // Calls act(order) for each.
     template <typename Act>
@@ -258,24 +278,38 @@ struct Items {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (may_end_before(v) && v >= vectors) break;
+            const Four four = vector(v);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) act(order[v][i]);
+            for (int i = 0; i < 4; ++i) act(four.order[i]);
         }
+    }
+
+    // Those of which test(order) is true: bit 4 v + i of item i of vector v.
+    template <typename Test>
+    __device__ __forceinline__ uint32_t mask_of(Test test) const {
+        uint32_t mask = 0;
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            if (may_end_before(v) && v >= vectors) break;
+            const Four four = vector(v);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) mask |= uint32_t(test(four.order[i])) << (4 * v + i);
+        }
+        return mask;
     }
 
     // Lists those of the `size` orders from `least` on. They are few: most threads have none.
     __device__ __forceinline__ void list(uint32_t least, uint32_t size) const {
-        uint32_t mask = 0;
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= vectors) break;
-            mask |= uint32_t((*this)[i] - least < size) << i;
-        }
+        const uint32_t mask = mask_of([&](uint32_t order) { return order - least < size; });
         if (mask == 0) return;
         int to = atomicAdd(&shared().listed, uint32_t(__popc(mask)));
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mask >> i & 1) shared().list[to++] = (*this)[i];
+        for (int v = 0; v < VECTORS; ++v) {
+            const Four four = vector(v);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (mask >> (4 * v + i) & 1) shared().list[to++] = four.order[i];
+            }
         }
     }
 
@@ -287,19 +321,19 @@ struct Items {
         for (int v = 0; v < VECTORS; ++v) {
             if (may_end_before(v) && v >= vectors) break;
             const float4& x = tile.vector[v];
-            const float of_vector[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
+            set_vector(v, {order_of(x.x), order_of(x.y), order_of(x.z), order_of(x.w)});
         }
         if (whole) return;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (may_end_before(v) && v >= vectors) break;
             const int at = first + Tile::first_of_vector(v);
+            Four four = vector(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (at + i < range.begin || range.end <= at + i) order[v][i] = OUTSIDE;
+                if (at + i < range.begin || range.end <= at + i) four.order[i] = OUTSIDE;
             }
+            set_vector(v, four);
         }
     }
 
@@ -316,7 +350,9 @@ struct Items {
             if (at < items) four = *reinterpret_cast<const uint4*>(&shared().pool[at]);
             const uint32_t values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) order[v][i] = at + i < items ? order_of(__uint_as_float(values[i])) : OUTSIDE;
+            for (int i = 0; i < 4; ++i) {
+                in_registers[v].order[i] = at + i < items ? order_of(__uint_as_float(values[i])) : OUTSIDE;
+            }
         }
     }
 };
@@ -660,19 +696,8 @@ struct Chosen {
 // Called by the CTA.
 __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& threshold) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t larger = 0, equal = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= items.vectors) break;
-        larger |= uint32_t(items[i] > threshold.order) << i;
-    }
-    if (threshold.ties > 0) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= items.vectors) break;
-            equal |= uint32_t(items[i] == threshold.order) << i;
-        }
-    }
+    uint32_t larger = items.mask_of([&](uint32_t order) { return order > threshold.order; }), equal = 0;
+    if (threshold.ties > 0) equal = items.mask_of([&](uint32_t order) { return order == threshold.order; });
     const Both of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16))};
     if (lane == 0) shared().of_warp[warp] = of_warp.counts;
     __syncthreads();
@@ -1026,13 +1051,8 @@ struct Marked {
 // are. Called by the CTA, when no one needs its histograms any more.
 __device__ __forceinline__ int bring_pooled_in_order(const Items& items, const Range& range,
                                                      const Threshold& threshold, int start) {
-    uint32_t larger = 0, equal = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (i % 4 == 0 && i / 4 >= items.vectors) break;
-        larger |= uint32_t(items[i] > threshold.order) << i;
-        equal |= uint32_t(items[i] == threshold.order) << i;
-    }
+    uint32_t larger = items.mask_of([&](uint32_t order) { return order > threshold.order; }), equal = 0;
+    if (threshold.ties > 0) equal = items.mask_of([&](uint32_t order) { return order == threshold.order; });
     const int left = threshold.ties - threshold.before.equal();  // of equal ones, for this CTA and those behind it
     int total = 0;
 #pragma unroll 1
@@ -1294,7 +1314,7 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
                 const uint32_t columns[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const uint32_t order = items.order[v][i], column = columns[i] - begin;
+                    const uint32_t order = items.in_registers[v].order[i], column = columns[i] - begin;
                     mark_if(order >= least && column < uint32_t(end - begin), order == threshold.order, column);
                 }
             }
