@@ -151,22 +151,12 @@ def paged(
     return Paged(cache, entries(rng, (b, s_q, topk), live, capacity, invalid), length, dead)
 
 
-def empty_tiles(rng: np.random.Generator, main: Paged) -> None:
-    """No entry of whole tiles of 64 is valid: of none, some or all of a list's tiles, the first and the last among
-    them."""
-    b, s_q, topk = main.indices.shape
-    share = rng.choice([0, 0.1, 0.5, 0.9, 1], (b, s_q, 1))
-    empty = rng.random((b, s_q, ceil_div(topk, 64))) < share
-    main.indices[np.repeat(empty, 64, -1)[..., :topk]] = -1
-
-
 def with_holes(rng: np.random.Generator, main: Paged) -> None:
-    """-1 anywhere, often for whole tiles, some lists without an entry, one as it was."""
+    """-1 for whole tiles of 64 entries, of a list none, some or all; half of the lists end sooner, one is as it was."""
     b, s_q, topk = main.indices.shape
     full, whole = rng.integers(b), main.indices.copy()
-    holes = np.repeat(rng.random((b, s_q, -(-topk // 64))) < rng.choice([0.3, 0.9, 1.0]), 64, -1)[..., :topk]
-    main.indices[holes] = -1
-    main.indices[rng.random((b, s_q)) < 0.2] = -1
+    holes = rng.random((b, s_q, ceil_div(topk, 64))) < rng.choice([0, 0.1, 0.5, 0.9, 1], (b, s_q, 1))
+    main.indices[np.repeat(holes, 64, -1)[..., :topk]] = -1
     ends = rng.integers(0, topk + 1, (b, s_q, 1))
     main.indices[(np.arange(topk) >= ends) & (rng.random((b, s_q, 1)) < 0.5)] = -1
     main.indices[full] = whole[full]

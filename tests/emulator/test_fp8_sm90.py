@@ -12,7 +12,7 @@ from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE, Choice
 
 from .. import oracle
-from ..cases import Paged, check_decode, empty_tiles, off_zero, paged, queries, sinks
+from ..cases import Paged, check_decode, off_zero, paged, queries, sinks, with_holes
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -44,13 +44,13 @@ def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, 
     """Two caches. Of the lists one is empty, one full, and one ends with its only entry."""
     main = paged(rng, fmt, B, 1, TOPK, int(rng.choice([1, 61, 64])), lengths=lengths)
     full, last = main.indices[1].copy(), main.indices[2, :, -1].copy()
-    empty_tiles(rng, main)
+    with_holes(rng, main)
     main.indices[0], main.indices[1], main.indices[2] = -1, full, -1
     main.indices[2, :, -1] = last
     if not extra:
         return [main, None]
     more = paged(rng, fmt, B, 1, 130, 2, lengths=lengths)
-    empty_tiles(rng, more)
+    with_holes(rng, more)
     return [main, more]
 
 

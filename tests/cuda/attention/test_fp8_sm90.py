@@ -10,7 +10,6 @@ from ...cases import (
     Paged,
     check_decode,
     check_nan_of_a_named_row,
-    empty_tiles,
     entries,
     latent,
     off_zero,
@@ -18,6 +17,7 @@ from ...cases import (
     queries,
     run_decode,
     sinks,
+    with_holes,
 )
 from ...kinds import gapped
 
@@ -76,8 +76,8 @@ def test_all_invalid_rows_and_nan_of_a_named_one(hopper, rng, fmt, num_splits):
 def test_empty_tiles(hopper, rng, fmt, b, s_q, h_q, topk, num_splits):
     main, extra = paged(rng, fmt, b, s_q, topk, 64), paged(rng, fmt, b, s_q, 300, 2, lengths=True)
     ends = main.indices[..., -1].copy()
-    empty_tiles(rng, main)
-    empty_tiles(rng, extra)
+    with_holes(rng, main)
+    with_holes(rng, extra)
     main.indices[::2, :, -1] = ends[::2]  # what a list ends with says nothing of the rest
     q = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, extra)
     check_decode(hopper, fmt, q, main, extra, num_splits=num_splits)

@@ -15,7 +15,7 @@ from cupy_mla.cuda.attention.cost import EVENLY
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
-from ...cases import check_decode, empty_tiles, off_zero, paged, queries, run_decode, sinks
+from ...cases import check_decode, off_zero, paged, queries, run_decode, sinks, with_holes
 from .replays import check_replays_with_other_lengths
 from .two_gpus import check_two_gpus_in_turn
 
@@ -73,7 +73,7 @@ def test_equal_lists(hopper, teams, rng, fmt, heads, b, s_q, h_q, topk, splits):
 def test_empty_tiles(hopper, teams, rng, fmt, heads, clusters, b, h_q, topk, splits):
     teams(heads, splits, clusters=clusters)
     main = paged(rng, fmt, b, 1, topk, 64)
-    empty_tiles(rng, main)
+    with_holes(rng, main)
     q = off_zero(fmt, queries(rng, b, 1, h_q, fmt.d_qk), main)
     check_decode(hopper, fmt, q, main, sink=sinks(rng, h_q))
 
