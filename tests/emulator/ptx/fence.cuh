@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/fence.cuh for the emulator, where memory has one order.
+// Twin of kernels_cu/ptx/fence.cuh, where memory has one order.
 #pragma once
 
 inline void fence_proxy_async() {}
