@@ -1,7 +1,8 @@
 """A GPU whose kernels run on the CPU: `EmulatedGPU`, built on the stand-in for a GPU.
 
 `kernels_cu` is compiled by g++ as it is, with the headers of this folder in the place of `ptx/` (machine.h says how
-the machine works). The compiled libraries lie in `.pytest_cache/emulator`, under a hash of all that they depend on.
+the machine works). The compiled libraries lie in `.pytest_cache/emulator`, under a hash of all that they depend on;
+old ones may be deleted at any time.
 """
 
 from __future__ import annotations

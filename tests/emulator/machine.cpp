@@ -42,7 +42,8 @@ emu_switch:
     popq %rbp
     ret
 )");
-constexpr int RETURN_AT = 6, FRAME = 8;  // words
+// Words of a new fiber's stack: behind the six that emu_switch pops, where it returns to; two more keep it aligned.
+constexpr int RETURN_AT = 6, FRAME = 8;
 #else
 #error "the emulator switches stacks on x86-64"
 #endif
@@ -64,8 +65,9 @@ struct Image {
     void (*body)(const void*) = nullptr;
     SharedMemory memory = {};
 };
+
 struct Kernel {
-    std::string path;
+    std::string path;  // of its library
     std::vector<Image> images;
     int threads = 0, shared_bytes = 0;
 };
@@ -93,6 +95,7 @@ void go_on();
 
 bool runs(const Thread& t) { return t.word == nullptr || (*t.word & t.mask) != t.value; }
 
+// The current thread waits while (*word & mask) == value.
 void wait_while(const uint32_t* word, uint32_t mask, uint32_t value, const char* what) {
     Thread& me = *current;
     while ((*word & mask) == value) {
@@ -114,6 +117,7 @@ char* new_stack() {
     return static_cast<char*>(memory);
 }
 
+// Back to emu_run, for good.
 void leave() {
     void* nowhere;
     emu_switch(&nowhere, scheduler_stack);
@@ -233,11 +237,12 @@ void begin_thread() {
     if (zero.arrived > 0 && zero.arrived == me.cta->alive) end_turn(zero);
     run.idle = 0;
     for (const Cta* cta : *me.cta->cluster)
-        if (cta->alive > 0) go_on();
+        if (cta->alive > 0) go_on();  // for good, as it is done
     for (const Cta* cta : *me.cta->cluster) finish_all_of(*cta);
     leave();  // and the cluster ends
 }
 
+// Another order of the warps.
 void shuffle_warps() {
     const size_t warps = run.order.size() / 32;
     for (size_t i = warps; i > 1; --i) {
@@ -248,6 +253,7 @@ void shuffle_warps() {
     }
 }
 
+// Fills a CTA's shared memory with one word: no number in particular, NaN, two NaN or two ones in bfloat16.
 void poison(Cta& cta) {
     const uint32_t word[] = {0xcdcdcdcd, 0xffffffff, 0x7fc07fc0, 0x3f803f80};
     cta.poison = word[draw(4)];
@@ -255,6 +261,7 @@ void poison(Cta& cta) {
     for (char* p = cta.base + (cta.start - cta.base + 3) / 4 * 4; p < cta.end; p += 4) memcpy(p, &cta.poison, 4);
 }
 
+// The number of a copy of the kernel's library that no CTA uses.
 int new_image() {
     if (!free_images.empty()) {
         const int i = free_images.back();
@@ -284,6 +291,7 @@ int new_image() {
     return int(kernel.images.size()) - 1;
 }
 
+// Starts the next cluster of the grid.
 void start_cluster() {
     const uint32_t number = run.started++;
     auto* cluster = new std::vector<Cta*>;
