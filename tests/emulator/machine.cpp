@@ -120,15 +120,24 @@ void leave() {
     abort();
 }
 
+LastStore& last_store(const char* at) { return current->cta->stores[(at - current->cta->base) / 4]; }
+
+// What is known to the current warp; and, when it arrives at a barrier, to those that wait there.
+Known& mine() { return current->cta->known[current->index / 32]; }
+void pass_on(Known& to) {
+    to.join(mine());
+    ++mine().stored[current->index / 32];  // what it stores from now on is not known there
+}
+
 // --- asynchronous copies ---
 
 void finish(const Copy& copy) {
     if (copy.arrives) {
         mbarrier_arrive(copy.barrier);
     } else if (copy.valid) {
-        memcpy(shared(copy.to), copy.from, copy.bytes);
+        memcpy(stored(copy.to, copy.bytes), copy.from, copy.bytes);
     } else {
-        memset(shared(copy.to), 0, copy.bytes);
+        memset(stored(copy.to, copy.bytes), 0, copy.bytes);
     }
 }
 
@@ -165,6 +174,7 @@ void finish_bulk(Cta& cta, size_t i) {
     cta.bulk.erase(cta.bulk.begin() + i);
     shared(copy.to + copy.bytes - 1);
     memcpy(shared(copy.to), copy.from, copy.bytes);
+    for (int i = 0; i < copy.bytes; i += 4) last_store(shared(copy.to + i)) = {};
     uint32_t* words = words_of(copy.barrier);
     words[1] -= copy.bytes;
     end_phase(words);
@@ -298,6 +308,8 @@ void start_cluster() {
         for (Barrier& b : cta->barriers) b.all = true;
         cta->beyond = memory[2] - (232448 - run.kernel->shared_bytes / 4 * 4);
         cta->beyond_end = memory[2];
+        cta->stores.resize((cta->end - cta->base) / 4 + 4);
+        for (int warp = 0; warp < MAX_WARPS; ++warp) cta->known[warp].stored[warp] = 1;
         poison(*cta);
         cluster->push_back(cta);
         run.ctas.push_back(cta);
@@ -447,6 +459,41 @@ void fail(const char* message) {
     abort();
 }
 
+// --- stores and wgmma ---------------------------------------------------------------------------------------------
+
+char* stored(uint32_t address, int bytes) {
+    char* at = shared(address);
+    const int warp = current->index / 32;
+    for (int i = 0; i < bytes; i += 4) last_store(at + i) = {warp, mine().stored[warp]};
+    return at;
+}
+
+char* loaded(uint32_t address, int bytes) {
+    char* at = shared(address);
+    if (address >> 24) return at;  // of another CTA, whose clocks are its own
+    for (int i = 0; i < bytes; i += 4) {
+        const LastStore& last = last_store(at + i);
+        const bool other = last.warp != current->index / 32;
+        if (other && last.time > mine().stored[last.warp]) fail("a load that no barrier orders after the store");
+    }
+    return at;
+}
+
+const char* loaded_by_wgmma(uint32_t address) {
+    const char* at = shared(address);
+    for (int i = 0; i < 16; i += 4) {
+        const LastStore& last = last_store(at + i);
+        if (last.time > mine().fenced[last.warp]) fail("wgmma reads what has not passed a fence.proxy.async");
+    }
+    return at;
+}
+
+void fence_proxy_async() {
+    Known& known = mine();
+    std::copy(known.stored, known.stored + MAX_WARPS, known.fenced);
+    ++known.stored[current->index / 32];
+}
+
 // --- warps and barriers -------------------------------------------------------------------------------------------
 
 const uint64_t* exchange(uint64_t mine, uint32_t mask) {
@@ -480,14 +527,15 @@ const uint64_t* exchange(uint64_t mine, uint32_t mask) {
 int threads_left() { return current->cta->alive; }
 
 namespace {
-Barrier& arrive(int id, int threads, bool mine) {
+Barrier& arrive(int id, int threads, bool value) {
     if (id < 0 || id > 15) fail("no such named barrier");
     if (id > 0 && threads % 32) fail("a named barrier of a count that is no multiple of 32");
     Barrier& b = current->cta->barriers[id];
     if (id > 0 && b.arrived > 0 && b.expected != threads) fail("a named barrier under two counts");
     b.expected = threads;
-    b.any |= mine;
-    b.all &= mine;
+    b.any |= value;
+    b.all &= value;
+    pass_on(b.known);
     if (++b.arrived >= threads) {
         b.arrived = 0;
         b.was_any = b.any, b.was_all = b.all;
@@ -504,19 +552,24 @@ const char* const BARRIERS[] = {"__syncthreads", "barrier 1",  "barrier 2",  "ba
 
 void barrier_arrive(int id, int threads) { arrive(id, threads, false); }
 
-Barrier& barrier_sync(int id, int threads, bool mine) {
+Barrier& barrier_sync(int id, int threads, bool value) {
     const uint32_t turn = current->cta->barriers[id & 15].turn;
-    Barrier& b = arrive(id, threads, mine);
+    Barrier& b = arrive(id, threads, value);
     wait_while(&b.turn, ~0u, turn, BARRIERS[id]);
+    mine().join(b.known);
     return b;
 }
 
 void cluster_arrive() {
     Cta::ClusterBarrier& b = *current->cta->cluster_barrier;
     current->cluster_turn = b.turn;
+    pass_on(current->cta->at_cluster_barrier);
     if (++b.arrived == threads_of_cta * int(current->cta->cluster->size())) b.arrived = 0, ++b.turn;
 }
-void cluster_wait() { wait_while(&current->cta->cluster_barrier->turn, ~0u, current->cluster_turn, "its cluster"); }
+void cluster_wait() {
+    wait_while(&current->cta->cluster_barrier->turn, ~0u, current->cluster_turn, "its cluster");
+    mine().join(current->cta->at_cluster_barrier);
+}
 
 // --- mbarriers ----------------------------------------------------------------------------------------------------
 
@@ -534,17 +587,21 @@ void mbarrier_arrive(uint32_t barrier, int expected_bytes) {
     if ((words[0] >> 1 & 0x7fff) == 0) fail("more arrivals at an mbarrier than its count");
     words[1] += expected_bytes;
     words[0] -= 2;
+    pass_on(current->cta->at_mbarrier[barrier]);
     end_phase(words);
 }
 
 bool mbarrier_done(uint32_t barrier, uint32_t parity) {
     yield();
-    return (*words_of(barrier) & 1) != (parity & 1);
+    const bool done = (*words_of(barrier) & 1) != (parity & 1);
+    if (done) mine().join(current->cta->at_mbarrier[barrier]);
+    return done;
 }
 
 void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     if (parity > 1) fail("an mbarrier's parity is 0 or 1");
     wait_while(words_of(barrier), 1, parity, "an mbarrier");
+    mine().join(current->cta->at_mbarrier[barrier]);
 }
 
 // --- asynchronous copies ------------------------------------------------------------------------------------------

@@ -11,7 +11,10 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <unordered_map>
 #include <vector>
+
+#include "fences.h"
 
 namespace emu {
 struct Dim {
@@ -55,6 +58,7 @@ struct Barrier {
     uint32_t turn;
     int arrived, expected;
     bool any, all, was_any, was_all;
+    Known known;  // to those that have arrived
 };
 
 struct Cta {
@@ -70,6 +74,10 @@ struct Cta {
     Barrier barriers[16];
     std::vector<Meeting*> meetings[32];  // of each warp; the first is that of all lanes
     std::vector<Copy> bulk;
+    std::vector<LastStore> stores;  // by 4 bytes of shared memory
+    Known known[MAX_WARPS];         // to each warp
+    std::unordered_map<uint32_t, Known> at_mbarrier;
+    Known at_cluster_barrier;
     std::vector<Thread*> threads;
     int alive;
     int image;
@@ -102,6 +110,14 @@ inline char* shared(uint32_t address) {
     if (__builtin_expect(at < cta->start || at >= cta->end, 0)) fail("an address outside of shared memory");
     return at;
 }
+
+// Where an ordinary store goes, and a load comes from. A load, and wgmma's of 16 bytes, fails if nothing orders the
+// last store before it.
+char* stored(uint32_t address, int bytes);
+char* loaded(uint32_t address, int bytes);
+const char* loaded_by_wgmma(uint32_t address);
+void fence_proxy_async();
+
 inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const char*>(p) - current->cta->base); }
 
 // Lets other fibers run.
@@ -118,8 +134,8 @@ inline WgmmaQueue& wgmma_queue() { return *current->wgmmas; }
 
 // Barriers 0 (__syncthreads) to 15 of the CTA.
 void barrier_arrive(int id, int threads);
-Barrier& barrier_sync(int id, int threads, bool mine = false);  // its was_any and was_all are those of `mine`
-int threads_left();                                             // of the CTA: those that have not returned
+Barrier& barrier_sync(int id, int threads, bool value = false);  // its was_any and was_all are those of `value`
+int threads_left();                                              // of the CTA: those that have not returned
 
 // mbarriers lie in their 8 bytes of shared memory.
 void mbarrier_init(uint32_t barrier, int arrivals);

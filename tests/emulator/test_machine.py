@@ -18,6 +18,7 @@ KERNEL = """
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/wgmma.cuh"
 
 struct Params {
     const int* in;
@@ -76,15 +77,18 @@ def test_memory_is_read_before_it_is_written_again(results, sync):
     assert all_right(found, list(range(127, -1, -1))) == bool(sync)
 
 
-@pytest.mark.parametrize(("newest", "right"), [(0, True), (1, False)])
-def test_copies_are_waited_for(results, newest, right):
-    found = results(
-        "cp_async_4(shared_address(shared) + 4 * thread, p.in + thread, thread != 3); cp_async_commit();"
-        f"cp_async_wait<{newest}>(); __syncthreads();"
-        "p.out[thread] = load_shared_4(shared_address(shared) + 4 * (thread ^ 64));"
-    )
-    want = [1000 + (t ^ 64) if t ^ 64 != 3 else 0 for t in range(128)]
-    assert all_right(found, want) == right
+COPIES = """
+    cp_async_4(shared_address(shared) + 4 * thread, p.in + thread, thread != 3);
+    cp_async_commit();
+    WAIT
+    p.out[thread] = load_shared_4(shared_address(shared) + 4 * (thread ^ 64));
+"""
+UNORDERED = "a load that no barrier orders after the store"
+
+
+def test_copies_are_waited_for(results):
+    found = results(COPIES.replace("WAIT", "cp_async_wait<0>(); __syncthreads();"))
+    assert all_right(found, [1000 + (t ^ 64) if t ^ 64 != 3 else 0 for t in range(128)])
 
 
 BULK = """
@@ -136,6 +140,35 @@ def test_a_cta_may_wait_for_a_later_one(results):
     assert all_right(results(body, ctas=2), [6] * 128 + [5] * 128)
 
 
+PRODUCT = """
+    const uint32_t ones = shared_address(shared);
+    BEFORE
+    for (int i = thread; i < 512; i += THREADS) store_shared_4(ones + 4 * i, 0x3f803f80);
+    AFTER
+    __syncthreads();
+    THERE
+    const uint64_t operand = wgmma_plain_operand(ones, 128, 1024);
+    float c[4];
+    wgmma_fence();
+    wgmma<Values::BF16, Sum::SET, Major::K, Major::K>(c, operand, operand);
+    wgmma_commit();
+    wgmma_wait<0>();
+    p.out[thread] = int(c[0]);
+"""
+
+
+@pytest.mark.parametrize("fence", ["BEFORE", "AFTER", "THERE"])
+def test_stores_pass_a_fence_before_wgmma_reads_them(results, fence):
+    body = PRODUCT
+    for place in ("BEFORE", "AFTER", "THERE"):
+        body = body.replace(place, "fence_proxy_async();" if place == fence else "")
+    if fence == "BEFORE":
+        with pytest.raises(RuntimeError, match="wgmma reads what has not passed a fence"):
+            results(body)
+    else:
+        assert all_right(results(body), [16] * 128)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -149,6 +182,8 @@ def test_a_cta_may_wait_for_a_later_one(results):
         ("store_shared_4(shared_address(shared) + 1 << 20, 1);", "an address outside of shared memory"),
         ("shared[4096 + thread] = 1;", "written behind the shared memory"),
         ("cp_async_16(shared_address(shared) + 4 * thread, p.in, true);", "a misaligned cp.async"),
+        (COPIES.replace("WAIT", "cp_async_wait<1>(); __syncthreads();"), UNORDERED),
+        (COPIES.replace("WAIT", "cp_async_wait<0>();"), UNORDERED),
         ("__shfl_sync(0xffff, thread, 3);", "a lane that its mask leaves out"),
     ],
 )

@@ -1,5 +1,6 @@
-// The twin of kernels_cu/ptx/fence.cuh for the emulator, where memory has one order.
+// The twin of kernels_cu/ptx/fence.cuh for the emulator, where memory has one order. It knows which stores wgmma may read.
 #pragma once
+#include "machine.h"
 
-inline void fence_proxy_async() {}
+inline void fence_proxy_async() { emu::fence_proxy_async(); }
 inline void fence_cluster() {}

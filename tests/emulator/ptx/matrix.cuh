@@ -9,15 +9,15 @@ namespace emu {
 struct MatrixLine {
     uint16_t items[8];
 };
-inline char* matrix_line(uint32_t address) {
+inline void check_line(uint32_t address) {
     if (address % 16) fail("ldmatrix or stmatrix of a line that is not aligned to 16 bytes");
-    return shared(address);
 }
 
 template <bool TRANS>
 inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
     uint64_t mine[2];
-    std::memcpy(mine, matrix_line(address), 16);
+    check_line(address);
+    std::memcpy(mine, loaded(address, 16), 16);
     MatrixLine lines[32];
     for (int half = 0; half < 2; ++half) {
         const uint64_t* all = exchange(mine[half]);
@@ -43,7 +43,9 @@ inline void store_matrices(uint32_t address, const uint32_t (&r)[N]) {
             line.items[i] = uint16_t(all[4 * row + column / 2] >> (32 * (matrix % 2) + 16 * (column % 2)));
         }
     }
-    if (matrix < N) std::memcpy(matrix_line(address), &line, 16);
+    if (matrix >= N) return;
+    check_line(address);
+    std::memcpy(stored(address, 16), &line, 16);
 }
 }  // namespace emu
 

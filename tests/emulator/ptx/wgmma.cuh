@@ -45,7 +45,9 @@ struct WgmmaOperand {
     }
 
     // The swizzle is one of absolute addresses: bits 4-6 xor bits 7-9.
-    const char* at(uint32_t address) const { return shared(swizzled ? address ^ (address >> 3 & 0x70) : address); }
+    const char* at(uint32_t address) const {
+        return loaded_by_wgmma(swizzled ? address ^ (address >> 3 & 0x70) : address);
+    }
     const char* k_major(int line, int chunk) const {
         const uint32_t group = start + line / 8 * line_groups;
         return at(swizzled ? group + line % 8 * 128 + chunk * 16 : group + line % 8 * 16 + chunk * columns);
