@@ -6,19 +6,22 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 from .bridges import require_cupy
 from .config import SparseMLAConfig
 from .layouts import by_name
+from .options import require_choice
 from .selfcheck import report
 from .selfcheck.warmup import warmup
+from .typing import CacheLayout
 
 CHECK = """Says what is installed, which kernels this GPU gets and how long they take to compile, and compares a small
 call of every operation with the NumPy reference. Exit status: 0 all is well, 1 something is wrong, 2 there is no GPU to
 use, and NumPy is what runs."""
 WARMUP = """Compiles what the layers of a config need into CuPy's disk cache (CUPY_CACHE_DIR, else
-~/.cupy/kernel_cache), with a line for each kernel. Exit status: 0 done, 1 the config is none, 2 there is no GPU to
-use."""
+~/.cupy/kernel_cache), with a line for each kernel. Exit status: 0 done, 1 there is no such config or no such
+GPU, 2 there is no GPU to use."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
 def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
     """The configs that the command line of `warmup` names."""
     for name in options.layout:
+        require_choice("layout", name, get_args(CacheLayout))
         layout = by_name(name, options.d_qk)
         for ratio in options.compress_ratio if layout.d_qk == 512 and layout.quantized else [1]:
             yield SparseMLAConfig(
@@ -68,12 +72,17 @@ def run_warmup(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return report.WRONG
     try:
-        require_cupy("warmup")
+        cupy = require_cupy("warmup")
         report.nvrtc_version()
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return report.NO_GPU
-    kernels = {kernel for config in wanted for kernel in warmup(config, getattr(options, "device", 0))}
+    device = getattr(options, "device", 0)
+    missing = report.no_such_gpu(cupy, device)
+    if missing:
+        print(missing, file=sys.stderr)
+        return report.WRONG
+    kernels = {kernel for config in wanted for kernel in warmup(config, device)}
     print(f"{len(kernels)} kernels are compiled")
     return report.ALL_WELL
 

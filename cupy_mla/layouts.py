@@ -9,11 +9,13 @@ Sources: FlashMLA's description of its FP8 KV caches (DeepSeek V3.2 and V4), vLL
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from .dtypes import BFLOAT16, UINT8
 from .options import require_choice
+from .typing import CacheLayout
 
 D_V = 512  # value width of every DeepSeek sparse layer
 
@@ -131,7 +133,7 @@ def of_model(name: str, d_qk: int, is_v4: bool) -> Layout:
     Raises:
         TypeError, ValueError: there is none.
     """
-    require_choice("cache_layout", name, ("bf16", "bfloat16", "auto", "fp8_ds_mla", "v32_fp8", "v4_fp8"))
+    require_choice("cache_layout", name, get_args(CacheLayout))
     return fp8_of(is_v4) if name == "fp8_ds_mla" else by_name(name, d_qk)
 
 

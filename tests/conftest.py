@@ -15,6 +15,7 @@ import cupy_mla
 from cupy_mla.calls.signature import forget_calls
 
 from . import kinds
+from .emulator import emulator
 from .fake_gpu import FakeGPU
 
 hypothesis.settings.register_profile(
@@ -29,6 +30,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--emulate", type=int, default=None, metavar="SMS",
         help="run the tests of kernels for Hopper on the CPU: tests/emulator, with so many SMs",
     )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sms = config.getoption("--emulate")
+    if sms is not None and sms < 1:
+        raise pytest.UsageError(f"--emulate takes a number of SMs from 1 on, got {sms}")
+    lacking = None if sms is None else emulator.why_not()
+    if lacking:
+        raise pytest.UsageError(f"--emulate: {lacking}")
 
 
 @cache

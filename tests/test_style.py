@@ -20,11 +20,12 @@ def test_no_complaints(arguments: list[str]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_kernels_are_formatted() -> None:
+def test_kernels_and_their_emulator_are_formatted() -> None:
     clang_format = pytest.importorskip("clang_format", reason="clang-format is not installed")
     if not (ROOT / ".clang-format").is_file():
         pytest.skip("no .clang-format")
-    sources = sorted(p for p in (ROOT / "kernels_cu").rglob("*") if p.suffix in (".cu", ".cuh"))
+    folders = (ROOT / "kernels_cu", ROOT / "tests" / "emulator")
+    sources = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".cpp"))
     command = [clang_format.get_executable("clang-format"), "--dry-run", "--Werror", *map(str, sources)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[:5000]

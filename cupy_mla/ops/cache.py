@@ -7,12 +7,12 @@ from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import cache as cuda
-from ..dtypes import BFLOAT16, INT64
+from ..dtypes import BFLOAT16
 from ..layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
 from ..options import require_choice
 from ..reference import cache as reference
 from ..typing import AnyArray, ScaleFormat, WritableLayout
-from .validate import cache_layout, require_cache, tokens_of
+from .validate import cache_layout, require_cache, require_slots, tokens_of
 from .values import check_slots
 
 SCALE_FORMATS = ("fp32", "ue8m0")
@@ -106,6 +106,4 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
 
 def _require_target(cache: Array, layout: layouts.Layout, slots: Array, tokens: int) -> None:
     require_cache(cache, layout).require_writable()
-    count = slots.require(INT64, "T").shape[0]
-    if count > tokens:
-        raise ValueError(f"slot_mapping: expected at most {tokens} slots, one a token, got {count}")
+    require_slots(slots, tokens)

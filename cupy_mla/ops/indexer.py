@@ -12,14 +12,14 @@ from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
 from ..cuda import indexer as cuda
-from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64, UINT8
+from ..dtypes import BFLOAT16, FLOAT32, INT32, UINT8
 from ..layouts import INDEXER_FP8
 from ..options import require_choice
 from ..reference import indexer as reference
 from ..sizes import number
 from ..typing import AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
-from .validate import QUANTIZED, cache_layout, require_cache, tokens_of
+from .validate import QUANTIZED, cache_layout, require_cache, require_slots, tokens_of
 from .values import check_blocks, check_offsets, check_slots
 
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
@@ -53,9 +53,7 @@ def indexer_k_quant_and_cache(
     place, (k_, cache, slots) = bind(k=k, kv_cache=kv_cache, slot_mapping=slot_mapping)
     tokens = tokens_of(k_).require(BFLOAT16, "T", INDEXER_FP8.d_qk).shape[0]
     require_indexer_cache(cache).require_writable()
-    count = slots.require(INT64, "T").shape[0]
-    if count > tokens:
-        raise ValueError(f"slot_mapping: expected at most {tokens} slots, one a token, got {count}")
+    require_slots(slots, tokens)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
     place.call(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..arrays import Array
-from ..dtypes import BFLOAT16, E4M3, UINT8
+from ..dtypes import BFLOAT16, E4M3, INT64, UINT8
 from ..layouts import D_V, Layout
 from ..options import require_integer
 
@@ -28,6 +28,13 @@ def require_heads(h_q: int) -> None:
 def tokens_of(array: Array) -> Array:
     """Drop the KV-head axis that an array of tokens [T, 1, values] has; returns it."""
     return array.without_axis(1) if len(array.shape) == 3 else array
+
+
+def require_slots(slots: Array, tokens: int) -> None:
+    """Check the slots of tokens [T'], T' <= `tokens`: a padded batch has more tokens than slots."""
+    count = slots.require(INT64, "T").shape[0]
+    if count > tokens:
+        raise ValueError(f"{slots.name}: expected at most {tokens} slots, one a token, got {count}")
 
 
 def cache_layout(cache: Array, allowed: Iterable[Layout]) -> Layout:

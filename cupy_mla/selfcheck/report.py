@@ -47,11 +47,23 @@ def run(device: int | None = None, verbose: bool = False) -> int:
     except RuntimeError as error:
         print(f"\n{error}")
         return NO_GPU if _check_numpy(verbose) else WRONG
+    missing = no_such_gpu(cupy, device)
+    if missing:
+        print(f"\n{missing}")
+        return WRONG
     runtime = cupy.cuda.runtime
     print(f"{'driver':<12} {driver_version(runtime.driverGetVersion())}")
     print(f"{'cache':<12} {os.environ.get('CUPY_CACHE_DIR', '~/.cupy/kernel_cache')} (compiled kernels)")
     devices = range(runtime.getDeviceCount()) if device is None else [device]
     return ALL_WELL if all([_check_gpu(cupy, number, verbose) for number in devices]) else WRONG
+
+
+def no_such_gpu(cupy: Any, device: int | None) -> str | None:
+    """What to say of a device that this machine does not have; None if it has it, or none was asked for."""
+    count = cupy.cuda.runtime.getDeviceCount()
+    if device is None or 0 <= device < count:
+        return None
+    return f"there is no GPU {device}: this machine has {count}, counted from 0"
 
 
 def versions() -> Iterator[tuple[str, str]]:

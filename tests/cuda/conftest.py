@@ -45,14 +45,24 @@ def launched(monkeypatch) -> Iterator[set[str]]:
     forget_calls()
 
 
+class TorchEmulated(Torch):
+    """Tensors on the CPU that an emulated GPU works on. What a GPU has beside, as streams, skips the test."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        pytest.skip(f"needs an NVIDIA GPU: the emulated one has no `{name}`")
+
+
 @pytest.fixture
 def hopper_gpu(request, monkeypatch) -> NumPy:
     """CuPy arrays on a Hopper GPU, whose calls choose their kernels. With --emulate tensors on an emulated one."""
     emulated_sms = request.config.getoption("--emulate")
     if emulated_sms:
+        pytest.importorskip("torch")
         EmulatedGPU(monkeypatch, emulated_sms, seed=request.getfixturevalue("rng_seed"))
         monkeypatch.delenv(VARIABLE, raising=False)
-        return Torch()
+        return TorchEmulated()
     kind = CuPy()
     if kind.cupy.cuda.Device().compute_capability != "90":
         pytest.skip("needs a Hopper GPU")

@@ -18,7 +18,8 @@
 #define __align__(n) __attribute__((aligned(n)))
 
 namespace emu {
-// A loop that waits for all CTAs without a yield, as in tensor_quant.cu, reads gridDim: others run in the end.
+// A loop may wait for other CTAs without anything that lets them run (tensor_quant.cu). It reads gridDim, and this is
+// where others get their turn.
 inline void tick() {
     if (__builtin_expect(++ticks % 1024 == 0, 0)) yield();
 }

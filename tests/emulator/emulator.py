@@ -1,7 +1,8 @@
 """A GPU whose kernels run on the CPU: `EmulatedGPU`, built on the stand-in for a GPU.
 
 `kernels_cu` is compiled by g++ as it is, with the headers of this folder in the place of `ptx/` (machine.h says how
-the machine works). The compiled libraries lie in `.pytest_cache/emulator`, under a hash of all that they depend on.
+the machine works). The compiled libraries lie in `.pytest_cache/emulator`, under a hash of all that they depend on;
+old ones may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -25,27 +27,51 @@ from ..fake_gpu import FakeGPU, Submitted
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent / ".pytest_cache" / "emulator"
-COMPILER = shutil.which("g++")
+COMPILER, OLDEST = shutil.which("g++") or "", 9  # from where on C++17 is no experiment of g++'s
 FLAGS = (
     "-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-fwrapv", "-fno-gnu-unique",
     "-fvisibility=hidden", "-shared", "-fPIC", "-w",
 )  # fmt: skip
 SM_THREADS, SM_CTAS = 2048, 32
 
-needs_compiler = pytest.mark.skipif(
-    COMPILER is None or platform.machine() != "x86_64", reason="the emulator needs g++ on x86-64"
-)
+
+def why_not() -> str | None:
+    """What this machine lacks to run kernels on its CPU; None: nothing."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"the emulator needs Linux on x86-64, this is {sys.platform} on {platform.machine()}"
+    if not COMPILER:
+        return f"the emulator needs g++ {OLDEST} or later, and there is none"
+    told = subprocess.run([COMPILER, "-dumpversion"], capture_output=True, text=True)
+    version = re.match(r"\d+", told.stdout)
+    if version is None or int(version.group()) < OLDEST:
+        return f"the emulator needs g++ {OLDEST} or later, {COMPILER} is {(told.stdout or told.stderr).strip()}"
+    return None
+
+
+needs_compiler = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 class EmulatedGPU(FakeGPU):
     """Stands in for device 0 while a monkeypatch lasts, and runs what is launched, at once.
 
+    Args:
+        monkeypatch: undoes it.
+        sms: how many SMs it has, which bounds the CTAs that run at a time.
+        capability: compute capability, times 10.
+        seed: of the order in which warps run and copies are done.
+
     Attributes:
-        seed: of the order in which warps run and copies are done; each launch has another one.
+        seed: that of the last launch; each has another one.
         launched: names of the kernels that ran.
+
+    Raises:
+        RuntimeError: this machine lacks what the emulator needs.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, capability: int = 90, seed: int = 1) -> None:
+        lacking = why_not()
+        if lacking:
+            raise RuntimeError(lacking)
         super().__init__(monkeypatch, sms, capability)
         self.seed = seed & 0xFFFFFFF
         self.launched: set[str] = set()
@@ -66,6 +92,11 @@ class EmulatedGPU(FakeGPU):
 class Library:
     """A compiled kernel.
 
+    Args:
+        path: of the shared library.
+        name: in messages.
+        alone: no two of its CTAs share an SM.
+
     Attributes:
         threads, shared_bytes: of a CTA.
     """
@@ -77,7 +108,14 @@ class Library:
         self.threads, self.shared_bytes = threads.value, shared_bytes.value
 
     def run(self, grid: tuple[int, ...], cluster: int, params: bytes, sms: int, seed: int) -> None:
-        """Launch it, with as many CTAs at a time as an SM could have.
+        """Launch it, with at most as many CTAs at a time as `sms` SMs can hold, and wait.
+
+        Args:
+            grid: CTAs along x, y and z.
+            cluster: CTAs of a cluster.
+            params: the bytes of the kernel's parameter struct.
+            sms: of the GPU.
+            seed: of the order in which warps run and copies are done.
 
         Raises:
             RuntimeError: a deadlock, or what the machine does not allow.
@@ -89,30 +127,31 @@ class Library:
             raise RuntimeError(f"{self._name}, grid {grid}, clusters of {cluster}, seed {seed}: {error.decode()}")
 
 
-_LOADED: dict[tuple[int, int], tuple[Kernel, Library]] = {}
-
-
+@cache
 def load(kernel: Kernel, capability: int) -> Library:
-    """A kernel, compiled for the machine as for this compute capability."""
-    known = _LOADED.get((id(kernel), capability))
-    if known is None:
-        path = compiled(kernel.file, kernel.name, kernel.defines, capability)
-        known = _LOADED[id(kernel), capability] = kernel, Library(path, repr(kernel), kernel.alone)
-    return known[1]
+    """A kernel, compiled for the machine as for this compute capability (times 10)."""
+    return Library(compiled(kernel.file, kernel.name, kernel.defines, capability), repr(kernel), kernel.alone)
 
 
 def compiled(file: str, name: str, defines: dict[str, int], capability: int, folders: tuple[Path, ...] = ()) -> Path:
-    """The library of a kernel's file, which lies in the first of `folders`, this one and `kernels_cu` that has it.
+    """The shared library of a kernel; compiled, if it is not in `FOLDER`.
+
+    Args:
+        file: the kernel's, below the first of `folders`, this folder and `kernels_cu` that has it; so are its includes.
+        name: of the kernel.
+        defines: its constants.
+        capability: of the GPU, times 10.
+        folders: to look into first.
 
     Raises:
         RuntimeError: the compiler's messages.
     """
-    if file.startswith("attention/"):  # merge.cuh has templates that name it; not used, they are nothing to NVRTC
+    if file.startswith("attention/"):  # templates of merge.cuh name it: NVRTC looks only at those in use, g++ at all
         defines = {"MAX_CLUSTER": 16, **defines}
     constants = [f"-D{k}={v}" for k, v in sorted(defines.items())]
     constants += [f"-D__CUDA_ARCH__={10 * capability}", f"-DKERNEL={name}"]
     text = source_of(file, (*folders, HERE, kernels_root()))
-    text = text.replace("extern __shared__", "extern")  # of kernel.cpp, the others are `static`
+    text = text.replace("extern __shared__", "extern")  # kernel.cpp has this array; __shared__ alone means `static`
     return _library("kernel.cpp", text, ["-nostartfiles", *constants], name)
 
 
@@ -133,7 +172,7 @@ def source_of(file: str, folders: tuple[Path, ...]) -> str:
 
 @cache
 def machine() -> ctypes.CDLL:
-    """The machine, whose functions kernels call."""
+    """The library of machine.cpp, whose functions kernels call."""
     path = _library("machine.cpp", "", ["-fvisibility=default"], "machine")
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     integer = ctypes.POINTER(ctypes.c_int)
@@ -148,7 +187,11 @@ def machine() -> ctypes.CDLL:
 
 
 def _library(main: str, kernel: str, options: list[str], name: str) -> Path:
-    """A file of this folder as a library, with a kernel's text."""
+    """A shared library of the file `main` of this folder, which includes the text of a kernel; `name` is the kernel's.
+
+    Raises:
+        RuntimeError: the compiler's messages.
+    """
     key = hashlib.sha256(repr((main, kernel, options, FLAGS, _environment())).encode()).hexdigest()[:32]
     path = FOLDER / f"{name}-{key}.so"
     if not path.exists():
@@ -157,9 +200,9 @@ def _library(main: str, kernel: str, options: list[str], name: str) -> Path:
             text, made = Path(folder) / "kernel.cu", Path(folder) / "library.so"
             text.write_text(kernel)
             options = [*FLAGS, *options, f'-DKERNEL_FILE="{text}"', f"-I{HERE}", str(HERE / main), "-o", str(made)]
-            done = subprocess.run([str(COMPILER), *options], capture_output=True, text=True)
+            done = subprocess.run([COMPILER, *options], capture_output=True, text=True)
             if done.returncode != 0:
-                raise RuntimeError(f"{name}: {done.stderr[:8000]}")
+                raise RuntimeError(f"{name} does not compile with {COMPILER}:\n{done.stderr[:8000]}")
             os.replace(made, path)  # whole or not at all, for whoever else looks
     return path
 
@@ -168,6 +211,6 @@ def _library(main: str, kernel: str, options: list[str], name: str) -> Path:
 def _environment() -> tuple[str, ...]:
     """What libraries depend on beside their own source: the machine's files, the compiler, the CPU."""
     files = sorted(p for p in HERE.rglob("*") if p.suffix in (".h", ".cpp", ".cuh"))
-    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
     return (*(p.read_text() for p in files), version, *cpu[:1])

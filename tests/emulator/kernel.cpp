@@ -1,9 +1,11 @@
-// A kernel as a shared library for the machine: -DKERNEL=<its name> -DKERNEL_FILE="<its text>" (emulator.py).
+// A kernel as a shared library. emulator.py names it: -DKERNEL=<name> -DKERNEL_FILE="<file with its text>".
 #include "cuda.h"
 
-// The array that a file declares as `extern __shared__`, under either name; with all that a CTA may have.
+// The array that a kernel declares as `extern __shared__`, under either name that kernels give it: 227 KB, the most that
+// a CTA may have.
 asm(".pushsection .bss\n"
     ".balign 1024\n"
+    "shared_begin:\n"
     "shared:\n"
     "shared_bytes:\n"
     ".zero 232448\n"
@@ -24,9 +26,5 @@ EXPORT void emu_body(const void* params) { call(KERNEL, params); }
 EXPORT int emu_threads() { return kernel_threads; }
 EXPORT int emu_shared_bytes() { return kernel_shared_bytes; }
 
-extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[], shared_end[];
-EXPORT void emu_memory(char** where) {
-    where[0] = __bss_start;
-    where[1] = _end;
-    where[2] = shared_end;
-}
+extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[], shared_begin[], shared_end[];
+EXPORT void emu_memory(emu::SharedMemory* memory) { *memory = {__bss_start, _end, shared_begin, shared_end}; }

@@ -42,7 +42,8 @@ emu_switch:
     popq %rbp
     ret
 )");
-constexpr int RETURN_AT = 6, FRAME = 8;  // words
+// Words of a new fiber's stack: behind the six that emu_switch pops, where it returns to; two more keep it aligned.
+constexpr int RETURN_AT = 6, FRAME = 8;
 #else
 #error "the emulator switches stacks on x86-64"
 #endif
@@ -58,14 +59,15 @@ constexpr size_t STACK_BYTES = 256 << 10;
 constexpr int MAX_IDLE = 20 << 20;                          // polls without anything else
 constexpr uint32_t LIVE = 0x5a000000, NO_BYTES = 0x800000;  // in an mbarrier's second word
 
-// A kernel's library; each CTA that runs has a copy of its own.
+// A copy of a kernel's library, for a CTA at a time.
 struct Image {
     void* handle = nullptr;
     void (*body)(const void*) = nullptr;
-    char* memory[3] = {};
+    SharedMemory memory = {};
 };
+
 struct Kernel {
-    std::string path;
+    std::string path;  // of its library
     std::vector<Image> images;
     int threads = 0, shared_bytes = 0;
 };
@@ -93,6 +95,7 @@ void go_on();
 
 bool runs(const Thread& t) { return t.word == nullptr || (*t.word & t.mask) != t.value; }
 
+// The current thread waits while (*word & mask) == value.
 void wait_while(const uint32_t* word, uint32_t mask, uint32_t value, const char* what) {
     Thread& me = *current;
     while ((*word & mask) == value) {
@@ -114,6 +117,7 @@ char* new_stack() {
     return static_cast<char*>(memory);
 }
 
+// Back to emu_run, for good.
 void leave() {
     void* nowhere;
     emu_switch(&nowhere, scheduler_stack);
@@ -141,20 +145,20 @@ void finish(const Copy& copy) {
     }
 }
 
-// One that is under way of the thread's, in any order, but arrivals behind the copies before them.
+// One of the thread's that are under way, in any order, but an arrival only behind the copies before it.
 void finish_one_of(Thread& t) {
     size_t i = 0;
     if (!t.copies[0].arrives) {
         size_t n = 0;
         while (n < t.copies.size() && !t.copies[n].arrives) ++n;
-        i = any_of(n);
+        i = draw(n);
     }
     const Copy copy = t.copies[i];
     t.copies.erase(t.copies.begin() + i);
     finish(copy);
 }
 
-// The phase of an mbarrier ends if nothing is missing.
+// Ends the phase of an mbarrier if nothing is missing.
 void end_phase(uint32_t* words) {
     if ((words[0] >> 1 & 0x7fff) != 0 || words[1] != (LIVE | NO_BYTES)) return;
     words[0] ^= 1;
@@ -180,7 +184,7 @@ void finish_bulk(Cta& cta, size_t i) {
     end_phase(words);
 }
 
-// Finish some copies or others; whether there were any. What they need to know of a CTA they know from `current`.
+// Finishes some of the copies that are under way; false: there are none. Whose copy it is, finish() knows from `current`.
 bool finish_any() {
     Thread* me = current;
     std::vector<Thread*> owners;
@@ -195,16 +199,16 @@ bool finish_any() {
         run.copies = false;
         return false;
     }
-    for (uint32_t times = 1 + any_of(32); times > 0; --times) {
-        const size_t i = any_of(n);
+    for (uint32_t times = 1 + draw(32); times > 0; --times) {
+        const size_t i = draw(n);
         if (i < owners.size()) {
             current = owners[i];
-            for (size_t left = any_of(current->copies.size() + 1); current->copies.size() > left;)
+            for (size_t left = draw(current->copies.size() + 1); current->copies.size() > left;)
                 finish_one_of(*current);
         } else {
             Cta* cta = bulk[i - owners.size()];
             current = cta->threads[0];
-            if (!cta->bulk.empty()) finish_bulk(*cta, any_of(cta->bulk.size()));
+            if (!cta->bulk.empty()) finish_bulk(*cta, draw(cta->bulk.size()));
         }
     }
     current = me;
@@ -225,40 +229,49 @@ void finish_all_of(const Cta& cta) {
         if (reinterpret_cast<const uint32_t*>(cta.beyond)[i] != cta.poison) fail("written behind the shared memory");
 }
 
+void end_turn(Barrier& b) {
+    b.arrived = 0;
+    b.was_any = b.any, b.was_all = b.all;
+    b.any = false, b.all = true;
+    ++b.turn;
+    run.idle = 0;
+}
+
+// The life of a thread.
 void begin_thread() {
     run.kernel->images[current->cta->image].body(run.params);
     Thread& me = *current;
     me.done = true;
     --me.cta->alive;
     Barrier& zero = me.cta->barriers[0];  // threads that returned are not waited for
-    if (zero.arrived > 0 && zero.arrived == me.cta->alive) {
-        zero.was_any = zero.any, zero.was_all = zero.all;
-        zero.arrived = 0, ++zero.turn;
-    }
+    if (zero.arrived > 0 && zero.arrived == me.cta->alive) end_turn(zero);
     run.idle = 0;
     for (const Cta* cta : *me.cta->cluster)
-        if (cta->alive > 0) go_on();
+        if (cta->alive > 0) go_on();  // for good, as it is done
     for (const Cta* cta : *me.cta->cluster) finish_all_of(*cta);
     leave();  // and the cluster ends
 }
 
+// Another order of the warps.
 void shuffle_warps() {
     const size_t warps = run.order.size() / 32;
     for (size_t i = warps; i > 1; --i) {
-        const size_t j = any_of(i);
+        const size_t j = draw(i);
         if (j != i - 1)
             std::swap_ranges(run.order.begin() + 32 * j, run.order.begin() + 32 * j + 32,
                              run.order.begin() + 32 * (i - 1));
     }
 }
 
+// Fills a CTA's shared memory with one word: no number in particular, NaN, two NaN or two ones in bfloat16.
 void poison(Cta& cta) {
     const uint32_t word[] = {0xcdcdcdcd, 0xffffffff, 0x7fc07fc0, 0x3f803f80};
-    cta.poison = word[any_of(4)];
+    cta.poison = word[draw(4)];
     memset(cta.start, 0xcd, 64);
     for (char* p = cta.base + (cta.start - cta.base + 3) / 4 * 4; p < cta.end; p += 4) memcpy(p, &cta.poison, 4);
 }
 
+// The number of a copy of the kernel's library that no CTA uses.
 int new_image() {
     if (!free_images.empty()) {
         const int i = free_images.back();
@@ -281,13 +294,14 @@ int new_image() {
         abort();
     }
     image.body = reinterpret_cast<void (*)(const void*)>(dlsym(image.handle, "emu_body"));
-    reinterpret_cast<void (*)(char**)>(dlsym(image.handle, "emu_memory"))(image.memory);
+    reinterpret_cast<void (*)(SharedMemory*)>(dlsym(image.handle, "emu_memory"))(&image.memory);
     kernel.threads = reinterpret_cast<int (*)()>(dlsym(image.handle, "emu_threads"))();
     kernel.shared_bytes = reinterpret_cast<int (*)()>(dlsym(image.handle, "emu_shared_bytes"))();
     kernel.images.push_back(image);
     return int(kernel.images.size()) - 1;
 }
 
+// Starts the next cluster of the grid.
 void start_cluster() {
     const uint32_t number = run.started++;
     auto* cluster = new std::vector<Cta*>;
@@ -296,9 +310,9 @@ void start_cluster() {
         const uint32_t i = number * run.cluster_size + rank;
         Cta* cta = new Cta{};
         cta->image = new_image();
-        char** memory = run.kernel->images[cta->image].memory;
-        cta->start = memory[0];
-        cta->end = memory[1];
+        const SharedMemory& memory = run.kernel->images[cta->image].memory;
+        cta->start = memory.begin;
+        cta->end = memory.end;
         cta->base = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(cta->start) & ~uintptr_t(1023));
         cta->block = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
         cta->rank = int(rank);
@@ -306,8 +320,8 @@ void start_cluster() {
         cta->cluster_barrier = barrier;
         cta->alive = threads_of_cta;
         for (Barrier& b : cta->barriers) b.all = true;
-        cta->beyond = memory[2] - (232448 - run.kernel->shared_bytes / 4 * 4);
-        cta->beyond_end = memory[2];
+        cta->beyond = memory.array + (run.kernel->shared_bytes + 3) / 4 * 4;
+        cta->beyond_end = memory.array_end;
         cta->stores.resize((cta->end - cta->base) / 4 + 4);
         for (int warp = 0; warp < MAX_WARPS; ++warp) cta->known[warp].stored[warp] = 1;
         poison(*cta);
@@ -365,6 +379,7 @@ void end_clusters(bool all = false) {
     for (Cta* cta : ended) end_cta(cta);
 }
 
+// Which threads wait where, for messages.
 std::string where() {
     std::string text;
     char line[200];
@@ -394,10 +409,11 @@ std::string where() {
     return text;
 }
 
-// The next thread that can run; null: the launch is over.
+// The next thread that can run. Those that poll come last, then copies are finished, then further CTAs start; null: there
+// is nothing left to do, and run.error says so.
 Thread* next_thread() {
-    if (run.copies && any_of(256) == 0) finish_any();
-    if (any_of(512) == 0) shuffle_warps();
+    if (run.copies && draw(256) == 0) finish_any();
+    if (draw(512) == 0) shuffle_warps();
     for (;;) {
         const size_t n = run.order.size();
         Thread* poller = nullptr;
@@ -442,7 +458,7 @@ void go_on() {
 
 void wait_for_change(const uint32_t* word, uint32_t value, const char* what) { wait_while(word, ~0u, value, what); }
 
-uint32_t any_of(uint32_t n) { return n < 2 ? 0 : numbers() % n; }
+uint32_t draw(uint32_t n) { return n < 2 ? 0 : numbers() % n; }
 
 void yield() {
     current->polls = true;
@@ -536,13 +552,7 @@ Barrier& arrive(int id, int threads, bool value) {
     b.any |= value;
     b.all &= value;
     pass_on(b.known);
-    if (++b.arrived >= threads) {
-        b.arrived = 0;
-        b.was_any = b.any, b.was_all = b.all;
-        b.any = false, b.all = true;
-        ++b.turn;
-        run.idle = 0;
-    }
+    if (++b.arrived >= threads) end_turn(b);
     return b;
 }
 const char* const BARRIERS[] = {"__syncthreads", "barrier 1",  "barrier 2",  "barrier 3", "barrier 4",  "barrier 5",
@@ -610,7 +620,7 @@ void copy_async(uint32_t to, const void* from, int bytes, bool valid) {
     if (to % bytes || (valid && reinterpret_cast<uintptr_t>(from) % bytes)) fail("a misaligned cp.async");
     const Copy copy = {to, from, bytes, valid, false, 0, current->groups};
     shared(to);
-    if (any_of(4) == 0) return finish(copy);
+    if (draw(4) == 0) return finish(copy);
     current->copies.push_back(copy);
     run.copies = true;
 }
@@ -639,7 +649,7 @@ void arrive_after_copies(uint32_t barrier) {
     Copy arrival = {};
     arrival.arrives = true;
     arrival.barrier = barrier;
-    if (current->copies.empty() && any_of(4) == 0) return finish(arrival);
+    if (current->copies.empty() && draw(4) == 0) return finish(arrival);
     current->copies.push_back(arrival);
     run.copies = true;
 }
@@ -650,7 +660,7 @@ void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     words_of(barrier);
     Cta& cta = *current->cta;
     cta.bulk.push_back({to, from, bytes, true, false, barrier, 0});
-    if (any_of(4) == 0) return finish_bulk(cta, cta.bulk.size() - 1);
+    if (draw(4) == 0) return finish_bulk(cta, cta.bulk.size() - 1);
     run.copies = true;
 }
 
@@ -679,6 +689,7 @@ static void on_fault(int, siginfo_t* info, void*) {
     fail(message);
 }
 
+// Faults are this run's while it lasts.
 struct Faults {
     struct sigaction before[2];
     Faults() {

@@ -1,13 +1,21 @@
-// The emulated machine, as kernels on the CPU see it: cuda.h (the language) and ptx/ (the instructions) are made of it.
+// The emulated machine, as kernels see it.
+//
+//   emulator.py      compiles kernels with g++ and launches them; EmulatedGPU stands in for a GPU
+//   kernel.cpp       a kernel as a shared library
+//   cuda.h           CUDA's language: keywords, threadIdx, __shfl_sync, atomicAdd, ...
+//   ptx/             the instructions; each header is the twin of the one of its name in kernels_cu/ptx
+//   machine.h, .cpp  what both are made of: threads, barriers, asynchronous copies, launches
+//   wgmma_queue.h    wgmma that were issued and are not done
+//   fences.h         which stores to shared memory a warp may read
 //
 // A thread of a CTA is a fiber, a stack of its own on the one OS thread. It runs until it waits: for its warp, for a
-// barrier, for a word in memory that changes. So what stands between two waits is not interrupted. Which warp goes on
-// is drawn from the run's seed, and so is when an asynchronous copy is done: at once, later, or at the last moment
-// that the kernel allows. CTAs run one after the other; further ones start when those that run wait for them.
+// barrier, for a word in memory that changes. Nothing interrupts it between two waits. Which warp goes on is drawn from
+// the run's seed, and so is when an asynchronous copy is done: at once, later, or at the last moment that the kernel
+// allows. CTAs run one after the other; further ones start when those that run wait for them.
 //
-// A kernel is a shared library whose .bss is the shared memory of a CTA. Each CTA that runs has a copy of the library,
-// so CTAs of a cluster do not share it. A shared address is the distance from the .bss, as PTX has it; an address in
-// another CTA of the cluster has that CTA's rank + 1 in its upper byte. Before a CTA starts, its memory is poisoned.
+// The .bss of a kernel's library is the shared memory of a CTA. Each CTA that runs has a copy of the library, and so
+// shared memory of its own, which is poisoned before it starts. A shared address is the distance from the .bss, as PTX
+// has it; an address in another CTA of the cluster has that CTA's rank + 1 in its upper byte.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -24,46 +32,58 @@ struct Dim {
 struct Cta;
 struct WgmmaQueue;
 
+// Where a kernel's library has its shared memory: all of it, and the array that the kernel declares as
+// `extern __shared__`, which is as large as a CTA's may be.
+struct SharedMemory {
+    char *begin, *end;
+    char *array, *array_end;
+};
+
 // A copy that was started, or an arrival at an mbarrier that waits for the copies before it (`arrives`).
 struct Copy {
     uint32_t to;
     const void* from;
     int bytes;
-    bool valid, arrives;
+    bool valid;  // false: zeros are written
+    bool arrives;
     uint32_t barrier;
     int group;
 };
 
 struct Thread {
-    void* stack_pointer;
-    const uint32_t* word;  // waits while (*word & mask) == value; null: does not wait
+    void* stack_pointer;   // while it does not run
+    const uint32_t* word;  // it waits while (*word & mask) == value; null: it does not wait
     uint32_t mask, value;
-    int index;  // threadIdx.x
-    bool done, polls;
-    const char* waits_for;
+    int index;              // threadIdx.x
+    bool done;              // it has returned
+    bool polls;             // it looks at memory again and again: it goes on when no other thread can
+    const char* waits_for;  // for messages
     Cta* cta;
     std::vector<Copy> copies;  // those that are under way, oldest first
-    int groups;                // committed ones
+    int groups;                // of copies that it has committed
     uint32_t cluster_turn;     // of its last arrival at the cluster's barrier
     WgmmaQueue* wgmmas;
     char* stack;
 };
 
-struct Meeting {  // lanes of a warp that exchange numbers
-    uint32_t lanes, arrived, turn;
-    uint64_t numbers[2][32];
+// Lanes of a warp that exchange numbers.
+struct Meeting {
+    uint32_t lanes, arrived;  // masks
+    uint32_t turn;            // goes up when all have arrived
+    uint64_t numbers[2][32];  // of this turn and of the last one, by turn % 2 and lane
 };
 
 struct Barrier {
-    uint32_t turn;
+    uint32_t turn;  // goes up when all have arrived
     int arrived, expected;
-    bool any, all, was_any, was_all;
-    Known known;  // to those that have arrived
+    bool any, all;          // of the values that threads pass
+    bool was_any, was_all;  // of the last turn
+    Known known;            // to those that have arrived
 };
 
 struct Cta {
-    char* base;         // of shared addresses
-    char *start, *end;  // of its shared memory
+    char* base;         // shared address 0
+    char *start, *end;  // its shared memory
     Dim block;
     int rank;
     std::vector<Cta*>* cluster;
@@ -72,34 +92,34 @@ struct Cta {
         int arrived;
     }* cluster_barrier;
     Barrier barriers[16];
-    std::vector<Meeting*> meetings[32];  // of each warp; the first is that of all lanes
-    std::vector<Copy> bulk;
-    std::vector<LastStore> stores;  // by 4 bytes of shared memory
-    Known known[MAX_WARPS];         // to each warp
+    std::vector<Meeting*> meetings[32];  // of each warp, one for each mask
+    std::vector<Copy> bulk;              // bulk copies that are under way
+    std::vector<LastStore> stores;       // by 4 bytes of shared memory
+    Known known[MAX_WARPS];              // to each warp
     std::unordered_map<uint32_t, Known> at_mbarrier;
     Known at_cluster_barrier;
     std::vector<Thread*> threads;
-    int alive;
-    int image;
-    uint32_t poison;
+    int alive;                  // threads that have not returned
+    int image;                  // its copy of the library
+    uint32_t poison;            // what its memory held at first
     char *beyond, *beyond_end;  // memory that the kernel did not ask for
 };
 
 extern Thread* current;
-extern uint32_t ticks;
+extern uint32_t ticks;  // reads of gridDim: cuda.h
 extern Dim grid;
 extern int threads_of_cta;
 
 inline int thread() { return current->index; }  // threadIdx.x
 inline int lane() { return current->index % 32; }
 
-// The warp's lanes of `mask` meet here. The numbers that they pass, by lane, good until the next call.
+// The warp's lanes of `mask` meet here. Returns the numbers that they pass, by lane; they last until the next call.
 const uint64_t* exchange(uint64_t mine, uint32_t mask = ~0u);
 
 // Ends the run: message, CTA and thread.
 [[noreturn]] void fail(const char* message);
 
-// Where a shared address of this CTA, or of one of its cluster, lies on the host. Fails outside of shared memory.
+// Where a shared address, of this CTA or of another one of its cluster, lies on the host. Fails outside of shared memory.
 inline char* shared(uint32_t address) {
     const Cta* cta = current->cta;
     if (address >> 24) {
@@ -120,22 +140,22 @@ void fence_proxy_async();
 
 inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const char*>(p) - current->cta->base); }
 
-// Lets other fibers run.
+// Lets other threads run: in loops that wait for memory to change.
 void yield();
 
 // Waits while a word has this value.
 void wait_for_change(const uint32_t* word, uint32_t value, const char* what);
 
 // A random number below n, of the run's seed: for what hardware leaves open, as when an asynchronous copy is done.
-uint32_t any_of(uint32_t n);
+uint32_t draw(uint32_t n);
 
-// wgmma that were issued by this thread and are not done: wgmma_queue.h.
+// Those of this thread: wgmma_queue.h.
 inline WgmmaQueue& wgmma_queue() { return *current->wgmmas; }
 
-// Barriers 0 (__syncthreads) to 15 of the CTA.
+// Barriers 0 (__syncthreads) to 15 of the CTA. barrier_sync returns one whose was_any and was_all are those of `value`.
 void barrier_arrive(int id, int threads);
-Barrier& barrier_sync(int id, int threads, bool value = false);  // its was_any and was_all are those of `value`
-int threads_left();                                              // of the CTA: those that have not returned
+Barrier& barrier_sync(int id, int threads, bool value = false);
+int threads_left();  // of the CTA: those that have not returned
 
 // mbarriers lie in their 8 bytes of shared memory.
 void mbarrier_init(uint32_t barrier, int arrivals);
@@ -146,7 +166,7 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity);
 // Asynchronous copies into shared memory.
 void copy_async(uint32_t to, const void* from, int bytes, bool valid);
 void copy_commit();
-void copy_wait(int newest_groups);  // that may be under way
+void copy_wait(int newest_groups);  // until at most these are under way
 void copy_wait_all();
 void arrive_after_copies(uint32_t barrier);
 void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier);

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .emulator import Library, compiled, needs_compiler
+from . import emulator
+from .emulator import EmulatedGPU, Library, compiled, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -75,6 +76,15 @@ def test_memory_is_read_before_it_is_written_again(results, sync):
         f"{sync} numbers[thread] = -thread; __syncthreads(); p.out[thread] = x;"
     )
     assert all_right(found, list(range(127, -1, -1))) == bool(sync)
+
+
+def test_threads_that_returned_are_not_waited_for(results):
+    """Nor do they leave anything behind at the barrier: the second one has none that passes true."""
+    found = results(
+        "if (thread < 64) return; const int first = __syncthreads_or(thread == 70);"
+        "p.out[thread] = 2 * first + __syncthreads_or(0);"
+    )
+    assert all_right(found, [-1] * 64 + [2] * 64)
 
 
 COPIES = """
@@ -190,3 +200,22 @@ def test_stores_pass_a_fence_before_wgmma_reads_them(results, fence):
 def test_errors_end_the_run(results, body, message):
     with pytest.raises(RuntimeError, match=r"(?s)^tested, grid .*" + message):
         results(body)
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [(None, "and there is none"), ("8.3.0", r".*/g\+\+ is 8\.3\.0"), ("none of it", r".*/g\+\+ is none of it")],
+)
+def test_a_machine_without_a_compiler(monkeypatch, tmp_path, version, lacks):
+    """A message says what is missing, before anything is compiled."""
+    script = tmp_path / "g++"
+    script.write_text(f"#!/bin/sh\necho {version}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(emulator, "COMPILER", str(script) if version else "")
+    with pytest.raises(RuntimeError, match=rf"^the emulator needs g\+\+ 9 or later, {lacks}$"):
+        EmulatedGPU(monkeypatch)
+
+
+def test_a_kernel_that_does_not_compile(results):
+    with pytest.raises(RuntimeError, match=r"(?s)^tested does not compile with .*g\+\+:.*tested\.cu:.*no_such_thing"):
+        results("no_such_thing();")

@@ -49,7 +49,7 @@ inline void commit_wgmmas() {
     bool last = true;  // of the warpgroup
     Thread* const* threads = &current->cta->threads[current->index / 128 * 128];
     for (int i = 0; i < 128; ++i) last &= threads[i]->wgmmas->committed >= mine.committed;
-    if (last && any_of(2)) finish_wgmmas(mine.committed);
+    if (last && draw(2)) finish_wgmmas(mine.committed);
 }
 
 // Until at most `newest` groups are left.

@@ -58,6 +58,12 @@ def test_all_is_well(monkeypatch, capsys):
     assert "WRONG" not in printed
 
 
+@pytest.mark.parametrize("device", [1, -1])
+def test_a_gpu_that_is_not_there(monkeypatch, capsys, device):
+    assert check_with(monkeypatch, StandIn(), arguments=[f"--device={device}"]) == report.WRONG
+    assert f"no GPU {device}: this machine has 1, counted from 0" in capsys.readouterr().out
+
+
 def test_verbose_names_every_kernel(monkeypatch, capsys):
     check_with(monkeypatch, StandIn(), arguments=["--verbose"])
     printed = capsys.readouterr().out

@@ -37,6 +37,22 @@ def test_of_no_config(capsys):
     assert "num_heads must be in 1..128" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["v32_fp9", "indexer_fp8"])
+def test_of_no_layout(capsys, name):
+    """The indexer's keys have a layout, but no model's cache has it."""
+    assert __main__.main(["warmup", "--heads", "16", "--layout", name]) == report.WRONG
+    told = capsys.readouterr().err
+    assert f"got '{name}'" in told
+    assert told.count("indexer_fp8") == (name == "indexer_fp8")
+
+
+def test_of_a_gpu_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(__main__, "require_cupy", lambda why: StandIn())
+    monkeypatch.setattr(report, "nvrtc_version", lambda: "13.0")
+    assert __main__.main(["warmup", "--heads", "16", "--device", "1"]) == report.WRONG
+    assert "no GPU 1: this machine has 1, counted from 0" in capsys.readouterr().err
+
+
 @pytest.fixture
 def stand_in(monkeypatch) -> None:
     """NumPy in the place of CuPy; no kernel is loaded."""

@@ -93,6 +93,12 @@ def _by_heads(values: Mapping[int, float]) -> np.ndarray:
     return found
 
 
+def _rounds(clusters: Any, at_once: Any) -> Any:
+    """Rounds in which a GPU runs so many clusters; no end of them where it runs none of that size, as a part of a GPU
+    (MIG) or one whose GPCs have few SMs: numbers or arrays."""
+    return np.where(np.equal(at_once, 0), np.inf, -(-clusters // np.maximum(at_once, 1)))
+
+
 class Divisions(NamedTuple):
     """Many divisions, and what they are made of as arrays."""
 
@@ -197,7 +203,7 @@ def fp8_candidates(
     runs = np.array(at_once)[clusters - 1]
 
     def time(queries: np.ndarray) -> np.ndarray:
-        rounds = -(-queries * items // runs)
+        rounds = _rounds(queries * items, runs)
         full = np.minimum(1.0, queries * items * clusters / sms)
         whole = np.where(rounds > 1, of_whole, 1.0) * _fp8_rounds(rounds, split, full, full_item + full_pair * pairs)
         whole = whole + unsplit * (asked == 1)
@@ -227,7 +233,7 @@ def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[
 
     def time(ctas: int, split: float, pairs: float) -> float:
         """An item by so many CTAs: what its splits add, and the pairs of each CTA."""
-        rounds, full = -(-items // at_once[ctas - 1]), min(1.0, items * ctas / at_once[0])
+        rounds, full = _rounds(items, at_once[ctas - 1]), min(1.0, items * ctas / at_once[0])
         item = FP8_ITEM[heads] + FP8_PAIR[heads] * pairs + split
         return _fp8_rounds(rounds, item, full, FP8_FULL[heads] + FP8_FULL_PAIR[heads] * pairs)
 
@@ -283,7 +289,7 @@ def few_heads_candidates(
     per_query = np.where(partials > 1, FEW_PARTIAL * h_q * partials / 1000, 0.0)
 
     def time(queries: np.ndarray) -> np.ndarray:
-        waves = -(-queries * clusters // runs)
+        waves = _rounds(queries * clusters, runs)
         full = np.minimum(1.0, queries * clusters * found.cluster / at_once[0])
         return (cta + FEW_FULL * full) * waves + combine + queries * per_query
 

@@ -24,6 +24,7 @@ from cupy_mla.cuda.attention.cost import (
     divisions,
     few_heads_candidates,
     fp8_candidates,
+    fp8_in_turn,
     fp8_item_cost,
     portable_splits,
 )
@@ -237,3 +238,17 @@ def test_an_item_of_shares_costs_no_more_than_usual_where_there_are_few():
 
 def test_shares_have_the_kernels_costs():
     assert f"PAIR_COST = {PAIR_COST}, ITEM_COST = {ITEM_COST};" in read_source("attention/shares.cuh")
+
+
+@pytest.mark.parametrize(("sms", "largest"), [(78, 10), (16, 14), (6, 6)])
+def test_clusters_that_a_gpu_never_runs_are_not_chosen(sms: int, largest: int) -> None:
+    """As on a part of a GPU, or where a GPC has fewer than 16 SMs."""
+    at_once = tuple(sms // n if n <= largest else 0 for n in range(1, 17))
+    for tiles in (4, 8, 32):
+        for queries in (1, 2, 4, 16, 100):
+            found = [
+                *(fp8_candidates((32, 64), h_q, tiles, at_once, None).cheapest(queries) for h_q in (16, 64, 128)),
+                *(few_heads_candidates((h_q,), h_q, tiles, at_once, None).cheapest(queries) for h_q in (8, 16, 32)),
+            ]
+            assert [division for division in found if division.cluster > largest] == []
+    assert fp8_in_turn(64, 1, 32, 16, at_once)

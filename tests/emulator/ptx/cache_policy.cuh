@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/cache_policy.cuh for the emulator, which has no caches.
+// Twin of kernels_cu/ptx/cache_policy.cuh, which has no caches.
 #pragma once
 #include "ptx/types.cuh"
 

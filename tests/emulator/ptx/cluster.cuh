@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/cluster.cuh for the emulator.
+// Twin of kernels_cu/ptx/cluster.cuh.
 #pragma once
 #include "ptx/fence.cuh"
 #include "ptx/types.cuh"
@@ -12,7 +12,7 @@ inline void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
-inline void cluster_sync_with_one_fence(bool) {
+inline void cluster_sync_with_one_fence(bool fences) {
     __syncwarp();
     cluster_sync();
 }

@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/fence.cuh for the emulator, where memory has one order. It knows which stores wgmma may read.
+// Twin of kernels_cu/ptx/fence.cuh, where memory has one order. It knows which stores wgmma may read.
 #pragma once
 #include "machine.h"
 

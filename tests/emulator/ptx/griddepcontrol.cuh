@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/griddepcontrol.cuh for the emulator, where launches do not overlap.
+// Twin of kernels_cu/ptx/griddepcontrol.cuh, where launches do not overlap.
 #pragma once
 
 inline void wait_for_earlier_kernels() {}

@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/mbarrier.cuh for the emulator.
+// Twin of kernels_cu/ptx/mbarrier.cuh.
 #pragma once
 #include "ptx/types.cuh"
 

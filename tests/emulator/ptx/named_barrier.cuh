@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/named_barrier.cuh for the emulator.
+// Twin of kernels_cu/ptx/named_barrier.cuh.
 #pragma once
 #include "ptx/types.cuh"
 

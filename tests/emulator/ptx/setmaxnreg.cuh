@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/setmaxnreg.cuh for the emulator.
+// Twin of kernels_cu/ptx/setmaxnreg.cuh.
 #pragma once
 
 template <int N>

@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/shared.cuh for the emulator.
+// Twin of kernels_cu/ptx/shared.cuh.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -1,4 +1,4 @@
-// The twin of kernels_cu/ptx/types.cuh for the emulator.
+// Twin of kernels_cu/ptx/types.cuh.
 #pragma once
 #include "cuda.h"
 
