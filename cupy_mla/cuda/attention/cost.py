@@ -7,6 +7,7 @@ divided evenly, one share a CTA. A `Division` says how a launch is divided; the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -93,9 +94,9 @@ def _by_heads(values: Mapping[int, float]) -> np.ndarray:
     return found
 
 
-def _rounds(clusters: Any, at_once: Any) -> Any:
+def _rounds(clusters: np.ndarray, at_once: np.ndarray) -> np.ndarray:
     """Rounds in which a GPU runs so many clusters; no end of them where it runs none of that size, as a part of a GPU
-    (MIG) or one whose GPCs have few SMs: numbers or arrays."""
+    (MIG) or one whose GPCs have few SMs."""
     return np.where(np.equal(at_once, 0), np.inf, -(-clusters // np.maximum(at_once, 1)))
 
 
@@ -233,7 +234,8 @@ def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[
 
     def time(ctas: int, split: float, pairs: float) -> float:
         """An item by so many CTAs: what its splits add, and the pairs of each CTA."""
-        rounds, full = _rounds(items, at_once[ctas - 1]), min(1.0, items * ctas / at_once[0])
+        runs, full = at_once[ctas - 1], min(1.0, items * ctas / at_once[0])
+        rounds = -(-items // runs) if runs else math.inf
         item = FP8_ITEM[heads] + FP8_PAIR[heads] * pairs + split
         return _fp8_rounds(rounds, item, full, FP8_FULL[heads] + FP8_FULL_PAIR[heads] * pairs)
 
