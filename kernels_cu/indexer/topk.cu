@@ -10,20 +10,26 @@
 //                pool gets less than k or more than it holds (the sample misled), each step below reads the row again
 //   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10
 //                    more bits of the items that agree with it so far. A cluster's histograms are added up
+//                    LIST: if few items are left after two passes, they are listed and ranked by comparison. FIRST: so
+//                    they are after one or two passes with finer digits, of rows without clusters
 //   in order   short row: items are numbered part by part, warp by warp; the place of a chosen one is the number of
 //              chosen ones before it, by sums over lanes, warps and CTAs. A CTA's are brought side by side in shared
 //              memory first
-//              long row: a bit of shared memory a column is set where an item is chosen. By the sums of bits before, a
-//              thread brings the columns of a stretch of bits to their places in shared memory
+//              long row: ORDERED: the pool has the items of a chunk of columns side by side, ascending. Sums over the
+//              pool, and over the chunks in the order of their columns, tell a chosen one's place in shared memory
+//              Without, and where each step reads the row: a bit of shared memory a column is set where an item is
+//              chosen. By the sums of bits before, a thread brings the columns of a stretch of bits to their places
 //   results    positions, or with a block table slots: short rows add to four neighbouring columns what is kept
 //              of their block in shared memory, long ones look up a block for each that is chosen
 //
 // No atomics decide about places, so results do not depend on timing. Of rows no longer than k all is chosen, whatever
 // their logits are. FEW, rows in registers that begin at column 0: all columns are loaded while the row's end is still
-// being read. BF16: logits are bfloat16.
+// being read; EARLY: so they are in clusters, and long rows of FEW. FINE: the sample is searched by finer digits. BF16:
+// logits are bfloat16.
 //
-// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 4 bytes a thread for blocks, and a
-// few words a warp. Bits take the pool's place, chosen columns or results that of histograms.
+// Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 4 bytes a thread for blocks or 4 a
+// chunk, 16 bytes a thread and vector that registers have no room for, and a few words a warp. Bits or ranks take the
+// pool's place, chosen columns or results that of histograms.
 #include "indexer/order.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"

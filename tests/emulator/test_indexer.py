@@ -25,8 +25,11 @@ pytestmark = needs_compiler
 
 @pytest.mark.parametrize(
     ("rows", "width", "streamed", "ctas"),
-    [(3, 6001, False, 1), (1, 13_300, False, 4), (4, 34_000, True, 1), (7, 17_002, True, 1), (1, 133_000, True, 4)],
-)
+    [
+        (3, 6001, False, 1), (5, 26_001, False, 1), (4, 32_700, False, 1), (1, 13_300, False, 4), (1, 60_000, False, 4),
+        (4, 34_000, True, 1), (7, 17_002, True, 1), (1, 133_000, True, 4),
+    ],
+)  # fmt: skip
 def test_rows(emulated, kind, rng, rows: int, width: int, streamed: bool, ctas: int) -> None:
     """Rows of one CTA or of clusters, in registers or streamed; of any logits, whole and by ranges."""
     shape, cluster = choose(driver.gpu(0), rows, width, 2048)
@@ -43,6 +46,32 @@ def test_rows(emulated, kind, rng, rows: int, width: int, streamed: bool, ctas: 
         for i in range(rows):
             row = logits[i, 0 if starts is None else starts[i] : ends[i]]
             np.testing.assert_array_equal(got[i], by_sort(row, k), err_msg=f"{names[i]}, {len(row)} logits, k {k}")
+
+
+@pytest.mark.parametrize(("rows", "width", "ctas"), [(5, 32_000, 1), (4, 70_000, 1), (1, 63_000, 4)])
+def test_short_rows_in_wide_arrays(emulated, kind, rng, rows: int, width: int, ctas: int) -> None:
+    """Ends are read while logits up to the width are on their way. NaN and infinity beyond ends do not show."""
+    assert choose(driver.gpu(0), rows, width, 2048)[1] == ctas
+    logits = rng.standard_normal((rows, width), np.float32)
+    for most in (0, 2047, 2049, 5000, 17_000, width // 2 + 1):
+        ends = (most - rng.integers(0, min(most, 9) + 1, rows)).astype(np.int32)
+        ends[0] = most
+        beyond = np.arange(width) >= ends[:, None]
+        there = kind.put(np.where(beyond, rng.choice(np.array([np.nan, np.inf], np.float32)), logits))
+        got = kind.take(topk_indices(there, 2048, None, kind.put(ends)))
+        for i in range(rows):
+            np.testing.assert_array_equal(got[i], by_sort(logits[i, : ends[i]], 2048), err_msg=f"{ends[i]} of {width}")
+
+
+def test_rows_of_more_than_chunks_count(emulated, kind, rng) -> None:
+    """A pool has numbers for so many columns; of more, each step reads the row."""
+    width = 2112 * 512
+    logits = rng.standard_normal((4, width), np.float32)
+    assert choose(driver.gpu(0), 4, width, 512)[1] == 1
+    ends = np.array([width, width - 16384, width - 16385, width - 8], np.int32)
+    got = kind.take(topk_indices(kind.put(logits), 512, None, kind.put(ends)))
+    for i in range(4):
+        np.testing.assert_array_equal(got[i], by_sort(logits[i, : ends[i]], 512))
 
 
 @pytest.mark.parametrize("clean", [False, True])
