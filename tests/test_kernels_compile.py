@@ -41,7 +41,8 @@ def misaddressed_copies(cubin: bytes) -> int:
 
 
 # Kernels whose wgmma find their operands in uniform registers, and the R2UR that may be in between nevertheless.
-UNIFORM, FEW_R2UR = {"bf16_sm90", "bf16_cluster_sm90", "bf16_shares_sm90", "bf16_grouped_sm90"}, 20
+UNIFORM = {"fp8_sm90", "bf16_sm90", "bf16_cluster_sm90", "bf16_shares_sm90", "bf16_grouped_sm90"}
+FEW_R2UR = 20
 
 
 def moved_operands(cubin: bytes) -> int:
