@@ -40,6 +40,23 @@ def misaddressed_copies(cubin: bytes) -> int:
     return sum(word & opcode == wrong for word, _ in struct.iter_unpack("<QQ", code))
 
 
+# Kernels whose wgmma find their operands in uniform registers, and the R2UR that may be in between nevertheless.
+UNIFORM = {"fp8_sm90", "bf16_sm90", "bf16_cluster_sm90", "bf16_shares_sm90", "bf16_grouped_sm90"}
+FEW_R2UR = 20
+
+
+def moved_operands(cubin: bytes) -> int:
+    """R2UR between the first and the last wgmma on sm_90.
+
+    Where a loop's end seems to ptxas to depend on the thread, it keeps nothing of the loop in uniform registers: each
+    wgmma then waits for two R2UR or four, in loops of 135 instructions more.
+    """
+    (code,) = [content for name, content in sections(cubin) if name.startswith(".text.")]
+    opcodes = [word & 0xFFF for word, _ in struct.iter_unpack("<QQ", code)]
+    wgmma = [i for i, opcode in enumerate(opcodes) if opcode & 0xFF == 0xF0]
+    return opcodes[wgmma[0] : wgmma[-1]].count(0x2CA) if wgmma else 0
+
+
 def check(kernel: Kernel, arch: str) -> None:
     """Compile, and hold the kernel to what it promises.
 
@@ -50,7 +67,9 @@ def check(kernel: Kernel, arch: str) -> None:
     assert "spill stores" in report, "ptxas no longer reports spills"
     assert "serialized" not in report, f"sm_{arch}: wgmma one after the other: {report}"
     assert spilled_bytes(report) <= kernel.spill_bytes, f"sm_{arch}: {report}"
-    assert arch != "90a" or misaddressed_copies(cubin) == 0
+    if arch == "90a":
+        assert misaddressed_copies(cubin) == 0
+        assert kernel.name not in UNIFORM or moved_operands(cubin) <= FEW_R2UR
     shared = exported(cubin, SHARED_BYTES)
     assert 0 <= shared <= (SMALL_SHARED_BYTES if SMALL_ARCHS & set(kernel.archs) else LARGE_SHARED_BYTES)
     threads = exported(cubin, THREADS)

@@ -216,7 +216,7 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     const uint32_t tile_at = shared_address(shared) + TILE_AT + warpgroup * TILE_BYTES;
     Small& sm = small();
-    Entries entries(p, w, w.begin, lane);
+    Entries entries(p, w, w.begin, lane), ahead(p, w, w.begin + w.step, lane);
     int tile = w.begin;
 #pragma unroll 1
     for (bool last = w.begin >= w.end; !last;) {
@@ -224,16 +224,15 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
             __shfl_sync(~0u, quarter < 2 ? entries.of[0] : entries.of[1], 16 * (quarter % 2) + lane % 16);
         const uint8_t* row = find_row(p, w, tile, mine).data;
         const uint32_t valid = __ballot_sync(~0u, row != nullptr) % LAST;
-        int next = tile + w.step;
-        entries = Entries(p, w, next, lane);
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage) {
             if (stage == STAGES - 1) {
-                if (next < w.end && !entries.any_valid(p, w, next)) {
-                    next = find_tile(p, w, warpgroup, next + w.step);
-                    entries = Entries(p, w, next, lane);
+                tile += w.step;
+                if (tile < w.end && !ahead.any_valid(p, w, tile)) {
+                    tile = find_tile(p, w, warpgroup, tile + w.step);
+                    ahead = Entries(p, w, tile, lane);
                 }
-                last = next >= w.end;
+                last = tile >= w.end;
             }
             mbarrier_wait(shared_address(&sm.empty[warpgroup * STAGES + stage]), parity);
 #pragma unroll
@@ -253,7 +252,8 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
             mbarrier_arrive_after_copies(full);
         }
         parity ^= 1;
-        tile = next;
+        entries = ahead;
+        ahead = Entries(p, w, tile + w.step, lane);
     }
 }
 

@@ -744,7 +744,8 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
         start_qk<K>(W, parity, kept, s);
         parity ^= 1;
         const typename K::Columns columns(reader, W, lane % 4);
-        last = sm.last[W];
+        // By this instruction: with an ordinary load every operand of wgmma took two R2UR in clusters and shares.
+        last = load_shared_4(shared_address(&sm.last[W])) != 0;
         uint32_t mine[4][4];
         float my_ref[2], my_sum[2], other_ref[2];
         if constexpr (W == 0) {

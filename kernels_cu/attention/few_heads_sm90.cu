@@ -259,13 +259,14 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
     const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
     int copied = 0;
-    TileEntries entries(p, w, my_tile, quarter, my_row);
+    TileEntries entries(p, w, my_tile, quarter, my_row), next(p, w, 2 + my_tile, quarter, my_row);
 #pragma unroll 1
     for (int pair = 0; pair < w.count; pair += 2) {
         const uint32_t filled = __ballot_sync(~0u, entries.any_valid(p, w, pair + my_tile));
         const Row row = find_row(p, w, w.tile(pair + my_tile), entries.of[0]);
         const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
-        entries = TileEntries(p, w, pair + 2 + my_tile, quarter, my_row);
+        entries = next;
+        next = TileEntries(p, w, pair + 4 + my_tile, quarter, my_row);
         copied += ((filled & 0xffff) != 0) + (filled >> 16 != 0);
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {

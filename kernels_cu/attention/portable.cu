@@ -161,7 +161,8 @@ constexpr int RAW_STAGES = FP8 ? most_raw_stages<MOST_RAW_STAGES>() : 1;
 static_assert(FP8 ? STAGES >= 2 && RAW_STAGES >= 2 : STAGES >= 3, "one for each kind of warp, and one for copies");
 constexpr int WIDENED_BEFORE = 2;  // tiles from P.V to those that are widened behind it
 constexpr int COPIED_BEFORE = FP8 ? WIDENED_BEFORE + RAW_STAGES : STAGES - 1;  // tiles from P.V to copies behind it
-static_assert(COPIED_BEFORE <= NOTED_TILES && NOTED_TILES * COPIED_ROWS <= 32, "");
+// An output warp notes rows while others may still look at `valid` of the tile before.
+static_assert(COPIED_BEFORE < NOTED_TILES && NOTED_TILES * COPIED_ROWS <= 32, "");
 using Small = SmallOf<STAGES>;
 constexpr int RAW_AT = STAGES * STAGE_BYTES, PARTS_AT = RAW_AT + RAW_STAGES * RAW_BYTES,
               P_AT = PARTS_AT + PART_BUFFERS * PART_BUFFER, Q_AT = P_AT + 2 * P_BYTES, SMALL_AT = Q_AT + Q_BYTES,

@@ -21,7 +21,7 @@ from .cost import FEW_CONSUMERS
 HEADS = tuple(FEW_CONSUMERS)  # heads a CTA is built for
 TILE_ROWS = 64
 
-SPILL_BYTES = 64  # a few words of addresses, once a work item
+SPILL_BYTES = 64  # a few words, some of them of a consumer once a tile
 EVEN_HEADS = (8, 16)  # heads a CTA that takes an equal share is built for
 MOST_SHARES = 144  # CTAs among which rows are divided evenly: there is space for the weights of as many results
 
