@@ -1316,6 +1316,8 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
         // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
         constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
         static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
+        const int head = threadIdx.x / 64, column = threadIdx.x % 64 * 8, heads = p.h_q - w.first_head;
+        bf16* to = results + head * p.out_h + column;  // of this head and every fourth one behind it
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             const uint32_t lines = shared_address(shared) + P_AT + j % BUFFERS * 8 * LINE;
@@ -1327,12 +1329,13 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
                                    pack_bf16x2(out.o[v][element(0, 2 * j + k)], out.o[v][element(1, 2 * j + k)]));
             }
             sync_consumers();
+            Vec16 chunks[2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int head = threadIdx.x / 64 + 4 * i, column = threadIdx.x % 64 * 8;
-                const Vec16 chunk = load_shared_16(lines + head * LINE + (2 * column ^ head / 2 << 5));
-                if (w.first_head + 8 * j + head < p.h_q)
-                    store_chunk(results + (8 * j + head) * p.out_h + column, chunk, DIVISION != SEGMENTS || wide);
+            for (int i = 0; i < 2; ++i)
+                chunks[i] = load_shared_16(lines + (head + 4 * i) * LINE + (2 * column ^ (head + 4 * i) / 2 << 5));
+#pragma unroll
+            for (int i = 0; i < 2; ++i, to += 4 * p.out_h) {
+                if (8 * j + 4 * i + head < heads) store_chunk(to, chunks[i], DIVISION != SEGMENTS || wide);
             }
             if (BUFFERS == 1) sync_consumers();
         }
