@@ -266,10 +266,26 @@ __device__ __forceinline__ uint32_t stage_address(uint32_t stage) {
 
 // --- producer --------------------------------------------------------------------------------------------------
 
+// How many slots of a cache entries, which are int32_t, can name. As an unsigned number a valid one is below that.
+__device__ __forceinline__ uint32_t nameable_slots(const Source& source) {
+    return uint32_t(min(source.num_slots, int64_t(1) << 31));
+}
+
+// Those of both caches.
+struct Slots {
+    uint32_t main, extra;
+
+    __device__ __forceinline__ explicit Slots(const AttentionParams& p)
+        : main(nameable_slots(p.main)), extra(nameable_slots(p.extra)) {}
+    __device__ __forceinline__ uint32_t of(const Work& w, int tile) const {
+        return tile >= w.main_tiles ? extra : main;
+    }
+};
+
 // As find_row of work.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
-__device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry) {
-    const Source& source = tile >= w.main_tiles ? p.extra : p.main;
-    return entry >= 0 && entry < source.num_slots ? Row::of_slot(source, entry) : Row::none();
+__device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry,
+                                            uint32_t slots) {
+    return uint32_t(entry) < slots ? Row::of_slot(tile >= w.main_tiles ? p.extra : p.main, entry) : Row::none();
 }
 
 // Copies scales that stand apart from their row.
@@ -386,9 +402,7 @@ __device__ __forceinline__ int row_of_lane(int warp, int lane, int i) {
 }
 
 // Whether any of a tile's entries is valid. All lanes of the warp call.
-__device__ __forceinline__ bool has_valid(const AttentionParams& p, const Work& w, int tile,
-                                          const int32_t (&entries)[2]) {
-    const uint32_t slots = tile >= w.main_tiles ? p.extra.num_slots : p.main.num_slots;
+__device__ __forceinline__ bool has_valid(const int32_t (&entries)[2], uint32_t slots) {
     return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
 }
 
@@ -398,6 +412,7 @@ __device__ __forceinline__ bool has_valid(const AttentionParams& p, const Work& 
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const Entries list(p, w);
+    const Slots slots(p);
     const int rows[2] = {row_of_lane(warp, lane, 0), row_of_lane(warp, lane, 1)};
     int32_t entries[AHEAD][2];
     auto load_entries = [&](int i, int n) {
@@ -422,8 +437,8 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
         for (int i = 0; i < AHEAD; ++i) {
             const int n = first + i, tile = w.tile(n);
             if (n > count) break;
-            const bool copied = has_valid(p, w, tile, entries[i]);  // behind the split there is no entry
-            const Row row = row_of_entry(p, w, tile, entries[i][0]);
+            const bool copied = has_valid(entries[i], slots.of(w, tile));  // behind the split there is no entry
+            const Row row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
             if (!copied && (n < count || ended)) continue;
             // The consumers take the tiles of a unit together: one without rows completes the last unit.
