@@ -175,7 +175,7 @@ __device__ __forceinline__ Role consumer_role() {
     const uint32_t thread = opaque(threadIdx.x);
     return role_of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
 }
-// The same, for what runs rarely: nothing that is derived from its lane stays in registers.
+// The same, for what runs rarely or once: nothing that is derived from its lane stays in registers of the loop.
 __device__ __forceinline__ Role rare_role(const Role& r) { return role_of(read_thread_index(), r.warpgroup, r.warp); }
 __device__ __forceinline__ void sync_warpgroup(const Role& r) {
     named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
@@ -1458,7 +1458,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
     if (last == ENDED) pass_tile(r, stage - TILE_STAGES);
     if (other_is_left) multiply_other(stage - (last == ENDED ? 2 : 1) * TILE_STAGES);
     if constexpr (DIVISION == CLUSTERS) {
-        merge_results(p, w, r, out);
+        merge_results(p, w, rare_role(r), out);
     } else if constexpr (DIVISION == TEAMS) {
         merge_team(p, w, r, out);
     } else if constexpr (DIVISION == SEGMENTS) {
