@@ -167,10 +167,16 @@ __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(sha
 // --- who and what ---------------------------------------------------------------------------------------------
 
 // `uniform` tells the compiler what a warp agrees on; `opaque` keeps the rest from being hoisted.
-__device__ __forceinline__ Role consumer_role() {
-    const int thread = opaque(threadIdx.x);
-    return Role::of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
+__device__ __forceinline__ Role role_of(uint32_t thread, int warpgroup, int warp) {
+    const uint32_t lane = thread % 32;  // unsigned, which takes fewer instructions than Role::of
+    return {warpgroup, warp, int(lane), int(lane / 4), int(lane % 4)};
 }
+__device__ __forceinline__ Role consumer_role() {
+    const uint32_t thread = opaque(threadIdx.x);
+    return role_of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
+}
+// The same, for what runs rarely or once: nothing that is derived from its lane stays in registers of the loop.
+__device__ __forceinline__ Role rare_role(const Role& r) { return role_of(read_thread_index(), r.warpgroup, r.warp); }
 __device__ __forceinline__ void sync_warpgroup(const Role& r) {
     named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
 }
@@ -260,10 +266,26 @@ __device__ __forceinline__ uint32_t stage_address(uint32_t stage) {
 
 // --- producer --------------------------------------------------------------------------------------------------
 
+// How many slots of a cache entries, which are int32_t, can name. As an unsigned number a valid one is below that.
+__device__ __forceinline__ uint32_t nameable_slots(const Source& source) {
+    return uint32_t(min(source.num_slots, int64_t(1) << 31));
+}
+
+// Those of both caches.
+struct Slots {
+    uint32_t main, extra;
+
+    __device__ __forceinline__ explicit Slots(const AttentionParams& p)
+        : main(nameable_slots(p.main)), extra(nameable_slots(p.extra)) {}
+    __device__ __forceinline__ uint32_t of(const Work& w, int tile) const {
+        return tile >= w.main_tiles ? extra : main;
+    }
+};
+
 // As find_row of work.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
-__device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry) {
-    const Source& source = tile >= w.main_tiles ? p.extra : p.main;
-    return entry >= 0 && entry < source.num_slots ? Row::of_slot(source, entry) : Row::none();
+__device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry,
+                                            uint32_t slots) {
+    return uint32_t(entry) < slots ? Row::of_slot(tile >= w.main_tiles ? p.extra : p.main, entry) : Row::none();
 }
 
 // Copies scales that stand apart from their row.
@@ -380,9 +402,7 @@ __device__ __forceinline__ int row_of_lane(int warp, int lane, int i) {
 }
 
 // Whether any of a tile's entries is valid. All lanes of the warp call.
-__device__ __forceinline__ bool has_valid(const AttentionParams& p, const Work& w, int tile,
-                                          const int32_t (&entries)[2]) {
-    const uint32_t slots = tile >= w.main_tiles ? p.extra.num_slots : p.main.num_slots;
+__device__ __forceinline__ bool has_valid(const int32_t (&entries)[2], uint32_t slots) {
     return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
 }
 
@@ -392,6 +412,7 @@ __device__ __forceinline__ bool has_valid(const AttentionParams& p, const Work& 
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
     constexpr int AHEAD = 4;
     const Entries list(p, w);
+    const Slots slots(p);
     const int rows[2] = {row_of_lane(warp, lane, 0), row_of_lane(warp, lane, 1)};
     int32_t entries[AHEAD][2];
     auto load_entries = [&](int i, int n) {
@@ -416,8 +437,8 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
         for (int i = 0; i < AHEAD; ++i) {
             const int n = first + i, tile = w.tile(n);
             if (n > count) break;
-            const bool copied = has_valid(p, w, tile, entries[i]);  // behind the split there is no entry
-            const Row row = row_of_entry(p, w, tile, entries[i][0]);
+            const bool copied = has_valid(entries[i], slots.of(w, tile));  // behind the split there is no entry
+            const Row row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
             if (!copied && (n < count || ended)) continue;
             // The consumers take the tiles of a unit together: one without rows completes the last unit.
@@ -800,7 +821,7 @@ __device__ __forceinline__ void add_lanes(const Role& r, float (&v)[OWN_HEADS]) 
     }
 }
 __device__ __forceinline__ int sum_head(const Role& r, int c) {
-    return SUMS == OWN_HEADS ? r.head(c) : 8 * r.g + 2 * r.t + c;
+    return SUMS == OWN_HEADS ? r.head(c) : 2 * r.lane + c;
 }
 
 // References rise to the tile's largest logit + log2 r. O^T and sums so far are to be multiplied by `factor`. Rare.
@@ -879,7 +900,7 @@ __device__ __forceinline__ bool softmax_tile(const Role& r, const RowScales& sca
     fence_proxy_async();
     const bool raised = named_barrier_any(WARPGROUP_SYNC + r.warpgroup, WARPGROUP, too_large);
     if (raised) {
-        raise_references(r, scales, s);
+        raise_references(rare_role(r), scales, s);
         store_p(r, scales, s, sums);
         fence_proxy_async();
     }
@@ -928,23 +949,28 @@ struct Columns {
     uint32_t rope[4];         // V4_FP8: the last column block's A operand
 };
 
-__device__ __forceinline__ uint32_t ratio_address(int owner, int chunk, int k, int t) {
-    return shared_address(&small().ratio[owner][chunk][16 * k + 4 * t]);
+// Where the ratios for P of warpgroup `owner` begin that a thread reads: those of its warpgroup's first chunk.
+__device__ __forceinline__ uint32_t own_ratios(const Role& r, int owner) {
+    return shared_address(&small().ratio[owner][(V32 ? 2 : 4) * r.warpgroup][4 * r.t]);
 }
 
-__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, int owner, int k, int i) {
+// Its ratios for step k of a chunk, the `chunk`-th of its warpgroup.
+__device__ __forceinline__ Vec8 load_ratios(uint32_t ratios, int chunk, int k) {
+    return load_shared_8(ratios + 2 * (TILE_ROWS * chunk + 16 * k));
+}
+
+__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, uint32_t ratios, int k, int i) {
     const uint32_t rows = stage_address(stage) + r.lane % 16 * STRIDE, second = r.lane / 16;
     const uint32_t from = rows + 256 * r.warpgroup + 64 * second + 16 * r.warp;
     Columns c;
     if constexpr (V32) {
         ldmatrix_x4_trans(c.bytes, from + 128 * i);
-        c.ratio[0] = load_shared_8(ratio_address(owner, 2 * r.warpgroup + i, k, r.t));
+        c.ratio[0] = load_ratios(ratios, i, k);
     } else {
-        // The last column block is RoPE.
+        // The last column block is RoPE, which has no ratios: those before are loaded, and not used.
         ldmatrix_x4_trans(c.bytes, i == 0 || (r.warpgroup == 1 && second) ? from : from + 128);
-#pragma unroll
-        for (int v = 0; v < 2; ++v)
-            c.ratio[v] = load_shared_8(ratio_address(owner, min(4 * r.warpgroup + 2 * i + v, CHUNKS - 1), k, r.t));
+        c.ratio[0] = load_ratios(ratios, 2 * i, k);
+        c.ratio[1] = load_ratios(ratios, i == 0 ? 1 : 3 - r.warpgroup, k);
         if (i == 1)
             ldmatrix_x4_trans(c.rope, stage_address(stage) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_OFFSET +
                                           32 * r.warp + r.lane / 8 % 2 * 16);
@@ -972,10 +998,11 @@ __device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, i
 template <typename Act>
 __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t stage, int owner, bool raised, Output& out,
                                             Act meanwhile) {
-    if (raised) follow_references(r, owner, out);
+    if (raised) follow_references(rare_role(r), owner, out);
     const uint64_t prob = wgmma_operand(opaque(shared_address(shared) + P_AT) + owner * LINES_BYTES, 1024, 16);
+    const uint32_t ratios = opaque(own_ratios(r, owner));  // or each of them has an address in registers
     uint32_t a[2][2][4];
-    Columns columns = load_columns(r, stage, owner, 0, 0);
+    Columns columns = load_columns(r, stage, ratios, 0, 0);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
@@ -983,11 +1010,11 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t stage, int o
             if (k > 0) wgmma_wait<1>();
             widen_columns(r, columns, i, a[i]);
             if (i == 0) {
-                columns = load_columns(r, stage + k, owner, k, 1);
+                columns = load_columns(r, stage + k, ratios, k, 1);
             } else {
                 __syncwarp();
                 mbarrier_arrive_for_warp(shared_address(&small().empty[place_of(stage + k)]), r.lane);
-                if (k < 3) columns = load_columns(r, stage + k + 1, owner, k + 1, 0);
+                if (k < 3) columns = load_columns(r, stage + k + 1, ratios, k + 1, 0);
             }
             wgmma_fence();
 #pragma unroll
@@ -1304,6 +1331,8 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
         // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
         constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
         static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
+        const int head = threadIdx.x / 64, column = threadIdx.x % 64 * 8, heads = p.h_q - w.first_head;
+        bf16* to = results + head * p.out_h + column;  // of this head and every fourth one behind it
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             const uint32_t lines = shared_address(shared) + P_AT + j % BUFFERS * 8 * LINE;
@@ -1315,12 +1344,13 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
                                    pack_bf16x2(out.o[v][element(0, 2 * j + k)], out.o[v][element(1, 2 * j + k)]));
             }
             sync_consumers();
+            Vec16 chunks[2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int head = threadIdx.x / 64 + 4 * i, column = threadIdx.x % 64 * 8;
-                const Vec16 chunk = load_shared_16(lines + head * LINE + (2 * column ^ head / 2 << 5));
-                if (w.first_head + 8 * j + head < p.h_q)
-                    store_chunk(results + (8 * j + head) * p.out_h + column, chunk, DIVISION != SEGMENTS || wide);
+            for (int i = 0; i < 2; ++i)
+                chunks[i] = load_shared_16(lines + (head + 4 * i) * LINE + (2 * column ^ (head + 4 * i) / 2 << 5));
+#pragma unroll
+            for (int i = 0; i < 2; ++i, to += 4 * p.out_h) {
+                if (8 * j + 4 * i + head < heads) store_chunk(to, chunks[i], DIVISION != SEGMENTS || wide);
             }
             if (BUFFERS == 1) sync_consumers();
         }
@@ -1386,28 +1416,32 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
         named_barrier_sync(P_READY + other, CONSUMERS);
         multiply_pv(r, stage, other, small().raised[other], out, [] {});
     };
+    const int first = stage;
     stage += TILE_STAGES * r.warpgroup;  // the first of this warpgroup's tile
-    // Whether a tile of the other stands before it; what follows this warpgroup's last tile, and the last one of both.
-    bool begun = r.warpgroup == 1, other_is_left = false;
+    // What follows this warpgroup's last tile, and the last one of both; whether the other's last one is still to be
+    // multiplied.
     uint32_t follows = ANYTHING, last;
+    bool other_is_left = false;
 #pragma unroll 1
-    for (;; stage += 2 * TILE_STAGES, begun = true) {
-        if (begun) {
+    for (;; stage += 2 * TILE_STAGES) {
+        if (stage != first) {  // a tile of the other stands before it
             last = wait_for_tile(r, stage - TILE_STAGES);
-            other_is_left = last == NONE;
-            if (last == NONE || last == ENDED) break;
+            if (last & NONE) {  // or ENDED
+                other_is_left = last == NONE;
+                break;
+            }
         }
         last = wait_for_tile(r, stage);
         if (last == ENDED) {
+            other_is_left = stage != first;
             stage += TILE_STAGES;
-            other_is_left = begun;
             break;
         }
         follows = last;
         float s[HEADS / 2], sums[OWN_HEADS];
         const RowScales scales = multiply_qk(r, stage, logit_scale, s);
         if (follows != ANYTHING) release_q(r);
-        if (begun) multiply_other(stage - TILE_STAGES);
+        if (stage != first) multiply_other(stage - TILE_STAGES);
         const bool raised = softmax_tile(r, scales, s, sums);
         multiply_pv(r, stage, r.warpgroup, raised, out, [&] {
             add_lanes(r, sums);
@@ -1424,7 +1458,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
     if (last == ENDED) pass_tile(r, stage - TILE_STAGES);
     if (other_is_left) multiply_other(stage - (last == ENDED ? 2 : 1) * TILE_STAGES);
     if constexpr (DIVISION == CLUSTERS) {
-        merge_results(p, w, r, out);
+        merge_results(p, w, rare_role(r), out);
     } else if constexpr (DIVISION == TEAMS) {
         merge_team(p, w, r, out);
     } else if constexpr (DIVISION == SEGMENTS) {

@@ -12,7 +12,7 @@ from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE, Choice
 
 from .. import oracle
-from ..cases import Paged, check_decode, off_zero, paged, queries, sinks, with_holes
+from ..cases import Paged, check_decode, off_zero, paged, queries, run_decode, sinks, with_holes
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -72,3 +72,18 @@ def test_empty_tiles(divided, kind, rng, fmt, division):
         q = off_zero(fmt, queries(rng, B, 1, h_q, fmt.d_qk), main, extra)
         divided(**division)
         check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, 2))
+
+
+@pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
+def test_bits_of_divisions(divided, kind, rng, fmt):
+    """Splits of a cluster, of a team, and one after the other give the same bits, wherever tiles are empty."""
+    heads, splits = int(rng.choice([32, 64])), int(rng.integers(2, 5))
+    main, extra = with_empty_tiles(rng, fmt, extra=bool(rng.integers(2)), lengths=bool(rng.integers(2)))
+    q = queries(rng, B, 1, heads, fmt.d_qk)
+    results = []
+    for more in ({}, {"ctas": 2}, {"ctas": splits * B, "teams": True}):
+        divided(heads, splits, **more)
+        results.append(run_decode(kind, q, main, extra))
+    for result in results[1:]:
+        for part, first in zip(result, results[0], strict=True):
+            assert np.array_equal(part.view(np.uint8), first.view(np.uint8))

@@ -18,8 +18,8 @@ TILE_ROWS = 64
 
 WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4  # how work is divided over CTAs, see the kernel
 MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
-# Addresses, a few of them a tile, too.
-SPILL_BYTES = {WHOLE: 72, CLUSTERS: 112, SHARES: 72, SEGMENTS: 96, TEAMS: 72}
+# Addresses, one of them a tile, too.
+SPILL_BYTES = {WHOLE: 0, CLUSTERS: 0, SHARES: 0, SEGMENTS: 20, TEAMS: 0}
 
 
 @cache
