@@ -38,9 +38,9 @@
 // behind a short context is divided evenly, too.
 //
 // Only tiles in which an entry is valid are copied and multiplied. Each producer warp looks at all entries of a tile
-// before it copies its rows, and passes the tile over if none is valid. So nobody knows beforehand how many tiles a
-// split has: a tile says whether more may follow (`Follows`), and if none did although more might have, a tile that
-// holds nothing but the end of the split comes last.
+// before it copies its rows, and passes the tile over if none is valid; after a few in sequence the warps look together
+// whether any follows. So nobody knows beforehand how many tiles a split has: a tile says whether more may follow
+// (`Follows`), and if none did although more might have, a tile that holds nothing but the end of the split comes last.
 //
 //   full[stage]          copies done          COPIERS warps: 32 arrivals after the copies, and one for `marks`
 //   empty[stage]         stage released       the 8 consumer warps
@@ -49,6 +49,7 @@
 //   P_READY + w          named: P of warpgroup w's tile is published: its 128 threads arrive, the other 128 wait
 //   WARPGROUP_SYNC + w   named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC        named: all 256 consumer threads
+//   PRODUCER_SYNC        named: the 128 producer threads, after a few tiles without rows
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728, and 1,024 for the gaps with which it comes; two P of heads x 64 f16,
 // 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,784. V4_FP8: Q 65,536; rows of 592.
@@ -109,7 +110,7 @@ constexpr float HEADROOM = 8.0f;
 static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
 
 // Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
-enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5 };
+enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER_SYNC = 6 };
 
 // Q comes in eight groups of heads, with gaps between them: the same 32 bytes of heads of four groups are in all banks.
 constexpr int GROUP_HEADS = HEADS / 8, GROUP_GAP = 32;
@@ -139,6 +140,7 @@ struct alignas(16) SmallOf {
     float q_max[8], logit_scale;
     uint32_t raised[2];
     uint32_t marks[STAGES];  // which rows are valid, and what follows the tile
+    int found[4];            // tiles up to the last one with rows that each producer warp has found
     Attended attended[2];
     int partials;  // results that are merged
     Shares<THREADS> shares;
@@ -406,6 +408,32 @@ __device__ __forceinline__ bool has_valid(const int32_t (&entries)[2], uint32_t 
     return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
 }
 
+// How many tiles of a split end with the last one that has a valid entry, from tile `begin` on; `begin` if there is none.
+// Producer warp w looks at every fourth tile. All four warps call, as they all see the same list.
+__device__ __forceinline__ int count_up_to_rows(const Work& w, const Entries& list, const Slots& slots, int begin,
+                                                int warp, int lane) {
+    constexpr int AT_ONCE = 4;
+    int count = begin;
+#pragma unroll 1
+    for (int first = begin + warp; first < w.count(); first += 4 * AT_ONCE) {
+        int32_t entries[AT_ONCE][2];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) entries[i][j] = list.of(w, w.tile(first + 4 * i), lane + 32 * j);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (has_valid(entries[i], slots.of(w, w.tile(first + 4 * i)))) count = first + 4 * i + 1;
+    }
+    int (&found)[4] = small().found;
+    if (lane == 0) found[warp] = count;
+    named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
+    count = max(max(found[0], found[1]), max(found[2], found[3]));
+    named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
+    return uniform(count);
+}
+
 // Each of the four producer warps copies 16 rows of every tile that has a valid entry. List entries are loaded AHEAD
 // tiles before their rows: under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime. Returns the stage
 // behind the split.
@@ -428,11 +456,12 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             mbarrier_arrive(shared_address(&small().q_full));
         }
     }
-    const int count = w.count();
+    int count = w.count();
     uint32_t stage = w.stage;
     bool ended = false;  // the consumers know that no tile follows
 #pragma unroll 1
     for (int first = 0; first <= count; first += AHEAD) {
+        const uint32_t stage_before = stage;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int n = first + i, tile = w.tile(n);
@@ -449,6 +478,12 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             const uint32_t follows = !is_tile ? ENDED : ended ? NONE : last_of_warpgroup ? ONE_AT_MOST : ANYTHING;
             copy_tile(row, stage, follows, warp, lane);
             stage += TILE_STAGES;
+        }
+        const int next = first + AHEAD;
+        if (stage == stage_before && next < count && count == w.count()) {
+            count = count_up_to_rows(w, list, slots, next, warp, lane);
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) load_entries(i, next + i);  // again: meanwhile they need no registers
         }
     }
     return stage;
@@ -1129,7 +1164,7 @@ __device__ __forceinline__ void leave_partial(const AttentionParams& p, const At
 // Calls act(i, own head, its values) for the thread's values of `count` partial results from number `from` on.
 template <typename Partials, typename Act>
 __device__ __forceinline__ void for_chunks(const Partials& partials, int from, int count, Act act) {
-    constexpr int AT_ONCE = 8;
+    constexpr int AT_ONCE = 4;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
 #pragma unroll
