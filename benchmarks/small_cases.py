@@ -191,7 +191,7 @@ def shares_case(rng: np.random.Generator, h: int) -> None:
     expected = cupy_mla.sparse_decode(q, cache, indices, scale)
     os.environ[VARIABLE] = "few_heads_sm90"
     for name, more in (("alike", {}), ("by length", {"topk_length": gpu_length})):
-        with replaced(choose, FEW_SHARE_WAVES=0, FEW_SHARE_WAVES_UNEVEN=0):
+        with replaced(choose, FEW_SHARE_WAVES=((0, 1),), FEW_SHARE_WAVES_UNEVEN=((0, 1),)):
             result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **more)
         for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
             compare(f"shares of few heads h {h} {name} {part}", ours, reference)

@@ -54,6 +54,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/named_barrier.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 #include "tile/fragments.cuh"
@@ -137,10 +138,16 @@ extern __shared__ __align__(1024) uint8_t shared[];
 
 __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
 
-__device__ __forceinline__ Role consumer_role() {
-    const int thread = threadIdx.x;
-    return Role::of(thread, thread / WARPGROUP, thread / 32 % 4);
+// The lane is unsigned, which takes fewer instructions than Role::of.
+__device__ __forceinline__ Role role_of(uint32_t lane, int warpgroup, int warp) {
+    return {warpgroup, warp, int(lane), int(lane / 4), int(lane % 4)};
 }
+__device__ __forceinline__ Role consumer_role() {
+    const uint32_t thread = threadIdx.x;
+    return role_of(thread % 32, thread / WARPGROUP, thread / 32 % 4);
+}
+// The same. What is derived from the lane is found anew, not kept in registers from where it was used before.
+__device__ __forceinline__ Role anew(const Role& r) { return role_of(opaque(r.lane), r.warpgroup, r.warp); }
 __device__ __forceinline__ uint32_t q_lines() { return shared_address(shared) + Q_AT; }
 __device__ __forceinline__ uint32_t p_lines(const Role& r) {
     return shared_address(shared) + P_AT + r.warpgroup * P_COPIES * P_BYTES;
@@ -259,14 +266,13 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
     const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
     int copied = 0;
-    TileEntries entries(p, w, my_tile, quarter, my_row), next(p, w, 2 + my_tile, quarter, my_row);
+    TileEntries entries(p, w, my_tile, quarter, my_row);
 #pragma unroll 1
     for (int pair = 0; pair < w.count; pair += 2) {
         const uint32_t filled = __ballot_sync(~0u, entries.any_valid(p, w, pair + my_tile));
         const Row row = find_row(p, w, w.tile(pair + my_tile), entries.of[0]);
         const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
-        entries = next;
-        next = TileEntries(p, w, pair + 4 + my_tile, quarter, my_row);
+        entries = TileEntries(p, w, pair + 2 + my_tile, quarter, my_row);
         copied += ((filled & 0xffff) != 0) + (filled >> 16 != 0);
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {
@@ -642,32 +648,44 @@ __device__ __forceinline__ void release_stages(const Role& r, const uint32_t (&p
     for (int quarter = 0; quarter < 4; ++quarter, empty += 8 * STAGES) mbarrier_arrive_for_warp_at_two(empty, r.lane);
 }
 
-// Returns how many places for tiles the split took in the rings, after `before` of earlier splits.
+// Where the two stages of a tile stand in each ring. `number`: of the first one, counted over all tiles.
+struct TilePlace {
+    uint32_t stage[2];
+
+    __device__ __forceinline__ TilePlace(uint32_t number) : stage{number % STAGES, (number + 1) % STAGES} {}
+    __device__ __forceinline__ StagedRows rows(int quarter) const {
+        const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
+        return {{ring + stage[0] * STAGE_BYTES, ring + stage[1] * STAGE_BYTES}};
+    }
+};
+
+// Returns how many places for tiles the split took in the rings, after `before` of earlier splits. Places and what is
+// derived from the lane are found anew after each product, or they would be kept in memory in the meantime.
 __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t before, Softmax& state,
                                       float (&o)[V_TILES][HEAD_TILES][4]) {
-    Small& sm = small();
-    const FirstRow first = first_qk_row(r.g);
-    const uint32_t ring = shared_address(shared) + RING_AT + r.warp * RING_BYTES,
-                   full = shared_address(sm.full[r.warp]), told = shared_address(sm.told[r.warp]);
+    const uint32_t begin = 2 * (before + r.warpgroup), end = 2 * (before + w.count);
 #pragma unroll 1
-    for (int tile = r.warpgroup; tile < w.count; tile += CONSUMERS) {
-        const uint32_t number = 2 * (before + tile), place[2] = {number % STAGES, (number + 1) % STAGES};
-        const StagedRows rows = {{ring + place[0] * STAGE_BYTES, ring + place[1] * STAGE_BYTES}};
-        const uint32_t row = rows.qk_row(r.g);
-        float s[HEAD_TILES][4];
-        mbarrier_wait(full + 8 * place[0], number / STAGES & 1);
-        mbarrier_wait(full + 8 * place[1], (number + 1) / STAGES & 1);
-        const uint32_t of_stage = load_shared_4(told + 4 * place[0]);
+    for (uint32_t number = begin; number < end; number += 2 * CONSUMERS) {
+        TilePlace place(number);
+        const uint32_t row = place.rows(r.warp).qk_row(r.g);
+        const uint32_t full = shared_address(small().full[r.warp]), told = shared_address(small().told[r.warp]);
+        mbarrier_wait(full + 8 * place.stage[0], number / STAGES & 1);
+        mbarrier_wait(full + 8 * place.stage[1], (number + 1) / STAGES & 1);
+        const uint32_t of_stage = load_shared_4(told + 4 * place.stage[0]);
         if (of_stage & NO_TILE) {
             sync_warpgroup(r);  // all quarters have it
-            release_stages(r, place);
+            release_stages(r, place.stage);
             return min(int(of_stage >> TILES_BIT) + CONSUMERS, w.count);
         }
-        multiply_qk(r, row, s);
-        const uint32_t rows_valid = load_shared_4(told + 4 * (first.stage == 0 ? place[0] : place[1])) >> first.row;
+        float s[HEAD_TILES][4];
+        multiply_qk(anew(r), row, s);
+        place = TilePlace(opaque(number));
+        const FirstRow first = first_qk_row(r.g);
+        const uint32_t rows_valid =
+            load_shared_4(told + 4 * (first.stage == 0 ? place.stage[0] : place.stage[1])) >> first.row;
         const bool valid[2] = {(rows_valid & 1) != 0, (rows_valid & 2) != 0};
-        softmax_tile(r, tile == r.warpgroup, valid, row, s, state, o);
-        multiply_pv(r, place, o);
+        softmax_tile(anew(r), number == begin, valid, row, s, state, o);
+        multiply_pv(anew(r), TilePlace(opaque(number)).stage, o);
     }
     return w.count;
 }

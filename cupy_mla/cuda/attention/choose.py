@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import inf
 from typing import Any, NamedTuple
 
 from ... import private
@@ -42,9 +43,12 @@ INVARIANT_ROWS, INVARIANT_ROWS_IN_TURN, INVARIANT_QUERIES = 512, 704, 32
 # With at most so many queries of 9 to 16 heads V32_FP8 decode is faster on `fp8_sm90` with 32 heads a CTA, half of them
 # padding.
 PADDED_QUERIES = 8
-# V32_FP8 decode of up to 16 heads: with more waves of queries than this, of equal lists and of lists with lengths, all
-# rows are divided evenly. And the pairs of tiles that a split has at least then.
-FEW_SHARE_WAVES, FEW_SHARE_WAVES_UNEVEN, FEW_SHARE_LEAST_SPLIT = 1.0, 0.5, 2
+# V32_FP8 decode of up to 16 heads: waves of queries, more than the first number and at most the second, with which all
+# rows are divided evenly: of equal lists where the last wave would be less than half full (measured up to two waves, in
+# docs/kernels/few_heads_sm90.md; extrapolated beyond), and of lists with lengths. And the pairs of tiles that a split
+# has at least then.
+FEW_SHARE_WAVES, FEW_SHARE_WAVES_UNEVEN = ((1, 1.55), (2, 2.28), (3, 3.18)), ((0.59, inf),)
+FEW_SHARE_LEAST_SPLIT = 2
 # Up to so many work items the kernels for few heads are faster for prefill of many heads, too.
 FEW_ITEMS = 28
 # Up to so many splits of a query `bf16_few_heads_sm90` is the faster kernel for bf16 rows; and with clusters of the
@@ -233,8 +237,8 @@ def _few_heads_shares(f: Facts, s: Sizes) -> Choice:
 def _few_heads_shares_wanted(f: Facts, s: Sizes) -> bool:
     if f.prefill or not f.layout.quantized or f.batch_invariant or s.splits is not None:
         return False
-    waves = FEW_SHARE_WAVES_UNEVEN if f.uneven else FEW_SHARE_WAVES
-    return s.h_q <= max(few_heads_sm90.EVEN_HEADS) and s.queries > waves * f.gpu.sms
+    ranges, waves = FEW_SHARE_WAVES_UNEVEN if f.uneven else FEW_SHARE_WAVES, s.queries / f.gpu.sms
+    return s.h_q <= max(few_heads_sm90.EVEN_HEADS) and any(least < waves <= most for least, most in ranges)
 
 
 def _few_heads_wanted(f: Facts, s: Sizes) -> bool:

@@ -463,18 +463,29 @@ def test_bf16_rows_of_few_heads_in_two_splits_rather_than_three_without_a_cluste
 
 
 @pytest.mark.parametrize("h_q", [1, 8, 9, 16])
-def test_v32_of_few_heads_is_divided_evenly_beyond_a_wave(h_q):
+def test_v32_of_few_heads_is_divided_evenly_where_the_last_wave_is_less_than_half_full(h_q):
     evenly = Choice("few_heads_sm90", 8 if h_q <= 8 else 16, EVENLY, ctas=132, least_split=2)
-    for queries in (133, 150, 264, 300, 1000):
+    for queries in (133, 150, 200, 204, 265, 300, 397, 419):
         assert decode(V32_FP8, h_q, queries) == evenly
-        assert decode(V32_FP8, h_q, queries, uneven=True) == evenly
         assert decode(V32_FP8, h_q, queries, batch_invariant=True).splits == 4
         assert decode(V32_FP8, h_q, queries, splits=2).splits == 2
         assert decode(BF16_576, h_q, queries, flat=False).splits != EVENLY
+    for queries in (20, 70, 132, 205, 230, 264, 301, 396, 420, 1000):
+        chosen = decode(V32_FP8, h_q, queries)
+        assert (chosen.kernel, chosen.ctas) == ("few_heads_sm90", 0)
     assert decode(V32_FP8, h_q, 133, 1).ctas == 66
-    assert decode(V32_FP8, h_q, 132).splits != EVENLY
-    assert decode(V32_FP8, h_q, 100, uneven=True) == evenly
-    assert decode(V32_FP8, h_q, 66, uneven=True).splits != EVENLY
+
+
+@pytest.mark.parametrize("h_q", [1, 8, 9, 16])
+def test_v32_of_few_heads_with_lengths_is_divided_evenly_from_half_a_wave_on(h_q):
+    for queries in (78, 100, 132, 200, 264, 1000):
+        chosen = decode(V32_FP8, h_q, queries, uneven=True)
+        assert chosen == Choice("few_heads_sm90", 8 if h_q <= 8 else 16, EVENLY, ctas=132, least_split=2)
+    for queries in (20, 66, 77):
+        assert decode(V32_FP8, h_q, queries, uneven=True).ctas == 0
+
+
+def test_v32_of_many_heads_is_not_for_shares_of_few():
     assert decode(V32_FP8, 17, 133).kernel == "fp8_sm90"
 
 
