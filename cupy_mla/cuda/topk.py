@@ -19,7 +19,7 @@ from .structs import Packed
 
 LEAST_CLUSTER_CAPABILITY = 90
 # What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
-SPILL_BYTES = {False: 72, True: 80}
+SPILL_BYTES = {False: 60, True: 68}
 MOST_K = 4096
 
 
@@ -33,6 +33,8 @@ class Shape(NamedTuple):
         clusters: the CTAs of a cluster share a row.
         few: no more rows than SMs. CTAs have an SM each, also when they start before the logits' CTAs have ended; and
             what registers hold of a row is read up to its width, while its end is read.
+        ordered: for streamed rows of at most `MOST_ORDERED`, more than SMs: the pool is in order, chunk by chunk of
+            columns, its last items are compared one by one, and the sample is searched by finer digits.
     """
 
     threads: int
@@ -41,6 +43,7 @@ class Shape(NamedTuple):
     streamed: bool = False
     clusters: bool = False
     few: bool = False
+    ordered: bool = False
 
     @property
     def held(self) -> int:
@@ -61,8 +64,10 @@ class Widths(NamedTuple):
 
 
 ANY_WIDTH = 1 << 31
+MOST_ORDERED = 1 << 20  # the kernel has room for as many chunks
 STREAMED = Shape(512, 16, 2, streamed=True)
-STREAMED_BY_THREE = Shape(384, 16, 3, streamed=True)
+ORDERED = STREAMED._replace(ordered=True)
+ORDERED_BY_THREE = Shape(384, 16, 3, streamed=True, ordered=True)
 # For more rows than SMs. Of up to 2 and 3 rows an SM, all CTAs run at a time; of more, waves of small CTAs. What was
 # measured is in docs/kernels/topk.md.
 MANY = (
@@ -74,14 +79,15 @@ MANY = (
     Widths(10240, ((1, Shape(512, 20, 2)), (2, Shape(512, 20, 3)))),
     Widths(10752, ((1, Shape(512, 24, 2)), (2, Shape(384, 28, 3)))),
     *(Widths(512 * items, ((1, Shape(512, items, 2)),)) for items in (24, 28, 32)),
-    Widths(32768, ((1, STREAMED), (2, STREAMED_BY_THREE), (3, Shape(256, 16, 4, streamed=True)))),
-    Widths(65536, ((1, STREAMED), (2, STREAMED_BY_THREE), (3, STREAMED), (4, STREAMED_BY_THREE))),
+    Widths(32768, ((1, ORDERED), (2, ORDERED_BY_THREE), (3, Shape(256, 16, 4, streamed=True, ordered=True)))),
+    Widths(65536, ((1, ORDERED), (2, ORDERED_BY_THREE), (3, ORDERED), (4, ORDERED_BY_THREE))),
+    Widths(MOST_ORDERED, ((1, ORDERED),)),
     Widths(ANY_WIDTH, ((1, STREAMED),)),
 )
 # For no more rows than SMs, a CTA each.
 FEW = (
     *(Widths(512 * items, ((0, Shape(512, items, 2, few=True)),)) for items in (8, 16)),
-    *(Widths(1024 * items, ((0, Shape(1024, items, 1, few=True)),)) for items in (12, 16, 20, 24, 28, 32)),
+    *(Widths(1024 * items, ((0, Shape(1024, items, 1, few=True)),)) for items in (12, 16, 20, 24)),
     Widths(57344, ((0, STREAMED._replace(few=True)),)),
     Widths(ANY_WIDTH, ((0, Shape(1024, 16, 1, streamed=True, few=True)),)),
 )
@@ -92,7 +98,7 @@ CLUSTERS = (
 )
 LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
 LEAST_PART = CLUSTERS[0].most  # of a cluster of more than two
-HELD_BY_ONE = 24576  # longest rows that one CTA holds in registers
+HELD_BY_ONE = FEW[-3].most  # longest rows that one CTA holds in registers
 MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
 
 

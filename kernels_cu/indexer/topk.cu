@@ -7,29 +7,27 @@
 //     short row  ITEMS items a thread hold it in registers
 //     long row   STREAMED: a sample of the row tells a logit that somewhat more than k of it are larger than.
 //                Those go from memory into a pool in shared memory, in any order, and from there into registers. If the
-//                pool gets less than k or more than it holds (the sample misled), each step below reads the row again
+//                pool gets less than k or more than it holds (the sample misled), each step below reads the row again.
+//                ORDERED: the sample is searched by finer digits
 //   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10
 //                    more bits of the items that agree with it so far. A cluster's histograms are added up
-//                    LIST: if few items are left after two passes, they are listed and ranked by comparison. FIRST: so
-//                    they are after one or two passes with finer digits, of rows without clusters
+//                    ORDERED: of few items that agree in two digits, a list, and each is compared with all
 //   in order   short row: items are numbered part by part, warp by warp; the place of a chosen one is the number of
 //              chosen ones before it, by sums over lanes, warps and CTAs. A CTA's are brought side by side in shared
 //              memory first
-//              long row: ORDERED: the pool has the items of a chunk of columns side by side, ascending. Sums over the
-//              pool, and over the chunks in the order of their columns, tell a chosen one's place in shared memory
-//              Without, and where each step reads the row: a bit of shared memory a column is set where an item is
-//              chosen. By the sums of bits before, a thread brings the columns of a stretch of bits to their places
+//              long row: a bit of shared memory a column is set where an item is chosen. By the sums of bits before, a
+//              thread brings the columns of a stretch of bits to their places in shared memory
+//              ORDERED: the pool has the items of a chunk of columns side by side, ascending. Sums over the pool, and
+//              over the chunks in the order of their columns, tell the places
 //   results    positions, or with a block table slots: short rows add to four neighbouring columns what is kept
 //              of their block in shared memory, long ones look up a block for each that is chosen
 //
 // No atomics decide about places, so results do not depend on timing. Of rows no longer than k all is chosen, whatever
 // their logits are. FEW, rows in registers that begin at column 0: all columns are loaded while the row's end is still
-// being read; EARLY: so they are in clusters, and long rows of FEW. FINE: the sample is searched by finer digits. BF16:
-// logits are bfloat16.
+// being read. ORDERED: many long rows of at most 2^20 columns. BF16: logits are bfloat16.
 //
 // Shared memory: 8 bytes an item of the pool, 8 KB a histogram (a cluster has three), 4 bytes a thread for blocks or 4 a
-// chunk, 16 bytes a thread and vector that registers have no room for, and a few words a warp. Bits or ranks take the
-// pool's place, chosen columns or results that of histograms.
+// chunk, and a few words a warp. Bits or ranks take the pool's place, chosen columns or results that of histograms.
 #include "indexer/order.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/convert.cuh"
@@ -57,25 +55,8 @@ struct TopkParams {
     int32_t unused;
 };
 
-#ifndef EARLY
-#define EARLY 1
-#endif
-#ifndef LIST
-#define LIST 1
-#endif
-#ifndef ORDERED
-#define ORDERED 1
-#endif
-#ifndef FINE
-#define FINE 1
-#endif
-#ifndef FIRST
-#define FIRST 1
-#endif
 constexpr int WARPS = THREADS / 32;
-constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;                 // items
-constexpr int IN_REGISTERS = VECTORS < 6 || THREADS < 1024 ? VECTORS : 6;  // of a thread's vectors
-constexpr int IN_SHARED = VECTORS - IN_REGISTERS;                          // the others, from the last of those on
+constexpr int VECTORS = ITEMS / 4, TILE = THREADS * ITEMS;  // items
 constexpr int BINS = 2048;
 constexpr int SEARCHERS = THREADS >= 1024 ? 1024 : THREADS >= 512 ? 512 : 256;  // threads that have bins
 constexpr int BINS_OF_THREAD = BINS / SEARCHERS;
@@ -83,16 +64,19 @@ using Histogram = uint32_t[BINS + 4];  // word BINS counts what is in no bin; no
 constexpr int CAPACITY = !STREAMED ? 4 : TILE < 8192 ? TILE : 8192;  // of the pool
 constexpr int WINDOW = CAPACITY / 2 * 32;  // columns whose choice is marked in shared memory at a time
 constexpr int SAMPLED = 2;                 // vectors of a thread in the sample
-constexpr int CHUNK = 512;                 // columns of a warp in a step through a row
-constexpr int CHUNKS = !STREAMED ? 4 : CLUSTERS ? 1024 : THREADS >= 512 ? 2112 : 512;  // of a CTA, at most
-constexpr int MOST_LISTED = CLUSTERS ? 8 : FIRST ? 64 : 32;
 constexpr uint32_t MAX_K = STREAMED ? CAPACITY / 2 : 4096;
 constexpr int MAX_CLUSTER = 8;
 constexpr uint32_t OUTSIDE = 0;
 constexpr int32_t NO_SLOT = int32_t(0x80000000);  // a shift that makes every position negative
+#if ORDERED
+constexpr int CHUNK = 512;  // columns of a warp in a step through a row
+// Of a row, at most: more than cupy_mla/cuda/topk.py lets it have.
+constexpr int CHUNKS = THREADS >= 512 ? 2112 : 512;
+constexpr int MOST_LISTED = 32;
+#endif
 static_assert(THREADS >= 256 && ITEMS % 4 == 0 && ITEMS <= 32, "");
 static_assert(!STREAMED || CAPACITY % (2 * THREADS) == 0, "a thread has as many words of marks");
-static_assert(!STREAMED || VECTORS == 4, "a byte a vector");
+static_assert(!ORDERED || (STREAMED && !CLUSTERS && VECTORS == 4), "a byte a vector");
 static_assert(!CLUSTERS || (BINS_OF_THREAD == 2 && WARPS == 32), "a lane a warp's sum, 8 bytes a lane of its bins");
 
 struct Shared {
@@ -105,22 +89,25 @@ struct Shared {
         uint32_t pool[CAPACITY];  // logits that may be chosen, in any order
         // When those are in registers: a bit a column, if larger than the threshold, if equal.
         uint32_t marks[2][CAPACITY / 2];
+#if ORDERED
         struct {
-            uint32_t ranks[CAPACITY / 4 + 1];  // of four items of the pool: marked ones before them; the four's marks
+            uint32_t ranks[CAPACITY / 4 + 1];  // of four items: marked ones before them; the four's marks
             int32_t shifts_of_chunks[CHUNKS];  // what added to a rank in the pool makes it one by columns
         };
+#endif
     };
-    alignas(16) uint32_t columns[CAPACITY];  // of the pool
-    alignas(8)
-        uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
+    uint32_t columns[CAPACITY];    // of the pool
+    uint32_t groups[3][WARPS][2];  // of a cluster, each pass: items in a warp's bins; the other word is not used
     uint32_t of_warp[WARPS];
-    alignas(16) uint4 orders[IN_SHARED > 0 ? IN_SHARED : 1][IN_SHARED > 0 ? THREADS : 1];  // see Items
+#if ORDERED
     union {
         int32_t shifts[THREADS];  // of blocks of the table
         uint32_t chunks[CHUNKS];  // where a chunk's items are in the pool; in the lower 16 bits, how many
     };
-    alignas(8) uint32_t list[MOST_LISTED];  // the last orders that the k-th largest is one of; 0 for none
-    uint32_t listed;
+    uint32_t list[MOST_LISTED], listed;  // the last orders that the k-th largest is one of
+#else
+    int32_t shifts[THREADS];  // of blocks of the table
+#endif
     int32_t digit, above, inside, above_before, inside_before;
     uint32_t pooled;
 };
@@ -252,31 +239,12 @@ struct Tile {
 // end most warps have none at all; a pool is filled in part only, and leaves all warps some.
 __device__ constexpr bool may_end_before(int v) { return STREAMED || v == 0; }
 
-// The orders of four neighbouring items.
-struct Four {
-    uint32_t order[4];
-};
-
-// The orders of a thread's items. Shared memory has those that registers have no room for.
+// The orders of a thread's items.
 struct Items {
-    Four in_registers[IN_REGISTERS];
+    uint32_t order[VECTORS][4];
     int vectors;  // the others have nothing inside the range
-    static constexpr bool LISTED = true;
-    static constexpr int PASSES_UNROLLED = 3;
 
-    __device__ __forceinline__ Four vector(int v) const {
-        if (v < IN_REGISTERS) return in_registers[v];
-        const uint4 four = shared().orders[v - IN_REGISTERS][threadIdx.x];
-        return {four.x, four.y, four.z, four.w};
-    }
-    __device__ __forceinline__ void set_vector(int v, const Four& four) {
-        if (v < IN_REGISTERS) {
-            in_registers[v] = four;
-        } else {
-            shared().orders[v - IN_REGISTERS][threadIdx.x] = {four.order[0], four.order[1], four.order[2],
-                                                              four.order[3]};
-        }
-    }
+    __device__ __forceinline__ uint32_t operator[](int i) const { return order[i / 4][i % 4]; }
 
     // Calls act(order) for each.
     template <typename Act>
@@ -284,22 +252,21 @@ struct Items {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (may_end_before(v) && v >= vectors) break;
-            const Four four = vector(v);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) act(four.order[i]);
+            for (int i = 0; i < 4; ++i) act(order[v][i]);
         }
     }
 
+#if ORDERED
     // Those of which test(order) is true: bit 4 v + i of item i of vector v.
     template <typename Test>
     __device__ __forceinline__ uint32_t mask_of(Test test) const {
         uint32_t mask = 0;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
-            if (may_end_before(v) && v >= vectors) break;
-            const Four four = vector(v);
+            if (v >= vectors) break;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) mask |= uint32_t(test(four.order[i])) << (4 * v + i);
+            for (int i = 0; i < 4; ++i) mask |= uint32_t(test(order[v][i])) << (4 * v + i);
         }
         return mask;
     }
@@ -310,14 +277,11 @@ struct Items {
         if (mask == 0) return;
         int to = atomicAdd(&shared().listed, uint32_t(__popc(mask)));
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            const Four four = vector(v);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (mask >> (4 * v + i) & 1) shared().list[to++] = four.order[i];
-            }
+        for (int i = 0; i < ITEMS; ++i) {
+            if (mask >> i & 1) shared().list[to++] = (*this)[i];
         }
     }
+#endif
 
     __device__ __forceinline__ void set(const Tile& tile, const Range& range, int first) {
         const int rest = range.end - first - Tile::first_of_warp_vector(0);
@@ -327,19 +291,19 @@ struct Items {
         for (int v = 0; v < VECTORS; ++v) {
             if (may_end_before(v) && v >= vectors) break;
             const float4& x = tile.vector[v];
-            set_vector(v, {order_of(x.x), order_of(x.y), order_of(x.z), order_of(x.w)});
+            const float of_vector[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
         }
         if (whole) return;
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             if (may_end_before(v) && v >= vectors) break;
             const int at = first + Tile::first_of_vector(v);
-            Four four = vector(v);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (at + i < range.begin || range.end <= at + i) four.order[i] = OUTSIDE;
+                if (at + i < range.begin || range.end <= at + i) order[v][i] = OUTSIDE;
             }
-            set_vector(v, four);
         }
     }
 
@@ -356,9 +320,7 @@ struct Items {
             if (at < items) four = *reinterpret_cast<const uint4*>(&shared().pool[at]);
             const uint32_t values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                in_registers[v].order[i] = at + i < items ? order_of(__uint_as_float(values[i])) : OUTSIDE;
-            }
+            for (int i = 0; i < 4; ++i) order[v][i] = at + i < items ? order_of(__uint_as_float(values[i])) : OUTSIDE;
         }
     }
 };
@@ -488,6 +450,7 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
     __syncthreads();
 }
 
+#if ORDERED
 // One of 2048 digits of an order, larger for larger logits: 32 for each power of two from 2^-16 to 2^16, of either sign.
 // What is nearer to 0 has digit NEAR_0, beyond are 0 and the last.
 constexpr int FINE_SHIFT = 18, NEAR_0 = 1023;
@@ -500,6 +463,7 @@ __device__ __forceinline__ uint32_t fine_digit(uint32_t order) {
 __device__ __forceinline__ uint32_t least_of_fine(int digit) {
     return digit == 0 ? 0 : uint32_t(digit + (digit <= NEAR_0 ? NEGATIVE_DIGITS : POSITIVE_DIGITS)) << FINE_SHIFT;
 }
+#endif
 
 // Counts a digit of an order, the bits from `shift` to `above`, if those from there on are `prefix`. The bins end with
 // the prefix' highest digit; below its lowest there may be items of smaller prefixes, which no search from the top comes
@@ -510,69 +474,23 @@ __device__ __forceinline__ void count_digit(Histogram& bins, uint32_t order, uin
     atomicAdd(&bins[digit], 1u);
 }
 
-#if CLUSTERS
-// The threshold among the last items, those in the lists of the row's CTAs.
-__device__ __forceinline__ Threshold find_in_lists(int need, uint32_t larger_before) {
-    cluster_sync();
-    if (threadIdx.x < 32) {
-        const int lane = threadIdx.x, part = lane / 4;  // lane's items are two of this part's
-        Vec8 mine = {0, 0};
-        if (part < num_parts()) {
-            mine = load_cluster_8(cluster_address(shared_address(&shared().list[lane % 4 * 2]), part));
-        }
-        int larger_x = 0, larger_y = 0, equal_x = 0, equal_y = 0;
-        const auto compare = [&](uint32_t other) {
-            larger_x += other > mine.x;
-            larger_y += other > mine.y;
-            equal_x += other == mine.x;
-            equal_y += other == mine.y;
-        };
-        for (uint32_t rest = __ballot_sync(~0u, mine.x != 0); rest != 0; rest &= rest - 1) {
-            compare(__shfl_sync(~0u, mine.x, __ffs(rest) - 1));
-        }
-        for (uint32_t rest = __ballot_sync(~0u, mine.y != 0); rest != 0; rest &= rest - 1) {
-            compare(__shfl_sync(~0u, mine.y, __ffs(rest) - 1));
-        }
-        uint32_t found = 0;
-        if (mine.x != 0 && larger_x < need && need <= larger_x + equal_x) found = mine.x;
-        if (mine.y != 0 && larger_y < need && need <= larger_y + equal_y) found = mine.y;
-        found = __reduce_max_sync(~0u, found);
-        const uint32_t larger_1 = __ballot_sync(~0u, mine.x > found), larger_2 = __ballot_sync(~0u, mine.y > found);
-        const uint32_t equal_1 = __ballot_sync(~0u, mine.x == found), equal_2 = __ballot_sync(~0u, mine.y == found);
-        const uint32_t before = (1u << 4 * this_part()) - 1;
-        if (lane == 0) {
-            shared().digit = found;
-            shared().above = __popc(larger_1) + __popc(larger_2);
-            shared().inside = __popc(equal_1) + __popc(equal_2);
-            shared().above_before = __popc(larger_1 & before) + __popc(larger_2 & before);
-            shared().inside_before = __popc(equal_1 & before) + __popc(equal_2 & before);
-        }
-    }
-    __syncthreads();
-    const uint32_t order = shared().digit, inside_before = shared().inside_before;
-    larger_before += shared().above_before;
-    need -= shared().above;
-    if (shared().inside == need) return {order - 1, 0, {larger_before + inside_before}};
-    return {order, need, {larger_before | inside_before << 16}};
-}
-#else
+#if ORDERED
+// Whether a source of items can list few of them.
+template <typename Source>
+constexpr bool LISTS = false;
+template <>
+constexpr bool LISTS<Items> = true;
+
 // The threshold among the last items, those in the list. A warp ranks one of them at a time.
 __device__ __forceinline__ Threshold find_in_list(int need) {
     __syncthreads();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = shared().listed;
-    uint32_t of_lane[MOST_LISTED / 32];
-#pragma unroll
-    for (int j = 0; j < MOST_LISTED / 32; ++j) of_lane[j] = shared().list[32 * j + lane];
+    const int lane = threadIdx.x % 32, count = shared().listed;
+    const uint32_t of_lane = lane < count ? shared().list[lane] : OUTSIDE;
 #pragma unroll 1
-    for (int i = warp; i < count; i += WARPS) {
+    for (int i = threadIdx.x / 32; i < count; i += WARPS) {
         const uint32_t item = shared().list[i];
-        int larger = 0, equal = 0;
-#pragma unroll
-        for (int j = 0; j < MOST_LISTED / 32; ++j) {
-            if (32 * j >= count) break;
-            larger += __popc(__ballot_sync(~0u, of_lane[j] > item));
-            equal += __popc(__ballot_sync(~0u, of_lane[j] == item));
-        }
+        const int larger = __popc(__ballot_sync(~0u, of_lane > item));
+        const int equal = __popc(__ballot_sync(~0u, of_lane == item));
         if (lane == 0 && larger < need && need <= larger + equal) {
             shared().digit = item;
             shared().above = larger;
@@ -590,34 +508,10 @@ __device__ __forceinline__ Threshold find_in_list(int need) {
 // The threshold that the k largest items meet, of at least k inside the range. Each pass finds a digit.
 template <typename Source>
 __device__ __forceinline__ Threshold find_threshold(const Source& source, int k) {
-#if FIRST && !CLUSTERS
-    if constexpr (Source::LISTED) {
-        auto& bins = shared().bins[0];
-        source.for_each([&](uint32_t order) { atomicAdd(&bins[fine_digit(order)], 1u); });
-        find_bin_of_cta(bins, k);
-        const int digit = shared().digit;
-        uint32_t least = least_of_fine(digit), size = (digit == BINS - 1 ? 0 : least_of_fine(digit + 1)) - least;
-        int left = k - shared().above;
-        if (shared().inside > MOST_LISTED && shared().inside != left && size == 1 << FINE_SHIFT) {
-            source.for_each([&](uint32_t order) {
-                atomicAdd(&bins[min_in_32_bits(order - least >> (FINE_SHIFT - 11), BINS)], 1u);
-            });
-            find_bin_of_cta(bins, left);
-            least += shared().digit << (FINE_SHIFT - 11);
-            size = 1 << (FINE_SHIFT - 11);
-            left -= shared().above;
-        }
-        if (shared().inside == left) return {max(least, 1u) - 1, 0, {}};
-        if (shared().inside <= MOST_LISTED) {
-            source.list(least, size);
-            return find_in_list(left);
-        }
-    }
-#endif
     uint32_t prefix = 0;  // the upper bits of the k-th largest item's order
     int need = k;         // less the items that are larger than those of this prefix
     uint32_t larger_before = 0;
-#pragma unroll(FIRST && !CLUSTERS ? 1 : Source::PASSES_UNROLLED)
+#pragma unroll
     for (int pass = 0; pass < 3; ++pass) {
         const int above = 32 - 11 * pass, shift = max(above - 11, 0);
         auto& bins = shared().bins[CLUSTERS ? pass : 0];
@@ -635,15 +529,11 @@ __device__ __forceinline__ Threshold find_threshold(const Source& source, int k)
         // All items of the bin are chosen: the threshold is just below it.
         if (shared().inside == need) return {max(prefix << shift, 1u) - 1, 0, {larger_before + inside_before}};
         if (pass == 2) return {prefix, need, {larger_before | min(inside_before, MAX_K) << 16}};
-#if LIST
-        if constexpr (Source::LISTED && (CLUSTERS || !FIRST)) {
+#if ORDERED
+        if constexpr (LISTS<Source>) {
             if (pass == 1 && shared().inside <= MOST_LISTED) {
-                source.list(prefix << 10, 1 << 10);
-#if CLUSTERS
-                return find_in_lists(need, larger_before);
-#else
+                source.list(prefix << shift, 1 << shift);
                 return find_in_list(need);
-#endif
             }
         }
 #endif
@@ -702,8 +592,19 @@ struct Chosen {
 // Called by the CTA.
 __device__ __forceinline__ Chosen choose(const Items& items, const Threshold& threshold) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t larger = items.mask_of([&](uint32_t order) { return order > threshold.order; }), equal = 0;
-    if (threshold.ties > 0) equal = items.mask_of([&](uint32_t order) { return order == threshold.order; });
+    uint32_t larger = 0, equal = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= items.vectors) break;
+        larger |= uint32_t(items[i] > threshold.order) << i;
+    }
+    if (threshold.ties > 0) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (i % 4 == 0 && may_end_before(i / 4) && i / 4 >= items.vectors) break;
+            equal |= uint32_t(items[i] == threshold.order) << i;
+        }
+    }
     const Both of_warp = {uint32_t(__reduce_add_sync(~0u, __popc(larger) | __popc(equal) << 16))};
     if (lane == 0) shared().of_warp[warp] = of_warp.counts;
     __syncthreads();
@@ -758,8 +659,6 @@ struct InMemory {
     const TopkParams& p;
     int row;
     Range range;
-    static constexpr bool LISTED = false;
-    static constexpr int PASSES_UNROLLED = 1;
 
     // Calls act(order, column) for each item of this thread from `begin` to before `end`.
     template <typename Act>
@@ -802,26 +701,13 @@ struct Sample {
     float4 vector[SAMPLED];
 
     __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& range) {
+        const int64_t start = row * p.logits_stride;
+        const int length = range.end - range.begin, base = range.begin / 4 * 4, step = length / PIECES;
 #pragma unroll
         for (int v = 0; v < SAMPLED; ++v) {
-            vector[v] = logits_inside(p, row * p.logits_stride, column_of(range, v), range, -INF);
-        }
-    }
-
-    static __device__ __forceinline__ int column_of(const Range& range, int v) {
-        const int step = (range.end - range.begin) / PIECES, piece = (v * THREADS + threadIdx.x) / 2;
-        return range.begin / 4 * 4 + int(int64_t(piece) * step) / 8 * 8 + threadIdx.x % 2 * 4;
-    }
-
-    // Leaves of what was loaded from a range what is before column `end`.
-    __device__ __forceinline__ void cut(const Range& range, int end) {
-#pragma unroll
-        for (int v = 0; v < SAMPLED; ++v) {
-            const int rest = end - column_of(range, v);
-            if (rest < 1) vector[v].x = -INF;
-            if (rest < 2) vector[v].y = -INF;
-            if (rest < 3) vector[v].z = -INF;
-            if (rest < 4) vector[v].w = -INF;
+            const int piece = (v * THREADS + threadIdx.x) / 2;
+            vector[v] =
+                logits_inside(p, start, base + int(int64_t(piece) * step) / 8 * 8 + threadIdx.x % 2 * 4, range, -INF);
         }
     }
 };
@@ -838,13 +724,12 @@ __device__ __forceinline__ float guess_threshold(const TopkParams& p, const Rang
 #pragma unroll
         for (int i = 0; i < 4; ++i) order[v][i] = order_of(of_vector[i]);
     }
-    const auto count_fine = [&](uint32_t o) { atomicAdd(&shared().bins[0][fine_digit(o)], 1u); };
     const float share = SIZE * reciprocal_approx(length), expected = p.k * share, room = CAPACITY * share;
     const int rank = max(1, int(min(expected + 6 * sqrt_approx(expected) + 4, (expected + room) * 0.5f)));
     const int most = max(rank, min(rank + rank / 2, int(room - 5 * sqrt_approx(room))));  // that the pool has room for
-#if FINE
+#if ORDERED
 #pragma unroll
-    for (int i = 0; i < 4 * SAMPLED; ++i) count_fine(order[i / 4][i % 4]);
+    for (int i = 0; i < 4 * SAMPLED; ++i) atomicAdd(&shared().bins[0][fine_digit(order[i / 4][i % 4])], 1u);
     find_bin_of_cta(shared().bins[0], rank);
     if (shared().above + shared().inside <= most) return logit_below(least_of_fine(shared().digit));
 #endif
@@ -865,13 +750,10 @@ struct Step {
     static constexpr int DEPTH = 4, SIZE = DEPTH * THREADS * 4;
     float4 vector[DEPTH];
 
-#if ORDERED
     static __device__ __forceinline__ int first_of_vector(int v) {
-        return threadIdx.x / 32 * CHUNK + v * 128 + threadIdx.x % 32 * 4;
+        if (ORDERED) return threadIdx.x / 32 * (DEPTH * 128) + v * 128 + threadIdx.x % 32 * 4;
+        return (v * THREADS + threadIdx.x) * 4;
     }
-#else
-    static __device__ __forceinline__ int first_of_vector(int v) { return (v * THREADS + threadIdx.x) * 4; }
-#endif
 
     __device__ __forceinline__ void load(const TopkParams& p, int64_t start, const Range& range, int first) {
         const bool whole = p.aligned && range.begin <= first && first + SIZE <= range.end;
@@ -886,10 +768,8 @@ struct Step {
         }
     }
 
-    // Those that are larger than `below` go into the pool, as long as it has room: those of a warp side by side, by
-    // columns. `chunk` is the number of this warp's columns among the chunks of the range.
-    __device__ __forceinline__ void add_to_pool(float below, int first, int chunk) const {
-        const int lane = threadIdx.x % 32;
+    // Which are larger than `below`: bit 4 v + i of item i of vector v.
+    __device__ __forceinline__ uint32_t mask_above(float below) const {
         uint32_t larger = 0;  // the signs of the differences; that of NaN is 0
 #pragma unroll
         for (int v = 0; v < DEPTH; ++v) {
@@ -900,8 +780,15 @@ struct Step {
                 larger = __funnelshift_l(__float_as_uint(difference), larger, 1);
             }
         }
-        const uint32_t mask = __brev(larger << (32 - 4 * DEPTH));  // bit 4 v + i: item i of vector v
+        return __brev(larger << (32 - 4 * DEPTH));
+    }
+
 #if ORDERED
+    // Those that are larger than `below` go into the pool, as long as it has room: those of a warp side by side, by
+    // columns. `chunk` is the number of this warp's columns among the chunks of the range.
+    __device__ __forceinline__ void add_to_pool(float below, int first, int chunk) const {
+        const int lane = threadIdx.x % 32;
+        const uint32_t mask = mask_above(below);
         uint32_t counts = 0;  // a byte a vector
 #pragma unroll
         for (int v = 0; v < DEPTH; ++v) counts |= __popc(mask >> 4 * v & 15) << 8 * v;
@@ -931,7 +818,12 @@ struct Step {
             }
         }
         if (lane == 0) shared().chunks[chunk] = in_pool;
+    }
 #else
+    // Those that are larger than `below` go into the pool, as long as it has room.
+    __device__ __forceinline__ void add_to_pool(float below, int first, int) const {
+        const int lane = threadIdx.x % 32;
+        const uint32_t mask = mask_above(below);
         if (!__any_sync(~0u, mask != 0)) return;
         const int mine = __popc(mask), sum = inclusive_sum(mine, lane);
         int at = 0;
@@ -950,8 +842,8 @@ struct Step {
                 }
             }
         }
-#endif
     }
+#endif
 };
 
 // Brings the logits of a range that are larger than `below` into the pool; those of the first step are loaded. Returns
@@ -970,6 +862,7 @@ __device__ __forceinline__ int fill_pool(const TopkParams& p, int row, const Ran
     return shared().pooled;
 }
 
+#if ORDERED
 // How many of the pool's marked items are before its place `at`.
 __device__ __forceinline__ int rank_in_pool(int at) {
     const uint32_t four = shared().ranks[at / 4];
@@ -1059,14 +952,13 @@ __device__ __forceinline__ int bring_pooled_in_order(const Items& items, const R
                                                      const Threshold& threshold, int start) {
     uint32_t larger = items.mask_of([&](uint32_t order) { return order > threshold.order; }), equal = 0;
     if (threshold.ties > 0) equal = items.mask_of([&](uint32_t order) { return order == threshold.order; });
-    const int left = threshold.ties - threshold.before.equal();  // of equal ones, for this CTA and those behind it
     int total = 0;
 #pragma unroll 1
-    for (bool of_equal = left > 0, again = true; again; of_equal = false) {
+    for (bool of_equal = threshold.ties > 0, again = true; again; of_equal = false) {
         const Marked marked(of_equal ? equal : larger, range);
         marked.for_each(items.vectors, range, [&](int number, int column, int bit) {
             if (of_equal) {
-                if (number < left) larger |= 1u << bit;
+                if (number < threshold.ties) larger |= 1u << bit;
             } else {
                 shared().chosen_columns[number] = column - start;
             }
@@ -1077,6 +969,7 @@ __device__ __forceinline__ int bring_pooled_in_order(const Items& items, const R
     __syncthreads();
     return total;
 }
+#endif
 
 // Marks a column of a window, if it is to be, as larger than the threshold or equal to it. Without a branch.
 __device__ __forceinline__ void mark_if(bool when, bool equal, uint32_t column) {
@@ -1278,24 +1171,15 @@ __device__ __noinline__ void choose_in_memory(const TopkParams& p, int row, Rang
     store_chosen(p, row, of_row, threshold, count);
 }
 
-// What is loaded first of a row that registers do not hold, at once: a sample and the first step's logits.
-struct Opening {
+// Chooses from a part of a row that registers do not hold. The first step's logits are on their way with the sample's.
+__device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row,
+                                                const Range& range) {
     Sample sample;
+    sample.load(p, row, of_row);
     Step step;
-    Range sampled;
-
-    __device__ __forceinline__ void load(const TopkParams& p, int row, const Range& of_row, const Range& range) {
-        sampled = of_row;
-        sample.load(p, row, of_row);
-        step.load(p, row * p.logits_stride, range, range.begin / 4 * 4);
-    }
-};
-
-// Chooses from a part of a row that registers do not hold.
-__device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, const Range& of_row, const Range& range,
-                                                const Opening& opening) {
-    const float below = guess_threshold(p, opening.sampled, opening.sample);
-    const int pooled = fill_pool(p, row, range, below, opening.step);
+    step.load(p, row * p.logits_stride, range, range.begin / 4 * 4);
+    __syncthreads();  // bins are 0
+    const int pooled = fill_pool(p, row, range, guess_threshold(p, of_row, sample), step);
     if (pools_suffice(pooled, p.k)) {
         Items items;
         items.set_pooled(pooled);
@@ -1306,7 +1190,7 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
         const bool positions = p.table.blocks == nullptr;
         const int count = bring_pooled_in_order(items, range, threshold, positions ? of_row.begin : 0);
         if (positions) {
-            results_of(p, row, of_row).copy(threshold.count(threshold.before), count);
+            results_of(p, row, of_row).copy(0, count);
         } else {
             store_chosen(p, row, of_row, threshold, count);
         }
@@ -1320,7 +1204,7 @@ __device__ __forceinline__ void choose_streamed(const TopkParams& p, int row, co
                 const uint32_t columns[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const uint32_t order = items.in_registers[v].order[i], column = columns[i] - begin;
+                    const uint32_t order = items.order[v][i], column = columns[i] - begin;
                     mark_if(order >= least && column < uint32_t(end - begin), order == threshold.order, column);
                 }
             }
@@ -1370,84 +1254,56 @@ __device__ __forceinline__ void choose_held(const TopkParams& p, int row, const 
     }
 }
 
-#if STREAMED
-// Chooses from a part of a row that registers can hold. Not inline: its code would stand in front of the longer rows'.
-__device__ __noinline__ void choose_short(const TopkParams& p, int row, Range of_row, Range range) {
+// Loads a part that registers can hold, and chooses from it.
+__device__ __forceinline__ void load_and_choose(const TopkParams& p, int row, const Range& of_row,
+                                                const Range& range) {
     const int first = range.begin / 4 * 4;
     Tile tile;
     tile.load(p, row, range, first);
     choose_held(p, row, of_row, range, first, tile);
 }
 
-// Columns from a multiple of four on of a row's largest part. Of rows that begin at column 0, `early` ones.
-__device__ __forceinline__ int most_of_part(const Range& of_row, int parts, bool early) {
-    return ceil_div(of_row.end - of_row.begin, parts) + (early ? 0 : 8);
-}
-#endif
-
-// Where all rows begin at column 0 and are few, logits are loaded while the row's end is being read.
-__device__ __forceinline__ bool loads_early(const TopkParams& p) {
-    return (FEW || (CLUSTERS && !STREAMED && EARLY)) && (EARLY || !STREAMED) && p.starts == nullptr;
+// The same, for the kernels that are not made for it. Not inline: code in front of theirs would cost them time.
+__device__ __noinline__ void load_and_choose_aside(const TopkParams& p, int row, Range of_row, Range range) {
+    load_and_choose(p, row, of_row, range);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_constant__ TopkParams p) {
     let_next_kernel_start();
     const int parts = num_parts(), part = this_part(), row = blockIdx.x / parts;
     for (Histogram& bins : shared().bins) clear(bins);
-    if (threadIdx.x == 0) shared().pooled = shared().listed = 0;
-    if (threadIdx.x < MOST_LISTED) shared().list[threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared().pooled = 0;
+#if ORDERED
+    if (threadIdx.x == 0) shared().listed = 0;
+#endif
     wait_for_earlier_kernels();
-    const bool early = loads_early(p);
-    const Range to_width = {0, p.width};
-    Range of_row = early ? to_width : range_of_row(p, row);
-    if (!early && of_row.end - of_row.begin <= p.k) {
+#if FEW && !STREAMED
+    Tile tile;
+    const bool early = p.starts == nullptr;
+    if (early) tile.load(p, row, {0, p.width}, 0);
+#endif
+    const Range of_row = range_of_row(p, row);
+    const int length = of_row.end - of_row.begin;
+    if (length <= p.k) {
         if (part == 0) choose_all(p, row, of_row);
         return;
     }
-    Range range = part_of(of_row, part, parts);
+    const Range range = part_of(of_row, part, parts);
 #if STREAMED
-    if (!early && most_of_part(of_row, parts, false) <= TILE) {
-        choose_short(p, row, of_row, range);
-        return;
-    }
-    Opening opening;
-    opening.load(p, row, of_row, range);
-#else
-    int first = range.begin / 4 * 4;
-    Tile tile;
-    tile.load(p, row, range, first);
-#endif
-    if (early) {
-        of_row = range_of_row(p, row);
-        const int length = of_row.end;
-        if (length <= p.k) {
-            if (part == 0) choose_all(p, row, of_row);
-            return;
-        }
-        range = {min(range.begin, length), min(range.end, length)};
-#if STREAMED
-        if (most_of_part(of_row, parts, true) <= TILE) {
-            choose_short(p, row, of_row, range);
-            return;
-        }
-        opening.sample.cut(to_width, length);
-#elif CLUSTERS
-        if (2 * length < p.width) {  // parts of equal size take less time than the largest
-            range = part_of(of_row, part, parts);
-            first = range.begin / 4 * 4;
-            tile.load(p, row, range, first);
-        }
-#endif
-    }
-#if STREAMED
-    __syncthreads();  // bins are 0
-    if (ORDERED && most_of_part(of_row, parts, early) > CHUNKS * CHUNK - Step::SIZE) {
-        choose_in_memory(p, row, of_row, range);
+    if (ceil_div(length, parts) + 8 > TILE) {
+        choose_streamed(p, row, of_row, range);
     } else {
-        choose_streamed(p, row, of_row, range, opening);
+        load_and_choose_aside(p, row, of_row, range);
+    }
+#elif FEW
+    if (early) {
+        const Range from_0 = {0, of_row.end};
+        choose_held(p, row, from_0, from_0, 0, tile);
+    } else {
+        load_and_choose_aside(p, row, of_row, range);
     }
 #else
-    choose_held(p, row, of_row, range, first, tile);
+    load_and_choose(p, row, of_row, range);
 #endif
 }
 

@@ -13,7 +13,19 @@ from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver, logits, topk
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.structs import LOGITS
-from cupy_mla.cuda.topk import ANY_WIDTH, CLUSTERS, FEW, LEAST_CLUSTER_WIDTH, MANY, Shape, choose, kernel, kernels
+from cupy_mla.cuda.topk import (
+    ANY_WIDTH,
+    CLUSTERS,
+    FEW,
+    LEAST_CLUSTER_WIDTH,
+    MANY,
+    MOST_ORDERED,
+    STREAMED,
+    Shape,
+    choose,
+    kernel,
+    kernels,
+)
 from tests.ops.test_topk import ADVERSARIAL, adversarial, by_sort
 
 SMS = 132
@@ -25,7 +37,8 @@ def held(threads: int, items: int, per_sm: int, few: bool = False, clusters: boo
 
 
 def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters: bool = False) -> Shape:
-    return Shape(threads, items, per_sm, True, clusters, few)
+    """Ordered where it is for more rows than SMs."""
+    return Shape(threads, items, per_sm, True, clusters, few, not few and not clusters)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +48,7 @@ def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters:
         (SMS, 4097, 2048, held(512, 16, 2, True), 1),
         (93, 10944, 2048, held(1024, 12, 1, True), 1),
         (89, 23296, 2048, held(1024, 24, 1, True), 1),
-        (SMS, 24577, 2048, held(1024, 28, 1, True), 1),
-        (SMS, 32768, 2048, held(1024, 32, 1, True), 1),
-        (SMS, 32769, 2048, streamed(512, 16, 2, True), 1),
+        (SMS, 32768, 2048, streamed(512, 16, 2, True), 1),
         (SMS, 57344, 2048, streamed(512, 16, 2, True), 1),
         (SMS, 57345, 2048, streamed(1024, 16, 1, True), 1),
         (12, 12864, 2048, held(1024, 4, 1, clusters=True), 4),
@@ -57,7 +68,7 @@ def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters:
         (40, 262144, 2048, streamed(1024, 16, 1, clusters=True), 2),
         (31, 33856, 2048, streamed(512, 16, 2, True), 1),
         (64, 17664, 2048, held(1024, 20, 1, True), 1),
-        (64, 32768, 512, held(1024, 32, 1, True), 1),
+        (64, 32768, 512, streamed(512, 16, 2, True), 1),
         (64, 131072, 2048, streamed(1024, 16, 1, True), 1),
         (64, 131073, 2048, streamed(1024, 16, 1, clusters=True), 2),
         (1, 1 << 20, 2048, streamed(1024, 16, 1, clusters=True), 8),
@@ -96,6 +107,8 @@ def streamed(threads: int, items: int, per_sm: int, few: bool = False, clusters:
         (4096, 65536, 512, streamed(384, 16, 3), 1),
         (4096, 65536, 3073, streamed(512, 16, 2), 1),
         (4096, 65537, 512, streamed(512, 16, 2), 1),
+        (4096, MOST_ORDERED, 512, streamed(512, 16, 2), 1),
+        (4096, MOST_ORDERED + 1, 512, STREAMED, 1),
     ],
 )
 def test_on_hopper(monkeypatch, rows: int, width: int, k: int, shape: Shape, cluster: int) -> None:

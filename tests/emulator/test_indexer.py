@@ -14,7 +14,7 @@ from cupy_mla import (
     topk_indices,
 )
 from cupy_mla.cuda import driver
-from cupy_mla.cuda.topk import choose
+from cupy_mla.cuda.topk import MOST_ORDERED, choose
 
 from ..ops.test_logits import paged, put, ragged
 from ..ops.test_topk import ADVERSARIAL, KS, adversarial, by_sort
@@ -26,8 +26,8 @@ pytestmark = needs_compiler
 @pytest.mark.parametrize(
     ("rows", "width", "streamed", "ctas"),
     [
-        (3, 6001, False, 1), (5, 26_001, False, 1), (4, 32_700, False, 1), (1, 13_300, False, 4), (1, 60_000, False, 4),
-        (4, 34_000, True, 1), (7, 17_002, True, 1), (1, 133_000, True, 4),
+        (3, 6001, False, 1), (1, 13_300, False, 4), (1, 60_000, False, 4), (4, 34_000, True, 1), (7, 17_002, True, 1),
+        (13, 17_500, True, 1), (19, 18_001, True, 1), (7, 70_000, True, 1), (1, 133_000, True, 4),
     ],
 )  # fmt: skip
 def test_rows(emulated, kind, rng, rows: int, width: int, streamed: bool, ctas: int) -> None:
@@ -48,9 +48,9 @@ def test_rows(emulated, kind, rng, rows: int, width: int, streamed: bool, ctas: 
             np.testing.assert_array_equal(got[i], by_sort(row, k), err_msg=f"{names[i]}, {len(row)} logits, k {k}")
 
 
-@pytest.mark.parametrize(("rows", "width", "ctas"), [(5, 32_000, 1), (4, 70_000, 1), (1, 63_000, 4)])
+@pytest.mark.parametrize(("rows", "width", "ctas"), [(5, 24_000, 1), (4, 70_000, 1), (7, 70_000, 1), (1, 63_000, 4)])
 def test_short_rows_in_wide_arrays(emulated, kind, rng, rows: int, width: int, ctas: int) -> None:
-    """Ends are read while logits up to the width are on their way. NaN and infinity beyond ends do not show."""
+    """NaN and infinity beyond ends do not show, also where logits up to the width are loaded first."""
     assert choose(driver.gpu(0), rows, width, 2048)[1] == ctas
     logits = rng.standard_normal((rows, width), np.float32)
     for most in (0, 2047, 2049, 5000, 17_000, width // 2 + 1):
@@ -63,15 +63,17 @@ def test_short_rows_in_wide_arrays(emulated, kind, rng, rows: int, width: int, c
             np.testing.assert_array_equal(got[i], by_sort(logits[i, : ends[i]], 2048), err_msg=f"{ends[i]} of {width}")
 
 
-def test_rows_of_more_than_chunks_count(emulated, kind, rng) -> None:
-    """A pool has numbers for so many columns; of more, each step reads the row."""
-    width = 2112 * 512
-    logits = rng.standard_normal((4, width), np.float32)
-    assert choose(driver.gpu(0), 4, width, 512)[1] == 1
-    ends = np.array([width, width - 16384, width - 16385, width - 8], np.int32)
-    got = kind.take(topk_indices(kind.put(logits), 512, None, kind.put(ends)))
-    for i in range(4):
-        np.testing.assert_array_equal(got[i], by_sort(logits[i, : ends[i]], 512))
+@pytest.mark.parametrize("width", [MOST_ORDERED, MOST_ORDERED + 1])
+def test_longest_rows_with_chunks(emulated, kind, rng, width: int) -> None:
+    """A pool has numbers for so many columns; longer rows have a kernel without them."""
+    shape = choose(driver.gpu(0), 7, width, 512)[0]
+    assert shape.ordered == (width == MOST_ORDERED)
+    logits = rng.standard_normal((7, width), np.float32)
+    logits[1, -700:] += 9
+    starts = np.array([0, 1, 2, 3, 5, 0, 4], np.int32)
+    got = kind.take(topk_indices(kind.put(logits), 512, kind.put(starts), None))
+    for i in range(7):
+        np.testing.assert_array_equal(got[i], by_sort(logits[i, starts[i] :], 512))
 
 
 @pytest.mark.parametrize("clean", [False, True])
