@@ -20,7 +20,9 @@
 //   S_DONE + i         named: score warps have multiplied S of a tile (where P.V of the tile before waits for that)
 //   OUTPUTS            named: output warps are done with a tile
 //   SCORES + i         named: score warps of group i have read each other's parts of S (where these have one buffer)
-//   FOUND              named: score warps know how many partial results of other CTAs there are, and the next split
+//   FOUND              named: score warps know where the split ends, and the next one; later, how many partial results
+//                      of other CTAs there are
+//   CUT_OFF            named: output warps know where the split ends, and the next one
 //   FINAL              named: score warps have left the final factors of the heads
 //   TURN               named: all warps are done with a split; all know the next
 //
@@ -44,8 +46,9 @@
 //
 // References (what logits are relative to) rise when a logit is REF_SLACK above; that is rare, and O is rescaled then.
 //
-// List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf. A tile
-// without a valid entry is passed over: all warps see that where they have its rows, and only meet.
+// List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf. A split
+// ends with its last tile that has a valid entry: if the last of all has none, a score warp looks for it while the
+// first rows come. Those are worked on in any case (COPIED_BEFORE tiles).
 #include "attention/params.cuh"
 #include "attention/partials.cuh"
 #include "attention/results.cuh"
@@ -98,7 +101,17 @@ constexpr float LEAST_RATIO = 0x1p-64f;  // a scale of which the one before is m
 static_assert(COPIED_ROWS <= ROWS_AT_ONCE && (ALL_GET_ALL || (GROUP_TILES == 2 && SLICES == 2)), "");
 static_assert(!FOLDED || NUM_SCALES == 4, "one or two scales a score warp");
 
-enum NamedBarrier { P_EMPTY = 1, P_FULL = 3, OUTPUTS = 5, FINAL = 6, SCORES = 7, FOUND = 9, S_DONE = 10, TURN = 12 };
+enum NamedBarrier {
+    P_EMPTY = 1,
+    P_FULL = 3,
+    OUTPUTS = 5,
+    FINAL = 6,
+    SCORES = 7,
+    FOUND = 9,
+    S_DONE = 10,
+    TURN = 12,
+    CUT_OFF = 13
+};
 
 // Shared memory: tiles, rows as they are in the cache, parts of S, P, slices of Q, and the rest. Fragments lie as
 // threads hold them.
@@ -161,8 +174,7 @@ constexpr int RAW_STAGES = FP8 ? most_raw_stages<MOST_RAW_STAGES>() : 1;
 static_assert(FP8 ? STAGES >= 2 && RAW_STAGES >= 2 : STAGES >= 3, "one for each kind of warp, and one for copies");
 constexpr int WIDENED_BEFORE = 2;  // tiles from P.V to those that are widened behind it
 constexpr int COPIED_BEFORE = FP8 ? WIDENED_BEFORE + RAW_STAGES : STAGES - 1;  // tiles from P.V to copies behind it
-// An output warp notes rows while others may still look at `valid` of the tile before.
-static_assert(COPIED_BEFORE < NOTED_TILES && NOTED_TILES * COPIED_ROWS <= 32, "");
+static_assert(COPIED_BEFORE <= NOTED_TILES && NOTED_TILES * COPIED_ROWS <= 32, "");
 using Small = SmallOf<STAGES>;
 constexpr int RAW_AT = STAGES * STAGE_BYTES, PARTS_AT = RAW_AT + RAW_STAGES * RAW_BYTES,
               P_AT = PARTS_AT + PART_BUFFERS * PART_BUFFER, Q_AT = P_AT + 2 * P_BYTES, SMALL_AT = Q_AT + Q_BYTES,
@@ -300,10 +312,38 @@ __device__ __forceinline__ int32_t note_rows(const AttentionParams& p, const Wor
     return load_entries(p, w, w.begin + count + NOTED_TILES);
 }
 
-// Whether any row of tile `count` of the split is valid. All warps that have met the output warps since note_rows see
-// the same.
-__device__ __forceinline__ bool any_valid(int count) {
-    return __any_sync(~0u, small().valid[count % VALID_TILES][Role::here().lane % TILE_ROWS]);
+// The entries of a split's last tile, a row a lane.
+__device__ __forceinline__ int32_t load_last_entries(const AttentionParams& p, const WorkItem& w) {
+    return load_entry(p, w, max(w.end - 1, 0), Role::here().lane % TILE_ROWS);
+}
+
+// How many tiles of a split there are up to the last one that has a valid entry; at least the first COPIED_BEFORE. A
+// warp calls.
+__device__ __forceinline__ int find_last_tile(const AttentionParams& p, const WorkItem& w) {
+    constexpr int AT_ONCE = 8, TILES = 32 / TILE_ROWS;  // loads on their way; tiles of a load
+    const int lane = Role::here().lane;
+    int found = COPIED_BEFORE;
+#pragma unroll 1
+    for (int end = w.end - w.begin; end > found; end -= AT_ONCE * TILES) {
+        int32_t entries[AT_ONCE];
+        const auto tile_of = [&](int i) { return w.begin + max(end - 1 - i * TILES - lane / TILE_ROWS, 0); };
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) entries[i] = load_entry(p, w, tile_of(i), lane % TILE_ROWS);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (is_valid(p, w, tile_of(i), entries[i])) found = max(found, tile_of(i) - w.begin + 1);
+        }
+        found = __reduce_max_sync(~0u, found);
+    }
+    return found;
+}
+
+// Cut this split off behind its last tile that has a valid entry. `last`: what load_last_entries gave. A warp calls.
+__device__ __forceinline__ void cut_off(const AttentionParams& p, int32_t last) {
+    WorkItem& w = small().work;
+    if (num_tiles() <= COPIED_BEFORE || __any_sync(~0u, is_valid(p, w, w.end - 1, last))) return;
+    const int tiles = find_last_tile(p, w);
+    if (Role::here().lane == 0) w.end = w.begin + tiles;
 }
 
 // Start the copies of an output warp's rows of tile `count` of the split.
@@ -323,7 +363,6 @@ __device__ __forceinline__ void copy_rows(const AttentionParams& p, int count, i
 __device__ __forceinline__ void copy_tile(const AttentionParams& p, int count, int stage) {
     copy_rows(p, count, stage);
     const uint32_t full = shared_address(&small().tile_full[stage]);
-    if (Role::here().lane == 0) mbarrier_arrive(full);  // releases `valid`
     if (p.flags & ALIGNED_ROWS) {
         mbarrier_arrive_after_copies(full);
     } else {
@@ -795,47 +834,45 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
     }
 }
 
-__device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegisters& q) {
+// `last`: what load_last_entries gave. It and Q are loaded at the same time.
+__device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegisters& q, int32_t& last) {
     if (NEXT_EARLY && read_thread_index() == OUTPUT_THREADS && has_next(p)) find_split(p, small().turn + 1);
-    if (!NEXT_Q_EARLY || small().turn == 0) load_q(p, small().work, q);
+    if (!NEXT_Q_EARLY || small().turn == 0) {
+        last = load_last_entries(p, small().work);
+        load_q(p, small().work, q);
+    }
     Softmax softmax;
     softmax.put_down();
+    if (Role::here().warp == 0) cut_off(p, last);
+    named_barrier_sync(FOUND, SCORE_THREADS);
+    named_barrier_arrive(CUT_OFF, THREADS);
     const int tiles = num_tiles();
     int stage = small().tiles_done % STAGES, phase = small().tiles_done / STAGES & 1;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
         const int buffer = tile % 2;
         mbarrier_wait(shared_address(&small().tile_full[stage]), phase);
-        auto announce_s = [&] {
-            if (PV_BEHIND_QK) named_barrier_arrive(S_DONE + buffer, THREADS);
-            if (PART_BUFFERS == 1) named_barrier_sync(SCORES + Role::here().group(), SCORE_THREADS / GROUPS);
-        };
-        if (any_valid(tile)) {
-            Scores s;
-            multiply_qk(stage, q, s);
-            announce_s();
-            leave_part(s, buffer);
-            named_barrier_sync(P_EMPTY + buffer, THREADS);
-            Probabilities probabilities;
-            add_parts(s, buffer, probabilities.s);
-            probabilities.mask(p.scale_log2, small().valid[tile % VALID_TILES]);
-            softmax.take_up();
-            probabilities.exponentiate(softmax);
-            probabilities.write(buffer, softmax);
-            named_barrier_arrive(P_FULL + buffer, THREADS);
-            softmax.put_down();
-        } else {
-            announce_s();
-            named_barrier_sync(P_EMPTY + buffer, THREADS);
-            named_barrier_arrive(P_FULL + buffer, THREADS);
-        }
+        Scores s;
+        multiply_qk(stage, q, s);
+        if (PV_BEHIND_QK) named_barrier_arrive(S_DONE + buffer, THREADS);
+        if (PART_BUFFERS == 1) named_barrier_sync(SCORES + Role::here().group(), SCORE_THREADS / GROUPS);
+        leave_part(s, buffer);
+        named_barrier_sync(P_EMPTY + buffer, THREADS);
+        Probabilities probabilities;
+        add_parts(s, buffer, probabilities.s);
+        probabilities.mask(p.scale_log2, small().valid[tile % VALID_TILES]);
+        softmax.take_up();
+        probabilities.exponentiate(softmax);
+        probabilities.write(buffer, softmax);
+        named_barrier_arrive(P_FULL + buffer, THREADS);
+        softmax.put_down();
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     softmax.take_up();
     finish_heads(p, softmax);
     named_barrier_arrive(FINAL, THREADS);
     if (NEXT_Q_EARLY && has_next(p)) {
-        named_barrier_sync(FOUND, SCORE_THREADS);
+        last = load_last_entries(p, small().next);
         load_q(p, small().next, q);
     }
 }
@@ -1093,14 +1130,15 @@ __device__ __forceinline__ int32_t begin_copies(const AttentionParams& p, const 
 // `entries`: of the tiles that are looked up next. NEXT_EARLY: kept from a split to the next, whose copies are begun
 // here.
 __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_t& entries) {
-    const int tiles = num_tiles();
     int stage = small().tiles_done % STAGES;
     if (!NEXT_EARLY || small().turn == 0)
         entries = begin_copies(p, small().work, stage, load_entries(p, small().work, small().work.begin));
     if constexpr (FP8) {
 #pragma unroll 1
-        for (int i = 0; i < min(tiles, WIDENED_BEFORE); ++i) bring_tile(p, i, tiles, (stage + i) % STAGES);
+        for (int i = 0; i < min(num_tiles(), WIDENED_BEFORE); ++i) bring_tile(p, i, num_tiles(), (stage + i) % STAGES);
     }
+    named_barrier_sync(CUT_OFF, THREADS);  // while the first rows and Q come
+    const int tiles = num_tiles();
     if (PV_BEHIND_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
     if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
     if (tiles > 1) named_barrier_arrive(P_EMPTY + 1, THREADS);
@@ -1114,15 +1152,10 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
         named_barrier_sync(P_FULL + buffer, THREADS);
         if (!FP8 && tile + COPIED_BEFORE < tiles)
             copy_tile(p, tile + COPIED_BEFORE, stage == 0 ? STAGES - 1 : stage - 1);
-        auto wait = [&] {
+        rescale_output(buffer, o);
+        multiply_pv(stage, buffer, o, [&] {
             if (PV_BEHIND_QK && tile + 1 < tiles) named_barrier_sync(S_DONE + (tile + 1) % 2, THREADS);
-        };
-        if (any_valid(tile)) {
-            rescale_output(buffer, o);
-            multiply_pv(stage, buffer, o, wait);
-        } else {
-            wait();
-        }
+        });
         if (tile + 2 < tiles) named_barrier_arrive(P_EMPTY + buffer, THREADS);
         if constexpr (FP8) {
             if (tile + WIDENED_BEFORE < tiles) {
@@ -1133,16 +1166,12 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
         if (++stage == STAGES) stage = 0;
     }
     if constexpr (FOLDED) {
-        if (num_tiles() == 1 && any_valid(0)) multiply_lost(small().tiles_done % STAGES, 0, o);
+        if (num_tiles() == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
     }
     // The next split's first rows are on their way before this one's results are written.
-    const auto load_next = [&] { return load_entries(p, small().next, small().next.begin); };
-    if (NEXT_EARLY && has_next(p) && num_tiles() > 0) entries = load_next();  // without tiles, it may not be found yet
+    if (NEXT_EARLY && has_next(p)) entries = load_entries(p, small().next, small().next.begin);
     named_barrier_sync(FINAL, THREADS);
-    if (NEXT_EARLY && has_next(p)) {
-        if (num_tiles() == 0) entries = load_next();
-        entries = begin_copies(p, small().next, stage, entries);
-    }
+    if (NEXT_EARLY && has_next(p)) entries = begin_copies(p, small().next, stage, entries);
     finish_output(p, o);
 }
 
@@ -1154,7 +1183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
     if (threadIdx.x == 0) {
 #pragma unroll 1
         for (int stage = 0; stage < STAGES; ++stage)
-            mbarrier_init(shared_address(&sm.tile_full[stage]), (FP8 ? WARP_ARRIVALS : 33) * OUTPUT_WARPS);
+            mbarrier_init(shared_address(&sm.tile_full[stage]), (FP8 ? WARP_ARRIVALS : 32) * OUTPUT_WARPS);
     }
     if (in_shares(p)) {
         find_share_early(p, blockIdx.x, sm.shares);
@@ -1177,7 +1206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
                 run_output_warp(p, entries);
             } else {
                 QRegisters q;
-                run_score_warp(p, q);
+                int32_t last;
+                run_score_warp(p, q, last);
             }
         }
     } else {
@@ -1190,8 +1220,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
             }
         } else {
             QRegisters q;
+            int32_t last;
             while (sm.turn < num_turns(p)) {
-                run_score_warp(p, q);
+                run_score_warp(p, q, last);
                 take_next_split();
             }
         }

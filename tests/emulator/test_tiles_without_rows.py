@@ -1,5 +1,5 @@
-"""Kernels that pass over tiles without a valid entry, on an emulated GPU, beside the oracle: where the tiles are, how
-many follow one another, and lists of more tiles than are looked at together."""
+"""Kernels that pass over tiles without a valid entry, or over those at a list's end, on an emulated GPU, beside the
+oracle: where the tiles are, how many follow one another, and lists of more tiles than are looked at together."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def tiles_to_empty(rng: np.random.Generator, where: str, queries: int, tiles: in
     return {
         "anywhere": rng.random((queries, tiles)) < 0.7,
         "between the ends": (tile > 0) & (tile < tiles - 1) & (query >= 0),
+        "behind": tile >= rng.integers(0, tiles + 1, (queries, 1)),
         "but for the last": (tile < tiles - 1) & (query >= 0),
         "but for one query": (query != rng.integers(queries)) | (tile < 0),
     }[where]
@@ -40,7 +41,9 @@ def emptied(rng: np.random.Generator, where: str, indices: np.ndarray) -> np.nda
     return np.where(empty, rng.choice([-1, 2**31 - 1], lists.shape), lists).reshape(indices.shape).astype(np.int32)
 
 
-everywhere = pytest.mark.parametrize("where", ["anywhere", "between the ends", "but for the last", "but for one query"])
+everywhere = pytest.mark.parametrize(
+    "where", ["anywhere", "behind", "between the ends", "but for the last", "but for one query"]
+)
 
 
 @everywhere

@@ -34,9 +34,6 @@ SHAPES = {
     (V4_FP8, SMALL): Shape(16, 3), (V4_FP8, LARGE): Shape(32, 6),
 }  # fmt: skip
 
-# A few words of the output warps, by sm_80 alone, whose rows have four scales.
-SPILL_BYTES = {(V32_FP8, 64, LARGE): 24}
-
 
 @cache
 def block_heads(h_q: int) -> int:
@@ -60,8 +57,7 @@ def kernel(layout: Layout, heads: int, limit: int) -> Kernel:
         "SHARED_LIMIT": 1024 * limit,
     }  # fmt: skip
     archs = PORTABLE if limit == SMALL else ("80", "90", "100")
-    spilled = SPILL_BYTES.get((layout, heads, limit), 0)
-    return Kernel("attention/portable.cu", structs.ATTENTION, defines, archs=archs, spill_bytes=spilled)
+    return Kernel("attention/portable.cu", structs.ATTENTION, defines, archs=archs)
 
 
 def kernels() -> Iterator[Kernel]:
