@@ -424,7 +424,7 @@ __device__ __forceinline__ TwoScales load_scales(uint32_t row, int k) {
 // S^T of a warp's 16 rows. SUMS sums run beside one another. V32_FP8: those of different scales, each then added times
 // its scale. Loops stay loops: a batch of one pays for every instruction fetched.
 __device__ __forceinline__ void multiply_qk(const Role& r, uint32_t row, float (&s)[HEAD_TILES][4]) {
-    constexpr int SUMS = HEADS == 32 ? 1 : FOLDED && HEADS == 8 ? 4 : 2, EACH = FOLDED ? 2 : 1;
+    constexpr int SUMS = HEADS == 32 ? 1 : 2, EACH = FOLDED ? 2 : 1;
     constexpr int BLOCK_BYTES = FOLDED ? 64 : 128;
     const uint32_t q = head_fragments_place(q_lines(), r.lane);
     const uint32_t q_rope = q + NOPE_BLOCKS * Q_BLOCK_BYTES;

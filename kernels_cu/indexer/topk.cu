@@ -8,7 +8,7 @@
 //     long row   STREAMED: a sample of the row tells a logit that somewhat more than k of it are larger than.
 //                Those go from memory into a pool in shared memory, in any order, and from there into registers. If the
 //                pool gets less than k or more than it holds (the sample misled), each step below reads the row again.
-//                ORDERED: the sample is searched by finer digits
+//                ORDERED, more than 256 threads: the sample is searched by finer digits
 //   find_threshold   the order of the k-th largest by radix: a histogram of the upper 11 bits, then of 11 and of 10
 //                    more bits of the items that agree with it so far. A cluster's histograms are added up
 //                    ORDERED: of few items that agree in two digits, a list, and each is compared with all
@@ -450,7 +450,7 @@ __device__ __forceinline__ void find_bin_of_cta(Histogram& all, int need) {
     __syncthreads();
 }
 
-#if ORDERED
+#if ORDERED && THREADS > 256
 // One of 2048 digits of an order, larger for larger logits: 32 for each power of two from 2^-16 to 2^16, of either sign.
 // What is nearer to 0 has digit NEAR_0, beyond are 0 and the last.
 constexpr int FINE_SHIFT = 18, NEAR_0 = 1023;
@@ -727,7 +727,7 @@ __device__ __forceinline__ float guess_threshold(const TopkParams& p, const Rang
     const float share = SIZE * reciprocal_approx(length), expected = p.k * share, room = CAPACITY * share;
     const int rank = max(1, int(min(expected + 6 * sqrt_approx(expected) + 4, (expected + room) * 0.5f)));
     const int most = max(rank, min(rank + rank / 2, int(room - 5 * sqrt_approx(room))));  // that the pool has room for
-#if ORDERED
+#if ORDERED && THREADS > 256
 #pragma unroll
     for (int i = 0; i < 4 * SAMPLED; ++i) atomicAdd(&shared().bins[0][fine_digit(order[i / 4][i % 4])], 1u);
     find_bin_of_cta(shared().bins[0], rank);

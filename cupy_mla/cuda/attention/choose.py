@@ -44,10 +44,10 @@ INVARIANT_ROWS, INVARIANT_ROWS_IN_TURN, INVARIANT_QUERIES = 512, 704, 32
 # padding.
 PADDED_QUERIES = 8
 # V32_FP8 decode of up to 16 heads: waves of queries, more than the first number and at most the second, with which all
-# rows are divided evenly: of equal lists where the last wave would be less than half full (measured up to two waves, in
-# docs/kernels/few_heads_sm90.md; extrapolated beyond), and of lists with lengths. And the pairs of tiles that a split
-# has at least then.
-FEW_SHARE_WAVES, FEW_SHARE_WAVES_UNEVEN = ((1, 1.55), (2, 2.28), (3, 3.18)), ((0.59, inf),)
+# rows are divided evenly: of equal lists where the last wave would be little more than half full (measured up to 400
+# queries, in docs/kernels/few_heads_sm90.md), and of lists with lengths. And the pairs of tiles that a split has at
+# least then.
+FEW_SHARE_WAVES, FEW_SHARE_WAVES_UNEVEN = ((1, 1.6), (2, 2.5), (3, 3.18)), ((0.59, inf),)
 FEW_SHARE_LEAST_SPLIT = 2
 # Up to so many work items the kernels for few heads are faster for prefill of many heads, too.
 FEW_ITEMS = 28

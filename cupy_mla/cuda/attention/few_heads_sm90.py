@@ -22,7 +22,6 @@ HEADS = tuple(FEW_CONSUMERS)  # heads a CTA is built for
 TILE_ROWS = 64
 
 EVEN_HEADS = (8, 16)  # heads a CTA that takes an equal share is built for
-EVEN_SPILL_BYTES = {8: 28, 16: 0}  # addresses, once a split
 MOST_SHARES = 144  # CTAs among which rows are divided evenly: there is space for the weights of as many results
 
 
@@ -41,7 +40,7 @@ def kernel(layout: Layout, heads: int, evenly: bool = False) -> Kernel:
     }  # fmt: skip
     return Kernel(
         "attention/few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
-        spill_bytes=EVEN_SPILL_BYTES[heads] if evenly else 0, max_cluster=1 if evenly else MAX_CLUSTER, overlaps=True,
+        max_cluster=1 if evenly else MAX_CLUSTER, overlaps=True,
     )  # fmt: skip
 
 
