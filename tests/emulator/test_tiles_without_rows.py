@@ -38,7 +38,8 @@ def emptied(rng: np.random.Generator, where: str, indices: np.ndarray) -> np.nda
     lists = indices.reshape(-1, indices.shape[-1])
     tiles = tiles_to_empty(rng, where, len(lists), -(-lists.shape[1] // TILE_ROWS))
     empty = np.repeat(tiles, TILE_ROWS, axis=1)[:, : lists.shape[1]]
-    return np.where(empty, rng.choice([-1, 2**31 - 1], lists.shape), lists).reshape(indices.shape).astype(np.int32)
+    nothing = rng.choice([-1, 2**31 - 1], lists.shape) if where == "anywhere" else -1
+    return np.where(empty, nothing, lists).reshape(indices.shape).astype(np.int32)
 
 
 everywhere = pytest.mark.parametrize(
