@@ -78,7 +78,7 @@ def test_more_queries_than_sms(kind, emulated, rng, monkeypatch, name, where):
 
 
 @everywhere
-@pytest.mark.parametrize("layout", oracle.FORMATS, ids=str)
+@pytest.mark.parametrize("layout", oracle.FORMATS, ids=lambda fmt: fmt.name)
 def test_layouts_of_portable(kind, emulated, rng, monkeypatch, layout, where):
     """Both shapes, more queries than SMs."""
     monkeypatch.setenv(VARIABLE, str(rng.choice(["portable", "portable_99kb"])))
