@@ -18,18 +18,15 @@
 //     P^T               stmatrix.trans, over the RoPE columns of the tile
 //     O^T += V^T . P^T  stages are released one by one
 //
-//   full[w][stage]        copies done         the 128 producer threads of warpgroup w's tile; of the last stage 4 more
-//                                             arrivals, of its warps, for `told`
+//   full[w][stage]        copies done         the 128 producer threads of warpgroup w's tile
 //   empty[w][stage]       stage released      the 4 warps of consumer warpgroup w
 //   multiplying           a lock in shared memory: from Q . K to the end of P . V one warpgroup multiplies, while the
 //                         other waits for rows
 //   WARPGROUP_SYNC + w    named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC         named: both, if they share a query
-//   PRODUCER_SYNC + w     named: the 128 threads of a producer warpgroup, while they look for a valid entry
 //
-// Only tiles in which an entry is valid are copied and multiplied, or one if there is none. Each producer warp looks at
-// all entries of a tile, one tile ahead, so all warps skip the same tiles without meeting. Where a tile is empty they look
-// for the next one together. The consumers are told with the last stage which rows are valid and whether more follow.
+// A list that ends with -1 is cut off behind its last tile with another entry. All warps find that tile for themselves,
+// before their first one. Tiles without a valid entry before it, and those of calls with an extra list, are multiplied.
 //
 // At the end each warpgroup stores its O^T in the space of its tile. A CTA merges those of its query from there; in a
 // cluster every CTA merges a share of the columns through distributed shared memory. Splits that do not fit a cluster
@@ -51,7 +48,6 @@
 #include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
-#include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
@@ -61,8 +57,9 @@
 #include "tile/warp.cuh"
 
 constexpr int THREADS = 4 * WARPGROUP;
-constexpr int PRODUCER_REGISTERS = HEADS == 32 && D_QK == 512 ? 48 : 56;  // with which neither side spills
-constexpr int BLOCKS = D_QK / 64;                                         // column blocks
+// With which neither side spills.
+constexpr int PRODUCER_REGISTERS = QUERIES == 1 && HEADS == 32 && D_QK == 512 ? 48 : 56;
+constexpr int BLOCKS = D_QK / 64;  // column blocks
 constexpr int BLOCK_BYTES = TILE_ROWS * LINE_BYTES;
 constexpr int V_BLOCKS = D_V / 64, STAGES = V_BLOCKS / 2;
 constexpr int Q_BLOCK_BYTES = HEADS * LINE_BYTES, Q_BYTES = BLOCKS * Q_BLOCK_BYTES;
@@ -76,8 +73,8 @@ constexpr int MAX_SOURCES = 2 * MAX_CLUSTER;   // the same of a cluster
 constexpr int O_LINE = D_V + 4;                // floats of a head in the merge: 4 more spread the heads over the banks
 static_assert(STAGES == 4, "");
 
-// Named barriers; WARPGROUP_SYNC, PRODUCER_SYNC: + warpgroup.
-enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 3, PRODUCER_SYNC = 4 };
+// Named barriers; WARPGROUP_SYNC: + warpgroup.
+enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 3 };
 
 // Shared memory: Q of each query, the tile of each consumer warpgroup, and the rest.
 constexpr int Q_AT = 0, TILE_AT = QUERIES * Q_BYTES, SMALL_AT = TILE_AT + 2 * TILE_BYTES;
@@ -90,10 +87,7 @@ struct Small {
     uint64_t full[2 * STAGES], empty[2 * STAGES];  // [warpgroup][stage]
     float across[2][2][4][HEADS];                  // between the warps of a warpgroup
     Statistics own[2];
-    // Of each warpgroup's tile, by the warp that copies them: a bit for each of 16 rows that is valid, and LAST.
-    uint32_t told[2][4];
-    uint32_t found[2][4];  // by each producer warp: which of 32 tiles have a valid entry
-    int multiplying;       // warps that have not finished their turn
+    int multiplying;  // warps that have not finished their turn
 };
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
 static_assert(HEADS * O_LINE * 4 <= TILE_BYTES, "O^T is stored in the space of the tile");
@@ -163,77 +157,51 @@ __device__ __forceinline__ void copy_chunk(uint32_t to, const uint8_t* from, boo
     }
 }
 
-// In `told`, behind the bits of 16 rows: the tile is the last one of its warpgroup's work item.
-constexpr uint32_t LAST = 1u << 16;
+// The last list entry of a split, if it may be cut off there: one list, and more tiles than one.
+__device__ __forceinline__ int32_t last_entry(const AttentionParams& p, const Work& w) {
+    const int end = min(w.end * TILE_ROWS, w.main_length);
+    int32_t entry = 0;
+    if (p.extra.topk == 0 && end > (w.begin + 1) * TILE_ROWS) entry = list_of(p.main, w.query)[end - 1];
+    return entry;
+}
 
-// The list entries of a tile, those of rows l and l + 32 in lane l of every producer warp.
-struct Entries {
-    int32_t of[2];
-
-    __device__ __forceinline__ Entries(const AttentionParams& p, const Work& w, int tile, int lane)
-        : of{load_entry(p, w, tile, lane), load_entry(p, w, tile, lane + 32)} {}
-    __device__ __forceinline__ bool any_valid(const AttentionParams& p, const Work& w, int tile) const {
-        return __any_sync(~0u, is_valid(p, w, tile, of[0]) || is_valid(p, w, tile, of[1]));
-    }
-};
-
-// The first of a warpgroup's tiles from `tile` on that has a valid entry; some number behind the last one if none has.
-// All producer warps of the warpgroup call, and each looks at every fourth tile.
-__device__ __forceinline__ int find_tile(const AttentionParams& p, const Work& w, int warpgroup, int tile) {
-    constexpr int AT_ONCE = 2;
-    const int thread = read_thread_index(), quarter = thread / 32 % 4, lane = thread % 32;
-    uint32_t (&by_warp)[4] = small().found[warpgroup];
+// Where the tiles of a split end: behind the last one that has an entry other than -1; a warpgroup that has tiles keeps
+// one. `last`: what last_entry gave. Every warp that works on the split looks, and finds the same.
+__device__ __forceinline__ int find_end(const AttentionParams& p, const Work& w, int32_t last) {
+    constexpr int AT_ONCE = HEADS == 32 ? 4 : 8;  // loads on their way
+    if (last >= 0) return w.end;
+    const int32_t* list = list_of(p.main, w.query) + threadIdx.x % 32;
+    int found = w.begin, end = min(w.end * TILE_ROWS, w.main_length);
 #pragma unroll 1
-    for (; tile < w.end; tile += 4 * AT_ONCE * w.step) {
-        int32_t entries[AT_ONCE][2];
+    for (; end > (found + 1) * TILE_ROWS; end -= 32 * AT_ONCE) {
+        int32_t entries[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) entries[i] = list[max(end - 32 * (i + 1), 0)];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                entries[i][j] = load_entry(p, w, tile + (4 * i + quarter) * w.step, lane + 32 * j);
+            if (entries[i] >= 0) found = max(found, (max(end - 32 * (i + 1), 0) + int(threadIdx.x % 32)) / TILE_ROWS);
         }
-        uint32_t found = 0;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int looked_at = tile + (4 * i + quarter) * w.step;
-            if (is_valid(p, w, looked_at, entries[i][0]) || is_valid(p, w, looked_at, entries[i][1]))
-                found |= 1u << 4 * i;
-        }
-        found = __reduce_or_sync(~0u, found) << quarter;
-        named_barrier_sync(PRODUCER_SYNC + warpgroup, WARPGROUP);  // all have read what was found before
-        if (lane == 0) by_warp[quarter] = found;
-        named_barrier_sync(PRODUCER_SYNC + warpgroup, WARPGROUP);
-        found = by_warp[0] | by_warp[1] | by_warp[2] | by_warp[3];
-        if (found != 0) return tile + (__ffs(found) - 1) * w.step;
+        found = __reduce_max_sync(~0u, found);
     }
-    return tile;
+    return found + 1;
 }
 
 // A producer warp copies rows 16 `quarter` .. + 15 of its warpgroup's tiles. Lane l holds row l % 16 of them; eight
 // lanes copy 128 bytes of a row.
-__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int warpgroup, int quarter,
+__device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int warpgroup, int quarter,
                                            uint32_t& parity) {
-    const int lane = threadIdx.x % 32, chunk = lane % 8;
+    const int lane = threadIdx.x % 32, chunk = lane % 8, my_row = 16 * quarter + lane % 16;
     const uint32_t tile_at = shared_address(shared) + TILE_AT + warpgroup * TILE_BYTES;
     Small& sm = small();
-    Entries entries(p, w, w.begin, lane), ahead(p, w, w.begin + w.step, lane);
-    int tile = w.begin;
+    const int32_t last = last_entry(p, w);
+    int32_t entry = load_entry(p, w, w.begin, my_row);
+    w.end = find_end(p, w, last);
 #pragma unroll 1
-    for (bool last = w.begin >= w.end; !last;) {
-        const int32_t mine =
-            __shfl_sync(~0u, quarter < 2 ? entries.of[0] : entries.of[1], 16 * (quarter % 2) + lane % 16);
-        const uint8_t* row = find_row(p, w, tile, mine).data;
-        const uint32_t valid = __ballot_sync(~0u, row != nullptr) % LAST;
+    for (int tile = w.begin; tile < w.end; tile += w.step) {
+        const uint8_t* row = find_row(p, w, tile, entry).data;
+        entry = load_entry(p, w, tile + w.step, my_row);
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage) {
-            if (stage == STAGES - 1) {
-                tile += w.step;
-                if (tile < w.end && !ahead.any_valid(p, w, tile)) {
-                    tile = find_tile(p, w, warpgroup, tile + w.step);
-                    ahead = Entries(p, w, tile, lane);
-                }
-                last = tile >= w.end;
-            }
             mbarrier_wait(shared_address(&sm.empty[warpgroup * STAGES + stage]), parity);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -244,16 +212,9 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
                 for (int b = 2 * stage; b < (stage == STAGES - 1 ? BLOCKS : 2 * stage + 2); ++b)
                     copy_chunk(to + b * BLOCK_BYTES, from + b * 128 + chunk * 16, from != nullptr);
             }
-            const uint32_t full = shared_address(&sm.full[warpgroup * STAGES + stage]);
-            if (stage == STAGES - 1 && lane == 0) {
-                sm.told[warpgroup][quarter] = valid | (last ? LAST : 0);
-                mbarrier_arrive(full);
-            }
-            mbarrier_arrive_after_copies(full);
+            mbarrier_arrive_after_copies(shared_address(&sm.full[warpgroup * STAGES + stage]));
         }
         parity ^= 1;
-        entries = ahead;
-        ahead = Entries(p, w, tile + w.step, lane);
     }
 }
 
@@ -451,22 +412,25 @@ __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)
 }
 
 // `turns` counts the tiles of this warpgroup over all its work items.
-__device__ __forceinline__ void attend(const AttentionParams& p, const Work& w, const Role& r, int& turns,
-                                       Softmax& state, float (&o)[V_BLOCKS][HEADS / 2]) {
+__device__ __forceinline__ void attend(const AttentionParams& p, Work w, const Role& r, int& turns, Softmax& state,
+                                       float (&o)[V_BLOCKS][HEADS / 2]) {
+    int32_t entries[2] = {load_entry(p, w, w.begin, r.row(0)), load_entry(p, w, w.begin, r.row(1))};
+    const int32_t last = last_entry(p, w);
     copy_q(p, w, r);
+    w.end = find_end(p, w, last);
     wait_for_q(r);
 #pragma unroll 1
-    for (bool last = w.begin >= w.end; !last; ++turns) {
+    for (int tile = w.begin; tile < w.end; tile += w.step, ++turns) {
+        const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
         float s[HEADS / 2];
         wait_for_stage(r, 1, turns & 1);
         begin_turn(r);
         multiply_qk_by_stages(r, turns & 1, s);
-        const uint32_t told = small().told[r.warpgroup][r.warp];
-        const bool valid[2] = {(told >> r.g & 1) != 0, (told >> (r.g + 8) & 1) != 0};
-        last = told >= LAST;
         softmax_tile(p, r, valid, s, state, o);
         store_p(r, s);
-        multiply_pv(r, last, o);
+        entries[0] = load_entry(p, w, tile + w.step, r.row(0));  // behind the barrier, which would wait for them
+        entries[1] = load_entry(p, w, tile + w.step, r.row(1));
+        multiply_pv(r, tile + w.step >= w.end, o);
     }
     sync_warpgroup(r);  // O^T will be stored over the last tile
 }
@@ -674,7 +638,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Small& sm = small();
     if (threadIdx.x == 0) sm.multiplying = 0;
     if (threadIdx.x < 2 * STAGES) {
-        mbarrier_init(shared_address(&sm.full[threadIdx.x]), WARPGROUP + (threadIdx.x % STAGES == STAGES - 1 ? 4 : 0));
+        mbarrier_init(shared_address(&sm.full[threadIdx.x]), WARPGROUP);
         mbarrier_init(shared_address(&sm.empty[threadIdx.x]), 4 * WARP_ARRIVALS);
         mbarrier_init_fence();
     }

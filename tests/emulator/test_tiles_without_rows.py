@@ -38,7 +38,8 @@ def emptied(rng: np.random.Generator, where: str, indices: np.ndarray) -> np.nda
     lists = indices.reshape(-1, indices.shape[-1])
     tiles = tiles_to_empty(rng, where, len(lists), -(-lists.shape[1] // TILE_ROWS))
     empty = np.repeat(tiles, TILE_ROWS, axis=1)[:, : lists.shape[1]]
-    return np.where(empty, rng.choice([-1, 2**31 - 1], lists.shape), lists).reshape(indices.shape).astype(np.int32)
+    nothing = rng.choice([-1, 2**31 - 1], lists.shape) if where == "anywhere" else -1
+    return np.where(empty, nothing, lists).reshape(indices.shape).astype(np.int32)
 
 
 everywhere = pytest.mark.parametrize(
@@ -66,13 +67,25 @@ def test_decode(kind, emulated, rng, monkeypatch, name, where):
 
 
 @everywhere
-def test_two_queries_a_cta(kind, emulated, rng, monkeypatch, where):
-    """More queries than the GPU has SMs."""
-    monkeypatch.setenv(VARIABLE, "bf16_few_heads_sm90")
+@pytest.mark.parametrize("name", ["bf16_few_heads_sm90", "portable"])
+def test_more_queries_than_sms(kind, emulated, rng, monkeypatch, name, where):
+    """A CTA has work items one after the other."""
+    monkeypatch.setenv(VARIABLE, name)
     q, kv, indices = prefill_inputs(rng, 15, 5, 512, 300, int(rng.choice([130, 900])))
     lift_logits(q, kv, SCALE)
     check_prefill(kind, q, kv, emptied(rng, where, indices), SCALE, sinks(rng, 5) + LIFT)
-    assert emulated.launched == {"bf16_few_heads_sm90"}
+    assert emulated.launched == {name}
+
+
+@everywhere
+@pytest.mark.parametrize("layout", oracle.FORMATS, ids=lambda fmt: fmt.name)
+def test_layouts_of_portable(kind, emulated, rng, monkeypatch, layout, where):
+    """Both shapes, more queries than SMs."""
+    monkeypatch.setenv(VARIABLE, str(rng.choice(["portable", "portable_99kb"])))
+    topk, h_q = int(rng.choice([130, 500])), int(rng.integers(1, 9))
+    main = paged(rng, layout, 15, 1, topk, 64)
+    main.indices = emptied(rng, where, main.indices)
+    check_decode(kind, layout, queries(rng, 15, 1, h_q, layout.d_qk), main)
 
 
 def test_a_group_of_more_tiles_than_are_taken_together(kind, emulated, rng, monkeypatch):

@@ -14,8 +14,6 @@ from .call import Call
 from .few_heads_sm90 import HEADS, TILE_ROWS
 from .lists import longest_first
 
-SPILL_BYTES = 40  # with two queries a CTA: a few words of the producer, once a work item
-
 
 @cache
 def kernel(layout: Layout, heads: int, queries: int) -> Kernel:
@@ -26,7 +24,7 @@ def kernel(layout: Layout, heads: int, queries: int) -> Kernel:
     }  # fmt: skip
     return Kernel(
         "attention/bf16_few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
-        spill_bytes=SPILL_BYTES if queries == 2 else 0, max_cluster=MAX_CLUSTER, overlaps=queries == 1,
+        max_cluster=MAX_CLUSTER, overlaps=queries == 1,
     )  # fmt: skip
 
 
