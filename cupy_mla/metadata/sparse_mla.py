@@ -16,6 +16,7 @@ from .. import arrays
 from ..arrays import HOST
 from ..bridges import Place, describe
 from ..config import SparseMLAConfig
+from ..cuda.program import Plan
 from ..dtypes import INT32, INT64
 from ..ops.values import check_bounds
 from ..options import require_instance, require_integer
@@ -31,9 +32,11 @@ class FP8KernelMetadata:
 
     Attributes:
         num_splits: splits of each query's rows that are asked for; None: chosen at each launch.
+        plan: on the GPU, how the first layer's launch divided its lists; those of the others do as well.
     """
 
     num_splits: int | None = None
+    plan: Plan = field(default_factory=Plan, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,23 @@ def sparse_decode(
     )  # fmt: skip
 
 
+@operation
+def planned_decode(
+    q: A,
+    k_cache: AnyArray,
+    indices: AnyArray,
+    sm_scale: float,
+    out: A,
+    num_splits: int | None,
+    plan: Plan,
+) -> tuple[A, A]:
+    """`sparse_decode` of the layers of a step, for the backends: calls with one plan divide their lists alike."""
+    scale = require_scale("sm_scale", sm_scale)
+    return decode(
+        q, k_cache, indices, scale, None, None, None, None, None, out, None, num_splits, False, None, plan
+    )  # fmt: skip
+
+
 def decode(
     q: Any,
     k_cache: Any,

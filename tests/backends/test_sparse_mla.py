@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from cupy_mla import SparseMLAConfig
-from cupy_mla.backends import sparse_mla
 from cupy_mla.backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from cupy_mla.backends.workspace import Workspace
 from cupy_mla.bridges import Place, describe
@@ -261,25 +260,6 @@ def test_lse(kind, rng, path: str, query_lens: list[int]) -> None:
     out, lse = engine.impl.forward_mqa(*arguments, return_lse=True)
     assert_result(kind.take(out), step.want)
     oracle.assert_close(kind.take(lse), step.want_lse, "decode lse")
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_attention_is_told_where_lists_end(rng, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """So its time goes with the rows that exist."""
-    step = make_step(rng, 8, [1, 1, 6, 3])
-    told = []
-
-    def record(function):
-        def call(q, cache, indices, *args, topk_length, **kwargs):
-            told.extend(topk_length.tolist())
-            return function(q, cache, indices, *args, topk_length=topk_length, **kwargs)
-
-        return call
-
-    for name in ("sparse_decode", "sparse_prefill"):
-        monkeypatch.setattr(sparse_mla, name, record(getattr(sparse_mla, name)))
-    assert_result(Engine(NumPy(), path, 8).run(step), step.want)
-    assert told == [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices]
 
 
 def test_hostile_indices(kind, rng) -> None:

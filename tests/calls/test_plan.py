@@ -9,12 +9,15 @@ import struct
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cupy_mla
 from cupy_mla import flash_mla
+from cupy_mla.arrays import HOST
 from cupy_mla.calls import plan
 from cupy_mla.calls.scratch import PER_THREAD_STREAM
+from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda.program import PLAN_BYTES
 from cupy_mla.cuda.structs import ATTENTION
 from tests.fake_gpu import FakeGPU
@@ -41,7 +44,7 @@ def call(
 
 
 def plan_of(gpu: FakeGPU) -> tuple[int, int]:
-    (launch,) = gpu.log
+    (launch,) = (launch for launch in gpu.log if launch.kernel.params is ATTENTION)
     at = [ATTENTION.offsets[ATTENTION.index[name]] for name in ("plan_filled", "plan")]
     return struct.unpack_from("i", launch.params, at[0])[0], struct.unpack_from("Q", launch.params, at[1])[0]
 
@@ -70,6 +73,34 @@ def test_calls_without_a_schedule_have_no_plan(gpu):
             torch.zeros((b, 1, 2048), dtype=torch.int32), 0.1,
         )  # fmt: skip
         assert plan_of(gpu) == NO_PLAN
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_layers_of_the_backend_share_a_plan(monkeypatch, mixed):
+    """That of the step's metadata."""
+    forget_calls()
+    config = cupy_mla.SparseMLAConfig(
+        64, cache_layout="v32_fp8", max_num_seqs=67, max_num_batched_tokens=67, max_model_len=300,
+        mixed_below_heads=65 if mixed else 1,
+    )  # fmt: skip
+    tokens = np.arange(67)
+    batch = cupy_mla.BatchMetadata(np.arange(68), [1] * 67, tokens[:, None], 64 * tokens, 0 * tokens)
+    builder = cupy_mla.SparseMLAMetadataBuilder(config, ("torch", HOST))
+    steps = [builder.build(batch) for _ in range(2)]
+    gpu = FakeGPU(monkeypatch)
+    q, cache = torch.zeros((67, 64, 576), dtype=torch.bfloat16), torch.zeros((67, 64, 656), dtype=torch.uint8)
+    chosen = torch.zeros((67, 2048), dtype=torch.int32)
+    impl = cupy_mla.SparseMLAImpl(config, 0.1, cupy_mla.Workspace(cupy_mla.Place.of(q)))
+    found = []
+    for metadata in (steps[0], steps[0], steps[0], steps[1], steps[1]):
+        gpu.log.clear()
+        impl.forward_mqa(q, cache, metadata, chosen)
+        found.append(plan_of(gpu))
+    forget_calls()
+    gc.collect()
+    assert [filled for filled, _ in found] == [0, 1, 1, 0, 1]
+    addresses = [address for _, address in found]
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
 
 
 def test_other_sizes_are_planned_anew(gpu):

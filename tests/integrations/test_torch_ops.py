@@ -10,6 +10,8 @@ import pytest
 
 import cupy_mla
 from cupy_mla import flash_mla
+from cupy_mla.cuda.program import Plan
+from cupy_mla.ops.attention import planned_decode
 from tests import kinds
 from tests.cases import normal
 from tests.kinds import NumPy
@@ -135,6 +137,20 @@ def test_schedule_in_a_graph(kind, rng):
     assert torch.equal(decode(three)[0], cupy_mla.sparse_decode(q, cache, indices, scale, num_splits=3)[0])
     with pytest.raises(ValueError, match=r"^is_fp8_kvcache is False"):
         flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, empty, indices=indices)
+
+
+def test_planned_decode_in_a_graph(kind, rng):
+    """What the V3.2 backend calls: a graph makes no plan."""
+    q, cache, indices = decode_inputs(kind, rng)
+    plan, scale = Plan(), q.shape[-1] ** -0.5
+    out = torch.empty_like(q[..., :512])
+    compiled = torch.compile(planned_decode, fullgraph=True, backend="aot_eager")
+    returned, lse = compiled(q, cache, indices, scale, out, None, plan)
+    want, want_lse = cupy_mla.sparse_decode(q, cache, indices, scale)
+    assert returned is out
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    assert plan.made == ()
 
 
 def test_weight_absorption_in_a_graph(kind, rng):
