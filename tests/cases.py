@@ -323,14 +323,14 @@ def decode_oracle(
 
 
 def off_zero(fmt: oracle.Format, q: np.ndarray, main: Paged, extra: Paged | None = None) -> np.ndarray:
-    """The queries, with zeros for heads whose lse is within 0.01 of 0, as lists of a few rows sometimes have it.
+    """The queries, with zeros for heads whose lse is within 0.03 of 0, as lists of a few rows sometimes have it.
 
     A logit is a float32 sum of hundreds of products, off by more than the absolute bound of an lse, whichever kernel
     computes it, and where the lse is that small the relative bound is no larger. Logits of zeros are exact.
     """
     lse = decode_oracle(fmt, q, main, extra)[1]
     q = q.copy()
-    q[np.abs(lse).swapaxes(1, 2) < 0.01] = 0
+    q[np.abs(lse).swapaxes(1, 2) < 0.03] = 0
     return q
 
 
@@ -383,18 +383,13 @@ every_batch = pytest.mark.parametrize(
 
 
 def check_batches(kind: NumPy, rng: np.random.Generator, fmt: oracle.Format, batches: range) -> None:
-    """Random heads and lists, lengths and tiles without a valid entry. Lists are empty or not short, so that no lse
-    is near 0, where its bound is next to nothing."""
+    """Random heads and lists, lengths and holes."""
     for b in batches:
         h_q, topk = int(rng.integers(1, 9)), int(rng.integers(64, 400))
         main = paged(rng, fmt, b, 1, topk, 64, lengths=bool(rng.integers(2)))
-        if main.length is not None:
-            main.length[(main.length > 0) & (main.length < 60)] = 60
         if rng.integers(2):
-            empty = np.repeat(rng.random((b, 1, ceil_div(topk, 64))) < 0.5, 64, -1)[..., :topk]
-            empty[..., :64] = False
-            main.indices[empty] = -1
-        check_decode(kind, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main)
+            with_holes(rng, main)
+        check_decode(kind, fmt, off_zero(fmt, queries(rng, b, 1, h_q, fmt.d_qk), main), main)
 
 
 def check_nan_of_a_named_row(kind: NumPy, fmt: oracle.Format, q: np.ndarray, main: Paged, num_splits: int) -> None:

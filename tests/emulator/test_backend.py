@@ -20,7 +20,7 @@ pytestmark = needs_compiler
     ("tokens", "k", "width"),
     [(1, 1, 1), (7, 2049, 40), (40, 5, 300), (120, 2052, 700), (133, 31, 5000), (150, 100, 13_000)],
 )
-def test_slots_and_ends(kind, rng, tokens: int, k: int, width: int) -> None:
+def test_slots(kind, rng, tokens: int, k: int, width: int) -> None:
     """Lists with holes, whole, empty, of one entry; tokens of decodes and of prefills. Rows of the table are copied to
     shared memory where a CTA has three tokens or more and the table is not too wide."""
     block_size = int(rng.choice([1, 3, 64]))
