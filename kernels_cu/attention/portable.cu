@@ -136,6 +136,7 @@ struct SmallOf {
     alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
     float4 sums[SUMS_IN_SHARED ? SCORE_THREADS : 1];   // sums and maxima of a score warp's threads
     WorkItem work, next;                               // of this split and of the next
+    int tiles;                                         // of this split, up to the last one with a valid entry
     int turn, tiles_done;                              // splits of this CTA that are done, and their tiles
     bool ends_item, next_ends_item;                    // the split is the last of its item
     int partials;                                 // partial results of other CTAs that are merged with the split's
@@ -210,7 +211,6 @@ struct Role {
 };
 
 __device__ __forceinline__ int first_head() { return small().work.first_head; }
-__device__ __forceinline__ int num_tiles() { return small().work.end - small().work.begin; }
 
 // Where a tile is.
 __device__ __forceinline__ uint32_t stage_address(int stage) { return shared_address(shared) + stage * STAGE_BYTES; }
@@ -271,7 +271,7 @@ __device__ __forceinline__ void take_next_split() {
     Small& sm = small();
     named_barrier_sync(TURN, THREADS);
     if (read_thread_index() == 0) {
-        sm.tiles_done += num_tiles();
+        sm.tiles_done += sm.tiles;
         ++sm.turn;
         sm.work = sm.next;
         sm.ends_item = sm.next_ends_item;
@@ -338,12 +338,13 @@ __device__ __forceinline__ int find_last_tile(const AttentionParams& p, const Wo
     return found;
 }
 
-// Cut this split off behind its last tile that has a valid entry. `last`: what load_last_entries gave. A warp calls.
+// Find how many tiles of this split are worked on: up to its last one that has a valid entry. `last`: what
+// load_last_entries gave. A warp calls.
 __device__ __forceinline__ void cut_off(const AttentionParams& p, int32_t last) {
-    WorkItem& w = small().work;
-    if (num_tiles() <= COPIED_BEFORE || __any_sync(~0u, is_valid(p, w, w.end - 1, last))) return;
-    const int tiles = find_last_tile(p, w);
-    if (Role::here().lane == 0) w.end = w.begin + tiles;
+    const WorkItem& w = small().work;
+    int tiles = w.end - w.begin;
+    if (tiles > COPIED_BEFORE && !__any_sync(~0u, is_valid(p, w, w.end - 1, last))) tiles = find_last_tile(p, w);
+    if (Role::here().lane == 0) small().tiles = tiles;
 }
 
 // Start the copies of an output warp's rows of tile `count` of the split.
@@ -846,7 +847,7 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegist
     if (Role::here().warp == 0) cut_off(p, last);
     named_barrier_sync(FOUND, SCORE_THREADS);
     named_barrier_arrive(CUT_OFF, THREADS);
-    const int tiles = num_tiles();
+    const int tiles = small().tiles;
     int stage = small().tiles_done % STAGES, phase = small().tiles_done / STAGES & 1;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -1130,15 +1131,16 @@ __device__ __forceinline__ int32_t begin_copies(const AttentionParams& p, const 
 // `entries`: of the tiles that are looked up next. NEXT_EARLY: kept from a split to the next, whose copies are begun
 // here.
 __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_t& entries) {
+    const int whole = small().work.end - small().work.begin;
     int stage = small().tiles_done % STAGES;
     if (!NEXT_EARLY || small().turn == 0)
         entries = begin_copies(p, small().work, stage, load_entries(p, small().work, small().work.begin));
     if constexpr (FP8) {
 #pragma unroll 1
-        for (int i = 0; i < min(num_tiles(), WIDENED_BEFORE); ++i) bring_tile(p, i, num_tiles(), (stage + i) % STAGES);
+        for (int i = 0; i < min(whole, WIDENED_BEFORE); ++i) bring_tile(p, i, whole, (stage + i) % STAGES);
     }
     named_barrier_sync(CUT_OFF, THREADS);  // while the first rows and Q come
-    const int tiles = num_tiles();
+    const int tiles = small().tiles;
     if (PV_BEHIND_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
     if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
     if (tiles > 1) named_barrier_arrive(P_EMPTY + 1, THREADS);
@@ -1166,7 +1168,7 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
         if (++stage == STAGES) stage = 0;
     }
     if constexpr (FOLDED) {
-        if (num_tiles() == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
+        if (tiles == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
     }
     // The next split's first rows are on their way before this one's results are written.
     if (NEXT_EARLY && has_next(p)) entries = load_entries(p, small().next, small().next.begin);
@@ -1193,7 +1195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
     // What the splits have in common is in shared memory: registers are short.
     if (threadIdx.x == 0) {
         sm.turn = -1;
-        sm.tiles_done = sm.work.begin = sm.work.end = 0;
+        sm.tiles_done = sm.tiles = 0;
         if (NEXT_EARLY && num_turns(p) > 0) find_split(p, 0);
     }
     if constexpr (!NEXT_EARLY) {

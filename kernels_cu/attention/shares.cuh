@@ -35,8 +35,9 @@ struct Boundary {
 // Where a launch's shares are divided.
 template <int THREADS>
 struct Shares {
-    Boundary begin, end;           // of this CTA's share
-    uint32_t costs[THREADS / 32];  // of each warp's queries
+    // Of each warp's queries. Aligned, or ptxas loads a word beside them, too, which racecheck takes for a race.
+    alignas(16) uint32_t costs[THREADS / 32];
+    Boundary begin, end;  // of this CTA's share
 };
 
 __device__ __forceinline__ int query_of_item(const AttentionParams& p, int item) { return item % p.num_queries; }
