@@ -34,7 +34,8 @@ class Shape(NamedTuple):
         few: no more rows than SMs. CTAs have an SM each, also when they start before the logits' CTAs have ended; and
             what registers hold of a row is read up to its width, while its end is read.
         ordered: for streamed rows of at most `MOST_ORDERED`, more than SMs: the pool is in order, chunk by chunk of
-            columns, its last items are compared one by one, and the sample is searched by finer digits.
+            columns, its last items are compared one by one, and with 384 threads and more the sample is searched by
+            finer digits.
     """
 
     threads: int
