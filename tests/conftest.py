@@ -1,11 +1,12 @@
-"""Fixtures: the kind of array a test runs over, and random numbers that can be had again."""
+"""Fixtures: the kind of array a test runs over, random numbers that can be had again, and choices of kernels."""
 
 from __future__ import annotations
 
 import gc
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda.attention import choose
 
 from . import kinds
 from .emulator import emulator
@@ -95,3 +97,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
     forget_calls()
     if fake.graphs.made:  # they are destroyed by the stand-in's driver
         gc.collect()
+
+
+@pytest.fixture
+def replace_in_choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
+    """A function that gives a name of `choose` another value while the test lasts. Choices of before are forgotten, and
+    so are those of the test."""
+
+    def forget() -> None:
+        choose.chooser.cache_clear()
+        forget_calls()
+
+    def replace(name: str, value: Any) -> None:
+        monkeypatch.setattr(choose, name, value)
+        forget()
+
+    yield replace
+    forget()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cupy_mla.calls.graph import LaunchGraph
 from cupy_mla.calls.signature import forget_calls
-from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
 
@@ -90,20 +89,3 @@ def hopper(request, hopper_gpu, launched, monkeypatch) -> Iterator[NumPy]:
     if request.config.getoption("--emulate") and not launched:
         return  # a test that asks for a GPU itself, and was skipped
     assert kernel in launched, f"{kernel} was never launched, only {sorted(launched)}"
-
-
-@pytest.fixture
-def replace_in_choose(monkeypatch) -> Iterator[Callable[[str, Any], None]]:
-    """A function that gives a name of `choose` another value while the test lasts. Choices of before are forgotten, and
-    so are those of the test."""
-
-    def forget() -> None:
-        choose.chooser.cache_clear()
-        forget_calls()
-
-    def replace(name: str, value: Any) -> None:
-        monkeypatch.setattr(choose, name, value)
-        forget()
-
-    yield replace
-    forget()

@@ -8,7 +8,6 @@ import pytest
 
 import cupy_mla
 from cupy_mla import flash_mla
-from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import VARIABLE
 
 from .. import oracle
@@ -42,13 +41,10 @@ def forced(emulated, monkeypatch):
 
 
 @pytest.fixture
-def evenly(heads, rng, monkeypatch):
+def evenly(heads, rng, monkeypatch, replace_in_choose):
     """Every call's rows are divided evenly over a few CTAs, into splits of a pair of tiles and more."""
     monkeypatch.setattr(divided, "CTAS", int(rng.integers(2, 12)))
-    monkeypatch.setattr(choose, "TABLE", divided.table(KERNEL, heads))
-    choose.chooser.cache_clear()
-    yield
-    choose.chooser.cache_clear()
+    replace_in_choose("TABLE", divided.table(KERNEL, heads))
 
 
 def drawn(rng: np.random.Generator, fmt: oracle.Format, most_heads: int) -> tuple[np.ndarray, Paged]:

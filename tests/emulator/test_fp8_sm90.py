@@ -22,22 +22,17 @@ B, TOPK = 5, 390
 
 
 @pytest.fixture
-def divided(request, emulated, monkeypatch):
+def divided(emulated, monkeypatch, replace_in_choose):
     """A function that makes every later call run the kernel, divided so."""
-
-    def forget() -> None:
-        choose.chooser.cache_clear()
+    monkeypatch.setenv(VARIABLE, KERNEL)
 
     def use(heads: int, splits: int, ctas: int = 0, **more: Any) -> None:
         choice = Choice(KERNEL, heads, splits, splits if not ctas else 1, ctas=ctas, **more)
         rows = (row._replace(choice=lambda *sizes: choice) if row.kernel == KERNEL else row for row in choose.TABLE)
-        monkeypatch.setattr(choose, "TABLE", tuple(rows))
-        monkeypatch.setenv(VARIABLE, KERNEL)
-        forget()
+        replace_in_choose("TABLE", tuple(rows))
 
     yield use
     assert KERNEL in emulated.launched
-    forget()
 
 
 def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, lengths: bool) -> list[Paged | None]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import VARIABLE
 
 from .. import oracle
@@ -49,12 +48,11 @@ everywhere = pytest.mark.parametrize(
 
 @everywhere
 @pytest.mark.parametrize("name", DECODERS)
-def test_decode(kind, emulated, rng, monkeypatch, name, where):
+def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, name, where):
     """Of 3 to 36 tiles: `bf16_sm90` looks at 32 of them together, a warp of `bf16_few_heads_sm90` at 2."""
     monkeypatch.setenv(VARIABLE, name)
     if name == "bf16_shares_sm90":
-        monkeypatch.setattr(choose, "TABLE", evenly.table(name, heads=64))
-        choose.chooser.cache_clear()
+        replace_in_choose("TABLE", evenly.table(name, heads=64))
     topk, h_q = int(rng.choice([130, 700, 2300])), int(rng.integers(1, 9))
     main = paged(rng, oracle.BF16_576, 3, 1, topk, 64)
     main.indices = emptied(rng, where, main.indices)
