@@ -392,6 +392,12 @@ def check_batches(kind: NumPy, rng: np.random.Generator, fmt: oracle.Format, bat
         check_decode(kind, fmt, off_zero(fmt, queries(rng, b, 1, h_q, fmt.d_qk), main), main)
 
 
+def check_same_bits(kind: NumPy, q: np.ndarray, main: Paged, times: int = 4) -> None:
+    """So many runs give the same bits."""
+    first, *others = ([r.tobytes() for r in run_decode(kind, q, main)] for _ in range(times))
+    assert all(other == first for other in others)
+
+
 def check_nan_of_a_named_row(kind: NumPy, fmt: oracle.Format, q: np.ndarray, main: Paged, num_splits: int) -> None:
     """Request 1 of three names a row of NaN: its results are NaN, and the others' what they would be."""
     out, lse = run_decode(kind, q, main, num_splits=num_splits)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE, Choice
 
 from .. import oracle
 from ..cases import Paged, check_decode, off_zero, paged, queries, run_decode, sinks, with_holes
+from ..cuda.attention.evenly import table_with
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -28,8 +28,7 @@ def divided(emulated, monkeypatch, replace_in_choose):
 
     def use(heads: int, splits: int, ctas: int = 0, **more: Any) -> None:
         choice = Choice(KERNEL, heads, splits, splits if not ctas else 1, ctas=ctas, **more)
-        rows = (row._replace(choice=lambda *sizes: choice) if row.kernel == KERNEL else row for row in choose.TABLE)
-        replace_in_choose("TABLE", tuple(rows))
+        replace_in_choose("TABLE", table_with(KERNEL, lambda *sizes: choice))
 
     yield use
     assert KERNEL in emulated.launched

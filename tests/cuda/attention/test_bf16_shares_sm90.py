@@ -11,12 +11,12 @@ from ...cases import (
     check_batches,
     check_decode,
     check_prefill,
+    check_same_bits,
     every_batch,
     lift_logits,
     paged,
     prefill_inputs,
     queries,
-    run_decode,
     sinks,
 )  # fmt: skip
 from . import evenly
@@ -62,17 +62,7 @@ def test_every_batch(hopper, small_splits, rng, fmt, batches):
 
 
 @FORMATS
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [0, 1, 300, 5000],
-        [0] * 69 + [300],  # one request with everything
-        [300] + [0] * 69,
-        [0],
-        [-7, 64, 65],
-    ],
-    ids=str,
-)
+@evenly.unequal_lengths
 def test_lengths(hopper, small_splits, rng, fmt, lengths):
     main = paged(rng, fmt, 70, 2, 300, 64, lengths=True)
     main.length[:] = np.resize(lengths, 70)
@@ -109,18 +99,13 @@ def test_prefill(hopper, small_splits, rng, d_qk):
 
 @FORMATS
 def test_nothing_valid(hopper, small_splits, rng, fmt):
-    main = paged(rng, fmt, 140, 1, 300, 64)
-    main.indices[5:] = -1
-    out, lse = check_decode(hopper, fmt, queries(rng, 140, 1, 64, fmt.d_qk), main, num_splits=None)
-    assert (out[5:].astype(np.float32) == 0).all()
-    assert (lse[5:] == np.inf).all()
+    evenly.check_nothing_valid(hopper, rng, fmt, 64)
 
 
 @FORMATS
 def test_same_bits_every_time(hopper, small_splits, rng, fmt):
     main, q = paged(rng, fmt, 37, 1, 1000, 64), queries(rng, 37, 1, 64, fmt.d_qk)
-    first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
-    assert all(other == first for other in others)
+    check_same_bits(hopper, q, main)
 
 
 def test_replays_with_other_lengths(hopper, small_splits, rng):

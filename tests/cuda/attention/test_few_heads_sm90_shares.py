@@ -3,7 +3,6 @@ are skipped, against the oracle. Needs a Hopper GPU."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import cupy_mla
@@ -13,11 +12,11 @@ from ...cases import (
     assert_decoded,
     check_batches,
     check_decode,
+    check_same_bits,
     decode_oracle,
     every_batch,
     paged,
     queries,
-    run_decode,
     sinks,
     with_holes,
 )
@@ -82,13 +81,9 @@ def test_every_batch(hopper, evenly, rng, batches):
 
 
 @HEADS
-@pytest.mark.parametrize("lengths", [[0, 1, 300, 5000], [0] * 69 + [300], [300] + [0] * 69, [0], [-7, 64, 65]], ids=str)
+@divided.unequal_lengths
 def test_lengths(hopper, evenly, rng, lengths):
-    main, extra = (
-        paged(rng, oracle.V32, 70, 2, 300, 64, lengths=True),
-        paged(rng, oracle.V32, 70, 2, 130, 2, lengths=True),
-    )
-    main.length[:], extra.length[:] = np.resize(lengths, 70), np.resize(lengths[::-1], 70)
+    main, extra = divided.unequal(rng, oracle.V32, lengths)
     q = queries(rng, 70, 2, 13, 576)
     check_decode(hopper, oracle.V32, q, main, extra, sink=sinks(rng, 13), out_gaps=(0, 1, 2, 3))
 
@@ -105,18 +100,13 @@ def test_short_lists_and_holes(hopper, evenly, rng, b, s_q, h_q, topk):
 
 
 def test_nothing_valid(hopper, evenly, rng):
-    main = paged(rng, oracle.V32, 140, 1, 300, 64)
-    main.indices[5:] = -1
-    out, lse = check_decode(hopper, oracle.V32, queries(rng, 140, 1, 16, 576), main)
-    assert (out[5:].astype(np.float32) == 0).all()
-    assert (lse[5:] == np.inf).all()
+    divided.check_nothing_valid(hopper, rng, oracle.V32, 16)
 
 
 @HEADS
 def test_same_bits_every_time(hopper, evenly, rng):
     main, q = paged(rng, oracle.V32, 37, 1, 1000, 64), queries(rng, 37, 1, 16, 576)
-    first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
-    assert all(other == first for other in others)
+    check_same_bits(hopper, q, main)
 
 
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
@@ -142,10 +132,7 @@ def test_replays_with_other_lists(hopper, evenly, rng):
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
 def test_replays_with_other_lengths(hopper, evenly, rng):
     """Each replay divides anew, by the lengths that then lie in memory."""
-    main, extra = (
-        paged(rng, oracle.V32, 70, 2, 300, 64, lengths=True),
-        paged(rng, oracle.V32, 70, 2, 130, 2, lengths=True),
-    )
+    main, extra = divided.unequal(rng, oracle.V32, [300])
     check_replays_with_other_lengths(rng, oracle.V32, queries(rng, 70, 2, 16, 576), main, extra)
 
 

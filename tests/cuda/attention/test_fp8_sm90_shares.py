@@ -13,11 +13,11 @@ from ...cases import (
     assert_decoded,
     check_batches,
     check_decode,
+    check_same_bits,
     decode_oracle,
     every_batch,
     paged,
     queries,
-    run_decode,
     sinks,
 )
 from ...kinds import make
@@ -70,28 +70,10 @@ def test_every_batch(hopper, evenly, rng, fmt, batches):
     check_batches(hopper, rng, fmt, batches)
 
 
-def unequal(rng: np.random.Generator, fmt: oracle.Format, b: int, lengths: list[int]) -> tuple[Paged, Paged]:
-    """Two caches, with these lengths, in turn."""
-    main, extra = paged(rng, fmt, b, 2, 300, 64, lengths=True), paged(rng, fmt, b, 2, 130, 2, lengths=True)
-    main.length[:] = np.resize(lengths, b)
-    extra.length[:] = np.resize(lengths[::-1], b)
-    return main, extra
-
-
 @FORMATS
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [0, 1, 300, 5000],
-        [0] * 69 + [300],  # one request with everything
-        [300] + [0] * 69,
-        [0],
-        [-7, 64, 65],
-    ],
-    ids=str,
-)
+@divided.unequal_lengths
 def test_lengths(hopper, evenly, rng, fmt, lengths):
-    main, extra = unequal(rng, fmt, 70, lengths)
+    main, extra = divided.unequal(rng, fmt, lengths)
     check_decode(
         hopper, fmt, queries(rng, 70, 2, 72, fmt.d_qk), main, extra, sink=sinks(rng, 72), out_gaps=(0, 1, 2, 3)
     )
@@ -127,11 +109,7 @@ def test_short_lists(hopper, evenly, rng, fmt, b, s_q, h_q, topk, holes):
 
 @FORMATS
 def test_nothing_valid(hopper, evenly, rng, fmt):
-    main = paged(rng, fmt, 140, 1, 300, 64)
-    main.indices[5:] = -1
-    out, lse = check_decode(hopper, fmt, queries(rng, 140, 1, 64, fmt.d_qk), main)
-    assert (out[5:].astype(np.float32) == 0).all()
-    assert (lse[5:] == np.inf).all()
+    divided.check_nothing_valid(hopper, rng, fmt, 64)
 
 
 @FORMATS
@@ -158,8 +136,7 @@ def test_alignment_of_results(hopper, evenly, rng, fmt, gap):
 @FORMATS
 def test_same_bits_every_time(hopper, evenly, rng, fmt):
     main, q = paged(rng, fmt, 37, 1, 1000, 64), queries(rng, 37, 1, 64, fmt.d_qk)
-    first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(4))
-    assert all(other == first for other in others)
+    check_same_bits(hopper, q, main)
 
 
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
@@ -185,7 +162,7 @@ def test_replays_with_other_lists(hopper, evenly, rng):
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
 def test_replays_with_other_lengths(hopper, evenly, rng):
     """Each replay divides anew, by the lengths that then lie in memory."""
-    main, extra = unequal(rng, oracle.V4, 70, [300])
+    main, extra = divided.unequal(rng, oracle.V4, [300])
     check_replays_with_other_lengths(rng, oracle.V4, queries(rng, 70, 2, 64, 512), main, extra)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import Choice, Facts, Sizes
 from cupy_mla.cuda.attention.cost import EVENLY
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
-from ...cases import check_decode, off_zero, paged, queries, run_decode, sinks, with_holes
+from ...cases import check_decode, check_same_bits, off_zero, paged, queries, run_decode, sinks, with_holes
+from .evenly import table_with
 from .replays import check_replays_with_other_lengths
 from .two_gpus import check_two_gpus_in_turn
 
@@ -39,8 +39,7 @@ def teams(replace_in_choose) -> Callable[..., None]:
                 return Choice(KERNEL, heads, splits, splits)
             return Choice(KERNEL, heads, splits, ctas=max(ctas, items, items * splits), teams=True)
 
-        rows = (row._replace(choice=divided) if row.kernel == KERNEL else row for row in choose.TABLE)
-        replace_in_choose("TABLE", tuple(rows))
+        replace_in_choose("TABLE", table_with(KERNEL, divided))
 
     return use
 
@@ -172,8 +171,7 @@ def test_alignment_of_results(hopper, teams, rng, fmt, heads, gap):
 def test_same_bits_every_time(hopper, teams, rng, fmt, b, splits, ctas):
     teams(64, splits, ctas)
     main, q = paged(rng, fmt, b, 1, 700, 64, lengths=splits == EVENLY), queries(rng, b, 1, 64, fmt.d_qk)
-    first, *others = ([r.tobytes() for r in run_decode(hopper, q, main)] for _ in range(6))
-    assert all(other == first for other in others)
+    check_same_bits(hopper, q, main, times=6)
 
 
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)

@@ -19,6 +19,7 @@ from ...cases import (
     check_decode,
     check_nan_of_a_named_row,
     check_prefill,
+    check_same_bits,
     check_unequal_prefill,
     decode_oracle,
     entries,
@@ -225,8 +226,7 @@ def test_rows_of_unequal_lists_divided_evenly(kind, evenly, rng, fmt, waves, h_q
 @FORMATS
 def test_shares_leave_the_same_bits_every_time(kind, evenly, rng, fmt):
     main, q = paged(rng, fmt, 100, 1, 600, 64), queries(rng, 100, 1, 64, fmt.d_qk)
-    first, *others = ([r.tobytes() for r in run_decode(kind, q, main)] for _ in range(4))
-    assert all(other == first for other in others)
+    check_same_bits(kind, q, main)
 
 
 @gpu
