@@ -1,17 +1,29 @@
-"""Captured graphs of decode that run again with other lengths, which only the device knows, against the oracle."""
+"""Captured graphs of decode that run again with other lengths or lists, which only the device knows: against the
+oracle."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-import pytest
 
 import cupy_mla
 
 from ... import oracle
 from ...cases import Paged, assert_decoded, decode_oracle
-from ...kinds import make
+from ...kinds import TorchCUDA, make
 
 SCALE = 0.05
+
+
+def captured(kind: TorchCUDA, call: Callable[[], Any], times: int = 1) -> tuple[Any, list[Any]]:
+    """A graph of so many calls, after one that is not of it, and their results."""
+    call()
+    graph = kind.torch.cuda.CUDAGraph()
+    with kind.torch.cuda.graph(graph):
+        results = [call() for _ in range(times)]
+    return graph, results
 
 
 def check_replays_with_other_lengths(
@@ -22,7 +34,6 @@ def check_replays_with_other_lengths(
     Args:
         times: calls in the graph, which use the same memory for partial results, and replays for each set of lengths.
     """
-    torch = pytest.importorskip("torch")
     kind = make("torch_cuda")
     arrays = [kind.put(a) for a in (q, main.cache, main.indices)]
     caches = {"topk_length": main}
@@ -32,13 +43,7 @@ def check_replays_with_other_lengths(
         more = {"extra_k_cache": kind.put(extra.cache), "extra_indices": kind.put(extra.indices)}
     lengths = {name: kind.put(cache.length) for name, cache in caches.items()}
 
-    def decode() -> tuple:
-        return cupy_mla.sparse_decode(*arrays, SCALE, **lengths, **more)
-
-    decode()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [decode() for _ in range(times)]
+    graph, results = captured(kind, lambda: cupy_mla.sparse_decode(*arrays, SCALE, **lengths, **more), times)
     for _ in range(4):
         for name, cache in caches.items():
             b, _, topk = cache.indices.shape
@@ -50,3 +55,23 @@ def check_replays_with_other_lengths(
         wanted = decode_oracle(fmt, q, main, extra, sm_scale=SCALE)
         for result in results:
             assert_decoded(kind, result, wanted)
+
+
+def check_replays_with_other_lists(
+    rng: np.random.Generator,
+    fmt: oracle.Format,
+    q: np.ndarray,
+    main: Paged,
+    change: Callable[[np.random.Generator, Paged], None],
+) -> None:
+    """Each replay works by the lists that then lie in memory: those of `main`, which `change` has changed."""
+    kind = make("torch_cuda")
+    lists, put = main.indices.copy(), [kind.put(a) for a in (q, main.cache, main.indices)]
+    graph, [result] = captured(kind, lambda: cupy_mla.sparse_decode(*put, SCALE))
+    for _ in range(5):
+        main.indices[:] = lists
+        change(rng, main)
+        put[2].copy_(kind.put(main.indices))
+        graph.replay()
+        kind.synchronize()
+        assert_decoded(kind, result, decode_oracle(fmt, q, main, sm_scale=SCALE))

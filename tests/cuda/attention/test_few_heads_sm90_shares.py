@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import pytest
 
-import cupy_mla
-
 from ... import oracle
 from ...cases import (
-    assert_decoded,
     check_batches,
     check_decode,
     check_same_bits,
-    decode_oracle,
     every_batch,
     paged,
     queries,
     sinks,
     with_holes,
 )
-from ...kinds import make
 from . import evenly as divided
-from .replays import check_replays_with_other_lengths
+from .replays import check_replays_with_other_lengths, check_replays_with_other_lists
 from .two_gpus import check_two_gpus_in_turn
 
 pytestmark = pytest.mark.gpu
@@ -112,21 +107,8 @@ def test_same_bits_every_time(hopper, evenly, rng):
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
 def test_replays_with_other_lists(hopper, evenly, rng):
     """Each replay divides anew, by where -1 then begins."""
-    torch = pytest.importorskip("torch")
-    kind = make("torch_cuda")
-    main, q = paged(rng, oracle.V32, 40, 1, 700, 64, invalid=0), queries(rng, 40, 1, 16, 576)
-    lists, put = main.indices.copy(), [kind.put(a) for a in (q, main.cache, main.indices)]
-    cupy_mla.sparse_decode(*put, 0.05)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = cupy_mla.sparse_decode(*put, 0.05)
-    for _ in range(5):
-        main.indices[:] = lists
-        with_holes(rng, main)
-        put[2].copy_(kind.put(main.indices))
-        graph.replay()
-        kind.synchronize()
-        assert_decoded(kind, result, decode_oracle(oracle.V32, q, main, sm_scale=0.05))
+    main = paged(rng, oracle.V32, 40, 1, 700, 64, invalid=0)
+    check_replays_with_other_lists(rng, oracle.V32, queries(rng, 40, 1, 16, 576), main, with_holes)
 
 
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
