@@ -77,7 +77,8 @@ def test_lengths(hopper, evenly, rng, fmt, lengths):
 def short(rng: np.random.Generator, main: Paged, holes: bool = False) -> None:
     """Lists without lengths end sooner: -1 stands behind, with `holes` anywhere, too. One is empty, one full."""
     b, s_q, topk = main.indices.shape
-    ends = np.maximum(rng.integers(1, rng.choice([2, 100, topk]) + 1, (b, s_q, 1)), 60)  # see test_every_batch
+    ends = rng.integers(1, rng.choice([2, 100, topk]) + 1, (b, s_q, 1))
+    ends = np.maximum(ends, 60)  # of fewer rows an lse may be near 0, where a relative tolerance means nothing
     if b > 1:
         ends[:2] = [[topk]], [[0]]
         rng.shuffle(ends)
