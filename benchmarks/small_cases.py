@@ -51,6 +51,13 @@ def compare(name: str, ours: object, reference: np.ndarray) -> None:
     print("ok", name)
 
 
+def compare_attention(name: str, results: Sequence[object], references: Sequence[np.ndarray]) -> None:
+    """All results of a decode, a merge or a prefill, which has `max_logits`, too."""
+    parts = ("out", "max_logits", "lse") if len(references) == 3 else ("out", "lse")
+    for part, ours, reference in zip(parts, results, references, strict=True):
+        compare(f"{name} {part}", ours, reference)
+
+
 def packed(
     rng: np.random.Generator, layout: layouts.Layout, blocks: int, block_size: int
 ) -> tuple[np.ndarray, cupy.ndarray]:
@@ -89,11 +96,8 @@ def merge_case(rng: np.random.Generator) -> None:
     """The merge of what ranks found; its twins agree to rounding."""
     operation = OPERATIONS["merge_attention"]
     for call in operation.calls(rng, Wanted(strays=True)):
-        results = zip(
-            ("out", "lse"), *(operation.run(call, array) for array in (cupy.asarray, np.asarray)), strict=True
-        )
-        for name, ours, reference in results:
-            compare(f"attention of ranks {call.detail} {name}", ours, reference)
+        results, references = (operation.run(call, array) for array in (cupy.asarray, np.asarray))
+        compare_attention(f"attention of ranks {call.detail}", results, references)
 
 
 @contextmanager
@@ -127,8 +131,7 @@ def prefill_case(
     gpu = on_gpu(q, kv, indices, sink, length)
     os.environ[VARIABLE] = kernel
     result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
-    for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
-        compare(f"prefill h {h} d_qk {d_qk} {kernel} {name}", ours, reference)
+    compare_attention(f"prefill h {h} d_qk {d_qk} {kernel}", result, expected)
 
 
 def counted_case(rng: np.random.Generator) -> None:
@@ -143,8 +146,7 @@ def counted_case(rng: np.random.Generator) -> None:
     os.environ[VARIABLE] = "bf16_sm90"
     with replaced(choose, COUNTED_WAVES=0):
         result = cupy_mla.sparse_prefill(*on_gpu(q, kv, indices), 0.04)
-    for name, ours, reference in zip(("out", "max_logits", "lse"), result, expected, strict=True):
-        compare(f"counted prefill {name}", ours, reference)
+    compare_attention("counted prefill", result, expected)
 
 
 # Kernels that take one cache, whose rows are flat, and how many splits they take; the others take any.
@@ -168,60 +170,54 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
     os.environ[VARIABLE] = kernel
     for splits in SPLITS.get(kernel, (1, 3)):
         result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, num_splits=splits, **gpu_second)
-        for name, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-            compare(f"decode {layout.name} h {h} {kernel} splits {splits} {name}", ours, reference)
+        compare_attention(f"decode {layout.name} h {h} {kernel} splits {splits}", result, expected)
 
 
-def short_lists(rng: np.random.Generator, layout: layouts.Layout, h: int) -> tuple[np.ndarray, ...]:
-    """Queries, lists and lengths of six requests, -1 behind their ends."""
+def short_lists(rng: np.random.Generator, layout: layouts.Layout, h: int) -> tuple[tuple, cupy.ndarray, tuple]:
+    """A decode of six requests, whose lists have -1 behind their ends: its arguments on the GPU, the lists' lengths
+    there, and the reference's results."""
+    cache, gpu_cache = packed(rng, layout, 3, 61)
     q = (10 * rng.standard_normal((6, 1, h, layout.d_qk))).astype(BF16)
     indices = rng.integers(0, 183, (6, 1, 900), dtype=np.int32)
     length = np.array([900, 0, 1, 300, 400, 500], np.int32)
     indices[np.arange(900) >= length[:, None, None]] = -1
-    return q, indices, length
+    gpu_q, gpu_i, gpu_length = on_gpu(q, indices, length)
+    scale = SM_SCALES[layout.d_qk]
+    expected = cupy_mla.sparse_decode(q, cache, indices, scale)
+    return (gpu_q, gpu_cache, gpu_i, scale), gpu_length, expected
 
 
 def shares_case(rng: np.random.Generator, h: int) -> None:
     """`few_heads_sm90` over V32_FP8 rows that are divided evenly over all CTAs, without and with lengths."""
-    layout = layouts.V32_FP8
-    cache, gpu_cache = packed(rng, layout, 3, 61)
-    q, indices, length = short_lists(rng, layout, h)
-    gpu_q, gpu_i, gpu_length = on_gpu(q, indices, length)
-    scale = SM_SCALES[layout.d_qk]
-    expected = cupy_mla.sparse_decode(q, cache, indices, scale)
+    decode, length, expected = short_lists(rng, layouts.V32_FP8, h)
     os.environ[VARIABLE] = "few_heads_sm90"
-    for name, more in (("alike", {}), ("by length", {"topk_length": gpu_length})):
+    for name, more in (("alike", {}), ("by length", {"topk_length": length})):
         with replaced(choose, FEW_SHARE_WAVES=((0, 1),), FEW_SHARE_WAVES_UNEVEN=((0, 1),)):
-            result = cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **more)
-        for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-            compare(f"shares of few heads h {h} {name} {part}", ours, reference)
+            result = cupy_mla.sparse_decode(*decode, **more)
+        compare_attention(f"shares of few heads h {h} {name}", result, expected)
 
 
 def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> None:
     """`fp8_sm90` in each of its divisions, as larger batches have them: short lists as whole work items, in clusters,
     over all CTAs by one plan for three calls, in teams of CTAs, and splits taken in turn."""
-    cache, gpu_cache = packed(rng, layout, 3, 61)
-    q, indices, length = short_lists(rng, layout, h)
-    gpu_q, gpu_i, gpu_length = on_gpu(q, indices, length)
-    scale = SM_SCALES[layout.d_qk]
-    expected = cupy_mla.sparse_decode(q, cache, indices, scale)
+    decode, length, expected = short_lists(rng, layout, h)
     os.environ[VARIABLE] = "fp8_sm90"
     heads, schedule = 64 if h > 32 else 32, cupy_mla.get_mla_metadata()[0]
 
     def planned() -> tuple:
+        q, cache, indices, scale = decode
         return cupy_mla.flash_mla_with_kvcache(
-            gpu_q, gpu_cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=gpu_i
+            q, cache, None, None, 512, schedule, softmax_scale=scale, is_fp8_kvcache=True, indices=indices
         )
 
-    def alike(**more: Any) -> tuple:
-        return cupy_mla.sparse_decode(gpu_q, gpu_cache, gpu_i, scale, **more)
+    alike = partial(cupy_mla.sparse_decode, *decode)
 
     for name, division, call, times in (
         ("whole", Division(heads, 1, 1), alike, 1),
         ("clusters", Division(heads, 3, 3), alike, 1),
         ("shares", Division(heads, EVENLY, 1), planned, 3),
         ("teams", Division(heads, 2, TEAM), alike, 1),
-        ("teams by length", Division(heads, EVENLY, TEAM), partial(alike, topk_length=gpu_length), 1),
+        ("teams by length", Division(heads, EVENLY, TEAM), partial(alike, topk_length=length), 1),
         ("segments", Division(heads, 3, 3), partial(alike, num_splits=3), 1),
     ):
         with replaced(
@@ -231,8 +227,7 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
         ):
             results = [call() for _ in range(times)]
         for number, result in enumerate(results):
-            for part, ours, reference in zip(("out", "lse"), result, expected, strict=True):
-                compare(f"divided {layout.name} h {h} {name} {number} {part}", ours, reference)
+            compare_attention(f"divided {layout.name} h {h} {name} {number}", result, expected)
 
 
 def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
