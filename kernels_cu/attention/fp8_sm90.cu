@@ -1119,8 +1119,10 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
     sync_consumers();
 }
 
-// Writes the partial result of a split, in f16 times a power of two for each head.
-__device__ __forceinline__ void write_partial(const Role& r, const Output& out, const PartialResults<8>& partials) {
+// Makes O^T a partial result: its statistics are written, and the power of two that brings each head's O^T to the range of
+// f16 stands in `scale`, for threads that have met.
+__device__ __forceinline__ void write_partial_statistics(const Role& r, const Output& out,
+                                                         const PartialResults<8>& partials) {
     Small& sm = small();
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
@@ -1140,17 +1142,31 @@ __device__ __forceinline__ void write_partial(const Role& r, const Output& out, 
         sm.scale[threadIdx.x] = up;
         partials.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
     }
+}
+
+// A thread's values of a partial result, of its head number `own`: chunk 256 own + threadIdx.x, columns 2 g and 2 g + 1
+// of 16, of four column blocks.
+__device__ __forceinline__ float4 partial_chunk(const Role& r, const Output& out, int own) {
+    const float up = small().scale[r.head(own)];
+    float words[4];
+#pragma unroll
+    for (int v = 0; v < 4; ++v)
+        words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, own)] * up, out.o[v][element(1, own)] * up));
+    return make_float4(words[0], words[1], words[2], words[3]);
+}
+
+// Writes its values. All consumers have met since its statistics were written.
+__device__ __forceinline__ void write_partial_values(const Role& r, const Output& out,
+                                                     const PartialResults<8>& partials) {
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) partials.write(256 * c + threadIdx.x, partial_chunk(r, out, c));
+}
+
+// Writes the partial result of a split, in f16 times a power of two for each head.
+__device__ __forceinline__ void write_partial(const Role& r, const Output& out, const PartialResults<8>& partials) {
+    write_partial_statistics(r, out, partials);
     sync_consumers();
-    // Chunk 256 c + threadIdx.x: of head c columns 2 g and 2 g + 1 of 16, of four column blocks.
-#pragma unroll
-    for (int c = 0; c < OWN_HEADS; ++c) {
-        const float up = sm.scale[r.head(c)];
-        float words[4];
-#pragma unroll
-        for (int v = 0; v < 4; ++v)
-            words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, c)] * up, out.o[v][element(1, c)] * up));
-        partials.write(256 * c + threadIdx.x, make_float4(words[0], words[1], words[2], words[3]));
-    }
+    write_partial_values(r, out, partials);
 }
 
 // In shares: leaves this CTA's partial result to the CTA whose share ends the item.
@@ -1159,23 +1175,6 @@ __device__ __forceinline__ void leave_partial(const AttentionParams& p, const At
     write_partial(r, out, {p.cluster_parts, int(blockIdx.x)});
     sync_consumers();
     if (threadIdx.x == 0) announce_partial(p, blockIdx.x, w.begins_item);
-}
-
-// Calls act(i, own head, its values) for the thread's values of `count` partial results from number `from` on.
-template <typename Partials, typename Act>
-__device__ __forceinline__ void for_chunks(const Partials& partials, int from, int count, Act act) {
-    constexpr int AT_ONCE = 4;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-#pragma unroll
-        for (int first = 0; first < OWN_HEADS; first += AT_ONCE) {
-            float4 chunks[AT_ONCE];
-#pragma unroll
-            for (int c = 0; c < AT_ONCE; ++c) chunks[c] = partials.chunk_of(from + i, 256 * (first + c) + threadIdx.x);
-#pragma unroll
-            for (int c = 0; c < AT_ONCE; ++c) act(i, first + c, chunks[c]);
-        }
-    }
 }
 
 // A thread's values of a partial result for some of its heads, from number `first` on.
@@ -1225,15 +1224,19 @@ __device__ __forceinline__ void clear(Output& out) {
 }
 
 // In segments: leaves the partial result of a split. After an item's last one O^T becomes the sum of all, as a cluster
-// merges them. A thread reads what it has written itself.
+// merges them: that of the last split stays in registers, rounded as the others are. A thread reads what it has written
+// itself, the values of the next heads or split while it adds those before.
 __device__ __forceinline__ void merge_segments(const AttentionParams& p, const Attended& w, const Role& r, int split,
                                                Output& out) {
-    const int count = p.num_splits;
+    const int count = p.num_splits, last = count - 1;
     const ClusterResults<8> partials(p.cluster_parts + int64_t(blockIdx.x) * count * PartialResults<8>::STEP, split,
                                      count, 1);
-    write_partial(r, out, partials);
-    if (!w.ends_item) return;
-    sync_consumers();
+    write_partial_statistics(r, out, partials);
+    if (!w.ends_item) {
+        sync_consumers();
+        write_partial_values(r, out, partials);
+        return;
+    }
     float* weights = reinterpret_cast<float*>(shared + P_AT);  // no P is read any more; the next Q may be on its way
     static_assert(MAX_CLUSTER * HEADS * 4 <= 2 * LINES_BYTES, "");
     if (threadIdx.x < HEADS) {
@@ -1249,22 +1252,36 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
             if (i < count) weights[i * HEADS + threadIdx.x] = weight[i] * scale;
         }
     }
+    Chunks next = load_chunks(partials, 0, 0);
     sync_consumers();
-    clear(out);
-    for_chunks(partials, 0, count, [&](int i, int own, const float4& chunk) {
-        float v[8];
+    float4 own_chunks[OWN_HEADS];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            v[2 * n] = out.o[n][element(0, own)];
-            v[2 * n + 1] = out.o[n][element(1, own)];
-        }
-        add_chunk(v, weights[i * HEADS + r.head(own)], chunk);
+    for (int c = 0; c < OWN_HEADS; ++c) own_chunks[c] = partial_chunk(r, out, c);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            out.o[n][element(0, own)] = v[2 * n];
-            out.o[n][element(1, own)] = v[2 * n + 1];
+    for (int first = 0; first < OWN_HEADS; first += Chunks::COUNT) {
+        float sum[Chunks::COUNT][8] = {};
+        auto add = [&](int i, int c, const float4& chunk) {
+            add_chunk(sum[c], weights[i * HEADS + r.head(first + c)], chunk);
+        };
+#pragma unroll 1
+        for (int i = 0; i < last; ++i) {
+            const Chunks chunks = next;
+            const bool ends = i + 1 == last;
+            if (!ends || first + Chunks::COUNT < OWN_HEADS)
+                next = load_chunks(partials, ends ? 0 : i + 1, ends ? first + Chunks::COUNT : first);
+#pragma unroll
+            for (int c = 0; c < Chunks::COUNT; ++c) add(i, c, chunks.of[c]);
         }
-    });
+#pragma unroll
+        for (int c = 0; c < Chunks::COUNT; ++c) {
+            add(last, c, own_chunks[first + c]);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                out.o[n][element(0, first + c)] = sum[c][2 * n];
+                out.o[n][element(1, first + c)] = sum[c][2 * n + 1];
+            }
+        }
+    }
     sync_consumers();
 }
 

@@ -67,7 +67,7 @@ FP8_UNEVEN = (0.55, 0.8, 0.95, 3.5)
 FP8_SEGMENT = {32: 4.0, 64: 6.5}  # a split of a CTA that takes an item's splits in turn, beside its pairs
 # Added to a cluster's merge where CTAs are a team: of equal splits; of as many CTAs as lengths ask for. LEAST: the CTAs
 # that an item has at least then, on average.
-FP8_TEAM, FP8_TEAM_LEAST = (0.9, 5.9), 1.55
+FP8_TEAM, FP8_TEAM_LEAST = (0.9, 5.7), 1.55
 FP8_LEAST_SPLIT = 2  # pairs of tiles
 
 # Of shares (kernels_cu/attention/shares.cuh): what a pair of tiles costs, and a work item beside them.
@@ -188,6 +188,8 @@ def fp8_candidates(
     of_split = -(-tiles // np.maximum(asked, 1))
     even_tiles = (cluster == 1) | (of_split == 1)  # a tile alone is no faster than two
     pairs = (of_split + of_split % 2 * even_tiles) / 2
+    if uneven:  # few lists are so long that a cluster's split has the tiles of the longest, rounded up
+        pairs = np.where(clusters > 1, np.maximum(1.0, tiles / np.maximum(asked, 1)) / 2, pairs)
     items = -(-h_q // of)  # of a query
     item, pair, merge, longer, ring, unsplit, full_item, full_pair, shared, partial = (
         _by_heads(times)[of]

@@ -237,6 +237,25 @@ def test_teams_by_length_where_they_were_measured_to_be_faster(layout, h_q, rows
     assert not any(chosen[queries].teams for queries in otherwise)
 
 
+@pytest.mark.parametrize(
+    ("layout", "h_q", "rows", "queries", "heads", "splits"),
+    [
+        (V4_FP8, 32, 640, 4, 32, 10),
+        (V4_FP8, 64, 640, 1, 32, 10),
+        (V4_FP8, 64, 640, 5, 32, 8),
+        (V4_FP8, 64, 640, 18, 32, 3),
+        (V4_FP8, 128, 1152, 3, 32, 8),
+        (V4_FP8, 128, 1152, 6, 64, 8),
+        (V4_FP8, 128, 1152, 7, 64, 8),
+        (V32_FP8, 64, 2048, 10, 32, 5),
+        (V32_FP8, 128, 2048, 2, 32, 9),
+    ],
+)
+def test_splits_of_random_lengths_that_were_measured_to_be_faster(layout, h_q, rows, queries, heads, splits):
+    """More clusters of splits than equal lists have, or smaller ones."""
+    assert division(decode(layout, h_q, queries, rows, uneven=True)) == (heads, splits, splits)
+
+
 # --- few heads ------------------------------------------------------------------------------------------------
 
 
