@@ -173,6 +173,12 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
         compare_attention(f"decode {layout.name} h {h} {kernel} splits {splits}", result, expected)
 
 
+def cluster_case(rng: np.random.Generator, layout: layouts.Layout, heads: int) -> None:
+    """`bf16_cluster_sm90`, so many heads a work item."""
+    with replaced(choose, CLUSTER_HEADS=(heads,)):
+        decode_case(rng, layout, 70, "bf16_cluster_sm90")
+
+
 def short_lists(rng: np.random.Generator, layout: layouts.Layout, h: int) -> tuple[tuple, cupy.ndarray, tuple]:
     """A decode of six requests, whose lists have -1 behind their ends: its arguments on the GPU, the lists' lengths
     there, and the reference's results."""
@@ -348,6 +354,9 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         yield f"divided {layout.name} h {h}", partial(divided_case, layout=layout, h=h)
     for h in (7, 16) if hopper else ():
         yield f"shares of few heads h {h}", partial(shares_case, h=h)
+    for layout, heads in product((layouts.BF16_576, layouts.BF16_512), (16, 32, 64)) if hopper else ():
+        case = partial(cluster_case, layout=layout, heads=heads)
+        yield f"decode d_qk {layout.d_qk} in clusters of {heads} heads", case
     for layout in (layouts.V32_FP8, layouts.V4_FP8, layouts.BF16_576, layouts.BF16_512):
         for h in (8, 32, 64) if layout is layouts.BF16_512 else (16, 32, 64, 128):
             for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes):

@@ -1,30 +1,64 @@
-// Sparse attention of flat bf16 rows on Hopper for few work items: a cluster works on 64 heads of a query. Its CTAs
-// have neighbouring pairs of tiles each and merge their partial results (merge.cuh). Pipeline and shared memory:
-// bf16_sm90.cuh.
+// Sparse attention of flat bf16 rows on Hopper for few work items: a cluster works on HEADS heads of a query (64, or 16
+// or 32 and padding, which takes as long to multiply, but less to copy and to merge). Its CTAs have neighbouring pairs of
+// tiles each and merge their partial results (merge.cuh). Pipeline and shared memory: bf16_sm90.cuh.
+//
+// What is divided ends with the last entry that names a row. Each CTA finds that end, which takes a look at the very
+// last entry; only if that names no row are the others looked at. Tiles before it are multiplied, valid or not.
+//
+// The launch overlaps the one before: until that has ended, the producers find their work.
 //
 // grid: x = (query * head tiles + head tile) * CTAs of the cluster + rank.
 #include "attention/bf16_partials.cuh"
 
 struct Cluster : SingleQueries {
-    static constexpr bool CLUSTER = true, POLICY = true, OVERLAPS = true;
+    static constexpr bool CLUSTER = true, POLICY = true, OVERLAPS = true, FINDS_EARLY = true, SKIPS = false;
 
     template <typename, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params&, int, Act act) {
         act(int(blockIdx.x));
     }
-    // The first list entry of a CTA of the cluster, of a list of `length`.
-    static __device__ __forceinline__ int first_entry(int length, uint32_t rank) {
-        return min(int(uint32_t(num_pairs(length)) * rank / uint32_t(cluster_size())) * 2 * TILE_ROWS, length);
+    // The first list entry of a CTA of the cluster, of a list of `length`. The quotient is exact up to 2^16 pairs.
+    static __device__ __forceinline__ int first_entry(int length, int rank) {
+        const int pair = int(__fdividef(float(num_pairs(length) * rank) + 0.5f, float(cluster_size())));
+        return min(pair * 2 * TILE_ROWS, length);
     }
-    static __device__ __forceinline__ int length_of(const Params& p, int, int head_tiles) {
-        const int length = list_length(p.main, query_of_item(p, cluster_index(), head_tiles).b), rank = cluster_rank();
-        return first_entry(length, rank + 1) - first_entry(length, rank);
+    // This CTA's part of a list of `length`.
+    static __device__ __forceinline__ void take_part(Work& w, int length) {
+        const int rank = cluster_rank();
+        w.first = first_entry(length, rank);
+        w.length = first_entry(length, rank + 1) - w.first;
+        w.pairs = num_pairs(w.length);
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int index, int head_tiles, int length) {
         const int item = cluster_index();
         const Query query = query_of_item(p, item, head_tiles);
-        const int first = first_entry(list_length(p.main, query.b), cluster_rank());
-        return {query, item - query.index * head_tiles, length, num_pairs(length), index, first};
+        return {query, item - query.index * head_tiles, length, num_pairs(length), index, 0};
+    }
+    template <typename>
+    static __device__ __forceinline__ Work find_work(const Params& p, int index, int head_tiles) {
+        Work w = work_of(p, index, head_tiles, 0);
+        w.list = ::list_of(p.main, w.query);
+        w.listed = p.main.topk;
+        take_part(w, w.listed);
+        return w;
+    }
+    // What is done before needs no memory.
+    static __device__ __forceinline__ void wait(const Params& p, Work& w) {
+        wait_for_earlier_kernels();
+        let_next_kernel_start();
+        if (p.main.lengths == nullptr) return;
+        w.listed = list_length(p.main, w.query.b);
+        take_part(w, w.listed);
+    }
+    static __device__ __forceinline__ const int32_t* list_of(const Params&, const Work& w) { return w.list + w.first; }
+
+    static __device__ __forceinline__ int32_t load_last(const Params&, const Work& w) {
+        return w.listed > 0 ? w.list[w.listed - 1] : -1;
+    }
+    static __device__ __forceinline__ bool shorten(const Params& p, Work& w, int32_t last) {
+        if (is_valid(p, last)) return false;
+        take_part(w, find_end<Cluster>(p, w.list, w.listed));
+        return true;
     }
 
     // Writes this CTA's partial result and merges a share of the cluster's.
@@ -34,7 +68,7 @@ struct Cluster : SingleQueries {
         const int warps = num_line_warps(p, w);
         const ClusterResults<8> partials(p, w.query.index * num_head_tiles(p) + w.head_tile, warps * CHUNKS_OF_WARP);
         // Both in the space of Q.
-        auto& largest = *reinterpret_cast<float (*)[2][HEADS]>(shared);
+        auto& largest = *reinterpret_cast<float (*)[2][LINES]>(shared);
         auto* weights = reinterpret_cast<float*>(shared + sizeof(largest));
         write_partial(partials, largest, warps, warpgroup, warp, lane, total_of, o);
         auto finish = [&](int local, bool write, float ref, float sum, float max) {

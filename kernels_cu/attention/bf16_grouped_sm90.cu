@@ -22,7 +22,7 @@ static_assert(MAX_QUERIES == 8, "a bit of `excluded` and a column of the last st
 struct Grouped : Default {
     using Params = GroupedParams;
     static constexpr int EXTRA_BYTES = 4 * FACTOR_BYTES, KEPT = 4;  // registers are short
-    static constexpr bool EXCLUDES = true, DENSE = true;
+    static constexpr bool EXCLUDES = true;
 
     static __device__ __forceinline__ int num_items(const Params& p, int) { return p.num_groups; }
     static __device__ __forceinline__ int find_item(const Params& p, int item, int) {

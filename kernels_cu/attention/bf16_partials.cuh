@@ -22,12 +22,12 @@ __device__ __forceinline__ int column_of_chunk(int chunk) {
 
 // Warps whose lines are not all padding.
 __device__ __forceinline__ int num_line_warps(const AttentionParams& p, const Work& w) {
-    return min(4, ceil_div(p.h_q - w.head_tile * HEADS, 16));
+    return min(HEADS / 16, ceil_div(p.h_q - w.head_tile * HEADS, 16));
 }
 
 // Writes this CTA's partial result. `largest` is shared memory: of each line |O|, in each warpgroup's columns.
 template <typename Total>
-__device__ __forceinline__ void write_partial(const PartialResults<8>& partials, float (&largest)[2][HEADS],
+__device__ __forceinline__ void write_partial(const PartialResults<8>& partials, float (&largest)[2][LINES],
                                               int line_warps, int warpgroup, int warp, int lane, Total total_of,
                                               const float (&o)[128]) {
     const int line = 16 * warp + lane / 4;

@@ -11,7 +11,7 @@
 
 struct ShareState {
     Shares<THREADS> shares;
-    float largest[2][HEADS];  // of write_partial
+    float largest[2][LINES];  // of write_partial
     int share, partials;      // this CTA's, and the results that it merges
 };
 

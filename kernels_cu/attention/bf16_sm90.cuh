@@ -34,9 +34,9 @@
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
 //   PRODUCER_SYNC         named: the producer warps, which have looked at list entries
 //
-// Only tiles in which an entry is valid are copied and multiplied: the producer warps look at all entries of a list,
-// those of 32 tiles at a time, while Q is copied. The consumers are told with a tile's validity whether its pair is the
-// last.
+// A kernel that SKIPS copies and multiplies only tiles in which an entry is valid: the producer warps look at all
+// entries of a list, those of 32 tiles at a time, while Q is copied, and the consumers are told with a tile's validity
+// whether its pair is the last. The others take every tile up to the list's end.
 //
 // Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w and never below
 // what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. In the first pair
@@ -73,7 +73,8 @@
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
 
-static_assert(HEADS == 64 && TILE_ROWS == 64, "the lines and the rows of a tile");
+constexpr int LINES = 64;  // of Q, S and O: the heads of a work item, and padding
+static_assert(HEADS <= LINES && HEADS % 16 == 0 && TILE_ROWS == 64, "whole warps have only padding");
 constexpr int BLOCKS = D_QK / 64;  // column blocks of 64 values: 64 swizzled lines of 128 bytes
 constexpr int BLOCK_BYTES = TILE_ROWS * LINE_BYTES;
 constexpr int TILE_BYTES = BLOCKS * BLOCK_BYTES;
@@ -93,15 +94,15 @@ struct Small {
     // What Q is of: the number of a work item, -1 behind the last, and its list's length, 0 without a valid entry.
     int work, length;
     int last[2];        // whether a tile's pair is the last of its work item
-    uint32_t found[4];  // by each producer warp: which of 32 tiles have a valid entry
+    uint32_t found[4];  // by each producer warp: which of 32 tiles have a valid entry, or where a list ends
     union {
         uint8_t valid[2][TILE_ROWS];  // whether a row of a tile is valid
         // Bf16_grouped_sm90: for each query, a bit for each row of a tile that counts twice.
         uint64_t twice[2][8];
     };
-    float ref[2][HEADS];     // what P_w is relative to
-    float sum[2][2][HEADS];  // at the end, alternating between work items: sums and maxima of each warpgroup's tiles
-    float max[2][2][HEADS];
+    float ref[2][LINES];     // what P_w is relative to
+    float sum[2][2][LINES];  // at the end, alternating between work items: sums and maxima of each warpgroup's tiles
+    float max[2][2][LINES];
 };
 
 extern __shared__ __align__(1024) uint8_t shared[];
@@ -126,6 +127,8 @@ struct Work {
     int head_tile, length, pairs;  // entries of the list, pairs of tiles
     int number;                    // of a query group, which has no query of its own
     int first;                     // of a split: the first of the entries
+    const int32_t* list;           // in clusters: all entries of the list, and how many they are
+    int listed;
 };
 
 __device__ __forceinline__ int num_pairs(int length) { return (length + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS); }
@@ -175,10 +178,13 @@ struct Copier {
 //   CLUSTER              whether a CTA belongs to a cluster
 //   POLICY               whether rows that are read once leave L2 before others; not in clusters, whose copies NVRTC 12.9
 //                        and 13.0 translated wrongly (docs/kernels/bf16_cluster_sm90.md)
-//   DENSE                whether every tile of a list has a valid entry
+//   SKIPS                whether tiles without a valid entry are passed over
+//   load_last, shorten   where they are not: what tells whether the list ends with a row, and making it end there
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
+//   FINDS_EARLY, wait    whether roles begin before that, and what the producers do then
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
-//   length_of, work_of   what is known of a work item
+//   find_work            what the producers know of a work item, ...
+//   length_of, work_of   ... and the consumers
 //   list_of, line_at                              their list, and the query and head of each line of Q
 //   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
 //   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
@@ -187,10 +193,24 @@ struct Copier {
 //
 // Default is what most kernels have.
 struct Default {
-    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, DENSE = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, FINDS_EARLY = false, SKIPS = false;
 
     template <typename Params>
     static __device__ __forceinline__ void start(const Params&) {}
+    template <typename K, typename Params>
+    static __device__ __forceinline__ Work find_work(const Params& p, int index, int head_tiles) {
+        return K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
+    }
+    template <typename Params>
+    static __device__ __forceinline__ void wait(const Params&, Work&) {}
+    template <typename Params>
+    static __device__ __forceinline__ int32_t load_last(const Params&, const Work&) {
+        return 0;
+    }
+    template <typename Params>
+    static __device__ __forceinline__ bool shorten(const Params&, Work&, int32_t) {
+        return false;
+    }
     template <typename K, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params& p, int head_tiles, Act act) {
         auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
@@ -203,7 +223,7 @@ struct Default {
 struct SingleQueries : Default {
     using Params = AttentionParams;
     static constexpr int EXTRA_BYTES = 0, KEPT = 6;
-    static constexpr bool EXCLUDES = false;
+    static constexpr bool EXCLUDES = false, SKIPS = true;
 
     // The query of work item `item`. Mostly a branch saves the division.
     static __device__ __forceinline__ Query query_of_item(const Params& p, uint32_t item, uint32_t head_tiles) {
@@ -303,10 +323,42 @@ __device__ __forceinline__ bool is_valid(const AttentionParams& p, int32_t slot)
     return uint32_t(slot) < uint32_t(min(p.main.num_slots, int64_t(0x7fffffff)));
 }
 
-// The tiles of a list that have a valid entry, MARKED tiles at a time.
+// A number of each producer warp.
+__device__ __forceinline__ Vec16 exchange(uint32_t (&numbers)[4], uint32_t mine) {
+    named_barrier_sync(PRODUCER_SYNC, WARPGROUP);  // all have read the numbers before
+    if (threadIdx.x % 32 == 0) numbers[threadIdx.x / 32 % 4] = mine;
+    named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
+    return {numbers[0], numbers[1], numbers[2], numbers[3]};
+}
+
+// The tiles of a list: all of them, or ...
+template <typename K, bool SKIPS = K::SKIPS>
+struct Tiles {
+    int next, end;
+
+    // Before Q is copied, the entries of the first two tiles are asked for, and what tells whether the list is shorter;
+    // behind that they are there.
+    __device__ __forceinline__ int32_t ask(const typename K::Params& p, const Work& w, const Copier& c,
+                                           int32_t (&even)[4], int32_t (&odd)[4]) {
+        load_slots<K>(p, w, c, 0, even);
+        load_slots<K>(p, w, c, 1, odd);
+        return K::load_last(p, w);
+    }
+    __device__ __forceinline__ bool begin(const typename K::Params& p, Work& w, const Copier& c, int32_t last_entry,
+                                          int32_t (&even)[4], int32_t (&odd)[4]) {
+        if (K::shorten(p, w, last_entry)) ask(p, w, c, even, odd);
+        next = 2;
+        end = 2 * w.pairs;
+        return end > 0;
+    }
+    __device__ __forceinline__ bool go_on(const typename K::Params&, const Work&) { return next < end; }
+    __device__ __forceinline__ int take(const Work&) { return next++; }
+};
+
+// ... those that have a valid entry, MARKED tiles at a time.
 constexpr int MARKED = 32;
 template <typename K>
-struct MarkedTiles {
+struct Tiles<K, true> {
     int first;      // of those at a time
     uint32_t left;  // a bit for each that has not been taken
 
@@ -318,7 +370,6 @@ struct MarkedTiles {
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, entry = (first + warp) * TILE_ROWS + lane;
         const int32_t* list = K::list_of(p, w) + entry;
         Entries entries;
-        if constexpr (K::DENSE) return entries;
 #pragma unroll
         for (int i = 0; i < MARKED / 4; ++i) {
 #pragma unroll
@@ -331,31 +382,39 @@ struct MarkedTiles {
     }
     // ... and marks the tiles.
     __device__ __forceinline__ void mark(const typename K::Params& p, const Work& w, const Entries& entries) {
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        if constexpr (K::DENSE) {
-            const int tiles = ceil_div(w.length, TILE_ROWS) - first;
-            left = tiles < MARKED ? (1u << tiles) - 1 : ~0u;
-            return;
-        }
-        Small& sm = small<K>();
+        const int warp = threadIdx.x / 32 % 4;
         uint32_t found = 0;
 #pragma unroll
         for (int i = 0; i < MARKED / 4; ++i) {
             if (is_valid(p, entries.slots[i][0]) || is_valid(p, entries.slots[i][1])) found |= 1u << 4 * i;
         }
-        found = __reduce_or_sync(~0u, found) << warp;
-        named_barrier_sync(PRODUCER_SYNC, WARPGROUP);  // all have read what was found before
-        if (lane == 0) sm.found[warp] = found;
-        named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
-        left = sm.found[0] | sm.found[1] | sm.found[2] | sm.found[3];
+        const Vec16 all = exchange(small<K>().found, __reduce_or_sync(~0u, found) << warp);
+        left = all.x | all.y | all.z | all.w;
     }
-    // Goes on to tiles behind until one is marked.
-    __device__ __forceinline__ void go_on(const typename K::Params& p, const Work& w) {
+    // Before and behind the copies of Q. Returns whether there are any, or may be.
+    __device__ __forceinline__ Entries ask(const typename K::Params& p, const Work& w, const Copier&, int32_t (&)[4],
+                                           int32_t (&)[4]) {
+        first = 0;
+        return load(p, w);
+    }
+    __device__ __forceinline__ bool begin(const typename K::Params& p, Work& w, const Copier& c,
+                                          const Entries& entries, int32_t (&even)[4], int32_t (&odd)[4]) {
+        mark(p, w, entries);
+        if (left == 0 && w.length > MARKED * TILE_ROWS) left = 1;  // there may be some behind these
+        if (left == 0) w.length = 0;
+        const bool any = left != 0;
+        load_slots<K>(p, w, c, take(w), even);
+        load_slots<K>(p, w, c, take(w), odd);
+        return any;
+    }
+    // Goes on to tiles behind until one is marked. Returns whether one is.
+    __device__ __forceinline__ bool go_on(const typename K::Params& p, const Work& w) {
 #pragma unroll 1
         while (left == 0 && (first + MARKED) * TILE_ROWS < w.length) {
             first += MARKED;
             mark(p, w, load(p, w));
         }
+        return left != 0;
     }
     // Takes the next of the marked tiles, a number behind the list if there is none.
     __device__ __forceinline__ int take(const Work& w) {
@@ -364,6 +423,31 @@ struct MarkedTiles {
         return tile;
     }
 };
+
+// Where a list of so many entries ends: behind the last that names a row. The producer warps look, AT_ONCE entries a
+// lane at a time.
+template <typename K>
+__device__ __forceinline__ int find_end(const typename K::Params& p, const int32_t* list, int length) {
+    constexpr int AT_ONCE = 16;
+    uint32_t end = 0;
+#pragma unroll 1
+    for (; end == 0 && length > 0; length -= WARPGROUP * AT_ONCE) {
+        const int behind = length - int(threadIdx.x % WARPGROUP);
+        int32_t entries[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            entries[i] = -1;
+            if (behind > i * WARPGROUP) entries[i] = list[behind - i * WARPGROUP - 1];
+        }
+#pragma unroll
+        for (int i = AT_ONCE - 1; i >= 0; --i) {
+            if (is_valid(p, entries[i])) end = behind - i * WARPGROUP;
+        }
+        const Vec16 all = exchange(small<K>().found, __reduce_max_sync(~0u, end));
+        end = max(max(all.x, all.y), max(all.z, all.w));
+    }
+    return end;
+}
 
 // Copies region `REGION` of tile `TILE` once it is released: half of V's columns, and maybe the RoPE columns.
 template <typename K, int TILE, int REGION>
@@ -379,7 +463,7 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
     if constexpr (has_validity(TILE, REGION)) {
         if (c.lane % 8 < K::VALIDITY_LANES) {
             K::store_validity(p, w, c, 2 * pair + TILE, TILE, rows, validity);
-            if (c.row == 0) sm.last[TILE] = last;
+            if (K::SKIPS && c.row == 0) sm.last[TILE] = last;
             mbarrier_arrive(shared_address(&sm.full[TILE][REGION]));
         }
     }
@@ -395,12 +479,12 @@ __device__ __forceinline__ void find_rows(const AttentionParams& p, const Copier
     }
 }
 
-// The same of the lines of Q, null for padding.
+// The same of the lines of Q, null for padding. What a warp multiplies that has nothing else is left as it is.
 template <typename K>
 __device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c,
                                        const uint8_t* (&rows)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < HEADS / 16; ++i) {
         const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * i + c.row);
         const bf16* q = p.q + line.query.b * p.q_b + line.query.s * p.q_s + line.head * p.q_h;
         rows[i] = line.head < p.h_q ? reinterpret_cast<const uint8_t*>(q) + c.lane % 8 * 16 : nullptr;
@@ -423,29 +507,26 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
     uint32_t parity = 3;  // bit 0 of tiles, bit 1 of Q, in one register; the first wait for each space returns at once
     const int head_tiles = num_head_tiles(p);
     K::template for_each<K>(p, head_tiles, [&](int index) {
-        const Work w = K::work_of(p, index, head_tiles, K::length_of(p, index, head_tiles));
-        MarkedTiles<K> tiles = {0, 0};
-        const auto entries = tiles.load(p, w);
+        Work w = K::template find_work<K>(p, index, head_tiles);
+        const uint8_t* rows[4];
+        if constexpr (K::FINDS_EARLY) find_q<K>(p, w, c, rows);
+        K::wait(p, w);
+        int32_t even[4], odd[4];  // list entries of the next even and odd tile
+        Tiles<K> tiles;
+        const auto asked = tiles.ask(p, w, c, even, odd);
 
         // Q is a tile whose rows are its lines.
         mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
         parity ^= 2;
-        const uint8_t* rows[4];
-        find_q<K>(p, w, c, rows);
-        copy_blocks<K, 0, BLOCKS>(c, 0, rows);
+        if constexpr (!K::FINDS_EARLY) find_q<K>(p, w, c, rows);
+        copy_blocks<K, 0, BLOCKS, 0, HEADS / 16>(c, 0, rows);
         mbarrier_arrive_after_copies(shared_address(&sm.q_full));
 
-        tiles.mark(p, w, entries);
-        if (tiles.left == 0 && w.length > MARKED * TILE_ROWS) tiles.left = 1;  // there may be some behind these
-        announce<K>(index, tiles.left == 0 ? 0 : w.length);
-        int32_t even[4], odd[4];  // list entries of the next even and odd tile
-        bool last = tiles.left == 0;
-        load_slots<K>(p, w, c, tiles.take(w), even);
-        load_slots<K>(p, w, c, tiles.take(w), odd);
+        bool last = !tiles.begin(p, w, c, asked, even, odd);
+        announce<K>(index, w.length);
 #pragma unroll 1
         for (int pair = 0; !last; ++pair) {
-            tiles.go_on(p, w);
-            last = tiles.left == 0;
+            last = !tiles.go_on(p, w);
             find_rows(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
             copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, last, parity & 1);
@@ -745,7 +826,7 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
         parity ^= 1;
         const typename K::Columns columns(reader, W, lane % 4);
         // By this instruction: with an ordinary load every operand of wgmma took two R2UR in clusters and shares.
-        last = load_shared_4(shared_address(&sm.last[W])) != 0;
+        last = K::SKIPS ? load_shared_4(shared_address(&sm.last[W])) != 0 : pair + 1 == pairs;
         uint32_t mine[4][4];
         float my_ref[2], my_sum[2], other_ref[2];
         if constexpr (W == 0) {
@@ -785,6 +866,7 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p, int wa
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const typename K::Reader reader = K::Reader::here(p, warp, lane);
     uint32_t parity = 0, turn = 0;
+    if constexpr (K::FINDS_EARLY) wait_for_earlier_kernels();
 #pragma unroll 1
     for (;; turn ^= 1) {
         Softmax state;
@@ -829,7 +911,7 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
     }
     K::init(p);
     __syncthreads();
-    if constexpr (K::OVERLAPS) {
+    if constexpr (K::OVERLAPS && !K::FINDS_EARLY) {
         wait_for_earlier_kernels();
         K::start(p);
         let_next_kernel_start();

@@ -58,6 +58,8 @@ BF16_FEW_HEADS_SPLITS, BF16_FEW_HEADS_CLUSTER = 2, 4
 # tiles for each CTA of a full cluster; of shorter ones from so many work items on, the second number with up to 32
 # heads, where half of the tile is padding.
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
+# Heads of a work item in clusters.
+CLUSTER_HEADS = bf16_cluster_sm90.HEADS
 # For decode of 9 to 16 heads, too, over lists with so many pairs of tiles: with so many splits; or with somewhat fewer
 # that fill more than this share of the GPU.
 CLUSTER_FEW_HEADS_PAIRS, CLUSTER_FEW_HEADS_SPLITS, CLUSTER_FEW_HEADS_FULL = 8, (6, 4), 0.75
@@ -367,7 +369,14 @@ def _few_heads_clusters_wanted(f: Facts, s: Sizes) -> bool:
 
 def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
     splits = max(2, _cluster_splits(f, s))
-    return Choice("bf16_cluster_sm90", bf16_sm90.HEADS, splits, splits)
+    return Choice("bf16_cluster_sm90", _cluster_heads(f, s, splits), splits, splits)
+
+
+def _cluster_heads(f: Facts, s: Sizes, splits: int) -> int:
+    """Heads of a work item: the fewest with which all clusters run at a time, or are as many as with the most."""
+    at_once = f.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())[splits - 1]
+    most = max(at_once, _items(s, bf16_sm90.HEADS))
+    return next((heads for heads in CLUSTER_HEADS if _items(s, heads) <= most), bf16_sm90.HEADS)
 
 
 def _shares_alike(f: Facts, s: Sizes) -> int:

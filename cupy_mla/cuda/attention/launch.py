@@ -260,7 +260,7 @@ def _of_kernel(call: Call, choice: Choice, heads: int, partials: int) -> Program
         queries = int(choice.queries)
         return bf16_few_heads_sm90.launches(call, heads, queries, choice.cluster, partials, choice.longest_first)
     if choice.kernel == "bf16_cluster_sm90":
-        return bf16_cluster_sm90.launches(call, choice.cluster)
+        return bf16_cluster_sm90.launches(call, heads, choice.cluster)
     if choice.kernel == "bf16_shares_sm90":
         return bf16_shares_sm90.launches(call, choice.ctas)
     if choice.kernel == "bf16_sm90":

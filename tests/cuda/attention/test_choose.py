@@ -286,7 +286,7 @@ def test_9_to_16_heads_are_for_clusters_from_8_pairs_of_tiles_on(layout, queries
     for rows in (7 * 128 + 1, 1024):
         chosen = decode(layout, 16, queries, rows)
         if splits:
-            assert chosen == Choice("bf16_cluster_sm90", 64, splits, splits)
+            assert chosen == Choice("bf16_cluster_sm90", 16, splits, splits)
         else:
             assert chosen.kernel != "bf16_cluster_sm90"
 
@@ -382,12 +382,15 @@ def test_two_queries_a_cta_when_there_are_more_than_multiprocessors():
 
 
 @BF16
-@pytest.mark.parametrize("h_q", [17, 32, 33, 64, 65, 128])
-def test_flat_rows_are_for_clusters_that_have_a_pair_of_tiles_for_each_cta(layout, h_q):
-    """From one query on."""
+@pytest.mark.parametrize(("h_q", "heads"), [
+    (17, (16, 16, 16)), (32, (16, 16, 16)), (33, (16, 16, 32)), (64, (16, 32, 32)), (65, (16, 32, 64)),
+    (128, (32, 64, 64)),
+])  # fmt: skip
+def test_flat_rows_are_for_clusters_that_have_a_pair_of_tiles_for_each_cta(layout, h_q, heads):
+    """From one query on; of as few heads as leave no more than the 7 work items that run at a time."""
     for queries in (1, 2, 3):
         for rows in (15 * 128 + 1, 2048, 4096):
-            assert decode(layout, h_q, queries, rows) == Choice("bf16_cluster_sm90", 64, 16, 16)
+            assert decode(layout, h_q, queries, rows) == Choice("bf16_cluster_sm90", heads[queries - 1], 16, 16)
         few = decode(layout, h_q, queries, flat=False)
         assert few.kernel == "few_heads_sm90"
         candidates = choose.few_heads_candidates((16, 32), h_q, 32, CLUSTERS_AT_ONCE, None)
@@ -461,7 +464,7 @@ def test_three_splits_that_fill_the_gpu_are_merged_by_the_last(layout, h_q, quer
 @BF16
 @pytest.mark.parametrize(("h_q", "queries"), [(17, 34), (32, 39), (64, 37), (128, 19)])
 def test_three_splits_are_clusters_where_those_all_run_at_a_time(layout, h_q, queries):
-    three = Choice("bf16_cluster_sm90", 64, 3, 3)
+    three = Choice("bf16_cluster_sm90", 32 if h_q <= 32 else 64, 3, 3)
     assert decode(layout, h_q, queries) == decode(layout, h_q, queries, uneven=True) == three
 
 
@@ -575,7 +578,7 @@ def test_small_prefills_of_no_whole_wave_are_divided_evenly(layout, h_q, evenly,
 
 def test_splits_that_the_caller_wants():
     assert decode(BF16_576, 64, 30, splits=1).kernel == "bf16_sm90"
-    assert decode(BF16_576, 64, 30, splits=2) == Choice("bf16_cluster_sm90", 64, 2, 2)
+    assert decode(BF16_576, 64, 30, splits=2) == Choice("bf16_cluster_sm90", 32, 2, 2)
     assert decode(BF16_576, 64, 30, splits=16) == Choice("bf16_cluster_sm90", 64, 16, 16)
     assert decode(BF16_576, 64, 30, splits=17) == Choice("bf16_cluster_sm90", 64, 16, 16)
 
