@@ -174,7 +174,7 @@ def fp8_candidates(
         uneven: queries have lengths of their own.
     """
     if splits is None:
-        most = max(1, min(tiles, MAX_CLUSTER))
+        most = min(tiles, MAX_CLUSTER) if tiles > 2 else 1  # a pair of tiles takes less time than a merge
         found = [Division(n, s, s) for n in heads for s in range(1, most + 1)] + [Division(n, EVENLY, 1) for n in heads]
         if uneven:  # CTAs with as many of a query's heads as they can have
             found += [Division(n, EVENLY, TEAM) for n in heads if n >= min(h_q, heads[-1])]
@@ -186,7 +186,7 @@ def fp8_candidates(
     teams, clusters = cluster == TEAM, np.maximum(cluster, 1)
     sms = at_once[0]
     of_split = -(-tiles // np.maximum(asked, 1))
-    even_tiles = (cluster == 1) | (of_split == 1)  # a tile alone is no faster than two
+    even_tiles = cluster == 1
     pairs = (of_split + of_split % 2 * even_tiles) / 2
     if uneven:  # few lists are so long that a cluster's split has the tiles of the longest, rounded up
         pairs = np.where(clusters > 1, np.maximum(1.0, tiles / np.maximum(asked, 1)) / 2, pairs)
