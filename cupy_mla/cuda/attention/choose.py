@@ -54,15 +54,17 @@ FEW_ITEMS = 28
 # Up to so many splits of a query `bf16_few_heads_sm90` is the faster kernel for bf16 rows; and with clusters of the
 # second number in decode of up to 16 heads: its two warpgroups then have as many tiles each, three would not.
 BF16_FEW_HEADS_SPLITS, BF16_FEW_HEADS_CLUSTER = 2, 4
-# For flat bf16 rows of more than 16 heads `bf16_cluster_sm90` is the faster kernel: always, of lists with a pair of
-# tiles for each CTA of a full cluster; of shorter ones from so many work items on, the second number with up to 32
-# heads, where half of the tile is padding.
+# For flat bf16 rows of more than 16 heads `bf16_cluster_sm90` is the faster kernel: always, of lists with so many pairs
+# of tiles; of at least the second number of them, from so many work items of 32 heads on; of shorter ones, from so many
+# work items of 64 heads on, the second number with up to 32 heads.
+CLUSTER_PAIRS_ALWAYS, CLUSTER_PAIRS_OFTEN, CLUSTER_HALVES = 8, 3, 3
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # Heads of a work item in clusters.
 CLUSTER_HEADS = bf16_cluster_sm90.HEADS
-# For decode of 9 to 16 heads, too, over lists with so many pairs of tiles: with so many splits; or with somewhat fewer
-# that fill more than this share of the GPU.
-CLUSTER_FEW_HEADS_PAIRS, CLUSTER_FEW_HEADS_SPLITS, CLUSTER_FEW_HEADS_FULL = 8, (6, 4), 0.75
+# For 9 to 16 heads, too, of lists with at least so many pairs of tiles, from so many queries on: with at most so many
+# pairs a split; or with one more and splits that fill more than this share of the GPU.
+CLUSTER_FEW_HEADS = ((8, 1), (4, 8), (3, 10))
+CLUSTER_FEW_HEADS_EACH, CLUSTER_FEW_HEADS_FULL = 3, 0.75
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
 # Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; waves of work items,
@@ -357,14 +359,21 @@ def _cluster_splits(f: Facts, s: Sizes) -> int:
     return min(fit, key=lambda n: (ceil_div(pairs, n), n), default=1)
 
 
+def _clusters_wanted(f: Facts, s: Sizes) -> bool:
+    if f.batch_invariant:
+        return False
+    return _few_heads_clusters_wanted(f, s) if s.h_q <= 16 else _bf16_wanted(s) and _cluster_splits(f, s) > 1
+
+
 def _few_heads_clusters_wanted(f: Facts, s: Sizes) -> bool:
-    """Of 9 to 16 heads, in decode."""
-    if f.prefill or f.batch_invariant or s.splits is not None or not 8 < s.h_q <= 16:
+    """Of 9 to 16 heads."""
+    pairs = _bf16_pairs(s)
+    if s.splits is not None or s.h_q <= 8 or not any(pairs >= p and s.queries >= q for p, q in CLUSTER_FEW_HEADS):
         return False
-    if _bf16_pairs(s) < CLUSTER_FEW_HEADS_PAIRS:
-        return False
-    splits, (enough, fewer) = _cluster_splits(f, s), CLUSTER_FEW_HEADS_SPLITS
-    return splits >= enough or (splits >= fewer and splits * s.queries > CLUSTER_FEW_HEADS_FULL * f.gpu.sms)
+    splits = _cluster_splits(f, s)
+    each = ceil_div(pairs, splits)
+    full = splits * s.queries > CLUSTER_FEW_HEADS_FULL * f.gpu.sms
+    return splits > 1 and each <= CLUSTER_FEW_HEADS_EACH + full
 
 
 def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
@@ -416,9 +425,12 @@ def _share_waves_few_heads(f: Facts, s: Sizes) -> tuple[float, float]:
     return 1, next((most for rows, most in waves if s.rows >= rows), 1)
 
 
-def _bf16_wanted(f: Facts, s: Sizes) -> bool:
-    full = s.splits is None and _bf16_pairs(s) >= MAX_CLUSTER
-    return full or _items(s, bf16_sm90.HEADS) >= (CLUSTER_ITEMS if s.h_q > 32 else CLUSTER_HALF_ITEMS)
+def _bf16_wanted(s: Sizes) -> bool:
+    """Of more than 16 heads."""
+    pairs = _bf16_pairs(s)
+    if pairs >= CLUSTER_PAIRS_OFTEN:
+        return (s.splits is None and pairs >= CLUSTER_PAIRS_ALWAYS) or _items(s, 32) >= CLUSTER_HALVES
+    return _items(s, bf16_sm90.HEADS) >= (CLUSTER_ITEMS if s.h_q > 32 else CLUSTER_HALF_ITEMS)
 
 
 def _portable(f: Facts, s: Sizes) -> Choice:
@@ -478,23 +490,17 @@ TABLE = (
     # Flat bf16 rows, a quarter to a third of a wave of work items in equal splits, or somewhat more than half or whole
     # waves.
     Row("bf16_shares_sm90", _flat_bf16_rows, _may_split, _bf16_shares_wanted, _bf16_shares),
-    # Flat bf16 rows of few queries of 9 to 16 heads.
-    Row("bf16_cluster_sm90", _flat_bf16_rows, _may_split, _few_heads_clusters_wanted, _bf16_cluster),
+    # Flat bf16 rows of more than 8 heads, split over clusters while work items do not fill the GPU.
+    Row("bf16_cluster_sm90", _flat_bf16_rows, _may_split, _clusters_wanted, _bf16_cluster),
     # Up to 16 heads, and small prefills: bf16 rows in at most 2 splits, or in decode 4, then all others.
     Row(
         "bf16_few_heads_sm90", _bf16_rows, _any,
         lambda f, s: _few_heads_wanted(f, s) and _bf16_few_heads_wanted(f, s), _bf16_few_heads,
     ),
     Row("few_heads_sm90", _scales_in_rows, _any, _few_heads_wanted, _few_heads),
-    # Many heads: FP8 rows; flat bf16 rows, split over clusters while work items do not fill the GPU.
+    # Many heads: FP8 rows; flat bf16 rows.
     Row("fp8_sm90", _fp8_rows, _any, _always, _fp8),
-    Row(
-        "bf16_cluster_sm90", _flat_bf16_rows, _may_split,
-        lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant and _cluster_splits(f, s) > 1, _bf16_cluster,
-    ),
-    Row(
-        "bf16_sm90", _flat_bf16_rows, _unsplit, lambda f, s: _bf16_wanted(f, s) and not f.batch_invariant, _bf16,
-    ),
+    Row("bf16_sm90", _flat_bf16_rows, _unsplit, lambda f, s: _bf16_wanted(s) and not f.batch_invariant, _bf16),
     # Decode of many heads over bf16 rows that are few or not flat.
     Row(
         "bf16_few_heads_sm90", _bf16_rows, _any,

@@ -66,7 +66,6 @@ FOR_ROWS = [
     ("decode", BF16_576, 16, 128, {}),
     ("decode", V32_FP8, 16, 128, {}),
     ("decode", V32_FP8, 128, 64, {}),
-    ("decode", BF16_576, 128, 4, {}),
     ("prefill", BF16_576, 128, 1024, {}),
     ("decode", BF16_576, 128, 128, {"flat": False}),
     ("decode", BF16_576, 128, 1, {"flat": False}),
@@ -278,21 +277,42 @@ def test_few_queries_of_9_to_16_heads_are_for_clusters(layout, h_q):
         n: 4 for n in range(25, 31)
     }
     for queries in (1, 7, 30):
-        for facts in ({"rows": 7 * 128}, {"splits": 16}, {"flat": False}, {"batch_invariant": True}):
+        for facts in ({"splits": 16}, {"flat": False}, {"batch_invariant": True}):
             assert decode(layout, h_q, queries, **facts).kernel != "bf16_cluster_sm90"
-        assert prefill(h_q, queries, layout=layout).kernel != "bf16_cluster_sm90"
+        assert prefill(h_q, queries, layout=layout).kernel == "bf16_cluster_sm90"
         assert decode(layout, 8, queries).kernel != "bf16_cluster_sm90"
 
 
 @BF16
-@pytest.mark.parametrize(("queries", "splits"), [(1, 8), (6, 8), (13, 8), (16, 0), (24, 0), (25, 4), (28, 4), (31, 0)])
-def test_9_to_16_heads_are_for_clusters_from_8_pairs_of_tiles_on(layout, queries, splits):
-    for rows in (7 * 128 + 1, 1024):
-        chosen = decode(layout, 16, queries, rows)
-        if splits:
-            assert chosen == Choice("bf16_cluster_sm90", 16, splits, splits)
-        else:
-            assert chosen.kernel != "bf16_cluster_sm90"
+@pytest.mark.parametrize(
+    ("rows", "queries", "splits"),
+    [
+        (7 * 128 + 1, 1, 8),
+        (1024, 6, 8),
+        (1024, 15, 8),
+        (1024, 16, 4),
+        (1024, 30, 4),
+        (1024, 36, 3),
+        (1024, 45, 0),
+        (768, 7, 0),
+        (768, 8, 6),
+        (512, 7, 0),
+        (512, 8, 4),
+        (512, 30, 4),
+        (512, 44, 2),
+        (512, 55, 0),
+        (384, 9, 0),
+        (384, 12, 3),
+        (256, 12, 0),
+    ],
+)
+def test_shorter_lists_of_9_to_16_heads_are_for_clusters(layout, rows, queries, splits):
+    """Where they were measured to be the faster kernel: from 8 pairs of tiles, 8 or 10 queries on. 0: they are not."""
+    chosen = decode(layout, 16, queries, rows)
+    if splits:
+        assert (chosen.kernel, chosen.splits, chosen.cluster) == ("bf16_cluster_sm90", splits, splits)
+    else:
+        assert chosen.kernel != "bf16_cluster_sm90"
 
 
 @BF16
@@ -305,18 +325,20 @@ def test_bf16_rows_in_clusters_of_four_are_for_the_kernel_with_two_warpgroups(la
     assert decode(V32_FP8, 8, 23).kernel == "few_heads_sm90"
     assert decode(layout, 8, 31)[1:4] == (8, 4, 1)
     assert decode(layout, 8, 31).kernel == "few_heads_sm90"
-    assert prefill(16, 24, layout=layout).kernel == "few_heads_sm90"
+    assert prefill(16, 20, layout=layout).kernel == "few_heads_sm90"
 
 
 @BF16
 @pytest.mark.parametrize(
     ("h_q", "most"), [(17, 28), (32, 28), (33, 14), (64, 14), (65, 9), (128, 7)], ids=lambda value: str(value)
 )
-def test_prefills_of_few_work_items_are_for_the_kernels_for_few_heads(layout, h_q, most):
-    """28 items, each a query and a tile of up to 32 heads."""
+def test_prefills_of_few_work_items_and_short_lists_are_for_the_kernels_for_few_heads(layout, h_q, most):
+    """28 items, each a query and a tile of up to 32 heads, and a pair of tiles. Longer lists are for clusters."""
     few = ("few_heads_sm90", "bf16_few_heads_sm90")
-    assert prefill(h_q, most, layout=layout).kernel in few
-    assert prefill(h_q, most + 1, layout=layout).kernel not in few
+    assert prefill(h_q, most, 128, layout=layout).kernel in few
+    assert prefill(h_q, most + 1, 128, layout=layout).kernel not in few
+    for queries in (1, most, most + 1):
+        assert prefill(h_q, queries, layout=layout).kernel == "bf16_cluster_sm90"
 
 
 @BF16
@@ -402,21 +424,24 @@ def test_flat_rows_are_for_clusters_that_have_a_pair_of_tiles_for_each_cta(layou
 
 
 @BF16
-@pytest.mark.parametrize(("h_q", "least"), [(33, 4), (64, 4), (65, 2), (128, 2)])
-def test_short_lists_are_for_clusters_from_4_work_items_on(layout, h_q, least):
-    """Each a query and a tile of up to 64 heads."""
-    for rows in (512, 15 * 128):
-        assert decode(layout, h_q, least - 1, rows).kernel == "few_heads_sm90"
+@pytest.mark.parametrize(("h_q", "least"), [(17, 3), (32, 3), (33, 2), (64, 2), (65, 1), (128, 1)])
+def test_shorter_lists_are_for_clusters_from_3_work_items_of_32_heads_on(layout, h_q, least):
+    """From 8 pairs of tiles on all are."""
+    for rows in (257, 384, 512, 7 * 128):
         assert decode(layout, h_q, least, rows).kernel == "bf16_cluster_sm90"
+        if least > 1:
+            assert decode(layout, h_q, least - 1, rows).kernel == "few_heads_sm90"
+            assert decode(layout, h_q, least - 1, splits=16).kernel == "few_heads_sm90"
+    assert decode(layout, h_q, 1, 7 * 128 + 1).kernel == "bf16_cluster_sm90"
 
 
 @BF16
-@pytest.mark.parametrize("h_q", [17, 32])
-def test_short_lists_of_up_to_32_heads_are_for_clusters_from_8_work_items_on(layout, h_q):
-    """Up to 15 pairs of tiles, one less than a cluster can have CTAs; and where a number of splits is asked for."""
-    for facts in ({"rows": 512}, {"rows": 15 * 128}, {"splits": 16}):
-        few, many = (decode(layout, h_q, queries, **facts).kernel for queries in (7, 8))
-        assert (few, many) == ("few_heads_sm90", "bf16_cluster_sm90")
+@pytest.mark.parametrize(("h_q", "least"), [(17, 8), (32, 8), (33, 4), (64, 4), (65, 2), (128, 2)])
+def test_lists_of_two_pairs_of_tiles_are_for_clusters_from_4_work_items_on(layout, h_q, least):
+    """Each a query and a tile of up to 64 heads; up to 32 heads from 8 on."""
+    for facts in ({"rows": 256}, {"rows": 256, "splits": 2}):
+        assert decode(layout, h_q, least - 1, **facts).kernel in ("few_heads_sm90", "bf16_few_heads_sm90")
+        assert decode(layout, h_q, least, **facts).kernel == "bf16_cluster_sm90"
 
 
 @pytest.mark.parametrize(
