@@ -322,13 +322,14 @@ def decode_oracle(
     return oracle.decode(fmt, q, lists, scale_of(q, sm_scale), sink)
 
 
-def off_zero(fmt: oracle.Format, q: np.ndarray, main: Paged, extra: Paged | None = None) -> np.ndarray:
-    """The queries, with zeros for heads whose lse is within 0.03 of 0, as lists of a few rows sometimes have it.
+def off_zero(fmt: oracle.Format, q: np.ndarray, main: Paged, extra: Paged | None = None, **more: Any) -> np.ndarray:
+    """The queries, with zeros for heads whose lse is within 0.03 of 0, as lists of a few rows sometimes have it. `more`
+    is for `decode_oracle`.
 
     A logit is a float32 sum of hundreds of products, off by more than the absolute bound of an lse, whichever kernel
     computes it, and where the lse is that small the relative bound is no larger. Logits of zeros are exact.
     """
-    lse = decode_oracle(fmt, q, main, extra)[1]
+    lse = decode_oracle(fmt, q, main, extra, **more)[1]
     q = q.copy()
     q[np.abs(lse).swapaxes(1, 2) < 0.03] = 0
     return q

@@ -14,7 +14,7 @@ from cupy_mla.calls.program import TracedPlace
 from cupy_mla.sizes import number
 
 from . import oracle
-from .cases import Paged, assert_decoded, decode_oracle, entries, flat_rows, paged, queries, sinks, some
+from .cases import Paged, assert_decoded, decode_oracle, entries, flat_rows, off_zero, paged, queries, sinks, some
 from .kinds import BF16, NumPy, poisoned
 
 # Names and defaults of FlashMLA's Python interface, as vLLM 0.22.1 ships it.
@@ -87,7 +87,8 @@ def check(kind: NumPy, fmt: oracle.Format, results: tuple, *inputs: object, **mo
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
 def test_with_kvcache(kind, rng, fmt):
     main, extra = paged(rng, fmt, 2, 2, 70, 64, lengths=True), paged(rng, fmt, 2, 2, 33, 2, lengths=True)
-    q, sink, out = queries(rng, 2, 2, 16, fmt.d_qk), sinks(rng, 16), kind.put(poisoned((2, 2, 16, 512), BF16))
+    q = off_zero(fmt, queries(rng, 2, 2, 16, fmt.d_qk), main, extra, sm_scale=0.03)
+    sink, out = sinks(rng, 16), kind.put(poisoned((2, 2, 16, 512), BF16))
     results = call(
         kind, q, main, flash_mla.get_mla_metadata()[0], softmax_scale=0.03, attn_sink=kind.put(sink),
         extra_k_cache=kind.put(extra.cache[:, :, None]), extra_indices_in_kvcache=kind.put(extra.indices),
