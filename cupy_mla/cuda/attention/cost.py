@@ -207,6 +207,8 @@ def fp8_candidates(
 
     def time(queries: np.ndarray) -> np.ndarray:
         rounds = _rounds(queries * items, runs)
+        if splits is None:  # clusters that wait for others lose more than this model knows, the more so with short lists
+            rounds = np.where((clusters > 1) & (rounds > 1), np.inf, rounds)
         full = np.minimum(1.0, queries * items * clusters / sms)
         whole = np.where(rounds > 1, of_whole, 1.0) * _fp8_rounds(rounds, split, full, full_item + full_pair * pairs)
         whole = whole + unsplit * (asked == 1)
