@@ -20,9 +20,9 @@
 #include "ptx/global.cuh"
 #include "tile/warp.cuh"
 
-// What a pair of tiles costs, and what an item costs beside them: Q, first rows, results. Their ratio was measured.
-// Where all lists are equally long an item costs p.item_cost, with which the slowest share takes the least time.
-constexpr int PAIR_COST = 8, ITEM_COST = 11;
+// What a pair of tiles costs. Beside them an item costs, for Q, first rows and results, p.item_cost where all lists are
+// equally long, with which the slowest share takes the least time, otherwise the kernel's UNEVEN_ITEM_COST (cost.py).
+constexpr int PAIR_COST = 8;
 
 // What is added to the nonce in ready[share].
 enum Ready { IS_LEFT = 1, BEGINS_ITEM = 2 };
@@ -57,7 +57,7 @@ __device__ __forceinline__ int pairs_of(const AttentionParams& p, int query) {
     return ceil_div(find_lists(p, w), 2);
 }
 
-__device__ __forceinline__ uint32_t cost_of(int pairs) { return ITEM_COST + pairs * PAIR_COST; }
+__device__ __forceinline__ uint32_t cost_of(int pairs) { return UNEVEN_ITEM_COST + pairs * PAIR_COST; }
 
 // The boundary nearest to cost `at` of an item's pairs. Splits have p.least_split pairs or more.
 __device__ __forceinline__ Boundary nearest_boundary(const AttentionParams& p, int item, int pairs, int at) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
             const int pairs = pairs_at(query);
             const uint32_t of_query = cost_of(pairs);
             if (left < of_query) {
-                found = nearest_boundary(p, tile * p.num_queries + query, pairs, int(left) - ITEM_COST);
+                found = nearest_boundary(p, tile * p.num_queries + query, pairs, int(left) - UNEVEN_ITEM_COST);
                 break;
             }
             left -= of_query;

@@ -11,6 +11,7 @@ from ..kernel import Kernel
 from ..program import Launch, Program
 from . import bf16_sm90
 from .call import Call
+from .cost import UNEVEN_ITEM_COST
 
 SPILL_BYTES = 28  # a few words, once a work item; 20 by NVRTC 12.9 and 13.0
 
@@ -18,8 +19,9 @@ SPILL_BYTES = 28  # a few words, once a work item; 20 by NVRTC 12.9 and 13.0
 @cache
 def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
+    defines = {**bf16_sm90.defines(layout), "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST["bf16_shares_sm90"]}
     return Kernel(
-        "attention/bf16_shares_sm90.cu", structs.ATTENTION, bf16_sm90.defines(layout), archs=("90a",), target="90a",
+        "attention/bf16_shares_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
         spill_bytes=SPILL_BYTES, overlaps=True,
     )  # fmt: skip
 

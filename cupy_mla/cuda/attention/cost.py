@@ -70,8 +70,10 @@ FP8_SEGMENT = {32: 4.0, 64: 6.5}  # a split of a CTA that takes an item's splits
 FP8_TEAM, FP8_TEAM_LEAST = (0.9, 5.7), 1.55
 FP8_LEAST_SPLIT = 2  # pairs of tiles
 
-# Of shares (kernels_cu/attention/shares.cuh): what a pair of tiles costs, and a work item beside them.
+# Of shares (kernels_cu/attention/shares.cuh): what a pair of tiles costs, and a work item beside them; and that of each
+# kernel where lists are not equally long, or end with -1.
 PAIR_COST, ITEM_COST = 8, 11
+UNEVEN_ITEM_COST = {"fp8_sm90": 8, "bf16_shares_sm90": 8, "few_heads_sm90": 11, "portable": 11}
 # Of a share of `fp8_sm90` with 64 heads, in the time of a pair of tiles: Q and first rows of each item, results, and
 # the partial results that it leaves and merges. From clocks within the kernel.
 SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 0.96, 0.63, 0.56, 0.81
@@ -207,7 +209,7 @@ def fp8_candidates(
 
     def time(queries: np.ndarray) -> np.ndarray:
         rounds = _rounds(queries * items, runs)
-        if splits is None:  # clusters that wait for others lose more than this model knows, the more so with short lists
+        if splits is None:  # clusters that wait for others lose more than this model knows, most with short lists
             rounds = np.where((clusters > 1) & (rounds > 1), np.inf, rounds)
         full = np.minimum(1.0, queries * items * clusters / sms)
         whole = np.where(rounds > 1, of_whole, 1.0) * _fp8_rounds(rounds, split, full, full_item + full_pair * pairs)

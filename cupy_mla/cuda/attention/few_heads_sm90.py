@@ -16,7 +16,7 @@ from ..kernel import Kernel
 from ..paging import ceil_div
 from ..program import Launch, Program
 from .call import Call
-from .cost import FEW_CONSUMERS
+from .cost import FEW_CONSUMERS, UNEVEN_ITEM_COST
 
 HEADS = tuple(FEW_CONSUMERS)  # heads a CTA is built for
 TILE_ROWS = 64
@@ -37,6 +37,7 @@ def kernel(layout: Layout, heads: int, evenly: bool = False) -> Kernel:
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "CONSUMERS": FEW_CONSUMERS[heads],
         "MAX_CLUSTER": MAX_CLUSTER, "EVENLY": int(evenly), "MOST_SHARES": MOST_SHARES,
+        "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST["few_heads_sm90"],
     }  # fmt: skip
     return Kernel(
         "attention/few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",

@@ -11,6 +11,7 @@ from ..driver import MAX_CLUSTER
 from ..kernel import Kernel
 from ..program import Launch, Program
 from .call import Call
+from .cost import UNEVEN_ITEM_COST
 
 HEADS = (32, 64)  # heads a CTA is built for
 TILE_ROWS = 64
@@ -27,7 +28,7 @@ def kernel(layout: Layout, heads: int, division: int) -> Kernel:
     """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`."""
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
-        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS,
+        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST["fp8_sm90"],
     }  # fmt: skip
     return Kernel(
         "attention/fp8_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",

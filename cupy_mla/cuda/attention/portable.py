@@ -11,6 +11,7 @@ from .. import structs
 from ..kernel import PORTABLE, Kernel
 from ..program import Launch, Program
 from .call import Call
+from .cost import UNEVEN_ITEM_COST
 
 HEADS = (16, 32, 64)  # heads a CTA is built for
 SMALL, LARGE = 99, 163  # KB of shared memory that a CTA of each shape may have: sm_86, 89, 120, 121; sm_80, 90, 100
@@ -54,7 +55,7 @@ def kernel(layout: Layout, heads: int, limit: int) -> Kernel:
     rows, q_in_shared = shape(layout, heads, limit)
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
-        "SHARED_LIMIT": 1024 * limit,
+        "SHARED_LIMIT": 1024 * limit, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST["portable"],
     }  # fmt: skip
     archs = PORTABLE if limit == SMALL else ("80", "90", "100")
     return Kernel("attention/portable.cu", structs.ATTENTION, defines, archs=archs)
