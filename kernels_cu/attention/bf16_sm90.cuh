@@ -176,8 +176,7 @@ struct Copier {
 //   Params, EXTRA_BYTES
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
 //   CLUSTER              whether a CTA belongs to a cluster
-//   POLICY               whether rows that are read once leave L2 before others; not in clusters, whose copies NVRTC 12.9
-//                        and 13.0 translated wrongly (docs/kernels/bf16_cluster_sm90.md)
+//   POLICY               whether rows that are read once leave L2 before others
 //   SKIPS                whether tiles without a valid entry are passed over
 //   load_last, shorten   where they are not: what tells whether the list ends with a row, and making it end there
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended

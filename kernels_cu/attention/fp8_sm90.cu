@@ -1119,8 +1119,8 @@ __device__ __forceinline__ void finish_sums(const AttentionParams& p, const Atte
     sync_consumers();
 }
 
-// Makes O^T a partial result: its statistics are written, and the power of two that brings each head's O^T to the range of
-// f16 stands in `scale`, for threads that have met.
+// Makes O^T a partial result: its statistics are written, and the power of two that brings each head's O^T to the range
+// of f16 stands in `scale`, for threads that have met.
 __device__ __forceinline__ void write_partial_statistics(const Role& r, const Output& out,
                                                          const PartialResults<8>& partials) {
     Small& sm = small();

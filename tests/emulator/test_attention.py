@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import bf16_cluster_sm90, choose
+from cupy_mla.cuda.attention import bf16_cluster_sm90
 from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
 
 from .. import oracle
@@ -61,11 +61,10 @@ def test_decode(kind, forced, rng, name, fmt):
 
 
 @pytest.mark.parametrize("heads", bf16_cluster_sm90.HEADS)
-def test_heads_of_a_cluster(kind, forced, rng, monkeypatch, heads):
+def test_heads_of_a_cluster(kind, forced, rng, replace_in_choose, heads):
     """Fewer than a query has, the last of its work items maybe with padding; each CTA has at most a pair of tiles."""
     forced("bf16_cluster_sm90")
-    monkeypatch.setattr(choose, "_cluster_heads", lambda *_: heads)
-    choose.chooser.cache_clear()
+    replace_in_choose("_cluster_heads", lambda *_: heads)
     fmt, h_q = BF16[int(rng.integers(2))], int(rng.integers(1, 81))
     main = paged(rng, fmt, 1, 2, int(rng.integers(130, 400)), 64, invalid=rng.choice([0, 0.3]))
     q, splits = queries(rng, 1, 2, h_q, fmt.d_qk), rng.choice([2, 6])
