@@ -211,6 +211,6 @@ def _with_kvcache(
     scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
     out, lse = attention.decode(
         q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
-        None, num_splits, batch_invariant, is_fp8_kvcache, plan,
+        None, num_splits, batch_invariant, is_fp8_kvcache, plan, "extra_indices_in_kvcache",
     )  # fmt: skip
     return out, lse, shapes

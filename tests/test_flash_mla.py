@@ -223,7 +223,21 @@ def wrong(rng: np.random.Generator, **change: object) -> dict[str, object]:
         ({"indices": np.zeros((2, 9), np.int32)}, ValueError, r"^indices\b"),
         ({"k_cache": np.zeros(656, np.uint8)}, ValueError, r"^k_cache\b"),
         ({"indices": np.array(0, np.int32)}, ValueError, r"^indices\b"),
-        ({"extra_k_cache": np.zeros((2, 64, 656), np.uint8)}, ValueError, r"^extra_k_cache\b"),
+        (
+            {"extra_k_cache": np.zeros((2, 64, 656), np.uint8)},
+            ValueError,
+            r"^extra_k_cache\b.*\bextra_indices_in_kvcache\b",
+        ),
+        (
+            {"extra_k_cache": np.zeros((2, 64, 656), np.uint8), "extra_indices_in_kvcache": np.zeros((2, 9), np.int32)},
+            ValueError,
+            r"^extra_indices_in_kvcache\b",
+        ),
+        (
+            {"extra_topk_length": np.ones(2, np.int32)},
+            ValueError,
+            r"^extra_topk_length\b.*\bextra_indices_in_kvcache\b",
+        ),
         ({"out": np.zeros((2, 1, 8, 512), np.float32)}, TypeError, r"^out\b"),
     ],
 )

@@ -232,6 +232,7 @@ def decode(
     batch_invariant: bool,
     is_fp8_kvcache: bool | None = None,
     plan: Plan | None = None,
+    extra_name: str = "extra_indices",
 ) -> tuple[Any, Any]:
     """What `sparse_decode` does, for the front doors.
 
@@ -239,13 +240,14 @@ def decode(
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
         is_fp8_kvcache: must agree with `k_cache` where it is given.
         plan: of the calls that divide their lists alike.
+        extra_name: what the front door calls `extra_indices`.
     """
-    require_together(extra_k_cache=extra_k_cache, extra_indices=extra_indices)
+    require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
     if extra_topk_length is not None and extra_indices is None:
-        raise ValueError("extra_topk_length was given without extra_k_cache and extra_indices")
+        raise ValueError(f"extra_topk_length was given without extra_k_cache and {extra_name}")
     place, (q_, cache, idx) = bind(q=q, k_cache=k_cache, indices=indices)
     sink, length, extra, extra_idx, extra_length, out_, lse_ = place.optional(
-        attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
+        attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache, **{extra_name: extra_indices},
         extra_topk_length=extra_topk_length, out=out, lse=lse,
     )  # fmt: skip
     b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape

@@ -56,8 +56,7 @@ def test_foreign_byte_order_is_refused(rng, name) -> None:
         if array.dtype.kind not in "if":  # bytes have no order, and ml_dtypes has no other than the machine's
             continue
         swapped = array.astype(array.dtype.newbyteorder())
-        shown = "extra_indices" if refused == "extra_indices_in_kvcache" else refused
-        with pytest.raises(TypeError, match=rf"^{shown}: expected native byte order, got dtype >"):
+        with pytest.raises(TypeError, match=rf"^{refused}: expected native byte order, got dtype >"):
             call.operation(**(call.arrays | {refused: swapped}), **call.settings)
 
 
@@ -72,8 +71,8 @@ def test_overlapping_results_are_refused(rng, name) -> None:
             arrays = {n: a.copy() for n, a in call.arrays.items()}
             arrays[written], arrays[other] = side_by_side(call.arrays[written], call.arrays[other])
             before = {n: a.tobytes() for n, a in arrays.items()}
-            shown = sorted("extra_indices" if n == "extra_indices_in_kvcache" else n for n in (written, other))
-            with pytest.raises(ValueError, match=rf"^({'|'.join(shown)}): overlaps ({'|'.join(shown)}) in memory"):
+            either = f"({written}|{other})"
+            with pytest.raises(ValueError, match=rf"^{either}: overlaps {either} in memory"):
                 call.operation(**arrays, **call.settings)
             assert {n: a.tobytes() for n, a in arrays.items()} == before
 
