@@ -138,16 +138,12 @@ extern __shared__ __align__(1024) uint8_t shared[];
 
 __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
 
-// The lane is unsigned, which takes fewer instructions than Role::of.
-__device__ __forceinline__ Role role_of(uint32_t lane, int warpgroup, int warp) {
-    return {warpgroup, warp, int(lane), int(lane / 4), int(lane % 4)};
-}
 __device__ __forceinline__ Role consumer_role() {
     const uint32_t thread = threadIdx.x;
-    return role_of(thread % 32, thread / WARPGROUP, thread / 32 % 4);
+    return Role::of(thread, thread / WARPGROUP, thread / 32 % 4);
 }
 // The same. What is derived from the lane is found anew, not kept in registers from where it was used before.
-__device__ __forceinline__ Role anew(const Role& r) { return role_of(opaque(r.lane), r.warpgroup, r.warp); }
+__device__ __forceinline__ Role anew(const Role& r) { return Role::of_lane(opaque(r.lane), r.warpgroup, r.warp); }
 __device__ __forceinline__ uint32_t q_lines() { return shared_address(shared) + Q_AT; }
 __device__ __forceinline__ uint32_t p_lines(const Role& r) {
     return shared_address(shared) + P_AT + r.warpgroup * P_COPIES * P_BYTES;

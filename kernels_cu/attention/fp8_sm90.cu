@@ -169,16 +169,12 @@ __device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(sha
 // --- who and what ---------------------------------------------------------------------------------------------
 
 // `uniform` tells the compiler what a warp agrees on; `opaque` keeps the rest from being hoisted.
-__device__ __forceinline__ Role role_of(uint32_t thread, int warpgroup, int warp) {
-    const uint32_t lane = thread % 32;  // unsigned, which takes fewer instructions than Role::of
-    return {warpgroup, warp, int(lane), int(lane / 4), int(lane % 4)};
-}
 __device__ __forceinline__ Role consumer_role() {
     const uint32_t thread = opaque(threadIdx.x);
-    return role_of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
+    return Role::of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
 }
 // The same, for what runs rarely or once: nothing that is derived from its lane stays in registers of the loop.
-__device__ __forceinline__ Role rare_role(const Role& r) { return role_of(read_thread_index(), r.warpgroup, r.warp); }
+__device__ __forceinline__ Role rare_role(const Role& r) { return Role::of(read_thread_index(), r.warpgroup, r.warp); }
 __device__ __forceinline__ void sync_warpgroup(const Role& r) {
     named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
 }
