@@ -175,7 +175,7 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
 
 def cluster_case(rng: np.random.Generator, layout: layouts.Layout, heads: int) -> None:
     """`bf16_cluster_sm90`, so many heads a work item."""
-    with replaced(choose, CLUSTER_HEADS=(heads,)):
+    with replaced(choose, _cluster_heads=lambda *_: heads):
         decode_case(rng, layout, 70, "bf16_cluster_sm90")
 
 

@@ -99,7 +99,8 @@ CLUSTERS = (
 )
 LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
 LEAST_PART = CLUSTERS[0].most  # of a cluster of more than two
-HELD_BY_ONE = FEW[-3].most  # longest rows that one CTA holds in registers
+# Longest rows that one CTA holds in registers.
+HELD_BY_ONE = max(widths.most for widths in FEW for _, shape in widths.shapes if not shape.streamed)
 MOST_OF_ONE = 131072  # longest rows for which one CTA is faster than two
 
 

@@ -1227,7 +1227,7 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
     const int count = p.num_splits, last = count - 1;
     const ClusterResults<8> partials(p.cluster_parts + int64_t(blockIdx.x) * count * PartialResults<8>::STEP, split,
                                      count, 1);
-    write_partial_statistics(r, out, partials);
+    write_partial_statistics(r, out, partials);  // its code stands here once, for all splits
     if (!w.ends_item) {
         sync_consumers();
         write_partial_values(r, out, partials);

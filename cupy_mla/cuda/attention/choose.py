@@ -59,8 +59,6 @@ BF16_FEW_HEADS_SPLITS, BF16_FEW_HEADS_CLUSTER = 2, 4
 # work items of 64 heads on, the second number with up to 32 heads.
 CLUSTER_PAIRS_ALWAYS, CLUSTER_PAIRS_OFTEN, CLUSTER_HALVES = 8, 3, 3
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
-# Heads of a work item in clusters.
-CLUSTER_HEADS = bf16_cluster_sm90.HEADS
 # For 9 to 16 heads, too, of lists with at least so many pairs of tiles, from so many queries on: with at most so many
 # pairs a split; or with one more and splits that fill more than this share of the GPU.
 CLUSTER_FEW_HEADS = ((8, 1), (4, 8), (3, 10))
@@ -385,7 +383,7 @@ def _cluster_heads(f: Facts, s: Sizes, splits: int) -> int:
     """Heads of a work item: the fewest with which all clusters run at a time, or are as many as with the most."""
     at_once = f.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())[splits - 1]
     most = max(at_once, _items(s, bf16_sm90.HEADS))
-    return next((heads for heads in CLUSTER_HEADS if _items(s, heads) <= most), bf16_sm90.HEADS)
+    return next(heads for heads in bf16_cluster_sm90.HEADS if _items(s, heads) <= most)
 
 
 def _shares_alike(f: Facts, s: Sizes) -> int:

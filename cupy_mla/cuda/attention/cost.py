@@ -7,7 +7,6 @@ divided evenly, one share a CTA. A `Division` says how a launch is divided; the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -96,9 +95,9 @@ def _by_heads(values: Mapping[int, float]) -> np.ndarray:
     return found
 
 
-def _rounds(clusters: np.ndarray, at_once: np.ndarray) -> np.ndarray:
+def _rounds(clusters: Any, at_once: Any) -> Any:
     """Rounds in which a GPU runs so many clusters; no end of them where it runs none of that size, as a part of a GPU
-    (MIG) or one whose GPCs have few SMs."""
+    (MIG) or one whose GPCs have few SMs. Numbers or arrays."""
     return np.where(np.equal(at_once, 0), np.inf, -(-clusters // np.maximum(at_once, 1)))
 
 
@@ -187,11 +186,11 @@ def fp8_candidates(
     of, asked, cluster = np.array(found).T
     teams, clusters = cluster == TEAM, np.maximum(cluster, 1)
     sms = at_once[0]
-    of_split = -(-tiles // np.maximum(asked, 1))
-    even_tiles = cluster == 1
-    pairs = (of_split + of_split % 2 * even_tiles) / 2
+    parts = np.maximum(asked, 1)
+    of_split = -(-tiles // parts)
+    pairs = (of_split + of_split % 2 * (cluster == 1)) / 2  # whole items and shares have no tile alone
     if uneven:  # few lists are so long that a cluster's split has the tiles of the longest, rounded up
-        pairs = np.where(clusters > 1, np.maximum(1.0, tiles / np.maximum(asked, 1)) / 2, pairs)
+        pairs = np.where(clusters > 1, np.maximum(1.0, tiles / parts) / 2, pairs)
     items = -(-h_q // of)  # of a query
     item, pair, merge, longer, ring, unsplit, full_item, full_pair, shared, partial = (
         _by_heads(times)[of]
@@ -240,8 +239,7 @@ def fp8_in_turn(heads: int, items: int, tiles: int, splits: int, at_once: tuple[
 
     def time(ctas: int, split: float, pairs: float) -> float:
         """An item by so many CTAs: what its splits add, and the pairs of each CTA."""
-        runs, full = at_once[ctas - 1], min(1.0, items * ctas / at_once[0])
-        rounds = -(-items // runs) if runs else math.inf
+        rounds, full = float(_rounds(items, at_once[ctas - 1])), min(1.0, items * ctas / at_once[0])
         item = FP8_ITEM[heads] + FP8_PAIR[heads] * pairs + split
         return _fp8_rounds(rounds, item, full, FP8_FULL[heads] + FP8_FULL_PAIR[heads] * pairs)
 
