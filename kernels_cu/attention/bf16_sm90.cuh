@@ -34,9 +34,10 @@
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
 //   PRODUCER_SYNC         named: the producer warps, which have looked at list entries
 //
-// A kernel that SKIPS copies and multiplies only tiles in which an entry is valid: the producer warps look at all
-// entries of a list, those of 32 tiles at a time, while Q is copied, and the consumers are told with a tile's validity
-// whether its pair is the last. The others take every tile up to the list's end.
+// Only tiles in which an entry is valid are copied and multiplied. SKIPS says how they are found: MARKED, the producer
+// warps look at all entries of a list, those of 32 tiles at a time, while Q is copied; VOTED, they vote on one pair of
+// tiles after the other before they copy it; NONE, every tile has one (bf16_grouped_sm90.cu). The consumers are told with
+// a tile's validity what follows its pair (`Follows`).
 //
 // Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w and never below
 // what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. In the first pair
@@ -93,7 +94,7 @@ struct Small {
     uint64_t full[2][2], empty[2][2][2], q_full, q_empty;
     // What Q is of: the number of a work item, -1 behind the last, and its list's length, 0 without a valid entry.
     int work, length;
-    int last[2];        // whether a tile's pair is the last of its work item
+    int follows[2];     // what follows a tile's pair (Follows)
     uint32_t found[4];  // by each producer warp: which of 32 tiles have a valid entry, or where a list ends
     union {
         uint8_t valid[2][TILE_ROWS];  // whether a row of a tile is valid
@@ -141,9 +142,18 @@ struct Line {
 
 // Whether region `region` of a tile holds the RoPE columns too, over which P of the tile is stored.
 constexpr __device__ bool has_rope(int tile, int region) { return P_OVER_ROPE && region != tile; }
+
+// How tiles without a valid entry are passed over, and what the consumers are told: behind this pair come more, or may
+// come; none; the pair is none, the work item has ended with the one before.
+enum class Skips { NONE, MARKED, VOTED };
+enum Follows { MORE = 0, LAST = 1, ENDED = 2 };
+
 // Whether its barriers also cover the validity of the tile's rows, which the warpgroup that computes S of the tile
-// reads.
-constexpr __device__ bool has_validity(int tile, int region) { return region == tile; }
+// reads; before it multiplies if pairs are voted on, as there may be none.
+template <typename K>
+constexpr __device__ bool has_validity(int tile, int region) {
+    return region == (K::SKIPS == Skips::VOTED ? 0 : tile);
+}
 
 // Whether rows are mostly read once: by decode with no more list entries than the cache has rows.
 __device__ __forceinline__ bool read_once(const AttentionParams& p) {
@@ -177,8 +187,8 @@ struct Copier {
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
 //   CLUSTER              whether a CTA belongs to a cluster
 //   POLICY               whether rows that are read once leave L2 before others
-//   SKIPS                whether tiles without a valid entry are passed over
-//   load_last, shorten   where they are not: what tells whether the list ends with a row, and making it end there
+//   SKIPS                how tiles without a valid entry are passed over
+//   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
 //   FINDS_EARLY, wait    whether roles begin before that, and what the producers do then
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
@@ -192,7 +202,8 @@ struct Copier {
 //
 // Default is what most kernels have.
 struct Default {
-    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, FINDS_EARLY = false, SKIPS = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, FINDS_EARLY = false;
+    static constexpr Skips SKIPS = Skips::NONE;
 
     template <typename Params>
     static __device__ __forceinline__ void start(const Params&) {}
@@ -202,14 +213,6 @@ struct Default {
     }
     template <typename Params>
     static __device__ __forceinline__ void wait(const Params&, Work&) {}
-    template <typename Params>
-    static __device__ __forceinline__ int32_t load_last(const Params&, const Work&) {
-        return 0;
-    }
-    template <typename Params>
-    static __device__ __forceinline__ bool shorten(const Params&, Work&, int32_t) {
-        return false;
-    }
     template <typename K, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params& p, int head_tiles, Act act) {
         auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
@@ -222,7 +225,8 @@ struct Default {
 struct SingleQueries : Default {
     using Params = AttentionParams;
     static constexpr int EXTRA_BYTES = 0, KEPT = 6;
-    static constexpr bool EXCLUDES = false, SKIPS = true;
+    static constexpr bool EXCLUDES = false;
+    static constexpr Skips SKIPS = Skips::MARKED;
 
     // The query of work item `item`. Mostly a branch saves the division.
     static __device__ __forceinline__ Query query_of_item(const Params& p, uint32_t item, uint32_t head_tiles) {
@@ -330,34 +334,63 @@ __device__ __forceinline__ Vec16 exchange(uint32_t (&numbers)[4], uint32_t mine)
     return {numbers[0], numbers[1], numbers[2], numbers[3]};
 }
 
-// The tiles of a list: all of them, or ...
-template <typename K, bool SKIPS = K::SKIPS>
+// The tiles of a list: all of them, ...
+template <typename K, Skips SKIPS = K::SKIPS>
 struct Tiles {
     int next, end;
 
-    // Before Q is copied, the entries of the first two tiles are asked for, and what tells whether the list is shorter;
-    // behind that they are there.
+    // Before Q is copied, what is needed first is asked for; behind that it is there.
     __device__ __forceinline__ int32_t ask(const typename K::Params& p, const Work& w, const Copier& c,
                                            int32_t (&even)[4], int32_t (&odd)[4]) {
         load_slots<K>(p, w, c, 0, even);
         load_slots<K>(p, w, c, 1, odd);
+        return 0;
+    }
+    // Finds the first two tiles. Returns whether there may be one.
+    __device__ __forceinline__ bool begin(const typename K::Params&, Work& w, const Copier&, int32_t, int32_t (&)[4],
+                                          int32_t (&)[4]) {
+        next = 2;
+        end = 2 * w.pairs;
+        return end > 0;
+    }
+    // Whether more than these two may come.
+    __device__ __forceinline__ bool go_on(const typename K::Params&, const Work&) { return next < end; }
+    // The next one.
+    __device__ __forceinline__ int take(const Work&) { return next++; }
+    // Whether an entry of a pair, each thread's of both tiles, is valid.
+    __device__ __forceinline__ bool any_valid(const typename K::Params&, const int32_t (&)[4], const int32_t (&)[4]) {
+        return true;
+    }
+};
+
+// ... the pairs for which the producer warps vote, ...
+template <typename K>
+struct Tiles<K, Skips::VOTED> : Tiles<K, Skips::NONE> {
+    using All = Tiles<K, Skips::NONE>;
+
+    __device__ __forceinline__ int32_t ask(const typename K::Params& p, const Work& w, const Copier& c,
+                                           int32_t (&even)[4], int32_t (&odd)[4]) {
+        All::ask(p, w, c, even, odd);
         return K::load_last(p, w);
     }
     __device__ __forceinline__ bool begin(const typename K::Params& p, Work& w, const Copier& c, int32_t last_entry,
                                           int32_t (&even)[4], int32_t (&odd)[4]) {
         if (K::shorten(p, w, last_entry)) ask(p, w, c, even, odd);
-        next = 2;
-        end = 2 * w.pairs;
-        return end > 0;
+        return All::begin(p, w, c, last_entry, even, odd);
     }
-    __device__ __forceinline__ bool go_on(const typename K::Params&, const Work&) { return next < end; }
-    __device__ __forceinline__ int take(const Work&) { return next++; }
+    __device__ __forceinline__ bool any_valid(const typename K::Params& p, const int32_t (&even)[4],
+                                              const int32_t (&odd)[4]) {
+        uint32_t least = 0xffffffff;  // as unsigned numbers valid entries are the least
+#pragma unroll
+        for (int i = 0; i < 4; ++i) least = min(least, min(uint32_t(even[i]), uint32_t(odd[i])));
+        return named_barrier_any(PRODUCER_SYNC, WARPGROUP, is_valid(p, int32_t(least)));
+    }
 };
 
-// ... those that have a valid entry, MARKED tiles at a time.
+// ... or those that are marked as having a valid entry, MARKED tiles at a time.
 constexpr int MARKED = 32;
 template <typename K>
-struct Tiles<K, true> {
+struct Tiles<K, Skips::MARKED> {
     int first;      // of those at a time
     uint32_t left;  // a bit for each that has not been taken
 
@@ -421,6 +454,9 @@ struct Tiles<K, true> {
         left &= left - 1;
         return tile;
     }
+    __device__ __forceinline__ bool any_valid(const typename K::Params&, const int32_t (&)[4], const int32_t (&)[4]) {
+        return true;
+    }
 };
 
 // Where a list of so many entries ends: behind the last that names a row. The producer warps look, AT_ONCE entries a
@@ -451,18 +487,18 @@ __device__ __forceinline__ int find_end(const typename K::Params& p, const int32
 // Copies region `REGION` of tile `TILE` once it is released: half of V's columns, and maybe the RoPE columns.
 template <typename K, int TILE, int REGION>
 __device__ __forceinline__ void copy_region(const typename K::Params& p, const Work& w, const Copier& c, int pair,
-                                            const uint8_t* const (&rows)[4], typename K::Validity validity, bool last,
-                                            uint32_t parity) {
+                                            const uint8_t* const (&rows)[4], typename K::Validity validity,
+                                            Follows follows, uint32_t parity) {
     Small& sm = small<K>();
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION][0]), parity);
     copy_blocks<K, 4 * REGION, 4 * REGION + 4, 0, 2>(c, TILE_AT + TILE * TILE_BYTES, rows);
     mbarrier_wait(shared_address(&sm.empty[TILE][REGION][1]), parity);
     copy_blocks<K, 4 * REGION, 4 * REGION + 4, 2, 4>(c, TILE_AT + TILE * TILE_BYTES, rows);
     if constexpr (has_rope(TILE, REGION)) copy_blocks<K, 8, 9>(c, TILE_AT + TILE * TILE_BYTES, rows);
-    if constexpr (has_validity(TILE, REGION)) {
+    if constexpr (has_validity<K>(TILE, REGION)) {
         if (c.lane % 8 < K::VALIDITY_LANES) {
             K::store_validity(p, w, c, 2 * pair + TILE, TILE, rows, validity);
-            if (K::SKIPS && c.row == 0) sm.last[TILE] = last;
+            if (K::SKIPS != Skips::NONE && c.row == 0) sm.follows[TILE] = follows;
             mbarrier_arrive(shared_address(&sm.full[TILE][REGION]));
         }
     }
@@ -525,18 +561,22 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
         announce<K>(index, w.length);
 #pragma unroll 1
         for (int pair = 0; !last; ++pair) {
+            // A pair without a valid entry is passed over; the last one is copied all the same and tells that it is none.
+            const bool any = tiles.any_valid(p, even, odd);
             last = !tiles.go_on(p, w);
+            const Follows follows = !any ? ENDED : last ? LAST : MORE;
+            const bool copied = any || last;
             find_rows(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
-            copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, last, parity & 1);
+            if (copied) copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, follows, parity & 1);
             load_slots<K>(p, w, c, tiles.take(w), even);
-            copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, last, parity & 1);
+            if (copied) copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, follows, parity & 1);
             find_rows(p, c, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
-            copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, last, parity & 1);
+            if (copied) copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
             load_slots<K>(p, w, c, tiles.take(w), odd);
-            copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, last, parity & 1);
-            parity ^= 1;
+            if (copied) copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
+            if (copied) parity ^= 1;
         }
     });
     mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
@@ -566,7 +606,8 @@ __device__ __forceinline__ void keep_q(int warp, int lane, uint32_t (&kept)[N][4
     }
 }
 
-// Start S = Q . K^T of a whole tile, the regions in the order in which they are copied.
+// Start S = Q . K^T of a whole tile, the regions in the order in which they are copied. If tiles are voted on, the first
+// has been waited for.
 template <typename K, int N>
 __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32_t (&kept)[N][4], float (&s)[32]) {
     const uint64_t q = wgmma_operand(shared_address(shared) + Q_AT, 1024, 16);
@@ -588,13 +629,14 @@ __device__ __forceinline__ void start_qk(int tile, uint32_t parity, const uint32
     };
 #pragma unroll
     for (int region = 0; region < 2; ++region) {
-        mbarrier_wait(shared_address(&small<K>().full[tile][region]), parity);
+        if (K::SKIPS != Skips::VOTED || region > 0)
+            mbarrier_wait(shared_address(&small<K>().full[tile][region]), parity);
         fence_proxy_async();
         wgmma_fence();
 #pragma unroll
         for (int block = 0; block < 4; ++block) multiply(4 * region + block, region + block == 0);
         if (has_rope(tile, region)) multiply(8, false);
-        if (K::EXCLUDES && has_validity(tile, region)) K::exclude(tile, s);
+        if (K::EXCLUDES && has_validity<K>(tile, region)) K::exclude(tile, s);
     }
     wgmma_commit();
 }
@@ -818,14 +860,22 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
                                                int pairs, int warp, int lane, const uint32_t (&kept)[K::KEPT][4],
                                                uint32_t& parity, Softmax& state, float (&o)[128]) {
     Small& sm = small<K>();
+    // By this instruction: with an ordinary load every operand of wgmma took two R2UR in clusters and shares.
+    auto what_follows = [&] { return load_shared_4(shared_address(&sm.follows[W])); };
     bool last = pairs == 0;
     for (int pair = 0; !last; ++pair) {
+        if constexpr (K::SKIPS == Skips::VOTED) {
+            mbarrier_wait(shared_address(&sm.full[W][0]), parity);
+            const uint32_t follows = what_follows();
+            if (follows == ENDED) break;
+            last = follows == LAST;
+        }
         float s[32];
         start_qk<K>(W, parity, kept, s);
         parity ^= 1;
         const typename K::Columns columns(reader, W, lane % 4);
-        // By this instruction: with an ordinary load every operand of wgmma took two R2UR in clusters and shares.
-        last = K::SKIPS ? load_shared_4(shared_address(&sm.last[W])) != 0 : pair + 1 == pairs;
+        if constexpr (K::SKIPS == Skips::MARKED) last = what_follows() != MORE;
+        if constexpr (K::SKIPS == Skips::NONE) last = pair + 1 == pairs;
         uint32_t mine[4][4];
         float my_ref[2], my_sum[2], other_ref[2];
         if constexpr (W == 0) {
@@ -855,6 +905,7 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
             release_halves(sm.empty[1][0], lane);
         }
     }
+    if (K::SKIPS == Skips::VOTED && !last) release(sm.q_empty, lane);
 }
 
 // Both consumer warpgroups. Only what they do with tiles differs: instructions that run once a work item are fetched
@@ -897,7 +948,7 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
         for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
             for (int region = 0; region < 2; ++region) {
-                const bool validity = has_validity(tile, region);
+                const bool validity = has_validity<K>(tile, region);
                 mbarrier_init(shared_address(&sm.full[tile][region]), 128 + (validity ? 16 * K::VALIDITY_LANES : 0));
 #pragma unroll
                 for (int half = 0; half < 2; ++half)

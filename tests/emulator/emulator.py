@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class EmulatedGPU(FakeGPU):
     Attributes:
         seed: that of the last launch; each has another one.
         launched: names of the kernels that ran.
+        products: of each of them, how many instructions multiplied matrices, in all its warps.
 
     Raises:
         RuntimeError: this machine lacks what the emulator needs.
@@ -75,6 +77,7 @@ class EmulatedGPU(FakeGPU):
         super().__init__(monkeypatch, sms, capability)
         self.seed = seed & 0xFFFFFFF
         self.launched: set[str] = set()
+        self.products: Counter[str] = Counter()
         self._sms, self._capability = sms, capability
 
     def take(self, submitted: Submitted) -> None:
@@ -87,6 +90,7 @@ class EmulatedGPU(FakeGPU):
         self.launched.add(submitted.kernel.name)
         library = load(submitted.kernel, self._capability)
         library.run(submitted.grid[:3], submitted.grid[3], submitted.params, self._sms, self.seed)
+        self.products[submitted.kernel.name] += machine().emu_products()
 
 
 class Library:
@@ -183,6 +187,7 @@ def machine() -> ctypes.CDLL:
         ctypes.c_uint32,
     ]  # fmt: skip
     library.emu_run.restype = ctypes.c_char_p
+    library.emu_products.argtypes, library.emu_products.restype = [], ctypes.c_uint64
     return library
 
 

@@ -84,6 +84,7 @@ struct Run {
     long idle;                   // polls since something else happened
     bool copies;                 // some may be under way
     std::string error;
+    uint64_t products;  // that threads took part in
 } run;
 
 void* scheduler_stack;
@@ -510,6 +511,8 @@ void fence_proxy_async() {
     ++known.stored[current->index / 32];
 }
 
+void count_product() { ++run.products; }
+
 // --- warps and barriers -------------------------------------------------------------------------------------------
 
 const uint64_t* exchange(uint64_t mine, uint32_t mask) {
@@ -717,7 +720,7 @@ extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t clus
     threads_of_cta = kernel->threads;
     numbers.seed(seed);
     run = Run{kernel, params, grid.x * grid.y * grid.z / cluster, cluster, 0, size_t(most_alive), {}, {}, 0, 0,
-              false,  {}};
+              false,  {},     0};
     free_images.clear();
     for (size_t i = kernel->images.size(); i-- > 0;) free_images.push_back(int(i));
     if (grid.x % cluster) return "a grid that is no multiple of its clusters";
@@ -739,3 +742,6 @@ extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t clus
     error = run.error;
     return error.empty() ? nullptr : error.c_str();
 }
+
+// The instructions of the last launch that multiplied matrices, those of all warps.
+extern "C" uint64_t emu_products() { return emu::run.products / 32; }

@@ -152,6 +152,9 @@ uint32_t draw(uint32_t n);
 // Those of this thread: wgmma_queue.h.
 inline WgmmaQueue& wgmma_queue() { return *current->wgmmas; }
 
+// Every thread that multiplies matrices says so, once an instruction.
+void count_product();
+
 // Barriers 0 (__syncthreads) to 15 of the CTA. barrier_sync returns one whose was_any and was_all are those of `value`.
 void barrier_arrive(int id, int threads);
 Barrier& barrier_sync(int id, int threads, bool value = false);

@@ -64,6 +64,30 @@ def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, name, where
     assert name in emulated.launched
 
 
+@pytest.mark.parametrize("name", [*DECODERS, "fp8_sm90", "few_heads_sm90"])
+def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, monkeypatch, replace_in_choose, name):
+    """Of 32 tiles a few are left. They take their share of the products of all, and one tile more for each of six SMs:
+    some kernels multiply tiles in pairs. Clusters pass over pairs that lie side by side."""
+    monkeypatch.setenv(VARIABLE, name)
+    if name == "bf16_shares_sm90":
+        replace_in_choose("TABLE", evenly.table(name, heads=64))
+    fmt = oracle.V32 if name in ("fp8_sm90", "few_heads_sm90") else oracle.BF16_576
+    splits = {"bf16_cluster_sm90": 2, "bf16_shares_sm90": None}.get(name, 1)
+    main, q = paged(rng, fmt, 1, 1, 32 * TILE_ROWS, 64), queries(rng, 1, 1, 8, fmt.d_qk)
+    main.indices = np.where(main.indices < 0, main.indices.max(), main.indices)
+    if fmt is oracle.BF16_576:
+        lift_logits(q, main.cache, SCALE)
+    left = rng.choice(32, rng.integers(1, 9), replace=False)
+    listed = np.isin(np.arange(32 * TILE_ROWS) // TILE_ROWS, left)
+    products = []
+    for empty in (False, True):
+        main.indices = np.where(listed | (not empty), main.indices, -1).astype(np.int32)
+        check_decode(kind, fmt, q, main, sm_scale=SCALE, num_splits=splits)
+        products.append(emulated.products.pop(name))
+    multiplied = 2 * len(set(left // 2)) if name == "bf16_cluster_sm90" else len(left)
+    assert products[1] <= products[0] * (multiplied + 6) / 32, (products, left)
+
+
 @everywhere
 @pytest.mark.parametrize("name", ["bf16_few_heads_sm90", "portable"])
 def test_more_queries_than_sms(kind, emulated, rng, monkeypatch, name, where):

@@ -8,6 +8,7 @@ namespace emu {
 // VALUES: of a register. The value of index k: register k / 8 (16-bit values) of the lane that holds k % 8.
 template <int VALUES, typename Value>
 inline void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Value value) {
+    count_product();
     constexpr int BITS = 32 / VALUES, K = 8 * VALUES;
     const int g = lane() / 4, t = lane() % 4;
     float rows[2][K], columns[2][K];

@@ -153,6 +153,7 @@ void run_wgmma(const Wgmma& product) {
 
 template <typename Item, Sum SUM, bool REGISTERS, Major A, Major B, int N>
 inline Wgmma& issue(float (&c)[N], uint64_t a, uint64_t b) {
+    count_product();
     if (SUM == Sum::SET)
         for (float& of : c) of = bits<float>(0x7fffffffu);
     auto& open = wgmma_queue().open;
