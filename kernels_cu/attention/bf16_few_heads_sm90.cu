@@ -10,9 +10,12 @@
 // they take the tiles of a query in turn. QUERIES 2: each works on a query of its own. Warpgroups 2 and 3 are
 // producers, one for each.
 //
-//   producer            rows to the tile by cp.async, stage by stage, as stages are released. A stage is two column
+//   producer
+//     vote              has the tile a valid entry? If not, on to the next one
+//     copies            rows to the tile by cp.async, stage by stage, as stages are released. A stage is two column
 //                       blocks of all 64 rows; the last stage has the RoPE columns as well
 //   consumer
+//     vote              has the tile a valid entry? If not, on to the next one
 //     S^T               as the stages come in
 //     vote              a logit above the reference by 2^REF_SLACK? Only then the reference rises, and O^T follows
 //     P^T               stmatrix.trans, over the RoPE columns of the tile
@@ -24,9 +27,12 @@
 //                         other waits for rows
 //   WARPGROUP_SYNC + w    named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC         named: both, if they share a query
+//   PRODUCER_VOTE + w     named: the 128 producer threads of warpgroup w's tile
 //
-// A list that ends with -1 is cut off behind its last tile with another entry. All warps find that tile for themselves,
-// before their first one. Tiles without a valid entry before it, and those of calls with an extra list, are multiplied.
+// Tiles without a valid entry are neither copied nor multiplied. The 128 consumer threads of a tile hold its entries,
+// and so do its 128 producer threads: both vote, find the same, and need not tell each other. Before the first tile both
+// look for the last one with a valid entry, over which O^T is stored: its stages are not released. If no tile has a
+// valid entry, the first is the last: it is copied, as zeros, so that its space is the consumers', but not multiplied.
 //
 // At the end each warpgroup stores its O^T in the space of its tile. A CTA merges those of its query from there; in a
 // cluster every CTA merges a share of the columns through distributed shared memory. Splits that do not fit a cluster
@@ -73,8 +79,8 @@ constexpr int MAX_SOURCES = 2 * MAX_CLUSTER;   // the same of a cluster
 constexpr int O_LINE = D_V + 4;                // floats of a head in the merge: 4 more spread the heads over the banks
 static_assert(STAGES == 4, "");
 
-// Named barriers; WARPGROUP_SYNC: + warpgroup.
-enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 3 };
+// Named barriers; WARPGROUP_SYNC, PRODUCER_VOTE: + warpgroup.
+enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 3, PRODUCER_VOTE = 4 };
 
 // Shared memory: Q of each query, the tile of each consumer warpgroup, and the rest.
 constexpr int Q_AT = 0, TILE_AT = QUERIES * Q_BYTES, SMALL_AT = TILE_AT + 2 * TILE_BYTES;
@@ -146,6 +152,46 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, const Place&
     return w;
 }
 
+// --- tiles without a valid entry ------------------------------------------------------------------------------
+
+// Whether any of the 128 threads of a named barrier says so.
+__device__ __forceinline__ bool any(int barrier, bool mine) { return named_barrier_any(barrier, WARPGROUP, mine); }
+
+// This warpgroup's last tile of a work item, if it has any.
+__device__ __forceinline__ int last_tile(const Work& w) {
+    return w.begin + max((w.end - 1 - w.begin) / w.step, 0) * w.step;
+}
+
+// The entry of the last tile that a thread passes to find_end.
+__device__ __forceinline__ int32_t load_last_entry(const AttentionParams& p, const Work& w) {
+    return load_entry(p, w, last_tile(w), threadIdx.x % TILE_ROWS);
+}
+
+// Where this warpgroup's tiles end: behind the last one with a valid entry; if it has tiles, it keeps one. The 128
+// threads of a named barrier look together, each at an entry of one of two tiles.
+__device__ __forceinline__ int find_end(const AttentionParams& p, const Work& w, int barrier, int32_t last_entry) {
+    constexpr int AT_ONCE = 4;  // entries of a thread on their way
+    int from = last_tile(w);
+    if (any(barrier, is_valid(p, w, from, last_entry))) return w.end;
+    const int row = threadIdx.x % TILE_ROWS, mine = threadIdx.x / TILE_ROWS % 2;
+#pragma unroll 1
+    for (from -= w.step; from > w.begin; from -= 2 * AT_ONCE * w.step) {
+        auto tile = [&](int pair, int i) { return max(from - (2 * pair + i) * w.step, w.begin); };
+        int32_t entries[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) entries[i] = load_entry(p, w, tile(i, mine), row);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const bool valid = is_valid(p, w, tile(i, mine), entries[i]);
+            if (any(barrier, valid)) return tile(i, any(barrier, valid && mine == 0) ? 0 : 1) + 1;
+        }
+    }
+    return min(w.end, w.begin + 1);
+}
+
+// Whether a tile is this warpgroup's last one.
+__device__ __forceinline__ bool is_last(const Work& w, int tile) { return tile + w.step >= w.end; }
+
 // --- producer --------------------------------------------------------------------------------------------------
 
 // Starts a copy of 16 bytes of a row. A call with a query a CTA mostly reads a row once, so that it leaves L2 first.
@@ -157,35 +203,6 @@ __device__ __forceinline__ void copy_chunk(uint32_t to, const uint8_t* from, boo
     }
 }
 
-// The last list entry of a split, if it may be cut off there: one list, and more tiles than one.
-__device__ __forceinline__ int32_t last_entry(const AttentionParams& p, const Work& w) {
-    const int end = min(w.end * TILE_ROWS, w.main_length);
-    int32_t entry = 0;
-    if (p.extra.topk == 0 && end > (w.begin + 1) * TILE_ROWS) entry = list_of(p.main, w.query)[end - 1];
-    return entry;
-}
-
-// Where the tiles of a split end: behind the last one that has an entry other than -1; a warpgroup that has tiles keeps
-// one. `last`: what last_entry gave. Every warp that works on the split looks, and finds the same.
-__device__ __forceinline__ int find_end(const AttentionParams& p, const Work& w, int32_t last) {
-    constexpr int AT_ONCE = HEADS == 32 ? 4 : 8;  // loads on their way
-    if (last >= 0) return w.end;
-    const int32_t* list = list_of(p.main, w.query) + threadIdx.x % 32;
-    int found = w.begin, end = min(w.end * TILE_ROWS, w.main_length);
-#pragma unroll 1
-    for (; end > (found + 1) * TILE_ROWS; end -= 32 * AT_ONCE) {
-        int32_t entries[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) entries[i] = list[max(end - 32 * (i + 1), 0)];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (entries[i] >= 0) found = max(found, (max(end - 32 * (i + 1), 0) + int(threadIdx.x % 32)) / TILE_ROWS);
-        }
-        found = __reduce_max_sync(~0u, found);
-    }
-    return found + 1;
-}
-
 // A producer warp copies rows 16 `quarter` .. + 15 of its warpgroup's tiles. Lane l holds row l % 16 of them; eight
 // lanes copy 128 bytes of a row.
 __device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int warpgroup, int quarter,
@@ -193,13 +210,15 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int
     const int lane = threadIdx.x % 32, chunk = lane % 8, my_row = 16 * quarter + lane % 16;
     const uint32_t tile_at = shared_address(shared) + TILE_AT + warpgroup * TILE_BYTES;
     Small& sm = small();
-    const int32_t last = last_entry(p, w);
+    const int32_t last_entry = load_last_entry(p, w);
     int32_t entry = load_entry(p, w, w.begin, my_row);
-    w.end = find_end(p, w, last);
+    w.end = find_end(p, w, PRODUCER_VOTE + warpgroup, last_entry);
 #pragma unroll 1
     for (int tile = w.begin; tile < w.end; tile += w.step) {
         const uint8_t* row = find_row(p, w, tile, entry).data;
-        entry = load_entry(p, w, tile + w.step, my_row);
+        const bool has_rows = any(PRODUCER_VOTE + warpgroup, row != nullptr);
+        entry = load_entry(p, w, tile + w.step, my_row);  // behind the barrier, which would wait for it
+        if (!has_rows && !is_last(w, tile)) continue;
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_wait(shared_address(&sm.empty[warpgroup * STAGES + stage]), parity);
@@ -207,10 +226,13 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int
             for (int i = 0; i < 4; ++i) {
                 const int line = 16 * quarter + 4 * i + lane / 8;
                 const uint8_t* from = shuffle_pointer(row, 4 * i + lane / 8);
+                // An integer, as otherwise the offsets in all blocks, 128 b + 16 chunk, are kept in registers.
+                const uint64_t mine = reinterpret_cast<uint64_t>(from) + chunk * 16;
                 const uint32_t to = swizzled(tile_at, line, chunk);
 #pragma unroll
                 for (int b = 2 * stage; b < (stage == STAGES - 1 ? BLOCKS : 2 * stage + 2); ++b)
-                    copy_chunk(to + b * BLOCK_BYTES, from + b * 128 + chunk * 16, from != nullptr);
+                    copy_chunk(to + b * BLOCK_BYTES, reinterpret_cast<const uint8_t*>(mine) + b * 128,
+                               from != nullptr);
             }
             mbarrier_arrive_after_copies(shared_address(&sm.full[warpgroup * STAGES + stage]));
         }
@@ -221,9 +243,10 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, Work w, int
 // Start copying Q: a line a head, in column blocks like those of a tile. Heads beyond the last are zeros.
 __device__ __forceinline__ void copy_q(const AttentionParams& p, const Work& w, const Role& r) {
     constexpr int COPIED_BY = QUERIES == 2 ? WARPGROUP : 2 * WARPGROUP;
+    constexpr int UNROLLED = HEADS == 32 ? 2 : 4;  // with 4 some would spill
     const bf16* q = p.q + w.query.b * p.q_b + w.query.s * p.q_s;
     const uint32_t to = q_lines(r);
-#pragma unroll 4
+#pragma unroll UNROLLED
     for (int item = threadIdx.x % COPIED_BY; item < HEADS * BLOCKS * 8; item += COPIED_BY) {
         const int chunk = item % 8, block = item / 8 % BLOCKS, head = item / 8 / BLOCKS;
         const bool here = w.first_head + head < p.h_q;
@@ -268,6 +291,12 @@ __device__ __forceinline__ void start_qk(const Role& r, float (&acc)[HEADS / 2])
 
 __device__ __forceinline__ void wait_for_stage(const Role& r, int stage, uint32_t parity) {
     mbarrier_wait(shared_address(&small().full[r.warpgroup * STAGES + stage]), parity);
+}
+
+// Wait for a tile that is not multiplied.
+__device__ __forceinline__ void wait_for_tile(const Role& r, uint32_t parity) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) wait_for_stage(r, stage, parity);
 }
 
 // Start what stage `N` of a tile adds to S^T, once it is full.
@@ -348,7 +377,7 @@ __device__ __forceinline__ void softmax_tile(const AttentionParams& p, const Rol
         }
     }
     // The vote also tells that all warps have read the tile's RoPE columns, over which P^T is stored.
-    if (named_barrier_any(WARPGROUP_SYNC + r.warpgroup, WARPGROUP, high)) raise_references(r, s, state, o);
+    if (any(WARPGROUP_SYNC + r.warpgroup, high)) raise_references(r, s, state, o);
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         const float base = finite_reference(state.ref[c]);
@@ -411,26 +440,36 @@ __device__ __forceinline__ void multiply_pv(const Role& r, bool last, float (&o)
     if (!last) release(r, 3);
 }
 
-// `turns` counts the tiles of this warpgroup over all its work items.
+// `turns` counts the tiles that this warpgroup's producers have copied over all its work items.
 __device__ __forceinline__ void attend(const AttentionParams& p, Work w, const Role& r, int& turns, Softmax& state,
                                        float (&o)[V_BLOCKS][HEADS / 2]) {
-    int32_t entries[2] = {load_entry(p, w, w.begin, r.row(0)), load_entry(p, w, w.begin, r.row(1))};
-    const int32_t last = last_entry(p, w);
+    int32_t entries[2];
+    auto load = [&](int tile) {
+        entries[0] = load_entry(p, w, tile, r.row(0));
+        entries[1] = load_entry(p, w, tile, r.row(1));
+    };
+    load(w.begin);
+    const int32_t last_entry = load_last_entry(p, w);
     copy_q(p, w, r);
-    w.end = find_end(p, w, last);
+    w.end = find_end(p, w, WARPGROUP_SYNC + r.warpgroup, last_entry);
     wait_for_q(r);
 #pragma unroll 1
-    for (int tile = w.begin; tile < w.end; tile += w.step, ++turns) {
+    for (int tile = w.begin; tile < w.end; tile += w.step) {
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
+        // Left at once: behind a second branch products began 350 cycles later (docs).
+        if (!uniform(any(WARPGROUP_SYNC + r.warpgroup, valid[0] || valid[1]))) {
+            if (is_last(w, tile)) wait_for_tile(r, turns++ & 1);
+            load(tile + w.step);
+            continue;
+        }
         float s[HEADS / 2];
         wait_for_stage(r, 1, turns & 1);
         begin_turn(r);
-        multiply_qk_by_stages(r, turns & 1, s);
+        multiply_qk_by_stages(r, turns++ & 1, s);
         softmax_tile(p, r, valid, s, state, o);
         store_p(r, s);
-        entries[0] = load_entry(p, w, tile + w.step, r.row(0));  // behind the barrier, which would wait for them
-        entries[1] = load_entry(p, w, tile + w.step, r.row(1));
-        multiply_pv(r, tile + w.step >= w.end, o);
+        load(tile + w.step);  // behind the barrier, which would wait for them
+        multiply_pv(r, is_last(w, tile), o);
     }
     sync_warpgroup(r);  // O^T will be stored over the last tile
 }
@@ -441,7 +480,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, Work w, const R
 __device__ __forceinline__ void store_output(const Role& r, const Softmax& state,
                                              const float (&o)[V_BLOCKS][HEADS / 2]) {
     Small& sm = small();
-    float* to = reinterpret_cast<float*>(shared + TILE_AT + r.warpgroup * TILE_BYTES);
+    float* to = reinterpret_cast<float*>(shared + TILE_AT + r.warpgroup * TILE_BYTES) + r.head(0) * O_LINE + r.row(0);
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
         const int head = r.head(c);
@@ -454,7 +493,7 @@ __device__ __forceinline__ void store_output(const Role& r, const Softmax& state
 #pragma unroll
         for (int v = 0; v < V_BLOCKS; ++v) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) to[head * O_LINE + 64 * v + r.row(i)] = o[v][element(i, c)];
+            for (int i = 0; i < 2; ++i) to[(c / 2 * 8 + c % 2) * O_LINE + 64 * v + 8 * i] = o[v][element(i, c)];
         }
     }
     sync_warpgroup(r);

@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 from ... import oracle
-from ...cases import check_decode, check_prefill, check_unequal_prefill, paged, prefill_inputs, queries, sinks
+from ...cases import (
+    LIFT,
+    check_decode,
+    check_prefill,
+    check_unequal_prefill,
+    lift_logits,
+    off_zero,
+    paged,
+    prefill_inputs,
+    queries,
+    sinks,
+    with_holes,
+)
 from .replays import check_replays_with_other_lengths
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +87,33 @@ def test_queries_without_rows_between_others(hopper, rng):
     main.length = np.zeros(b, np.int32)
     extra.length = np.where(rng.random(b) < 0.5, 0, rng.integers(65, 131, b)).astype(np.int32)
     check_decode(hopper, oracle.BF16_576, queries(rng, b, 1, 16, 576), main, extra, num_splits=1)
+
+
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    ("b", "s_q", "h_q", "topk", "num_splits"),
+    [(3, 2, 7, 1000, 1), (9, 1, 16, 700, 2), (5, 1, 40, 1300, 4), (2, 1, 12, 2100, 17), (150, 1, 30, 300, 1),
+     (150, 2, 8, 500, 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("two_caches", [False, True])
+def test_empty_tiles(hopper, rng, fmt, b, s_q, h_q, topk, num_splits, two_caches):
+    """Tiles without a valid entry anywhere: of one CTA, of a cluster, of splits along the grid, of two queries."""
+    main = paged(rng, fmt, b, s_q, topk, 64, lengths=bool(rng.integers(2)))
+    caches = [main, paged(rng, fmt, b, s_q, 200, 64)] if two_caches else [main]
+    for cache in caches:
+        with_holes(rng, cache)
+    q = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), *caches)
+    check_decode(hopper, fmt, q, *caches, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("s_q", "h_q"), [(40, 16), (300, 8), (300, 32)])
+def test_empty_tiles_of_prefill(hopper, rng, s_q, h_q):
+    """With one query a CTA, and with two."""
+    q, kv, indices = prefill_inputs(rng, s_q, h_q, 576, 500, 700)
+    holes = rng.random((s_q, 1, 11)) < rng.choice([0, 0.1, 0.5, 0.9, 1], (s_q, 1, 1))
+    indices[np.repeat(holes, 64, -1)[..., :700]] = -1
+    lift_logits(q, kv, 0.02)
+    check_prefill(hopper, q, kv, indices, 0.02, sinks(rng, h_q) + LIFT)
 
 
 @pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
