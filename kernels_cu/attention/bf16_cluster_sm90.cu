@@ -6,13 +6,13 @@
 // last entry; only if that names no row are the others looked at. Pairs of tiles without a valid entry before it are
 // passed over by the CTA that has them. (Single tiles as well cost full lists 1 to 2 %.)
 //
-// The launch overlaps the one before: until that has ended, the producers find their work.
+// The launch overlaps the one before: until that has ended, the producers find their work, the consumers that of Q.
 //
 // grid: x = (query * head tiles + head tile) * CTAs of the cluster + rank.
 #include "attention/bf16_partials.cuh"
 
 struct Cluster : SingleQueries {
-    static constexpr bool CLUSTER = true, POLICY = true, OVERLAPS = true, FINDS_EARLY = true;
+    static constexpr bool CLUSTER = true, POLICY = true, OVERLAPS = true;
     static constexpr Skips SKIPS = Skips::VOTED;
 
     template <typename, typename Params, typename Act>

@@ -25,10 +25,10 @@
 //   space of its own. Half of a region's rows are released when the first two of four steps of P.V are done, and are
 //   copied anew while the other two run; RoPE columns wait for all four, which read P.
 //
-//   full[tile][region]    copies done      128 arrivals after cp.async; region w of tile w 16 x VALIDITY_LANES more,
-//                                          for validity
+//   full[tile][region]    copies done      128 arrivals after cp.async; region w of tile w (VOTED: region 0 of both)
+//                                          16 x VALIDITY_LANES more, for validity
 //   empty[tile][region][half]              half of a region's rows released, by the 4 warps of warpgroup `region`
-//   q_full                Q has come       128 arrivals after cp.async, and 1 for the work item's number
+//   q_full                Q has come       128 arrivals after cp.async, in clusters 256, and 1 for the work item's number
 //   q_empty               Q released       the 8 consumer warps
 //   P_READY + w           named: P_w is published: warpgroup w arrives, the other one waits
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
@@ -38,6 +38,8 @@
 // warps look at all entries of a list, those of 32 tiles at a time, while Q is copied; VOTED, they vote on one pair of
 // tiles after the other before they copy it; NONE, every tile has one (bf16_grouped_sm90.cu). The consumers are told with
 // a tile's validity what follows its pair (`Follows`).
+//
+// In clusters a CTA has one work item: the consumers, who have nothing else to do, copy Q.
 //
 // Softmax without a running maximum to exchange: P_w is relative to ref_w, which is published with P_w and never below
 // what either warpgroup's accumulators are relative to; who multiplies P_w first brings them to ref_w. In the first pair
@@ -166,11 +168,12 @@ struct Copier {
     uint32_t at;      // of the chunk of row `row` of Q, in shared memory
     uint64_t policy;  // of copies, if K::POLICY
 
+    // `warp`: of the warpgroup.
     template <typename K>
-    static __device__ __forceinline__ Copier here(const typename K::Params& p) {
+    static __device__ __forceinline__ Copier here(const typename K::Params& p, int warp) {
         Copier c;
         if constexpr (K::POLICY) c.policy = read_once(p) ? evict_first() : evict_normal();
-        c.warp = threadIdx.x / 32 - 8;
+        c.warp = warp;
         c.lane = threadIdx.x % 32;
         c.row = 4 * c.warp + c.lane / 8;
         // 16 rows further the swizzle is the same. Opaque: in sums of it with uniform registers the addresses of copies
@@ -185,12 +188,12 @@ struct Copier {
 // A kernel's `K` has:
 //   Params, EXTRA_BYTES
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
-//   CLUSTER              whether a CTA belongs to a cluster
+//   CLUSTER              whether a CTA belongs to a cluster, and has one work item
 //   POLICY               whether rows that are read once leave L2 before others
 //   SKIPS                how tiles without a valid entry are passed over
 //   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
-//   FINDS_EARLY, wait    whether roles begin before that, and what the producers do then
+//   wait                 in clusters, where roles begin before that: what the producers do then
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
 //   find_work            what the producers know of a work item, ...
 //   length_of, work_of   ... and the consumers
@@ -202,7 +205,7 @@ struct Copier {
 //
 // Default is what most kernels have.
 struct Default {
-    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false, FINDS_EARLY = false;
+    static constexpr bool CLUSTER = false, POLICY = false, OVERLAPS = false;
     static constexpr Skips SKIPS = Skips::NONE;
 
     template <typename Params>
@@ -514,13 +517,14 @@ __device__ __forceinline__ void find_rows(const AttentionParams& p, const Copier
     }
 }
 
-// The same of the lines of Q, null for padding. What a warp multiplies that has nothing else is left as it is.
+// The same of the lines of Q from `first` on, null for padding. What a warp multiplies that has nothing else is left as
+// it is.
 template <typename K>
-__device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c,
+__device__ __forceinline__ void find_q(const typename K::Params& p, const Work& w, const Copier& c, int first,
                                        const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < HEADS / 16; ++i) {
-        const Line line = K::line_at(p, w, w.head_tile * HEADS + 16 * i + c.row);
+        const Line line = K::line_at(p, w, w.head_tile * HEADS + first + 16 * i + c.row);
         const bf16* q = p.q + line.query.b * p.q_b + line.query.s * p.q_s + line.head * p.q_h;
         rows[i] = line.head < p.h_q ? reinterpret_cast<const uint8_t*>(q) + c.lane % 8 * 16 : nullptr;
     }
@@ -537,25 +541,26 @@ __device__ __forceinline__ void announce(int work, int length) {
 
 template <typename K>
 __device__ __forceinline__ void copy_all(const typename K::Params& p) {
-    const Copier c = Copier::here<K>(p);
+    const Copier c = Copier::here<K>(p, threadIdx.x / 32 - 8);
     Small& sm = small<K>();
     uint32_t parity = 3;  // bit 0 of tiles, bit 1 of Q, in one register; the first wait for each space returns at once
     const int head_tiles = num_head_tiles(p);
     K::template for_each<K>(p, head_tiles, [&](int index) {
         Work w = K::template find_work<K>(p, index, head_tiles);
         const uint8_t* rows[4];
-        if constexpr (K::FINDS_EARLY) find_q<K>(p, w, c, rows);
         K::wait(p, w);
         int32_t even[4], odd[4];  // list entries of the next even and odd tile
         Tiles<K> tiles;
         const auto asked = tiles.ask(p, w, c, even, odd);
 
-        // Q is a tile whose rows are its lines.
-        mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
-        parity ^= 2;
-        if constexpr (!K::FINDS_EARLY) find_q<K>(p, w, c, rows);
-        copy_blocks<K, 0, BLOCKS, 0, HEADS / 16>(c, 0, rows);
-        mbarrier_arrive_after_copies(shared_address(&sm.q_full));
+        if constexpr (!K::CLUSTER) {
+            // Q is a tile whose rows are its lines.
+            mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
+            parity ^= 2;
+            find_q<K>(p, w, c, 0, rows);
+            copy_blocks<K, 0, BLOCKS, 0, HEADS / 16>(c, 0, rows);
+            mbarrier_arrive_after_copies(shared_address(&sm.q_full));
+        }
 
         bool last = !tiles.begin(p, w, c, asked, even, odd);
         announce<K>(index, w.length);
@@ -579,12 +584,27 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
             if (copied) parity ^= 1;
         }
     });
-    mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
-    announce<K>(-1, 0);
-    mbarrier_arrive(shared_address(&sm.q_full));
+    if constexpr (!K::CLUSTER) {
+        mbarrier_wait(shared_address(&sm.q_empty), parity >> 1);
+        announce<K>(-1, 0);
+        mbarrier_arrive(shared_address(&sm.q_full));
+    }
 }
 
 // --- consumers ------------------------------------------------------------------------------------------------
+
+// In clusters: copies Q, each warpgroup half of its lines, or the first one all 16.
+template <typename K>
+__device__ __forceinline__ void copy_q(const typename K::Params& p, int warpgroup, int warp) {
+    constexpr int LINES_OF_16 = HEADS / 16, EACH = LINES_OF_16 > 1 ? LINES_OF_16 / 2 : 1;
+    const Copier c = Copier::here<K>(p, warp);
+    const int first = warpgroup * EACH;
+    const uint8_t* rows[4];
+    find_q<K>(p, K::work_of(p, blockIdx.x, num_head_tiles(p), 0), c, 16 * first, rows);
+    wait_for_earlier_kernels();
+    if (first < LINES_OF_16) copy_blocks<K, 0, BLOCKS, 0, EACH>(c, 2048 * first, rows);
+    mbarrier_arrive_after_copies(shared_address(&small<K>().q_full));
+}
 
 // The softmax of a thread's two lines (g and g + 8 of its warp's 16). Accumulators and `sum` are relative to `ref`.
 // `sum` and `max` cover this thread's columns of this warpgroup's tiles only. No logit up to `least` raises `ref`.
@@ -887,7 +907,7 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
             start_pv(0, W, o);
             wgmma_wait<2>();
         }
-        if (last) release(sm.q_empty, lane);
+        if (!K::CLUSTER && last) release(sm.q_empty, lane);
         const bool rises = softmax_tile<K>(p, columns, pair, pairs, s, state, my_ref, my_sum, mine);
         publish_p<K>(W, warp, lane, mine, my_ref);
         if constexpr (W == 1) {
@@ -905,7 +925,6 @@ __device__ __forceinline__ void multiply_pairs(const typename K::Params& p, cons
             release_halves(sm.empty[1][0], lane);
         }
     }
-    if (K::SKIPS == Skips::VOTED && !last) release(sm.q_empty, lane);
 }
 
 // Both consumer warpgroups. Only what they do with tiles differs: instructions that run once a work item are fetched
@@ -916,7 +935,7 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p, int wa
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const typename K::Reader reader = K::Reader::here(p, warp, lane);
     uint32_t parity = 0, turn = 0;
-    if constexpr (K::FINDS_EARLY) wait_for_earlier_kernels();
+    if constexpr (K::CLUSTER) copy_q<K>(p, warpgroup, warp);
 #pragma unroll 1
     for (;; turn ^= 1) {
         Softmax state;
@@ -924,17 +943,18 @@ __device__ __forceinline__ void multiply_all(const typename K::Params& p, int wa
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i] = 0.0f;
         mbarrier_wait(shared_address(&sm.q_full), turn);
-        if (sm.work < 0) break;
+        if (!K::CLUSTER && sm.work < 0) break;
         const Work w = K::work_of(p, sm.work, num_head_tiles(p), sm.length);
         uint32_t kept[K::KEPT][4];
         keep_q(warp, lane, kept);
-        if (w.pairs == 0) release(sm.q_empty, lane);
+        if (!K::CLUSTER && w.pairs == 0) release(sm.q_empty, lane);
         if (warpgroup == 0) {
             multiply_pairs<K, 0>(p, reader, w.pairs, warp, lane, kept, parity, state, o);
         } else {
             multiply_pairs<K, 1>(p, reader, w.pairs, warp, lane, kept, parity, state, o);
         }
         finish<K>(p, w, turn, state, o);
+        if constexpr (K::CLUSTER) break;
     }
 }
 
@@ -955,13 +975,13 @@ __device__ __forceinline__ void run(const typename K::Params& p) {
                     mbarrier_init(shared_address(&sm.empty[tile][region][half]), 4 * WARP_ARRIVALS);
             }
         }
-        mbarrier_init(shared_address(&sm.q_full), 128 + 1);
+        mbarrier_init(shared_address(&sm.q_full), (K::CLUSTER ? CONSUMERS : WARPGROUP) + 1);
         mbarrier_init(shared_address(&sm.q_empty), 8 * WARP_ARRIVALS);
         mbarrier_init_fence();
     }
     K::init(p);
     __syncthreads();
-    if constexpr (K::OVERLAPS && !K::FINDS_EARLY) {
+    if constexpr (K::OVERLAPS && !K::CLUSTER) {
         wait_for_earlier_kernels();
         K::start(p);
         let_next_kernel_start();
