@@ -451,12 +451,13 @@ __device__ __forceinline__ void attend(const AttentionParams& p, Work w, const R
     load(w.begin);
     const int32_t last_entry = load_last_entry(p, w);
     copy_q(p, w, r);
-    w.end = find_end(p, w, WARPGROUP_SYNC + r.warpgroup, last_entry);
+    // Uniform, or the compiler takes the loop below for divergent.
+    w.end = __reduce_max_sync(~0u, find_end(p, w, WARPGROUP_SYNC + r.warpgroup, last_entry));
     wait_for_q(r);
 #pragma unroll 1
     for (int tile = w.begin; tile < w.end; tile += w.step) {
         const bool valid[2] = {is_valid(p, w, tile, entries[0]), is_valid(p, w, tile, entries[1])};
-        // Left at once: behind a second branch products began 350 cycles later (docs).
+        // Left at once: behind a second branch products began 350 cycles later.
         if (!uniform(any(WARPGROUP_SYNC + r.warpgroup, valid[0] || valid[1]))) {
             if (is_last(w, tile)) wait_for_tile(r, turns++ & 1);
             load(tile + w.step);

@@ -60,9 +60,11 @@ BF16_FEW_HEADS_SPLITS, BF16_FEW_HEADS_CLUSTER = 2, 4
 CLUSTER_PAIRS_ALWAYS, CLUSTER_PAIRS_OFTEN, CLUSTER_HALVES = 8, 3, 3
 CLUSTER_ITEMS, CLUSTER_HALF_ITEMS = 4, 8
 # For 9 to 16 heads, too, of lists with at least so many pairs of tiles, from so many queries on: with at most so many
-# pairs a split; or with one more and splits that fill more than this share of the GPU.
+# pairs a split; or with one more and splits that fill more than this share of the GPU. For decode of up to 8 heads from
+# so many on, with one pair a split.
 CLUSTER_FEW_HEADS = ((8, 1), (4, 8), (3, 10))
 CLUSTER_FEW_HEADS_EACH, CLUSTER_FEW_HEADS_FULL = 3, 0.75
+CLUSTER_FEWEST_HEADS = ((16, 1), (8, 5), (4, 10))
 # From so many waves of work items on, looking for the end of prefill's lists takes less than 1 % of the time.
 COUNTED_WAVES = 8
 # Of flat bf16 rows that are divided evenly over CTAs: pairs of tiles that a split has at least; waves of work items,
@@ -364,12 +366,15 @@ def _clusters_wanted(f: Facts, s: Sizes) -> bool:
 
 
 def _few_heads_clusters_wanted(f: Facts, s: Sizes) -> bool:
-    """Of 9 to 16 heads."""
-    pairs = _bf16_pairs(s)
-    if s.splits is not None or s.h_q <= 8 or not any(pairs >= p and s.queries >= q for p, q in CLUSTER_FEW_HEADS):
+    """Of up to 16 heads."""
+    pairs, fewest = _bf16_pairs(s), s.h_q <= 8
+    wanted = CLUSTER_FEWEST_HEADS if fewest else CLUSTER_FEW_HEADS
+    if s.splits is not None or (fewest and f.prefill) or not any(pairs >= p and s.queries >= q for p, q in wanted):
         return False
     splits = _cluster_splits(f, s)
     each = ceil_div(pairs, splits)
+    if fewest:
+        return splits > 1 and each == 1
     full = splits * s.queries > CLUSTER_FEW_HEADS_FULL * f.gpu.sms
     return splits > 1 and each <= CLUSTER_FEW_HEADS_EACH + full
 

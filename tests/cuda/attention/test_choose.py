@@ -280,7 +280,19 @@ def test_few_queries_of_9_to_16_heads_are_for_clusters(layout, h_q):
         for facts in ({"splits": 16}, {"flat": False}, {"batch_invariant": True}):
             assert decode(layout, h_q, queries, **facts).kernel != "bf16_cluster_sm90"
         assert prefill(h_q, queries, layout=layout).kernel == "bf16_cluster_sm90"
-        assert decode(layout, 8, queries).kernel != "bf16_cluster_sm90"
+
+
+@BF16
+@pytest.mark.parametrize("h_q", [1, 8])
+@pytest.mark.parametrize(
+    ("rows", "first", "last", "splits"),
+    [(2048, 1, 7, 16), (1920, 5, 7, 15), (1024, 5, 15, 8), (512, 10, 30, 4), (384, 0, 0, 0)],
+)
+def test_few_queries_of_up_to_8_heads_are_for_clusters(layout, h_q, rows, first, last, splits):
+    """Of a pair of tiles a CTA, in decode."""
+    chosen = {n: c.splits for n in range(1, 60) if (c := decode(layout, h_q, n, rows)).kernel == "bf16_cluster_sm90"}
+    assert chosen == ({n: splits for n in range(first, last + 1)} if splits else {})
+    assert prefill(h_q, 5, rows, layout=layout).kernel != "bf16_cluster_sm90"
 
 
 @BF16
