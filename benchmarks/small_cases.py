@@ -161,6 +161,7 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
     extra, gpu_extra = packed(rng, layout, 20, 2)
     q = (10 * rng.standard_normal((2, 2, h, layout.d_qk))).astype(BF16)
     indices = rng.integers(-5, 190, (2, 2, 1025), dtype=np.int32)
+    indices[0, :, 64:320] = indices[1, 0, 640:] = -1  # tiles without a valid entry
     extra_indices = rng.integers(-5, 45, (2, 2, 33), dtype=np.int32)
     gpu_q, gpu_i, gpu_e = on_gpu(q, indices, extra_indices)
     second = {} if kernel in FLAT else {"extra_k_cache": extra, "extra_indices": extra_indices}
