@@ -20,9 +20,9 @@
 //   S_DONE + i         named: score warps have multiplied S of a tile (where P.V of the tile before waits for that)
 //   OUTPUTS            named: output warps are done with a tile
 //   SCORES + i         named: score warps of group i have read each other's parts of S (where these have one buffer)
-//   FOUND              named: score warps know where the split ends, and the next one; later, how many partial results
+//   FOUND              named: score warps know the split's tiles, and the next split; later, how many partial results
 //                      of other CTAs there are
-//   CUT_OFF            named: output warps know where the split ends, and the next one
+//   CUT_OFF            named: output warps know the split's tiles, and the next split
 //   FINAL              named: score warps have left the final factors of the heads
 //   TURN               named: all warps are done with a split; all know the next
 //
@@ -46,9 +46,12 @@
 //
 // References (what logits are relative to) rise when a logit is REF_SLACK above; that is rare, and O is rescaled then.
 //
-// List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf. A split
-// ends with its last tile that has a valid entry: if the last of all has none, a score warp looks for it while the
-// first rows come. Those are worked on in any case (COPIED_BEFORE tiles).
+// List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf. Tiles in
+// which no entry is valid are passed over: while the first rows of a split come, score warps look at all its entries and
+// mark the tiles that have a valid one. The first COPIED_BEFORE count as marked, for their rows are on their way. The
+// n-th marked tile then is tile n of the loops, which know nothing of it: only where output warps ask for list entries,
+// once in NOTED_TILES tiles, they look up which tiles come. A mark is a bit. Only the first MARKED_TILES of a split have
+// one, for more do not fit; those behind are worked on up to the last that has a valid entry.
 #include "attention/params.cuh"
 #include "attention/partials.cuh"
 #include "attention/results.cuh"
@@ -125,6 +128,8 @@ constexpr int PART_BUFFERS = (TILE_ROWS > 16 ? FOLDED : !FP8) && HEADS > 32 ? 1 
 constexpr int P_BYTES = M_TILES * K_TILES * 512;
 constexpr int Q_BYTES = SCORE_WARPS * Q_IN_SHARED * GROUP_TILES * 512;
 constexpr int VALID_TILES = 2 * NOTED_TILES;
+// Entries that a score thread looks at together, tiles of a warp's load, and of all its loads; tiles that have a mark.
+constexpr int LOOKS = 16, TILES_OF_LOOK = 32 / TILE_ROWS, LOOKED_TILES = LOOKS * TILES_OF_LOOK, MARKED_TILES = 32 * 32;
 
 template <int STAGES>
 struct SmallOf {
@@ -136,9 +141,13 @@ struct SmallOf {
     alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
     float4 sums[SUMS_IN_SHARED ? SCORE_THREADS : 1];   // sums and maxima of a score warp's threads
     WorkItem work, next;                               // of this split and of the next
-    int tiles;                                         // of this split, up to the last one with a valid entry
+    int tiles;                                         // of this split that are worked on
     int turn, tiles_done;                              // splits of this CTA that are done, and their tiles
     bool ends_item, next_ends_item;                    // the split is the last of its item
+    bool holes;                                        // some tiles of this split are passed over
+    int first_marked;       // w.begin, as it were: with it, marked tiles of the extra list begin at w.main_tiles
+    int ends[SCORE_WARPS];  // tiles up to the last one that a score warp has marked
+    alignas(4) uint8_t marks[MARKED_TILES / 8];   // bits of tiles; a lane reads a word
     int partials;                                 // partial results of other CTAs that are merged with the split's
     float top[HEADS], factor_of_partials[HEADS];  // of the merge: reference, and factor of all O relative to it
     Shares<THREADS> shares;
@@ -289,62 +298,170 @@ __device__ __forceinline__ float4 statistics_of(const PartialResults<4>& partial
     return partial.statistics_of(partial.rank, head);
 }
 
+// The marks of 32 tiles of a split, those of word `lane`.
+__device__ __forceinline__ uint32_t marks_of(const Split& w, int lane) {
+    return 32 * lane < w.end - w.begin ? reinterpret_cast<const uint32_t*>(small().marks)[lane] : 0;
+}
+
+// How many of a split's first `end` tiles are marked, or are behind those that have a mark. A warp calls.
+__device__ __forceinline__ int count_marked(const Split& w, int end) {
+    const int lane = Role::here().lane, left = end - 32 * lane;
+    const uint32_t marks = left <= 0 ? 0 : left < 32 ? marks_of(w, lane) & ((1u << left) - 1) : marks_of(w, lane);
+    return __reduce_add_sync(~0u, __popc(marks)) + max(end - MARKED_TILES, 0);
+}
+
+// Which tile of a split its marked tile number `n` is; one behind the split if there are not so many. A warp calls.
+__device__ __forceinline__ int find_marked(const Split& w, int n) {
+    const int lane = Role::here().lane;
+    const uint32_t marks = marks_of(w, lane);
+    const int up_to = inclusive_sum(__popc(marks), lane), before = up_to - __popc(marks);
+    const int behind = n - __shfl_sync(~0u, up_to, 31);
+    int word = 0, bit = 0;
+#pragma unroll 1
+    for (int step = 16; step > 0; step /= 2) {
+        if (__shfl_sync(~0u, before, word + step) <= n) word += step;
+    }
+    const uint32_t bits = __shfl_sync(~0u, marks, word);
+    n -= __shfl_sync(~0u, before, word);
+#pragma unroll 1
+    for (int step = 16; step > 0; step /= 2) {
+        const int count = __popc(bits >> bit & ((1 << step) - 1));
+        if (count <= n) bit += step, n -= count;
+    }
+    return behind < 0 ? 32 * word + bit : MARKED_TILES + behind;
+}
+
 // The list entry of a row of an output warp; -1 where there is none. A lane has row lane % COPIED_ROWS of the warp's,
-// of tile `tile` + lane / COPIED_ROWS.
-__device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const WorkItem& w, int tile) {
+// of tile `count` + lane / COPIED_ROWS of the split. `holes`: of the marked ones.
+__device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const WorkItem& w, int count, bool holes) {
     const Role r = Role::here();
-    return load_entry(p, w, tile + r.lane / COPIED_ROWS, r.warp * COPIED_ROWS + r.lane % COPIED_ROWS);
+    const int n = count + r.lane / COPIED_ROWS;
+    return load_entry(p, w, w.begin + (holes ? find_marked(w, n) : n), r.warp * COPIED_ROWS + r.lane % COPIED_ROWS);
 }
 
 // Look up where an output warp's rows of tiles `count` .. `count` + NOTED_TILES - 1 of the split are, and which are
-// valid. `entry`: what load_entries gave for them. Returns the entries of the tiles behind, which are on their way.
-__device__ __forceinline__ int32_t note_rows(const AttentionParams& p, const WorkItem& w, int count, int32_t entry) {
+// valid. `entry`: what load_entries gave for them.
+__device__ __forceinline__ void note_rows(const AttentionParams& p, const WorkItem& w, int count, int32_t entry,
+                                          bool holes) {
     const Role r = Role::here();
     Small& sm = small();
     const int i = r.lane / COPIED_ROWS, row = r.warp * COPIED_ROWS + r.lane % COPIED_ROWS;
-    const Row from = find_row(p, w, w.begin + count + i, entry);
+    const Row from = find_row(p, w, (holes ? sm.first_marked : w.begin) + count + i, entry);
     __syncwarp();
     if (i < NOTED_TILES) {
         sm.rows[i][row] = from;
         sm.valid[(count + i) % VALID_TILES][row] = from.data != nullptr;
     }
     __syncwarp();
-    return load_entries(p, w, w.begin + count + NOTED_TILES);
 }
 
-// The entries of a split's last tile, a row a lane.
-__device__ __forceinline__ int32_t load_last_entries(const AttentionParams& p, const WorkItem& w) {
-    return load_entry(p, w, max(w.end - 1, 0), Role::here().lane % TILE_ROWS);
+// The same. Returns the entries of the tiles behind, which are on their way.
+__device__ __forceinline__ int32_t note_and_load(const AttentionParams& p, const WorkItem& w, int count, int32_t entry,
+                                                 bool holes) {
+    note_rows(p, w, count, entry, holes);
+    return load_entries(p, w, count + NOTED_TILES, holes);
 }
 
-// How many tiles of a split there are up to the last one that has a valid entry; at least the first COPIED_BEFORE. A
-// warp calls.
-__device__ __forceinline__ int find_last_tile(const AttentionParams& p, const WorkItem& w) {
-    constexpr int AT_ONCE = 8, TILES = 32 / TILE_ROWS;  // loads on their way; tiles of a load
-    const int lane = Role::here().lane;
-    int found = COPIED_BEFORE;
+// Look the first tiles of a split up again, when it is known which tiles are passed over. Returns the entries of those
+// behind.
+__device__ __forceinline__ int32_t note_marked(const AttentionParams& p, const WorkItem& w) {
+    int32_t entry = -1;
 #pragma unroll 1
-    for (int end = w.end - w.begin; end > found; end -= AT_ONCE * TILES) {
-        int32_t entries[AT_ONCE];
-        const auto tile_of = [&](int i) { return w.begin + max(end - 1 - i * TILES - lane / TILE_ROWS, 0); };
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) entries[i] = load_entry(p, w, tile_of(i), lane % TILE_ROWS);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (is_valid(p, w, tile_of(i), entries[i])) found = max(found, tile_of(i) - w.begin + 1);
-        }
-        found = __reduce_max_sync(~0u, found);
+    for (int count = 0; count <= NOTED_TILES; count += NOTED_TILES) {
+        if (count > 0) note_rows(p, w, 0, entry, true);
+        entry = load_entries(p, w, count, true);
     }
-    return found;
+    return entry;
 }
 
-// Find how many tiles of this split are worked on: up to its last one that has a valid entry. `last`: what
-// load_last_entries gave. A warp calls.
-__device__ __forceinline__ void cut_off(const AttentionParams& p, int32_t last) {
-    const WorkItem& w = small().work;
-    int tiles = w.end - w.begin;
-    if (tiles > COPIED_BEFORE && !__any_sync(~0u, is_valid(p, w, w.end - 1, last))) tiles = find_last_tile(p, w);
-    if (Role::here().lane == 0) small().tiles = tiles;
+// A score thread's list entries of LOOKED_TILES tiles, which are 32 apart.
+using Looks = int32_t[LOOKS];
+
+// Where a lane's entries of tiles `first` .. of a split begin, as if the lists were one, of whole tiles.
+__device__ __forceinline__ int first_look(const WorkItem& w, int first) {
+    return (w.begin + first) * TILE_ROWS + Role::here().lane;
+}
+
+// Ask for the entries of tiles `first` .. of a split; -1 where there are none. Not in a split that has no tiles but the
+// first ones, which count anyway.
+__device__ __forceinline__ void load_looks(const AttentionParams& p, const WorkItem& w, int first, Looks& looks) {
+#pragma unroll
+    for (int32_t& look : looks) look = -1;
+    if (w.end - w.begin <= max(first, COPIED_BEFORE)) return;
+    const int row = first_look(w, first), main_rows = w.main_tiles * TILE_ROWS, end = w.end * TILE_ROWS;
+    const int32_t* main = list_of(p.main, w.query) + row;
+    const int left = min(w.main_length, end) - row;
+#pragma unroll
+    for (int i = 0; i < LOOKS; ++i) {
+        if (32 * i < left) looks[i] = main[32 * i];
+    }
+    if (w.end <= w.main_tiles) return;
+    const int32_t* extra = list_of(p.extra, w.query) + row - main_rows;
+    const int before = main_rows - row, extra_left = min(w.extra_length + main_rows, end) - row;
+#pragma unroll
+    for (int i = 0; i < LOOKS; ++i) {
+        if (32 * i >= before && 32 * i < extra_left) looks[i] = extra[32 * i];
+    }
+}
+
+// Which of the tiles `first` .. have a valid entry, a bit each. `looks`: what load_looks gave. A warp calls.
+__device__ __forceinline__ uint32_t find_valid(const AttentionParams& p, const WorkItem& w, int first,
+                                               const Looks& looks) {
+    const int main_left = w.main_tiles * TILE_ROWS - first_look(w, first);
+    const auto slots_of = [](const Source& source) { return uint32_t(min(source.num_slots, int64_t(1) << 31)); };
+    const uint32_t main_slots = slots_of(p.main), extra_slots = slots_of(p.extra);
+    uint32_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < LOOKS; ++i) {
+        if (uint32_t(looks[i]) < (32 * i < main_left ? main_slots : extra_slots)) mine |= 1u << i * TILES_OF_LOOK;
+    }
+    return __reduce_or_sync(~0u, mine << Role::here().lane / TILE_ROWS);
+}
+
+// Mark tiles `first` .. of the split. Returns how many tiles there are up to the last marked one. A warp calls.
+__device__ __forceinline__ int mark_tiles(int first, uint32_t marks) {
+    const int lane = Role::here().lane;
+    if (first == 0) marks |= (1 << COPIED_BEFORE) - 1;
+    if (first < MARKED_TILES && lane < LOOKED_TILES / 8) small().marks[first / 8 + lane] = marks >> 8 * lane;
+    return marks == 0 ? 0 : first + 32 - __clz(marks);
+}
+
+// Find which tiles of this split are worked on, and return how many. `valid`: what find_valid gave for this warp's
+// first tiles. Score warps call.
+__device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t valid) {
+    constexpr int ROUND = SCORE_WARPS * LOOKED_TILES;
+    static_assert(MARKED_TILES % ROUND == 0 && ROUND % 32 == 0, "");
+    const Role r = Role::here();
+    Small& sm = small();
+    const WorkItem& w = sm.work;
+    const int all = w.end - w.begin;
+    if (all > COPIED_BEFORE) {
+        int end = 0;
+#pragma unroll 1
+        for (int begin = 0; begin < all; begin += ROUND) {
+            const int first = begin + r.warp * LOOKED_TILES;
+            if (begin > 0) {
+                Looks looks;
+                load_looks(p, w, first, looks);
+                valid = find_valid(p, w, first, looks);
+            }
+            end = max(end, mark_tiles(first, valid));
+        }
+        if (r.lane == 0) sm.ends[r.warp] = end;
+    }
+    named_barrier_sync(FOUND, SCORE_THREADS);
+    int end = all, tiles = all, main_tiles = 0;
+    if (all > COPIED_BEFORE) {
+        end = max(max(sm.ends[0], sm.ends[1]), max(sm.ends[2], sm.ends[3]));
+        tiles = count_marked(w, end);
+        main_tiles = count_marked(w, w.main_tiles - w.begin);
+    }
+    if (r.warp == 0 && r.lane == 0) {
+        sm.tiles = tiles;
+        sm.holes = tiles < end;
+        sm.first_marked = w.main_tiles - main_tiles;
+    }
+    return uniform(tiles);
 }
 
 // Start the copies of an output warp's rows of tile `count` of the split.
@@ -835,19 +952,23 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
     }
 }
 
-// `last`: what load_last_entries gave. It and Q are loaded at the same time.
-__device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegisters& q, int32_t& last) {
+// Load Q, and look at this warp's first tiles: what find_valid gives.
+__device__ __forceinline__ uint32_t load_q_and_look(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
+    const int first = Role::here().warp * LOOKED_TILES;
+    load_q(p, w, q);
+    Looks looks;
+    load_looks(p, w, first, looks);
+    return find_valid(p, w, first, looks);
+}
+
+// NEXT_Q_EARLY: `q` and `valid`, what load_q_and_look gave, are kept from a split to the next.
+__device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegisters& q, uint32_t& valid) {
     if (NEXT_EARLY && read_thread_index() == OUTPUT_THREADS && has_next(p)) find_split(p, small().turn + 1);
-    if (!NEXT_Q_EARLY || small().turn == 0) {
-        last = load_last_entries(p, small().work);
-        load_q(p, small().work, q);
-    }
+    if (!NEXT_Q_EARLY || small().turn == 0) valid = load_q_and_look(p, small().work, q);
     Softmax softmax;
     softmax.put_down();
-    if (Role::here().warp == 0) cut_off(p, last);
-    named_barrier_sync(FOUND, SCORE_THREADS);
+    const int tiles = find_tiles(p, valid);
     named_barrier_arrive(CUT_OFF, THREADS);
-    const int tiles = small().tiles;
     int stage = small().tiles_done % STAGES, phase = small().tiles_done / STAGES & 1;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -872,10 +993,7 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegist
     softmax.take_up();
     finish_heads(p, softmax);
     named_barrier_arrive(FINAL, THREADS);
-    if (NEXT_Q_EARLY && has_next(p)) {
-        last = load_last_entries(p, small().next);
-        load_q(p, small().next, q);
-    }
+    if (NEXT_Q_EARLY && has_next(p)) valid = load_q_and_look(p, small().next, q);
 }
 
 // --- O += P.V -------------------------------------------------------------------------------------------------
@@ -1109,12 +1227,12 @@ __device__ __forceinline__ void bring_tile(const AttentionParams& p, int count, 
     cp_async_commit();
 }
 
-// Start to copy the first tiles of a split, the first one to stage `stage`. `entry`: what load_entries gave for them.
-// Returns the entries of the tiles behind those that were looked up.
+// Start to copy the first tiles of a split, whose holes are not known, the first one to stage `stage`. `entry`: what
+// load_entries gave for them. Returns the entries of the tiles behind those that were looked up.
 __device__ __forceinline__ int32_t begin_copies(const AttentionParams& p, const WorkItem& w, int stage,
                                                 int32_t entry) {
     const int tiles = w.end - w.begin;
-    entry = note_rows(p, w, 0, entry);
+    entry = note_and_load(p, w, 0, entry, false);
     if constexpr (FP8) {
 #pragma unroll 1
         for (int i = 0; i < RAW_STAGES; ++i) {
@@ -1134,13 +1252,14 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
     const int whole = small().work.end - small().work.begin;
     int stage = small().tiles_done % STAGES;
     if (!NEXT_EARLY || small().turn == 0)
-        entries = begin_copies(p, small().work, stage, load_entries(p, small().work, small().work.begin));
+        entries = begin_copies(p, small().work, stage, load_entries(p, small().work, 0, false));
     if constexpr (FP8) {
 #pragma unroll 1
         for (int i = 0; i < min(whole, WIDENED_BEFORE); ++i) bring_tile(p, i, whole, (stage + i) % STAGES);
     }
     named_barrier_sync(CUT_OFF, THREADS);  // while the first rows and Q come
     const int tiles = small().tiles;
+    if (small().holes) entries = note_marked(p, small().work);
     if (PV_BEHIND_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
     if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
     if (tiles > 1) named_barrier_arrive(P_EMPTY + 1, THREADS);
@@ -1150,7 +1269,7 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
     for (int tile = 0; tile < tiles; ++tile) {
         const int buffer = tile % 2;
         if ((tile + COPIED_BEFORE) % NOTED_TILES == 0)
-            entries = note_rows(p, small().work, tile + COPIED_BEFORE, entries);
+            entries = note_and_load(p, small().work, tile + COPIED_BEFORE, entries, small().holes);
         named_barrier_sync(P_FULL + buffer, THREADS);
         if (!FP8 && tile + COPIED_BEFORE < tiles)
             copy_tile(p, tile + COPIED_BEFORE, stage == 0 ? STAGES - 1 : stage - 1);
@@ -1171,7 +1290,7 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
         if (tiles == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
     }
     // The next split's first rows are on their way before this one's results are written.
-    if (NEXT_EARLY && has_next(p)) entries = load_entries(p, small().next, small().next.begin);
+    if (NEXT_EARLY && has_next(p)) entries = load_entries(p, small().next, 0, false);
     named_barrier_sync(FINAL, THREADS);
     if (NEXT_EARLY && has_next(p)) entries = begin_copies(p, small().next, stage, entries);
     finish_output(p, o);
@@ -1208,8 +1327,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
                 run_output_warp(p, entries);
             } else {
                 QRegisters q;
-                int32_t last;
-                run_score_warp(p, q, last);
+                uint32_t valid;
+                run_score_warp(p, q, valid);
             }
         }
     } else {
@@ -1222,9 +1341,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
             }
         } else {
             QRegisters q;
-            int32_t last;
+            uint32_t valid;
             while (sm.turn < num_turns(p)) {
-                run_score_warp(p, q, last);
+                run_score_warp(p, q, valid);
                 take_next_split();
             }
         }

@@ -29,6 +29,7 @@ from ...cases import (
     queries,
     run_decode,
     sinks,
+    with_holes,
 )
 from ...kinds import CuPy, gapped
 from .replays import check_replays_with_other_lengths
@@ -137,6 +138,17 @@ def test_two_caches_sinks_lengths_and_strides(kind, rng, fmt, h_q, num_splits):
     main.length[:2] = extra.length[1:3] = 0
     q = gapped(queries(rng, 9, 2, h_q, fmt.d_qk), 0, 0, 0, 8)
     check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), num_splits=num_splits, out_gaps=(0, 1, 2, 3))
+
+
+@gpu
+@FORMATS
+@pytest.mark.parametrize(("h_q", "num_splits"), [(16, 1), (64, 1), (64, 3), (72, None)])
+def test_tiles_without_a_valid_entry(kind, rng, fmt, h_q, num_splits):
+    """They are not multiplied: tests/emulator/test_portable.py counts."""
+    main, extra = (paged(rng, fmt, 40, 1, topk, 64) for topk in (1900, 300))
+    with_holes(rng, main)
+    with_holes(rng, extra)
+    check_decode(kind, fmt, queries(rng, 40, 1, h_q, fmt.d_qk), main, extra, num_splits=num_splits)
 
 
 @gpu

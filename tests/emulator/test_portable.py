@@ -1,0 +1,130 @@
+"""`portable` multiplies no tile that has no valid entry, wherever it stands, but for the first ones of a split: the
+products of its launches are counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla.cuda.attention import portable
+from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention.cost import EVENLY
+
+from .. import oracle
+from ..cases import Paged, check_decode, check_prefill, paged, prefill_inputs, queries, sinks
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+
+TILE_ROWS = {"portable": 32, "portable_99kb": 16}
+FIRST_TILES = 6  # of a split, which are copied before a CTA has looked for valid entries: at most
+MARKED_TILES = 1024  # of a split, behind which all tiles count
+SMS = 6  # of the emulated GPU
+SHAPES = pytest.mark.parametrize("name", TILE_ROWS)
+EVERYWHERE = pytest.mark.parametrize("where", ["begin", "middle", "end", "every second", "one", "anywhere", "all"])
+
+
+def empty_tiles(rng: np.random.Generator, where: str, lists: int, tiles: int) -> np.ndarray:
+    """Of each list [lists, tiles]: which of its tiles are to have no valid entry."""
+    tile, some = np.arange(tiles), rng.integers(1, tiles, (lists, 1))
+    return {
+        "begin": tile < some,
+        "middle": (tile > 0) & (tile < some),
+        "end": tile >= some,
+        "every second": (tile + some) % 2 == 0,
+        "one": tile == some,
+        "anywhere": rng.random((lists, tiles)) < 0.7,
+        "all": tile < tiles + 0 * some,
+    }[where]
+
+
+def empty(rng: np.random.Generator, where: str, indices: np.ndarray, rows: int) -> None:
+    """Take all valid entries out of some tiles of lists [..., topk]."""
+    lists = indices.reshape(-1, indices.shape[-1])
+    tiles = empty_tiles(rng, where, len(lists), -(-lists.shape[1] // rows))
+    lists[np.repeat(tiles, rows, axis=1)[:, : lists.shape[1]]] = -1
+
+
+def has_rows(indices: np.ndarray, slots: int, rows: int) -> np.ndarray:
+    """Of each list [..., topk]: which of its tiles have a valid entry."""
+    lists = indices.reshape(-1, indices.shape[-1])
+    valid = np.pad((lists >= 0) & (lists < slots), ((0, 0), (0, -lists.shape[1] % rows)))
+    return valid.reshape(len(lists), -1, rows).any(axis=2)
+
+
+def mmas_of_tile(h_q: int, d_qk: int, rows: int) -> int:
+    """S and O of a tile and all heads of a query."""
+    heads = portable.block_heads(h_q)
+    return -(-h_q // heads) * (heads // 16) * (rows // 8 * d_qk // 16 + rows // 16 * 512 // 8)
+
+
+def some_entries(rng: np.random.Generator) -> int:
+    """A list's length: an even number of tiles, so that none is alone in a split, where V32_FP8 has more to do."""
+    return int(64 * rng.integers(6, 40) - rng.integers(16))
+
+
+def slots(main: Paged) -> int:
+    return main.cache.shape[0] * main.cache.shape[1]
+
+
+@SHAPES
+@EVERYWHERE
+@pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, fmt, where, name):
+    """Whole items, splits, and equal shares of more queries than a GPU has SMs; sometimes with an extra cache."""
+    monkeypatch.setenv(VARIABLE, name)
+    replace_in_choose("portable_splits", lambda *_: EVENLY)  # where the number of splits is free
+    b, h_q, rows = int(rng.choice([2, 7])), int(rng.choice([5, 20, 40])), TILE_ROWS[name]
+    num_splits = rng.choice([1, 3, None])
+    caches = [paged(rng, fmt, b, 1, some_entries(rng), 64) for _ in range(rng.integers(1, 3))]
+    for cache in caches:
+        empty(rng, where, cache.indices, rows)
+    check_decode(kind, fmt, queries(rng, b, 1, h_q, fmt.d_qk), *caches, sink=sinks(rng, h_q), num_splits=num_splits)
+    assert "portable" in emulated.launched
+    tiles = sum(has_rows(cache.indices, slots(cache), rows).sum() for cache in caches)
+    splits = b * num_splits if num_splits else b + SMS
+    mmas = mmas_of_tile(h_q, fmt.d_qk, rows)
+    assert tiles * mmas <= emulated.products["portable"] <= (tiles + splits * FIRST_TILES) * mmas
+
+
+@SHAPES
+@EVERYWHERE
+def test_prefill(kind, emulated, rng, monkeypatch, where, name):
+    """More queries than a GPU has SMs."""
+    monkeypatch.setenv(VARIABLE, name)
+    queries, d_qk, h_q, rows = 9, int(rng.choice([512, 576])), int(rng.choice([5, 20, 40])), TILE_ROWS[name]
+    q, kv, indices = prefill_inputs(rng, queries, h_q, d_qk, 300, some_entries(rng))
+    empty(rng, where, indices, rows)
+    check_prefill(kind, q, kv, indices, 0.05, sinks(rng, h_q))
+    assert "portable" in emulated.launched
+    tiles, mmas = has_rows(indices, len(kv), rows).sum(), mmas_of_tile(h_q, d_qk, rows)
+    assert tiles * mmas <= emulated.products["portable"] <= (tiles + (queries + SMS) * FIRST_TILES) * mmas
+
+
+@SHAPES
+@pytest.mark.parametrize("marked", [False, True], ids=["beyond the marks", "marked"])
+@pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+def test_holes_behind_the_first_tiles(kind, emulated, rng, monkeypatch, fmt, marked, name):
+    """Every product is counted. Lists at which a split looks in many rounds; also of more tiles than have marks, of
+    which those behind are multiplied up to the last that has a row."""
+    monkeypatch.setenv(VARIABLE, name)
+    rows = TILE_ROWS[name]
+    tiles = int(rng.integers(70, 700)) if marked else MARKED_TILES + 50
+    caches = [paged(rng, fmt, 2, 1, tiles * rows - int(rng.integers(rows)), 64)]
+    if marked:
+        caches.append(paged(rng, fmt, 2, 1, some_entries(rng), 64))
+    for cache in caches:
+        lists = cache.indices.reshape(2, -1)
+        kept = np.arange(-(-lists.shape[1] // rows)) < (FIRST_TILES if cache is caches[0] else 0)
+        kept = kept | (rng.random((2, len(kept))) < 0.02)
+        kept[:, MARKED_TILES + 10 :] = False
+        kept[0, MARKED_TILES - 1 : MARKED_TILES + 5] = [True, False, False, False, True, False][
+            : kept[0, MARKED_TILES - 1 :].size
+        ]
+        lists[~np.repeat(kept, rows, axis=1)[:, : lists.shape[1]]] = -1
+    check_decode(kind, fmt, queries(rng, 2, 1, 5, fmt.d_qk), *caches, num_splits=1)
+    worked = [has_rows(cache.indices, slots(cache), rows) for cache in caches]
+    for of_list in worked[0]:
+        of_list[MARKED_TILES : 1 + of_list.nonzero()[0][-1]] = True
+    count = sum(of_cache.sum() for of_cache in worked)
+    assert emulated.products["portable"] == count * mmas_of_tile(5, fmt.d_qk, rows)
