@@ -719,8 +719,8 @@ extern "C" const char* emu_run(void* handle, const uint32_t* dims, uint32_t clus
     grid = {dims[0], dims[1], dims[2]};
     threads_of_cta = kernel->threads;
     numbers.seed(seed);
-    run = Run{kernel, params, grid.x * grid.y * grid.z / cluster, cluster, 0, size_t(most_alive), {}, {}, 0, 0,
-              false,  {},     0};
+    run = Run{kernel, params, grid.x * grid.y * grid.z / cluster, cluster, 0, size_t(most_alive), {}, {}, 0, 0, false,
+              {},     0};
     free_images.clear();
     for (size_t i = kernel->images.size(); i-- > 0;) free_images.push_back(int(i));
     if (grid.x % cluster) return "a grid that is no multiple of its clusters";
