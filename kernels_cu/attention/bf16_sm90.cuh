@@ -29,7 +29,7 @@
 //                                          16 x VALIDITY_LANES more, for validity
 //   empty[tile][region][half]              half of a region's rows released, by the 4 warps of warpgroup `region`
 //   q_full                Q has come       128 arrivals after cp.async, in clusters 256, and 1 for the work item's number
-//   q_empty               Q released       the 8 consumer warps
+//   q_empty               Q released       the 8 consumer warps; not in clusters
 //   P_READY + w           named: P_w is published: warpgroup w arrives, the other one waits
 //   CONSUMER_SYNC         named: both consumer warpgroups, at the end of a work item
 //   PRODUCER_SYNC         named: the producer warps, which have looked at list entries

@@ -11,8 +11,9 @@ from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.attention.cost import EVENLY
 
 from .. import oracle
-from ..cases import Paged, check_decode, check_prefill, paged, prefill_inputs, queries, sinks
+from ..cases import check_decode, check_prefill, paged, prefill_inputs, queries, sinks
 from .emulator import needs_compiler
+from .test_tiles_without_rows import has_rows, has_rows_of
 
 pytestmark = needs_compiler
 
@@ -45,13 +46,6 @@ def empty(rng: np.random.Generator, where: str, indices: np.ndarray, rows: int) 
     lists[np.repeat(tiles, rows, axis=1)[:, : lists.shape[1]]] = -1
 
 
-def has_rows(indices: np.ndarray, slots: int, rows: int) -> np.ndarray:
-    """Of each list [..., topk]: which of its tiles have a valid entry."""
-    lists = indices.reshape(-1, indices.shape[-1])
-    valid = np.pad((lists >= 0) & (lists < slots), ((0, 0), (0, -lists.shape[1] % rows)))
-    return valid.reshape(len(lists), -1, rows).any(axis=2)
-
-
 def mmas_of_tile(h_q: int, d_qk: int, rows: int) -> int:
     """S and O of a tile and all heads of a query."""
     heads = portable.block_heads(h_q)
@@ -61,10 +55,6 @@ def mmas_of_tile(h_q: int, d_qk: int, rows: int) -> int:
 def some_entries(rng: np.random.Generator) -> int:
     """A list's length: an even number of tiles, so that none is alone in a split, where V32_FP8 has more to do."""
     return int(64 * rng.integers(6, 40) - rng.integers(16))
-
-
-def slots(main: Paged) -> int:
-    return main.cache.shape[0] * main.cache.shape[1]
 
 
 @SHAPES
@@ -81,7 +71,7 @@ def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, fmt, where,
         empty(rng, where, cache.indices, rows)
     check_decode(kind, fmt, queries(rng, b, 1, h_q, fmt.d_qk), *caches, sink=sinks(rng, h_q), num_splits=num_splits)
     assert "portable" in emulated.launched
-    tiles = sum(has_rows(cache.indices, slots(cache), rows).sum() for cache in caches)
+    tiles = sum(has_rows_of(cache, rows).sum() for cache in caches)
     splits = b * num_splits if num_splits else b + SMS
     mmas = mmas_of_tile(h_q, fmt.d_qk, rows)
     assert tiles * mmas <= emulated.products["portable"] <= (tiles + splits * FIRST_TILES) * mmas
@@ -123,7 +113,7 @@ def test_holes_behind_the_first_tiles(kind, emulated, rng, monkeypatch, fmt, mar
         ]
         lists[~np.repeat(kept, rows, axis=1)[:, : lists.shape[1]]] = -1
     check_decode(kind, fmt, queries(rng, 2, 1, 5, fmt.d_qk), *caches, num_splits=1)
-    worked = [has_rows(cache.indices, slots(cache), rows) for cache in caches]
+    worked = [has_rows_of(cache, rows) for cache in caches]
     for of_list in worked[0]:
         of_list[MARKED_TILES : 1 + of_list.nonzero()[0][-1]] = True
     count = sum(of_cache.sum() for of_cache in worked)

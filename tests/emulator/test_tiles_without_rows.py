@@ -131,19 +131,18 @@ def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, mon
 all_places = pytest.mark.parametrize("where", [*WHERE, "every second", "a run", "all"])
 
 
-def tiles_with_rows(indices: np.ndarray, slots: int, length: np.ndarray | None = None) -> int:
-    """How many tiles of lists [b, ..., topk] have a valid entry."""
+def has_rows(indices: np.ndarray, slots: int, rows: int = TILE_ROWS, length: np.ndarray | None = None) -> np.ndarray:
+    """Of each list [b, ..., topk]: which of its tiles have a valid entry."""
     topk = indices.shape[-1]
     ends = np.full(len(indices), topk) if length is None else length
     valid = (indices >= 0) & (indices < slots)
     valid &= np.arange(topk) < ends.reshape(-1, *[1] * (indices.ndim - 1))
-    whole = np.zeros((*indices.shape[:-1], -(-topk // TILE_ROWS) * TILE_ROWS), bool)
-    whole[..., :topk] = valid
-    return int(whole.reshape(-1, TILE_ROWS).any(axis=1).sum())
+    lists = np.pad(valid.reshape(-1, topk), ((0, 0), (0, -topk % rows)))
+    return lists.reshape(len(lists), -1, rows).any(axis=2)
 
 
-def tiles_with_rows_of(main: Paged) -> int:
-    return tiles_with_rows(main.indices, main.cache.shape[0] * main.cache.shape[1], main.length)
+def has_rows_of(main: Paged, rows: int = TILE_ROWS) -> np.ndarray:
+    return has_rows(main.indices, main.cache.shape[0] * main.cache.shape[1], rows, main.length)
 
 
 def products_of_tile(d_qk: int) -> int:
@@ -169,7 +168,8 @@ def test_decode_multiplies_tiles_with_rows_alone(kind, emulated, rng, monkeypatc
         lift_logits(q, cache.cache, SCALE)
     check_decode(kind, oracle.BF16_576, q, *caches, sm_scale=SCALE, sink=sinks(rng, h_q) + LIFT, num_splits=num_splits)
     assert "bf16_few_heads_sm90" in emulated.launched
-    assert emulated.products["bf16_few_heads_sm90"] == products_of_tile(576) * sum(map(tiles_with_rows_of, caches))
+    tiles = sum(has_rows_of(cache).sum() for cache in caches)
+    assert emulated.products["bf16_few_heads_sm90"] == products_of_tile(576) * tiles
 
 
 @all_places
@@ -181,4 +181,4 @@ def test_prefill_multiplies_tiles_with_rows_alone(kind, emulated, rng, monkeypat
     indices = emptied(rng, where, indices)
     lift_logits(q, kv, SCALE)
     check_prefill(kind, q, kv, indices, SCALE, sinks(rng, 5) + LIFT)
-    assert emulated.products["bf16_few_heads_sm90"] == products_of_tile(512) * tiles_with_rows(indices, len(kv))
+    assert emulated.products["bf16_few_heads_sm90"] == products_of_tile(512) * has_rows(indices, len(kv)).sum()

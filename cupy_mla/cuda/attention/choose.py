@@ -372,11 +372,9 @@ def _few_heads_clusters_wanted(f: Facts, s: Sizes) -> bool:
     if s.splits is not None or (fewest and f.prefill) or not any(pairs >= p and s.queries >= q for p, q in wanted):
         return False
     splits = _cluster_splits(f, s)
-    each = ceil_div(pairs, splits)
-    if fewest:
-        return splits > 1 and each == 1
     full = splits * s.queries > CLUSTER_FEW_HEADS_FULL * f.gpu.sms
-    return splits > 1 and each <= CLUSTER_FEW_HEADS_EACH + full
+    most = 1 if fewest else CLUSTER_FEW_HEADS_EACH + full  # pairs of a split
+    return splits > 1 and ceil_div(pairs, splits) <= most
 
 
 def _bf16_cluster(f: Facts, s: Sizes) -> Choice:
