@@ -146,7 +146,7 @@ ATTENTION = Struct(
     out_s=INT64, out_h=INT64, lse=POINTER, max_logits=POINTER, lse_b=INT64, lse_s=INT64, lse_h=INT64, part_out=POINTER,
     part_lse=POINTER, part_max=POINTER, cluster_parts=POINTER, sink=POINTER, scale_log2=FLOAT, s_q=INT32, h_q=INT32,
     num_queries=INT32, num_splits=INT32, flags=INT32, order=POINTER, ready=POINTER, nonce=UINT64, least_split=INT32,
-    item_cost=INT32, plan=POINTER, plan_filled=INT32,
+    item_cost=INT32, cut_cost=INT32, whole_items=INT32, plan_filled=INT32, plan=POINTER,
 )  # fmt: skip
 GROUPED = Struct(
     "GroupedParams", ATTENTION, list_lengths=POINTER, rows=POINTER, excluded=POINTER, twice=POINTER,

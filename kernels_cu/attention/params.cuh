@@ -27,8 +27,10 @@ struct AttentionParams {
     uint64_t nonce;       // a multiple of 4 that no other run of a call has
     int32_t least_split;  // pairs of tiles that a split has at least, in shares
     int32_t item_cost;    // what a work item costs beside its pairs of tiles, in shares of lists that are equally long
-    int4* plan;           // [CTAs] the shares of calls with one schedule (shares.cuh), or null
+    int32_t cut_cost;     // what all shares cost more because items are cut, of lists that may not be
+    int32_t whole_items;  // if items stay whole: the most that a share has, times all shares
     int32_t plan_filled;  // whether an earlier launch has filled the plan; else this one does
+    int4* plan;           // [CTAs] the shares of calls with one schedule (shares.cuh), or null
 };
 
 // What AttentionParams.flags says.

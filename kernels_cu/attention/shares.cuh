@@ -81,18 +81,26 @@ __device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint
     return nearest_boundary(p, at / cost, pairs, int(at % cost) - p.item_cost);
 }
 
-// Finds a share where lists are not equally long: pairs_at(query) says how many pairs of tiles a query has.
-// All threads call; each looks at some of the queries.
+// Finds a share where lists may not be equally long: pairs_at(query) says how many pairs of tiles a query has. Items
+// stay whole where no share can then cost much more than the mean: lengths are often equal, as those of contexts longer
+// than topk. All threads call; each looks at some of the queries.
 template <int THREADS, typename Pairs>
 __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int share, Shares<THREADS>& shares,
                                                   Pairs pairs_at) {
     const int each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
     const int end = min(first + each, p.num_queries);
-    uint32_t cost = 0, of_tile;  // of these queries; of all, for a tile of heads
+    uint32_t cost = 0, most = 0, of_tile;  // of these queries, and of one of them; of all, for a tile of heads
 #pragma unroll 1
-    for (int query = first; query < end; ++query) cost += cost_of(pairs_at(query));
-    const uint32_t before = cta_sum_before(cost, shares.costs, of_tile);
-    const uint32_t head_tiles = num_head_tiles(p), total = of_tile * head_tiles;
+    for (int query = first; query < end; ++query) {
+        const uint32_t of_query = cost_of(pairs_at(query));
+        cost += of_query;
+        most = max(most, of_query);
+    }
+    uint32_t before = cta_sum_before(cost, shares.costs, of_tile);
+    const uint32_t head_tiles = num_head_tiles(p);
+    const bool cut = __syncthreads_or(most * p.whole_items > of_tile * head_tiles + p.cut_cost);
+    if (!cut) before = first, cost = max(end - first, 0), of_tile = p.num_queries;  // all items cost 1
+    const uint32_t total = of_tile * head_tiles;
 #pragma unroll 1
     for (uint32_t i = 0; i < 2; ++i) {
         Boundary& found = i == 0 ? shares.begin : shares.end;
@@ -104,7 +112,7 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
 #pragma unroll 1
         for (int query = first; query < end; ++query) {
             const int pairs = pairs_at(query);
-            const uint32_t of_query = cost_of(pairs);
+            const uint32_t of_query = cut ? cost_of(pairs) : 1;
             if (left < of_query) {
                 found = nearest_boundary(p, tile * p.num_queries + query, pairs, int(left) - UNEVEN_ITEM_COST);
                 break;

@@ -19,6 +19,7 @@ from ..driver import MAX_CLUSTER, Gpu
 from ..paging import ceil_div
 from . import bf16_cluster_sm90, bf16_grouped_sm90, bf16_sm90, few_heads_sm90, fp8_sm90, portable
 from .cost import (
+    CUT_COST,
     EVENLY,
     FP8_LEAST_SPLIT,
     ITEM_COST,
@@ -104,6 +105,8 @@ class Choice(NamedTuple):
             the length of its lists asks for.
         least_split: pairs of tiles that a split has at least, where rows are divided among CTAs.
         item_cost: what a work item costs beside its pairs of tiles, where equally long lists are divided among CTAs.
+        cut_cost: what a share of other lists costs more because items are cut; where it would save less, items stay
+            whole.
         queries: of a CTA; of a query group.
         longest_first: CTAs that take several queries begin with those that have the longest lists.
         most_rows: of query groups: a group is worked on as one where the union of its lists has at most this share of
@@ -119,6 +122,7 @@ class Choice(NamedTuple):
     teams: bool = False
     least_split: int = 0
     item_cost: int = ITEM_COST
+    cut_cost: int = CUT_COST
     queries: int = 1
     longest_first: bool = False
     counted: bool = False

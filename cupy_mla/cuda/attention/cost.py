@@ -64,15 +64,18 @@ FP8_PARTIAL = {32: 3.5, 64: 0.9}  # another CTA's partial result, there
 # several rounds; and what is added to EVEN once.
 FP8_UNEVEN = (0.55, 0.8, 0.95, 3.5)
 FP8_SEGMENT = {32: 4.0, 64: 6.5}  # a split of a CTA that takes an item's splits in turn, beside its pairs
-# Added to a cluster's merge where CTAs are a team: of equal splits; of as many CTAs as lengths ask for. LEAST: the CTAs
-# that an item has at least then, on average.
-FP8_TEAM, FP8_TEAM_LEAST = (0.9, 5.7), 1.55
+# Added to a cluster's merge where CTAs are a team: of equal splits; of as many CTAs as lengths ask for.
+FP8_TEAM = (0.9, 5.7)
+# Where lengths ask for them: the CTAs that an item has at least, on average, of lists of up to so many tiles and of
+# longer ones. With fewer than two, items whose lists all turn out to be full have one.
+FP8_TEAM_LEAST, FP8_TEAM_LONG, FP8_TEAM_LEAST_LONG = 1.75, 20, 2.0
 FP8_LEAST_SPLIT = 2  # pairs of tiles
 
 # Of shares (kernels_cu/attention/shares.cuh): what a pair of tiles costs, and a work item beside them; and that of each
 # kernel where lists are not equally long, or end with -1.
 PAIR_COST, ITEM_COST = 8, 11
 UNEVEN_ITEM_COST = {"fp8_sm90": 8, "bf16_shares_sm90": 8, "few_heads_sm90": 11, "portable": 11}
+CUT_COST = 24  # what a share of such lists costs more because items are cut
 # Of a share of `fp8_sm90` with 64 heads, in the time of a pair of tiles: Q and first rows of each item, results, and
 # the partial results that it leaves and merges. From clocks within the kernel.
 SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 0.96, 0.63, 0.56, 0.81
@@ -218,7 +221,7 @@ def fp8_candidates(
         ctas = sms / (queries * items)
         if uneven:  # as often short as long: CTAs that serve one item have half a split to spare
             quota = np.minimum(tiles, tiles / np.clip(2 * ctas - 1, 1, MAX_CLUSTER) + 0.5)
-            full, least = 1.0, FP8_TEAM_LEAST
+            full, least = 1.0, FP8_TEAM_LEAST if tiles <= FP8_TEAM_LONG else FP8_TEAM_LEAST_LONG
         else:
             quota, full, least = of_split, np.minimum(1.0, asked / ctas), asked
         team = item + pair * quota / 2 + merge + longer * (quota > ring) + full * (full_item + full_pair * quota / 2)

@@ -238,7 +238,8 @@ def _launches(
         cluster_parts=memory.clusters, sink=pointer(sink), scale_log2=sm_scale * math.log2(math.e), s_q=s_q, h_q=h_q,
         num_queries=queries, num_splits=partials, flags=flags, order=0, ready=memory.ready,
         nonce=Nonce() if memory.ready else 0, least_split=choice.least_split,
-        item_cost=choice.item_cost, plan=plan_address, plan_filled=plan_filled,
+        item_cost=choice.item_cost, cut_cost=choice.ctas * choice.cut_cost,
+        whole_items=ceil_div(items, most(1, choice.ctas)) * choice.ctas, plan_filled=plan_filled, plan=plan_address,
     )  # fmt: skip
     call = Call(gpu, layout, h_q, queries, rows.topk, rows.num_slots, params)
     if choice.kernel == "bf16_grouped_sm90":

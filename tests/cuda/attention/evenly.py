@@ -10,11 +10,11 @@ import pytest
 
 from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import EVENLY, Choice, Facts, Row, Sizes
-from cupy_mla.cuda.attention.cost import ITEM_COST
+from cupy_mla.cuda.attention.cost import CUT_COST, ITEM_COST
 from cupy_mla.cuda.paging import ceil_div
 
 from ... import oracle
-from ...cases import Paged, check_decode, paged, queries
+from ...cases import Paged, check_decode, off_zero, paged, queries, sinks
 from ...kinds import NumPy
 
 CTAS = 132
@@ -26,13 +26,15 @@ def table_with(kernel: str, choice: Callable[[Facts, Sizes], Choice]) -> tuple[R
     return tuple(row._replace(choice=choice) if row.kernel == kernel else row for row in choose.TABLE)
 
 
-def table(kernel: str, heads: int, item_cost: int = ITEM_COST) -> tuple[Row, ...]:
+def table(
+    kernel: str, heads: int, item_cost: int = ITEM_COST, cut_cost: int = 0, ctas: int | None = None
+) -> tuple[Row, ...]:
     """`choose.TABLE`, in which this kernel divides evenly, with so many heads a CTA and splits of a pair and more."""
 
     def divided(facts: Facts, sizes: Sizes) -> Choice:
         pairs = max(1, ceil_div(sizes.rows, PAIR_ROWS))
-        ctas = max(1, min(CTAS, sizes.queries * ceil_div(sizes.h_q, heads) * pairs))
-        return Choice(kernel, heads, EVENLY, ctas=ctas, least_split=1, item_cost=item_cost)
+        shares = max(1, min(ctas or CTAS, sizes.queries * ceil_div(sizes.h_q, heads) * pairs))
+        return Choice(kernel, heads, EVENLY, ctas=shares, least_split=1, item_cost=item_cost, cut_cost=cut_cost)
 
     return table_with(kernel, divided)
 
@@ -65,3 +67,33 @@ def check_nothing_valid(kind: NumPy, rng: np.random.Generator, fmt: oracle.Forma
     out, lse = check_decode(kind, fmt, queries(rng, 140, 1, h_q, fmt.d_qk), main)
     assert (out[5:].astype(np.float32) == 0).all()
     assert (lse[5:] == np.inf).all()
+
+
+def check_items_stay_whole(
+    kind: NumPy,
+    rng: np.random.Generator,
+    replace_in_choose: Callable[[str, tuple[Row, ...]], None],
+    fmt: oracle.Format,
+    kernel: str,
+    heads: int,
+) -> None:
+    """Items of lists with lengths, of 4 CTAs, are cut where the longest share then gets shorter by enough."""
+    always, never = 0, 1 << 20
+    for lengths, cut in (
+        ([1024, 1024, 1024], False),
+        ([1024, 1100, 960], False),  # up to topk; as many pairs of tiles
+        ([1024, 1024], True),
+        ([1024, 100, 0], True),
+        ([200] * 5, False),  # a CTA has two
+        ([1024] * 5, True),
+    ):
+        main = paged(rng, fmt, len(lengths), 1, 1024, 64, lengths=True)
+        main.length[:] = lengths
+        q = off_zero(fmt, queries(rng, len(lengths), 1, heads, fmt.d_qk), main)
+        sink, bits = sinks(rng, heads), []
+        for cost in (never, CUT_COST, always):
+            replace_in_choose("TABLE", table(kernel, heads, cut_cost=cost, ctas=4))
+            bits.append([r.tobytes() for r in check_decode(kind, fmt, q, main, sink=sink)])
+        whole, found, split = bits
+        assert whole != split
+        assert found == (split if cut else whole), lengths

@@ -62,6 +62,11 @@ def test_every_batch(hopper, small_splits, rng, fmt, batches):
 
 
 @FORMATS
+def test_items_stay_whole(hopper, replace_in_choose, rng, fmt):
+    evenly.check_items_stay_whole(hopper, rng, replace_in_choose, fmt, KERNEL, 64)
+
+
+@FORMATS
 @evenly.unequal_lengths
 def test_lengths(hopper, small_splits, rng, fmt, lengths):
     main = paged(rng, fmt, 70, 2, 300, 64, lengths=True)

@@ -224,16 +224,16 @@ def test_fp8_splits_that_were_measured_to_be_the_fastest(layout, h_q, rows, quer
 @pytest.mark.parametrize(
     ("layout", "h_q", "rows", "by_length", "otherwise"),
     [
-        (V4_FP8, 128, 1152, (20, 21, 24, 26, 28, 42), (9, 15, 52, 55, 59)),
-        (V4_FP8, 64, 640, (), (9, 20, 33, 41, 46, 60, 66, 93)),
-        (V4_FP8, 32, 640, (69, 84), (52, 58)),
-        (V32_FP8, 128, 2048, (15, 17, 21, 31, 33), (6, 47)),
-        (V32_FP8, 64, 2048, (19, 22, 42, 47, 60, 80), (9, 98, 102)),
-        (V32_FP8, 32, 2048, (37, 60, 75), ()),
+        (V4_FP8, 128, 1152, (20, 21, 24, 26, 28, 34), (9, 15, 40, 42, 52, 55, 59)),
+        (V4_FP8, 64, 640, (67,), (9, 20, 33, 41, 46, 60, 66, 80, 93)),
+        (V4_FP8, 32, 640, (67, 69), (52, 58, 80, 84)),
+        (V32_FP8, 128, 2048, (15, 17, 21, 31, 33), (6, 34, 40, 47)),
+        (V32_FP8, 64, 2048, (19, 22, 42, 47, 60), (9, 67, 72, 80, 98, 102)),
+        (V32_FP8, 32, 2048, (37, 60), (67, 75)),
     ],
 )
 def test_teams_by_length_where_they_were_measured_to_be_faster(layout, h_q, rows, by_length, otherwise):
-    """Numbers of queries of random lengths: in teams, and in what was the fastest before."""
+    """Numbers of queries of random lengths, and not much slower if all lists are full: in teams, and in other ways."""
     chosen = {queries: decode(layout, h_q, queries, rows, uneven=True) for queries in by_length + otherwise}
     teams = Choice("fp8_sm90", 32 if h_q == 32 else 64, EVENLY, ctas=GPU.sms, teams=True)
     assert {queries for queries, choice in chosen.items() if choice == teams} == {*by_length}
@@ -897,4 +897,4 @@ def test_the_kernels_tests_divide_small_calls_over_many_ctas(replace_in_choose, 
     before = choose.chooser(facts)[(None, *sizes)]
     replace_in_choose("TABLE", evenly.table(kernel, heads=64))
     assert before.splits != EVENLY
-    assert choose.choose(facts, sizes, kernel) == Choice(kernel, 64, EVENLY, ctas=18, least_split=1)
+    assert choose.choose(facts, sizes, kernel) == Choice(kernel, 64, EVENLY, ctas=18, least_split=1, cut_cost=0)

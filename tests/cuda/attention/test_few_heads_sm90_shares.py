@@ -76,6 +76,11 @@ def test_every_batch(hopper, evenly, rng, batches):
 
 
 @HEADS
+def test_items_stay_whole(hopper, replace_in_choose, rng, heads):
+    divided.check_items_stay_whole(hopper, rng, replace_in_choose, oracle.V32, KERNEL, heads)
+
+
+@HEADS
 @divided.unequal_lengths
 def test_lengths(hopper, evenly, rng, lengths):
     main, extra = divided.unequal(rng, oracle.V32, lengths)

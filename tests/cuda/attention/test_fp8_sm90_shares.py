@@ -74,6 +74,12 @@ def test_lengths(hopper, evenly, rng, fmt, lengths):
     )
 
 
+@FORMATS
+@HEADS
+def test_items_stay_whole(hopper, replace_in_choose, rng, fmt, heads):
+    divided.check_items_stay_whole(hopper, rng, replace_in_choose, fmt, KERNEL, heads)
+
+
 def short(rng: np.random.Generator, main: Paged, holes: bool = False) -> None:
     """Lists without lengths end sooner: -1 stands behind, with `holes` anywhere, too. One is empty, one full."""
     b, s_q, topk = main.indices.shape

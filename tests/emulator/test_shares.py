@@ -1,0 +1,28 @@
+"""Kernels that divide the rows of a call evenly over CTAs, on an emulated GPU: where work items stay whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_mla.cuda.attention.choose import VARIABLE
+
+from .. import oracle
+from ..cuda.attention import evenly
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+
+
+@pytest.mark.parametrize(
+    ("kernel", "heads", "fmt"),
+    [
+        ("fp8_sm90", 64, oracle.V32),
+        ("fp8_sm90", 32, oracle.V4),
+        ("few_heads_sm90", 16, oracle.V32),
+        ("bf16_shares_sm90", 64, oracle.BF16_576),
+    ],
+)
+def test_items_stay_whole(kind, emulated, rng, monkeypatch, replace_in_choose, kernel, heads, fmt):
+    monkeypatch.setenv(VARIABLE, kernel)
+    evenly.check_items_stay_whole(kind, rng, replace_in_choose, fmt, kernel, heads)
+    assert kernel in emulated.launched
