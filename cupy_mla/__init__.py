@@ -32,7 +32,7 @@ from .ops.compressed import build_c128a_topk_metadata, compute_global_topk_indic
 from .ops.context_parallel import globalize_topk, local_seq_lens, localize_topk, merge_attention, merge_topk
 from .ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache, dequantize_and_gather_k_cache
 from .ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
-from .ops.indices import convert_req_index_to_global_index
+from .ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends
 from .ops.logits import indexer_logits, paged_indexer_logits, paged_indexer_schedule, quantize_indexer_q
 from .ops.quant import dynamic_per_batched_tensor_quant
 from .ops.swa import combine_topk_swa_indices, compute_prefill_gather_lens, compute_swa_indices_and_lens
@@ -75,6 +75,7 @@ __all__ = [
     "concat_and_cache_mla",
     "concat_mla_q",
     "convert_req_index_to_global_index",
+    "convert_to_slots_and_ends",
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_indexer_k_quant_cache",
     "cuda_available",

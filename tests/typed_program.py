@@ -42,6 +42,8 @@ def convert(positions: NDArray[np.int32], table: NDArray[np.int32]) -> None:
     assert_type(slots, NDArray[np.int32])
     both = cupy_mla.convert_req_index_to_global_index(requests, table, positions, 64, return_valid_counts=True)
     assert_type(both, tuple[NDArray[np.int32], NDArray[np.int32]])
+    ended = cupy_mla.convert_to_slots_and_ends(requests, table, positions, 64)
+    assert_type(ended, tuple[NDArray[np.int32], NDArray[np.int32]])
 
 
 def choose(q: Rows, keys: NDArray[np.uint8], scale_format: ScaleFormat) -> None:

@@ -9,7 +9,7 @@ from ..bridges import Place, bind, describe
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
-from ..metadata.batch import prefill_workspace_size, reshape_query_for_spec_decode
+from ..metadata.batch import prefill_workspace_size
 from ..metadata.sparse_mla import (
     FP8KernelMetadata,
     FP8SeparatePrefillDecode,
@@ -18,7 +18,7 @@ from ..metadata.sparse_mla import (
 )
 from ..ops.attention import planned_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
-from ..ops.indices import convert_req_index_to_global_index
+from ..ops.indices import convert_to_slots_and_ends
 from ..ops.validate import QUANTIZED
 from ..options import require_bool, require_instance, require_integer, require_scale
 from ..typing import A, AnyArray, CacheLayout, ModelKind
@@ -188,7 +188,7 @@ class SparseMLAImpl:
         prefill = extra.prefill if isinstance(extra, FP8SeparatePrefillDecode) else None
         rows = max((chunk.chunk_tot_seqlen for chunk in prefill.chunks), default=0) if prefill else 0
         padded = self.config.d_qk < self.config.layout.d_qk
-        concatenated, slots, workspace = self._scratch(tokens, isinstance(q, tuple) or padded, rows)
+        concatenated, slots, ends, workspace = self._scratch(tokens, isinstance(q, tuple) or padded, rows)
         queries: Any = q
         if isinstance(q, tuple):
             queries, rope = q
@@ -198,21 +198,30 @@ class SparseMLAImpl:
         if padded:
             concatenated[..., :D_V], concatenated[..., D_V:] = queries, 0
             queries = concatenated
-        # Valid entries are not counted: -1 may stand anywhere in a list, so their number is not where it ends.
-        convert_req_index_to_global_index(
+        # Where lists end, not how many entries are valid: -1 may stand anywhere in a list.
+        convert_to_slots_and_ends(
             metadata.req_id_per_token, metadata.block_table, topk_indices, metadata.block_size,
             prefill.request_ids if prefill else None, prefill.workspace_starts if prefill else None, out=slots,
+            ends=ends,
         )  # fmt: skip
         if isinstance(extra, FP8SeparatePrefillDecode):
-            self._forward_separate(queries, kv_cache, extra, slots, workspace, result, lse)
+            self._forward_separate(queries, kv_cache, extra, slots, ends, workspace, result, lse)
         elif isinstance(extra, FP8KernelMetadata):
-            self._decode(queries, kv_cache, slots, extra, tokens, result, lse)
+            self._decode(queries, kv_cache, slots, ends, extra, result, lse)
         else:
-            self._forward_bf16(queries, kv_cache, cache, metadata, slots, result, lse)
+            self._forward_bf16(queries, kv_cache, cache, metadata, slots, ends, result, lse)
         return result if lse is None else (result, lse)
 
     def _forward_bf16(
-        self, q: Any, kv_cache: Any, cache: Array, metadata: SparseMLAMetadata, slots: Any, out: Any, lse: Any
+        self,
+        q: Any,
+        kv_cache: Any,
+        cache: Array,
+        metadata: SparseMLAMetadata,
+        slots: Any,
+        ends: Any,
+        out: Any,
+        lse: Any,
     ) -> None:
         num_blocks, block_size, d_qk = cache.shape
         flat = num_blocks <= 1 or cache.strides[0] == block_size * cache.strides[1]
@@ -220,17 +229,24 @@ class SparseMLAImpl:
             rows = kv_cache.reshape(num_blocks * block_size, 1, d_qk)
             self._prefill(q, rows, slots, out, lse)
         else:
-            self._decode(q, kv_cache, slots, FP8KernelMetadata(), metadata.num_actual_tokens, out, lse)
+            self._decode(q, kv_cache, slots, ends, FP8KernelMetadata(), out, lse)
 
     def _forward_separate(
-        self, q: Any, kv_cache: Any, batch: FP8SeparatePrefillDecode, slots: Any, workspace: Any, out: Any, lse: Any
+        self,
+        q: Any,
+        kv_cache: Any,
+        batch: FP8SeparatePrefillDecode,
+        slots: Any,
+        ends: Any,
+        workspace: Any,
+        out: Any,
+        lse: Any,
     ) -> None:
         if batch.decode is not None:
             end = batch.num_decode_tokens
-            decodes = end // batch.decode.decode_query_len  # requests without tokens have no row
             of_decodes = None if lse is None else lse[:end]
             self._decode(
-                q[:end], kv_cache, slots[:end], batch.decode.kernel_metadata, decodes, out[:end], of_decodes
+                q[:end], kv_cache, slots[:end], ends[:end], batch.decode.kernel_metadata, out[:end], of_decodes
             )  # fmt: skip
         for chunk in batch.prefill.chunks if batch.prefill else ():
             rows, tokens = workspace[: chunk.chunk_tot_seqlen], chunk.tokens_slice
@@ -241,28 +257,30 @@ class SparseMLAImpl:
             self._prefill(q[tokens], rows[:, None], slots[tokens], out[tokens], of_chunk)
 
     def _decode(
-        self, q: Any, kv_cache: Any, slots: Any, kernel: FP8KernelMetadata, decodes: int, out: Any, lse: Any
+        self, q: Any, kv_cache: Any, slots: Any, ends: Any, kernel: FP8KernelMetadata, out: Any, lse: Any
     ) -> None:
-        """Attention of the equally many query tokens of some decodes over the cache."""
-        if decodes == 0:
+        """Attention of query tokens over the cache. Each is a request of its own: lists end at places of their own."""
+        if len(q) == 0:
             return
-        q, slots, into = (reshape_query_for_spec_decode(array, decodes) for array in (q, slots, out))
-        _, found = planned_decode(q, kv_cache, slots, self.scale, into, kernel.num_splits, kernel.plan)
+        _, found = planned_decode(
+            q[:, None], kv_cache, slots[:, None], ends, self.scale, out[:, None], kernel.num_splits, kernel.plan
+        )  # fmt: skip
         if lse is not None:
-            lse[...] = found.swapaxes(1, 2).reshape(lse.shape)
+            lse[...] = found[..., 0]
 
     def _prefill(self, q: Any, rows: Any, slots: Any, out: Any, lse: Any) -> None:
-        """Attention of query tokens over flat rows."""
+        """Attention of query tokens over flat rows. Without ends: with them full lists take up to 3 % longer."""
         _, _, found = sparse_prefill(q, rows, slots[:, None], self.scale, out=out)
         if lse is not None:
             lse[...] = found
 
     def _scratch(self, tokens: int, with_q: bool, rows: int) -> list[Any]:
-        """Room for a concatenated query (or none), slots, and gathered rows."""
+        """Room for a concatenated query (or none), slots, where each token's end, and gathered rows."""
         config = self.config
         return self.workspace.get_simultaneous(
             ((tokens if with_q else 0, config.num_heads, config.layout.d_qk), BFLOAT16),
             ((tokens, config.topk), INT32),
+            ((tokens,), INT32),
             ((rows, config.layout.d_qk), BFLOAT16),
         )
 

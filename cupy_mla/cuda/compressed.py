@@ -47,7 +47,7 @@ def compute_global_topk_indices_and_lens(
 ) -> Program:
     """Twin of `reference.compressed.compute_global_topk_indices_and_lens`."""
     return convert_req_index_to_global_index(
-        gpu, token_to_req, table, topk_indices, block_size, None, None, out, lens, is_valid_token
+        gpu, token_to_req, table, topk_indices, block_size, None, None, out, lens, None, is_valid_token
     )
 
 

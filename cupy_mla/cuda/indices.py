@@ -42,6 +42,7 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts: Array | None,
     out: Array,
     valid_counts: Array | None,
+    ends: Array | None = None,
     is_valid_token: Array | None = None,
 ) -> Program:
     """Twin of `reference.indices.convert_req_index_to_global_index`; tokens that are not valid count 0."""
@@ -55,8 +56,8 @@ def convert_req_index_to_global_index(
     params = structs.CONVERT(
         table=block_table(table, block_size), req_id=req_id.ptr, positions=token_indices.ptr,
         prefill_ids=pointer(prefill_request_ids), prefill_starts=pointer(prefill_workspace_starts), out=out.ptr,
-        counts=pointer(valid_counts), is_valid=pointer(is_valid_token), positions_stride=token_indices.strides[0],
-        out_stride=out.strides[0], num_tokens=tokens, k=k,
+        counts=pointer(valid_counts), ends=pointer(ends), is_valid=pointer(is_valid_token),
+        positions_stride=token_indices.strides[0], out_stride=out.strides[0], num_tokens=tokens, k=k,
         num_prefills=prefill_workspace_starts.shape[0] if prefill_workspace_starts else 0, rows=tokens_per_block,
         aligned=int(aligned),
     )  # fmt: skip

@@ -205,8 +205,8 @@ TOPK = Struct(
 )  # fmt: skip
 CONVERT = Struct(
     "ConvertParams", table=BLOCK_TABLE, req_id=POINTER, positions=POINTER, prefill_ids=POINTER, prefill_starts=POINTER,
-    out=POINTER, counts=POINTER, is_valid=POINTER, positions_stride=INT64, out_stride=INT64, num_tokens=INT32, k=INT32,
-    num_prefills=INT32, rows=INT32, aligned=INT32,
+    out=POINTER, counts=POINTER, ends=POINTER, is_valid=POINTER, positions_stride=INT64, out_stride=INT64,
+    num_tokens=INT32, k=INT32, num_prefills=INT32, rows=INT32, aligned=INT32,
 )  # fmt: skip
 SWA_DECODE = Struct(
     "SwaDecodeParams", table=BLOCK_TABLE, queries=QUERIES, token_to_req=POINTER, is_valid=POINTER, out=POINTER,

@@ -183,10 +183,10 @@ def _with_kvcache(
 
 
 def _planned_decode(
-    q: Any, k_cache: Any, indices: Any, sm_scale: float, out: Any, num_splits: int | None, plan: Any
+    q: Any, k_cache: Any, indices: Any, ends: Any, sm_scale: float, out: Any, num_splits: int | None, plan: Any
 ) -> Any:
     """Without the plan: a graph makes none."""
-    return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, out=out, num_splits=num_splits)
+    return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits)
 
 
 # What an operation becomes while a graph is traced, by the name of the function that torch.compile meets.

@@ -204,15 +204,21 @@ def planned_decode(
     q: A,
     k_cache: AnyArray,
     indices: AnyArray,
+    ends: AnyArray,
     sm_scale: float,
     out: A,
     num_splits: int | None,
-    plan: Plan,
+    plan: Plan | None,
 ) -> tuple[A, A]:
-    """`sparse_decode` of the layers of a step, for the backends: calls with one plan divide their lists alike."""
+    """`sparse_decode` of the layers of a step, for the backends: calls with one plan divide their lists alike.
+
+    Args:
+        ends: [b] int32, where each request's lists end; -1 stands behind. Lists are full more often than not, and
+            divided as such where they are.
+    """
     scale = require_scale("sm_scale", sm_scale)
     return decode(
-        q, k_cache, indices, scale, None, None, None, None, None, out, None, num_splits, False, None, plan
+        q, k_cache, indices, scale, None, ends, None, None, None, out, None, num_splits, False, None, plan, alike=True
     )  # fmt: skip
 
 
@@ -233,6 +239,7 @@ def decode(
     is_fp8_kvcache: bool | None = None,
     plan: Plan | None = None,
     extra_name: str = "extra_indices",
+    alike: bool = False,
 ) -> tuple[Any, Any]:
     """What `sparse_decode` does, for the front doors.
 
@@ -241,6 +248,7 @@ def decode(
         is_fp8_kvcache: must agree with `k_cache` where it is given.
         plan: of the calls that divide their lists alike.
         extra_name: what the front door calls `extra_indices`.
+        alike: of the calls with the plan, lists end at the same places, most of them behind their last entry.
     """
     require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
     if extra_topk_length is not None and extra_indices is None:
@@ -277,15 +285,15 @@ def decode(
     division: Any = num_splits or 1  # how the call is divided
     if place.on_gpu:
         division = cuda.decode_choice(
-            driver.gpu(place.device), layout, q_, cache, idx, length, extra, extra_idx, extra_length, batch_invariant,
-            num_splits,
+            driver.gpu(place.device), layout, q_, cache, idx, None if alike else length, extra, extra_idx,
+            extra_length, batch_invariant, num_splits,
         )  # fmt: skip
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
     lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
     place.call(
         cuda.sparse_decode, reference.sparse_decode,
         layout, q_, cache, idx, layout.d_qk**-0.5 if scale is None else scale, sink, length, extra,
-        extra_idx, extra_length, plan, division, out_, lse_,
+        extra_idx, extra_length, plan, alike, division, out_, lse_,
     )  # fmt: skip
     return out_.obj, lse_.obj
 

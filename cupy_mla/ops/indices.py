@@ -5,7 +5,7 @@ Source: the sparse MLA backends of vLLM, whose indexer names positions in a requ
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -108,12 +108,76 @@ def convert_req_index_to_global_index(
         >>> cupy_mla.convert_req_index_to_global_index(requests, block_table, positions, 16).tolist()
         [[48, 113, -1], [144, 66, 67]]
     """
+    counted = require_bool("return_valid_counts", return_valid_counts)
+    slots, counts, _ = _convert(
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out,
+        counted=counted,
+    )  # fmt: skip
+    return (slots, counts) if counted else slots
+
+
+@operation
+def convert_to_slots_and_ends(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
+    *,
+    out: A | None = None,
+    ends: A | None = None,
+) -> tuple[A, A]:
+    """`convert_req_index_to_global_index`, and where each row ends: attention takes the ends as `topk_length`.
+
+    With them attention works through the entries before a row's end alone, and -1 may still stand anywhere before it.
+
+    Args:
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts: as for
+            `convert_req_index_to_global_index`.
+        out: [T, K] int32, written in place when given; may be `token_indices` itself.
+        ends: [T] int32, written in place when given.
+
+    Returns:
+        [T, K] int32 slots or workspace rows, and [T] int32: the place behind each row's last entry that is not -1.
+
+    Raises:
+        TypeError, ValueError, IndexError: as of `convert_req_index_to_global_index`.
+
+    Example:
+        >>> block_table = np.array([[3, 7], [4, 9]], np.int32)  # of two requests, blocks of 16 tokens
+        >>> positions = np.array([[0, 17, -1], [16, -1, 3]], np.int32)
+        >>> requests = np.array([0, 1], np.int32)
+        >>> slots, ends = cupy_mla.convert_to_slots_and_ends(requests, block_table, positions, 16)
+        >>> slots.tolist(), ends.tolist()
+        ([[48, 113, -1], [144, -1, 67]], [2, 3])
+    """
+    slots, _, ends = _convert(
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out,
+        ends=ends, ended=True,
+    )  # fmt: skip
+    return slots, ends
+
+
+def _convert(
+    req_id: Any,
+    block_table: Any,
+    token_indices: Any,
+    block_size: int,
+    prefill_request_ids: Any,
+    prefill_workspace_starts: Any,
+    out: Any,
+    *,
+    ends: Any = None,
+    counted: bool = False,
+    ended: bool = False,
+) -> tuple[Any, Any, Any]:
+    """The slots, how many of each row are valid where `counted`, and where each row ends where `ended`."""
     block_size = require_integer("block_size", block_size, 1)
-    return_valid_counts = require_bool("return_valid_counts", return_valid_counts)
     require_together(prefill_request_ids=prefill_request_ids, prefill_workspace_starts=prefill_workspace_starts)
     place, (req, table, positions) = bind(req_id=req_id, block_table=block_table, token_indices=token_indices)
-    prefill, starts, out_ = place.optional(
-        prefill_request_ids=prefill_request_ids, prefill_workspace_starts=prefill_workspace_starts, out=out
+    prefill, starts, out_, ends_ = place.optional(
+        prefill_request_ids=prefill_request_ids, prefill_workspace_starts=prefill_workspace_starts, out=out, ends=ends
     )
     tokens, k = positions.require(INT32, "T", "K").shape
     req.require(INT32, tokens)
@@ -122,7 +186,8 @@ def convert_req_index_to_global_index(
         prefill.require(INT32, tokens)
         starts.require(INT32, "P")
     out_ = place.output("out", out_, (tokens, k), INT32, may_be=positions)
-    counts = place.output("valid_counts", None, (tokens,), INT32) if return_valid_counts else None
+    counts = place.output("valid_counts", None, (tokens,), INT32) if counted else None
+    ends_ = place.output("ends", ends_, (tokens,), INT32) if ended else None
     if arrays.CHECK_VALUES:
         check_requests(req, table.shape[0])
         numbers = np.full(number(tokens), -1) if prefill is None else host(prefill)
@@ -131,6 +196,6 @@ def convert_req_index_to_global_index(
         check_positions(positions, table, block_size, numbers < 0)
     place.call(
         cuda.convert_req_index_to_global_index, reference.convert_req_index_to_global_index,
-        req, table, positions, block_size, prefill, starts, out_, counts,
+        req, table, positions, block_size, prefill, starts, out_, counts, ends_,
     )  # fmt: skip
-    return out_.obj if counts is None else (out_.obj, counts.obj)
+    return out_.obj, counts and counts.obj, ends_ and ends_.obj

@@ -515,7 +515,7 @@ def _convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         "prefill_request_ids": rng.integers(-1, end, tokens, dtype=np.int32),
         "prefill_workspace_starts": np.array([0, 50, first], np.int32), "return_valid_counts": True,
     }  # fmt: skip
-    calls: tuple[tuple[str, int, dict[str, Any]], ...] = (("of prefills, with counts", 65, prefills), ("", 64, {}))
+    calls: tuple[tuple[str, int, dict[str, Any]], ...] = (("of prefills", 65, prefills), ("", 64, {}))
     for detail, width, more in calls:
         arguments = {
             "req_id": rng.integers(first, end, tokens, dtype=np.int32), "block_table": _block_table(rng, wanted, 2),
@@ -523,6 +523,13 @@ def _convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
             "block_size": BLOCK_SIZE,
         }  # fmt: skip
         yield Call(detail, {**arguments, **more})
+
+
+def _slots_and_ends_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for call in _convert_calls(rng, wanted):
+        lists = call.arguments["token_indices"]
+        lists[np.arange(lists.shape[1]) >= rng.integers(0, lists.shape[1] + 1, (len(lists), 1))] = -1
+        yield Call(call.detail, {n: v for n, v in call.arguments.items() if n != "return_valid_counts"})
 
 
 def _quant_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -732,6 +739,14 @@ TABLE = (
         results=(
             Result("out", lambda token_indices, **_: token_indices.shape, INT32),
             Result("valid_counts", lambda token_indices, **_: token_indices.shape[:1], INT32, "return_valid_counts"),
+        ),
+    ),
+    Operation(
+        indices.convert_to_slots_and_ends,
+        _slots_and_ends_calls,
+        results=(
+            Result("out", lambda token_indices, **_: token_indices.shape, INT32),
+            Result("ends", lambda token_indices, **_: token_indices.shape[:1], INT32),
         ),
     ),
     Operation(

@@ -41,13 +41,14 @@ def sparse_decode(
     extra_idx: np.ndarray | None,
     extra_length: np.ndarray | None,
     plan: object,
+    alike: bool,
     num_splits: int,
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
     """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`.
 
-    `plan` is the launcher's: here each query is worked on by itself.
+    `plan` and `alike` are the launcher's: here each query is worked on by itself.
     """
     caches = [(cache, idx, length)]
     if extra is not None and extra_idx is not None:

@@ -16,6 +16,7 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts: np.ndarray | None,
     out: np.ndarray,
     valid_counts: np.ndarray | None,
+    ends: np.ndarray | None = None,
 ) -> None:
     """Positions in requests to slots or workspace rows; see `cupy_mla.convert_req_index_to_global_index`."""
     positions = token_indices.astype(np.int64)
@@ -28,6 +29,8 @@ def convert_req_index_to_global_index(
     out[...] = np.where((rows >= 0) & (rows <= LARGEST), rows, -1)
     if valid_counts is not None:
         valid_counts[...] = (out >= 0).sum(axis=1)
+    if ends is not None:
+        ends[...] = ((out >= 0) * np.arange(1, out.shape[1] + 1)).max(axis=1, initial=0)
 
 
 def slots_of(block_table: np.ndarray, request: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

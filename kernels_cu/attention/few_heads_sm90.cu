@@ -215,7 +215,7 @@ __device__ __forceinline__ void find_split(const AttentionParams& p, Work& w, in
     const Boundary begin = small().shares.begin, end = small().shares.end;
     const int item = last_item() - turn;
     find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
-    if (item == begin.item) w.begin = 2 * begin.pair;
+    if (item == begin.item) w.begin = min(w.end, 2 * begin.pair);
     w.ends_item = item != end.item;
     if (!w.ends_item) w.end = min(w.end, 2 * end.pair);
     w.step = 1;

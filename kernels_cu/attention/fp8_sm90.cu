@@ -246,9 +246,9 @@ __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     w.ends_item = segment_of(p, turn + 1) == 0;
     if constexpr (DIVISION == SHARES) {
         const Boundary begin = small().shares.begin, end = small().shares.end;
-        if (item == begin.item) w.begin = 2 * begin.pair;
+        if (item == begin.item) w.begin = min(w.end, 2 * begin.pair);
         w.ends_item = item != end.item;
-        if (!w.ends_item) w.end = 2 * end.pair;
+        if (!w.ends_item) w.end = min(w.end, 2 * end.pair);
     }
     w.step = 1;
     if constexpr (IN_TURN) take_split(w, split_of(p, turn), splits_of_item(p));

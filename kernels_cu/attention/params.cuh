@@ -41,6 +41,7 @@ enum Flag {
     WIDE_OUT = 8,      // every row of out starts at a multiple of 16 bytes
     SOME_DONE = 16,    // a request with a negative main.lengths has its results already: its queries are skipped
     DECODE = 32,       // queries are mostly of different requests, which read different rows
+    ALIKE = 64,        // lengths are those of calls with one plan, which divides them; often lists are full
 };
 
 // A query token: its number in the call, its request, its number in the request.

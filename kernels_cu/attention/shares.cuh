@@ -57,6 +57,11 @@ __device__ __forceinline__ int pairs_of(const AttentionParams& p, int query) {
     return ceil_div(find_lists(p, w), 2);
 }
 
+// The same where a query has all entries of its lists.
+__device__ __forceinline__ int most_pairs(const AttentionParams& p) {
+    return ceil_div(ceil_div(p.main.topk, TILE_ROWS) + ceil_div(p.extra.topk, TILE_ROWS), 2);
+}
+
 __device__ __forceinline__ uint32_t cost_of(int pairs) { return UNEVEN_ITEM_COST + pairs * PAIR_COST; }
 
 // The boundary nearest to cost `at` of an item's pairs. Splits have p.least_split pairs or more.
@@ -73,9 +78,9 @@ __device__ __forceinline__ Boundary split_boundary(const AttentionParams& p, uin
     return {item, split == 0 ? 0 : pairs_of(p, query_of_item(p, item)) * split / p.num_splits};
 }
 
-// Where share `cta` begins, if all lists are equally long.
+// Where share `cta` begins, if all lists are full.
 __device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint32_t cta) {
-    const int pairs = pairs_of(p, 0);
+    const int pairs = most_pairs(p);
     const uint32_t cost = p.item_cost + pairs * PAIR_COST;
     const uint64_t total = uint64_t(p.num_queries * num_head_tiles(p)) * cost, at = total * cta / gridDim.x;
     return nearest_boundary(p, at / cost, pairs, int(at % cost) - p.item_cost);
@@ -123,13 +128,16 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
     __syncthreads();
 }
 
-// Whether the last entry of every main list names a row: then all of them are full. All threads call.
+// Whether all main lists are full: by their lengths, or because the last entry names a row. All threads call.
 template <int THREADS>
 __device__ __forceinline__ bool all_lists_full(const AttentionParams& p) {
     bool full = true;
 #pragma unroll 1
-    for (int query = threadIdx.x; query < p.num_queries; query += THREADS)
-        full &= list_of(p.main, query_by_branch(p, query))[p.main.topk - 1] >= 0;
+    for (int index = threadIdx.x; index < p.num_queries; index += THREADS) {
+        const Query query = query_by_branch(p, index);
+        full &= has_lengths(p) ? list_length(p.main, query.b) == p.main.topk
+                               : list_of(p.main, query)[p.main.topk - 1] >= 0;
+    }
     return __syncthreads_and(full);
 }
 
@@ -158,10 +166,13 @@ __device__ __forceinline__ int listed_pairs(const AttentionParams& p, int query)
     return low + 1;
 }
 
-// Finds a share of lists without lengths, which nothing in memory says. The CTA must meet afterwards.
+// Whether nothing in memory says how lists are divided, if they are full.
+__device__ __forceinline__ bool divided_alike(const AttentionParams& p) { return !has_lengths(p) || p.flags & ALIKE; }
+
+// Finds a share of such lists. The CTA must meet afterwards.
 template <int THREADS>
 __device__ __forceinline__ void find_share_early(const AttentionParams& p, int share, Shares<THREADS>& shares) {
-    if (has_lengths(p) || threadIdx.x >= 2) return;
+    if (!divided_alike(p) || threadIdx.x >= 2) return;
     const uint32_t n = share + threadIdx.x;
     (threadIdx.x == 0 ? shares.begin : shares.end) = p.num_splits > 1 ? split_boundary(p, n) : even_boundary(p, n);
 }
@@ -196,9 +207,9 @@ __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int 
         if (lengths) find_split_share(p, share, shares);
         return;
     }
+    if (!lengths && (p.extra.topk > 0 || p.num_queries > MOST_LISTED || p.main.topk <= 2 * TILE_ROWS)) return;
+    if (divided_alike(p) && all_lists_full<THREADS>(p)) return;
     if (!lengths) {
-        if (p.extra.topk > 0 || p.num_queries > MOST_LISTED || p.main.topk <= 2 * TILE_ROWS) return;
-        if (all_lists_full<THREADS>(p)) return;
 #pragma unroll 1
         for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);
         __syncthreads();
@@ -209,8 +220,8 @@ __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int 
 // --- plans ----------------------------------------------------------------------------------------------------
 //
 // Calls with one schedule, as those of a step's layers, have one plan. The first launch leaves the shares that its CTAs
-// find in p.plan, and later ones load them. All have lists of as many entries and no lengths, so the plan divides each
-// of them, evenly or not.
+// find in p.plan, and later ones load them. All have lists of as many entries, so the plan divides each of them, evenly
+// or not: where a list has lengths (ALIKE) and ends before a place where the plan cuts it, a split has no tiles.
 
 // Loads a share that an earlier launch has left. The CTA must meet afterwards.
 template <int THREADS>

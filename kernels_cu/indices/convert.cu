@@ -9,6 +9,7 @@
 //            would cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches, where copying the
 //            row costs more than it saves, and for rows wider than STAGED.
 //   counts   valid entries, by a warp reduction and one atomic add in shared memory a warp and token
+//   ends     the place behind a row's last valid entry, the same by maxima
 //
 // Shared memory (static): 4 * STAGED bytes, and 4 bytes a token.
 #include "rows/block_table.cuh"
@@ -22,6 +23,7 @@ struct ConvertParams {
     const int32_t* prefill_starts;  // [num_prefills], or null
     int32_t* out;                   // [num_tokens, k]
     int32_t* counts;                // [num_tokens], or null
+    int32_t* ends;                  // [num_tokens], or null; not both
     const uint8_t* is_valid;        // [num_tokens] where 0 the count is 0, or null
     int64_t positions_stride;       // items
     int64_t out_stride;
@@ -35,7 +37,7 @@ constexpr int THREADS = 256, WIDE = 4, LOADS = 2;
 #if STAGED > 0
 __shared__ int32_t staged[STAGED];
 #endif
-__shared__ int32_t valid[MAX_TOKENS_PER_BLOCK];
+__shared__ int32_t found[MAX_TOKENS_PER_BLOCK];  // the count, or the end, of each token's row
 
 // Where a token's entries are looked up.
 struct Lookup {
@@ -110,9 +112,21 @@ __device__ __forceinline__ void store_entries(const ConvertParams& p, int32_t* t
     }
 }
 
+// Valid entries that a thread has found in a row, and the place behind the last of them.
+struct Found {
+    int count = 0, end = 0;
+
+    __device__ __forceinline__ void see(int32_t slot, int at) {
+        if (slot < 0) return;
+        ++count;
+        end = at + 1;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(const __grid_constant__ ConvertParams p) {
-    if (threadIdx.x < MAX_TOKENS_PER_BLOCK) valid[threadIdx.x] = 0;
-    if (p.counts != nullptr) __syncthreads();
+    const bool asked = p.counts != nullptr || p.ends != nullptr;
+    if (threadIdx.x < MAX_TOKENS_PER_BLOCK) found[threadIdx.x] = 0;
+    if (asked) __syncthreads();
     const int first = blockIdx.x * p.rows, rows = min(p.rows, p.num_tokens - first);
     int32_t staged_request = -1;
 
@@ -122,13 +136,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(con
         int32_t entries[LOADS * WIDE];
         if (p.aligned) load_entries(p, from, WIDE * threadIdx.x, entries);
         const Lookup in = lookup_of(p, first + row, staged_request);
-        int count = 0;
+        Found mine;
         if (p.aligned) {
             for (int begin = WIDE * threadIdx.x; begin < p.k; begin += LOADS * WIDE * THREADS) {
                 find_slots(p, in, entries);
                 store_entries(p, to, begin, entries);
 #pragma unroll
-                for (const int32_t slot : entries) count += slot >= 0;
+                for (int i = 0; i < LOADS * WIDE; ++i) {
+                    mine.see(entries[i], begin + i / WIDE * WIDE * THREADS + i % WIDE);
+                }
                 load_entries(p, from, begin + LOADS * WIDE * THREADS, entries);
             }
         } else {
@@ -136,19 +152,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) convert(con
                 int32_t slot[1] = {from[at]};
                 find_slots(p, in, slot);
                 to[at] = slot[0];
-                count += slot[0] >= 0;
+                mine.see(slot[0], at);
             }
         }
         if (p.counts != nullptr) {
-            count = __reduce_add_sync(~0u, count);
-            if (threadIdx.x % 32 == 0) atomicAdd(valid + row, count);
+            const int count = __reduce_add_sync(~0u, mine.count);
+            if (threadIdx.x % 32 == 0) atomicAdd(found + row, count);
+        } else if (p.ends != nullptr) {
+            const int end = __reduce_max_sync(~0u, mine.end);
+            if (threadIdx.x % 32 == 0) atomicMax(found + row, end);
         }
     }
-    if (p.counts == nullptr) return;
+    if (!asked) return;
     __syncthreads();
     if (threadIdx.x < rows) {
         const int token = first + threadIdx.x;
-        p.counts[token] = p.is_valid == nullptr || p.is_valid[token] ? valid[threadIdx.x] : 0;
+        const bool counts = p.is_valid == nullptr || p.is_valid[token];
+        (p.ends == nullptr ? p.counts : p.ends)[token] = counts ? found[threadIdx.x] : 0;
     }
 }
 

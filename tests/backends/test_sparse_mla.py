@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from cupy_mla import SparseMLAConfig
+from cupy_mla.backends import sparse_mla
 from cupy_mla.backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from cupy_mla.backends.workspace import Workspace
 from cupy_mla.bridges import Place, describe
 from cupy_mla.metadata.batch import BatchMetadata
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
+from cupy_mla.ops.attention import planned_decode
 from tests import oracle
 from tests.cases import latent, queries
 from tests.kinds import BF16, NumPy, gapped, poisoned
@@ -260,6 +262,21 @@ def test_lse(kind, rng, path: str, query_lens: list[int]) -> None:
     out, lse = engine.impl.forward_mqa(*arguments, return_lse=True)
     assert_result(kind.take(out), step.want)
     oracle.assert_close(kind.take(lse), step.want_lse, "decode lse")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_attention_is_told_where_lists_end(rng, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """So a decode's time goes with the rows that exist."""
+    step = make_step(rng, 8, [1] * 7)
+    told = []
+
+    def record(q, cache, indices, ends, *args):
+        told.extend(ends.tolist())
+        return planned_decode(q, cache, indices, ends, *args)
+
+    monkeypatch.setattr(sparse_mla, "planned_decode", record)
+    assert_result(Engine(NumPy(), path, 8).run(step), step.want)
+    assert told == [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in step.topk_indices]
 
 
 def test_hostile_indices(kind, rng) -> None:

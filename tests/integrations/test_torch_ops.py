@@ -145,7 +145,9 @@ def test_planned_decode_in_a_graph(kind, rng):
     plan, scale = Plan(), q.shape[-1] ** -0.5
     out = torch.empty_like(q[..., :512])
     compiled = torch.compile(planned_decode, fullgraph=True, backend="aot_eager")
-    returned, lse = compiled(q, cache, indices, scale, out, None, plan)
+    ends = torch.full((len(q),), indices.shape[-1] - 1, dtype=torch.int32, device=q.device)
+    indices[..., -1] = -1
+    returned, lse = compiled(q, cache, indices, ends, scale, out, None, plan)
     want, want_lse = cupy_mla.sparse_decode(q, cache, indices, scale)
     assert returned is out
     assert torch.equal(out, want)

@@ -7,7 +7,7 @@ import pytest
 
 from cupy_mla import arrays
 from cupy_mla.cuda.paging import divisor
-from cupy_mla.ops.indices import convert_req_index_to_global_index
+from cupy_mla.ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends
 from tests import oracle_indices
 from tests.kinds import gapped
 
@@ -51,6 +51,11 @@ def check(kind, req_id, table, positions, block_size, prefill_ids=None, starts=N
     fresh = convert_req_index_to_global_index(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:])
     assert kind.is_mine(fresh)
     np.testing.assert_array_equal(kind.take(fresh), want)
+    ends = kind.put(np.full(len(positions), 77, np.int32))
+    slots, returned = convert_to_slots_and_ends(inputs[0], inputs[1], inputs[2], block_size, *inputs[3:], ends=ends)
+    assert returned is ends
+    np.testing.assert_array_equal(kind.take(slots), want)
+    np.testing.assert_array_equal(kind.take(ends), [max(np.flatnonzero(row >= 0), default=-1) + 1 for row in want])
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 64, 100, 256])
@@ -79,6 +84,9 @@ def test_the_specification_by_hand(kind) -> None:
     slots, counts = convert_req_index_to_global_index(*args, 4, return_valid_counts=True)
     np.testing.assert_array_equal(kind.take(slots), [[28, 31, 8, 23, -1, -1], [37, 38, 39, 4, 5, -1]])
     np.testing.assert_array_equal(kind.take(counts), [4, 5])
+    slots, ends = convert_to_slots_and_ends(*args, 4)
+    np.testing.assert_array_equal(kind.take(slots), [[28, 31, 8, 23, -1, -1], [37, 38, 39, 4, 5, -1]])
+    np.testing.assert_array_equal(kind.take(ends), [4, 5])
     prefill = [kind.put(np.array(a, np.int32)) for a in ([-1, 1], [0, 100])]
     rows = convert_req_index_to_global_index(*args, 4, *prefill)
     np.testing.assert_array_equal(kind.take(rows), [[28, 31, 8, 23, -1, -1], [105, 106, 107, 108, 109, -1]])
@@ -132,8 +140,11 @@ def test_errors() -> None:
         ({"out": np.zeros((3, 4), np.int32)}, ValueError, r"out: expected shape \[3, 5\]"),
     ]  # fmt: skip
     for change, error, message in cases:
-        with pytest.raises(error, match=message):
-            convert_req_index_to_global_index(**{**good, **change})
+        for function in (convert_req_index_to_global_index, convert_to_slots_and_ends):
+            with pytest.raises(error, match=message):
+                function(**{**good, **change})
+    with pytest.raises(ValueError, match=r"ends: expected shape \[3\]"):
+        convert_to_slots_and_ends(**good, ends=np.zeros(4, np.int32))
 
 
 def test_requests_are_checked_where_values_are(kind, monkeypatch: pytest.MonkeyPatch) -> None:

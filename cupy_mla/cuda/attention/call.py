@@ -11,7 +11,7 @@ from ..paging import ceil_div
 from ..structs import Packed
 
 # Flags of struct AttentionParams; kernels_cu/attention/params.cuh
-ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, DECODE = 1, 2, 4, 8, 16, 32
+ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, DECODE, ALIKE = 1, 2, 4, 8, 16, 32, 64
 
 
 class Call(NamedTuple):

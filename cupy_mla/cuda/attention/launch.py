@@ -24,7 +24,7 @@ from . import (
     fp8_sm90,
     portable,
 )
-from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, DECODE, SOME_DONE, WIDE_OUT, Call, no_source
+from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, ALIKE, DECODE, SOME_DONE, WIDE_OUT, Call, no_source
 from .choose import Choice, Facts, asked_kernel, chooser
 from .cost import EVENLY
 
@@ -62,7 +62,7 @@ def sparse_prefill(
         cache=kv.ptr, indices=indices.ptr, lengths=pointer(length), block_stride=0, row_stride=2 * kv.strides[0],
         index_stride_b=indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk, block_size=most(s_kv, 1),
     )  # fmt: skip
-    rows = _Rows(main, no_source(), aligned, topk, s_kv, length, length is not None)
+    rows = _Rows(main, no_source(), aligned, topk, s_kv, length, alike=False)
     q_, out_, lse_ = (_View(a, a.strides[0], 0, a.strides[1]) for a in (q, out, lse))
     return _launches(gpu, layout, choice, (s_q, 1, h_q), rows, q_, out_, lse_, max_logits, sink, sm_scale)
 
@@ -104,11 +104,16 @@ def sparse_decode(
     extra_indices: Array | None,
     extra_length: Array | None,
     plan: Plan | None,
+    alike: bool,
     choice: Choice,
     out: Array,
     lse: Array,
 ) -> Program:
-    """Twin of `reference.attention.sparse_decode`, whose splits are those of the choice."""
+    """Twin of `reference.attention.sparse_decode`, whose splits are those of the choice.
+
+    `alike`: lengths say only where lists end. They do so in whole items and in a plan's shares: other divisions find
+    that out while they wait for Q, and would wait for lengths.
+    """
     b, s_q, h_q, _ = q.shape
     if b == 0 or s_q == 0:
         return ()
@@ -116,13 +121,21 @@ def sparse_decode(
     if extra is not None and extra_indices is not None:
         second = _paged(extra, extra_indices, extra_length)
     aligned = _aligned_caches(layout, cache, extra)
-    uneven = length is not None or extra_length is not None
+    if alike and not _ends_by_lengths(choice):
+        length = None
+    uneven = not alike and (length is not None or extra_length is not None)
     num_slots = cache.shape[0] * cache.shape[1]
-    rows = _Rows(_paged(cache, indices, length), second, aligned, indices.shape[2], num_slots, length, uneven)
+    rows = _Rows(_paged(cache, indices, length), second, aligned, indices.shape[2], num_slots, length, alike)
     if uneven or extra is not None:
         plan = None
     views = _View(q, *q.strides[:3]), _View(out, *out.strides[:3]), _View(lse, *(lse.strides[i] for i in (0, 2, 1)))
     return _launches(gpu, layout, choice, (b, s_q, h_q), rows, *views, None, sink, sm_scale, plan)
+
+
+def _ends_by_lengths(choice: Choice) -> bool:
+    if choice.kernel == "fp8_sm90" and choice.splits == 1:
+        return True
+    return choice.kernel in PLANNED and choice.splits == EVENLY
 
 
 def decode_splits(
@@ -169,7 +182,7 @@ class _Rows(NamedTuple):
         aligned: every row starts at a multiple of 16 bytes.
         topk, num_slots: entries of a main list, and the rows that they may name.
         length: the call's topk_length.
-        uneven: queries have lengths of their own.
+        alike: of the other layers of a step, lists end at the same places.
     """
 
     main: Packed
@@ -178,7 +191,7 @@ class _Rows(NamedTuple):
     topk: int
     num_slots: int
     length: Array | None
-    uneven: bool
+    alike: bool
 
 
 class _View(NamedTuple):
@@ -225,7 +238,7 @@ def _launches(
         memory = _Partials(queries, h_q, heads, choice.splits, choice.cluster)
     flags = ALIGNED_ROWS * rows.aligned | ALIGNED_Q * q.array.aligned(4) | ALIGNED_OUT * out.array.aligned(4)
     flags |= WIDE_OUT * out.array.aligned(16) | SOME_DONE * (choice.kernel == "bf16_grouped_sm90")
-    flags |= DECODE * (max_logits is None)
+    flags |= DECODE * (max_logits is None) | ALIKE * rows.alike
     plan_address: Any = 0
     plan_filled: Any = 0
     if plan is not None and choice.kernel in PLANNED and choice.splits == EVENLY:

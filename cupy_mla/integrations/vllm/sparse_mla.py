@@ -5,8 +5,8 @@ gathering, and attention over FP8 and bf16 caches for any number of heads, none 
 also hands the layer's indexer over (`indexer.adopt`), so a model that does not select this backend is not touched.
 
 Our indexer puts -1 behind a token's positions only. So the number of valid entries is where a token's list ends, and
-attention skips the rest: with few tokens in the cache most of it. Where it chose slots (`indexer.ChosenSlots`), nothing
-is converted.
+attention skips the rest: with few tokens in the cache most of it. The layers of a step divide their work alike, by a
+plan that its metadata carries. Where the indexer chose slots (`indexer.ChosenSlots`), nothing is converted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from vllm.v1.attention.backends.mla import flashmla_sparse as stock
 
 from ...backends.sparse_mla import SparseMLABackend
 from ...config import SparseMLAConfig
-from ...ops.attention import sparse_decode, sparse_prefill
+from ...cuda.program import Plan
+from ...ops.attention import planned_decode, sparse_prefill
 from ...ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ...ops.indices import convert_req_index_to_global_index
 from . import cache_write
@@ -137,14 +138,15 @@ class CupyMLASparseImpl(StockImpl):
         slots, counts = self._slots(tokens, attn_metadata, prefill)
         out = q.new_empty((tokens, q.shape[1], self.kv_lora_rank))
         cache = kv_c_and_k_pe_cache
+        plan = vars(attn_metadata).setdefault("cupy_mla_plan", Plan())
         if self.kv_cache_dtype != "fp8_ds_mla":
-            self._attend_bf16(q, cache, slots, counts, out, attn_metadata.max_query_len)
+            self._attend_bf16(q, cache, slots, counts, out, plan, attn_metadata.max_query_len)
         elif isinstance(extra, stock.FlashMLASparseMetadata.FP8KernelMetadata):
-            self._decode(q, cache, slots, counts, out)
+            self._decode(q, cache, slots, counts, out, plan)
         else:
             if extra.num_decode_tokens:
                 d = slice(extra.num_decode_tokens)
-                self._decode(q[d], cache, slots[d], counts[d], out[d])
+                self._decode(q[d], cache, slots[d], counts[d], out[d], plan)
             for chunk in prefill.chunks if prefill else ():
                 self._attend_gathered(q, cache, slots, counts, out, chunk)
         return out, None
@@ -165,10 +167,16 @@ class CupyMLASparseImpl(StockImpl):
         )
 
     def _decode(
-        self, q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+        out: torch.Tensor,
+        plan: Plan,
     ) -> None:
-        """Attention over cache slots. Each token is a request of its own: tokens have lengths of their own."""
-        sparse_decode(q[:, None], cache, slots[:, None], self.softmax_scale, topk_length=counts, out=out[:, None])
+        """Attention over cache slots. Each token is a request of its own: tokens' lists end at places of their own."""
+        planned_decode(q[:, None], cache, slots[:, None], counts, self.softmax_scale, out[:, None], None, plan)
 
     def _attend_bf16(
         self,
@@ -177,6 +185,7 @@ class CupyMLASparseImpl(StockImpl):
         slots: torch.Tensor,
         counts: torch.Tensor,
         out: torch.Tensor,
+        plan: Plan,
         max_query_len: int,
     ) -> None:
         """Batches of decodes go to the kernel that splits rows, all others to the prefill kernel."""
@@ -184,7 +193,7 @@ class CupyMLASparseImpl(StockImpl):
             rows = cache.view(-1, 1, cache.shape[-1])
             sparse_prefill(q, rows, slots[:, None], self.softmax_scale, topk_length=counts, out=out)
         else:
-            self._decode(q, cache, slots, counts, out)
+            self._decode(q, cache, slots, counts, out, plan)
 
     def _attend_gathered(
         self,

@@ -3,7 +3,8 @@ and what the tests of kernels that do so share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,13 +13,16 @@ from cupy_mla.cuda.attention import choose
 from cupy_mla.cuda.attention.choose import EVENLY, Choice, Facts, Row, Sizes
 from cupy_mla.cuda.attention.cost import CUT_COST, ITEM_COST
 from cupy_mla.cuda.paging import ceil_div
+from cupy_mla.cuda.program import Plan
+from cupy_mla.ops.attention import planned_decode
 
 from ... import oracle
-from ...cases import Paged, check_decode, off_zero, paged, queries, sinks
-from ...kinds import NumPy
+from ...cases import Paged, assert_decoded, check_decode, decode_oracle, off_zero, paged, queries, sinks
+from ...kinds import BF16, NumPy, poisoned
 
 CTAS = 132
 PAIR_ROWS = 128  # of a pair of tiles
+SCALE = 0.05
 
 
 def table_with(kernel: str, choice: Callable[[Facts, Sizes], Choice]) -> tuple[Row, ...]:
@@ -67,6 +71,44 @@ def check_nothing_valid(kind: NumPy, rng: np.random.Generator, fmt: oracle.Forma
     out, lse = check_decode(kind, fmt, queries(rng, 140, 1, h_q, fmt.d_qk), main)
     assert (out[5:].astype(np.float32) == 0).all()
     assert (lse[5:] == np.inf).all()
+
+
+def ending(main: Paged, ends: np.ndarray) -> Paged:
+    """Lists that end there, and have these lengths."""
+    here = np.arange(main.indices.shape[-1]) < ends[:, None, None]
+    return Paged(main.cache, np.where(here, main.indices, -1).astype(np.int32), ends)
+
+
+def check_plans_of_lists_with_ends(
+    kind: NumPy,
+    rng: np.random.Generator,
+    fmt: oracle.Format,
+    h_q: int,
+    sizes: Iterable[tuple[int, int]] = ((1, 3000), (7, 700), (45, 390), (133, 300)),
+) -> None:
+    """Layers of a step, of these requests and list entries: a plan need not fit, shares are unequal then. The same bits
+    every time."""
+    steps = (
+        ([5000], [60], [5000], [200, 0]),  # of the first layer and the others
+        ([60], [5000], [0], [5000, 61, 0]),
+        ([0, 5000], [5000, 0], [5000]),
+        ([2000, 64, 65], [65, 2000], [129]),
+    )
+    for (b, topk), step in product(sizes, steps):
+        q, bits = queries(rng, b, 1, h_q, fmt.d_qk), []
+        layers = [paged(rng, fmt, b, 1, topk, 64, invalid=0) for _ in range(2)]
+        layers = [ending(layers[i % 2], np.resize(ends, b).astype(np.int32)) for i, ends in enumerate(step)]
+        arrays = [[kind.put(a) for a in (q, main.cache, main.indices, main.length)] for main in layers]
+        for _ in range(2):
+            plan, results = Plan(), []
+            for layer in arrays:
+                out = kind.put(poisoned((b, 1, h_q, 512), BF16))
+                results.append(planned_decode(*layer, SCALE, out, None, plan))
+            assert plan.made
+            bits.append([kind.take(a).tobytes() for result in results for a in result])
+        assert bits[0] == bits[1]
+        for main, result in zip(layers, results, strict=True):
+            assert_decoded(kind, result, decode_oracle(fmt, q, main, sm_scale=SCALE))
 
 
 def check_items_stay_whole(

@@ -95,6 +95,11 @@ def test_layers_with_other_lists(hopper, rng, fmt, b, s_q, h_q, topk, first, oth
 
 
 @FORMATS
+def test_layers_whose_lists_end(hopper, rng, fmt):
+    divided.check_plans_of_lists_with_ends(hopper, rng, fmt, 64)
+
+
+@FORMATS
 def test_lengths(hopper, rng, fmt):
     """They differ from call to call, and each call divides its own lists."""
     main, extra = paged(rng, fmt, 70, 2, 300, 64, lengths=True), paged(rng, fmt, 70, 2, 130, 2, lengths=True)
