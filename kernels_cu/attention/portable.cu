@@ -1273,8 +1273,8 @@ __device__ __forceinline__ void start_copies(const AttentionParams& p, int tiles
     }
 }
 
-// `entries`: of the tiles that are looked up next. NEXT_EARLY: kept from a split to the next, whose copies are begun
-// here.
+// `entries`: of the tiles that are looked up next. Kept where the split begins anew, and (NEXT_EARLY) from a split to the
+// next, whose copies are begun here.
 __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_t& entries) {
     const int brought = small().brought;
     int stage = small().stage;
@@ -1289,7 +1289,7 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
     }
     named_barrier_sync(CUT_OFF, THREADS);  // while the first rows and Q come
     const int tiles = small().tiles;
-    if (small().holes) entries = note_marked(p, small().work);
+    if (small().holes && !small().again) entries = note_marked(p, small().work);
     if (small().anew) return;
     if (PV_BEHIND_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
     if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
