@@ -63,6 +63,12 @@ def mmas_of_lost(h_q: int, rows: int) -> int:
     return -(-h_q // heads) * (heads // 16) * (rows // 16 * 512 // 8)
 
 
+def mmas_of_splits(tiles: np.ndarray, fmt: oracle.Format, h_q: int, rows: int) -> int:
+    """Of splits with so many tiles each."""
+    alone = (tiles == 1).sum() if fmt is oracle.V32 else 0
+    return tiles.sum() * mmas_of_tile(h_q, fmt.d_qk, rows) + alone * mmas_of_lost(h_q, rows)
+
+
 def some_entries(rng: np.random.Generator, rows: int) -> int:
     """A list's length: some tiles, as often no more than are copied first."""
     return int(rng.integers(1, rows * rng.choice([FIRST_TILES + 1, 80])))
@@ -117,10 +123,7 @@ def test_few_tiles(kind, emulated, rng, monkeypatch, fmt, h_q, name):
     lists = cache.indices.reshape(b, tiles, rows)
     lists[rng.random((b, tiles)) < 0.5] = -1
     check_decode(kind, fmt, queries(rng, b, 1, h_q, fmt.d_qk), cache, num_splits=1)
-    worked = has_rows_of(cache, rows)
-    alone = (worked.sum(axis=1) == 1).sum() if fmt is oracle.V32 else 0
-    products = worked.sum() * mmas_of_tile(h_q, fmt.d_qk, rows) + alone * mmas_of_lost(h_q, rows)
-    assert emulated.products["portable"] == products
+    assert emulated.products["portable"] == mmas_of_splits(has_rows_of(cache, rows).sum(axis=1), fmt, h_q, rows)
 
 
 @SHAPES
@@ -146,6 +149,6 @@ def test_many_holes(kind, emulated, rng, monkeypatch, fmt, marked, name):
     check_decode(kind, fmt, queries(rng, 2, 1, 5, fmt.d_qk), *caches, num_splits=1)
     worked = [has_rows_of(cache, rows) for cache in caches]
     for of_list in worked[0]:
-        of_list[MARKED_TILES : 1 + of_list.nonzero()[0][-1]] = True
-    count = sum(of_cache.sum() for of_cache in worked)
-    assert emulated.products["portable"] == count * mmas_of_tile(5, fmt.d_qk, rows)
+        of_list[MARKED_TILES : len(np.trim_zeros(of_list, "b"))] = True
+    tiles = np.sum([of_cache.sum(axis=1) for of_cache in worked], axis=0)
+    assert emulated.products["portable"] == mmas_of_splits(tiles, fmt, 5, rows)
