@@ -24,7 +24,7 @@
 //                      of other CTAs there are
 //   CUT_OFF            named: output warps know the split's tiles, and the next split
 //   FINAL              named: score warps have left the final factors of the heads
-//   TURN               named: all warps are done with a split; all know the next
+//   TURN               named: all warps are done with a split, or leave it to begin anew; all know the next
 //
 // What stands beside what. 163 KB, bf16: all warps share the tensor cores, and score warps, which have more to do, are
 // slowed by P.V; so P.V waits for S of the next tile and runs beside its softmax. Elsewhere P.V begins when P is there.
@@ -48,10 +48,14 @@
 //
 // List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf. Tiles in
 // which no entry is valid are passed over: while the first rows of a split come, score warps look at all its entries and
-// mark the tiles that have a valid one. The first COPIED_BEFORE count as marked, for their rows are on their way. The
-// n-th marked tile then is tile n of the loops, which know nothing of it: only where output warps ask for list entries,
-// once in NOTED_TILES tiles, they look up which tiles come. A mark is a bit. Only the first MARKED_TILES of a split have
-// one, for more do not fit; those behind are worked on up to the last that has a valid entry.
+// mark the tiles that have a valid one. The n-th marked tile then is tile n of the loops, which know nothing of it: only
+// where output warps ask for list entries, once in NOTED_TILES tiles, they look up which tiles come. A mark is a bit.
+// Only the first MARKED_TILES of a split have one, for more do not fit; those behind are worked on up to the last that
+// has a valid entry.
+//
+// The rows that come meanwhile are those of the list's first COPIED_BEFORE tiles. If there is one among them that is
+// passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the first
+// marked tiles are brought. What has come in vain stays in its stages, which count as used.
 #include "attention/params.cuh"
 #include "attention/partials.cuh"
 #include "attention/results.cuh"
@@ -141,8 +145,10 @@ struct SmallOf {
     alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
     float4 sums[SUMS_IN_SHARED ? SCORE_THREADS : 1];   // sums and maxima of a score warp's threads
     WorkItem work, next;                               // of this split and of the next
-    int tiles;                                         // of this split that are worked on
-    int turn, tiles_done;                              // splits of this CTA that are done, and their tiles
+    int brought, tiles;                                // of this split: the first of how many come; worked on
+    bool anew, again;                                  // the split is to begin anew; it does
+    int turn;                                          // splits of this CTA that are done
+    int stage, phase, next_stage, next_phase;          // where its first tile goes; the next split's
     bool ends_item, next_ends_item;                    // the split is the last of its item
     bool holes;                                        // some tiles of this split are passed over
     int first_marked;       // w.begin, as it were: with it, marked tiles of the extra list begin at w.main_tiles
@@ -184,7 +190,8 @@ constexpr int RAW_STAGES = FP8 ? most_raw_stages<MOST_RAW_STAGES>() : 1;
 static_assert(FP8 ? STAGES >= 2 && RAW_STAGES >= 2 : STAGES >= 3, "one for each kind of warp, and one for copies");
 constexpr int WIDENED_BEFORE = 2;  // tiles from P.V to those that are widened behind it
 constexpr int COPIED_BEFORE = FP8 ? WIDENED_BEFORE + RAW_STAGES : STAGES - 1;  // tiles from P.V to copies behind it
-static_assert(COPIED_BEFORE <= NOTED_TILES && NOTED_TILES * COPIED_ROWS <= 32, "");
+constexpr int STAGED_BEFORE = FP8 ? WIDENED_BEFORE : COPIED_BEFORE;  // tiles that a split's begin brings to stages
+static_assert(COPIED_BEFORE <= NOTED_TILES && NOTED_TILES <= 8 && NOTED_TILES * COPIED_ROWS <= 32, "");
 using Small = SmallOf<STAGES>;
 constexpr int RAW_AT = STAGES * STAGE_BYTES, PARTS_AT = RAW_AT + RAW_STAGES * RAW_BYTES,
               P_AT = PARTS_AT + PART_BUFFERS * PART_BUFFER, Q_AT = P_AT + 2 * P_BYTES, SMALL_AT = Q_AT + Q_BYTES,
@@ -275,18 +282,27 @@ __device__ __forceinline__ void find_split(const AttentionParams& p, int turn) {
     }
 }
 
-// Go on to the next split, which find_split has found. All threads call.
-__device__ __forceinline__ void take_next_split() {
+// Go on to the next split, or to the same one where that begins anew. Returns whether there is one. Output warps call
+// (OUTPUT), and score warps.
+template <bool OUTPUT>
+__device__ __forceinline__ bool take_next_split(const AttentionParams& p) {
     Small& sm = small();
+    const bool sets = OUTPUT && read_thread_index() == 0;
+    if (!NEXT_EARLY && sets && has_next(p)) find_split(p, sm.turn + 1);
     named_barrier_sync(TURN, THREADS);
-    if (read_thread_index() == 0) {
-        sm.tiles_done += sm.tiles;
-        ++sm.turn;
-        sm.work = sm.next;
-        sm.ends_item = sm.next_ends_item;
-        sm.partials = 0;
+    if (sets) {
+        sm.stage = sm.next_stage, sm.phase = sm.next_phase;
+        sm.again = sm.anew;
+        if (!sm.anew) {
+            ++sm.turn;
+            sm.work = sm.next;
+            sm.ends_item = sm.next_ends_item;
+            sm.partials = 0;
+        }
+        sm.brought = sm.anew ? sm.tiles : sm.work.end - sm.work.begin;
     }
     named_barrier_sync(TURN, THREADS);
+    return sm.turn < num_turns(p);
 }
 
 // A CTA has two places for partial results: for what it leaves to another CTA, and for O of the split with which it
@@ -382,12 +398,11 @@ __device__ __forceinline__ int first_look(const WorkItem& w, int first) {
     return (w.begin + first) * TILE_ROWS + Role::here().lane;
 }
 
-// Ask for the entries of tiles `first` .. of a split; -1 where there are none. Not in a split that has no tiles but the
-// first ones, which count anyway.
+// Ask for the entries of tiles `first` .. of a split; -1 where there are none.
 __device__ __forceinline__ void load_looks(const AttentionParams& p, const WorkItem& w, int first, Looks& looks) {
 #pragma unroll
     for (int32_t& look : looks) look = -1;
-    if (w.end - w.begin <= max(first, COPIED_BEFORE)) return;
+    if (w.end - w.begin <= first) return;
     const int row = first_look(w, first), main_rows = w.main_tiles * TILE_ROWS, end = w.end * TILE_ROWS;
     const int32_t* main = list_of(p.main, w.query) + row;
     const int left = min(w.main_length, end) - row;
@@ -421,13 +436,25 @@ __device__ __forceinline__ uint32_t find_valid(const AttentionParams& p, const W
 // Mark tiles `first` .. of the split. Returns how many tiles there are up to the last marked one. A warp calls.
 __device__ __forceinline__ int mark_tiles(int first, uint32_t marks) {
     const int lane = Role::here().lane;
-    if (first == 0) marks |= (1 << COPIED_BEFORE) - 1;
     if (first < MARKED_TILES && lane < LOOKED_TILES / 8) small().marks[first / 8 + lane] = marks >> 8 * lane;
     return marks == 0 ? 0 : first + 32 - __clz(marks);
 }
 
+// Wait for the first tiles that a split's begin brings to the stages.
+__device__ __forceinline__ void wait_for_first_tiles(int count) {
+    int stage = small().stage, phase = small().phase;
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) {
+        mbarrier_wait(shared_address(&small().tile_full[stage]), phase);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+}
+
 // Find which tiles of this split are worked on, and return how many. `valid`: what find_valid gave for this warp's
 // first tiles. Score warps call.
+//
+// -1 if the split begins anew. The tiles that have come in vain are waited for here: once CUT_OFF is passed, the next
+// ones may come to their stages. So it is where fewer tiles are worked on than come.
 __device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t valid) {
     constexpr int ROUND = SCORE_WARPS * LOOKED_TILES;
     static_assert(MARKED_TILES % ROUND == 0 && ROUND % 32 == 0, "");
@@ -435,33 +462,34 @@ __device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t val
     Small& sm = small();
     const WorkItem& w = sm.work;
     const int all = w.end - w.begin;
-    if (all > COPIED_BEFORE) {
-        int end = 0;
+    int end = 0;
 #pragma unroll 1
-        for (int begin = 0; begin < all; begin += ROUND) {
-            const int first = begin + r.warp * LOOKED_TILES;
-            if (begin > 0) {
-                Looks looks;
-                load_looks(p, w, first, looks);
-                valid = find_valid(p, w, first, looks);
-            }
-            end = max(end, mark_tiles(first, valid));
+    for (int begin = 0; begin < all; begin += ROUND) {
+        const int first = begin + r.warp * LOOKED_TILES;
+        if (begin > 0) {
+            Looks looks;
+            load_looks(p, w, first, looks);
+            valid = find_valid(p, w, first, looks);
         }
-        if (r.lane == 0) sm.ends[r.warp] = end;
+        end = max(end, mark_tiles(first, valid));
     }
+    if (r.lane == 0) sm.ends[r.warp] = end;
     named_barrier_sync(FOUND, SCORE_THREADS);
-    int end = all, tiles = all, main_tiles = 0;
-    if (all > COPIED_BEFORE) {
-        end = max(max(sm.ends[0], sm.ends[1]), max(sm.ends[2], sm.ends[3]));
-        tiles = count_marked(w, end);
-        main_tiles = count_marked(w, w.main_tiles - w.begin);
-    }
+    end = max(max(sm.ends[0], sm.ends[1]), max(sm.ends[2], sm.ends[3]));
+    const int tiles = count_marked(w, end), main_tiles = count_marked(w, w.main_tiles - w.begin);
+    const int staged = min(sm.brought, STAGED_BEFORE);
+    const bool anew = !sm.again && ~sm.marks[0] & ((1 << min(tiles, COPIED_BEFORE)) - 1);
+    if (anew || tiles < staged) wait_for_first_tiles(staged);
     if (r.warp == 0 && r.lane == 0) {
         sm.tiles = tiles;
         sm.holes = tiles < end;
         sm.first_marked = w.main_tiles - main_tiles;
+        sm.anew = anew;
+        const uint32_t behind = sm.stage + (anew ? staged : max(tiles, staged));
+        sm.next_stage = behind % STAGES;
+        sm.next_phase = sm.phase ^ (behind / STAGES & 1);
     }
-    return uniform(tiles);
+    return anew ? -1 : uniform(tiles);
 }
 
 // Start the copies of an output warp's rows of tile `count` of the split.
@@ -969,7 +997,8 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegist
     softmax.put_down();
     const int tiles = find_tiles(p, valid);
     named_barrier_arrive(CUT_OFF, THREADS);
-    int stage = small().tiles_done % STAGES, phase = small().tiles_done / STAGES & 1;
+    if (tiles < 0) return;
+    int stage = small().stage, phase = small().phase;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
         const int buffer = tile % 2;
@@ -1227,13 +1256,12 @@ __device__ __forceinline__ void bring_tile(const AttentionParams& p, int count, 
     cp_async_commit();
 }
 
-// Start to copy the first tiles of a split, whose holes are not known, the first one to stage `stage`. `entry`: what
-// load_entries gave for them. Returns the entries of the tiles behind those that were looked up.
-__device__ __forceinline__ int32_t begin_copies(const AttentionParams& p, const WorkItem& w, int stage,
-                                                int32_t entry) {
-    const int tiles = w.end - w.begin;
-    entry = note_and_load(p, w, 0, entry, false);
+// Start to copy the first of a split's `tiles` tiles, which are looked up, the first one to stage `stage`. FP8: copies
+// that nobody needs may still be on their way.
+__device__ __forceinline__ void start_copies(const AttentionParams& p, int tiles, int stage) {
     if constexpr (FP8) {
+        cp_async_wait<0>();
+        __syncwarp();
 #pragma unroll 1
         for (int i = 0; i < RAW_STAGES; ++i) {
             if (i < tiles) copy_rows(p, i, i);
@@ -1243,23 +1271,26 @@ __device__ __forceinline__ int32_t begin_copies(const AttentionParams& p, const 
 #pragma unroll 1
         for (int i = 0; i < min(tiles, STAGES - 1); ++i) copy_tile(p, i, (stage + i) % STAGES);
     }
-    return entry;
 }
 
-// `entries`: of the tiles that are looked up next. NEXT_EARLY: kept from a split to the next, whose copies are begun
-// here.
+// `entries`: of the tiles that are looked up next. Kept where the split begins anew, and (NEXT_EARLY) from a split to the
+// next, whose copies are begun here.
 __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_t& entries) {
-    const int whole = small().work.end - small().work.begin;
-    int stage = small().tiles_done % STAGES;
-    if (!NEXT_EARLY || small().turn == 0)
-        entries = begin_copies(p, small().work, stage, load_entries(p, small().work, 0, false));
+    const int brought = small().brought;
+    int stage = small().stage;
+    if (!NEXT_EARLY || small().turn == 0 || small().again) {
+        if (!small().again)
+            entries = note_and_load(p, small().work, 0, load_entries(p, small().work, 0, false), false);
+        start_copies(p, brought, stage);
+    }
     if constexpr (FP8) {
 #pragma unroll 1
-        for (int i = 0; i < min(whole, WIDENED_BEFORE); ++i) bring_tile(p, i, whole, (stage + i) % STAGES);
+        for (int i = 0; i < min(brought, WIDENED_BEFORE); ++i) bring_tile(p, i, brought, (stage + i) % STAGES);
     }
     named_barrier_sync(CUT_OFF, THREADS);  // while the first rows and Q come
     const int tiles = small().tiles;
-    if (small().holes) entries = note_marked(p, small().work);
+    if (small().holes && !small().again) entries = note_marked(p, small().work);
+    if (small().anew) return;
     if (PV_BEHIND_QK && tiles > 0) named_barrier_sync(S_DONE, THREADS);
     if (tiles > 0) named_barrier_arrive(P_EMPTY, THREADS);
     if (tiles > 1) named_barrier_arrive(P_EMPTY + 1, THREADS);
@@ -1287,12 +1318,16 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
         if (++stage == STAGES) stage = 0;
     }
     if constexpr (FOLDED) {
-        if (tiles == 1) multiply_lost(small().tiles_done % STAGES, 0, o);
+        if (tiles == 1) multiply_lost(small().stage, 0, o);
     }
     // The next split's first rows are on their way before this one's results are written.
     if (NEXT_EARLY && has_next(p)) entries = load_entries(p, small().next, 0, false);
     named_barrier_sync(FINAL, THREADS);
-    if (NEXT_EARLY && has_next(p)) entries = begin_copies(p, small().next, stage, entries);
+    if (NEXT_EARLY && has_next(p)) {
+        const WorkItem& next = small().next;
+        entries = note_and_load(p, next, 0, entries, false);
+        start_copies(p, next.end - next.begin, small().next_stage);
+    }
     finish_output(p, o);
 }
 
@@ -1314,39 +1349,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
     // What the splits have in common is in shared memory: registers are short.
     if (threadIdx.x == 0) {
         sm.turn = -1;
-        sm.tiles_done = sm.tiles = 0;
+        sm.next_stage = sm.next_phase = 0;
+        sm.anew = false;
         if (NEXT_EARLY && num_turns(p) > 0) find_split(p, 0);
     }
-    if constexpr (!NEXT_EARLY) {
-        __syncthreads();
-        while (has_next(p)) {
-            if (threadIdx.x == 0) find_split(p, sm.turn + 1);
-            take_next_split();
-            if (threadIdx.x < OUTPUT_THREADS) {
-                int32_t entries;
-                run_output_warp(p, entries);
-            } else {
-                QRegisters q;
-                uint32_t valid;
-                run_score_warp(p, q, valid);
-            }
-        }
+    if (threadIdx.x < OUTPUT_THREADS) {
+        int32_t entries;
+        while (take_next_split<true>(p)) run_output_warp(p, entries);
     } else {
-        take_next_split();
-        if (threadIdx.x < OUTPUT_THREADS) {
-            int32_t entries;
-            while (sm.turn < num_turns(p)) {
-                run_output_warp(p, entries);
-                take_next_split();
-            }
-        } else {
-            QRegisters q;
-            uint32_t valid;
-            while (sm.turn < num_turns(p)) {
-                run_score_warp(p, q, valid);
-                take_next_split();
-            }
-        }
+        QRegisters q;
+        uint32_t valid;
+        while (take_next_split<false>(p)) run_score_warp(p, q, valid);
     }
 }
 

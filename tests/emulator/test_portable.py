@@ -1,5 +1,5 @@
-"""`portable` multiplies no tile that has no valid entry, wherever it stands, but for the first ones of a split: the
-products of its launches are counted."""
+"""`portable` multiplies no tile that has no valid entry, wherever it stands: the products of its launches are
+counted."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ FIRST_TILES = 6  # of a split, which are copied before a CTA has looked for vali
 MARKED_TILES = 1024  # of a split, behind which all tiles count
 SMS = 6  # of the emulated GPU
 SHAPES = pytest.mark.parametrize("name", TILE_ROWS)
-EVERYWHERE = pytest.mark.parametrize("where", ["begin", "middle", "end", "every second", "one", "anywhere", "all"])
+EVERYWHERE = pytest.mark.parametrize(
+    "where", ["begin", "first", "middle", "end", "last alone", "every second", "one", "anywhere", "all"]
+)
 
 
 def empty_tiles(rng: np.random.Generator, where: str, lists: int, tiles: int) -> np.ndarray:
     """Of each list [lists, tiles]: which of its tiles are to have no valid entry."""
-    tile, some = np.arange(tiles), rng.integers(1, tiles, (lists, 1))
+    tile, some = np.arange(tiles), rng.integers(1, tiles + 1, (lists, 1))
+    few = rng.integers(1, FIRST_TILES + 1, (lists, 1))
     return {
         "begin": tile < some,
+        "first": tile < few,
         "middle": (tile > 0) & (tile < some),
-        "end": tile >= some,
+        "end": tile >= np.where(rng.random((lists, 1)) < 0.5, some, few),
+        "last alone": (tile < tiles - 1) | (some < 0),
         "every second": (tile + some) % 2 == 0,
-        "one": tile == some,
+        "one": tile == some - 1,
         "anywhere": rng.random((lists, tiles)) < 0.7,
         "all": tile < tiles + 0 * some,
     }[where]
@@ -52,9 +57,21 @@ def mmas_of_tile(h_q: int, d_qk: int, rows: int) -> int:
     return -(-h_q // heads) * (heads // 16) * (rows // 8 * d_qk // 16 + rows // 16 * 512 // 8)
 
 
-def some_entries(rng: np.random.Generator) -> int:
-    """A list's length: an even number of tiles, so that none is alone in a split, where V32_FP8 has more to do."""
-    return int(64 * rng.integers(6, 40) - rng.integers(16))
+def mmas_of_lost(h_q: int, rows: int) -> int:
+    """Of a split with one tile, V32_FP8: O a second time."""
+    heads = portable.block_heads(h_q)
+    return -(-h_q // heads) * (heads // 16) * (rows // 16 * 512 // 8)
+
+
+def mmas_of_splits(tiles: np.ndarray, fmt: oracle.Format, h_q: int, rows: int) -> int:
+    """Of splits with so many tiles each."""
+    alone = (tiles == 1).sum() if fmt is oracle.V32 else 0
+    return tiles.sum() * mmas_of_tile(h_q, fmt.d_qk, rows) + alone * mmas_of_lost(h_q, rows)
+
+
+def some_entries(rng: np.random.Generator, rows: int) -> int:
+    """A list's length: some tiles, as often no more than are copied first."""
+    return int(rng.integers(1, rows * rng.choice([FIRST_TILES + 1, 80])))
 
 
 @SHAPES
@@ -66,15 +83,18 @@ def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, fmt, where,
     replace_in_choose("portable_splits", lambda *_: EVENLY)  # where the number of splits is free
     b, h_q, rows = int(rng.choice([2, 7])), int(rng.choice([5, 20, 40])), TILE_ROWS[name]
     num_splits = rng.choice([1, 3, None])
-    caches = [paged(rng, fmt, b, 1, some_entries(rng), 64) for _ in range(rng.integers(1, 3))]
+    caches = [paged(rng, fmt, b, 1, some_entries(rng, rows), 64) for _ in range(rng.integers(1, 3))]
     for cache in caches:
         empty(rng, where, cache.indices, rows)
     check_decode(kind, fmt, queries(rng, b, 1, h_q, fmt.d_qk), *caches, sink=sinks(rng, h_q), num_splits=num_splits)
     assert "portable" in emulated.launched
     tiles = sum(has_rows_of(cache, rows).sum() for cache in caches)
     splits = b * num_splits if num_splits else b + SMS
-    mmas = mmas_of_tile(h_q, fmt.d_qk, rows)
-    assert tiles * mmas <= emulated.products["portable"] <= (tiles + splits * FIRST_TILES) * mmas
+    again, rest = divmod(
+        emulated.products["portable"] - tiles * mmas_of_tile(h_q, fmt.d_qk, rows), mmas_of_lost(h_q, rows)
+    )
+    assert rest == 0
+    assert 0 <= again <= (splits if fmt is oracle.V32 else 0)
 
 
 @SHAPES
@@ -83,18 +103,33 @@ def test_prefill(kind, emulated, rng, monkeypatch, where, name):
     """More queries than a GPU has SMs."""
     monkeypatch.setenv(VARIABLE, name)
     queries, d_qk, h_q, rows = 9, int(rng.choice([512, 576])), int(rng.choice([5, 20, 40])), TILE_ROWS[name]
-    q, kv, indices = prefill_inputs(rng, queries, h_q, d_qk, 300, some_entries(rng))
+    q, kv, indices = prefill_inputs(rng, queries, h_q, d_qk, 300, some_entries(rng, rows))
     empty(rng, where, indices, rows)
     check_prefill(kind, q, kv, indices, 0.05, sinks(rng, h_q))
     assert "portable" in emulated.launched
-    tiles, mmas = has_rows(indices, len(kv), rows).sum(), mmas_of_tile(h_q, d_qk, rows)
-    assert tiles * mmas <= emulated.products["portable"] <= (tiles + (queries + SMS) * FIRST_TILES) * mmas
+    tiles = has_rows(indices, len(kv), rows).sum()
+    assert emulated.products["portable"] == tiles * mmas_of_tile(h_q, d_qk, rows)
+
+
+@SHAPES
+@pytest.mark.parametrize("h_q", [5, 64])
+@pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+def test_few_tiles(kind, emulated, rng, monkeypatch, fmt, h_q, name):
+    """Lists of 1 to 7 tiles, of which each has others, and some have none."""
+    monkeypatch.setenv(VARIABLE, name)
+    b, rows = 3 * SMS, TILE_ROWS[name]
+    tiles = rng.integers(1, FIRST_TILES + 2)
+    cache = paged(rng, fmt, b, 1, int(tiles * rows), 64)
+    lists = cache.indices.reshape(b, tiles, rows)
+    lists[rng.random((b, tiles)) < 0.5] = -1
+    check_decode(kind, fmt, queries(rng, b, 1, h_q, fmt.d_qk), cache, num_splits=1)
+    assert emulated.products["portable"] == mmas_of_splits(has_rows_of(cache, rows).sum(axis=1), fmt, h_q, rows)
 
 
 @SHAPES
 @pytest.mark.parametrize("marked", [False, True], ids=["beyond the marks", "marked"])
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
-def test_holes_behind_the_first_tiles(kind, emulated, rng, monkeypatch, fmt, marked, name):
+def test_many_holes(kind, emulated, rng, monkeypatch, fmt, marked, name):
     """Every product is counted. Lists at which a split looks in many rounds; also of more tiles than have marks, of
     which those behind are multiplied up to the last that has a row."""
     monkeypatch.setenv(VARIABLE, name)
@@ -102,11 +137,10 @@ def test_holes_behind_the_first_tiles(kind, emulated, rng, monkeypatch, fmt, mar
     tiles = int(rng.integers(70, 700)) if marked else MARKED_TILES + 50
     caches = [paged(rng, fmt, 2, 1, tiles * rows - int(rng.integers(rows)), 64)]
     if marked:
-        caches.append(paged(rng, fmt, 2, 1, some_entries(rng), 64))
+        caches.append(paged(rng, fmt, 2, 1, some_entries(rng, rows), 64))
     for cache in caches:
         lists = cache.indices.reshape(2, -1)
-        kept = np.arange(-(-lists.shape[1] // rows)) < (FIRST_TILES if cache is caches[0] else 0)
-        kept = kept | (rng.random((2, len(kept))) < 0.02)
+        kept = rng.random((2, -(-lists.shape[1] // rows))) < 0.02
         kept[:, MARKED_TILES + 10 :] = False
         kept[0, MARKED_TILES - 1 : MARKED_TILES + 5] = [True, False, False, False, True, False][
             : kept[0, MARKED_TILES - 1 :].size
@@ -115,6 +149,6 @@ def test_holes_behind_the_first_tiles(kind, emulated, rng, monkeypatch, fmt, mar
     check_decode(kind, fmt, queries(rng, 2, 1, 5, fmt.d_qk), *caches, num_splits=1)
     worked = [has_rows_of(cache, rows) for cache in caches]
     for of_list in worked[0]:
-        of_list[MARKED_TILES : 1 + of_list.nonzero()[0][-1]] = True
-    count = sum(of_cache.sum() for of_cache in worked)
-    assert emulated.products["portable"] == count * mmas_of_tile(5, fmt.d_qk, rows)
+        of_list[MARKED_TILES : len(np.trim_zeros(of_list, "b"))] = True
+    tiles = np.sum([of_cache.sum(axis=1) for of_cache in worked], axis=0)
+    assert emulated.products["portable"] == mmas_of_splits(tiles, fmt, 5, rows)

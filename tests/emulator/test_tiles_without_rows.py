@@ -105,8 +105,8 @@ def test_a_group_of_more_tiles_than_are_taken_together(kind, emulated, rng, monk
 @pytest.mark.parametrize("name", [*DECODERS, "fp8_sm90", "few_heads_sm90"])
 def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, monkeypatch, replace_in_choose, name):
     """Of 32 tiles a few are left. They take their share of the products of all, and one tile more for each of six SMs:
-    some kernels multiply tiles in pairs. Clusters pass over pairs that lie side by side, and such pairs are the shares
-    here."""
+    some kernels multiply tiles in pairs, `portable` takes no more. Clusters pass over pairs that lie side by side, and
+    such pairs are the shares here."""
     monkeypatch.setenv(VARIABLE, name)
     if name == "bf16_shares_sm90":
         replace_in_choose("TABLE", evenly.table(name, heads=64))
@@ -125,7 +125,8 @@ def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, mon
         products.append(emulated.products.pop(name))
     in_pairs = name in ("bf16_cluster_sm90", "bf16_shares_sm90")
     multiplied = 2 * len(set(left // 2)) if in_pairs else len(left)
-    assert products[1] <= products[0] * (multiplied + 6) / 32, (products, left)
+    more = 0 if name == "portable" else 6
+    assert products[1] <= products[0] * (multiplied + more) / 32, (products, left)
 
 
 all_places = pytest.mark.parametrize("where", [*WHERE, "every second", "a run", "all"])
