@@ -208,13 +208,12 @@ def planned_decode(
     sm_scale: float,
     out: A,
     num_splits: int | None,
-    plan: Plan | None,
+    plan: Plan,
 ) -> tuple[A, A]:
     """`sparse_decode` of the layers of a step, for the backends: calls with one plan divide their lists alike.
 
     Args:
-        ends: [b] int32, where each request's lists end; -1 stands behind. Lists are full more often than not, and
-            divided as such where they are.
+        ends: [b] int32, where each request's lists end; -1 stands behind.
     """
     scale = require_scale("sm_scale", sm_scale)
     return decode(
@@ -248,7 +247,8 @@ def decode(
         is_fp8_kvcache: must agree with `k_cache` where it is given.
         plan: of the calls that divide their lists alike.
         extra_name: what the front door calls `extra_indices`.
-        alike: of the calls with the plan, lists end at the same places, most of them behind their last entry.
+        alike: `topk_length` says where lists end, and -1 stands behind; it does not say how the call is to be divided:
+            lists are full more often than not, and layers of a step end theirs at the same places.
     """
     require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
     if extra_topk_length is not None and extra_indices is None:

@@ -47,15 +47,15 @@
 // References (what logits are relative to) rise when a logit is REF_SLACK above; that is rare, and O is rescaled then.
 //
 // List entries that are invalid are not read: their rows are zeros in the stage and their logits become -inf. Tiles in
-// which no entry is valid are passed over: while the first rows of a split come, score warps look at all its entries and
-// mark the tiles that have a valid one. The n-th marked tile then is tile n of the loops, which know nothing of it: only
-// where output warps ask for list entries, once in NOTED_TILES tiles, they look up which tiles come. A mark is a bit.
-// Only the first MARKED_TILES of a split have one, for more do not fit; those behind are worked on up to the last that
-// has a valid entry.
+// which no entry is valid are passed over: while the first rows of a split come, score warps look at all its entries
+// and mark the tiles that have a valid one. The n-th marked tile then is tile n of the loops, which know nothing of it:
+// only where output warps ask for list entries, once in NOTED_TILES tiles, they look up which tiles come. A mark is a
+// bit. Only the first MARKED_TILES of a split have one, for more do not fit; those behind are worked on up to the last
+// that has a valid entry.
 //
 // The rows that come meanwhile are those of the list's first COPIED_BEFORE tiles. If there is one among them that is
-// passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the first
-// marked tiles are brought. What has come in vain stays in its stages, which count as used.
+// passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the
+// first marked tiles are brought. What has come in vain stays in its stages, which count as used.
 #include "attention/params.cuh"
 #include "attention/partials.cuh"
 #include "attention/results.cuh"
@@ -94,8 +94,8 @@ constexpr bool PV_BEHIND_QK = !FP8 && TILE_ROWS > 16 && HEADS == 64;
 // heads.
 constexpr bool NEXT_EARLY =
     FP8 ? TILE_ROWS == 16 || (FOLDED && HEADS == 64) : HEADS < 64 || TILE_ROWS > 16 || D_QK == D_V;
-// Here ptxas finds that an output warp's loop is the same for all its threads. With the loop in uniform registers, which it
-// then takes, bf16 rows of width 576 take 3 to 4 % longer in small tiles. It finds that nowhere else.
+// Here ptxas finds that an output warp's loop is the same for all its threads. With the loop in uniform registers,
+// which it then takes, bf16 rows of width 576 take 3 to 4 % longer in small tiles. It finds that nowhere else.
 constexpr bool TILES_DIVERGENT = !NEXT_EARLY && !FP8;
 constexpr bool NEXT_Q_EARLY = NEXT_EARLY && !FP8;  // Q of the next split too
 constexpr bool MASK_IF_NEEDED = PV_BEHIND_QK;      // a branch, which costs more than it saves in small tiles
@@ -150,7 +150,8 @@ struct SmallOf {
     WorkItem work, next;                               // of this split and of the next
     int brought, tiles;                                // of this split: the first of how many come; worked on
     int turn;                                          // splits of this CTA that are done
-    // Bytes that are written at one time stand in one word: ptxas reads those beside, too, which racecheck takes for a race.
+    // Bytes that are written at one time stand in one word: ptxas reads those beside, too, which racecheck takes for a
+    // race.
     alignas(4) uint8_t stage;       // where this split's first tile goes,
     uint8_t phase;                  // and the phase of that stage
     bool again, ends_item;          // it has begun anew; it is the last of its item
@@ -1281,8 +1282,8 @@ __device__ __forceinline__ void start_copies(const AttentionParams& p, int tiles
     }
 }
 
-// `entries`: of the tiles that are looked up next. Kept where the split begins anew, and (NEXT_EARLY) from a split to the
-// next, whose copies are begun here.
+// `entries`: of the tiles that are looked up next. Kept where the split begins anew, and (NEXT_EARLY) from a split to
+// the next, whose copies are begun here.
 __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_t& entries) {
     const int brought = small().brought;
     int stage = small().stage;

@@ -90,12 +90,12 @@ def test_shares_of_a_plan(kind, evenly, rng):
     main, q = paged(rng, oracle.V32, 4, 1, 390, 64, invalid=0), queries(rng, 4, 1, 16, 576)
     schedule, lists = flash_mla.get_mla_metadata()[0], main.indices
     for ends in ([5000, 60], [0, 128], [390]):
-        main.indices = np.where(np.arange(390) < np.resize(ends, (4, 1, 1)), lists, -1).astype(np.int32)
+        main.indices = divided.ending(lists, ends)
         results = flash_mla.flash_mla_with_kvcache(
-            kind.put(q), kind.put(main.cache), None, None, 512, schedule, softmax_scale=0.05, is_fp8_kvcache=True,
-            indices=kind.put(main.indices),
+            kind.put(q), kind.put(main.cache), None, None, 512, schedule, softmax_scale=divided.SCALE,
+            is_fp8_kvcache=True, indices=kind.put(main.indices),
         )  # fmt: skip
-        assert_decoded(kind, results, decode_oracle(oracle.V32, q, main, sm_scale=0.05))
+        assert_decoded(kind, results, decode_oracle(oracle.V32, q, main, sm_scale=divided.SCALE))
     assert schedule.plan.made
 
 

@@ -111,8 +111,8 @@ def sparse_decode(
 ) -> Program:
     """Twin of `reference.attention.sparse_decode`, whose splits are those of the choice.
 
-    `alike`: lengths say only where lists end. They do so in whole items and in a plan's shares: other divisions find
-    that out while they wait for Q, and would wait for lengths.
+    `alike`: as for `ops.attention.decode`. Lengths are then for whole items and a plan's shares: other divisions find
+    out where lists end while they wait for Q, and would wait for lengths.
     """
     b, s_q, h_q, _ = q.shape
     if b == 0 or s_q == 0:
@@ -121,7 +121,7 @@ def sparse_decode(
     if extra is not None and extra_indices is not None:
         second = _paged(extra, extra_indices, extra_length)
     aligned = _aligned_caches(layout, cache, extra)
-    if alike and not _ends_by_lengths(choice):
+    if alike and not (_planned(choice) or (choice.kernel == "fp8_sm90" and choice.splits == 1)):
         length = None
     uneven = not alike and (length is not None or extra_length is not None)
     num_slots = cache.shape[0] * cache.shape[1]
@@ -132,9 +132,8 @@ def sparse_decode(
     return _launches(gpu, layout, choice, (b, s_q, h_q), rows, *views, None, sink, sm_scale, plan)
 
 
-def _ends_by_lengths(choice: Choice) -> bool:
-    if choice.kernel == "fp8_sm90" and choice.splits == 1:
-        return True
+def _planned(choice: Choice) -> bool:
+    """Whether a plan keeps how the choice's rows are divided."""
     return choice.kernel in PLANNED and choice.splits == EVENLY
 
 
@@ -182,7 +181,7 @@ class _Rows(NamedTuple):
         aligned: every row starts at a multiple of 16 bytes.
         topk, num_slots: entries of a main list, and the rows that they may name.
         length: the call's topk_length.
-        alike: of the other layers of a step, lists end at the same places.
+        alike: as for `ops.attention.decode`.
     """
 
     main: Packed
@@ -241,7 +240,7 @@ def _launches(
     flags |= DECODE * (max_logits is None) | ALIKE * rows.alike
     plan_address: Any = 0
     plan_filled: Any = 0
-    if plan is not None and choice.kernel in PLANNED and choice.splits == EVENLY:
+    if plan is not None and _planned(choice):
         key = choice.ctas, heads, h_q, queries, rows.topk
         plan_address, plan_filled = PlanField(plan, key, "address"), PlanField(plan, key, "filled")
     params = structs.ATTENTION(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,10 +74,10 @@ def check_nothing_valid(kind: NumPy, rng: np.random.Generator, fmt: oracle.Forma
     assert (lse[5:] == np.inf).all()
 
 
-def ending(main: Paged, ends: np.ndarray) -> Paged:
-    """Lists that end there, and have these lengths."""
-    here = np.arange(main.indices.shape[-1]) < ends[:, None, None]
-    return Paged(main.cache, np.where(here, main.indices, -1).astype(np.int32), ends)
+def ending(indices: np.ndarray, ends: Any) -> np.ndarray:
+    """Lists that end there, in turn."""
+    b, s_q, topk = indices.shape
+    return np.where(np.arange(topk) < np.resize(ends, (b, s_q, 1)), indices, -1).astype(np.int32)
 
 
 def check_plans_of_lists_with_ends(
@@ -96,8 +97,9 @@ def check_plans_of_lists_with_ends(
     )
     for (b, topk), step in product(sizes, steps):
         q, bits = queries(rng, b, 1, h_q, fmt.d_qk), []
-        layers = [paged(rng, fmt, b, 1, topk, 64, invalid=0) for _ in range(2)]
-        layers = [ending(layers[i % 2], np.resize(ends, b).astype(np.int32)) for i, ends in enumerate(step)]
+        layers = [paged(rng, fmt, b, 1, topk, 64, invalid=0) for _ in step]
+        for layer, ends in zip(layers, step, strict=True):
+            layer.indices, layer.length = ending(layer.indices, ends), np.resize(ends, b).astype(np.int32)
         arrays = [[kind.put(a) for a in (q, main.cache, main.indices, main.length)] for main in layers]
         for _ in range(2):
             plan, results = Plan(), []

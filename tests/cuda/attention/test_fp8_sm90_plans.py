@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
 KERNEL = "fp8_sm90"
-SCALE = 0.05
+SCALE = divided.SCALE
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,7 @@ class Layers:
 
     def ends(self, ends: Any) -> Paged:
         """Lists that end there, in turn."""
-        b, s_q, topk = self.main.indices.shape
-        indices = np.where(np.arange(topk) < np.resize(ends, (b, s_q, 1)), self.main.indices, -1).astype(np.int32)
-        return Paged(self.main.cache, indices, dead=self.main.dead)
+        return Paged(self.main.cache, divided.ending(self.main.indices, ends), dead=self.main.dead)
 
     def attend(self, schedule: flash_mla.FlashMLASchedMeta, indices: Any) -> tuple[Any, Any]:
         return flash_mla.flash_mla_with_kvcache(
