@@ -147,9 +147,10 @@ struct SmallOf {
     alignas(4) uint8_t rescaled[2][SCORE_WARPS];  // a score warp's heads have factors other than 1; read as a word
     alignas(2) uint8_t valid[VALID_TILES][TILE_ROWS];  // a row's list entry names one; two are read at once
     float4 sums[SUMS_IN_SHARED ? SCORE_THREADS : 1];   // sums and maxima of a score warp's threads
-    WorkItem work, next;                               // of this split and of the next
-    int brought, tiles;                                // of this split: the first of how many come; worked on
-    int turn;                                          // splits of this CTA that are done
+    alignas(16) int ends[SCORE_WARPS];  // tiles up to the last one that a score warp has marked; read all at once
+    WorkItem work, next;                // of this split and of the next
+    int brought, tiles;                 // of this split: the first of how many come; worked on
+    int turn;                           // splits of this CTA that are done
     // Bytes that are written at one time stand in one word: ptxas reads those beside, too, which racecheck takes for a
     // race.
     alignas(4) uint8_t stage;       // where this split's first tile goes,
@@ -159,8 +160,7 @@ struct SmallOf {
     uint8_t next_phase;
     bool anew, holes;  // this split is to begin anew; some of its tiles are passed over
     alignas(4) bool next_ends_item;
-    int first_marked;       // w.begin, as it were: with it, marked tiles of the extra list begin at w.main_tiles
-    int ends[SCORE_WARPS];  // tiles up to the last one that a score warp has marked
+    int first_marked;  // w.begin, as it were: with it, marked tiles of the extra list begin at w.main_tiles
     alignas(4) uint8_t marks[MARKED_TILES / 8];   // bits of tiles; a lane reads a word
     int partials;                                 // partial results of other CTAs that are merged with the split's
     float top[HEADS], factor_of_partials[HEADS];  // of the merge: reference, and factor of all O relative to it
