@@ -38,18 +38,21 @@
 // behind a short context is divided evenly, too.
 //
 // Only tiles in which an entry is valid are copied and multiplied. Each producer warp looks at all entries of a tile
-// before it copies its rows, and passes the tile over if none is valid; after a few in sequence the warps look together
-// whether any follows. So nobody knows beforehand how many tiles a split has: a tile says whether more may follow
-// (`Follows`), and if none did although more might have, a tile that holds nothing but the end of the split comes last.
+// before it copies its rows, and passes the tile over if none is valid. So nobody knows beforehand how many tiles a split
+// has: a tile says whether more may follow (`Follows`), and if none did although more might have, a tile that holds
+// nothing but the end of the split comes last. Where the lists end is found early, so that the next Q and its rows can
+// be asked for: of the CTA's first splits by the consumers while they wait for Q, of later ones by the producer warps.
+// V4_FP8, whose lists are shorter: by the producer warps, after a few tiles without rows.
 //
 //   full[stage]          copies done          COPIERS warps: 32 arrivals after the copies, and one for `marks`
 //   empty[stage]         stage released       the 8 consumer warps
 //   q_full               Q has come           bulk copies, and one arrival for `attended`
 //   q_empty              Q released           the 8 consumer warps, after the last product with it
+//   end_known[turn]      a first split's end  the 8 consumer warps
 //   P_READY + w          named: P of warpgroup w's tile is published: its 128 threads arrive, the other 128 wait
 //   WARPGROUP_SYNC + w   named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC        named: all 256 consumer threads
-//   PRODUCER_SYNC        named: the 128 producer threads, after a few tiles without rows
+//   PRODUCER_SYNC        named: the 128 producer threads, who find a split's end
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728, and 1,024 for the gaps with which it comes; two P of heads x 64 f16,
 // 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,784. V4_FP8: Q 65,536; rows of 592.
@@ -83,6 +86,9 @@ constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3, TEAMS = 4 };  // DIVISION
 constexpr bool ONE_SPLIT = DIVISION == CLUSTERS || DIVISION == TEAMS;   // of a CTA
 constexpr bool SPLIT = ONE_SPLIT || DIVISION == SEGMENTS;               // an item's splits are equal
+// Whether the end of a CTA's first splits is found by the consumers. Full lists of V4_FP8 would take 1 to 4 % longer.
+constexpr bool CONSUMERS_LOOK = V32;
+constexpr int FIRST_TURNS = 4;
 constexpr bool IN_TURN = SPLIT && V32;  // splits have an item's tiles in turn, else neighbouring ones
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
@@ -136,11 +142,13 @@ struct alignas(16) SmallOf {
     float scale[HEADS];                    // at the end: of O^T
     float largest[8][HEADS];               // |O^T| of a partial result, in each warp's columns
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
-    uint64_t q_full, q_empty;
+    uint64_t q_full, q_empty, end_known[FIRST_TURNS];
     float q_max[8], logit_scale;
     uint32_t raised[2];
     uint32_t marks[STAGES];  // which rows are valid, and what follows the tile
-    int found[4];            // tiles up to the last one with rows that each producer warp has found
+    // Tiles of an item up to the last one with rows: what each consumer warp has found for the CTA's first splits, and
+    // each producer warp for a later one.
+    int first_ends[FIRST_TURNS][8], ends[4];
     Attended attended[2];
     int partials;  // results that are merged
     Shares<THREADS> shares;
@@ -226,12 +234,17 @@ __device__ __forceinline__ void take_split(Work& w, int split, int splits) {
     w.dealt = ceil_div(w.end - w.begin, splits);
 }
 
+// The work item of split number `turn` of this CTA; teams know theirs.
+__device__ __forceinline__ int find_item_of(const AttentionParams& p, int turn) {
+    return DIVISION == SHARES     ? last_item() - turn
+           : DIVISION == CLUSTERS ? cluster_index()
+           : DIVISION == SEGMENTS ? blockIdx.x + turn / p.num_splits * gridDim.x
+                                  : blockIdx.x + turn * gridDim.x;
+}
+
 // Split number `turn` of this CTA.
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
-    const int item = DIVISION == SHARES     ? last_item() - turn
-                     : DIVISION == CLUSTERS ? cluster_index()
-                     : DIVISION == SEGMENTS ? blockIdx.x + turn / p.num_splits * gridDim.x
-                                            : blockIdx.x + turn * gridDim.x;
+    const int item = find_item_of(p, turn);
     const int head_tiles = num_head_tiles(p);
     Work w;
     if constexpr (DIVISION == SHARES) {
@@ -312,11 +325,13 @@ __device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS
 
 // Start the copies of a warp's 16 rows of the tile that begins with stage `first`. Lane l < 16 holds row l % WARP_ROWS
 // of those in stage l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round
-// is copied by the lane that holds the row.
-__device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, uint32_t follows, int warp, int lane) {
+// is copied by the lane that holds the row. `follows()` says what follows the tile, once copies have started.
+template <typename Act>
+__device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int warp, int lane, Act follows) {
     constexpr int ROW_CHUNKS = ROW_STRIDE / 16, ONE_LEFT = ROW_CHUNKS % 8 == 1;
     Small& sm = small();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
+    uint32_t next;
 #pragma unroll
     for (int i = 0; i < COPIERS; ++i) {
         const uint32_t stage = first + stage_of_copier(i, warp);
@@ -333,8 +348,9 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, uint32
             if (ONE_LEFT) cp_async_16(own + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
             copy_scales(row, own + ROW_STRIDE);
         }
+        if (i == 0) next = follows();
         if (lane == 0) {
-            store_marks(place, warp % COPIERS, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1 | follows);
+            store_marks(place, warp % COPIERS, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1 | next);
             mbarrier_arrive(full);
         }
         mbarrier_arrive_after_copies(full);
@@ -404,30 +420,61 @@ __device__ __forceinline__ bool has_valid(const int32_t (&entries)[2], uint32_t 
     return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
 }
 
-// How many tiles of a split end with the last one that has a valid entry, from tile `begin` on; `begin` if there is none.
-// Producer warp w looks at every fourth tile. All four warps call, as they all see the same list.
-__device__ __forceinline__ int count_up_to_rows(const Work& w, const Entries& list, const Slots& slots, int begin,
-                                                int warp, int lane) {
-    constexpr int AT_ONCE = 4;
-    int count = begin;
+// Finds where the lists of a query end, with the last valid entry. Each of THREADS threads looks at AT_ONCE entries at a
+// time, from the end on, and each warp leaves in `ends` how many tiles there are up to the last one that it has found.
+template <int THREADS, int AT_ONCE>
+__device__ __forceinline__ void find_end(const AttentionParams& p, const Lists& w, int thread,
+                                         int (&ends)[THREADS / 32]) {
+    constexpr int ROUND = AT_ONCE * THREADS;
+    int end = 0;
 #pragma unroll 1
-    for (int first = begin + warp; first < w.count(); first += 4 * AT_ONCE) {
-        int32_t entries[AT_ONCE][2];
+    for (int second = w.extra_length > 0; second >= 0 && end == 0; --second) {
+        const Source& source = second ? p.extra : p.main;
+        const int length = second ? w.extra_length : w.main_length;
+        const uint32_t slots = nameable_slots(source);
+        const int32_t* list = list_of(source, w.query);
+        int last = -1;
+#pragma unroll 1
+        for (int first = (length - 1) / ROUND * ROUND + thread; first >= 0 && last < 0; first -= ROUND) {
+            int32_t entries[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+            for (int i = 0; i < AT_ONCE; ++i)
+                entries[i] = first + i * THREADS < length ? list[first + i * THREADS] : -1;
 #pragma unroll
-            for (int j = 0; j < 2; ++j) entries[i][j] = list.of(w, w.tile(first + 4 * i), lane + 32 * j);
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (uint32_t(entries[i]) < slots) last = first + i * THREADS;
+            }
+            last = __reduce_max_sync(~0u, last);
         }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (has_valid(entries[i], slots.of(w, w.tile(first + 4 * i)))) count = first + 4 * i + 1;
+        if (last >= 0) end = (second ? w.main_tiles : 0) + last / TILE_ROWS + 1;
     }
-    int (&found)[4] = small().found;
-    if (lane == 0) found[warp] = count;
-    named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
-    count = max(max(found[0], found[1]), max(found[2], found[3]));
-    named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
-    return uniform(count);
+    if (thread % 32 == 0) ends[thread / 32] = end;
+}
+
+// Finds them for the CTA's first splits. The consumers call, while Q is on its way.
+__device__ __forceinline__ void find_first_ends(const AttentionParams& p, const Work& only) {
+    Small& sm = small();
+#pragma unroll 1
+    for (int turn = 0; turn < min(num_splits(p), FIRST_TURNS); ++turn) {
+        Lists lists;
+        if constexpr (ONE_SPLIT) {
+            lists = only;
+        } else {
+            const int item = find_item_of(p, turn);
+            lists.query = query_by_branch(p, DIVISION == SHARES ? query_of_item(p, item) : item / num_head_tiles(p));
+            find_lists(p, lists);
+        }
+        find_end<CONSUMERS, 8>(p, lists, threadIdx.x, sm.first_ends[turn]);
+        __syncwarp();
+        mbarrier_arrive_for_warp(shared_address(&sm.end_known[turn]), threadIdx.x % 32);
+    }
+}
+
+// A split's tiles up to the end that WARPS warps have found. A warp calls.
+template <int WARPS>
+__device__ __forceinline__ int count_to_end(const Work& w, int lane, const int (&ends)[WARPS]) {
+    const int tiles = __reduce_max_sync(~0u, ends[lane % WARPS]) - w.begin;
+    return min(w.count(), IN_TURN ? ceil_div(max(tiles, 0), w.step) : max(tiles, 0));
 }
 
 // Each of the four producer warps copies 16 rows of every tile that has a valid entry. List entries are loaded AHEAD
@@ -437,6 +484,14 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     constexpr int AHEAD = 4;
     const Entries list(p, w);
     const Slots slots(p);
+    int count = w.count();
+    auto find_count = [&] {
+        find_end<WARPGROUP, CONSUMERS_LOOK ? 4 : 2>(p, w, 32 * warp + lane, small().ends);
+        named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
+        count = count_to_end(w, lane, small().ends);
+        named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
+    };
+    if (CONSUMERS_LOOK && w.turn >= FIRST_TURNS) find_count();
     const int rows[2] = {row_of_lane(warp, lane, 0), row_of_lane(warp, lane, 1)};
     int32_t entries[AHEAD][2];
     auto load_entries = [&](int i, int n) {
@@ -452,7 +507,6 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             mbarrier_arrive(shared_address(&small().q_full));
         }
     }
-    int count = w.count();
     uint32_t stage = w.stage;
     bool ended = false;  // the consumers know that no tile follows
 #pragma unroll 1
@@ -465,19 +519,30 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             const bool copied = has_valid(entries[i], slots.of(w, tile));  // behind the split there is no entry
             const Row row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
-            if (!copied && (n < count || ended)) continue;
+            auto know_end = [&] {
+                if (!CONSUMERS_LOOK || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
+                mbarrier_wait(shared_address(&small().end_known[w.turn]), 0);
+                count = count_to_end(w, lane, small().first_ends[w.turn]);
+            };
+            if (!copied) {
+                know_end();
+                if (n < count || ended) continue;
+            }
             // The consumers take the tiles of a unit together: one without rows completes the last unit.
             const bool completes = UNIT_TILES == 1 || (stage - w.stage) % UNIT_STAGES != 0;
-            const bool is_tile = n < count || (UNIT_TILES > 1 && completes);
-            ended = completes && n + 1 >= count;
-            const bool last_of_warpgroup = UNIT_TILES > 1 && completes ? ended : n + 2 >= count;
-            const uint32_t follows = !is_tile ? ENDED : ended ? NONE : last_of_warpgroup ? ONE_AT_MOST : ANYTHING;
-            copy_tile(row, stage, follows, warp, lane);
+            copy_tile(row, stage, warp, lane, [&] {
+                if (copied) know_end();
+                const bool is_tile = n < count || (UNIT_TILES > 1 && completes);
+                ended = completes && n + 1 >= count;
+                const bool last_of_warpgroup = UNIT_TILES > 1 && completes ? ended : n + 2 >= count;
+                return !is_tile ? ENDED : ended ? NONE : last_of_warpgroup ? ONE_AT_MOST : ANYTHING;
+            });
             stage += TILE_STAGES;
         }
         const int next = first + AHEAD;
-        if (stage == stage_before && next < count && count == w.count()) {
-            count = count_up_to_rows(w, list, slots, next, warp, lane);
+        if (!CONSUMERS_LOOK && stage == stage_before && next < count && count == w.count()) {
+            find_count();
+            count = max(count, next);
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) load_entries(i, next + i);  // again: meanwhile they need no registers
         }
@@ -1534,6 +1599,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         if (threadIdx.x == 0) {
             mbarrier_init(shared_address(&sm.q_full), 2);
             mbarrier_init(shared_address(&sm.q_empty), 8 * WARP_ARRIVALS);
+            for (uint64_t& known : sm.end_known) mbarrier_init(shared_address(&known), 8 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }
@@ -1570,6 +1636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         if constexpr (ONE_SPLIT) known = {only.query, only.first_head, only.begin == 0, true};
         if (DIVISION == SEGMENTS && uniform(threadIdx.x / 32) == 0 && num_splits(p) > 0) fetch_first_q(p, threadIdx.x);
         if (DIVISION == TEAMS && threadIdx.x == 0) join_team(p, sm.plan.team);
+        if (CONSUMERS_LOOK) find_first_ends(p, only);
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn) stage = attend(p, turn, stage, consumer_role(), known);
     }
