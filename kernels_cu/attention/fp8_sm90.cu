@@ -86,7 +86,8 @@ constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3, TEAMS = 4 };  // DIVISION
 constexpr bool ONE_SPLIT = DIVISION == CLUSTERS || DIVISION == TEAMS;   // of a CTA
 constexpr bool SPLIT = ONE_SPLIT || DIVISION == SEGMENTS;               // an item's splits are equal
-// Whether the end of a CTA's first splits is found by the consumers. Full lists of V4_FP8 would take 1 to 4 % longer.
+// Whether the consumers find the ends of a CTA's first splits. Full lists of V4_FP8 would take 1 to 4 % longer, segments
+// 1 to 2 %.
 constexpr bool CONSUMERS_LOOK = V32 && DIVISION != SEGMENTS;
 constexpr int FIRST_TURNS = 4;
 constexpr bool IN_TURN = SPLIT && V32;  // splits have an item's tiles in turn, else neighbouring ones
@@ -146,9 +147,9 @@ struct alignas(16) SmallOf {
     float q_max[8], logit_scale;
     uint32_t raised[2];
     uint32_t marks[STAGES];  // which rows are valid, and what follows the tile
-    // Tiles of an item up to the last one with rows: what each consumer warp has found for the CTA's first `looked` splits,
-    // and each producer warp for a later one.
-    int first_ends[FIRST_TURNS][8], looked, ends[4];
+    // Tiles of an item up to the last one with rows: what each consumer warp has found for the CTA's first splits, and
+    // each producer warp for a later one.
+    int first_ends[FIRST_TURNS][8], ends[4];
     Attended attended[2];
     int partials;  // results that are merged
     Shares<THREADS> shares;
@@ -451,21 +452,11 @@ __device__ __forceinline__ void find_end(const AttentionParams& p, const Lists& 
     if (thread % 32 == 0) ends[thread / 32] = end;
 }
 
-// Whether the last entry of a query's lists is valid.
-__device__ __forceinline__ bool ends_with_row(const AttentionParams& p, const Lists& w) {
-    const bool second = w.extra_length > 0;
-    const Source& source = second ? p.extra : p.main;
-    const int length = second ? w.extra_length : w.main_length;
-    return length > 0 && uint32_t(list_of(source, w.query)[length - 1]) < nameable_slots(source);
-}
-
-// Finds them for the CTA's first splits, or for the first one alone if its lists are full: then the others mostly are, and
-// the producer warps have the time to look. The consumers call, while Q is on its way.
+// Finds them for the CTA's first splits. The consumers call, while Q is on its way.
 __device__ __forceinline__ void find_first_ends(const AttentionParams& p, const Work& only) {
     Small& sm = small();
-    int looked = min(num_splits(p), FIRST_TURNS);
 #pragma unroll 1
-    for (int turn = 0; turn < looked; ++turn) {
+    for (int turn = 0; turn < min(num_splits(p), FIRST_TURNS); ++turn) {
         Lists lists;
         if constexpr (ONE_SPLIT) {
             lists = only;
@@ -474,9 +465,7 @@ __device__ __forceinline__ void find_first_ends(const AttentionParams& p, const 
             lists.query = query_by_branch(p, DIVISION == SHARES ? query_of_item(p, item) : item / num_head_tiles(p));
             find_lists(p, lists);
         }
-        if (!ONE_SPLIT && turn == 0 && ends_with_row(p, lists)) looked = 1;
         find_end<CONSUMERS, 8>(p, lists, threadIdx.x, sm.first_ends[turn]);
-        if (turn == 0 && threadIdx.x == 0) sm.looked = looked;
         __syncwarp();
         mbarrier_arrive_for_warp(shared_address(&sm.end_known[turn]), threadIdx.x % 32);
     }
@@ -503,8 +492,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
         count = count_to_end(w, lane, small().ends);
         named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
     };
-    const bool told = CONSUMERS_LOOK && (w.turn == 0 || w.turn < small().looked);  // by the consumers
-    if (CONSUMERS_LOOK && !told) find_count();
+    if (CONSUMERS_LOOK && w.turn >= FIRST_TURNS) find_count();
     const int rows[2] = {row_of_lane(warp, lane, 0), row_of_lane(warp, lane, 1)};
     int32_t entries[AHEAD][2];
     auto load_entries = [&](int i, int n) {
@@ -533,7 +521,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             const Row row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
             auto know_end = [&] {
-                if (i > 0 || n > 0 || !told) return;
+                if (!CONSUMERS_LOOK || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
                 mbarrier_wait(shared_address(&small().end_known[w.turn]), 0);
                 count = count_to_end(w, lane, small().first_ends[w.turn]);
             };
