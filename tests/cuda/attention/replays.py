@@ -11,7 +11,7 @@ import numpy as np
 import cupy_mla
 
 from ... import oracle
-from ...cases import Paged, assert_decoded, decode_oracle
+from ...cases import Paged, assert_decoded, decode_oracle, off_zero
 from ...kinds import TorchCUDA, make
 
 SCALE = 0.05
@@ -49,10 +49,12 @@ def check_replays_with_other_lengths(
             b, _, topk = cache.indices.shape
             cache.length[:] = rng.integers(0, topk + 1, b)
             lengths[name].copy_(kind.put(cache.length))
+        queries = off_zero(fmt, q, main, extra, sm_scale=SCALE)  # lists of a few rows are among them
+        arrays[0].copy_(kind.put(queries))
         for _ in range(times):
             graph.replay()
         kind.synchronize()
-        wanted = decode_oracle(fmt, q, main, extra, sm_scale=SCALE)
+        wanted = decode_oracle(fmt, queries, main, extra, sm_scale=SCALE)
         for result in results:
             assert_decoded(kind, result, wanted)
 
@@ -71,7 +73,9 @@ def check_replays_with_other_lists(
     for _ in range(5):
         main.indices[:] = lists
         change(rng, main)
+        queries = off_zero(fmt, q, main, sm_scale=SCALE)
+        put[0].copy_(kind.put(queries))
         put[2].copy_(kind.put(main.indices))
         graph.replay()
         kind.synchronize()
-        assert_decoded(kind, result, decode_oracle(fmt, q, main, sm_scale=SCALE))
+        assert_decoded(kind, result, decode_oracle(fmt, queries, main, sm_scale=SCALE))

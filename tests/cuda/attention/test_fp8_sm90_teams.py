@@ -127,7 +127,7 @@ def test_lengths(hopper, teams, rng, fmt, lengths):
         main.length[:] = topk if lengths == "topk" else 0
         if lengths == "one":
             main.length[rng.integers(b)] = topk
-    check_decode(hopper, fmt, queries(rng, b, 1, 64, fmt.d_qk), main)
+    check_decode(hopper, fmt, off_zero(fmt, queries(rng, b, 1, 64, fmt.d_qk), main), main)
 
 
 @FORMATS
@@ -153,7 +153,7 @@ def test_every_batch(hopper, teams, rng, fmt, batches):
         lengths = bool(rng.integers(2))
         teams(64, *((EVENLY, 132) if lengths else (int(rng.integers(2, 5)), 0)))
         main = paged(rng, fmt, b, 1, topk, 64, lengths=lengths)
-        check_decode(hopper, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main)
+        check_decode(hopper, fmt, off_zero(fmt, queries(rng, b, 1, h_q, fmt.d_qk), main), main)
 
 
 @FORMATS
