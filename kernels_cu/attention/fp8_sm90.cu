@@ -55,7 +55,7 @@
 //   PRODUCER_SYNC        named: the 128 producer threads, who find a split's end
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728, and 1,024 for the gaps with which it comes; two P of heads x 64 f16,
-// 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,784. V4_FP8: Q 65,536; rows of 592.
+// 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,960. V4_FP8: Q 65,536; rows of 592.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
 #include "attention/merge.cuh"
@@ -89,7 +89,7 @@ constexpr bool SPLIT = ONE_SPLIT || DIVISION == SEGMENTS;               // an it
 // Whether the consumers find the ends of a CTA's first splits. Full lists of V4_FP8 would take 1 to 4 % longer, segments
 // 1 to 2 %.
 constexpr bool CONSUMERS_LOOK = V32 && DIVISION != SEGMENTS;
-constexpr int FIRST_TURNS = 4;
+constexpr int FIRST_TURNS = 4;          // so many splits
 constexpr bool IN_TURN = SPLIT && V32;  // splits have an item's tiles in turn, else neighbouring ones
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
@@ -243,16 +243,21 @@ __device__ __forceinline__ int find_item_of(const AttentionParams& p, int turn) 
                                   : blockIdx.x + turn * gridDim.x;
 }
 
+// The number of a work item's query.
+__device__ __forceinline__ int find_query_of(const AttentionParams& p, int item) {
+    return DIVISION == SHARES ? query_of_item(p, item) : item / num_head_tiles(p);
+}
+
 // Split number `turn` of this CTA.
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
     const int item = find_item_of(p, turn);
     const int head_tiles = num_head_tiles(p);
     Work w;
     if constexpr (DIVISION == SHARES) {
-        find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
+        find_item(p, w, find_query_of(p, item), head_tile_of_item(p, item), 0, 1);
     } else {
         const Team& team = small().plan.team;
-        const int query = DIVISION == TEAMS ? team.query : item / head_tiles,
+        const int query = DIVISION == TEAMS ? team.query : find_query_of(p, item),
                   head_tile = DIVISION == TEAMS ? team.head_tile : item % head_tiles;
         constexpr bool WHOLE_ITEM = !SPLIT || IN_TURN;  // of which take_split takes some, if IN_TURN
         find_item(p, w, query, head_tile, WHOLE_ITEM ? 0 : split_of(p, turn), WHOLE_ITEM ? 1 : splits_of_item(p));
@@ -461,8 +466,7 @@ __device__ __forceinline__ void find_first_ends(const AttentionParams& p, const 
         if constexpr (ONE_SPLIT) {
             lists = only;
         } else {
-            const int item = find_item_of(p, turn);
-            lists.query = query_by_branch(p, DIVISION == SHARES ? query_of_item(p, item) : item / num_head_tiles(p));
+            lists.query = query_by_branch(p, find_query_of(p, find_item_of(p, turn)));
             find_lists(p, lists);
         }
         find_end<CONSUMERS, 8>(p, lists, threadIdx.x, sm.first_ends[turn]);
@@ -520,7 +524,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             const bool copied = has_valid(entries[i], slots.of(w, tile));  // behind the split there is no entry
             const Row row = row_of_entry(p, w, tile, entries[i][0], slots.of(w, tile));
             load_entries(i, n + AHEAD);
-            auto know_end = [&] {
+            auto know_end = [&] {  // what the consumers have found, once the first copies are under way
                 if (!CONSUMERS_LOOK || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
                 mbarrier_wait(shared_address(&small().end_known[w.turn]), 0);
                 count = count_to_end(w, lane, small().first_ends[w.turn]);

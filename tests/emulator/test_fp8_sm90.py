@@ -53,6 +53,7 @@ def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, 
     [
         (oracle.V32, {"heads": 64, "splits": 3}),  # a cluster
         (oracle.V4, {"heads": 32, "splits": 1, "ctas": 2}),  # whole items
+        (oracle.V32, {"heads": 32, "splits": 1, "ctas": 1}),  # more of a CTA than the consumers look for
         (oracle.V32, {"heads": 32, "splits": EVENLY, "ctas": 7, "least_split": 1}),
         (oracle.V4, {"heads": 64, "splits": 3, "ctas": 4}),  # segments
         (oracle.V32, {"heads": 64, "splits": 2, "ctas": 2 * B, "teams": True}),
