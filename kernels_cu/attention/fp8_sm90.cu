@@ -8,7 +8,7 @@
 //   O^T = V^T . P^T   512 columns x heads   ldmatrix.trans of byte pairs, which prmt puts in order
 //
 //   warpgroup 0 (consumer)          warpgroup 1 (consumer)          warpgroup 2 (producer)
-//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by cp.async into a ring of
+//     S_2 = K_2 . Q^T                 softmax, P_1 published          rows by bulk copies into a ring of
 //     O += V_1 . P_1   columns        O += V_1 . P_1   columns        STAGES x 16 rows, as stages are released
 //     softmax, P_2     0 .. 255       S_3 = K_3 . Q^T  256 .. 511
 //     O += V_2 . P_2                  O += V_2 . P_2
@@ -44,11 +44,12 @@
 // be asked for: of the CTA's first splits by the consumers while they wait for Q, of later ones by the producer warps.
 // V4_FP8, whose lists are shorter, and segments: by the producer warps, after a few tiles without rows.
 //
-//   full[stage]          copies done          COPIERS warps: 32 arrivals after the copies, and one for `marks`
+//   full[stage]          copies done          COPIERS warps: bulk copies, and one arrival for `marks`; V4_FP8: that,
+//                                             and 32 arrivals after the copies
 //   empty[stage]         stage released       the 8 consumer warps
 //   q_full               Q has come           bulk copies, and one arrival for `attended`
 //   q_empty              Q released           the 8 consumer warps, after the last product with it
-//   end_known[turn]      a first split's end  the 8 consumer warps
+//   ends_known           first splits' ends   the 8 consumer warps
 //   P_READY + w          named: P of warpgroup w's tile is published: its 128 threads arrive, the other 128 wait
 //   WARPGROUP_SYNC + w   named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC        named: all 256 consumer threads
@@ -86,15 +87,19 @@ constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3, TEAMS = 4 };  // DIVISION
 constexpr bool ONE_SPLIT = DIVISION == CLUSTERS || DIVISION == TEAMS;   // of a CTA
 constexpr bool SPLIT = ONE_SPLIT || DIVISION == SEGMENTS;               // an item's splits are equal
+constexpr bool IN_TURN = SPLIT && V32;                                  // its tiles in turn, else neighbouring ones
+// A CTA's first work item is found while an earlier kernel runs, unless that may write lengths.
+constexpr bool FOUND_EARLY = DIVISION == WHOLE;
 // Whether the consumers find the ends of a CTA's first splits. Full lists of V4_FP8 would take 1 to 4 % longer, segments
 // 1 to 2 %.
 constexpr bool CONSUMERS_LOOK = V32 && DIVISION != SEGMENTS;
-constexpr int FIRST_TURNS = 4;          // so many splits
-constexpr bool IN_TURN = SPLIT && V32;  // splits have an item's tiles in turn, else neighbouring ones
+constexpr int FIRST_TURNS = 4;  // so many splits
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
+// Rows come by one bulk copy each, or by cp.async: scales of V4_FP8 stand apart, 8 bytes a row.
+constexpr bool IN_BULK = V32;
 // The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number.
 // Pairs take fewer instructions.
 constexpr int UNIT_TILES = SPLIT ? 1 : 2;
@@ -143,7 +148,7 @@ struct alignas(16) SmallOf {
     float scale[HEADS];                    // at the end: of O^T
     float largest[8][HEADS];               // |O^T| of a partial result, in each warp's columns
     uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
-    uint64_t q_full, q_empty, end_known[FIRST_TURNS];
+    uint64_t q_full, q_empty, ends_known;
     float q_max[8], logit_scale;
     uint32_t raised[2];
     uint32_t marks[STAGES];  // which rows are valid, and what follows the tile
@@ -329,12 +334,36 @@ constexpr uint32_t FOLLOWS = 3 << WARP_ROWS;
 // The number in a tile of the i-th of COPIERS stages that producer warp `warp` copies rows of.
 __device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS == 1 ? warp : i; }
 
-// Start the copies of a warp's 16 rows of the tile that begins with stage `first`. Lane l < 16 holds row l % WARP_ROWS
-// of those in stage l / WARP_ROWS. Eight lanes copy a row; a last chunk that would take them one more round
-// is copied by the lane that holds the row. `follows()` says what follows the tile, once copies have started.
+// Starts the copy of a row by one lane. An invalid row becomes zeros.
+__device__ __forceinline__ void copy_row_in_bulk(uint32_t to, const Row& row, uint32_t full) {
+    if (row.data != nullptr) {
+        copy_in_bulk(to, row.data, STRIDE, full);
+    } else {
+#pragma unroll 1
+        for (int at = 0; at < STRIDE; at += 16) store_shared_16(to + at, {0, 0, 0, 0});
+        fence_proxy_async();  // a later row comes to the same place by a bulk copy
+    }
+}
+
+// Starts the copies of the WARP_ROWS rows of a stage that lanes `first` .. hold, to `to`. Eight lanes copy a row; a last
+// chunk that would take them one more round is copied by the lane that holds the row.
+__device__ __forceinline__ void copy_rows_by_chunks(uint32_t to, const Row& row, int first, int lane) {
+    constexpr int ROW_CHUNKS = ROW_STRIDE / 16, ONE_LEFT = ROW_CHUNKS % 8 == 1;
+#pragma unroll
+    for (int j = 0; j < WARP_ROWS; j += ROWS_AT_ONCE)
+        copy_row<ROW_CHUNKS - ONE_LEFT>(to + (j + lane / 8) * STRIDE + lane % 8 * 16,
+                                        shuffle_pointer(row.data, first + j + lane / 8), lane);
+    if (lane / WARP_ROWS == first / WARP_ROWS) {
+        const uint32_t own = to + lane % WARP_ROWS * STRIDE;
+        if (ONE_LEFT) cp_async_16(own + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
+        copy_scales(row, own + ROW_STRIDE);
+    }
+}
+
+// Starts the copies of a warp's 16 rows of the tile that begins with stage `first`. Lane l < 16 holds row l % WARP_ROWS
+// of those in stage l / WARP_ROWS. `follows()` says what follows the tile, once copies have started.
 template <typename Act>
 __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int warp, int lane, Act follows) {
-    constexpr int ROW_CHUNKS = ROW_STRIDE / 16, ONE_LEFT = ROW_CHUNKS % 8 == 1;
     Small& sm = small();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
     uint32_t next;
@@ -345,21 +374,23 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
         const uint32_t to = stage_address(stage) + warp % COPIERS * WARP_ROWS * STRIDE;
         const uint32_t full = shared_address(&sm.full[place]);
         mbarrier_wait(shared_address(&sm.empty[place]), phase_of(stage) ^ 1);
-#pragma unroll
-        for (int j = 0; j < WARP_ROWS; j += ROWS_AT_ONCE)
-            copy_row<ROW_CHUNKS - ONE_LEFT>(to + (j + lane / 8) * STRIDE + lane % 8 * 16,
-                                            shuffle_pointer(row.data, WARP_ROWS * i + j + lane / 8), lane);
-        if (lane / WARP_ROWS == i) {
-            const uint32_t own = to + lane % WARP_ROWS * STRIDE;
-            if (ONE_LEFT) cp_async_16(own + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
-            copy_scales(row, own + ROW_STRIDE);
+        if constexpr (IN_BULK) {
+            if (lane / WARP_ROWS == i) copy_row_in_bulk(to + lane % WARP_ROWS * STRIDE, row, full);
+            __syncwarp();
+        } else {
+            copy_rows_by_chunks(to, row, WARP_ROWS * i, lane);
         }
         if (i == 0) next = follows();
+        const uint32_t valid_here = valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1;
         if (lane == 0) {
-            store_marks(place, warp % COPIERS, valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1 | next);
-            mbarrier_arrive(full);
+            store_marks(place, warp % COPIERS, valid_here | next);
+            if (IN_BULK) {
+                mbarrier_arrive_expecting(full, __popc(valid_here) * STRIDE);
+            } else {
+                mbarrier_arrive(full);
+            }
         }
-        mbarrier_arrive_after_copies(full);
+        if (!IN_BULK) mbarrier_arrive_after_copies(full);
     }
 }
 
@@ -426,12 +457,46 @@ __device__ __forceinline__ bool has_valid(const int32_t (&entries)[2], uint32_t 
     return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
 }
 
-// Finds where the lists of a query end, with the last valid entry. Each of THREADS threads looks at AT_ONCE entries at a
-// time, from the end on, and each warp leaves in `ends` how many tiles there are up to the last one that it has found.
-template <int THREADS, int AT_ONCE>
-__device__ __forceinline__ void find_end(const AttentionParams& p, const Lists& w, int thread,
-                                         int (&ends)[THREADS / 32]) {
-    constexpr int ROUND = AT_ONCE * THREADS;
+// One or four list entries, none of them valid.
+__device__ __forceinline__ void clear(int32_t& entry) { entry = -1; }
+__device__ __forceinline__ void clear(int4& entries) { entries = make_int4(-1, -1, -1, -1); }
+
+// The least of them, as unsigned numbers: a valid one, if there is any.
+__device__ __forceinline__ uint32_t least_of(int32_t entry) { return entry; }
+__device__ __forceinline__ uint32_t least_of(const int4& entries) {
+    return min(min(uint32_t(entries.x), uint32_t(entries.y)), min(uint32_t(entries.z), uint32_t(entries.w)));
+}
+
+// The last valid one of a list's entries, or one behind it in its tile; -1 if there is none. Each of `threads` threads, a
+// power of two, makes AT_ONCE loads of Entries at a time, from the end on, and sees what its warp has found. Entries is
+// an int32_t, or an int4 if the list begins at a multiple of 16 bytes and has whole ones.
+template <typename Entries, int AT_ONCE>
+__device__ __forceinline__ int find_last(const int32_t* list, int length, uint32_t slots, int thread, int threads) {
+    constexpr int WIDTH = sizeof(Entries) / sizeof(int32_t);
+    const int step = WIDTH * threads, round = AT_ONCE * step;
+    int last = -1;
+#pragma unroll 1
+    for (int first = (length - 1 & -round) + WIDTH * thread; first >= 0 && last < 0; first -= round) {
+        Entries entries[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int at = first + i * step;
+            clear(entries[i]);
+            if (at < length) entries[i] = *reinterpret_cast<const Entries*>(list + at);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (least_of(entries[i]) < slots) last = first + i * step;
+        }
+        last = __reduce_max_sync(~0u, last);
+    }
+    return last;
+}
+
+// Finds where the lists of a query end, with the last valid entry. Returns how many tiles there are up to the last one
+// that the warp has found. WIDE: 16 bytes a load, where lists allow it; the producer warps have no registers for that.
+template <int AT_ONCE, bool WIDE>
+__device__ __forceinline__ int find_end(const AttentionParams& p, const Lists& w, int thread, int threads) {
     int end = 0;
 #pragma unroll 1
     for (int second = w.extra_length > 0; second >= 0 && end == 0; --second) {
@@ -439,29 +504,23 @@ __device__ __forceinline__ void find_end(const AttentionParams& p, const Lists& 
         const int length = second ? w.extra_length : w.main_length;
         const uint32_t slots = nameable_slots(source);
         const int32_t* list = list_of(source, w.query);
-        int last = -1;
-#pragma unroll 1
-        for (int first = (length - 1) / ROUND * ROUND + thread; first >= 0 && last < 0; first -= ROUND) {
-            int32_t entries[AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i)
-                entries[i] = first + i * THREADS < length ? list[first + i * THREADS] : -1;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                if (uint32_t(entries[i]) < slots) last = first + i * THREADS;
-            }
-            last = __reduce_max_sync(~0u, last);
-        }
+        const bool wide = WIDE && reinterpret_cast<uint64_t>(list) % 16 == 0 && source.topk % 4 == 0;
+        const int last = wide ? find_last<int4, AT_ONCE>(list, length, slots, thread, threads)
+                              : find_last<int32_t, AT_ONCE>(list, length, slots, thread, threads);
         if (last >= 0) end = (second ? w.main_tiles : 0) + last / TILE_ROWS + 1;
     }
-    if (thread % 32 == 0) ends[thread / 32] = end;
+    return end;
 }
 
-// Finds them for the CTA's first splits. The consumers call, while Q is on its way.
+// Finds them for the CTA's first splits, at once. The consumers call, while Q is on its way: the eight warps share the
+// splits, two or more look at one.
 __device__ __forceinline__ void find_first_ends(const AttentionParams& p, const Work& only) {
+    static_assert(FIRST_TURNS == 4, "two warps look at a split");
     Small& sm = small();
-#pragma unroll 1
-    for (int turn = 0; turn < min(num_splits(p), FIRST_TURNS); ++turn) {
+    const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, turns = min(num_splits(p), FIRST_TURNS);
+    const int warps = turns <= 1 ? 8 : turns == 2 ? 4 : 2;  // of a split
+    const int turn = warp / warps, rank = warp % warps;
+    if (turn < turns) {
         Lists lists;
         if constexpr (ONE_SPLIT) {
             lists = only;
@@ -469,10 +528,12 @@ __device__ __forceinline__ void find_first_ends(const AttentionParams& p, const 
             lists.query = query_by_branch(p, find_query_of(p, find_item_of(p, turn)));
             find_lists(p, lists);
         }
-        find_end<CONSUMERS, 8>(p, lists, threadIdx.x, sm.first_ends[turn]);
-        __syncwarp();
-        mbarrier_arrive_for_warp(shared_address(&sm.end_known[turn]), threadIdx.x % 32);
+        if (FOUND_EARLY) wait_for_earlier_kernels();
+        const int end = find_end<8, true>(p, lists, 32 * rank + lane, 32 * warps);
+        if (lane < 8 / warps) sm.first_ends[turn][rank + lane * warps] = end;
     }
+    __syncwarp();
+    mbarrier_arrive_for_warp(shared_address(&sm.ends_known), lane);
 }
 
 // A split's tiles up to the end that WARPS warps have found. A warp calls.
@@ -491,7 +552,8 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     const Slots slots(p);
     int count = w.count();
     auto find_count = [&] {
-        find_end<WARPGROUP, CONSUMERS_LOOK ? 4 : 2>(p, w, 32 * warp + lane, small().ends);
+        const int end = find_end<CONSUMERS_LOOK ? 4 : 2, false>(p, w, 32 * warp + lane, WARPGROUP);
+        if (lane == 0) small().ends[warp] = end;
         named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
         count = count_to_end(w, lane, small().ends);
         named_barrier_sync(PRODUCER_SYNC, WARPGROUP);
@@ -503,6 +565,10 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
 #pragma unroll
         for (int j = 0; j < 2; ++j) entries[i][j] = list.of(w, w.tile(n), rows[j]);
     };
+    if (FOUND_EARLY && w.turn == 0) {
+        wait_for_earlier_kernels();
+        let_next_kernel_start();
+    }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load_entries(i, i);
     if (warp == 0) {
@@ -526,7 +592,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             load_entries(i, n + AHEAD);
             auto know_end = [&] {  // what the consumers have found, once the first copies are under way
                 if (!CONSUMERS_LOOK || i > 0 || n > 0 || w.turn >= FIRST_TURNS) return;
-                mbarrier_wait(shared_address(&small().end_known[w.turn]), 0);
+                mbarrier_wait(shared_address(&small().ends_known), 0);
                 count = count_to_end(w, lane, small().first_ends[w.turn]);
             };
             if (!copied) {
@@ -903,23 +969,27 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, 
 
 // --- softmax --------------------------------------------------------------------------------------------------
 
-// Of 2 HALF sums each half of the lanes, chosen by a bit of g, keeps HALF, summed over both halves.
-template <int HALF>
-__device__ __forceinline__ void share_sums(float (&v)[OWN_HEADS], bool high, int distance) {
+// Of 2 HALF values each half of the lanes, chosen by a bit of g, keeps HALF, combined from both halves.
+template <int HALF, typename Combine>
+__device__ __forceinline__ void share_values(float (&v)[OWN_HEADS], bool high, int distance, Combine combine) {
 #pragma unroll
     for (int c = 0; c < HALF; ++c) {
         const float first = v[c], second = v[c + HALF];
-        v[c] = (high ? second : first) + __shfl_xor_sync(~0u, high ? first : second, distance);
+        v[c] = combine(high ? second : first, __shfl_xor_sync(~0u, high ? first : second, distance));
     }
 }
 
-// Adds sums over lanes with the same t until a thread has SUMS of them, of heads sum_head(r, 0), sum_head(r, 1) ...
-__device__ __forceinline__ void add_lanes(const Role& r, float (&v)[OWN_HEADS]) {
+// Combines values of lanes with the same t until a thread has SUMS of them, of heads sum_head(r, 0), sum_head(r, 1) ...
+template <typename Combine>
+__device__ __forceinline__ void combine_lanes(const Role& r, float (&v)[OWN_HEADS], Combine combine) {
     if constexpr (SUMS < OWN_HEADS) {
-        share_sums<OWN_HEADS / 2>(v, r.g & 4, 16);
-        share_sums<OWN_HEADS / 4>(v, r.g & 2, 8);
-        share_sums<OWN_HEADS / 8>(v, r.g & 1, 4);
+        share_values<OWN_HEADS / 2>(v, r.g & 4, 16, combine);
+        share_values<OWN_HEADS / 4>(v, r.g & 2, 8, combine);
+        share_values<OWN_HEADS / 8>(v, r.g & 1, 4, combine);
     }
+}
+__device__ __forceinline__ void add_lanes(const Role& r, float (&v)[OWN_HEADS]) {
+    combine_lanes(r, v, [](float x, float y) { return x + y; });
 }
 __device__ __forceinline__ int sum_head(const Role& r, int c) {
     return SUMS == OWN_HEADS ? r.head(c) : 2 * r.lane + c;
@@ -929,18 +999,24 @@ __device__ __forceinline__ int sum_head(const Role& r, int c) {
 __device__ __forceinline__ void raise_references(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2]) {
     Small& sm = small();
     const float log2_r[2] = {log2_approx(scales.r[0]), log2_approx(scales.r[1])};  // exact
+    float tops[OWN_HEADS];
 #pragma unroll
-    for (int c = 0; c < OWN_HEADS; ++c) {
-        const float top = rows_max(
-            fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]));
-        if (r.g == 0) sm.across[r.warpgroup][r.warp][r.head(c)] = top;
+    for (int c = 0; c < OWN_HEADS; ++c)
+        tops[c] =
+            fmaxf(s[element(0, c)] * scales.logit[0] + log2_r[0], s[element(1, c)] * scales.logit[1] + log2_r[1]);
+    combine_lanes(r, tops, [](float x, float y) { return fmaxf(x, y); });
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) {
+        const float top = SUMS == OWN_HEADS ? rows_max(tops[c]) : tops[c];
+        if (SUMS < OWN_HEADS || r.g == 0) sm.across[r.warpgroup][r.warp][sum_head(r, c)] = top;
     }
     sync_warpgroup(r);
     const int head = threadIdx.x % WARPGROUP;
     if (head < HEADS) {
-        const float (&tops)[4][HEADS] = sm.across[r.warpgroup];
+        const float (&of_warps)[4][HEADS] = sm.across[r.warpgroup];
         const float old = sm.ref[head];
-        const float top = fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
+        const float top =
+            fmaxf(fmaxf(of_warps[0][head], of_warps[1][head]), fmaxf(of_warps[2][head], of_warps[3][head]));
         const float to = fmaxf(old, top - HEADROOM);
         sm.ref[head] = to;
         sm.factor[r.warpgroup][head] = exp2_approx(old - to);
@@ -992,11 +1068,12 @@ __device__ __forceinline__ bool store_p(const Role& r, const RowScales& scales, 
 }
 
 // S^T of one of this warpgroup's tiles becomes P^T and is published. `sums` gets what this thread's rows add to
-// denominators. P^T is computed with the references as they are. In the rare case that they are too low, they rise,
-// P^T is computed again, and the function returns true.
+// denominators. P^T is computed with the references as they are; before the `first` tile of a split there are none. In
+// the rare case that they are too low, they rise, P^T is computed again, and the function returns true.
 __device__ __forceinline__ bool softmax_tile(const Role& r, const RowScales& scales, const float (&s)[HEADS / 2],
-                                             float (&sums)[OWN_HEADS]) {
+                                             float (&sums)[OWN_HEADS], bool first) {
     store_ratios(r, scales);
+    if (first) raise_references(rare_role(r), scales, s);
     const bool too_large = store_p(r, scales, s, sums);
     fence_proxy_async();
     const bool raised = named_barrier_any(WARPGROUP_SYNC + r.warpgroup, WARPGROUP, too_large);
@@ -1560,7 +1637,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
         const RowScales scales = multiply_qk(r, stage, logit_scale, s);
         if (follows != ANYTHING) release_q(r);
         if (stage != first) multiply_other(stage - TILE_STAGES);
-        const bool raised = softmax_tile(r, scales, s, sums);
+        const bool raised = softmax_tile(r, scales, s, sums, stage == first);
         multiply_pv(r, stage, r.warpgroup, raised, out, [&] {
             add_lanes(r, sums);
 #pragma unroll
@@ -1598,13 +1675,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns, 40 cycles each
         for (int stage = threadIdx.x / 32; stage < STAGES; stage += THREADS / 32) {
-            mbarrier_init(shared_address(&sm.full[stage]), COPIERS * 33);
+            mbarrier_init(shared_address(&sm.full[stage]), IN_BULK ? COPIERS : COPIERS * 33);
             mbarrier_init(shared_address(&sm.empty[stage]), 8 * WARP_ARRIVALS);
         }
         if (threadIdx.x == 0) {
             mbarrier_init(shared_address(&sm.q_full), 2);
             mbarrier_init(shared_address(&sm.q_empty), 8 * WARP_ARRIVALS);
-            for (uint64_t& known : sm.end_known) mbarrier_init(shared_address(&known), 8 * WARP_ARRIVALS);
+            mbarrier_init(shared_address(&sm.ends_known), 8 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }
@@ -1618,15 +1695,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         if (DIVISION == CLUSTERS && has_lengths(p)) wait_for_earlier_kernels();
         only = find_work(p, 0);
     }
-    wait_for_earlier_kernels();
+    if (!FOUND_EARLY || has_lengths(p)) wait_for_earlier_kernels();
     if constexpr (DIVISION == SHARES) {
         static_assert(2 * MOST_LISTED <= STAGES * STAGE_BYTES, "");
         find_planned_share(p, share, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
     }
-    let_next_kernel_start();
+    if (!FOUND_EARLY) let_next_kernel_start();
     int stage = 0;
     if (threadIdx.x >= CONSUMERS) {
         decrease_registers_to<40>();
+        if (IN_BULK && DIVISION == SHARES) fence_proxy_async();  // the ring held what find_planned_share has listed
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn) {
             Work w = ONE_SPLIT ? only : find_work(p, turn);
@@ -1642,6 +1720,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         if (DIVISION == SEGMENTS && uniform(threadIdx.x / 32) == 0 && num_splits(p) > 0) fetch_first_q(p, threadIdx.x);
         if (DIVISION == TEAMS && threadIdx.x == 0) join_team(p, sm.plan.team);
         if (CONSUMERS_LOOK) find_first_ends(p, only);
+        if (FOUND_EARLY) wait_for_earlier_kernels();
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn) stage = attend(p, turn, stage, consumer_role(), known);
     }
