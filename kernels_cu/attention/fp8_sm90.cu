@@ -391,6 +391,7 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
             }
         }
         if (!IN_BULK) mbarrier_arrive_after_copies(full);
+        if (IN_BULK && WARP_ARRIVALS == 32 && lane > 0) mbarrier_arrive(full);  // for racecheck, as in mbarrier.cuh
     }
 }
 
@@ -1675,7 +1676,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns, 40 cycles each
         for (int stage = threadIdx.x / 32; stage < STAGES; stage += THREADS / 32) {
-            mbarrier_init(shared_address(&sm.full[stage]), IN_BULK ? COPIERS : COPIERS * 33);
+            mbarrier_init(shared_address(&sm.full[stage]), COPIERS * (IN_BULK ? WARP_ARRIVALS : 33));
             mbarrier_init(shared_address(&sm.empty[stage]), 8 * WARP_ARRIVALS);
         }
         if (threadIdx.x == 0) {
@@ -1697,14 +1698,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     }
     if (!FOUND_EARLY || has_lengths(p)) wait_for_earlier_kernels();
     if constexpr (DIVISION == SHARES) {
-        static_assert(2 * MOST_LISTED <= STAGES * STAGE_BYTES, "");
-        find_planned_share(p, share, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
+        static_assert(2 * MOST_LISTED <= 2 * LINES_BYTES, "the space of P, to which no bulk copies come");
+        find_planned_share(p, share, sm.shares, reinterpret_cast<uint16_t*>(shared + P_AT));
     }
     if (!FOUND_EARLY) let_next_kernel_start();
     int stage = 0;
     if (threadIdx.x >= CONSUMERS) {
         decrease_registers_to<40>();
-        if (IN_BULK && DIVISION == SHARES) fence_proxy_async();  // the ring held what find_planned_share has listed
 #pragma unroll 1
         for (int turn = 0; turn < num_splits(p); ++turn) {
             Work w = ONE_SPLIT ? only : find_work(p, turn);
