@@ -8,7 +8,7 @@
 //   S^T = K . Q^T     a warp: 16 rows x heads        A = its own rows            d / 16 steps of m16n8k16
 //   O^T = V^T . P^T   a warp: 128 columns x heads    A = pairs of rows a column  8 mma tiles x 4 steps
 //
-//   4 producer warps       each a quarter of every tile of 64 rows, by cp.async, as far ahead as its ring of STAGES x
+//   4 producer warps       each a quarter of every tile of 64 rows, by bulk copies, as far ahead as its ring of STAGES x
 //                          8 rows reaches. Each looks at all entries of a tile: tiles in which none is valid are left
 //                          out, by all four alike
 //   CONSUMERS warpgroups   (3; 2 for 32 heads) take tiles in turn, each with a softmax of its own:
@@ -27,7 +27,7 @@
 // EVENLY: all rows of the call are divided evenly over the CTAs (shares.cuh), each of which works on several splits. The
 // warpgroups then merge in the space of Q and P, while the producer warps fill the rings with the next split's rows.
 //
-//   full[quarter][stage]    copies done          32 arrivals after the copies of the producer warp, and one for `told`
+//   full[quarter][..]       copies done          bulk copies, and one arrival for `told`; two barriers a stage
 //   empty[quarter][stage]   stage released       the 4 warps of the warpgroup that has the tile
 //   WARPGROUP_SYNC + w      named: the 128 threads of consumer warpgroup w
 //   CONSUMER_SYNC           named: all consumer threads
@@ -47,7 +47,6 @@
 #include "attention/work.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cache_policy.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/limits.cuh"
 #include "ptx/matrix.cuh"
@@ -57,6 +56,7 @@
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
+#include "tile/bulk_row.cuh"
 #include "tile/fragments.cuh"
 #include "tile/heads.cuh"
 #include "tile/softmax.cuh"
@@ -90,7 +90,7 @@ struct Statistics {
 };
 template <int STAGES>
 struct SmallOf {
-    uint64_t full[4][STAGES], empty[4][STAGES];
+    uint64_t full[4][2 * STAGES], empty[4][STAGES];
     uint32_t told[4][STAGES];  // a bit for each row of a stage that is valid; or NO_TILE
     float q_scale[HEADS];      // from S^T to logits in base 2
     // What a warpgroup's sums (0), and the columns of each scale in its O^T (1 ..), are relative to.
@@ -116,7 +116,6 @@ __host__ __device__ constexpr int most_stages() {
 constexpr int STAGES = most_stages<64>(), RING_BYTES = STAGES * STAGE_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
 using Small = SmallOf<STAGES>;
 constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
-static_assert(STAGES >= 2 * CONSUMERS - 1, "a warpgroup that waits for its next tile has seen the ring filled before");
 
 // What the producer warps say of the stages of a tile that is not there: no more tiles are left of the split.
 // The bits from TILES_BIT on say how many there were.
@@ -153,30 +152,37 @@ __device__ __forceinline__ void sync_warpgroup(const Role& r) {
 }
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMER_THREADS); }
 
-// --- producer --------------------------------------------------------------------------------------------------
+// --- the rings ------------------------------------------------------------------------------------------------
 
-// Starts a copy of 16 bytes of a row. Rows of bf16 leave L2 first.
-__device__ __forceinline__ void copy_chunk(uint32_t to, const uint8_t* from, bool valid) {
-    if constexpr (FOLDED) {
-        cp_async_16(to, from, valid);
-    } else {
-        cp_async_16(to, from, valid, evict_first());
-    }
+// Stages of a ring are numbered over all tiles: stage number n is in place n % STAGES, as fill n / STAGES of it. The fills
+// of a place have two barriers in turn. The parity of a barrier tells its next fill from the one before, but not from an
+// earlier one. A warpgroup takes every CONSUMERS-th tile, and bulk copies may be done in any order: where it waits for a
+// fill, the fill of the same place before it may still be under way. The one before that is done: it was released before
+// the second stage of the warpgroup's last tile was filled.
+static_assert(STAGES >= 2 * CONSUMERS - 1, "that stage is 2 * CONSUMERS - 1 before the first of the next tile");
+__device__ __forceinline__ uint32_t full_barrier(int quarter, uint32_t number) {
+    return shared_address(&small().full[quarter][number / STAGES % 2 * STAGES + number % STAGES]);
 }
 
-// Start the copies of the eight rows that lanes `first` .. + 7 hold, the whole warp a row at a time. Invalid rows
-// become zeros.
-__device__ __forceinline__ void copy_stage(uint32_t to, const Row& row, int first, int lane) {
-    constexpr int ROW_CHUNKS = COPIED_BYTES / 16;
-#pragma unroll
-    for (int i = 0; i < STAGE_ROWS; ++i, to += STAGED) {
-        const uint8_t* data = shuffle_pointer(row.data, first + i);
-        const bool valid = data != nullptr;
-#pragma unroll
-        for (int chunk = 0; chunk + 32 <= ROW_CHUNKS; chunk += 32)
-            copy_chunk(to + (chunk + lane) * 16, data + (chunk + lane) * 16, valid);
-        constexpr int REST = ROW_CHUNKS / 32 * 32;
-        if (lane < ROW_CHUNKS - REST) copy_chunk(to + (REST + lane) * 16, data + (REST + lane) * 16, valid);
+// Wait for the rows of a stage.
+__device__ __forceinline__ void wait_for_stage(int quarter, uint32_t number) {
+    mbarrier_wait(full_barrier(quarter, number), number / STAGES / 2 % 2);
+}
+
+// Wait until the fill before has been released. That returns at once for the first one.
+__device__ __forceinline__ void wait_for_place(int quarter, uint32_t number) {
+    mbarrier_wait(shared_address(&small().empty[quarter][number % STAGES]), (number / STAGES + 1) % 2);
+}
+
+// --- producer --------------------------------------------------------------------------------------------------
+
+// Starts the copy of a row by the lane that has it. Rows of bf16 leave L2 first.
+__device__ __forceinline__ void copy_own_row(uint32_t to, const Row& row, int lane, uint32_t full) {
+    const uint8_t* data = row_or_zeros<COPIED_BYTES>(row.data, lane);
+    if constexpr (FOLDED) {
+        copy_in_bulk(to, data, COPIED_BYTES, full);
+    } else {
+        copy_in_bulk(to, data, COPIED_BYTES, full, evict_first());
     }
 }
 
@@ -203,12 +209,12 @@ __device__ __forceinline__ void find_work(const AttentionParams& p, Work& w, int
     w.ends_item = true;
 }
 
-// EVENLY: the last item of this CTA's share, with which it starts, and how many splits the CTA has.
+// EVENLY: the last item of this CTA's share, with which it starts; and how many splits a CTA has.
 __device__ __forceinline__ int last_item() {
     const Boundary end = small().shares.end;
     return end.pair > 0 ? end.item : end.item - 1;
 }
-__device__ __forceinline__ int num_splits() { return last_item() + 1 - small().shares.begin.item; }
+__device__ __forceinline__ int num_splits() { return EVENLY ? last_item() + 1 - small().shares.begin.item : 1; }
 
 // EVENLY: split number `turn` of this CTA.
 __device__ __forceinline__ void find_split(const AttentionParams& p, Work& w, int turn) {
@@ -221,19 +227,6 @@ __device__ __forceinline__ void find_split(const AttentionParams& p, Work& w, in
     w.step = 1;
     w.count = w.end - w.begin;
 }
-
-// A producer warp's place in its ring: the next stage, and the parity that it waits for.
-struct RingPlace {
-    int at = 0;
-    uint32_t parity = 1;  // the first wait for each stage returns at once
-
-    __device__ __forceinline__ void advance() {
-        if (++at == STAGES) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 // The list entries of tile `tile` at every 16th row, from a producer warp's own quarter on.
 struct TileEntries {
@@ -249,18 +242,22 @@ struct TileEntries {
     }
 };
 
-// The consumers are told of a stage. One lane calls, before the warp's arrivals after the copies.
-__device__ __forceinline__ void tell(int quarter, int at, uint32_t what) {
-    small().told[quarter][at] = what;
-    mbarrier_arrive(shared_address(&small().full[quarter][at]));
+// The consumers are told of a stage, to which so many bytes come. The warp calls.
+__device__ __forceinline__ void tell(int quarter, uint32_t number, uint32_t what, int bytes, int lane) {
+    const uint32_t full = full_barrier(quarter, number);
+    __syncwarp();
+    if (lane == 0) {
+        small().told[quarter][number % STAGES] = what;
+        mbarrier_arrive_expecting(full, bytes);
+    }
+    if (WARP_ARRIVALS == 32 && lane > 0) mbarrier_arrive(full);  // for racecheck, as in mbarrier.cuh
 }
 
 // A producer warp copies rows 16 `quarter` .. + 15 of every tile in which an entry is valid. Lane l holds row l % 16 of
-// one tile or (l >= 16) of the next.
-__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int quarter, RingPlace& place) {
+// one tile or (l >= 16) of the next. `number`: of the next stage.
+__device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work& w, int quarter, uint32_t& number) {
     const int lane = threadIdx.x % 32, my_row = lane % 16, my_tile = lane / 16;
     const uint32_t ring = shared_address(shared) + RING_AT + quarter * RING_BYTES;
-    const uint32_t full = shared_address(small().full[quarter]), empty = shared_address(small().empty[quarter]);
     int copied = 0;
     TileEntries entries(p, w, my_tile, quarter, my_row);
 #pragma unroll 1
@@ -273,21 +270,20 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {
             if ((filled >> i / 2 * 16 & 0xffff) == 0) continue;
-            mbarrier_wait(empty + 8 * place.at, place.parity);
-            copy_stage(ring + place.at * STAGE_BYTES, row, 8 * i, lane);
-            if (lane == 0) tell(quarter, place.at, valid >> 8 * i & 0xff);
-            mbarrier_arrive_after_copies(full + 8 * place.at);
-            place.advance();
+            wait_for_place(quarter, number);
+            if (lane / STAGE_ROWS == i)
+                copy_own_row(ring + number % STAGES * STAGE_BYTES + lane % STAGE_ROWS * STAGED, row, lane,
+                             full_barrier(quarter, number));
+            tell(quarter, number, valid >> STAGE_ROWS * i & (1 << STAGE_ROWS) - 1, STAGE_ROWS * COPIED_BYTES, lane);
+            ++number;
         }
     }
     // Each consumer warpgroup that may wait for one more tile is told that there is none.
     const int told = min(copied + CONSUMERS, w.count);
 #pragma unroll 1
-    for (int i = 2 * copied; i < 2 * told; ++i) {
-        mbarrier_wait(empty + 8 * place.at, place.parity);
-        if (lane == 0) tell(quarter, place.at, NO_TILE | copied << TILES_BIT);
-        mbarrier_arrive_after_copies(full + 8 * place.at);
-        place.advance();
+    for (int i = 2 * copied; i < 2 * told; ++i, ++number) {
+        wait_for_place(quarter, number);
+        tell(quarter, number, NO_TILE | copied << TILES_BIT, 0, lane);
     }
 }
 
@@ -664,9 +660,9 @@ __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t bef
     for (uint32_t number = begin; number < end; number += 2 * CONSUMERS) {
         TilePlace place(number);
         const uint32_t row = place.rows(r.warp).qk_row(r.g);
-        const uint32_t full = shared_address(small().full[r.warp]), told = shared_address(small().told[r.warp]);
-        mbarrier_wait(full + 8 * place.stage[0], number / STAGES & 1);
-        mbarrier_wait(full + 8 * place.stage[1], (number + 1) / STAGES & 1);
+        const uint32_t told = shared_address(small().told[r.warp]);
+        wait_for_stage(r.warp, number);
+        wait_for_stage(r.warp, number + 1);
         const uint32_t of_stage = load_shared_4(told + 4 * place.stage[0]);
         if (of_stage & NO_TILE) {
             sync_warpgroup(r);  // all quarters have it
@@ -1031,7 +1027,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns
 #pragma unroll 1
         for (int i = threadIdx.x / 32; i < 4 * STAGES; i += THREADS / 32) {
-            mbarrier_init(shared_address(&sm.full[0][0] + i), 33);
+            mbarrier_init(shared_address(&sm.full[0][0] + 2 * i), WARP_ARRIVALS);
+            mbarrier_init(shared_address(&sm.full[0][0] + 2 * i + 1), WARP_ARRIVALS);
             mbarrier_init(shared_address(&sm.empty[0][0] + i), 4 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
@@ -1046,18 +1043,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
     if constexpr (!EVENLY) find_work(p, w, cluster_index(), blockIdx.z, blockIdx.y * ctas + rank, p.num_splits * ctas);
     wait_for_earlier_kernels();
     if constexpr (EVENLY) {
-        static_assert(2 * MOST_LISTED <= 4 * RING_BYTES, "");
-        find_planned_share(p, blockIdx.x, sm.shares, reinterpret_cast<uint16_t*>(shared + RING_AT));
+        static_assert(2 * MOST_LISTED <= RING_AT - Q_AT, "the space of Q and P, to which no bulk copies come");
+        find_planned_share(p, blockIdx.x, sm.shares, reinterpret_cast<uint16_t*>(shared + Q_AT));
     }
     let_next_kernel_start();
-    const int splits = EVENLY ? num_splits() : 1;
     if (threadIdx.x >= CONSUMER_THREADS) {
         decrease_registers_to<PRODUCER_REGISTERS>();
-        RingPlace place;
+        uint32_t number = 0;
 #pragma unroll 1
-        for (int turn = 0; turn < splits; ++turn) {
+        for (int turn = 0; turn < num_splits(); ++turn) {
             if constexpr (EVENLY) find_split(p, w, turn);
-            copy_tiles(p, w, threadIdx.x / 32 % 4, place);
+            copy_tiles(p, w, threadIdx.x / 32 % 4, number);
         }
         if (!EVENLY && ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
@@ -1065,7 +1061,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
         const Role r = consumer_role();
         uint32_t before = 0;
 #pragma unroll 1
-        for (int turn = 0; turn < splits; ++turn) {
+        for (int turn = 0; turn < num_splits(); ++turn) {
             if constexpr (EVENLY) {
                 find_split(p, w, turn);
                 if (turn > 0) {

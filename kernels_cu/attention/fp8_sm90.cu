@@ -44,8 +44,8 @@
 // be asked for: of the CTA's first splits by the consumers while they wait for Q, of later ones by the producer warps.
 // V4_FP8, whose lists are shorter, and segments: by the producer warps, after a few tiles without rows.
 //
-//   full[stage]          copies done          COPIERS warps: bulk copies, and one arrival for `marks`; V4_FP8: that,
-//                                             and 32 arrivals after the copies
+//   full[stage]          copies done          COPIERS warps: bulk copies, and one arrival for `marks`; V4_FP8: 32 more
+//                                             after the copies of scales
 //   empty[stage]         stage released       the 8 consumer warps
 //   q_full               Q has come           bulk copies, and one arrival for `attended`
 //   q_empty              Q released           the 8 consumer warps, after the last product with it
@@ -56,7 +56,7 @@
 //   PRODUCER_SYNC        named: the 128 producer threads, who find a split's end
 //
 // Shared memory, HEADS 64, V32_FP8: Q 73,728, and 1,024 for the gaps with which it comes; two P of heads x 64 f16,
-// 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,960. V4_FP8: Q 65,536; rows of 592.
+// 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,928. V4_FP8: Q 65,536; rows of 592.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
 #include "attention/merge.cuh"
@@ -77,7 +77,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
 #include "rows/chunk.cuh"
-#include "tile/copy_row.cuh"
+#include "tile/bulk_row.cuh"
 #include "tile/heads.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
@@ -98,8 +98,6 @@ constexpr int FIRST_TURNS = 4;  // so many splits
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
-// Rows come by one bulk copy each, or by cp.async: scales of V4_FP8 stand apart, 8 bytes a row.
-constexpr bool IN_BULK = V32;
 // The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number.
 // Pairs take fewer instructions.
 constexpr int UNIT_TILES = SPLIT ? 1 : 2;
@@ -310,11 +308,6 @@ __device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work
     return uint32_t(entry) < slots ? Row::of_slot(tile >= w.main_tiles ? p.extra : p.main, entry) : Row::none();
 }
 
-// Copies scales that stand apart from their row.
-__device__ __forceinline__ void copy_scales(const Row& row, uint32_t to) {
-    if constexpr (Row::FOLDED_SCALES == 0) cp_async_8(to, row.scales(), row.scales() != nullptr);
-}
-
 // The marks of a stage: a bit a row, if it is valid, and what follows its tile. With several copiers a byte for each.
 constexpr uint32_t ALL_VALID = COPIERS == 1 ? 0xffff : 0x0f0f0f0f;
 __device__ __forceinline__ int valid_bit(int row) { return row / WARP_ROWS * 8 + row % WARP_ROWS; }
@@ -334,32 +327,6 @@ constexpr uint32_t FOLLOWS = 3 << WARP_ROWS;
 // The number in a tile of the i-th of COPIERS stages that producer warp `warp` copies rows of.
 __device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS == 1 ? warp : i; }
 
-// Starts the copy of a row by one lane. An invalid row becomes zeros.
-__device__ __forceinline__ void copy_row_in_bulk(uint32_t to, const Row& row, uint32_t full) {
-    if (row.data != nullptr) {
-        copy_in_bulk(to, row.data, STRIDE, full);
-    } else {
-#pragma unroll 1
-        for (int at = 0; at < STRIDE; at += 16) store_shared_16(to + at, {0, 0, 0, 0});
-        fence_proxy_async();  // a later row comes to the same place by a bulk copy
-    }
-}
-
-// Starts the copies of the WARP_ROWS rows of a stage that lanes `first` .. hold, to `to`. Eight lanes copy a row; a last
-// chunk that would take them one more round is copied by the lane that holds the row.
-__device__ __forceinline__ void copy_rows_by_chunks(uint32_t to, const Row& row, int first, int lane) {
-    constexpr int ROW_CHUNKS = ROW_STRIDE / 16, ONE_LEFT = ROW_CHUNKS % 8 == 1;
-#pragma unroll
-    for (int j = 0; j < WARP_ROWS; j += ROWS_AT_ONCE)
-        copy_row<ROW_CHUNKS - ONE_LEFT>(to + (j + lane / 8) * STRIDE + lane % 8 * 16,
-                                        shuffle_pointer(row.data, first + j + lane / 8), lane);
-    if (lane / WARP_ROWS == first / WARP_ROWS) {
-        const uint32_t own = to + lane % WARP_ROWS * STRIDE;
-        if (ONE_LEFT) cp_async_16(own + ROW_STRIDE - 16, row.data + ROW_STRIDE - 16, row.data != nullptr);
-        copy_scales(row, own + ROW_STRIDE);
-    }
-}
-
 // Starts the copies of a warp's 16 rows of the tile that begins with stage `first`. Lane l < 16 holds row l % WARP_ROWS
 // of those in stage l / WARP_ROWS. `follows()` says what follows the tile, once copies have started.
 template <typename Act>
@@ -374,24 +341,20 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
         const uint32_t to = stage_address(stage) + warp % COPIERS * WARP_ROWS * STRIDE;
         const uint32_t full = shared_address(&sm.full[place]);
         mbarrier_wait(shared_address(&sm.empty[place]), phase_of(stage) ^ 1);
-        if constexpr (IN_BULK) {
-            if (lane / WARP_ROWS == i) copy_row_in_bulk(to + lane % WARP_ROWS * STRIDE, row, full);
-            __syncwarp();
-        } else {
-            copy_rows_by_chunks(to, row, WARP_ROWS * i, lane);
+        if (lane / WARP_ROWS == i) {
+            const uint32_t own = to + lane % WARP_ROWS * STRIDE;
+            copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), ROW_STRIDE, full);
+            if (SCALES_APART) cp_async_8(own + ROW_STRIDE, row.scales(), row.data != nullptr);
         }
+        __syncwarp();
         if (i == 0) next = follows();
         const uint32_t valid_here = valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1;
         if (lane == 0) {
             store_marks(place, warp % COPIERS, valid_here | next);
-            if (IN_BULK) {
-                mbarrier_arrive_expecting(full, __popc(valid_here) * STRIDE);
-            } else {
-                mbarrier_arrive(full);
-            }
+            mbarrier_arrive_expecting(full, WARP_ROWS * ROW_STRIDE);
         }
-        if (!IN_BULK) mbarrier_arrive_after_copies(full);
-        if (IN_BULK && WARP_ARRIVALS == 32 && lane > 0) mbarrier_arrive(full);  // for racecheck, as in mbarrier.cuh
+        if (SCALES_APART) mbarrier_arrive_after_copies(full);
+        if (WARP_ARRIVALS == 32 && lane > 0) mbarrier_arrive(full);  // for racecheck, as in mbarrier.cuh
     }
 }
 
@@ -469,21 +432,21 @@ __device__ __forceinline__ uint32_t least_of(const int4& entries) {
 }
 
 // The last valid one of a list's entries, or one behind it in its tile; -1 if there is none. Each of `threads` threads, a
-// power of two, makes AT_ONCE loads of Entries at a time, from the end on, and sees what its warp has found. Entries is
+// power of two, makes AT_ONCE loads at a time, from the end on, and sees what its warp has found. A Load is
 // an int32_t, or an int4 if the list begins at a multiple of 16 bytes and has whole ones.
-template <typename Entries, int AT_ONCE>
+template <typename Load, int AT_ONCE>
 __device__ __forceinline__ int find_last(const int32_t* list, int length, uint32_t slots, int thread, int threads) {
-    constexpr int WIDTH = sizeof(Entries) / sizeof(int32_t);
+    constexpr int WIDTH = sizeof(Load) / sizeof(int32_t);
     const int step = WIDTH * threads, round = AT_ONCE * step;
     int last = -1;
 #pragma unroll 1
     for (int first = (length - 1 & -round) + WIDTH * thread; first >= 0 && last < 0; first -= round) {
-        Entries entries[AT_ONCE];
+        Load entries[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int at = first + i * step;
             clear(entries[i]);
-            if (at < length) entries[i] = *reinterpret_cast<const Entries*>(list + at);
+            if (at < length) entries[i] = *reinterpret_cast<const Load*>(list + at);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
@@ -548,7 +511,7 @@ __device__ __forceinline__ int count_to_end(const Work& w, int lane, const int (
 // tiles before their rows: under load they take 2,000 cycles. Warp 0 also fetches Q in the meantime. Returns the stage
 // behind the split.
 __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w, int warp, int lane) {
-    constexpr int AHEAD = 4;
+    constexpr int AHEAD = 2;
     const Entries list(p, w);
     const Slots slots(p);
     int count = w.count();
@@ -1500,8 +1463,8 @@ __device__ __forceinline__ void finish_results(const AttentionParams& p, const A
         sync_consumers();
         count = small().partials;
     }
-    Chunks chunks;  // without partial results: of any number
-    if constexpr (DIVISION == SHARES) chunks = load_chunks(partials, partials.rank - count, 0);
+    Chunks chunks = {};  // set in any case, or they have registers in the loop
+    if (DIVISION == SHARES && count > 0) chunks = load_chunks(partials, partials.rank - count, 0);
     finish_sums(p, w, r, count, partials);
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
@@ -1676,7 +1639,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns, 40 cycles each
         for (int stage = threadIdx.x / 32; stage < STAGES; stage += THREADS / 32) {
-            mbarrier_init(shared_address(&sm.full[stage]), COPIERS * (IN_BULK ? WARP_ARRIVALS : 33));
+            mbarrier_init(shared_address(&sm.full[stage]), COPIERS * (WARP_ARRIVALS + (SCALES_APART ? 32 : 0)));
             mbarrier_init(shared_address(&sm.empty[stage]), 8 * WARP_ARRIVALS);
         }
         if (threadIdx.x == 0) {

@@ -128,17 +128,28 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
     __syncthreads();
 }
 
-// Whether all main lists are full: by their lengths, or because the last entry names a row. All threads call.
+// What a look at two entries of each main list, or at its length, tells: all are full, or none goes beyond FEW_PAIRS.
+enum class Look { FULL, FEW, OTHER };
+constexpr int FEW_PAIRS = 2;
 template <int THREADS>
-__device__ __forceinline__ bool all_lists_full(const AttentionParams& p) {
-    bool full = true;
+__device__ __forceinline__ Look look_at_lists(const AttentionParams& p) {
+    const int behind = min(FEW_PAIRS * 2 * TILE_ROWS, p.main.topk - 1);
+    bool full = true, few = true;
 #pragma unroll 1
     for (int index = threadIdx.x; index < p.num_queries; index += THREADS) {
         const Query query = query_by_branch(p, index);
-        full &= has_lengths(p) ? list_length(p.main, query.b) == p.main.topk
-                               : list_of(p.main, query)[p.main.topk - 1] >= 0;
+        if (has_lengths(p)) {
+            full &= list_length(p.main, query.b) == p.main.topk;
+            few &= pairs_of(p, index) <= FEW_PAIRS;
+        } else {
+            const int32_t* list = list_of(p.main, query);
+            const int32_t last = list[p.main.topk - 1], entry = list[behind];
+            full &= last >= 0;
+            few &= entry < 0;
+        }
     }
-    return __syncthreads_and(full);
+    if (__syncthreads_and(full)) return Look::FULL;
+    return __syncthreads_and(few) ? Look::FEW : Look::OTHER;
 }
 
 // The pairs of tiles of a query's main list whose entries stand in front, behind them -1: up to the last pair that
@@ -184,6 +195,15 @@ __device__ __forceinline__ void find_split_share(const AttentionParams& p, int s
     __syncthreads();
 }
 
+// Finds a share of whole items. All threads call.
+template <int THREADS>
+__device__ __forceinline__ void find_whole_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
+    const uint32_t items = p.num_queries * num_head_tiles(p);
+    auto boundary = [&](uint32_t n) { return Boundary{int(items * n / gridDim.x), 0}; };
+    if (threadIdx.x < 2) (threadIdx.x == 0 ? shares.begin : shares.end) = boundary(share + threadIdx.x);
+    __syncthreads();
+}
+
 // Finds a share of lists with lengths. All threads call.
 template <int THREADS>
 __device__ __forceinline__ void find_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
@@ -208,7 +228,12 @@ __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int 
         return;
     }
     if (!lengths && (p.extra.topk > 0 || p.num_queries > MOST_LISTED || p.main.topk <= 2 * TILE_ROWS)) return;
-    if (divided_alike(p) && all_lists_full<THREADS>(p)) return;
+    const Look look = divided_alike(p) ? look_at_lists<THREADS>(p) : Look::OTHER;
+    if (look == Look::FULL) return;
+    if (look == Look::FEW) {
+        find_whole_share(p, share, shares);
+        return;
+    }
     if (!lengths) {
 #pragma unroll 1
         for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);

@@ -75,6 +75,16 @@ __device__ __forceinline__ void copy_in_bulk(uint32_t to, const void* from, int 
                  : "memory");
 }
 
+// The same under a cache policy (ptx/cache_policy.cuh).
+__device__ __forceinline__ void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier,
+                                             uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // Whether the phase of the given parity has ended.
 __device__ __forceinline__ bool mbarrier_done(uint32_t barrier, uint32_t parity) {
     uint32_t done;

@@ -9,7 +9,7 @@
 #define __device__
 #define __host__
 #define __global__
-#define __shared__ static  // the .bss is shared memory
+#define __shared__ static  // the .bss is shared memory; what a kernel initialises, with zeros, too, is not there
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)

@@ -31,7 +31,7 @@ FOLDER = HERE.parent.parent / ".pytest_cache" / "emulator"
 COMPILER, OLDEST = shutil.which("g++") or "", 9  # from where on C++17 is no experiment of g++'s
 FLAGS = (
     "-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-fwrapv", "-fno-gnu-unique",
-    "-fvisibility=hidden", "-shared", "-fPIC", "-w",
+    "-fno-zero-initialized-in-bss", "-fvisibility=hidden", "-shared", "-fPIC", "-w",
 )  # fmt: skip
 SM_THREADS, SM_CTAS = 2048, 32
 

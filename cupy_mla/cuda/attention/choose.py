@@ -48,7 +48,7 @@ PADDED_QUERIES = 8
 # rows are divided evenly: of equal lists where the last wave would be little more than half full (measured up to 400
 # queries, in docs/kernels/few_heads_sm90.md), and of lists with lengths. And the pairs of tiles that a split has at
 # least then.
-FEW_SHARE_WAVES, FEW_SHARE_WAVES_UNEVEN = ((1, 1.6), (2, 2.5), (3, 3.18)), ((0.59, inf),)
+FEW_SHARE_WAVES, FEW_SHARE_WAVES_UNEVEN = ((1, 1.6), (2, 2.5), (3, 3.18)), ((0.5, inf),)
 FEW_SHARE_LEAST_SPLIT = 2
 # Up to so many work items the kernels for few heads are faster for prefill of many heads, too.
 FEW_ITEMS = 28

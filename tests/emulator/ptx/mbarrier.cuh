@@ -36,5 +36,8 @@ inline void mbarrier_arrive_after_copies(uint32_t barrier) { emu::arrive_after_c
 inline void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     emu::copy_in_bulk(to, from, bytes, barrier);
 }
+inline void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t policy) {
+    emu::copy_in_bulk(to, from, bytes, barrier);
+}
 inline bool mbarrier_done(uint32_t barrier, uint32_t parity) { return emu::mbarrier_done(barrier, parity); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emu::mbarrier_wait(barrier, parity); }

@@ -1,0 +1,15 @@
+// Copying rows that an index list names into shared memory as they are, each by one bulk copy.
+#pragma once
+#include "ptx/types.cuh"
+
+// Rows of zeros, which are copied where a list names none: no lane takes another way, and stages count alike. Lanes have
+// different ones, or all copies would come from the same places of L2.
+constexpr int ZERO_ROWS = 16;
+template <int BYTES>
+__device__ uint4 zero_rows[ZERO_ROWS * BYTES / 16] = {};
+
+// A row of BYTES, or zeros if `row` is null.
+template <int BYTES>
+__device__ __forceinline__ const uint8_t* row_or_zeros(const uint8_t* row, int lane) {
+    return row != nullptr ? row : reinterpret_cast<const uint8_t*>(zero_rows<BYTES> + lane % ZERO_ROWS * (BYTES / 16));
+}
