@@ -47,6 +47,7 @@
 #include "attention/work.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cache_policy.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/limits.cuh"
 #include "ptx/matrix.cuh"
@@ -172,6 +173,7 @@ __device__ __forceinline__ void wait_for_stage(int quarter, uint32_t number) {
 // Wait until the fill before has been released. That returns at once for the first one.
 __device__ __forceinline__ void wait_for_place(int quarter, uint32_t number) {
     mbarrier_wait(shared_address(&small().empty[quarter][number % STAGES]), (number / STAGES + 1) % 2);
+    if (number >= STAGES) fence_proxy_async();  // between what was read there and bulk copies to the same place
 }
 
 // --- producer --------------------------------------------------------------------------------------------------

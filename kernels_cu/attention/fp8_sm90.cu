@@ -341,6 +341,7 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
         const uint32_t to = stage_address(stage) + warp % COPIERS * WARP_ROWS * STRIDE;
         const uint32_t full = shared_address(&sm.full[place]);
         mbarrier_wait(shared_address(&sm.empty[place]), phase_of(stage) ^ 1);
+        if (stage >= STAGES) fence_proxy_async();  // between what was read there and bulk copies to the same place
         if (lane / WARP_ROWS == i) {
             const uint32_t own = to + lane % WARP_ROWS * STRIDE;
             copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), ROW_STRIDE, full);
