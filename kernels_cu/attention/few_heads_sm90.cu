@@ -482,7 +482,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, const uint32_t (&plac
             multiply<FOLDED>(o[2 * q], a[0], f);
             multiply<FOLDED>(o[2 * q + 1], a[1], f);
         });
-        __syncwarp();
+        release_reads();
         mbarrier_arrive_for_warp_at_two(empty, r.lane);
         empty += 8 * STAGES;
     }

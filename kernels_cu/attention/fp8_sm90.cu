@@ -1155,7 +1155,7 @@ __device__ __forceinline__ void multiply_pv(const Role& r, uint32_t stage, int o
             if (i == 0) {
                 columns = load_columns(r, stage + k, ratios, k, 1);
             } else {
-                __syncwarp();
+                release_reads();
                 mbarrier_arrive_for_warp(shared_address(&small().empty[place_of(stage + k)]), r.lane);
                 if (k < 3) columns = load_columns(r, stage + k + 1, ratios, k + 1, 0);
             }

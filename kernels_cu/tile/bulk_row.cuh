@@ -1,6 +1,7 @@
 // Copying rows that an index list names into shared memory as they are, each by one bulk copy.
 #pragma once
-#include "ptx/types.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/mbarrier.cuh"
 
 // Rows of zeros, which are copied where a list names none: no lane takes another way, and stages count alike. Lanes have
 // different ones, or all copies would come from the same places of L2.
@@ -12,4 +13,11 @@ __device__ uint4 zero_rows[ZERO_ROWS * BYTES / 16] = {};
 template <int BYTES>
 __device__ __forceinline__ const uint8_t* row_or_zeros(const uint8_t* row, int lane) {
     return row != nullptr ? row : reinterpret_cast<const uint8_t*>(zero_rows<BYTES> + lane % ZERO_ROWS * (BYTES / 16));
+}
+
+// Bulk copies are to come to where a warp has read: its lanes meet, and one of them may arrive where the copies wait. The
+// thread that starts the copies passes a fence.proxy.async in between. racecheck looks for it in those that have read.
+__device__ __forceinline__ void release_reads() {
+    if (WARP_ARRIVALS == 32) fence_proxy_async();
+    __syncwarp();
 }
