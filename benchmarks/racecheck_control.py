@@ -13,11 +13,12 @@ Without a race, and what was read is checked:
   stmatrix, ldmatrix, wgmma
                   write or read what another warpgroup reads or has written
   bulk            a bulk copy
-  bulk_ring, bulk_ring_ldmatrix
-                  the ring, filled by bulk copies and read by ordinary loads, or by ldmatrix
+  bulk_ring       the ring, filled by bulk copies and read by ldmatrix; who has read passes a fence.proxy.async
+  bulk_ring_late  the same, but the thread that copies passes it, after it has waited for the readers
   cluster         a CTA reads another's shared memory
-With one, which racecheck should report: planted_ring (copies start before their slot is empty), and planted_stmatrix,
-planted_ldmatrix, planted_wgmma, planted_bulk and planted_cluster (reads wait for nothing).
+With one, which racecheck should report: planted_ring (copies start before their slot is empty), planted_bulk_ring
+(without a fence), and planted_stmatrix, planted_ldmatrix, planted_wgmma, planted_bulk and planted_cluster (reads wait
+for nothing).
 """
 
 from __future__ import annotations
@@ -194,15 +195,18 @@ __device__ __forceinline__ void run_bulk(const float* in, float* out) {
     if (!WAITS) wait(full, 0);  // a block must outlive its copies
 }
 
+__device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // One thread fills the slots by bulk copies. A warp reads 64 words of each slot, two a thread.
-template <bool LDMATRIX>
+enum Fence { NONE, READERS, WRITER };
+template <Fence FENCE>
 __device__ __forceinline__ void run_bulk_ring(const float* in, float* out) {
     __shared__ __align__(128) float s[2][SLOT];
     __shared__ unsigned long long full[2], empty[2];
     if (threadIdx.x < 2) {
         set_up(full[threadIdx.x], 1);
         set_up(empty[threadIdx.x], 256);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        fence();
     }
     __syncthreads();
     for (int i = 0; i < ROUNDS; ++i) {
@@ -210,6 +214,7 @@ __device__ __forceinline__ void run_bulk_ring(const float* in, float* out) {
         const unsigned parity = i / 2 % 2;
         if (threadIdx.x == 256) {
             wait(empty[slot], parity ^ 1);
+            if (FENCE == WRITER) fence();
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&full[slot])),
                          "r"(4 * SLOT) : "memory");
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -217,15 +222,11 @@ __device__ __forceinline__ void run_bulk_ring(const float* in, float* out) {
                          : "memory");
         } else if (threadIdx.x < 256) {
             wait(full[slot], parity);
-            const int lane = threadIdx.x % 32;
-            const float* mine = s[slot] + threadIdx.x / 32 * 64;
             unsigned x, y;
-            if (LDMATRIX) {
-                asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                             : "=r"(x), "=r"(y) : "r"(address(mine + lane % 16 * 4)) : "memory");
-            } else {
-                x = __float_as_uint(mine[lane]), y = __float_as_uint(mine[32 + lane]);
-            }
+            asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                         : "=r"(x), "=r"(y) : "r"(address(s[slot] + threadIdx.x / 32 * 64 + threadIdx.x % 16 * 4))
+                         : "memory");
+            if (FENCE == READERS) fence();
             arrive(empty[slot]);
             out[i * 256 + threadIdx.x] = __uint_as_float(x) + __uint_as_float(y);
         }
@@ -264,8 +265,9 @@ KERNEL(wgmma, run_wgmma<true>(out))
 KERNEL(planted_wgmma, run_wgmma<false>(out))
 KERNEL(bulk, run_bulk<true>(in, out))
 KERNEL(planted_bulk, run_bulk<false>(in, out))
-KERNEL(bulk_ring, run_bulk_ring<false>(in, out))
-KERNEL(bulk_ring_ldmatrix, run_bulk_ring<true>(in, out))
+KERNEL(bulk_ring, run_bulk_ring<READERS>(in, out))
+KERNEL(bulk_ring_late, run_bulk_ring<WRITER>(in, out))
+KERNEL(planted_bulk_ring, run_bulk_ring<NONE>(in, out))
 KERNEL(__cluster_dims__(2, 1, 1) cluster, run_cluster<true>(in, out))
 KERNEL(__cluster_dims__(2, 1, 1) planted_cluster, run_cluster<false>(in, out))
 """
@@ -283,9 +285,9 @@ def main() -> None:
     wanted = {"named": given[:256][::-1], "rounds": turned, "ring": sums, "lanes": sums, "chain": chained}
     wanted |= {"stmatrix": given[:128], "ldmatrix": given[:128]}
     pairs = given.reshape(ROUNDS * 8, 2, 32).sum(1).ravel()
-    wanted |= {"bulk_ring": pairs, "bulk_ring_ldmatrix": pairs}
+    wanted |= {"bulk_ring": pairs, "bulk_ring_late": pairs}
     wanted |= {"wgmma": cupy.full(512, 16, cupy.float32), "bulk": given[:384][::-1], "cluster": others}
-    planted = ("ring", "stmatrix", "ldmatrix", "wgmma", "bulk", "cluster")
+    planted = ("ring", "stmatrix", "ldmatrix", "wgmma", "bulk", "bulk_ring", "cluster")
     wanted |= {f"planted_{name}": wanted[name] for name in planted}
     for name in sys.argv[1:] or wanted:
         want = wanted[name]
