@@ -40,15 +40,15 @@ KERNEL_ROWS = {
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 
-def load(name: str) -> dict[str, Any]:
-    """A record; one without rows where it was never written."""
-    path = RESULTS / f"{name}.json"
+def load(name: str, folder: Path | None = None) -> dict[str, Any]:
+    """A record; one without rows where it was never written. Those of another GPU stand in a folder of their own."""
+    path = (folder or RESULTS) / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {"rows": []}
 
 
-def ratios() -> list[tuple[Group, list[float]]]:
+def ratios(folder: Path | None = None) -> list[tuple[Group, list[float]]]:
     """The groups that the records have rows of, and their ratios."""
-    found = [(group, of_group(group, load(group.record)["rows"])) for group in GROUPS]
+    found = [(group, of_group(group, load(group.record, folder)["rows"])) for group in GROUPS]
     return [(group, values) for group, values in found if values]
 
 
@@ -64,11 +64,25 @@ def filled(rows: list[dict[str, str]]) -> str:
     return table(" | ".join(names), [[row[name] for name in names] for row in rows])
 
 
+def other_gpus() -> list[Path]:
+    """The folders of records of other GPUs, which have their names."""
+    return sorted(path for path in RESULTS.glob("*") if path.is_dir())
+
+
 def ratio_table() -> str:
+    """Of every group; beside it what records of other GPUs say."""
+    others = [{group.title: values for group, values in ratios(folder)} for folder in other_gpus()]
     rows = [
-        [group.title, str(len(v)), *(f"{x:.2f}" for x in (geometric_mean(v), min(v), max(v)))] for group, v in ratios()
+        [
+            group.title,
+            str(len(v)),
+            *(f"{x:.2f}" for x in (geometric_mean(v), min(v), max(v))),
+            *(f"{geometric_mean(o):.2f}; {min(o):.2f}" if (o := other.get(group.title)) else "" for other in others),
+        ]
+        for group, v in ratios()
     ]
-    return table("work | rows | geometric mean | least | most", rows)
+    columns = [f"{folder.name.upper()}: mean; least" for folder in other_gpus()]
+    return table(" | ".join(["work | rows | geometric mean | least | most", *columns]), rows)
 
 
 def accuracy_table() -> str:
@@ -106,8 +120,9 @@ def readme() -> str:
     parts = [
         f"On one {head['gpu']} (driver {head['driver']}), beside FlashMLA's own kernels in the same run: ratio =\n"
         "FlashMLA's time / ours, so above 1 ours is faster. FlashMLA gets 8 to 32 heads padded to 64, not timed.\n"
-        "Every row stands in [benchmarks/results](benchmarks/results/README.md); `python benchmarks/run.py` (extra\n"
-        "`bench`) measures them again.",
+        "Every row, and the commit that it is of, stands in [benchmarks/results](benchmarks/results/README.md);\n"
+        "`python benchmarks/run.py` (extra `bench`) measures them again."
+        + "".join(of_other_gpu(folder) for folder in other_gpus()),
         indexer_peers(),
         ratio_table(),
         "![ratio to FlashMLA by kind of work](benchmarks/results/ratios.png)",
@@ -132,6 +147,16 @@ def readme() -> str:
         )
         parts += [host_table(), new_sizes_table()]
     return "\n\n".join(filter(None, parts))
+
+
+def of_other_gpu(folder: Path) -> str:
+    """What the last columns of the table are of."""
+    heads = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    gpus, commits = sorted({head["gpu"] for head in heads}), sorted({head["commit"][:7] for head in heads})
+    return (
+        f"\nColumn {folder.name.upper()}: one {', '.join(gpus)}, commit {', '.join(commits)}, rows in "
+        f"`benchmarks/results/{folder.name}`."
+    )
 
 
 def indexer_peers() -> str:
