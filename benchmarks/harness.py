@@ -32,6 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 BEGAN = time.monotonic()
 SETS = 4  # input sets in rotation, so that nothing stays in L2 that would not in service
+# Even: of two candidates each then comes behind itself half of the time, where small batches take up to 9 % less.
 REPEATS = 16
 NO_PEER = 3  # exit status
 DIFFERENCE = 0.03  # norm of the difference of two results, relative
