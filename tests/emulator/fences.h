@@ -1,6 +1,7 @@
 // Which ordinary stores to shared memory a warp may read: those of another warp that a barrier orders before the load, and
-// wgmma those that a fence.proxy.async, too, orders before it. The fence may be one of any thread on the way. So warps
-// keep clocks, and pass on what they know where they meet. Errors show whatever the order of the run.
+// wgmma those that a fence.proxy.async, too, orders before it. Bulk copies come to where all loads and stores before are
+// ordered so. The fence may be one of any thread on the way. So warps keep clocks, and pass on what they know where they
+// meet. Errors show whatever the order of the run.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -8,10 +9,11 @@
 namespace emu {
 constexpr int MAX_WARPS = 32;
 
-// What is ordered before what a warp does next: of each warp of the CTA, stores up to this time of its own clock.
+// What is ordered before what a warp does next: of each warp of the CTA, loads and stores up to this time of its own
+// clock.
 struct Known {
     uint32_t stored[MAX_WARPS] = {};
-    uint32_t fenced[MAX_WARPS] = {};  // of these wgmma may read
+    uint32_t fenced[MAX_WARPS] = {};  // of these wgmma may read, and to them bulk copies may come
 
     void join(const Known& other) {
         for (int i = 0; i < MAX_WARPS; ++i) {
@@ -25,5 +27,10 @@ struct Known {
 struct LastStore {
     int warp;
     uint32_t time;
+};
+
+// When each warp last loaded from 16 bytes of shared memory, or stored to them. Time 0: not since a bulk copy came.
+struct LastAccess {
+    uint32_t time[MAX_WARPS] = {};
 };
 }  // namespace emu

@@ -127,11 +127,14 @@ void leave() {
 
 LastStore& last_store(const char* at) { return current->cta->stores[(at - current->cta->base) / 4]; }
 
+// Those of the 16 bytes at `at`.
+LastAccess& last_access(const char* at) { return current->cta->accesses[(at - current->cta->base) / 16]; }
+
 // What is known to the current warp; and, when it arrives at a barrier, to those that wait there.
 Known& mine() { return current->cta->known[current->index / 32]; }
 void pass_on(Known& to) {
     to.join(mine());
-    ++mine().stored[current->index / 32];  // what it stores from now on is not known there
+    ++mine().stored[current->index / 32];  // what it loads and stores from now on is not known there
 }
 
 // --- asynchronous copies ---
@@ -324,6 +327,7 @@ void start_cluster() {
         cta->beyond = memory.array + (run.kernel->shared_bytes + 3) / 4 * 4;
         cta->beyond_end = memory.array_end;
         cta->stores.resize((cta->end - cta->base) / 4 + 4);
+        cta->accesses.resize((cta->end - cta->base) / 16 + 4);
         for (int warp = 0; warp < MAX_WARPS; ++warp) cta->known[warp].stored[warp] = 1;
         poison(*cta);
         cluster->push_back(cta);
@@ -478,9 +482,16 @@ void fail(const char* message) {
 
 // --- stores and wgmma ---------------------------------------------------------------------------------------------
 
+// The current warp loads from these bytes, or stores to them.
+static void access(const char* at, int bytes) {
+    const int warp = current->index / 32;
+    for (const char* p = at; p < at + bytes; p += 16) last_access(p).time[warp] = mine().stored[warp];
+}
+
 char* stored(uint32_t address, int bytes) {
     char* at = shared(address);
     const int warp = current->index / 32;
+    access(at, bytes);
     for (int i = 0; i < bytes; i += 4) last_store(at + i) = {warp, mine().stored[warp]};
     return at;
 }
@@ -488,6 +499,7 @@ char* stored(uint32_t address, int bytes) {
 char* loaded(uint32_t address, int bytes) {
     char* at = shared(address);
     if (address >> 24) return at;  // of another CTA, whose clocks are its own
+    access(at, bytes);
     for (int i = 0; i < bytes; i += 4) {
         const LastStore& last = last_store(at + i);
         const bool other = last.warp != current->index / 32;
@@ -662,6 +674,13 @@ void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
         fail("a misaligned cp.async.bulk");
     words_of(barrier);
     Cta& cta = *current->cta;
+    for (int i = 0; i < bytes; i += 16) {
+        LastAccess& last = last_access(shared(to + i));
+        for (int warp = 0; warp < MAX_WARPS; ++warp)
+            if (last.time[warp] > mine().fenced[warp])
+                fail("a bulk copy to what was read or written, without a fence.proxy.async in between");
+        last = {};
+    }
     cta.bulk.push_back({to, from, bytes, true, false, barrier, 0});
     if (draw(4) == 0) return finish_bulk(cta, cta.bulk.size() - 1);
     run.copies = true;

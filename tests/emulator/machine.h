@@ -95,6 +95,7 @@ struct Cta {
     std::vector<Meeting*> meetings[32];  // of each warp, one for each mask
     std::vector<Copy> bulk;              // bulk copies that are under way
     std::vector<LastStore> stores;       // by 4 bytes of shared memory
+    std::vector<LastAccess> accesses;    // by 16 bytes
     Known known[MAX_WARPS];              // to each warp
     std::unordered_map<uint32_t, Known> at_mbarrier;
     Known at_cluster_barrier;
@@ -132,7 +133,7 @@ inline char* shared(uint32_t address) {
 }
 
 // Where an ordinary store goes, and a load comes from. A load, and wgmma's of 16 bytes, fails if nothing orders the
-// last store before it.
+// last store before it; so does a bulk copy to where nothing orders the last loads and stores before it.
 char* stored(uint32_t address, int bytes);
 char* loaded(uint32_t address, int bytes);
 const char* loaded_by_wgmma(uint32_t address);

@@ -109,6 +109,7 @@ BULK = """
         mbarrier_arrive_expecting(at, 512);
         copy_in_bulk(shared_address(shared), p.in, 512, at);
     }
+    __syncthreads();
     WAIT
     p.out[thread] = load_shared_4(shared_address(shared) + 4 * thread);
 """
@@ -177,6 +178,36 @@ def test_stores_pass_a_fence_before_wgmma_reads_them(results, fence):
             results(body)
     else:
         assert all_right(results(body), [16] * 128)
+
+
+REFILLED = """
+    const uint32_t at = shared_address(&barrier);
+    if (thread == 0) mbarrier_init(at, 1);
+    __syncthreads();
+    for (int turn = 0; turn < 2; ++turn) {
+        if (thread == 0) {
+            THERE
+            mbarrier_arrive_expecting(at, 512);
+            copy_in_bulk(shared_address(shared), p.in, 512, at);
+        }
+        mbarrier_wait(at, turn & 1);
+        p.out[thread] = load_shared_4(shared_address(shared) + 4 * (thread ^ 64));
+        BEFORE
+        __syncthreads();
+    }
+"""
+
+
+@pytest.mark.parametrize("fence", ["BEFORE", "THERE", "NOWHERE"])
+def test_loads_pass_a_fence_before_bulk_copies_come_again(results, fence):
+    body = REFILLED
+    for place in ("BEFORE", "THERE"):
+        body = body.replace(place, "fence_proxy_async();" if place == fence else "")
+    if fence == "NOWHERE":
+        with pytest.raises(RuntimeError, match="a bulk copy to what was read or written"):
+            results(body)
+    else:
+        assert all_right(results(body), [1000 + (t ^ 64) for t in range(128)])
 
 
 @pytest.mark.parametrize(
