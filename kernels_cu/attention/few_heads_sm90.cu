@@ -248,11 +248,8 @@ struct TileEntries {
 __device__ __forceinline__ void tell(int quarter, uint32_t number, uint32_t what, int bytes, int lane) {
     const uint32_t full = full_barrier(quarter, number);
     __syncwarp();
-    if (lane == 0) {
-        small().told[quarter][number % STAGES] = what;
-        mbarrier_arrive_expecting(full, bytes);
-    }
-    if (WARP_ARRIVALS == 32 && lane > 0) mbarrier_arrive(full);  // for racecheck, as in mbarrier.cuh
+    if (lane == 0) small().told[quarter][number % STAGES] = what;
+    mbarrier_arrive_expecting_for_warp(full, bytes, lane);
 }
 
 // A producer warp copies rows 16 `quarter` .. + 15 of every tile in which an entry is valid. Lane l holds row l % 16 of

@@ -350,12 +350,9 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
         __syncwarp();
         if (i == 0) next = follows();
         const uint32_t valid_here = valid >> WARP_ROWS * i & (1 << WARP_ROWS) - 1;
-        if (lane == 0) {
-            store_marks(place, warp % COPIERS, valid_here | next);
-            mbarrier_arrive_expecting(full, WARP_ROWS * ROW_STRIDE);
-        }
+        if (lane == 0) store_marks(place, warp % COPIERS, valid_here | next);
+        mbarrier_arrive_expecting_for_warp(full, WARP_ROWS * ROW_STRIDE, lane);
         if (SCALES_APART) mbarrier_arrive_after_copies(full);
-        if (WARP_ARRIVALS == 32 && lane > 0) mbarrier_arrive(full);  // for racecheck, as in mbarrier.cuh
     }
 }
 

@@ -62,6 +62,15 @@ __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int 
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// The same for a warp. Its lanes must have met.
+__device__ __forceinline__ void mbarrier_arrive_expecting_for_warp(uint32_t barrier, int bytes, int lane) {
+    if (lane == 0) {
+        mbarrier_arrive_expecting(barrier, bytes);
+    } else if (WARP_ARRIVALS == 32) {
+        mbarrier_arrive(barrier);
+    }
+}
+
 // One arrival, once all cp.async that this thread has started so far are done.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -32,6 +32,13 @@ inline void mbarrier_arrive_for_warp_at_two(uint32_t barrier, int lane) {
 }
 
 inline void mbarrier_arrive_expecting(uint32_t barrier, int bytes) { emu::mbarrier_arrive(barrier, bytes); }
+inline void mbarrier_arrive_expecting_for_warp(uint32_t barrier, int bytes, int lane) {
+    if (lane == 0) {
+        mbarrier_arrive_expecting(barrier, bytes);
+    } else if (WARP_ARRIVALS == 32) {
+        mbarrier_arrive(barrier);
+    }
+}
 inline void mbarrier_arrive_after_copies(uint32_t barrier) { emu::arrive_after_copies(barrier); }
 inline void copy_in_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     emu::copy_in_bulk(to, from, bytes, barrier);
