@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from .bridges import require_cupy
+from .checks.options import require_choice
 from .config import SparseMLAConfig
 from .layouts import by_name
-from .options import require_choice
 from .selfcheck import report
 from .selfcheck.warmup import warmup
 from .typing import CacheLayout

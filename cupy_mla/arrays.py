@@ -7,7 +7,7 @@ a call that is traced for a GPU (`cupy_mla.calls`) lengths, strides and addresse
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,6 +256,23 @@ class Array:
         if self._stored is not None:
             view = view.view(self.dtype)
         return view if self._dropped is None else view.squeeze(self._dropped)
+
+
+def arrays_in(arguments: Iterable[Any]) -> Iterator[Array]:
+    """The arrays among the arguments of a call, those in tuples too."""
+    for a in arguments:
+        if isinstance(a, Array):
+            yield a
+        elif isinstance(a, tuple):
+            yield from arrays_in(a)
+
+
+def with_arrays(arguments: tuple[Any, ...], to: Callable[[Array], Any]) -> tuple[Any, ...]:
+    """The arguments of a call, those in named tuples too, with `to(array)` in the place of each array."""
+    return tuple(
+        to(a) if isinstance(a, Array) else type(a)(*with_arrays(a, to)) if hasattr(a, "_fields") else a
+        for a in arguments
+    )
 
 
 def _is_apart(axes: Iterable[tuple[int, int]]) -> bool:

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import private
-from .arrays import HOST, Array
+from .arrays import HOST, Array, arrays_in, with_arrays
+from .checks.options import require_choice, require_integer
 from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
-from .options import require_choice, require_integer
 from .typing import AnyArray, LibraryName
 
 _NARROW: dict[np.dtype, np.dtype] = {
@@ -511,22 +511,25 @@ class Place(_Place):
         """Hand checked arguments on the host to the NumPy reference, as NumPy views of the same memory.
 
         The place of a traced call (`cupy_mla.calls`) hands them to the launcher instead. Both take the same arguments
-        in the same order.
+        in the same order; a named tuple among them (`cupy_mla.arguments`) holds several.
 
         Raises:
             RuntimeError: a tensor wants a gradient, which neither can give.
             ValueError: an array that is written overlaps another one.
         """
-        for a in arguments:
-            if isinstance(a, Array):
-                a.require_no_gradient()
+        for a in arrays_in(arguments):
+            a.require_no_gradient()
         for written, other in must_be_apart(arguments):
             written.require_apart(other)
-        reference(*(a.numpy() if isinstance(a, Array) else a for a in arguments))
+        reference(*with_arrays(arguments, Array.numpy))
 
     def current(self) -> AbstractContextManager[Any]:
         """Makes this GPU the current device for a while."""
         return self.library.to_device(self.device)
+
+    def is_capturing(self) -> bool:
+        """Whether the caller's current stream of this GPU is being captured in a CUDA graph."""
+        return require_cupy("a CUDA array").cuda.runtime.streamIsCapturing(self.stream())
 
     def stream(self) -> int:
         """Handle of the caller's current CUDA stream: torch's for torch tensors, CuPy's for CuPy arrays."""
@@ -535,7 +538,7 @@ class Place(_Place):
 
 def must_be_apart(arguments: Sequence[Any]) -> Iterator[tuple[Array, Array]]:
     """Those of a call's arguments that are written, each with every other one that must not share its memory."""
-    given = [a for a in arguments if isinstance(a, Array)]
+    given = list(arrays_in(arguments))
     for i, written in enumerate(given):
         if written.written:
             yield from ((written, a) for k, a in enumerate(given) if k != i and not (a.written and k < i))

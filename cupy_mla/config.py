@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
-from .options import require_choice, require_integer
+from .checks.options import require_choice, require_integer
 from .typing import CacheLayout, ModelKind
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from .bridges import bind
+from .checks.options import require_bool, require_integer
 from .dtypes import INT32
 from .ops import logits
-from .options import require_bool, require_integer
 from .typing import A, AnyArray
 
 __all__ = [

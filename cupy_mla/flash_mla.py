@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .calls.signature import operation
+from .checks.options import require_bool, require_scale
+from .checks.validate import require_d_v
 from .cuda.program import Plan
 from .ops import attention
-from .ops.validate import require_d_v
-from .options import require_bool, require_scale
 from .typing import A, AnyArray
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]

@@ -13,8 +13,8 @@ from typing import get_args
 
 import numpy as np
 
+from .checks.options import require_choice
 from .dtypes import BFLOAT16, UINT8
-from .options import require_choice
 from .typing import CacheLayout
 
 D_V = 512  # value width of every DeepSeek sparse layer

@@ -99,7 +99,8 @@ class FakeGPU:
         for library in (TorchLibrary, CuPyLibrary):
             monkeypatch.setattr(library, "to_device", lambda library, device: nullcontext())
             monkeypatch.setattr(library, "stream_reader", lambda library, device: lambda: self.stream)
-        monkeypatch.setattr("cupy_mla.ops.values.to_numpy", _read)
+        monkeypatch.setattr(Place, "is_capturing", lambda place: self.capturing)
+        monkeypatch.setattr("cupy_mla.checks.values.to_numpy", _read)
         monkeypatch.setattr(TorchLibrary, "device_of", lambda library, tensor: 0)
         monkeypatch.setattr(TorchLibrary, "maker", lambda library: self._empty)
 

@@ -17,15 +17,15 @@ PACKAGE = Path(cupy_mla.__file__).parent
 
 # What a module may import of the package, by the first part of its name: a module, or a package with all in it.
 # Modules of one package may import each other.
-GROUND = ("_version", "dtypes", "layouts", "config", "sizes", "options", "typing", "private", "arrays")
-ON_BRIDGES = (*GROUND, "bridges")
+GROUND = ("_version", "dtypes", "layouts", "config", "sizes", "typing", "private", "arrays", "arguments")
+ON_BRIDGES = (*GROUND, "bridges", "checks")
 ON_CUDA = (*ON_BRIDGES, "cuda", "calls")
 ON_OPS = (*ON_CUDA, "reference", "ops")
 ON_BACKENDS = (*ON_OPS, "metadata", "backends")
 TOP = (*ON_BACKENDS, "flash_mla", "deep_gemm", "integrations", "selfcheck", "warmup", "__main__", "")
 FLOORS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(GROUND, GROUND),
-    "bridges": ON_BRIDGES,
+    **dict.fromkeys(GROUND, (*GROUND, "checks")),
+    **dict.fromkeys(("bridges", "checks"), ON_BRIDGES),
     "reference": (*ON_BRIDGES, "reference"),
     "cuda": (*ON_BRIDGES, "cuda"),
     "calls": ON_CUDA,

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 from .. import layouts
 from ..bridges import Place, bind, describe
+from ..checks.options import require_instance, require_scale
+from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, INT32
 from ..layouts import V4_FP8
@@ -17,8 +19,6 @@ from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
-from ..ops.validate import QUANTIZED
-from ..options import require_instance, require_scale
 from ..typing import A, AnyArray
 from .workspace import Workspace
 

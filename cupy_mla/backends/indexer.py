@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..bridges import Place, bind, describe
+from ..checks.options import require_choice, require_instance
+from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import FLOAT32, INT32, UINT8
 from ..metadata.batch import reshape_query_for_spec_decode
@@ -20,8 +22,6 @@ from ..ops.cache import SCALE_FORMATS
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, require_indexer_cache
 from ..ops.logits import HEADS, D
 from ..ops.topk import MAX_K, select_rows, select_rows_paged
-from ..ops.validate import QUANTIZED
-from ..options import require_choice, require_instance
 from ..typing import A, AnyArray, ScaleFormat
 from .workspace import Workspace
 

@@ -6,6 +6,8 @@ from typing import Any, Literal, overload
 
 from ..arrays import Array
 from ..bridges import Place, bind, describe
+from ..checks.options import require_bool, require_instance, require_integer, require_scale
+from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
@@ -19,8 +21,6 @@ from ..metadata.sparse_mla import (
 from ..ops.attention import planned_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_to_slots_and_ends
-from ..ops.validate import QUANTIZED
-from ..options import require_bool, require_instance, require_integer, require_scale
 from ..typing import A, AnyArray, CacheLayout, ModelKind
 from .workspace import Workspace
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..arrays import aligned_up
 from ..bridges import Place, as_dtype, describe
+from ..checks.options import require_integer
 from ..dtypes import UINT8
-from ..options import require_integer
 
 ALIGNMENT = 256  # bytes, of every view
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, arrays_in
 from ..bridges import Place, dense_strides, describe, library_of, must_be_apart, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Slot, Step
@@ -108,10 +108,10 @@ class TracedPlace(Place):
             RuntimeError: a tensor wants a gradient, which no launcher can give.
             ValueError: an array that is written overlaps another one.
         """
-        for a in arguments:
-            if isinstance(a, TracedArray):
-                a.require_no_gradient()
-        for written, other in must_be_apart([a for a in arguments if isinstance(a, TracedArray)]):
+        given = [a for a in arrays_in(arguments) if isinstance(a, TracedArray)]
+        for a in given:
+            a.require_no_gradient()
+        for written, other in must_be_apart(given):
             apart = Apart(written, other)
             apart.check(written.obj, other.obj)
             self.apart.append(apart)

@@ -259,11 +259,6 @@ def overlap_attribute() -> Any:
 # --- captures -------------------------------------------------------------------------------------------------
 
 
-def is_capturing(stream: int) -> bool:
-    """Whether a stream is being captured."""
-    return runtime().streamIsCapturing(stream)
-
-
 def capture_of(stream: int) -> int:
     """The number of a stream's capture, which no other capture of the process has."""
     return int(call("cuStreamGetCaptureInfo", stream)[1])

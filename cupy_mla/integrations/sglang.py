@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ..checks.options import require_choice
 from ..layouts import BF16_512, BF16_576, V32_FP8
 from ..ops.attention import sparse_decode, sparse_prefill
-from ..options import require_choice
 from .contract import Needs, meets, sources
 
 MODES = ("off", "override")

@@ -13,9 +13,9 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import describe, require_array
+from ..checks.options import require_bool, require_integer
+from ..checks.values import check_written_once, first_of, stray_block
 from ..dtypes import INT32, INT64
-from ..ops.values import check_written_once, first_of, stray_block
-from ..options import require_bool, require_integer
 from ..typing import A
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ import numpy as np
 
 from ..arrays import HOST
 from ..bridges import Place
+from ..checks.options import require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..cuda.driver import gpu
 from ..cuda.logits_sm90 import shares_of_step
 from ..dtypes import FLOAT32, INT32, INT64
 from ..ops.compressed import get_compressed_slot_mapping
 from ..ops.logits import SCHEDULE_WORDS, paged_indexer_schedule
-from ..options import require_instance, require_integer
 from ..typing import AnyArray
 from .batch import PREFILL_WORKSPACE_SEQUENCES, BatchMetadata, split_decodes_and_prefills
 from .sparse_mla import check_batch, fill, fill_table, known_on_device

@@ -15,11 +15,11 @@ import numpy as np
 from .. import arrays
 from ..arrays import HOST
 from ..bridges import Place, describe
+from ..checks.options import require_instance, require_integer
+from ..checks.values import check_bounds
 from ..config import SparseMLAConfig
 from ..cuda.program import Plan
 from ..dtypes import INT32, INT64
-from ..ops.values import check_bounds
-from ..options import require_instance, require_integer
 from ..typing import AnyArray
 from .batch import BatchMetadata, prefill_workspace_size, split_decodes_and_prefills, split_prefill_chunks
 from .compressed import CompressedRows

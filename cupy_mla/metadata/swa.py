@@ -14,10 +14,10 @@ import numpy as np
 
 from ..arrays import HOST
 from ..bridges import Place
+from ..checks.options import require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..dtypes import BOOL, INT32, INT64
 from ..ops.swa import compute_prefill_gather_lens, compute_swa_indices_and_lens
-from ..options import require_instance, require_integer
 from ..typing import AnyArray
 from .batch import BatchMetadata, split_decodes_and_prefills
 from .sparse_mla import FP8KernelMetadata, check_batch, fill, fill_table, known_on_device

@@ -16,9 +16,9 @@ import numpy as np
 
 from ..bridges import bind
 from ..calls.signature import traceable
+from ..checks.options import require_integer
 from ..dtypes import BFLOAT16, FLOAT32
 from ..layouts import D_V
-from ..options import require_integer
 from ..typing import A, AnyArray
 
 FLOATS = (BFLOAT16, FLOAT32)

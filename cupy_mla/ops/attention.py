@@ -13,17 +13,17 @@ from .. import arrays, layouts
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_bool, require_integer, require_scale, require_together
+from ..checks.validate import cache_layout, require_cache, require_d_v, require_heads
+from ..checks.values import check_lists
 from ..cuda import driver
 from ..cuda.attention import launch as cuda
 from ..cuda.attention.cost import MAX_SPLITS
 from ..cuda.program import Plan
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
-from ..options import require_bool, require_integer, require_scale, require_together
 from ..reference import attention as reference
 from ..typing import A, AnyArray
-from .validate import cache_layout, require_cache, require_d_v, require_heads
-from .values import check_lists
 
 HEAD_DIMS = (576, 512)
 

@@ -6,14 +6,14 @@ from .. import arrays, layouts
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_choice
+from ..checks.validate import cache_layout, require_cache, require_slots, tokens_of
+from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16
 from ..layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
-from ..options import require_choice
 from ..reference import cache as reference
 from ..typing import AnyArray, ScaleFormat, WritableLayout
-from .validate import cache_layout, require_cache, require_slots, tokens_of
-from .values import check_slots
 
 SCALE_FORMATS = ("fp32", "ue8m0")
 # Layouts that `concat_and_cache_mla` writes, by what it calls them, and the RoPE values that a token may bring.

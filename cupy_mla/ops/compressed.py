@@ -16,12 +16,12 @@ from typing import Any
 from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_integer
+from ..checks.values import check_lengths, check_offsets, check_positions, check_requests, host
 from ..cuda import compressed as cuda
 from ..dtypes import BOOL, INT32, INT64
-from ..options import require_integer
 from ..reference import compressed as reference
 from ..typing import A, AnyArray
-from .values import check_lengths, check_offsets, check_positions, check_requests, host
 
 
 @operation

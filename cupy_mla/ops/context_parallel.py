@@ -11,14 +11,14 @@ from __future__ import annotations
 from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_integer
+from ..checks.values import check_lengths
 from ..cuda import context_parallel as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
-from ..options import require_integer
 from ..reference import context_parallel as reference
 from ..typing import A, AnyArray
 from .topk import MAX_K
-from .values import check_lengths
 
 MAX_RANKS, MAX_INTERLEAVE = 1 << 10, 1 << 20  # their product fits int32
 

@@ -7,15 +7,15 @@ import numpy as np
 from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_integer
+from ..checks.validate import cache_layout, require_cache
+from ..checks.values import check_blocks, check_lengths, check_workspace
 from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
 from ..layouts import BF16_576, V4_FP8, V32_FP8
-from ..options import require_integer
 from ..reference import gather as reference
 from ..sizes import number
 from ..typing import AnyArray
-from .validate import cache_layout, require_cache
-from .values import check_blocks, check_lengths, check_workspace
 
 
 @operation

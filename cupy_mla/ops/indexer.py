@@ -11,16 +11,16 @@ from .. import arrays
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_choice
+from ..checks.validate import QUANTIZED, cache_layout, require_cache, require_slots, tokens_of
+from ..checks.values import check_blocks, check_offsets, check_slots
 from ..cuda import indexer as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, UINT8
 from ..layouts import INDEXER_FP8
-from ..options import require_choice
 from ..reference import indexer as reference
 from ..sizes import number
 from ..typing import AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
-from .validate import QUANTIZED, cache_layout, require_cache, require_slots, tokens_of
-from .values import check_blocks, check_offsets, check_slots
 
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
 

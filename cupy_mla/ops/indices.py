@@ -12,13 +12,13 @@ import numpy as np
 from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_bool, require_integer, require_together
+from ..checks.values import check_positions, check_prefills, check_requests, host
 from ..cuda import indices as cuda
 from ..dtypes import INT32
-from ..options import require_bool, require_integer, require_together
 from ..reference import indices as reference
 from ..sizes import number
 from ..typing import A, AnyArray
-from .values import check_positions, check_prefills, check_requests, host
 
 
 @overload

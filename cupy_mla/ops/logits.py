@@ -20,16 +20,16 @@ from .. import arrays
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_bool, require_choice, require_integer, require_together
+from ..checks.validate import QUANTIZED
+from ..checks.values import check_contexts, check_ranges, check_rotations
 from ..cuda import logits as cuda
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
 from ..layouts import INDEXER_FP8
-from ..options import require_bool, require_choice, require_integer, require_together
 from ..reference import logits as reference
 from ..typing import A, AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 from .indexer import require_indexer_cache
-from .validate import QUANTIZED
-from .values import check_contexts, check_ranges, check_rotations
 
 D = INDEXER_FP8.d_qk
 ROPE = 64

@@ -17,12 +17,12 @@ import numpy as np
 from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_integer
+from ..checks.values import check_lengths, check_offsets, check_requests
 from ..cuda import swa as cuda
 from ..dtypes import BOOL, INT32
-from ..options import require_integer
 from ..reference import swa as reference
 from ..typing import A, AnyArray
-from .values import check_lengths, check_offsets, check_requests
 
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
 

@@ -13,13 +13,13 @@ import numpy as np
 from .. import arrays
 from ..bridges import bind
 from ..calls.signature import operation
+from ..checks.options import require_bool, require_integer, require_together
+from ..checks.values import check_ranges, check_requests
 from ..cuda import topk as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32
-from ..options import require_bool, require_integer, require_together
 from ..reference import topk as reference
 from ..typing import A, AnyArray
 from .logits import require_paged, require_ragged
-from .values import check_ranges, check_requests
 
 MAX_K = 4096
 MAX_WORKSPACE_BYTES = 512 << 20

@@ -18,7 +18,7 @@ import logging
 import os
 from pathlib import Path
 
-from ...options import require_choice
+from ...checks.options import require_choice
 from ..contract import Needs, meets, missing, sources
 
 MODES = ("custom", "override", "off")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..arrays import Array
 from ..dtypes import BFLOAT16, E4M3, INT64, UINT8
 from ..layouts import D_V, Layout
-from ..options import require_integer
+from .options import require_integer
 
 QUANTIZED = (UINT8, E4M3)
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from ..arrays import Array
 from ..bridges import to_numpy
-from ..cuda import driver
 from ..sizes import number
 
 
@@ -24,7 +23,7 @@ def host(array: Array) -> np.ndarray:
         RuntimeError: the caller's stream is being captured, and cannot be waited for.
     """
     place = array.place
-    if place.on_gpu and driver.is_capturing(place.stream()):
+    if place.on_gpu and place.is_capturing():
         raise RuntimeError(
             f"{array.name}: no values can be checked while a CUDA graph is captured: call cupy_mla.set_checks(False)"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .sizes import Size
+from ..sizes import Size
 
 LARGEST_INT = int(np.iinfo(np.int32).max)
 LARGEST_SCALE = float(np.finfo(np.float32).max) / 2  # the kernels keep it times log2(e) as float32
