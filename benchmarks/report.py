@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,33 @@ KERNEL_ROWS = {
     "localize": "localize topk", "globalize": "globalize topk", "merge_topk": "merge topk",
     "merge_ranks": "merge attention",
 }  # fmt: skip
+HEADLINES = (
+    "prefill, 64 and 128 heads",
+    "prefill, 8 to 32 heads, random lists",
+    "every batch: V32, 64 and 128 heads",
+    "every batch: V32, 8 to 32 heads",
+    "every batch: V4, 64 and 128 heads",
+    "every batch: bf16, beside FlashAttention 3",
+    "indexer: decode selection, logits to slots",
+    "portable kernels: FP8 decode V32, 64 and 128 heads",
+)  # titles of the groups that the README shows
+RATIOS_PLOT = "![ratio to the peer by kind of work](benchmarks/results/ratios.png)"
+PLOTS = {
+    "sparse_decode": "![decode: time against batch, and the floor](../benchmarks/results/sparse_decode.png)",
+    "decode_batches": (
+        "![decode of every batch size: time, the peer's, and the floor](../benchmarks/results/decode_batches.png)"
+    ),
+    "sparse_prefill": "![prefill: time of a query](../benchmarks/results/sparse_prefill.png)",
+    "indexer": "![indexer: time of every row, and the best peer's](../benchmarks/results/indexer.png)",
+}  # by the record that a plot is made of
+ACCURACY = (
+    "Distance to float64 on the same (dequantized) rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse. FP8\n"
+    "decode of V3.2's layout and bf16 prefill, 128 heads."
+)
+HOST = (
+    "Microseconds that a call keeps the host busy, without the time to free its results: the median of the quietest\n"
+    "of many rounds. [Host time](host_time.md) says what they are made of."
+)
 LONG_LIST = 4096  # entries of an index list, from which on its plots stand in a line of their own
 
 
@@ -46,10 +74,15 @@ def load(name: str, folder: Path | None = None) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"rows": []}
 
 
-def ratios(folder: Path | None = None) -> list[tuple[Group, list[float]]]:
-    """The groups that the records have rows of, and their ratios."""
-    found = [(group, of_group(group, load(group.record, folder)["rows"])) for group in GROUPS]
-    return [(group, values) for group, values in found if values]
+def card(record: dict[str, Any]) -> str:
+    """The short name of the GPU that a record is of: H200 of "NVIDIA H200", H100 of "NVIDIA H100 80GB HBM3"."""
+    return str(record["gpu"]).removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def commit(record: dict[str, Any], rows: list[Row]) -> str:
+    """The commits that rows of a record were measured at. A row that was measured apart names its own."""
+    found = {str(row.get("commit", record["commit"]))[:7] for row in rows}
+    return ", ".join(sorted(found))
 
 
 def table(head: str, rows: list[list[str]]) -> str:
@@ -64,110 +97,76 @@ def filled(rows: list[dict[str, str]]) -> str:
     return table(" | ".join(names), [[row[name] for name in names] for row in rows])
 
 
-def other_gpus() -> list[Path]:
-    """The folders of records of other GPUs, which have their names."""
-    return sorted(path for path in RESULTS.glob("*") if path.is_dir())
+def folders() -> list[Path]:
+    """The folders of records: that of the first GPU, then those of others, which have their names."""
+    return [RESULTS, *sorted(path for path in RESULTS.glob("*") if path.is_dir())]
 
 
-def ratio_table() -> str:
-    """Of every group; beside it what records of other GPUs say."""
-    others = [{group.title: values for group, values in ratios(folder)} for folder in other_gpus()]
-    rows = [
-        [
-            group.title,
-            str(len(v)),
-            *(f"{x:.2f}" for x in (geometric_mean(v), min(v), max(v))),
-            *(f"{geometric_mean(o):.2f}; {min(o):.2f}" if (o := other.get(group.title)) else "" for other in others),
-        ]
-        for group, v in ratios()
-    ]
-    columns = [f"{folder.name.upper()}: mean; least" for folder in other_gpus()]
-    return table(" | ".join(["work | rows | geometric mean | least | most", *columns]), rows)
+def ratio_row(group: Group, folder: Path) -> list[str] | None:
+    """What a GPU's record says of a group; None where it has no rows of it."""
+    record = load(group.record, folder)
+    rows = [row for row in record["rows"] if group.holds(row["case"], numbers(row["case"]))]
+    if not rows:
+        return None
+    values = [row["ratio"] for row in rows]
+    figures = (f"{x:.2f}" for x in (geometric_mean(values), min(values), max(values)))
+    return [group.title, card(record), commit(record, rows), str(len(rows)), *figures]
 
 
-def accuracy_table() -> str:
-    rows = [
-        [row["case"], *(f"{row[name]:.1e}" for name in ("ours", "peer", "ours_lse", "peer_lse"))]
-        for row in load("accuracy")["rows"]
-    ]
-    return table("FP8 decode V32, bf16 prefill, 128 heads | ours | FlashMLA | ours, lse | FlashMLA, lse", rows)
+def ratio_table(groups: Iterable[Group]) -> str:
+    """A row for each group and each GPU that has records of it."""
+    rows = [row for group in groups for folder in folders() if (row := ratio_row(group, folder))]
+    return table("work | card | commit | rows | geometric mean | least | most", rows)
 
 
-def host_table() -> str:
-    """What calls of attention cost the host."""
-    columns = ("torch_us", "cupy_us", "peer_us", "peer_operator_us")
-    rows = [
-        [row["case"], *(f"{row[name]:.1f}" for name in columns)]
-        for row in load("host_overhead")["rows"]
-        if all(name in row for name in columns)
-    ]
-    return table("call | torch tensors | CuPy arrays | FlashMLA's function | its C++ operator", rows)
-
-
-def new_sizes_table() -> str:
-    """What calls of sizes that were never seen cost the host."""
-    columns = ("torch_new_us", "cupy_new_us", "peer_new_us")
-    rows = [
-        [row["case"], *(f"{row[name]:.1f}" if name in row else "" for name in columns)]
-        for row in load("host_overhead")["rows"]
-        if "torch_new_us" in row
-    ]
-    return table("call of sizes never seen | torch tensors | CuPy arrays | FlashMLA's function", rows) if rows else ""
+def headlines() -> list[Group]:
+    """The groups that the README shows."""
+    by_title = {group.title: group for group in GROUPS}
+    return [by_title[title] for title in HEADLINES]
 
 
 def readme() -> str:
-    head = load("portable")
-    parts = [
-        f"On one {head['gpu']} (driver {head['driver']}), beside FlashMLA's own kernels in the same run: ratio =\n"
-        "FlashMLA's time / ours, so above 1 ours is faster. FlashMLA gets 8 to 32 heads padded to 64, not timed.\n"
-        "Every row, and the commit that it is of, stands in [benchmarks/results](benchmarks/results/README.md);\n"
-        "`python benchmarks/run.py` (extra `bench`) measures them again."
-        + "".join(of_other_gpu(folder) for folder in other_gpus()),
-        indexer_peers(),
-        ratio_table(),
-        "![ratio to FlashMLA by kind of work](benchmarks/results/ratios.png)",
+    """Figures of the groups in HEADLINES on the first GPU, and a plot of all groups."""
+    rows = [row for group in headlines() if (row := ratio_row(group, RESULTS))]
+    return f"{table('work | card | commit | rows | geometric mean | least | most', rows)}\n\n{RATIOS_PLOT}"
+
+
+def accuracy_table() -> str:
+    """Distances to float64 on each GPU."""
+    rows = [
+        [row["case"], card(record), commit(record, [row])]
+        + [f"{row[name]:.1e}" for name in ("ours", "peer", "ours_lse", "peer_lse")]
+        for folder in folders()
+        for record in [load("accuracy", folder)]
+        for row in record["rows"]
     ]
-    if load("sparse_decode")["rows"]:
-        parts.append("![decode: time against batch, and the floor](benchmarks/results/sparse_decode.png)")
-    if load("decode_batches")["rows"]:
-        parts.append(
-            "![decode of every batch size: time, the peer's, and the floor](benchmarks/results/decode_batches.png)"
-        )
-    if load("indexer")["rows"]:
-        parts.append("![indexer: time of every row, and the best peer's](benchmarks/results/indexer.png)")
+    return table("case | card | commit | ours | FlashMLA | ours, lse | FlashMLA, lse", rows)
+
+
+def host_table(first: str, columns: dict[str, str]) -> str:
+    """Microseconds of host time: the rows of `host_overhead` that have the first of these columns."""
+    record = load("host_overhead")
+    rows = [
+        [row["case"], card(record), commit(record, [row]), *(field(row, key, ".1f") for key in columns.values())]
+        for row in record["rows"]
+        if next(iter(columns.values())) in row
+    ]
+    return table(" | ".join([first, "card", "commit", *columns]), rows)
+
+
+def performance() -> str:
+    """Every group on every GPU with plots, then accuracy and host time."""
+    parts = ["## Ratios", ratio_table(GROUPS)]
+    parts += [text for record, text in PLOTS.items() if load(record)["rows"]]
     if load("accuracy")["rows"]:
-        parts.append(
-            "Distance to float64 on the same (dequantized) rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse:"
-        )
-        parts.append(accuracy_table())
+        parts += ["## Accuracy", ACCURACY, accuracy_table()]
     if load("host_overhead")["rows"]:
-        parts.append(
-            "Microseconds of host time of a call, shapes seen before, freeing the results not counted; median of the "
-            "quietest of many\nrounds:"
-        )
-        parts += [host_table(), new_sizes_table()]
-    return "\n\n".join(filter(None, parts))
-
-
-def of_other_gpu(folder: Path) -> str:
-    """What the last columns of the table are of."""
-    heads = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    gpus, commits = sorted({head["gpu"] for head in heads}), sorted({head["commit"][:7] for head in heads})
-    return (
-        f"\nColumn {folder.name.upper()}: one {', '.join(gpus)}, commit {', '.join(commits)}, rows in "
-        f"`benchmarks/results/{folder.name}`."
-    )
-
-
-def indexer_peers() -> str:
-    """What the indexer's rows are measured beside."""
-    if not load("indexer")["rows"]:
-        return ""
-    return (
-        "The indexer's rows are beside the fastest of what vLLM 0.22 and 0.33 ship: DeepGEMM's logits, vLLM's top-k,\n"
-        "and for selection both of them and our conversion to slots. Schedules of decode, ours as theirs, are made\n"
-        "outside of what is timed."
-    )
+        known = {"torch tensors": "torch_us", "CuPy arrays": "cupy_us", "FlashMLA's function": "peer_us"}
+        known["its C++ operator"] = "peer_operator_us"
+        new = {"torch tensors": "torch_new_us", "CuPy arrays": "cupy_new_us", "FlashMLA's function": "peer_new_us"}
+        parts += ["## Host time", HOST, host_table("call of known sizes", known)]
+        parts.append(host_table("call of sizes never seen", new))
+    return "\n\n".join(parts)
 
 
 def ways(record: str, heading: str, first: str, second: str, digits: int) -> str:
@@ -332,6 +331,7 @@ def texts() -> dict[Path, str]:
     """The files with a part between BEGIN and END, and what should stand there."""
     docs = ROOT / "docs"
     wanted = {ROOT / "README.md": readme(), RESULTS / "README.md": all_rows()}
+    wanted[docs / "performance.md"] = performance()
     wanted |= {docs / "vllm.md": vllm(), docs / "several_gpus.md": context_parallel()}
     wanted[docs / "portable.md"] = portable_shapes()
     for kernel, beginning in KERNEL_ROWS.items():
@@ -348,7 +348,8 @@ def texts() -> dict[Path, str]:
 def plot_ratios(path: Path) -> Path:
     """A bar a group, as long as its geometric mean, and a dot a row."""
     pyplot = _pyplot()
-    groups = ratios()
+    rows = [(group, load(group.record)["rows"]) for group in GROUPS]
+    groups = [(group, values) for group, found in rows if (values := of_group(group, found))]
     figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(groups) + 1))
     for i, (group, values) in enumerate(groups):
         mean = geometric_mean(values)

@@ -12,7 +12,7 @@ html_theme = "furo"
 html_copy_source = False
 html_extra_path = ["index.html"]  # leads to the README
 root_doc = "docs/contents"
-include_patterns = ["*.md", "benchmarks/results/README.md", "docs/**"]
+include_patterns = ["*.md", "benchmarks/results/README.md", "benchmarks/log/*.md", "docs/**"]
 exclude_patterns = ["docs/site"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]

@@ -413,15 +413,51 @@ def test_a_peer_in_a_process(indexer):
     assert process.ask(case, time.monotonic() + 9) == {}
 
 
-def test_the_readme_shows_the_indexer_once_there_is_a_record(module, monkeypatch, tmp_path):
+def write_record(folder, name, gpu, *rows):
+    folder.mkdir(exist_ok=True)
+    record = {"gpu": gpu, "driver": "1", "commit": "0123456789", "rows": rows}
+    (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def test_performance_has_a_row_for_each_group_and_card_with_its_commits(module, monkeypatch, tmp_path):
     report = module("report")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    (tmp_path / "portable.json").write_text(json.dumps({"gpu": "G", "driver": "1", "rows": []}))
-    assert "indexer" not in report.readme()
+    assert "indexer" not in report.performance()
     rows = [{"case": f"topk_prefill {m} x 9", "ratio": 2.0} for m in (3, 4)]
-    (tmp_path / "indexer.json").write_text(json.dumps({"rows": rows}))
-    assert "| indexer: prefill top-k | 2 | 2.00 | 2.00 | 2.00 |" in report.readme()
-    assert "indexer.png" in report.readme()
+    write_record(tmp_path, "indexer", "NVIDIA H200", rows[0], {**rows[1], "commit": "abcdefabcdef"})
+    write_record(tmp_path / "h100", "indexer", "NVIDIA H100 80GB HBM3", {**rows[0], "ratio": 1.5})
+    assert "| indexer: prefill top-k | H200 | 0123456, abcdefa | 2 | 2.00 | 2.00 | 2.00 |" in report.performance()
+    assert "| indexer: prefill top-k | H100 | 0123456 | 1 | 1.50 | 1.50 | 1.50 |" in report.performance()
+    assert "indexer.png" in report.performance()
+    assert "sparse_decode.png" not in report.performance()
+
+
+def test_accuracy_and_host_time_name_card_and_commit(module, monkeypatch, tmp_path):
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    row = {"case": "normal", "ours": 0.1, "peer": 0.2, "ours_lse": 0.3, "peer_lse": 0.4}
+    write_record(tmp_path, "accuracy", "NVIDIA H200", row)
+    write_record(tmp_path / "h100", "accuracy", "NVIDIA H100 80GB HBM3", row)
+    known = {"case": "decode b 1", "torch_us": 1.0, "cupy_us": 2.0, "peer_us": 3.0, "peer_operator_us": 4.0}
+    new = {"case": "decode b 1 to 9", "torch_new_us": 5.0, "cupy_new_us": 6.0}
+    write_record(tmp_path, "host_overhead", "NVIDIA H200", known, new)
+    text = report.performance()
+    for name in ("H200", "H100"):
+        assert f"| normal | {name} | 0123456 | 1.0e-01 | 2.0e-01 | 3.0e-01 | 4.0e-01 |" in text
+    assert "| decode b 1 | H200 | 0123456 | 1.0 | 2.0 | 3.0 | 4.0 |" in text
+    assert "| decode b 1 to 9 | H200 | 0123456 | 5.0 | 6.0 |  |" in text
+
+
+def test_the_readme_shows_eight_groups_of_the_first_gpu(module, monkeypatch, tmp_path):
+    report = module("report")
+    assert len(re.findall(r"^\| [a-z].* \| \w+ \| [0-9a-f]{7} \|", report.readme(), re.M)) == 8
+    assert report.readme().count(".png") == 1
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    row = {"case": "select_decode 3 x 9", "ratio": 2.0}
+    write_record(tmp_path, "indexer", "NVIDIA H200", row)
+    write_record(tmp_path / "h100", "indexer", "NVIDIA H100 80GB HBM3", row)
+    (line,) = re.findall(r"^\| indexer.*$", report.readme(), re.M)
+    assert line == "| indexer: decode selection, logits to slots | H200 | 0123456 | 1 | 2.00 | 2.00 | 2.00 |"
 
 
 class Engine:

@@ -23,7 +23,7 @@ from .kinds import installed
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([
     *(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    ROOT / "benchmarks" / "results" / "README.md",
+    ROOT / "benchmarks" / "results" / "README.md", *(ROOT / "benchmarks" / "log").glob("*.md"),
 ])  # fmt: skip
 
 
@@ -55,6 +55,8 @@ def test_programs_run(program: str) -> None:
             pytest.skip(f"{library} is not installed")
     result = python("-c", program)
     assert result.returncode == 0, result.stderr
+    for promised in re.findall(r"^print\(.*\)  # (.*)$", program, re.M):
+        assert promised in result.stdout.splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -175,3 +177,47 @@ def test_every_public_function_and_class_says_what_it_does() -> None:
     documented = {name: getattr(cupy_mla, name).__doc__ for name in cupy_mla.__all__ if name != "__version__"}
     made_up = "^{}\\("  # by dataclass or NamedTuple
     assert [n for n, text in documented.items() if not text or re.match(made_up.format(n), text)] == []
+
+
+def test_pages_of_kernels_are_short() -> None:
+    """What was tried stands in benchmarks/log."""
+    pages = sorted((ROOT / "docs" / "kernels").glob("*.md"))
+    assert {page.name: n for page in pages if (n := len(page.read_text().splitlines())) > 120} == {}
+    notes = {page.name for page in (ROOT / "benchmarks" / "log").glob("*.md")}
+    assert notes >= {page.name for page in pages}
+
+
+TEXTS = {".md", ".rst", ".py", ".cu", ".cuh", ".cpp", ".h", ".sh"}
+NUMBERED = re.compile(
+    r"(?<!\bCUDA )(?<!\bPython )(?<!\bNVRTC )"
+    r"(?:\b[Vv]ersions? \d{1,3}\b(?![.\w])"  # "version 16", but not "version 0.22"
+    r"|\brows? \d+ (?:to \d+ |and \d+ )?of \[\w+\]\(kernels"  # "row 90 of [logits_sm90](..."
+    r"|(?<=[a-z.,;:`] )\(\d{2,3}\)(?=[.,;: ]|$)"  # "schedules (111),"
+    r"|\b\d{2,3} to \d{2,3} in \["  # "49 to 94 in [fp8_sm90]("
+    r"|\(`\w+`, \d+\))"  # "(`fp8_item_cost`, 80)"
+)
+
+
+def numbered_versions(text: str) -> list[str]:
+    """Where prose names a version of a kernel by its number."""
+    return [found.group() for found in NUMBERED.finditer(text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["as version 16 has it", "Versions 1 to 4", "row 90 of [logits_sm90](kernels/logits_sm90.md)",
+     "and a plan (111), but", "what 49 to 94 in [fp8_sm90](x) say", "fast (`fp8_item_cost`, 80)."],
+)  # fmt: skip
+def test_numbered_versions_are_found(text: str) -> None:
+    assert numbered_versions(text)
+
+
+def test_numbered_versions_stand_in_the_lab_notes_alone() -> None:
+    """Numbers of versions mean something in benchmarks/log only."""
+    folders = [ROOT / name for name in ("docs", "kernels_cu", "cupy_mla", "tests", "benchmarks", "examples")]
+    pages = [path for folder in folders for path in folder.rglob("*") if path.suffix in TEXTS]
+    notes = ROOT / "benchmarks" / "log"
+    pages = [path for path in pages if notes not in path.parents and path != Path(__file__)]
+    pages += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    found = {str(path.relative_to(ROOT)): numbered_versions(path.read_text()) for path in pages}
+    assert {name: versions for name, versions in found.items() if versions} == {}
