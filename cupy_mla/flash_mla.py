@@ -33,7 +33,7 @@ class FlashMLASchedMeta:
         shapes: the values of `FACTS` that the schedule was planned for; None before the first call.
         num_splits: splits of each query's rows that are asked for; None: chosen at each call.
         batch_invariant: as for `cupy_mla.sparse_decode`.
-        plan: on the GPU, how the first call's kernel divided its lists; the next calls do as well.
+        plan: memory on the GPU in which the first call's kernel leaves how it divided its lists, for the next calls.
     """
 
     shapes: Shapes | None = None
@@ -45,8 +45,8 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
     """An empty schedule for `flash_mla_with_kvcache`, which fills it at its first call.
 
-    Take a new one for each step, for all its layers: where index lists without lengths end is found out at the first
-    call, and later ones divide their lists over the GPU as that one did. Other lists make calls slower, not wrong.
+    Take a new one for each step, for all its layers. The first call finds out where index lists without lengths end and
+    how to divide them over the GPU; later calls divide their lists alike. Other lists make calls slower, not wrong.
 
     As in FlashMLA, positional and other keyword arguments are accepted and ignored, and the second value of the
     returned pair is None.

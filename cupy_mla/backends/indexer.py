@@ -1,4 +1,4 @@
-"""The lightning indexer as a backend: of a step's keys and queries, which rows each query token attends to."""
+"""The lightning indexer as a backend: it chooses the rows that each query token of a step attends to."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class IndexerImpl:
         )  # fmt: skip
 
     def _choose_all(self, seen: Any, chosen: Any) -> None:
-        """Every key of tokens that see `seen` [n] keys each, topk at most."""
+        """Choose all keys, for tokens that see `seen` [n] keys each, at most topk."""
         chosen[...] = self._counted * (self._counted <= seen[:, None]) - 1
 
     def _scratch(self, rows: int, places: int) -> list[Any]:

@@ -60,7 +60,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def error(name: str, status: int, of: str = "") -> RuntimeError:
-    """What a call of the driver's function is answered with that did not return success."""
+    """The error to raise where a call of the driver's function did not return success."""
     return RuntimeError(f"{name} failed: CUDA driver error {int(status)}{of}")
 
 
@@ -126,7 +126,7 @@ class Gpu:
 
     @property
     def more_than_half(self) -> int:
-        """Bytes of shared memory with which a CTA has an SM of its own: an SM has 1 KB more than a CTA may have."""
+        """Bytes of shared memory that an SM cannot give to two CTAs. (It has 1 KB more than a CTA may have.)"""
         return (self.shared_kb // 2 + 1) * 1024
 
     def clusters_at_once(self, kernel: Launchable) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ class Kernel:
         cooperative: all CTAs of a launch run at the same time, so that they may wait for each other; the grid must
             then fit the GPU.
         max_cluster: most CTAs of a thread-block cluster it is launched with.
-        alone: no two of its CTAs share an SM: each gets more than half of the shared memory.
+        alone: each CTA has an SM for itself: it gets more than half of the SM's shared memory.
         overlaps: the kernel itself waits for the launches before it (ptx/griddepcontrol.cuh), so its CTAs may start on
             free SMs while those still run ("programmatic dependent launch", from Hopper on).
     """

@@ -199,8 +199,8 @@ def paged_logits(
     requests: int,
     all_chosen: int = 0,
 ) -> Program:
-    """Logits of `requests` requests from number `first` on, to `out`. Queries of at most `all_chosen` keys get none,
-    but by a schedule, whose shares count them."""
+    """Logits of `requests` requests from number `first` on, to `out`. Queries of at most `all_chosen` keys get none;
+    with a schedule they do, since its shares count them."""
     _, n, heads, _ = q8.shape
     num_blocks, block_size, _ = kv_cache.shape
     if requests == 0 or n == 0 or width == 0:
@@ -248,7 +248,7 @@ class Chooser:
 
 
 def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
-    """The kernel that makes logits, or the one that is asked for.
+    """The kernel that makes logits: the one that is asked for, else the fastest that can serve the call.
 
     Raises:
         ValueError: no kernel has that name, or it cannot serve this call.

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     underway: int = 0
 
     def queries(self, heads: int) -> int:
-        """Of the whole tile."""
+        """Queries of the whole tile."""
         return self.rows // heads * (self.warpgroups if self.together else 1)
 
 
@@ -108,7 +108,7 @@ def shares_of_step(gpu: Gpu, queries: int, block_size: int) -> int | None:
 
 
 def _units(padded: int, tile: Tile, requests: int, queries: int, width: int) -> int:
-    """At most, of all tiles."""
+    """The most units that all tiles can have."""
     return requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
 
 
@@ -120,7 +120,8 @@ def _usual_shares(gpu: Gpu, tile: Tile, units: int) -> int:
 def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width: int) -> int:
     """The shares of a schedule for requests of `queries` queries each over at most `width` keys.
 
-    Where the CTAs of a launch are two an SM, there are twice as many more, which begin when others have ended."""
+    Where a launch has two CTAs an SM and enough keys, there are four more shares an SM. Their CTAs begin late, when
+    others have ended."""
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, True)
     units = _units(padded, tile, requests, queries, width)

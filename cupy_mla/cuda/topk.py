@@ -31,11 +31,11 @@ class Shape(NamedTuple):
         per_sm: CTAs that run at a time on an SM; it bounds the registers.
         streamed: rows may be longer than what the threads hold.
         clusters: the CTAs of a cluster share a row.
-        few: no more rows than SMs. CTAs have an SM each, also when they start before the logits' CTAs have ended; and
-            what registers hold of a row is read up to its width, while its end is read.
-        ordered: for streamed rows of at most `MOST_ORDERED`, more than SMs: the pool is in order, chunk by chunk of
-            columns, its last items are compared one by one, and with 384 threads and more the sample is searched by
-            finer digits.
+        few: no more rows than SMs. A CTA has an SM for itself, even where it starts before the logits' CTAs have ended.
+            It reads a row's whole width at once and does not wait for the row's end, which it reads at the same time.
+        ordered: more streamed rows than SMs, of at most `MOST_ORDERED` logits. The pool holds the items of a chunk of
+            columns side by side. Its last items are compared one by one. With 384 threads and more the sample is
+            searched by finer digits.
     """
 
     threads: int
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """The shapes for rows up to a width, each with the rows an SM above which it is meant, ascending."""
+    """The shapes for rows up to a width, each with the number of rows an SM above which it is used, ascending."""
 
     most: int
     shapes: tuple[tuple[int, Shape], ...]
@@ -70,7 +70,7 @@ STREAMED = Shape(512, 16, 2, streamed=True)
 ORDERED = STREAMED._replace(ordered=True)
 ORDERED_BY_THREE = Shape(384, 16, 3, streamed=True, ordered=True)
 # For more rows than SMs. Of up to 2 and 3 rows an SM, all CTAs run at a time; of more, waves of small CTAs. What was
-# measured is in docs/kernels/topk.md.
+# measured is in benchmarks/log/topk.md.
 MANY = (
     Widths(4096, ((1, Shape(512, 8, 2)), (2, Shape(512, 8, 3)), (3, Shape(256, 16, 5)))),
     Widths(5120, ((1, Shape(512, 12, 2)), (2, Shape(512, 12, 3)), (3, Shape(256, 20, 5)))),
@@ -132,7 +132,7 @@ def choose(gpu: Gpu, rows: int, width: int, k: int) -> tuple[Shape, int]:
 
 
 def _cluster(gpu: Gpu, rows: int, width: int) -> int:
-    """The CTAs of a row: as many as it needs to have few logits a thread, and as all rows' clusters run at a time.
+    """The CTAs of a row: as many as give each thread few logits, and as allow all clusters to run at a time.
 
     Of rows that one CTA holds, clusters get only four fifths of the SMs: with more, one CTA a row is faster.
     """
@@ -149,7 +149,7 @@ def _cluster(gpu: Gpu, rows: int, width: int) -> int:
 
 
 def _shape(table: tuple[Widths, ...], rows: int, width: int, k: int, sms: int, cluster: int = 1) -> Shape:
-    """Of the shapes for a width, the last that is meant for so many rows and this k."""
+    """The last shape for a width that serves so many rows and this k."""
     shapes = next(widths.shapes for widths in table if width <= cluster * widths.most)
     return next(shape for above, shape in reversed(shapes) if rows > above * sms and k <= shape.most_k)
 

@@ -1,5 +1,5 @@
-"""Metadata of the lightning indexer: which keys each query token of a batch may see, and in what portions they are
-scored.
+"""Metadata of the lightning indexer: which keys each query token of a batch may see, and how they are scored in
+portions.
 
 Built once a step and shared by all layers that have an indexer, for DeepSeek V3.2's layers and V4's C4A layers. Every
 device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's maxima, so that
@@ -309,7 +309,7 @@ class IndexerMetadataBuilder:
         return fill_table(host["block_table"], batch)
 
     def _see(self, batch: BatchMetadata, split: _Split, seq_lens: Any) -> None:
-        """What follows from lengths that only the device has: the keys that each query token sees, and their slots."""
+        """Compute what follows from lengths that only the device has: keys that query tokens see, and their slots."""
         config, device, tokens = self.config, self._buffers.arrays, len(split.key_starts)
         decode_tokens = min(split.counts[2], tokens)
         lens = seq_lens[device["token_to_req"][:tokens]] + device["from_end"][:tokens]
@@ -388,7 +388,7 @@ class IndexerMetadataBuilder:
 
 
 class Portion(NamedTuple):
-    """Of requests `first` to `end`, the query tokens `start` to `stop`, counted from those of the first."""
+    """Query tokens `start` to `stop` of the requests `first` to `end`, counted from the first request's first token."""
 
     first: int
     end: int

@@ -32,7 +32,7 @@ class FP8KernelMetadata:
 
     Attributes:
         num_splits: splits of each query's rows that are asked for; None: chosen at each launch.
-        plan: on the GPU, how the first layer's launch divided its lists; those of the others do as well.
+        plan: memory on the GPU in which the first layer's launch leaves how it divided its lists, for the other layers.
     """
 
     num_splits: int | None = None
@@ -331,7 +331,7 @@ def check_batch(
 
 
 def known_on_device(place: Place, batch: BatchMetadata, **given: AnyArray | None) -> dict[str, Any]:
-    """What the device has and the host has not, of lengths [R] and positions [T], checked; without those not given.
+    """Those of lengths [R] and positions [T] that the device has and the caller gave, checked.
 
     Raises:
         TypeError, ValueError: an array has the wrong type, shape or device.

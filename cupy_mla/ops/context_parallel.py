@@ -76,7 +76,7 @@ def localize_topk(
     out: A | None = None,
     topk_length: A | None = None,
 ) -> tuple[A, A]:
-    """Of each query token's chosen positions those that lie on a rank, as positions in the rank's own cache.
+    """Keep those of each query token's chosen positions that lie on a rank, as positions in the rank's own cache.
 
     Position i of rank `(i // interleave) % world_size` becomes
     `i // (interleave * world_size) * interleave + i % interleave`. Those of the rank come first, in their order.
@@ -159,7 +159,7 @@ def globalize_topk(
 
 @operation
 def merge_topk(values: A, positions: AnyArray, k: int, *, out: A | None = None) -> A:
-    """The k largest logits of each query token out of those that the ranks found: what one rank with all keys finds.
+    """Choose each query token's k largest logits among those that the ranks found: what one rank with all keys finds.
 
     Each rank passes on the keys that it chose, by `globalize_topk`. Exact and deterministic: of equal logits those at
     lower positions are taken (+0 and -0 are equal), and NaN is less than every number.
@@ -196,13 +196,13 @@ def merge_topk(values: A, positions: AnyArray, k: int, *, out: A | None = None) 
 def merge_attention(
     outs: A, lses: AnyArray, attn_sink: AnyArray | None = None, *, out: A | None = None, lse: A | None = None
 ) -> tuple[A, A]:
-    """Attention over all rows out of that of each rank over its own::
+    """Merge the attention of each rank over its own rows into the attention over all rows::
 
         lse = log(sum_r exp(lse_r))
         out = sum_r exp(lse_r - lse) * out_r
 
-    A rank whose lse is infinite, of either sign, had no valid row: it adds nothing, whatever its out holds. The sink
-    is not the ranks' (attend without it) but that of the whole: it multiplies `out` by `1 / (1 + exp(sink - lse))`.
+    A rank whose lse is infinite, of either sign, had no valid row: it adds nothing, whatever its out holds. Ranks
+    attend without a sink: it belongs to the whole and multiplies `out` by `1 / (1 + exp(sink - lse))`.
     Sums are made in float32, in the ranks' order.
 
     Args:

@@ -8,7 +8,7 @@ with one float32 scale `ks` a key. The scales of q stand in `w`, as relu commute
 
     w[i, h] = weights[i, h] * H**-0.5 * 128**-0.5 * q_scale[i, h]
 
-A NaN in a query or a key makes that one's logits NaN, no others. Kernels sum in float32; on Hopper `wgmma`
+A NaN in a query or a key makes the logits of that query or key NaN, and no others. Kernels sum in float32; on Hopper `wgmma`
 adds the products of a dot product with fewer bits (1e-8 in all). A logit's bits depend on its own query and key alone.
 
 Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' contracts are DeepGEMM's.
@@ -125,8 +125,8 @@ def indexer_logits(
 
         logit[i, j] = ks[j] * sum_h relu(dot(q8[i, h], k8[j])) * w[i, h]
 
-    A NaN in a query or a key makes that one's logits NaN, no others. A logit's bits depend on its own query and key
-    alone.
+    A NaN in a query or a key makes the logits of that query or key NaN, and no others. A logit's bits depend on its
+    own query and key alone.
 
     Args:
         q8: [M, H, 128] uint8 or float8_e4m3fn, H a multiple of 8 up to 64; rows at multiples of 16 bytes.
@@ -201,7 +201,7 @@ def paged_indexer_logits(
         clean: write -inf for keys that a token does not see; else these entries are left as they are, or overwritten
             with -inf.
         schedule: from `paged_indexer_schedule`, for the same lengths, block table, `max_context_len` and block size:
-            with it a call begins sooner. Another one gives wrong logits, or leaves some out.
+            with it a call begins sooner. A schedule of anything else gives wrong logits, or leaves some out.
         out: [B * n, max_context_len] float32, written in place when given.
 
     Returns:
@@ -246,7 +246,7 @@ def paged_indexer_schedule(
     *,
     out: A | None = None,
 ) -> A:
-    """Deal out the keys of a paged cache to shares, once a step, for the logits of all its layers.
+    """Divide the keys of a paged cache into shares, once a step, for the logits of all its layers.
 
     Without a schedule each call of `paged_indexer_logits` and `select_rows_paged` first reads the lengths. With one, a
     call on a Hopper GPU has a CTA for each share, which copies its first keys at once. The logits' bits are the same.
@@ -254,10 +254,11 @@ def paged_indexer_schedule(
     64, a schedule changes nothing.
 
     Up to 288 shares are equal, as far as units of 64 keys allow. Of more, the first third has 92 % of the units, the
-    next 5.5 %, the last the rest: the CTAs of these two begin when others have ended, which evens out when SMs end.
+    second 5.5 %, the last the rest. The CTAs of the last two thirds begin when others have ended, so that all SMs end
+    at about the same time.
 
-    Calls read a schedule before the launches before them have ended. So let nothing but this function write it; made in
-    a CUDA graph, it follows the lengths of each replay.
+    A call reads its schedule before the launches before it have ended. So let nothing but this function write it. If
+    it is made in a CUDA graph, each replay makes it anew from the lengths of that replay.
 
     Args:
         context_lens: [B] or [B, n] int32 keys that a request's query tokens see.

@@ -1,7 +1,7 @@
 """Selection: the KV rows with the largest logits, exact and deterministic.
 
 A row of logits keeps its k largest entries; of equal ones those with lower indices (+0 and -0 are equal), and NaN is
-less than every number. Results are ascending by position, which attention gains from, with -1 behind the last.
+less than every number. Results ascend by position, with -1 behind the last; attention is faster over ascending lists.
 
 Source: DeepSeek-V3.2 (DeepSeek Sparse Attention).
 """

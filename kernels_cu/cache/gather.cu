@@ -1,14 +1,14 @@
 // Copies requests' tokens out of a paged V32_FP8 cache into consecutive bf16 rows.
 //
-//   grid         as many CTAs as the GPU runs at a time; the tokens of all requests are dealt out among their warps
+//   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
 //     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
 //     load       NoPE: 2 x 8 bytes of e4m3 of each row a lane, consecutive lanes consecutive bytes, and their scales
 //                RoPE: 16 bytes of one of the 4 rows a lane; 17 loads are under way in every lane
-//     store      8 e4m3 become 16 bytes of bf16. The 16-byte stores of neighbouring lanes stand side by side, which
-//                they would not if a lane loaded 16 bytes
+//     store      8 e4m3 become 16 bytes of bf16. A lane loads 8 bytes at a time, not 16, so that the 16-byte stores of
+//                neighbouring lanes stand side by side
 //
-// Tokens whose block does not exist become rows of zeros. Rows beyond dst are not written.
+// A token whose block does not exist becomes a row of zeros. Nothing is written beyond dst.
 // Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 656 bytes under way.
 #include "rows/block_table.cuh"
 #include "rows/quantize.cuh"

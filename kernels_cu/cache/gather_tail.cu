@@ -1,6 +1,6 @@
 // Copies the last tokens of requests out of a paged V4_FP8 cache into bf16 rows.
 //
-//   grid         as many CTAs as the GPU runs at a time; the tokens of all requests are dealt out among their warps
+//   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     4 tokens at a time
 //     find       lane l looks up token l % 4: request (bisection), block table, where from and where to
 //     load       a row is 64 chunks of 8 values, two a lane: chunk `lane`, always e4m3, and chunk 32 + lane, where the
@@ -8,7 +8,7 @@
 //                under way
 //     store      16 bytes of bf16 a chunk, side by side with the neighbours' chunks
 //
-// Tokens whose block does not exist become rows of zeros. Rows beyond those of a request in dst are not written.
+// A token whose block does not exist becomes a row of zeros. Nothing is written beyond a request's rows in dst.
 // Shared memory: 8 bytes a thread. A CTA of 256 threads keeps 8 x 4 x 584 bytes under way.
 #include "rows/block_table.cuh"
 #include "rows/quantize.cuh"

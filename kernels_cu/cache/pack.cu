@@ -11,9 +11,9 @@
 //     store      8 bytes of e4m3 or 16 of bf16 a chunk, side by side with the neighbours' chunks
 //                V4_FP8: the last 8 chunks are RoPE and stay bf16
 //
-// ALIGNED: all arrays allow 16-byte accesses. Known at compile time, because the compiler waits for a load that may be
-// eight loads before it starts the next one, and the eight take registers. No shared memory. Slots that are negative
-// or beyond the cache are skipped.
+// ALIGNED: all arrays allow 16-byte accesses. It is known at compile time: where a load may be one wide load or eight
+// narrow ones, the compiler waits for it before it starts the next one, and the eight take registers. No shared memory.
+// Tokens are skipped whose slot is negative or beyond the cache.
 #include "rows/chunk.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"

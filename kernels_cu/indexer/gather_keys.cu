@@ -1,14 +1,14 @@
 // Copies requests' tokens out of the indexer's paged key cache (layout INDEXER_FP8) into consecutive keys and scales.
 //
-//   grid         as many CTAs as the GPU runs at a time; the tokens of all requests are dealt out among their warps
+//   grid         as many CTAs as the GPU runs at a time; their warps share the tokens of all requests evenly
 //   one warp     16 tokens at a time
 //     find       lane l looks up token l % 16: request (bisection), block table, where from
 //     copy       8 lanes a token, 16 bytes of keys each: 4 loads under way in every lane, then 4 stores
 //                lane l < 16 copies the scale of token l
 //
-// ALIGNED: both sides allow 16-byte accesses; 4-byte ones always are allowed. Known at compile time, because the
-// compiler waits for a load that may be four loads before it starts the next one. Tokens whose block does not exist
-// become zeros. Rows beyond dst are not written. Shared memory: 8 bytes a thread.
+// ALIGNED: both sides allow 16-byte accesses. (They always allow 4-byte ones.) It is known at compile time: where a load
+// may be one wide load or four narrow ones, the compiler waits for it before it starts the next one. A token whose block
+// does not exist becomes zeros. Nothing is written beyond dst. Shared memory: 8 bytes a thread.
 #include "rows/block_table.cuh"
 #include "rows/place.cuh"
 #include "tile/request_tokens.cuh"

@@ -7,9 +7,9 @@
 #pragma once
 #include "indexer/work.cuh"
 
-// Where to look for a key: what stands in the block table, which is read some time before it is needed.
+// Where to look for a key. It comes from the block table, which is read some time before the key is.
 struct KeyBlock {
-    int32_t block;   // -1: the table has none, or nobody sees the key
+    int32_t block;   // -1: the table has no block for the key, or no query sees the key
     int32_t offset;  // in it
 };
 
@@ -20,8 +20,8 @@ __device__ __forceinline__ KeyBlock block_of_key(const LogitsWork& p, int reques
     return {at.column < 0 ? -1 : p.table.blocks[request * p.table.stride + at.column], at.offset};
 }
 
-// Where a key stands, in bytes from the first; -1: there is none. An offset, because the compiler knows of a pointer from
-// another lane no more that it points to global memory.
+// Where a key stands, in bytes from the first one; -1: there is none. It is an offset: of a pointer that comes from another
+// lane the compiler does not know that it points to global memory.
 struct KeyPlace {
     int64_t data;
     const float* scale;
@@ -43,7 +43,7 @@ __device__ __forceinline__ Vec16 load_chunk_of_key(const uint8_t* from) {
     return {w[0], w[1], w[2], w[3]};
 }
 
-// What a lane has of 8 * ROWS keys. Chunks of a key that does not exist are those of the key before in their place.
+// A lane's part of 8 * ROWS keys. Where a key does not exist, its chunks keep what was there before.
 template <int ROWS>
 struct Keys {
     Vec16 chunk[ROWS][2];  // of key g + 8 i, chunks t and t + 4

@@ -8,10 +8,11 @@
 //              and over the four lanes of a quad: each lane is left with one key, and stores its logit
 //   end        -inf for the keys that no unit covers, if asked
 //
-// COMPACT rows of results start at the first key that their query sees; what it does not see has no place in them.
+// COMPACT: a row of results starts at the first key that its query sees. It has no place for keys that the query does not
+// see.
 //
-// Operands are e4m3 on sm_89 and from sm_120 on, m16n8k32. On the others, which have no such mma or whose mma.sync widens
-// e4m3 each time it runs (sm_90, sm_100), they are widened to f16 once, which is exact: m16n8k16.
+// On sm_89 and from sm_120 on operands are e4m3: m16n8k32. Older GPUs have no such mma; on sm_90 and sm_100 mma.sync widens
+// e4m3 each time it runs. There operands are widened to f16 once, which is exact: m16n8k16.
 //
 // A row of the tile is one head: 16-byte pieces in the order in which lanes need them (keys.cuh); odd rows have the
 // halves of their 128 bytes swapped, so that lanes of two rows meet all banks.

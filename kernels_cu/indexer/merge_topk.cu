@@ -1,14 +1,14 @@
 // The k largest of the logits that several ranks found for a query token, exact: of equal ones those at lower positions,
 // ascending by position.
 //
-// A logit's *order* is an integer that is larger for larger logits: 1 for NaN, equal for both zeros. Of an entry that is
-// none it is 0.
+// A logit's *order* is an integer that is larger for larger logits: 1 for NaN, equal for both zeros. An entry without a
+// logit has the order 0.
 //
 //   CTA        a token. Its items, the ranks' lists one after the other, stay in registers, up to ITEMS a thread. Where
 //              there are more, each step reads them again, a tile after the other
 //   threshold  the order of the k-th largest by radix: between the least and the greatest order, a histogram of 10 bits,
 //              then of 10 more bits of the items that agree so far, until all items of a bin are chosen: mostly two.
-//              Where more items have the order of the k-th than are chosen, the same of their positions
+//              Where more items have the order of the k-th than are chosen, their positions are searched alike
 //   collect    chosen positions into shared memory in the order of the items, by sums over lanes and warps
 //   place      these are ascending runs, mostly one a rank: the place of a position is the number of lower ones in all
 //              runs, by binary search. More than MAX_RUNS (more ranks, or lists that do not ascend): a bitonic sort
@@ -35,7 +35,7 @@ constexpr int ITEMS = 8, TILE = THREADS * ITEMS;
 constexpr int DIGIT = 10, BINS = 1 << DIGIT;  // bits; a bin a thread
 constexpr int MAX_K = 4096, PLACES = MAX_K / THREADS;
 constexpr int MAX_RUNS = 16;
-constexpr int32_t LAST = 0x7fffffff;  // not before any position
+constexpr int32_t LAST = 0x7fffffff;  // no position comes after it
 static_assert(BINS == THREADS && WARPS == 32, "a thread a bin, a lane a warp's sum");
 
 using Histogram = uint32_t[BINS];
@@ -118,7 +118,7 @@ struct Items {
 
 // --- threshold ------------------------------------------------------------------------------------------------
 
-// Of 32 numbers of items, a lane each: the lane in which the `need`-th item is, items before it, and in it.
+// Each lane has a number of items. Returns the lane in which the `need`-th item is, the items before it, and in it.
 struct Found {
     int lane, before, inside;
 
@@ -130,7 +130,7 @@ struct Found {
     }
 };
 
-// The bin, from the top, in which the `need`-th item is, items in the bins above it, and in it.
+// The bin in which the `need`-th item from the top is, the items in the bins above it, and in it.
 struct Bin {
     int digit, above, inside;
 
@@ -150,14 +150,14 @@ struct Bin {
     }
 };
 
-// Chosen are larger words, and the first `ties` of the same.
+// Chosen are all larger words, and the first `ties` of the equal ones.
 struct Threshold {
     uint32_t word;
     int ties;
 };
 
-// The threshold that the `need` largest words meet; all that are not 0 where there are fewer. `word_of(j)` is 0 for items
-// that take no part.
+// The threshold that the `need` largest words meet. Where fewer words are not 0, all of these meet it. `word_of(j)` is 0
+// for items that take no part.
 template <typename Word>
 __device__ __forceinline__ Threshold find_threshold(const MergeTopkParams& p, Items& items, int need, Word word_of) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -187,7 +187,7 @@ __device__ __forceinline__ Threshold find_threshold(const MergeTopkParams& p, It
     high = __reduce_max_sync(~0u, greatest[lane]);
     if (__reduce_add_sync(~0u, groups[lane]) <= need) return {0, 0};
 
-    uint32_t span = high - low;  // words that agree so far are from low to low + span
+    uint32_t span = high - low;  // the words that agree so far lie from low to low + span
     int bits = 32 - __clz(span);
     for (int turn = 0; bits > 0; turn ^= 1) {
         const int shift = max(bits - DIGIT, 0);
@@ -210,7 +210,7 @@ __device__ __forceinline__ Threshold find_threshold(const MergeTopkParams& p, It
 
 // --- results --------------------------------------------------------------------------------------------------
 
-// Brings the positions of items for which is_chosen(j) to shared memory, in the order of the items. Their number.
+// Brings the positions of items for which is_chosen(j) to shared memory, in the order of the items. Returns their number.
 template <typename Chosen>
 __device__ __forceinline__ int collect(const MergeTopkParams& p, Items& items, Chosen is_chosen) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -5,9 +5,10 @@
 //     a lane     16 bytes of keys in, 8 bytes of e4m3 out. The largest magnitudes of two rounds are found by shuffles
 //                in one register
 //
-// ALIGNED: keys allow 16-byte loads and the cache 8-byte stores. Known at compile time, because the compiler waits for
-// a load that may be eight loads before it starts the next one. In a block of the cache the keys of all tokens come
-// first, then their scales. No shared memory. Slots that are negative or beyond the cache are skipped.
+// ALIGNED: keys allow 16-byte loads and the cache 8-byte stores. It is known at compile time: where a load may be one wide
+// load or eight narrow ones, the compiler waits for it before it starts the next one. A block of the cache holds the keys
+// of all its tokens first, then their scales. No shared memory. Tokens are skipped whose slot is negative or beyond the
+// cache.
 #include "rows/chunk.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"

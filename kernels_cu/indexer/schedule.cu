@@ -1,5 +1,5 @@
-// The schedule of paged logits: the units of keys of all requests dealt out to shares, once for all layers. One CTA a
-// share.
+// The schedule of paged logits. It divides the units of keys of all requests into shares, once for all layers. A CTA makes
+// one share.
 //
 // The logits' kernel reads it without waiting for the launches before its own. So this kernel must not let the next one
 // start early, as kernels with let_next_kernel_start do: whatever is launched behind it starts when its CTAs have ended,
@@ -16,9 +16,9 @@ struct ScheduleParams : LogitsWork {
 constexpr int THREADS = 128;
 constexpr int EVERY_QUERY = 1 << 20;  // of a request, in one tile
 
-// No Hopper GPU runs more CTAs of the logits at a time: two on each of 144 SMs. So many shares are equal, as far as
-// units are whole. Of more, the first third has most units. The others' CTAs begin when CTAs before them have ended,
-// which SMs do at unlike times, and even that out with the few units that they have.
+// No Hopper GPU runs more CTAs of the logits at a time: two on each of 144 SMs. Up to so many shares are equal, as far as
+// units are whole. Of more shares the first third has most of the units. The CTAs of the others begin when earlier CTAs have
+// ended. SMs end at unlike times; the late CTAs, which have few units, even that out.
 constexpr int SHARES_AT_ONCE = 288;
 struct ScheduleShares {
     __device__ __forceinline__ static int64_t begin(int64_t total, int i, int shares) {

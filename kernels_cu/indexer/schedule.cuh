@@ -1,6 +1,6 @@
-// What a schedule says of a CTA's share of paged logits, one word a lane of a warp: the request that it begins in, the
-// first unit there, how many units it has, where that request's keys end and where the next one's do, and the blocks of
-// the first units, as far as these are the two requests'.
+// What a schedule says of a CTA's share of paged logits, one word a lane of a warp: the request in which the share begins,
+// the first unit there, and how many units the share has; where the keys of that request end, and of the next one; the
+// blocks of the share's first units, as far as they belong to these two requests.
 #pragma once
 #include "ptx/types.cuh"
 

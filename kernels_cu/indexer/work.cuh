@@ -1,10 +1,10 @@
-// The logits' work: queries in tiles, the keys of a tile in units, and the units of all tiles dealt out evenly.
+// The logits' work: queries form tiles, a tile's keys form units, and CTAs share the units of all tiles evenly.
 //
 // A tile is a few neighbouring queries of one request (keys in rows: of all queries). It needs the keys from the first
-// to the last that any of its queries sees. The units of all tiles, one tile after the other, are one list, of which
-// every CTA takes an equal share. With keys in rows, each tile has some more places in that list, for what it costs to
-// begin it: at the tip of a causal triangle, tiles are many and short. Lengths are read here, on the device: the host
-// knows the number of tiles alone. What a logit is does not depend on the share that it falls into.
+// to the last that any of its queries sees. The units of all tiles, one tile after the other, are one list. Every CTA
+// takes an equal share of it. With keys in rows, each tile has some more places in that list, since it costs time to begin
+// one: at the tip of a causal triangle, tiles are many and short. Lengths are read on the device; the host knows the number
+// of tiles alone. A logit does not depend on the share that it falls into.
 #pragma once
 #include "rows/block_table.cuh"
 #include "rows/place.cuh"
@@ -18,7 +18,7 @@ struct LogitsWork {
     int64_t lens_stride;        // items; 0 for context lengths [requests]
     int32_t requests, queries;  // keys in rows: one request
     int32_t width;              // keys, or the longest context
-    int32_t all_chosen;         // queries that see at most so many keys need no logits; 0 where all do
+    int32_t all_chosen;         // queries that see at most so many keys need no logits; 0: all queries need them
 };
 
 struct LogitsParams : LogitsWork {
@@ -79,8 +79,8 @@ __device__ __forceinline__ QueryTile tile_of(const LogitsWork& p, int number) {
     return {request, first, min(TILE_SIZE, p.queries - first)};
 }
 
-// The keys that a tile needs; begins at a multiple of ALIGNED_KEYS, so that 32-byte sectors of the logits are written
-// whole and keys that stand together in a block are read together.
+// The keys that a tile needs. It begins at a multiple of ALIGNED_KEYS. So 32-byte sectors of the logits are written whole,
+// and keys that stand together in a block are read together.
 constexpr int ALIGNED_KEYS = 16;
 template <int TILE_SIZE>
 __device__ __forceinline__ KeyRange range_of_tile(const LogitsWork& p, const QueryTile& tile) {
@@ -126,7 +126,7 @@ struct Units {
 struct Share {
     int tile, place, count;
 
-    // The units of the tile that are in the share; may be none. Goes on to the next tile.
+    // The units of the tile that are in the share, or none. Goes on to the next tile.
     template <int UNIT>
     __device__ __forceinline__ Units take_tile(const KeyRange& range) {
         constexpr int BEGIN = BEGIN_PLACES<UNIT>;
@@ -172,8 +172,8 @@ __device__ __forceinline__ Share share_of_cta(const LogitsWork& p) {
     return share;
 }
 
-// The same for few tiles, by each warp for itself. There are fewer than 2^31 places: logits of as many units fill no
-// GPU's memory.
+// The same for few tiles: each warp counts for itself. There are fewer than 2^31 places, since no GPU's memory holds the
+// logits of more units.
 template <int TILE_SIZE, int UNIT>
 __device__ __forceinline__ Share share_of_warp(const LogitsWork& p, int lane) {
     const int tiles = num_tiles<TILE_SIZE>(p), of_lane = ceil_div(tiles, 32);

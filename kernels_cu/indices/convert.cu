@@ -9,7 +9,7 @@
 //            would cost up to 32 cache lines each. STAGED 0 reads global memory: for small batches, where copying the
 //            row costs more than it saves, and for rows wider than STAGED.
 //   counts   valid entries, by a warp reduction and one atomic add in shared memory a warp and token
-//   ends     the place behind a row's last valid entry, the same by maxima
+//   ends     the place behind a row's last valid entry, by a warp's maximum and one atomic maximum
 //
 // Shared memory (static): 4 * STAGED bytes, and 4 bytes a token.
 #include "rows/block_table.cuh"
@@ -24,7 +24,7 @@ struct ConvertParams {
     int32_t* out;                   // [num_tokens, k]
     int32_t* counts;                // [num_tokens], or null
     int32_t* ends;                  // [num_tokens], or null; not both
-    const uint8_t* is_valid;        // [num_tokens] where 0 the count is 0, or null
+    const uint8_t* is_valid;        // [num_tokens]: where it is 0 the count is 0; or null
     int64_t positions_stride;       // items
     int64_t out_stride;
     int32_t num_tokens, k, num_prefills;
@@ -90,8 +90,8 @@ __device__ __forceinline__ Lookup lookup_of(const ConvertParams& p, int token, i
 #endif
 }
 
-// The entries that a thread takes at a time: WIDE neighbours from `begin` on, and from each step of the CTA behind it;
-// -1 behind the row's end.
+// The entries that a thread takes at a time: WIDE neighbours from `begin` on, then WIDE neighbours one step of the CTA
+// further, and so on. Behind the row's end: -1.
 __device__ __forceinline__ void load_entries(const ConvertParams& p, const int32_t* from, int begin,
                                              int32_t (&entries)[LOADS * WIDE]) {
 #pragma unroll

@@ -1,10 +1,10 @@
 // A rank's positions of each query token's list, renumbered, in their order and without gaps.
 //
 //   grid   a CTA a token
-//   CTA    256 threads take 1024 entries at a time, four neighbours each: a 16-byte load, then the number of the rank's
-//          entries before them by sums over lanes and warps, which is where they go
+//   CTA    256 threads take 1024 entries at a time, four neighbours each: a 16-byte load, then sums over lanes and
+//          warps tell how many of the rank's entries stand before them, which is where they go
 //
-// The list may be written in place: a CTA has read the entries up to where it writes.
+// The list may be written in place: a CTA writes only where it has read.
 //
 // Shared memory (static): 64 bytes of the warps' sums, for two turns, so that one barrier a turn is enough.
 #include "indices/ownership.cuh"

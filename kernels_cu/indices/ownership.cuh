@@ -17,7 +17,7 @@ __device__ __forceinline__ int32_t local_length(const Ownership& o, int32_t leng
     return turns * interleave + int32_t(min(max(rest, int64_t(0)), int64_t(interleave)));
 }
 
-// A token's number among those of the rank. -1: it lies on another one, or is none.
+// A token's number among the rank's tokens. -1: the token lies on another rank, or the entry names none.
 __device__ __forceinline__ int32_t local_position(const Ownership& o, int32_t position) {
     if (position < 0) return -1;
     const int32_t interleave = int32_t(o.interleave.value), turn = divide(position, o.turn);

@@ -10,8 +10,7 @@ struct Queries {
     int32_t num_tokens;
 };
 
-// The request of a token, which is counted as `starts` counts. -1: the token is before the first request's or beyond
-// the last one's.
+// The request of a token; tokens are numbered as in `starts`. -1: no request has the token.
 __device__ __forceinline__ int32_t request_of(const Queries& q, int32_t token) {
     int32_t low = 0, high = q.num_requests + 1;  // starts[low - 1] <= token < starts[high]
     while (low < high) {
@@ -24,7 +23,7 @@ __device__ __forceinline__ int32_t request_of(const Queries& q, int32_t token) {
     return low - 1 < q.num_requests ? low - 1 : -1;
 }
 
-// The position of a request's token in the sequence, whose end the query tokens are. -1 where it has none.
+// The position of a request's token in the request's sequence, which ends with the query tokens. -1: it has none.
 __device__ __forceinline__ int32_t position_of(const Queries& q, int32_t request, int32_t token) {
     if (uint32_t(request) >= uint32_t(q.num_requests)) return -1;
     const int64_t position = int64_t(q.seq_lens[request]) - q.starts[request + 1] + token;

@@ -73,7 +73,7 @@ __device__ __forceinline__ float divide_by_constant(float a, float divisor) {
     return quotient;
 }
 
-// min.u32. Of a minimum that is an index the compiler makes one of 64 bits, three instructions instead of one.
+// min.u32. Of a minimum that is used as an index the compiler makes one of 64 bits: three instructions instead of one.
 __device__ __forceinline__ uint32_t min_in_32_bits(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("min.u32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));

@@ -9,7 +9,7 @@ __device__ __forceinline__ uint64_t evict_first() {
     return policy;
 }
 
-// What holds without a policy.
+// The policy of accesses that name none.
 __device__ __forceinline__ uint64_t evict_normal() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));

@@ -1,5 +1,5 @@
-// PTX ISA: ld.relaxed.gpu.global. Loads that the assembler keeps in the order of the source: of ordinary loads it puts
-// some off until registers are free.
+// PTX ISA: ld.relaxed.gpu.global. The assembler keeps these loads in the order of the source. It puts off some ordinary
+// loads until registers are free.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ float load_in_order(const float* from, bool valid, fl
     return v;
 }
 
-// A word past L1, which may hold an older one.
+// A word from L2, since L1 may hold an older one.
 __device__ __forceinline__ uint32_t load_relaxed(const void* from) {
     uint32_t v;
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(from));
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_16(void* to, const Vec16& v) {
                  : "memory");
 }
 
-// Store a word, if so, without a branch.
+// Stores a word where the condition holds, without a branch.
 __device__ __forceinline__ void store_4_if(bool when, void* to, uint32_t v) {
     asm volatile(
         "{\n"

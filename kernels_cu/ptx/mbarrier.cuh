@@ -30,7 +30,7 @@ __device__ __forceinline__ void mbarrier_arrive_for_warp(uint32_t barrier, int l
     if (WARP_ARRIVALS == 32 || lane == 0) mbarrier_arrive(barrier);
 }
 
-// A warp's arrival at the barrier that many bytes behind `barrier`, by one of its lanes. They need not have met.
+// A warp's arrival at the barrier that stands so many bytes behind `barrier`. One lane arrives; the lanes need not have met.
 template <int BYTES_BEHIND>
 __device__ __forceinline__ void mbarrier_arrive_elected(uint32_t barrier) {
     if constexpr (WARP_ARRIVALS == 32) {

@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// The value, of which the compiler knows nothing from here on. What is derived from it cannot be hoisted out of a
+// Returns the value. The compiler knows nothing of it from here on, so it cannot hoist what is derived from it out of a
 // loop, where it would occupy registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));

@@ -55,7 +55,7 @@ enum class Sum { SET, ADD };
 // How an operand lies in shared memory: K, the values of one row or column side by side; MN, those of one step of k.
 enum class Major { K, MN };
 
-// An instruction names each register, so lists of them are spelled out, once: R<n> is the text, C<n>(k) the
+// An instruction names each register. So lists of registers are spelled out here, once: R<n> is the text, C<n>(k) the
 // accumulators with constraint k.
 #define C4_AT(k, i) k(c[i]), k(c[i + 1]), k(c[i + 2]), k(c[i + 3])
 #define C16_AT(k, i) C4_AT(k, i), C4_AT(k, i + 4), C4_AT(k, i + 8), C4_AT(k, i + 12)
@@ -92,8 +92,8 @@ enum class Major { K, MN };
     asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k16.f32." type "." type " {" registers "}, " inputs ";" \
                  : outputs                                                                                         \
                  : __VA_ARGS__)
-// The instruction for VALUES and SUM, the template parameters of the function that this stands in. `inputs` is the
-// text of the operands behind c, the last inputs are immediates: whether c is read, and which operands are transposed.
+// The instruction for VALUES and SUM, template parameters of the function around it. `inputs` is the text of the operands
+// behind c. The last inputs are immediates: whether c is read, and which operands are transposed.
 #define WGMMA(shape, registers, outputs, inputs, ...)                           \
     if constexpr (VALUES == Values::BF16 && SUM == Sum::SET) {                  \
         WGMMA_AS(shape, "bf16", registers, outputs("=f"), inputs, __VA_ARGS__); \

@@ -20,7 +20,7 @@ struct BlockTable {
     int32_t unused;  // keeps the size a multiple of 8
 };
 
-// A position's column in the block table and its offset in the block. Column -1: the table has no such position.
+// A position's column in the block table, and its offset in the block. Column -1: the table has no such position.
 struct Position {
     int32_t column, offset;
 };

@@ -68,12 +68,12 @@ __device__ __forceinline__ Vec16 dequantize_8(const Vec8& codes, float scale) {
 // Eight bf16 divided by the scale of their scale tile, as e4m3. The bytes are those of a correctly rounded float32
 // division.
 //
-// The quotient is a product with the reciprocal, corrected by its remainder; very small and very large scales are
-// brought to the middle of the range first. Tried on the CPU, with subnormals flushed to zero as the compiler's
-// options have it, for every bf16 x up to amax and every scale amax / 448 (amax a finite bf16 or AMAX_FLOOR) of at
-// least 2^-126, and the power of two from there, with reciprocals up to two units in the last place off, as rcp.approx
-// may be: of 5.3e9 bytes none differs. The product alone fails where x / scale is a tie. Under an infinite scale,
-// numbers become 0 and infinities NaN. The corrected quotient of -0 is +0, hence the sign bits.
+// The quotient is a product with the reciprocal, corrected by its remainder. Very small and very large scales are brought
+// to the middle of the range first. The product alone fails where x / scale is a tie. This was tried on the CPU, with
+// subnormals flushed to zero as the compiler's options have it, and with reciprocals up to two units in the last place off,
+// as rcp.approx may be: for every scale amax / 448 of at least 2^-126 (amax a finite bf16 or AMAX_FLOOR), for the powers of
+// two above these, and for every bf16 x up to amax. Of 5.3e9 bytes none differs. Under an infinite scale numbers become 0
+// and infinities NaN. The corrected quotient of -0 is +0, hence the sign bits.
 __device__ __forceinline__ Vec8 quantize_8(const Vec16& x, float scale) {
     float v[CHUNK];
     widen_8(x, v);

@@ -13,7 +13,7 @@
 #include "ptx/shared.cuh"
 #include "rows/reader.cuh"
 
-// V32_FP8: scales are kept apart, and e4m3 are multiplied unscaled as f16. Otherwise bf16.
+// V32_FP8: e4m3 are multiplied unscaled, as f16, and scales are kept apart. Otherwise rows are bf16.
 constexpr bool FOLDED = Row::FOLDED_SCALES > 0;
 static_assert(FOLDED == Row::QUANTIZED, "V4_FP8 has a kernel of its own, which is faster at any number of heads");
 

@@ -1,7 +1,7 @@
 // The tokens of all requests as one list of items, so that CTAs share them evenly whatever the requests' lengths.
 //
-// A CTA looks at THREADS requests at a time, a thread a request: an inclusive sum over their lengths. Items are then
-// dealt out to warps, and whoever has an item finds its request by bisection of the sums.
+// A CTA looks at THREADS requests at a time, a thread a request, and adds up their lengths (an inclusive sum). Warps share
+// the items evenly. Who has an item finds its request by bisection of the sums.
 #pragma once
 #include "tile/warp.cuh"
 

@@ -3,10 +3,10 @@
 #include "ptx/arithmetic.cuh"
 #include "ptx/types.cuh"
 
-// What is subtracted in the exponent for a reference or maximum: 0 while there is no valid row (-inf - -inf is NaN).
+// What the exponent subtracts for a reference or a maximum. It is 0 while there is no valid row, since -inf - -inf is NaN.
 __device__ __forceinline__ float finite_reference(float ref) { return ref == -INF ? 0.0f : ref; }
 
-// The factor that brings what is relative to `from` to the reference `to`, 2^(from - to); -inf is no reference yet.
+// The factor 2^(from - to), which makes a value relative to `to` of one relative to `from`. -inf: no reference yet.
 __device__ __forceinline__ float rescale_factor(float from, float to) {
     return exp2_approx(from - finite_reference(to));
 }

@@ -1,5 +1,5 @@
-// Rows on their way into a tile of bf16 rows, every layout. bf16 rows are copied into the tile itself. FP8 rows are
-// copied to a staging area as they lie in the cache.
+// Copies rows of every layout on their way into a tile of bf16 rows. bf16 rows go into the tile itself. FP8 rows go to a
+// staging area as they lie in the cache.
 #pragma once
 #include "ptx/shared.cuh"
 #include "rows/reader.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// The same in all lanes, and the compiler knows it.
+// A value that is the same in all lanes. The compiler then knows that it is.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // Another lane's pointer.
@@ -40,7 +40,7 @@ __device__ __forceinline__ T cta_sum_before(T x, T (&warp_sums)[COUNT], T& total
     return before + sum - x;
 }
 
-// Over the four lanes with the same g, a quad.
+// Over a quad: the four lanes with the same g.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -50,8 +50,7 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Sums over a quad of four numbers at a time: lane t gets that of v[t]. Which lane gets it makes no difference to its
-// bits.
+// Four sums over a quad at a time: lane t gets the sum of v[t]. Its bits do not depend on the lane that gets it.
 __device__ __forceinline__ float quad_sum_of_mine(const float (&v)[4], int t) {
     const bool high = t >= 2, odd = t % 2 != 0;
     float first = high ? v[2] : v[0], second = high ? v[3] : v[1];  // of lanes t and t ^ 2

@@ -41,11 +41,12 @@ OP = "sparse_attn_indexer"
 
 
 class ChosenSlots(NamedTuple):
-    """Of a buffer whose rows hold slots, -1 behind them, where positions would stand otherwise.
+    """Says that the rows of a buffer hold slots in place of positions, with -1 behind them.
 
     Attributes:
         block_table: by which positions became slots.
-        lengths: [tokens] int32 tokens in the context of each query token. Of so many entries, or of all, none is -1.
+        lengths: [tokens] int32 tokens in the context of each query token. So many of its first
+            entries (at most all) are not -1.
     """
 
     block_table: torch.Tensor
@@ -234,7 +235,7 @@ def sparse_attn_indexer(
 
 
 def _same_decodes(attention: Any, batch: Any, block_size: int) -> bool:
-    """Whether the layer's attention, by its metadata, is over the same decodes and no more, by the same block table."""
+    """Whether the layer's attention serves the same decodes and no others, with the same block table."""
     decode = batch.decode
     return (
         attention is not None

@@ -4,9 +4,10 @@ vLLM's builder goes on building the batches. What is ours: the cache write, the 
 gathering, and attention over FP8 and bf16 caches for any number of heads, none padded. Constructing a layer's impl
 also hands the layer's indexer over (`indexer.adopt`), so a model that does not select this backend is not touched.
 
-Our indexer puts -1 behind a token's positions only. So the number of valid entries is where a token's list ends, and
-attention skips the rest: with few tokens in the cache most of it. The layers of a step divide their work alike, by a
-plan that its metadata carries. Where the indexer chose slots (`indexer.ChosenSlots`), nothing is converted.
+Our indexer puts -1 behind a token's positions only. So the number of valid entries tells where a token's list ends.
+Attention skips what is behind it: most of the list where the cache holds few tokens. The layers of a step divide their
+work alike, by a plan in the step's metadata. Where the indexer chose slots (`indexer.ChosenSlots`), nothing is
+converted.
 """
 
 from __future__ import annotations
