@@ -4,7 +4,7 @@ python benchmarks/racecheck.py [what names of small cases begin with ...]
 
 COMPUTE_SANITIZER names the tool. 2026.4 (`pip install nvidia-cuda-sanitizer-api`, compute-sanitizer in its folder) is
 good; 2025.3, which comes with CUDA 13.0, reports races that are none. Kernels are compiled with EVERY_LANE_ARRIVES
-(ptx/mbarrier.cuh). What racecheck sees and what it does not: docs/kernels/few_heads_sm90.md.
+(ptx/mbarrier.cuh). What racecheck sees and what it does not: benchmarks/log/few_heads_sm90.md.
 """
 
 from __future__ import annotations

@@ -179,6 +179,11 @@ def test_every_public_function_and_class_says_what_it_does() -> None:
     assert [n for n, text in documented.items() if not text or re.match(made_up.format(n), text)] == []
 
 
+def test_readme_is_short() -> None:
+    """Everything else has a page of its own."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_pages_of_kernels_are_short() -> None:
     """What was tried stands in benchmarks/log."""
     pages = sorted((ROOT / "docs" / "kernels").glob("*.md"))

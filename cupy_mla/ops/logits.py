@@ -8,8 +8,9 @@ with one float32 scale `ks` a key. The scales of q stand in `w`, as relu commute
 
     w[i, h] = weights[i, h] * H**-0.5 * 128**-0.5 * q_scale[i, h]
 
-A NaN in a query or a key makes the logits of that query or key NaN, and no others. Kernels sum in float32; on Hopper `wgmma`
-adds the products of a dot product with fewer bits (1e-8 in all). A logit's bits depend on its own query and key alone.
+A NaN in a query or a key makes the logits of that query or key NaN, and no others. Kernels sum in float32. On
+Hopper `wgmma` adds the products of a dot product with fewer bits (1e-8 in all). A logit's bits depend on its own query
+and key alone.
 
 Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' contracts are DeepGEMM's.
 """
