@@ -108,7 +108,7 @@ def shares_of_step(gpu: Gpu, queries: int, block_size: int) -> int | None:
 
 
 def _units(padded: int, tile: Tile, requests: int, queries: int, width: int) -> int:
-    """The most units that all tiles can have."""
+    """At most, of all tiles."""
     return requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
 
 
