@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from cupy_mla.sizes import looked_up
 
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import bf16_cluster_sm90, bf16_grouped_sm90, choose, few_heads_sm90, fp8_sm90
@@ -811,7 +810,7 @@ def test_a_chooser_looks_at_the_environment_at_every_call(monkeypatch):
     chosen = choose.Chooser(Facts(GPU, BF16_576, prefill=True))
 
     def chooser(*sizes: int | None) -> Choice:
-        return looked_up(chosen, choose.asked_kernel, *sizes)
+        return chosen[(choose.asked_kernel(), *sizes)]
 
     fastest = chooser(64, 2048, 1024, None)
     assert fastest.kernel == "bf16_sm90"
