@@ -13,7 +13,6 @@ from functools import cache
 from ...arrays import Array
 from ...dtypes import INT32
 from ...layouts import BF16_512, BF16_576, Layout
-from ...sizes import least, most
 from .. import structs
 from ..kernel import Kernel
 from ..paging import ceil_div, pointer
@@ -92,7 +91,7 @@ def launches(
     total = ceil_div(call.queries, queries)
     tile_bits = ceil_div(capacity, bf16_sm90.TILE_ROWS) * queries  # 64-bit words of a group in `twice`
     sizes = (8 * tile_bits, 4 * capacity, 4, capacity)  # bytes of a group in twice, rows, group_lengths, excluded
-    most_groups = most(SCRATCH_BYTES // sum(sizes), 1)  # of a launch
+    most_groups = max(SCRATCH_BYTES // sum(sizes), 1)  # of a launch
     one_launch = total <= most_groups
     groups = total if one_launch else most_groups
     united = Slot("united lists", shape=(groups * sum(sizes),))
@@ -102,7 +101,7 @@ def launches(
     steps: list[Launch] = []
     for number in range(1 if one_launch else int(ceil_div(total, groups))):
         first = number * groups
-        here = total if one_launch else least(total - first, groups)
+        here = total if one_launch else min(total - first, groups)
         grouped = structs.GROUPED(
             params, list_lengths=pointer(lengths), rows=rows, excluded=excluded, twice=twice,
             group_lengths=group_lengths, left=left.ptr, queries=queries, first_group=first, num_groups=here,

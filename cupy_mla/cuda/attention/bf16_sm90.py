@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import cache
 
 from ...layouts import BF16_512, BF16_576, D_V, Layout
-from ...sizes import least
 from .. import structs
 from ..kernel import Kernel
 from ..program import Launch, Program
@@ -45,5 +44,5 @@ def launches(call: Call, ordered: bool, counts: bool = False) -> Program:
         counts: lists without lengths end with their last valid entry.
     """
     first, params = longest_first(call) if ordered else counted(call) if counts else (None, call.params)
-    launch = Launch(kernel(call.layout), (least(call.items(HEADS), call.gpu.sms), 1, 1), params)
+    launch = Launch(kernel(call.layout), (min(call.items(HEADS), call.gpu.sms), 1, 1), params)
     return [first, launch] if first else [launch]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ...arrays import Array
 from ...layouts import D_V, Layout, by_name
-from ...sizes import looked_up, most
 from .. import structs
 from ..driver import Gpu
 from ..paging import ceil_div, pointer
@@ -57,10 +56,10 @@ def sparse_prefill(
         gpu, layout, prefill=True, aligned=aligned and q.aligned(16), uneven=length is not None,
         groupable=sm_scale >= bf16_grouped_sm90.LEAST_SCALE,
     )  # fmt: skip
-    choice = looked_up(chooser(facts), asked_kernel, h_q, s_q, topk, None)
+    choice = chooser(facts)[asked_kernel(), h_q, s_q, topk, None]
     main = structs.SOURCE(
         cache=kv.ptr, indices=indices.ptr, lengths=pointer(length), block_stride=0, row_stride=2 * kv.strides[0],
-        index_stride_b=indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk, block_size=most(s_kv, 1),
+        index_stride_b=indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk, block_size=max(s_kv, 1),
     )  # fmt: skip
     rows = _Rows(main, no_source(), aligned, topk, s_kv, length, alike=False)
     q_, out_, lse_ = (_View(a, a.strides[0], 0, a.strides[1]) for a in (q, out, lse))
@@ -88,7 +87,7 @@ def decode_choice(
         uneven=length is not None or extra_length is not None, batch_invariant=bool(batch_invariant),
     )  # fmt: skip
     rows = indices.shape[2] + (0 if extra_indices is None else extra_indices.shape[2])
-    return looked_up(chooser(facts), asked_kernel, h_q, b * s_q, rows, num_splits)
+    return chooser(facts)[asked_kernel(), h_q, b * s_q, rows, num_splits]
 
 
 def sparse_decode(
@@ -225,7 +224,7 @@ def _launches(
     b, s_q, h_q = batch
     queries, heads = b * s_q, int(choice.heads)
     unsplit = choice.splits == 1 and choice.cluster == 1
-    partials = 1 if unsplit else most(1, choice.splits // choice.cluster)
+    partials = 1 if unsplit else max(1, choice.splits // choice.cluster)
     items = queries * ceil_div(h_q, heads)
     memory: _Partials | _SharePartials
     if choice.kernel in MERGES_ITSELF:
@@ -251,7 +250,7 @@ def _launches(
         num_queries=queries, num_splits=partials, flags=flags, order=0, ready=memory.ready,
         nonce=Nonce() if memory.ready else 0, least_split=choice.least_split,
         item_cost=choice.item_cost, cut_cost=choice.ctas * choice.cut_cost,
-        whole_items=ceil_div(items, most(1, choice.ctas)) * choice.ctas, plan_filled=plan_filled, plan=plan_address,
+        whole_items=ceil_div(items, max(1, choice.ctas)) * choice.ctas, plan_filled=plan_filled, plan=plan_address,
     )  # fmt: skip
     call = Call(gpu, layout, h_q, queries, rows.topk, rows.num_slots, params)
     if choice.kernel == "bf16_grouped_sm90":

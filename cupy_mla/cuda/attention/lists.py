@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ...dtypes import INT32
-from ...sizes import most
 from .. import structs
 from ..kernel import Kernel
 from ..paging import ceil_div
@@ -68,7 +67,7 @@ def sorted_by_place(call: Call) -> tuple[Launch, Packed]:
     """
     lists = Slot("sorted lists", shape=(call.queries, call.topk), dtype=INT32)
     segments = ceil_div(call.topk, SEGMENT)
-    shift = most((call.num_slots - 1).bit_length() - (RANGES - 1).bit_length(), 0)
+    shift = max((call.num_slots - 1).bit_length() - (RANGES - 1).bit_length(), 0)
     params = structs.SORT(call.params, sorted=lists.ptr, segments=segments, shift=shift)
     launch = Launch(sort_kernel(), (call.queries * segments, 1, 1), params)
     fields = {"main.indices": lists.ptr, "main.index_stride_b": call.topk, "main.index_stride_s": 0}

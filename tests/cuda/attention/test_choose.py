@@ -16,7 +16,6 @@ from cupy_mla.cuda.attention.choose import EVENLY, NAMES, TABLE, VARIABLE, Choic
 from cupy_mla.cuda.attention.cost import ITEM_COST, TEAM, TOGETHER, Division
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, V4_FP8, V32_FP8, Layout
-from cupy_mla.sizes import looked_up
 
 from . import evenly
 from .h200 import CLUSTERS_AT_ONCE, GPU
@@ -811,7 +810,7 @@ def test_a_chooser_looks_at_the_environment_at_every_call(monkeypatch):
     chosen = choose.Chooser(Facts(GPU, BF16_576, prefill=True))
 
     def chooser(*sizes: int | None) -> Choice:
-        return looked_up(chosen, choose.asked_kernel, *sizes)
+        return chosen[(choose.asked_kernel(), *sizes)]
 
     fastest = chooser(64, 2048, 1024, None)
     assert fastest.kernel == "bf16_sm90"

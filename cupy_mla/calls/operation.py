@@ -1,0 +1,180 @@
+"""Operations: a public function is its body, run once for each key; calls of a key that was seen repeat its launches.
+
+What a key consists of says `key.py`. An operation remembers so many keys, the least recently used goes first. The last
+two calls of torch's tensors are compared with first: torch compares all tensors of a call at once, which takes less
+time than to read what is in a key. A call that fails is not remembered, so whatever is repeated has been checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar
+
+from .. import arrays
+from ..bridges import Comparison, library_of
+from ..cuda.program import ALIGNMENT, Plan
+from .graph import launch_graph
+from .key import Key, Remembered, can_be_found, key_of, process_settings
+from .prepared import picker, prepare
+
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+
+MOST_KEYS = 1024  # of an operation
+
+_graph_operation: Callable[[str], Callable[..., Any]] | None = None
+
+
+def register_graph_operations(find: Callable[[str], Callable[..., Any]]) -> None:
+    """Register a function that finds, by an operation's name, what it becomes in a graph of torch.compile."""
+    global _graph_operation
+    _graph_operation = find
+
+
+def _looks_for_torch() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_dynamo_compiling()
+
+
+def trace_detector() -> Callable[[], bool]:
+    """A function that tells whether torch.compile is reading this code: torch's own where torch is imported already."""
+    torch = sys.modules.get("torch")
+    return _looks_for_torch if torch is None else torch.compiler.is_dynamo_compiling
+
+
+traced_by_torch: Callable[[], bool] = trace_detector()
+
+
+def in_graph(name: str) -> Callable[..., Any]:
+    """What the operation of that name becomes in a graph."""
+    assert _graph_operation is not None, "cupy_mla/__init__.py registers it"
+    return _graph_operation(name)
+
+
+def traceable(operation: Operation) -> Operation:
+    """Let torch.compile take an operation that has no kernels; `operation` does it for the others."""
+
+    @wraps(operation)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (in_graph(operation.__name__) if traced_by_torch() else operation)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+_every: list[Calls] = []  # of every operation
+
+
+def forget_calls() -> None:
+    """Let every operation see every call for the first time again."""
+    for calls in _every:
+        calls.forget()
+    launch_graph.cache_clear()
+
+
+def operation(function: Operation) -> Operation:
+    """Make a public operation of its body.
+
+    The body describes its arrays (`bind`, `Place.optional`), checks them, gets results from `Place.output`, and hands
+    all to `Place.call`. It returns None, one value, or a tuple of values; a value is one of its arguments, `obj` of one
+    of its outputs, or a constant. On the host it runs at every call. On a GPU it runs once for a key, so what it does
+    must follow from the key (`key.py`).
+    """
+    name, calls = function.__name__, Calls(function)
+    recents = calls.recents
+    _every.append(calls)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if traced_by_torch():
+            return in_graph(name)(*args, **kwargs)
+        values = (*args, *kwargs.values()) if kwargs else args
+        now = process_settings()
+        if recents and not arrays.CHECK_VALUES:
+            seen = [*kwargs, *map(type, values)]
+            for recent in recents:
+                # Lists are compared from the front: values only where all types are the same.
+                if [*seen, *recent.settings_of(values)] == recent.seen and recent.now == now:
+                    given = recent.arrays_of(values)
+                    addresses = recent.addresses_of(given)
+                    if addresses is not None:
+                        return recent.run(given, addresses, values)
+        return calls.call((now, len(args), *kwargs), values, args, kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class _Recent:
+    """A call on a GPU, to compare others with.
+
+    Attributes:
+        now: of `process_settings`.
+        seen: names of arguments by keyword, the types of all arguments, and the values of those that are settings.
+        arrays_of, settings_of: pick from the arguments the arrays, and what are neither arrays nor plans.
+        addresses_of: of arrays that are like those of the call, None of others (`Library.comparison`).
+        run: of what was prepared.
+    """
+
+    def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], addresses_of: Comparison, run: Any) -> None:
+        given = [i for i, value in enumerate(values) if library_of(value) is not None]
+        self.now, _, *names = head  # that of arguments by place follows from the other numbers
+        self.arrays_of = picker(given)
+        self.settings_of = picker([i for i, v in enumerate(values) if i not in given and type(v) is not Plan])
+        self.seen = [*names, *map(type, values), *self.settings_of(values)]
+        self.addresses_of, self.run = addresses_of, run
+
+
+class Calls:
+    """The calls of one operation, and what is remembered of them.
+
+    Attributes:
+        known: `Prepared` by keys.
+        recents: the last calls of torch's tensors whose keys were known.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parameters = signature(function).parameters.values()
+        self._function = function
+        self._positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        self.known: Remembered = Remembered(MOST_KEYS)
+        self.recents: list[_Recent] = []
+
+    def forget(self) -> None:
+        self.recents.clear()
+        self.known.clear()
+
+    def call(
+        self, head: tuple[Any, ...], values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Make a call that is not like the last ones."""
+        key: Key | None = None
+        prepared = None
+        if not arrays.CHECK_VALUES:  # the body does that
+            try:
+                key, given, addresses = key_of(head, values)
+                prepared = self.known.get(key)
+            except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
+                key = None
+        if prepared is None:
+            return self._first(key, values, args, kwargs)
+        addresses_of = library_of(given[0]).comparison(given, ALIGNMENT)  # type: ignore[union-attr]
+        if addresses_of is not None and addresses_of(given) is not None:
+            self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[:1]]
+        return prepared.run(given, addresses, values)
+
+    def _first(self, key: Key | None, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make a call of a key that is not known, and remember it where it has one."""
+        if len(args) > len(self._positional) or not any(map(_on_gpu, values)):
+            return self._function(*args, **kwargs)
+        names = (*self._positional[: len(args)], *kwargs)
+        prepared, given, addresses, for_others = prepare(self._function, names, args, kwargs)
+        result = prepared.run(given, addresses, values)
+        if key is not None and for_others and can_be_found(values):
+            self.known.put(key, prepared)
+        return result
+
+
+def _on_gpu(value: Any) -> bool:
+    library = library_of(value)
+    return library is not None and library.on_gpu(value)
