@@ -245,10 +245,7 @@ class Prepared:
         packers: dict[int, tuple[Any, Any]] = {}  # of structs: what packs one, and what picks that from the items
         for key, (packer, parts) in zip(structs, split, strict=True):
             picked = [item(part) if i % 2 else next(constants) for i, part in enumerate(parts)]
-            packers[key] = (
-                packer.pack,
-                itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(picked[0], picked[0] + 1)),
-            )
+            packers[key] = packer.pack, picker(picked)
         self._steps: list[_Launch | _Clear | _Together] = []
         for together, steps in groupby(program, lambda step: _joins_graphs(step, device)):
             neighbours = list(steps)
