@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .. import layouts
 from ..bridges import Place, bind, describe
 from ..checks.options import require_instance, require_scale
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import V4_FP8
+from ..layouts import FP8_OF_V4, Layout
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
@@ -59,7 +58,7 @@ class DeepseekV4Impl:
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
         require_instance("config", config, SparseMLAConfig)
         require_instance("workspace", workspace, Workspace)
-        if config.layout is not V4_FP8:
+        if config.layout not in FP8_OF_V4:
             raise ValueError(f"config: expected V4 layers with cache_layout 'v4_fp8', got {config.cache_layout!r}")
         self.config = config
         self.scale: float = require_scale("scale", scale)
@@ -236,10 +235,10 @@ class DeepseekV4Impl:
             if (value is not None) != wanted[name]:
                 what = "one" if wanted[name] else "None"
                 raise ValueError(f"{name}: expected {what} for layers of compress ratio {ratio}")
-        _require_cache(place, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
+        _require_cache(place, config.layout, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
         if metadata is None:
             return
-        _require_cache(place, "layer.k_cache", layer.k_cache, config.rows_per_block)
+        _require_cache(place, config.layout, "layer.k_cache", layer.k_cache, config.rows_per_block)
         expected = (tokens, config.block_size, ratio)
         got = (metadata.num_actual_tokens, metadata.block_size, metadata.compress_ratio)
         if got != expected:
@@ -248,8 +247,8 @@ class DeepseekV4Impl:
             place.admit(describe("layer.topk_indices", layer.topk_indices)).require(INT32, tokens, config.topk)
 
 
-def _require_cache(place: Place, name: str, cache: Any, block_size: int) -> None:
+def _require_cache(place: Place, layout: Layout, name: str, cache: Any, block_size: int) -> None:
     array = place.admit(describe(name, cache))
     if len(array.shape) == 4:
         array.without_axis(2)
-    array.require(QUANTIZED, "num_blocks", block_size, layouts.V4_FP8.last_axis)
+    array.require(QUANTIZED, "num_blocks", block_size, layout.last_axis)

@@ -7,7 +7,7 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import BF16_512, BF16_576, D_V, V4_FP8, V32_FP8, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -26,7 +26,7 @@ def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in (BF16_576, BF16_512, V32_FP8, V4_FP8):
+    for layout in ATTENTION_LAYOUTS:
         for aligned in (True, False):
             yield pack_kernel(layout, aligned)
 
@@ -53,7 +53,7 @@ def _pack(layout: Layout, latent: Array, rope: Array | None, cache: Array, slots
     row_stride = layout.row_stride if layout.quantized else cache.strides[1] * size
     aligned = latent.aligned(16) and (rope is None or rope.aligned(16)) and (layout.quantized or cache.aligned(16))
     no_rope = Slot("no RoPE", shape=(layout.d_rope,), dtype=BFLOAT16)  # the same zeros for every token
-    zeros = rope is None and layout.d_qk > D_V
+    zeros = rope is None and layout.rope_apart
     params = structs.PACK(
         latent=latent.ptr, rope=no_rope.ptr if zeros else pointer(rope), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,

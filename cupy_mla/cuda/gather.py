@@ -7,7 +7,7 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import BF16_576, V4_FP8, V32_FP8, Layout
+from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, Layout
 from ..sizes import least
 from . import structs
 from .driver import Gpu
@@ -21,13 +21,13 @@ BLOCKS_PER_SM = 4  # that run at a time, of the gathers
 
 @cache
 def gather_kernel(layout: Layout) -> Kernel:
-    """The kernel that gathers rows of one FP8 layout."""
+    """The kernel that gathers rows of one FP8 layout of V3.2's kind."""
     return Kernel("cache/gather.cu", structs.GATHER, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 @cache
 def tail_kernel(layout: Layout) -> Kernel:
-    """The kernel that gathers the last tokens of requests, of one FP8 layout whose scales stand apart."""
+    """The kernel that gathers the last tokens of requests, of one FP8 layout of V4's kind."""
     return Kernel("cache/gather_tail.cu", structs.GATHER_TAIL, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
@@ -39,8 +39,8 @@ def concat_kernel() -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield gather_kernel(V32_FP8)
-    yield tail_kernel(V4_FP8)
+    yield from map(gather_kernel, FP8_OF_V32)
+    yield from map(tail_kernel, FP8_OF_V4)
     yield concat_kernel()
 
 

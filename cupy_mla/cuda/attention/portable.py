@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from ...layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, V4_FP8, V32_FP8, Layout
+from ...layouts import ATTENTION_LAYOUTS, D_V, Layout
 from .. import structs
 from ..kernel import PORTABLE, Kernel
 from ..program import Launch, Program
@@ -27,12 +27,12 @@ class Shape(NamedTuple):
     q_in_shared: int
 
 
-# Of 64 heads, by layout and shared memory.
+# Of 64 heads: by whether the layout quantizes, width of its rows, and shared memory.
 SHAPES = {
-    (BF16_576, SMALL): Shape(16, 4), (BF16_576, LARGE): Shape(32, 6),
-    (BF16_512, SMALL): Shape(16, 4), (BF16_512, LARGE): Shape(32, 6),
-    (V32_FP8, SMALL): Shape(16, 6), (V32_FP8, LARGE): Shape(32, 7),
-    (V4_FP8, SMALL): Shape(16, 3), (V4_FP8, LARGE): Shape(32, 6),
+    (False, 576, SMALL): Shape(16, 4), (False, 576, LARGE): Shape(32, 6),
+    (False, 512, SMALL): Shape(16, 4), (False, 512, LARGE): Shape(32, 6),
+    (True, 576, SMALL): Shape(16, 6), (True, 576, LARGE): Shape(32, 7),
+    (True, 512, SMALL): Shape(16, 3), (True, 512, LARGE): Shape(32, 6),
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def block_heads(h_q: int) -> int:
 def shape(layout: Layout, heads: int, limit: int) -> Shape:
     """Tile and Q of a kernel that has `limit` KB of shared memory."""
     if heads == max(HEADS):
-        return SHAPES[layout, limit]
+        return SHAPES[layout.quantized, layout.d_qk, limit]
     return Shape(32 if limit == LARGE else 16, 0)
 
 
