@@ -32,7 +32,8 @@ class Layout:
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
         row_stride: bytes from a token's data to the next token's data inside a block.
         rope_offset: where a token's bf16 RoPE part starts, from the token's data.
-        scale_kind: "none", "fp32" or "ue8m0", how the scales are stored.
+        scale_kind: "none", "fp32" or "ue8m0", how the scales are stored. A kind stands in `kernels_cu/rows/scales.cuh`
+            and in `reference/cache.py`.
         scale_tile: values that share one scale.
         scale_offset: where a token's scales start, from the token's data; -1 when the scales of a block
             stand apart, after the data of all its tokens.
@@ -111,6 +112,7 @@ class Layout:
             "NUM_SCALES": self.num_scales,
             "SCALE_OFFSET": self.scale_offset,
             "SCALE_STRIDE": self.scale_stride,
+            "SCALE_E8M0": int(self.scale_kind == "ue8m0"),
         }
 
 

@@ -13,6 +13,7 @@
 #include "rows/block_table.cuh"
 #include "rows/quantize.cuh"
 #include "rows/reader.cuh"
+#include "rows/scales.cuh"
 #include "tile/request_tokens.cuh"
 #include "tile/warp.cuh"
 
@@ -76,7 +77,7 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
             scale[r][i] = 0.0f;
             if (from == nullptr) continue;
             nope[r][i] = *reinterpret_cast<const Vec8*>(from + value);
-            scale[r][i] = Row::load_scale(scales, value / SCALE_TILE);
+            scale[r][i] = load_scale(scales, value / SCALE_TILE);
         }
     }
     const uint8_t* rope_from = shuffle_pointer(mine.from.data, lane / ROPE_CHUNKS);

@@ -17,7 +17,7 @@
 #include "rows/chunk.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
-#include "rows/reader.cuh"
+#include "rows/scales.cuh"
 
 // cupy_mla/cuda/structs.py declares the same fields.
 struct PackParams {
@@ -57,8 +57,8 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
     constexpr int TILE_LANES = SCALE_TILE / CHUNK;
     const int lane = threadIdx.x % 32, rope_chunk = 32 + lane - D_NOPE / CHUNK;  // V32_FP8: never reaches 0
     const uint32_t amax = tile_amax<TILE_LANES>(first, second);
-    const float scale = Row::scale_from(bf16_low(amax), p.power_of_two),
-                second_scale = Row::scale_from(bf16_high(amax), p.power_of_two);
+    const float scale = scale_of_values(bf16_low(amax), p.power_of_two),
+                second_scale = scale_of_values(bf16_high(amax), p.power_of_two);
     uint8_t *row = p.cache + to.data, *scales = p.cache + to.scales;
     *reinterpret_cast<Vec8*>(row + lane * CHUNK) = quantize_8(first, scale);
     if (rope_chunk < 0) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
         *reinterpret_cast<Vec16*>(row + ROPE_OFFSET + rope_chunk * 16) = second;
     }
     if (lane % TILE_LANES == 0) {
-        Row::store_scale(scales, lane / TILE_LANES, scale);
-        Row::store_scale(scales, (32 + lane) / TILE_LANES, second_scale);
+        store_scale(scales, lane / TILE_LANES, scale);
+        store_scale(scales, (32 + lane) / TILE_LANES, second_scale);
     }
 }
 

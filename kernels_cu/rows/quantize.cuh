@@ -7,8 +7,6 @@
 constexpr float E4M3_MAX = 448.0f;
 constexpr float AMAX_FLOOR = 1e-4f;  // keeps power-of-two scales from vanishing with the values
 
-constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
-
 // amax / 448 rounded as a division rounds it, for amax a bf16 or AMAX_FLOOR. Tried for all of them: only quotients
 // below the least normal float32 may differ. NaN stays NaN.
 __device__ __forceinline__ float scale_from_amax(float amax) {

@@ -9,9 +9,5 @@
 //   in_block       row number `offset` of a block
 //   of_slot        the row of a slot
 //   none           no row
-// and of quantized rows:
-//   scale_from     the scale of values of which the largest magnitude is `amax`, a power of two if asked for
-//   store_scale    writes scale number `tile` of a row
-//   load_scale     reads it
 #pragma once
 #include ROW_READER

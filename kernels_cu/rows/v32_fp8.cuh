@@ -2,7 +2,6 @@
 #pragma once
 #include "rows/paged.cuh"
 #include "rows/place.cuh"
-#include "rows/quantize.cuh"
 
 struct Row {
     static constexpr bool QUANTIZED = true;
@@ -22,15 +21,4 @@ struct Row {
         return in_block(at.block, at.offset, s.block_size);
     }
     static __device__ __forceinline__ Row none() { return {nullptr}; }
-
-    static __device__ __forceinline__ float scale_from(float amax, bool power_of_two) {
-        const float ratio = scale_from_amax(amax);
-        return power_of_two ? power_of_two_from(fmaxf(ratio, AMAX_FLOOR)) : fmaxf(ratio, FLOAT_MIN);
-    }
-    static __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float scale) {
-        reinterpret_cast<float*>(scales)[tile] = scale;
-    }
-    static __device__ __forceinline__ float load_scale(const uint8_t* scales, int tile) {
-        return reinterpret_cast<const float*>(scales)[tile];
-    }
 };

@@ -3,7 +3,6 @@
 #pragma once
 #include "rows/paged.cuh"
 #include "rows/place.cuh"
-#include "rows/quantize.cuh"
 
 struct Row {
     static constexpr bool QUANTIZED = true;
@@ -25,14 +24,4 @@ struct Row {
         return in_block(at.block, at.offset, s.block_size);
     }
     static __device__ __forceinline__ Row none() { return {nullptr, nullptr}; }
-
-    static __device__ __forceinline__ float scale_from(float amax, bool) {
-        return power_of_two_from(scale_from_amax(fmaxf(amax, AMAX_FLOOR)));
-    }
-    static __device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float scale) {
-        scales[tile] = tile < NUM_SCALES ? uint8_t(__float_as_uint(scale) >> 23) : 0;  // the last byte is padding
-    }
-    static __device__ __forceinline__ float load_scale(const uint8_t* scales, int tile) {
-        return ue8m0_to_float(scales[tile]);
-    }
 };
