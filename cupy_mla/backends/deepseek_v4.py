@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..bridges import Place, bind, describe
 from ..checks.options import require_instance, require_scale
@@ -40,6 +40,22 @@ class DeepseekV4Layer:
     attn_sink: AnyArray
     k_cache: AnyArray | None = None
     topk_indices: AnyArray | None = None
+
+
+class Scratch(NamedTuple):
+    """Scratch memory of a step.
+
+    Attributes:
+        rows: [prefills of a chunk, rows of a request, d_qk] bfloat16, gathered.
+        combined, combined_lens: a chunk's index lists [tokens, width] int32, and their lengths.
+        slots, slot_lens: C4A's lists of decode tokens [tokens, topk] int32, and their lengths.
+    """
+
+    rows: Any
+    combined: Any
+    combined_lens: Any
+    slots: Any
+    slot_lens: Any
 
 
 class DeepseekV4Impl:
@@ -109,16 +125,12 @@ class DeepseekV4Impl:
             return output
         self._check(place, tokens, layer, swa_metadata, metadata)
         decode_tokens = swa_metadata.num_decode_tokens
-        rows, combined, combined_lens, slots, slot_lens = self._scratch(
-            decode_tokens, swa_metadata.num_prefill_tokens, swa_metadata.num_prefills
-        )
+        scratch = self._scratch(decode_tokens, swa_metadata.num_prefill_tokens, swa_metadata.num_prefills)
         if decode_tokens:
-            self._decode(
-                q_.obj[:decode_tokens, None], layer, swa_metadata, metadata, slots, slot_lens,
-                out.obj[:decode_tokens, None],
-            )  # fmt: skip
+            queries, to = q_.obj[:decode_tokens, None], out.obj[:decode_tokens, None]
+            self._decode(queries, layer, swa_metadata, metadata, scratch, to)
         for first in range(0, swa_metadata.num_prefills, PREFILL_CHUNK_SIZE):
-            self._prefill(first, q, layer, swa_metadata, metadata, rows, combined, combined_lens, output)
+            self._prefill(first, q, layer, swa_metadata, metadata, scratch, output)
         return output
 
     def _decode(
@@ -127,11 +139,10 @@ class DeepseekV4Impl:
         layer: DeepseekV4Layer,
         swa: SparseSWAMetadata,
         metadata: SparseMLAMetadata | None,
-        slots: Any,
-        slot_lens: Any,
+        scratch: Scratch,
         out: Any,
     ) -> None:
-        """q and out [Td, 1, h, 512]; slots and slot_lens are room for C4A's lists."""
+        """q and out [Td, 1, h, 512]."""
         tokens = swa.num_decode_tokens
         extra_indices = extra_lens = None
         chosen: Any = layer.topk_indices
@@ -140,9 +151,10 @@ class DeepseekV4Impl:
         elif metadata is not None:
             compute_global_topk_indices_and_lens(
                 chosen[:tokens], swa.token_to_req_indices[:tokens], metadata.block_table,
-                self.config.rows_per_block, swa.is_valid_token[:tokens], out=slots, lens=slot_lens,
+                self.config.rows_per_block, swa.is_valid_token[:tokens], out=scratch.slots,
+                lens=scratch.slot_lens,
             )  # fmt: skip
-            extra_indices, extra_lens = slots[:, None], slot_lens
+            extra_indices, extra_lens = scratch.slots[:, None], scratch.slot_lens
         sparse_decode(
             q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, attn_sink=layer.attn_sink,
             topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache, extra_indices=extra_indices,
@@ -157,9 +169,7 @@ class DeepseekV4Impl:
         layer: DeepseekV4Layer,
         swa: SparseSWAMetadata,
         metadata: SparseMLAMetadata | None,
-        rows: Any,
-        combined: Any,
-        combined_lens: Any,
+        scratch: Scratch,
         output: Any,
     ) -> None:
         """The chunk of prefills from number `first` on."""
@@ -170,7 +180,8 @@ class DeepseekV4Impl:
         count = tokens.stop - tokens.start
         if count == 0:
             return
-        rows, combined, combined_lens = rows[: end - first], combined[:count], combined_lens[:count]
+        rows = scratch.rows[: end - first]
+        combined, combined_lens = scratch.combined[:count], scratch.combined_lens[:count]
         chosen = combined[:, :0]
         compressed_rows, of_layer = cast(AnyArray, layer.k_cache), cast(Any, layer.topk_indices)
         if metadata is not None:
@@ -197,17 +208,18 @@ class DeepseekV4Impl:
             topk_length=combined_lens, out=output[tokens],
         )  # fmt: skip
 
-    def _scratch(self, decode_tokens: int, prefill_tokens: int, prefills: int) -> list[Any]:
-        """Room for a chunk's gathered rows, its index lists and their lengths, and for C4A's slots and their counts."""
+    def _scratch(self, decode_tokens: int, prefill_tokens: int, prefills: int) -> Scratch:
+        """Room for a step of so many tokens and prefills."""
         config = self.config
         slots = decode_tokens if config.compress_ratio not in (1, C128A) else 0
-        return self.workspace.get_simultaneous(
+        arrays = self.workspace.get_simultaneous(
             ((min(prefills, PREFILL_CHUNK_SIZE), self._rows, config.d_qk), BFLOAT16),
             ((prefill_tokens, combined_width(self._topk, config.window)), INT32),
             ((prefill_tokens,), INT32),
             ((slots, config.topk), INT32),
             ((slots,), INT32),
         )
+        return Scratch(*arrays)
 
     def _check(
         self,

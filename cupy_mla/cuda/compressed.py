@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+from ..arguments import C128aLists, Conversion
 from ..arrays import Array
 from . import structs
 from .driver import Gpu
@@ -35,20 +36,9 @@ def kernels() -> Iterator[Kernel]:
     yield c128a_kernel()
 
 
-def compute_global_topk_indices_and_lens(
-    gpu: Gpu,
-    topk_indices: Array,
-    token_to_req: Array,
-    table: Array,
-    block_size: int,
-    is_valid_token: Array,
-    out: Array,
-    lens: Array,
-) -> Program:
+def compute_global_topk_indices_and_lens(gpu: Gpu, a: Conversion) -> Program:
     """Twin of `reference.compressed.compute_global_topk_indices_and_lens`."""
-    return convert_req_index_to_global_index(
-        gpu, token_to_req, table, topk_indices, block_size, None, None, out, lens, None, is_valid_token
-    )
+    return convert_req_index_to_global_index(gpu, a)
 
 
 def get_compressed_slot_mapping(
@@ -72,30 +62,17 @@ def get_compressed_slot_mapping(
     return [Launch(slots_kernel(), (ceil_div(size, SLOTS_TOKENS_PER_BLOCK), 1, 1), params)]
 
 
-def build_c128a_topk_metadata(
-    gpu: Gpu,
-    positions: Array,
-    compress_ratio: int,
-    num_decode_tokens: int,
-    token_to_req: Array,
-    table: Array,
-    block_size: int,
-    slot_mapping: Array,
-    decode_indices: Array,
-    decode_lens: Array,
-    prefill_indices: Array,
-    max_compressed_tokens: int,
-) -> Program:
+def build_c128a_topk_metadata(gpu: Gpu, a: C128aLists) -> Program:
     """Twin of `reference.compressed.build_c128a_topk_metadata`."""
-    (tokens,) = positions.shape
+    (tokens,) = a.positions.shape
     if tokens == 0:
         return ()
+    decode, prefill = a.decode_indices, a.prefill_indices
     params = structs.C128A(
-        table=block_table(table, block_size), positions=positions.ptr, slot_mapping=slot_mapping.ptr,
-        token_to_req=token_to_req.ptr, decode_indices=decode_indices.ptr, decode_lens=decode_lens.ptr,
-        prefill_indices=prefill_indices.ptr, decode_stride=decode_indices.strides[0],
-        prefill_stride=prefill_indices.strides[0], decode_width=decode_indices.shape[1],
-        prefill_width=prefill_indices.shape[1], num_decode_tokens=num_decode_tokens, ratio=compress_ratio,
-        most=max_compressed_tokens,
+        table=block_table(a.block_table, a.block_size), positions=a.positions.ptr, slot_mapping=a.slot_mapping.ptr,
+        token_to_req=a.token_to_req.ptr, decode_indices=decode.ptr, decode_lens=a.decode_lens.ptr,
+        prefill_indices=prefill.ptr, decode_stride=decode.strides[0], prefill_stride=prefill.strides[0],
+        decode_width=decode.shape[1], prefill_width=prefill.shape[1], num_decode_tokens=a.num_decode_tokens,
+        ratio=a.compress_ratio, most=a.max_compressed_tokens,
     )  # fmt: skip
     return [Launch(c128a_kernel(), (tokens, 1, 1), params)]

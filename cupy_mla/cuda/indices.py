@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from ..arrays import Array
+from ..arguments import Conversion
 from ..sizes import least
 from . import structs
 from .driver import Gpu
@@ -32,33 +32,21 @@ def kernels() -> Iterator[Kernel]:
         yield convert_kernel(staged)
 
 
-def convert_req_index_to_global_index(
-    gpu: Gpu,
-    req_id: Array,
-    table: Array,
-    token_indices: Array,
-    block_size: int,
-    prefill_request_ids: Array | None,
-    prefill_workspace_starts: Array | None,
-    out: Array,
-    valid_counts: Array | None,
-    ends: Array | None = None,
-    is_valid_token: Array | None = None,
-) -> Program:
-    """Twin of `reference.indices.convert_req_index_to_global_index`; tokens that are not valid count 0."""
-    tokens, k = token_indices.shape
+def convert_req_index_to_global_index(gpu: Gpu, a: Conversion) -> Program:
+    """Twin of `reference.indices.convert_req_index_to_global_index`."""
+    table, positions, starts, out = a.block_table, a.token_indices, a.prefill_workspace_starts, a.out
+    tokens, k = positions.shape
     if tokens == 0:
         return ()
     tokens_per_block = least(ceil_div(tokens, BLOCKS_PER_SM * gpu.sms), MAX_TOKENS_PER_BLOCK)
     width = table.shape[1]
     staged = next((s for s in STAGES if width <= s), 0) if tokens_per_block >= STAGE_FROM_TOKENS else 0
-    aligned = k % 4 == 0 and token_indices.aligned(16) and out.aligned(16)
+    aligned = k % 4 == 0 and positions.aligned(16) and out.aligned(16)
     params = structs.CONVERT(
-        table=block_table(table, block_size), req_id=req_id.ptr, positions=token_indices.ptr,
-        prefill_ids=pointer(prefill_request_ids), prefill_starts=pointer(prefill_workspace_starts), out=out.ptr,
-        counts=pointer(valid_counts), ends=pointer(ends), is_valid=pointer(is_valid_token),
-        positions_stride=token_indices.strides[0], out_stride=out.strides[0], num_tokens=tokens, k=k,
-        num_prefills=prefill_workspace_starts.shape[0] if prefill_workspace_starts else 0, rows=tokens_per_block,
-        aligned=int(aligned),
+        table=block_table(table, a.block_size), req_id=a.req_id.ptr, positions=positions.ptr,
+        prefill_ids=pointer(a.prefill_request_ids), prefill_starts=pointer(starts), out=out.ptr,
+        counts=pointer(a.valid_counts), ends=pointer(a.ends), is_valid=pointer(a.is_valid_token),
+        positions_stride=positions.strides[0], out_stride=out.strides[0], num_tokens=tokens, k=k,
+        num_prefills=starts.shape[0] if starts else 0, rows=tokens_per_block, aligned=int(aligned),
     )  # fmt: skip
     return [Launch(convert_kernel(staged), (ceil_div(tokens, tokens_per_block), 1, 1), params)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+from ..arguments import CombinedLists, SwaWindows
 from ..arrays import Array
 from . import structs
 from .driver import Gpu
@@ -41,26 +42,15 @@ def kernels() -> Iterator[Kernel]:
     yield combine_kernel()
 
 
-def compute_swa_indices_and_lens(
-    gpu: Gpu,
-    query_start_loc: Array,
-    seq_lens: Array,
-    token_to_req: Array,
-    is_valid_token: Array,
-    table: Array,
-    block_size: int,
-    window_size: int,
-    out: Array,
-    lens: Array,
-) -> Program:
+def compute_swa_indices_and_lens(gpu: Gpu, a: SwaWindows) -> Program:
     """Twin of `reference.swa.compute_swa_indices_and_lens`."""
-    (tokens,) = token_to_req.shape
+    (tokens,) = a.token_to_req.shape
     if tokens == 0:
         return ()
     params = structs.SWA_DECODE(
-        table=block_table(table, block_size), queries=queries(query_start_loc, seq_lens, tokens),
-        token_to_req=token_to_req.ptr, is_valid=is_valid_token.ptr, out=out.ptr, lens=lens.ptr,
-        out_stride=out.strides[0], window=window_size,
+        table=block_table(a.block_table, a.block_size), queries=queries(a.query_start_loc, a.seq_lens, tokens),
+        token_to_req=a.token_to_req.ptr, is_valid=a.is_valid_token.ptr, out=a.out.ptr, lens=a.lens.ptr,
+        out_stride=a.out.strides[0], window=a.window_size,
     )  # fmt: skip
     return [Launch(decode_kernel(), (ceil_div(tokens, DECODE_TOKENS_PER_BLOCK), 1, 1), params)]
 
@@ -78,27 +68,15 @@ def compute_prefill_gather_lens(
     return [Launch(lens_kernel(), (ceil_div(prefills, LENS_REQUESTS_PER_BLOCK), 1, 1), params)]
 
 
-def combine_topk_swa_indices(
-    gpu: Gpu,
-    topk_indices: Array,
-    query_start_loc: Array,
-    seq_lens: Array,
-    gather_lens: Array,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    rows: int,
-    compressed_rows: int,
-    out: Array,
-    lens: Array,
-) -> Program:
+def combine_topk_swa_indices(gpu: Gpu, a: CombinedLists) -> Program:
     """Twin of `reference.swa.combine_topk_swa_indices`."""
-    tokens, width = out.shape
+    tokens, width = a.out.shape
     if tokens == 0:
         return ()
     params = structs.COMBINE_SWA(
-        queries=queries(query_start_loc, seq_lens, tokens), chosen=topk_indices.ptr, gather_lens=gather_lens.ptr,
-        out=out.ptr, lens=lens.ptr, chosen_stride=topk_indices.strides[0], out_stride=out.strides[0],
-        window=window_size, ratio=compress_ratio, topk=topk, rows=rows, compressed_rows=compressed_rows, width=width,
+        queries=queries(a.query_start_loc, a.seq_lens, tokens), chosen=a.topk_indices.ptr,
+        gather_lens=a.gather_lens.ptr, out=a.out.ptr, lens=a.lens.ptr, chosen_stride=a.topk_indices.strides[0],
+        out_stride=a.out.strides[0], window=a.window_size, ratio=a.compress_ratio, topk=a.topk, rows=a.rows,
+        compressed_rows=a.compressed_rows, width=width,
     )  # fmt: skip
     return [Launch(combine_kernel(), (tokens, 1, 1), params)]

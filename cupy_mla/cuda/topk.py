@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+from ..arguments import PagedKeys, RaggedKeys
 from ..arrays import Array
 from ..dtypes import FLOAT32
 from ..sizes import least, most
 from . import structs
 from .driver import PORTABLE_CLUSTER, Gpu
 from .kernel import PORTABLE, Kernel
-from .logits import paged_logits, ragged_logits
+from .logits import Part, paged_logits, ragged_logits
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program, Slot
 from .structs import Packed
@@ -197,12 +198,7 @@ def topk_indices(
 
 def select_rows(
     gpu: Gpu,
-    q8: Array,
-    k8: Array,
-    ks: Array,
-    w: Array,
-    starts: Array,
-    ends: Array,
+    of: RaggedKeys,
     k: int,
     req_id: Array | None,
     table: Array | None,
@@ -211,7 +207,7 @@ def select_rows(
     out: Array,
 ) -> Program:
     """Twin of `reference.topk.select_rows`."""
-    queries, keys = q8.shape[0], k8.shape[0]
+    queries, keys = of.q8.shape[0], of.k8.shape[0]
     stride = _padded(keys)
     step = most(max_workspace_bytes // (4 * stride), 1)
     workspace = Slot("logits", shape=(least(step, queries), stride), dtype=FLOAT32)
@@ -220,10 +216,8 @@ def select_rows(
     for chunk in range(int(ceil_div(queries, step))):
         first = chunk * step
         rows = least(step, queries - first)
-        program += ragged_logits(
-            gpu, q8, k8, ks, w, starts, ends, False, workspace.ptr, stride, first, rows, all_chosen=k
-        )  # fmt: skip
-        bounds = Bounds(_item(starts, first), _item(ends, first))
+        program += ragged_logits(gpu, of, Part(first, rows, workspace.ptr, stride, clean=False, all_chosen=k))
+        bounds = Bounds(_item(of.starts, first), _item(of.ends, first))
         requests = 0 if req_id is None else _item(req_id, first)
         program += _launches(
             gpu, Logits(workspace.ptr, stride, rows, keys, False, True), bounds, k, slots, requests,
@@ -234,12 +228,7 @@ def select_rows(
 
 def select_rows_paged(
     gpu: Gpu,
-    q8: Array,
-    kv_cache: Array,
-    w: Array,
-    lens: Array,
-    table: Array,
-    schedule: Array | None,
+    of: PagedKeys,
     max_context_len: int,
     k: int,
     slots: bool,
@@ -247,7 +236,7 @@ def select_rows_paged(
     out: Array,
 ) -> Program:
     """Twin of `reference.topk.select_rows_paged`."""
-    requests, n = q8.shape[0], q8.shape[1]
+    requests, n = of.q8.shape[0], of.q8.shape[1]
     if n == 0:
         return ()
     stride = _padded(max_context_len)
@@ -255,16 +244,14 @@ def select_rows_paged(
     workspace = Slot("logits", shape=(least(step, requests) * n, stride), dtype=FLOAT32)
     program: list = []
     if step < requests:
-        schedule = None
+        of = of._replace(schedule=None)
     for chunk in range(int(ceil_div(requests, step))):
         first = chunk * step
         count = least(step, requests - first)
-        program += paged_logits(
-            gpu, q8, kv_cache, w, lens, table, schedule, False, workspace.ptr, stride, max_context_len, first, count,
-            all_chosen=k,
-        )  # fmt: skip
-        bounds = Bounds(0, _item(lens, first), lens_stride(lens), n)
-        to = block_table(table, kv_cache.shape[1], first, count) if slots else NO_TABLE
+        part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=k)
+        program += paged_logits(gpu, of, part, max_context_len)
+        bounds = Bounds(0, _item(of.lens, first), lens_stride(of.lens), n)
+        to = block_table(of.table, of.cache.shape[1], first, count) if slots else NO_TABLE
         program += _launches(
             gpu, Logits(workspace.ptr, stride, count * n, max_context_len, False, True), bounds, k, to, 0,
             out.ptr + 4 * first * n * out.strides[0], out.strides[0],

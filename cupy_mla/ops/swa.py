@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import arrays
+from ..arguments import CombinedLists, SwaWindows
 from ..bridges import bind
 from ..calls.signature import operation
 from ..checks.options import require_integer
@@ -91,7 +92,7 @@ def compute_swa_indices_and_lens(
         check_requests(req, requests, valid)
     place.call(
         cuda.compute_swa_indices_and_lens, reference.compute_swa_indices_and_lens,
-        starts, seq, req, valid, table, block_size, window_size, out_, lens_,
+        SwaWindows(starts, seq, req, valid, table, block_size, window_size, out_, lens_),
     )  # fmt: skip
     return out_.obj, lens_.obj
 
@@ -221,6 +222,6 @@ def combine_topk_swa_indices(
         check_lengths(gather)
     place.call(
         cuda.combine_topk_swa_indices, reference.combine_topk_swa_indices,
-        chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, out_, lens_,
+        CombinedLists(chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, out_, lens_),
     )  # fmt: skip
     return out_.obj, lens_.obj

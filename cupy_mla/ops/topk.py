@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import arrays
+from ..arguments import PagedKeys, RaggedKeys
 from ..bridges import bind
 from ..calls.signature import operation
 from ..checks.options import require_bool, require_integer, require_together
@@ -128,9 +129,10 @@ def select_rows(
     if block_size is not None:
         block_size = require_integer("block_size", block_size, 1)
     require_together(req_id=req_id, block_table=block_table, block_size=block_size)
-    place, (q8_, k8_, ks_, w_, starts_, ends_) = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
+    place, given = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
     requests, table, out_ = place.optional(req_id=req_id, block_table=block_table, out=out)
-    queries, _ = require_ragged(q8_, k8_, ks_, w_, starts_, ends_)
+    of = RaggedKeys(*given)
+    queries, _ = require_ragged(of)
     if requests is not None and table is not None:
         requests.require(INT32, queries)
         table.require(INT32, "R", "width")
@@ -139,7 +141,7 @@ def select_rows(
     out_ = place.output("out", out_, (queries, k), INT32)
     place.call(
         cuda.select_rows, reference.select_rows,
-        q8_, k8_, ks_, w_, starts_, ends_, k, requests, table, block_size, max_workspace_bytes, out_,
+        of, k, requests, table, block_size, max_workspace_bytes, out_,
     )  # fmt: skip
     return out_.obj
 
@@ -197,10 +199,11 @@ def select_rows_paged(
         q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
     )
     schedule_, out_ = place.optional(schedule=schedule, out=out)
-    queries = require_paged(q8_, cache, w_, lens, table, max_context_len, schedule_)
+    of = PagedKeys(q8_, cache, w_, lens, table, schedule_)
+    queries = require_paged(of, max_context_len)
     out_ = place.output("out", out_, (queries, k), INT32)
     place.call(
         cuda.select_rows_paged, reference.select_rows_paged,
-        q8_, cache, w_, lens, table, schedule_, max_context_len, k, slots, max_workspace_bytes, out_,
+        of, max_context_len, k, slots, max_workspace_bytes, out_,
     )  # fmt: skip
     return out_.obj
