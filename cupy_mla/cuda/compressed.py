@@ -13,6 +13,16 @@ from .indices import convert_req_index_to_global_index
 from .kernel import Kernel
 from .paging import block_table, ceil_div, queries
 from .program import Launch, Program
+from .structs import INT32, INT64, POINTER, Struct
+
+COMPRESSED_SLOTS = Struct(
+    "CompressedSlotsParams", table=structs.BLOCK_TABLE, queries=structs.QUERIES, out=POINTER, size=INT32, ratio=INT32
+)
+C128A = Struct(
+    "C128aParams", table=structs.BLOCK_TABLE, positions=POINTER, slot_mapping=POINTER, token_to_req=POINTER,
+    decode_indices=POINTER, decode_lens=POINTER, prefill_indices=POINTER, decode_stride=INT64, prefill_stride=INT64,
+    decode_width=INT32, prefill_width=INT32, num_decode_tokens=INT32, ratio=INT32, most=INT32,
+)  # fmt: skip
 
 SLOTS_TOKENS_PER_BLOCK = 256
 
@@ -21,13 +31,13 @@ SLOTS_TOKENS_PER_BLOCK = 256
 def slots_kernel() -> Kernel:
     """The kernel that maps tokens to the slots of the rows they own."""
     defines = {"TOKENS_PER_BLOCK": SLOTS_TOKENS_PER_BLOCK}
-    return Kernel("indices/compressed_slots.cu", structs.COMPRESSED_SLOTS, defines)
+    return Kernel("indices/compressed_slots.cu", COMPRESSED_SLOTS, defines)
 
 
 @cache
 def c128a_kernel() -> Kernel:
     """The kernel that lists every complete row of each token, a CTA a token."""
-    return Kernel("indices/c128a.cu", structs.C128A, {})
+    return Kernel("indices/c128a.cu", C128A, {})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -55,7 +65,7 @@ def get_compressed_slot_mapping(
     (size,) = out.shape
     if size == 0:
         return ()
-    params = structs.COMPRESSED_SLOTS(
+    params = COMPRESSED_SLOTS(
         table=block_table(table, block_size), queries=queries(query_start_loc, seq_lens, num_tokens), out=out.ptr,
         size=size, ratio=compress_ratio,
     )  # fmt: skip
@@ -68,7 +78,7 @@ def build_c128a_topk_metadata(gpu: Gpu, a: C128aLists) -> Program:
     if tokens == 0:
         return ()
     decode, prefill = a.decode_indices, a.prefill_indices
-    params = structs.C128A(
+    params = C128A(
         table=block_table(a.block_table, a.block_size), positions=a.positions.ptr, slot_mapping=a.slot_mapping.ptr,
         token_to_req=a.token_to_req.ptr, decode_indices=decode.ptr, decode_lens=a.decode_lens.ptr,
         prefill_indices=prefill.ptr, decode_stride=decode.strides[0], prefill_stride=prefill.strides[0],

@@ -12,6 +12,13 @@ from .driver import Gpu
 from .kernel import Kernel
 from .paging import block_table, ceil_div, pointer
 from .program import Launch, Program
+from .structs import INT32, INT64, POINTER, Struct
+
+CONVERT = Struct(
+    "ConvertParams", table=structs.BLOCK_TABLE, req_id=POINTER, positions=POINTER, prefill_ids=POINTER,
+    prefill_starts=POINTER, out=POINTER, counts=POINTER, ends=POINTER, is_valid=POINTER, positions_stride=INT64,
+    out_stride=INT64, num_tokens=INT32, k=INT32, num_prefills=INT32, rows=INT32, aligned=INT32,
+)  # fmt: skip
 
 MAX_TOKENS_PER_BLOCK = 8
 STAGES = (4096, 12000)  # widest block tables that fit the shared memory of a CTA, in entries; 48 KB is the limit
@@ -23,7 +30,7 @@ BLOCKS_PER_SM = 6  # that run at a time
 def convert_kernel(staged: int) -> Kernel:
     """The kernel that copies block table rows of at most `staged` entries to shared memory; 0: none."""
     defines = {"STAGED": staged, "MAX_TOKENS_PER_BLOCK": MAX_TOKENS_PER_BLOCK, "BLOCKS_PER_SM": BLOCKS_PER_SM}
-    return Kernel("indices/convert.cu", structs.CONVERT, defines)
+    return Kernel("indices/convert.cu", CONVERT, defines)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -42,7 +49,7 @@ def convert_req_index_to_global_index(gpu: Gpu, a: Conversion) -> Program:
     width = table.shape[1]
     staged = next((s for s in STAGES if width <= s), 0) if tokens_per_block >= STAGE_FROM_TOKENS else 0
     aligned = k % 4 == 0 and positions.aligned(16) and out.aligned(16)
-    params = structs.CONVERT(
+    params = CONVERT(
         table=block_table(table, a.block_size), req_id=a.req_id.ptr, positions=positions.ptr,
         prefill_ids=pointer(a.prefill_request_ids), prefill_starts=pointer(starts), out=out.ptr,
         counts=pointer(a.valid_counts), ends=pointer(a.ends), is_valid=pointer(a.is_valid_token),

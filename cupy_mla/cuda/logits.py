@@ -23,7 +23,14 @@ from .kernel import Kernel
 from .logits_sm90 import HEADS, Work, padded_heads
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program
-from .structs import Packed
+from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
+
+QUANTIZE_Q = Struct(
+    "QuantizeQParams", q=POINTER, weights=POINTER, positions=POINTER, cos_sin=POINTER, q8=POINTER, w=POINTER, q_t=INT64,
+    q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32, heads=INT32,
+    bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32, factor=FLOAT,
+)  # fmt: skip
+SCHEDULE = Struct("ScheduleParams", structs.LOGITS_WORK, out=POINTER, out_stride=INT64)
 
 D = INDEXER_FP8.d_qk
 HEADS_PER_WARP, WARPS = 8, 8  # of quantize_q
@@ -42,7 +49,7 @@ SPILL_BYTES = 16  # keys fill the registers; some compilers put what is needed o
 @cache
 def quantize_kernel(aligned: bool) -> Kernel:
     """The kernel that quantizes queries, for rows that allow wide accesses or do not."""
-    return Kernel("indexer/quantize_q.cu", structs.QUANTIZE_Q, {"ALIGNED": int(aligned)})
+    return Kernel("indexer/quantize_q.cu", QUANTIZE_Q, {"ALIGNED": int(aligned)})
 
 
 @cache
@@ -59,7 +66,7 @@ def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bo
 @cache
 def schedule_kernel() -> Kernel:
     """The kernel that makes a schedule of a paged cache. The next launch never starts before its end."""
-    return Kernel("indexer/schedule.cu", structs.SCHEDULE, {**INDEXER_FP8.defines(), "PAGED": 1, "ALIGNED": 1})
+    return Kernel("indexer/schedule.cu", SCHEDULE, {**INDEXER_FP8.defines(), "PAGED": 1, "ALIGNED": 1})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -81,7 +88,7 @@ def quantize_indexer_q(gpu: Gpu, a: QuantizeQ) -> Program:
     tokens, heads, _ = q.shape
     if tokens == 0:
         return ()
-    params = structs.QUANTIZE_Q(
+    params = QUANTIZE_Q(
         q=q.ptr, weights=weights.ptr, positions=pointer(a.positions), cos_sin=pointer(cos_sin), q8=a.q8.ptr, w=a.w.ptr,
         q_t=q.strides[0], q_h=q.strides[1], weights_stride=weights.strides[0],
         positions_end=cos_sin.shape[0] if cos_sin else 0, cos_sin_stride=cos_sin.strides[0] if cos_sin else 0,
@@ -125,7 +132,7 @@ def paged_indexer_schedule(
     gpu: Gpu, lens: Array, table: Array, max_context_len: int, block_size: int, out: Array
 ) -> Program:
     """Twin of `reference.logits.paged_indexer_schedule`."""
-    params = structs.SCHEDULE(
+    params = SCHEDULE(
         table=block_table(table, block_size), starts=0, ends=lens.ptr, lens_stride=lens_stride(lens),
         requests=lens.shape[0], queries=lens.shape[1] if len(lens.shape) == 2 else 1, width=max_context_len,
         all_chosen=0, out=out.ptr, out_stride=out.strides[0],

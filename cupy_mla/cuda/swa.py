@@ -12,6 +12,18 @@ from .driver import Gpu
 from .kernel import Kernel
 from .paging import block_table, ceil_div, queries
 from .program import Launch, Program
+from .structs import INT32, INT64, POINTER, Struct
+
+SWA_DECODE = Struct(
+    "SwaDecodeParams", table=structs.BLOCK_TABLE, queries=structs.QUERIES, token_to_req=POINTER, is_valid=POINTER,
+    out=POINTER, lens=POINTER, out_stride=INT64, window=INT32,
+)  # fmt: skip
+GATHER_LENS = Struct("GatherLensParams", queries=structs.QUERIES, out=POINTER, num_decodes=INT32, window=INT32)
+COMBINE_SWA = Struct(
+    "CombineSwaParams", queries=structs.QUERIES, chosen=POINTER, gather_lens=POINTER, out=POINTER, lens=POINTER,
+    chosen_stride=INT64, out_stride=INT64, window=INT32, ratio=INT32, topk=INT32, rows=INT32, compressed_rows=INT32,
+    width=INT32,
+)  # fmt: skip
 
 DECODE_TOKENS_PER_BLOCK = 8
 LENS_REQUESTS_PER_BLOCK = 128
@@ -20,19 +32,19 @@ LENS_REQUESTS_PER_BLOCK = 128
 @cache
 def decode_kernel() -> Kernel:
     """The kernel that lists decode tokens' windows."""
-    return Kernel("indices/swa_decode.cu", structs.SWA_DECODE, {"TOKENS_PER_BLOCK": DECODE_TOKENS_PER_BLOCK})
+    return Kernel("indices/swa_decode.cu", SWA_DECODE, {"TOKENS_PER_BLOCK": DECODE_TOKENS_PER_BLOCK})
 
 
 @cache
 def lens_kernel() -> Kernel:
     """The kernel that counts the tokens prefills' windows reach."""
-    return Kernel("indices/gather_lens.cu", structs.GATHER_LENS, {"REQUESTS_PER_BLOCK": LENS_REQUESTS_PER_BLOCK})
+    return Kernel("indices/gather_lens.cu", GATHER_LENS, {"REQUESTS_PER_BLOCK": LENS_REQUESTS_PER_BLOCK})
 
 
 @cache
 def combine_kernel() -> Kernel:
     """The kernel that lists prefill tokens' compressed rows and windows, a CTA a token."""
-    return Kernel("indices/combine_swa.cu", structs.COMBINE_SWA, {})
+    return Kernel("indices/combine_swa.cu", COMBINE_SWA, {})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -47,7 +59,7 @@ def compute_swa_indices_and_lens(gpu: Gpu, a: SwaWindows) -> Program:
     (tokens,) = a.token_to_req.shape
     if tokens == 0:
         return ()
-    params = structs.SWA_DECODE(
+    params = SWA_DECODE(
         table=block_table(a.block_table, a.block_size), queries=queries(a.query_start_loc, a.seq_lens, tokens),
         token_to_req=a.token_to_req.ptr, is_valid=a.is_valid_token.ptr, out=a.out.ptr, lens=a.lens.ptr,
         out_stride=a.out.strides[0], window=a.window_size,
@@ -62,7 +74,7 @@ def compute_prefill_gather_lens(
     (prefills,) = out.shape
     if prefills == 0:
         return ()
-    params = structs.GATHER_LENS(
+    params = GATHER_LENS(
         queries=queries(query_start_loc, seq_lens, 0), out=out.ptr, num_decodes=num_decodes, window=window_size
     )
     return [Launch(lens_kernel(), (ceil_div(prefills, LENS_REQUESTS_PER_BLOCK), 1, 1), params)]
@@ -73,7 +85,7 @@ def combine_topk_swa_indices(gpu: Gpu, a: CombinedLists) -> Program:
     tokens, width = a.out.shape
     if tokens == 0:
         return ()
-    params = structs.COMBINE_SWA(
+    params = COMBINE_SWA(
         queries=queries(a.query_start_loc, a.seq_lens, tokens), chosen=a.topk_indices.ptr,
         gather_lens=a.gather_lens.ptr, out=a.out.ptr, lens=a.lens.ptr, chosen_stride=a.topk_indices.strides[0],
         out_stride=a.out.strides[0], window=a.window_size, ratio=a.compress_ratio, topk=a.topk, rows=a.rows,

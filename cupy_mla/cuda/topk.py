@@ -16,7 +16,13 @@ from .kernel import PORTABLE, Kernel
 from .logits import Part, paged_logits, ragged_logits
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program, Slot
-from .structs import Packed
+from .structs import INT32, INT64, POINTER, Packed, Struct
+
+TOPK = Struct(
+    "TopkParams", table=structs.BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER,
+    out=POINTER, logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32,
+    queries=INT32, aligned=INT32,
+)  # fmt: skip
 
 LEAST_CLUSTER_CAPABILITY = 90
 # What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
@@ -110,7 +116,7 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     """The kernel of CTAs of a shape."""
     defines = {name.upper(): int(value) for name, value in shape._asdict().items()}
     return Kernel(
-        "indexer/topk.cu", structs.TOPK, {**defines, "BF16": int(bf16)}, overlaps=True,
+        "indexer/topk.cu", TOPK, {**defines, "BF16": int(bf16)}, overlaps=True,
         spill_bytes=SPILL_BYTES[bf16],
         archs=[a for a in PORTABLE if int(a) >= (LEAST_CLUSTER_CAPABILITY if shape.clusters else 0)],
         max_cluster=PORTABLE_CLUSTER if shape.clusters else 1, alone=shape.few,
@@ -273,7 +279,7 @@ def _launches(
     rows, width = logits.rows, logits.width
     if rows == 0:
         return ()
-    params = structs.TOPK(
+    params = TOPK(
         table=table, logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, requests=requests, out=out,
         logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
         queries=bounds.queries, aligned=int(logits.aligned),

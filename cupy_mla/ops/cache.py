@@ -15,6 +15,8 @@ from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4
 from ..reference import cache as reference
 from ..typing import AnyArray, ScaleFormat, WritableLayout
 
+__all__ = ["concat_and_cache_mla", "quantize_and_insert_k_cache"]
+
 SCALE_FORMATS = ("fp32", "ue8m0")
 LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if layout not in FP8_OF_V4)  # `concat_and_cache_mla` writes
 

@@ -24,6 +24,8 @@ from ..dtypes import BOOL, INT32, INT64
 from ..reference import compressed as reference
 from ..typing import A, AnyArray
 
+__all__ = ["build_c128a_topk_metadata", "compute_global_topk_indices_and_lens", "get_compressed_slot_mapping"]
+
 
 @operation
 def compute_global_topk_indices_and_lens(

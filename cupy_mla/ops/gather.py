@@ -17,6 +17,8 @@ from ..reference import gather as reference
 from ..sizes import number
 from ..typing import AnyArray
 
+__all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_and_gather_k_cache"]
+
 
 @operation
 def cp_gather_and_upconvert_fp8_kv_cache(

@@ -22,6 +22,8 @@ from ..sizes import number
 from ..typing import AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 
+__all__ = ["cp_gather_indexer_k_quant_cache", "indexer_k_quant_and_cache"]
+
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
 
 

@@ -21,6 +21,8 @@ from ..reference import indices as reference
 from ..sizes import number
 from ..typing import A, AnyArray
 
+__all__ = ["convert_req_index_to_global_index", "convert_to_slots_and_ends"]
+
 
 @overload
 def convert_req_index_to_global_index(

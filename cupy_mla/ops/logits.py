@@ -32,6 +32,8 @@ from ..typing import A, AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 from .indexer import require_indexer_cache
 
+__all__ = ["indexer_logits", "paged_indexer_logits", "paged_indexer_schedule", "quantize_indexer_q"]
+
 D = INDEXER_FP8.d_qk
 ROPE = 64
 HEADS = tuple(range(8, 65, 8))

@@ -25,6 +25,8 @@ from ..dtypes import BOOL, INT32
 from ..reference import swa as reference
 from ..typing import A, AnyArray
 
+__all__ = ["combine_topk_swa_indices", "compute_prefill_gather_lens", "compute_swa_indices_and_lens"]
+
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
 
 

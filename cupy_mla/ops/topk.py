@@ -22,6 +22,8 @@ from ..reference import topk as reference
 from ..typing import A, AnyArray
 from .logits import require_paged, require_ragged
 
+__all__ = ["select_rows", "select_rows_paged", "topk_indices"]
+
 MAX_K = 4096
 MAX_WORKSPACE_BYTES = 512 << 20
 MOST_BYTES = int(np.iinfo(np.int64).max)

@@ -16,7 +16,7 @@
 #include "tile/request_tokens.cuh"
 #include "tile/warp.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct GatherTailParams {
     BlockTable table;
     const uint8_t* cache;

@@ -19,7 +19,7 @@
 #include "rows/quantize.cuh"
 #include "rows/scales.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct PackParams {
     const bf16* latent;  // [num_tokens, 512]
     const bf16* rope;    // [num_tokens, 64]; V4_FP8 and rows of 512: part of the latent row
