@@ -11,19 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import layouts
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
-from ..layouts import (
-    ATTENTION_LAYOUTS,
-    BF16_512,
-    BF16_576,
-    D_V,
-    FP8_OF_V4,
-    FP8_OF_V32,
-    INDEXER_FP8,
-    V4_FP8,
-    V32_FP8,
-    Layout,
-)
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from ..reference import logits as reference_logits
@@ -79,10 +69,10 @@ class Format(NamedTuple):
 
 
 FORMATS = (
-    Format(V4_FP8, two_caches=True),
-    Format(V32_FP8, scale_formats=("ue8m0", "fp32")),
-    Format(BF16_576),
-    Format(BF16_512),
+    Format(layouts.V4_FP8, two_caches=True),
+    Format(layouts.V32_FP8, scale_formats=("ue8m0", "fp32")),
+    Format(layouts.BF16_576),
+    Format(layouts.BF16_512),
 )
 
 

@@ -27,13 +27,14 @@ class Shape(NamedTuple):
     q_in_shared: int
 
 
-# Of 64 heads: by whether the layout quantizes, width of its rows, and shared memory.
+# Of 64 heads: by kind of scales and width of the rows, and shared memory. FITS is for any other rows.
 SHAPES = {
-    (False, 576, SMALL): Shape(16, 4), (False, 576, LARGE): Shape(32, 6),
-    (False, 512, SMALL): Shape(16, 4), (False, 512, LARGE): Shape(32, 6),
-    (True, 576, SMALL): Shape(16, 6), (True, 576, LARGE): Shape(32, 7),
-    (True, 512, SMALL): Shape(16, 3), (True, 512, LARGE): Shape(32, 6),
+    ("none", 576, SMALL): Shape(16, 4), ("none", 576, LARGE): Shape(32, 6),
+    ("none", 512, SMALL): Shape(16, 4), ("none", 512, LARGE): Shape(32, 6),
+    ("fp32", 576, SMALL): Shape(16, 6), ("fp32", 576, LARGE): Shape(32, 7),
+    ("ue8m0", 512, SMALL): Shape(16, 3), ("ue8m0", 512, LARGE): Shape(32, 6),
 }  # fmt: skip
+FITS = Shape(16, 4)
 
 
 @cache
@@ -45,7 +46,7 @@ def block_heads(h_q: int) -> int:
 def shape(layout: Layout, heads: int, limit: int) -> Shape:
     """Tile and Q of a kernel that has `limit` KB of shared memory."""
     if heads == max(HEADS):
-        return SHAPES[layout.quantized, layout.d_qk, limit]
+        return SHAPES.get((layout.scale_kind, layout.d_qk, limit), FITS)
     return Shape(32 if limit == LARGE else 16, 0)
 
 
