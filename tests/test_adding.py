@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from .compiled import FOLDER
+
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("cupy_mla", "kernels_cu", "tests", "pyproject.toml")
 TEMPLATES = Path(__file__).resolve().parent / "adding"
@@ -151,6 +153,8 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str], set
             shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__", "results"))
         else:
             shutil.copy(ROOT / part, root / part)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (root / ".pytest_cache").symlink_to(FOLDER.parent)  # where compiled kernels are found again
     return root, touched(NEGATE, root), touched(MADE_UP, root)
 
 
