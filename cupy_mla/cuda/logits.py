@@ -160,8 +160,8 @@ def ragged_logits(gpu: Gpu, of: RaggedKeys, part: Part, compact_width: int | Non
 
 
 def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
-    """Logits of some requests over at most `width` keys. By a schedule, whose shares count all keys, `all_chosen` is
-    left aside."""
+    """Logits of some requests over at most `width` keys. With a schedule, whose shares count all keys, queries of few
+    keys get logits too."""
     q8, kv_cache, w, lens, table, schedule = of
     first, requests = part.first, part.size
     _, n, heads, _ = q8.shape
