@@ -1,4 +1,5 @@
-"""No function of the package has more than eight parameters, but where another project's signature asks for them."""
+"""No function of the package has more than eight parameters, but where another project's signature asks for them. Twins
+take nothing that they ignore."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import cupy_mla
 
+PACKAGE = Path(cupy_mla.__file__).parent
 MOST_PARAMETERS = 8
 # Functions that may have more, and why.
 MORE = {
@@ -55,15 +57,38 @@ def is_public(function: str) -> bool:
 
 
 def test_functions_have_few_parameters() -> None:
-    package = Path(cupy_mla.__file__).parent
     found: dict[str, int] = {}
-    for path in package.rglob("*.py"):
-        name = ".".join(path.relative_to(package).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         found |= parameters(ast.parse(path.read_text()), name)
     assert len(found) > 1000
     many = {name for name, count in found.items() if count > MOST_PARAMETERS and not is_public(name)}
     assert many - MORE.keys() == set()
     assert MORE.keys() - many == set(), "need no exception"
+
+
+def unused(function: ast.FunctionDef) -> set[str]:
+    """The parameters that a function's body does not name."""
+    of = function.args
+    named = {node.id for line in function.body for node in ast.walk(line) if isinstance(node, ast.Name)}
+    return {a.arg for a in (*of.posonlyargs, *of.args, *of.kwonlyargs)} - named
+
+
+def test_twins_use_what_they_take() -> None:
+    """But for the GPU, which all launchers take."""
+    found = {}
+    for floor in ("reference", "cuda"):
+        for path in (PACKAGE / floor).glob("*.py"):
+            functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+            found |= {f"{floor}.{path.stem}.{function.name}": unused(function) - {"gpu"} for function in functions}
+    assert len(found) > 100
+    assert {name for name, names in found.items() if names and MORE.get(name) != "attention"} == set()
+
+
+def test_unused_parameters_are_found() -> None:
+    (function,) = ast.parse("def f(a, b, *, c=1): return a + (lambda: c)()").body
+    assert isinstance(function, ast.FunctionDef)
+    assert unused(function) == {"b"}
 
 
 def test_parameters_are_counted() -> None:

@@ -192,10 +192,8 @@ class Bounds(NamedTuple):
     queries: int = 0
 
 
-def topk_indices(
-    gpu: Gpu, logits: Array, k: int, starts: Array | None, ends: Array | None, sort: bool, out: Array
-) -> Program:
-    """Twin of `reference.topk.topk_indices`; results are ascending in any case."""
+def topk_indices(gpu: Gpu, logits: Array, k: int, starts: Array | None, ends: Array | None, out: Array) -> Program:
+    """Twin of `reference.topk.topk_indices`."""
     rows, width = logits.shape
     item = logits.dtype.itemsize
     of = Logits(logits.ptr, logits.strides[0], rows, width, item == 2, logits.aligned(4 * item))

@@ -48,7 +48,7 @@ def topk_indices(
         k: 1 to 4096.
         starts, ends: [M] int32; row i is looked at from `max(starts[i], 0)` to before `min(ends[i], N)`. Default: all
             of it.
-        sort: ascending by position; without, in any order.
+        sort: ascending by position. False allows any order; results are ascending all the same.
         out: [M, k] int32, written in place when given.
 
     Returns:
@@ -76,7 +76,7 @@ def topk_indices(
     if arrays.CHECK_VALUES:
         check_ranges(starts_, ends_, width)
     out_ = place.output("out", out_, (rows, k), INT32)
-    place.call(cuda.topk_indices, reference.topk_indices, logits_, k, starts_, ends_, sort, out_)
+    place.call(cuda.topk_indices, reference.topk_indices, logits_, k, starts_, ends_, out_)
     return out_.obj
 
 

@@ -12,9 +12,9 @@ OUTSIDE = -1  # the order of an entry that is not in its row's range; those of e
 
 
 def topk_indices(
-    logits: np.ndarray, k: int, starts: np.ndarray | None, ends: np.ndarray | None, sort: bool, out: np.ndarray
+    logits: np.ndarray, k: int, starts: np.ndarray | None, ends: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """The k largest entries of each row's range; see `cupy_mla.topk_indices`."""
+    """The k largest entries of each row's range, ascending by position; see `cupy_mla.topk_indices`."""
     rows, width = logits.shape
     begin = np.zeros(rows, np.int64) if starts is None else starts.clip(0, width).astype(np.int64)
     end = np.full(rows, width, np.int64) if ends is None else ends.clip(0, width).astype(np.int64)
@@ -52,7 +52,7 @@ def select_rows(
         some = of._replace(q8=of.q8[part], w=of.w[part], starts=of.starts[part], ends=of.ends[part])
         logits = np.empty((len(some.q8), keys), np.float32)
         indexer_logits(some, False, False, logits)
-        topk_indices(logits, k, some.starts, some.ends, True, out[part])
+        topk_indices(logits, k, some.starts, some.ends, out[part])
     if req_id is not None and block_table is not None and block_size is not None:
         to_slots(out, req_id, block_table, block_size)
 
@@ -74,7 +74,7 @@ def select_rows_paged(
         some = of._replace(q8=of.q8[part], w=of.w[rows], lens=of.lens[part], table=of.table[part])
         logits = np.empty((len(some.q8) * n, max_context_len), np.float32)
         paged_indexer_logits(some, False, logits)
-        topk_indices(logits, k, None, ends[rows], True, out[rows])
+        topk_indices(logits, k, None, ends[rows], out[rows])
     if slots:
         to_slots(out, np.repeat(np.arange(requests), n), of.table, of.cache.shape[1])
 
