@@ -1,5 +1,6 @@
 """Sparse Multi-head Latent Attention for NumPy, CuPy and torch arrays, compiled at run time."""
 
+# ruff: noqa: F403 - operations are listed in `__all__` of their modules
 from collections.abc import Callable as _Callable
 from typing import Any as _Any
 
@@ -26,7 +27,18 @@ from .metadata.batch import (
 from .metadata.indexer import IndexerMetadata, IndexerMetadataBuilder
 from .metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from .metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
-from .ops import *  # noqa: F403
+from .ops.absorb import *
+from .ops.attention import *
+from .ops.cache import *
+from .ops.compressed import *
+from .ops.context_parallel import *
+from .ops.gather import *
+from .ops.indexer import *
+from .ops.indices import *
+from .ops.logits import *
+from .ops.quant import *
+from .ops.swa import *
+from .ops.topk import *
 
 
 def _graph_operation(name: str) -> _Callable[..., _Any]:
@@ -74,4 +86,22 @@ __all__ = [
     "to_torch",
     "warmup",
 ]
-__all__ += _ops.__all__
+__all__ += [
+    name
+    for module in (
+        _ops.absorb,
+        _ops.attention,
+        _ops.cache,
+        _ops.compressed,
+        _ops.context_parallel,
+        _ops.gather,
+        _ops.indexer,
+        _ops.indices,
+        _ops.logits,
+        _ops.quant,
+        _ops.swa,
+        _ops.topk,
+    )
+    for name in module.__all__
+]
+__all__.sort()

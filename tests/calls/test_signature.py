@@ -23,7 +23,8 @@ from cupy_mla.calls.program import TracedCall, run
 from cupy_mla.calls.signature import Run, Signatures, forget_calls
 from cupy_mla.cuda.attention import fp8_sm90
 from cupy_mla.cuda.attention.call import DECODE
-from cupy_mla.cuda.structs import ATTENTION, PACK
+from cupy_mla.cuda.cache import PACK
+from cupy_mla.cuda.structs import ATTENTION
 from cupy_mla.dtypes import BFLOAT16
 from tests.fake_gpu import FakeGPU, HostCuPy, Submitted
 from tests.kinds import NumPy, Torch
