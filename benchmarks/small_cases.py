@@ -30,7 +30,8 @@ from cupy_mla.cuda.attention.cost import TEAM, Division
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
-from cupy_mla.ops.table import OPERATIONS, SM_SCALES, TABLE, Operation, Wanted
+from cupy_mla.ops.examples import SM_SCALES, Wanted
+from cupy_mla.ops.table import OPERATIONS, TABLE, Operation
 
 BF16 = ml_dtypes.bfloat16
 

@@ -6,15 +6,13 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from typing import get_args
 
 from .bridges import require_cupy
 from .checks.options import require_choice
 from .config import SparseMLAConfig
-from .layouts import by_name
+from .layouts import FP8_OF_V4, by_name, names
 from .selfcheck import report
 from .selfcheck.warmup import warmup
-from .typing import CacheLayout
 
 CHECK = """Says what is installed, which kernels this GPU gets and how long they take to compile, and compares a small
 call of every operation with the NumPy reference. Exit status: 0 all is well, 1 something is wrong, 2 there is no GPU to
@@ -35,9 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     warm = commands.add_parser("warmup", description=WARMUP, help="compile the kernels of a config ahead")
     warm.add_argument("--heads", type=int, required=True, help="query heads on a rank")
-    warm.add_argument(
-        "--layout", nargs="+", default=["v32_fp8"], help="cache layouts: bf16, v32_fp8 (fp8_ds_mla), v4_fp8"
-    )
+    warm.add_argument("--layout", nargs="+", default=["v32_fp8"], help=f"cache layouts: {', '.join(names())}")
     warm.add_argument("--d-qk", type=int, choices=(576, 512), default=576, help="width of the rows of bf16 caches")
     warm.add_argument("--topk", type=int, default=2048)
     warm.add_argument("--block-size", type=int, default=64)
@@ -53,9 +49,9 @@ def parser() -> argparse.ArgumentParser:
 def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
     """The configs that the command line of `warmup` names."""
     for name in options.layout:
-        require_choice("layout", name, get_args(CacheLayout))
+        require_choice("layout", name, names())
         layout = by_name(name, options.d_qk)
-        for ratio in options.compress_ratio if layout.d_qk == 512 and layout.quantized else [1]:
+        for ratio in options.compress_ratio if layout in FP8_OF_V4 else [1]:
             yield SparseMLAConfig(
                 options.heads, layout.d_qk, topk=options.topk, block_size=options.block_size, cache_layout=name,
                 max_num_seqs=options.max_num_seqs, num_speculative_tokens=options.speculative_tokens,

@@ -4,3 +4,140 @@ A field is an `Array` for a launcher, and a NumPy view of the same memory for th
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+Operand: TypeAlias = Any  # an `Array`, or a NumPy view
+
+
+class QuantizeQ(NamedTuple):
+    """Of `quantize_indexer_q`, which has them under the same names.
+
+    Attributes:
+        q8, w: the results.
+    """
+
+    q: Operand
+    weights: Operand
+    positions: Operand | None
+    cos_sin_cache: Operand | None
+    rope_first: bool
+    interleaved: bool
+    scale_format: str
+    q8: Operand
+    w: Operand
+
+
+class RaggedKeys(NamedTuple):
+    """Queries of the indexer, and keys in rows, of which each query sees a range.
+
+    Attributes:
+        q8: [M, H, 128] e4m3 queries.
+        k8: [N, 128] e4m3 keys.
+        ks: [N] float32 scales of the keys.
+        w: [M, H] float32 weights of the heads.
+        starts, ends: [M] int32 ranges of keys.
+    """
+
+    q8: Operand
+    k8: Operand
+    ks: Operand
+    w: Operand
+    starts: Operand
+    ends: Operand
+
+
+class PagedKeys(NamedTuple):
+    """Queries of the indexer, and requests' keys in a paged cache.
+
+    Attributes:
+        q8: [B, n, H, 128] e4m3 queries.
+        cache: [num_blocks, block_size, 132] in layout INDEXER_FP8.
+        w: [B * n, H] float32 weights of the heads.
+        lens: [B] or [B, n] int32 keys that a request's query tokens see.
+        table: [B, width] int32 blocks of each request.
+        schedule: [shares, 32] int32, how a launcher deals out the keys; it changes no result.
+    """
+
+    q8: Operand
+    cache: Operand
+    w: Operand
+    lens: Operand
+    table: Operand
+    schedule: Operand | None
+
+
+class SwaWindows(NamedTuple):
+    """Of `compute_swa_indices_and_lens`, which has them under the same names.
+
+    Attributes:
+        out, lens: the results.
+    """
+
+    query_start_loc: Operand
+    seq_lens: Operand
+    token_to_req: Operand
+    is_valid_token: Operand
+    block_table: Operand
+    block_size: int
+    window_size: int
+    out: Operand
+    lens: Operand
+
+
+class CombinedLists(NamedTuple):
+    """Of `combine_topk_swa_indices`.
+
+    Attributes:
+        rows, compressed_rows: of a request in the workspace; M and N there.
+        out, lens: the results.
+    """
+
+    topk_indices: Operand
+    query_start_loc: Operand
+    seq_lens: Operand
+    gather_lens: Operand
+    window_size: int
+    compress_ratio: int
+    topk: int
+    rows: int
+    compressed_rows: int
+    out: Operand
+    lens: Operand
+
+
+class C128aLists(NamedTuple):
+    """Of `build_c128a_topk_metadata`, which has them under the same names."""
+
+    positions: Operand
+    compress_ratio: int
+    num_decode_tokens: int
+    token_to_req: Operand
+    block_table: Operand
+    block_size: int
+    slot_mapping: Operand
+    decode_indices: Operand
+    decode_lens: Operand
+    prefill_indices: Operand
+    max_compressed_tokens: int
+
+
+class Conversion(NamedTuple):
+    """Of `convert_req_index_to_global_index` and its relatives, which have the first seven under the same names.
+
+    Attributes:
+        valid_counts: [T] int32, how many entries of each row are not -1; None: nobody asks.
+        ends: [T] int32, the place behind each row's last entry that is not -1; None: nobody asks.
+        is_valid_token: [T] bool; tokens that are not valid count 0. None: all are.
+    """
+
+    req_id: Operand
+    block_table: Operand
+    token_indices: Operand
+    block_size: int
+    prefill_request_ids: Operand | None
+    prefill_workspace_starts: Operand | None
+    out: Operand
+    valid_counts: Operand | None = None
+    ends: Operand | None = None
+    is_valid_token: Operand | None = None

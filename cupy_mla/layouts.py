@@ -1,21 +1,22 @@
 """The cache layouts as data: sizes, offsets, tiles and scale kinds, one `Layout` each.
 
 Everything that knows a byte offset of a cached token reads it here: the NumPy reference slices by these
-numbers, the CUDA kernels receive them as compile-time constants (`Layout.defines`).
+numbers, the CUDA kernels receive them as compile-time constants (`Layout.defines`). Everything that has to know which
+layouts there are goes through `ATTENTION_LAYOUTS`, and asks a layout's fields what it is like.
 
 Sources: FlashMLA's description of its FP8 KV caches (DeepSeek V3.2 and V4), vLLM's `fp8_ds_mla` cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal
 
 import numpy as np
 
 from .checks.options import require_choice
 from .dtypes import BFLOAT16, UINT8
-from .typing import CacheLayout
 
 D_V = 512  # value width of every DeepSeek sparse layer
 
@@ -31,12 +32,16 @@ class Layout:
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
         row_stride: bytes from a token's data to the next token's data inside a block.
         rope_offset: where a token's bf16 RoPE part starts, from the token's data.
-        scale_kind: "none", "fp32" or "ue8m0", how the scales are stored.
+        scale_kind: "none", "fp32" or "ue8m0", how the scales are stored. A kind stands in `kernels_cu/rows/scales.cuh`
+            and in `reference/cache.py`.
         scale_tile: values that share one scale.
         scale_offset: where a token's scales start, from the token's data; -1 when the scales of a block
             stand apart, after the data of all its tokens.
         scale_stride: bytes from a token's scales to the next token's where they stand apart.
         block_align: the block stride that writers use is a multiple of this.
+        reader: the header of `kernels_cu/rows` that reads and writes a row, without its ending; "" where kernels have
+            their own.
+        aliases: other names that users and engines give it.
     """
 
     name: str
@@ -51,6 +56,8 @@ class Layout:
     scale_offset: int = 0
     scale_stride: int = 0
     block_align: int = 1
+    reader: str = ""
+    aliases: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> bool:
@@ -68,6 +75,11 @@ class Layout:
         return self.scale_offset < 0
 
     @property
+    def rope_apart(self) -> bool:
+        """True when the RoPE values stand behind V's (V3.2 and the like); in V4's rows they are the last ones of V."""
+        return self.d_qk > D_V
+
+    @property
     def dtype(self) -> np.dtype:
         """Item type of the cache array: uint8 for quantized layouts, else bfloat16."""
         return UINT8 if self.quantized else BFLOAT16
@@ -81,9 +93,15 @@ class Layout:
         """The block stride that the writers of this layout use, in bytes."""
         return -(-self.token_bytes * block_size // self.block_align) * self.block_align
 
-    def defines(self) -> dict[str, int]:
-        """The layout as the constants that `kernels_cu` are compiled with."""
-        return {
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What users and engines call it."""
+        return (self.name, *self.aliases)
+
+    def defines(self) -> dict[str, int | str]:
+        """The layout as the constants that `kernels_cu` are compiled with, `ROW_READER` the header of its rows."""
+        reader: dict[str, int | str] = {"ROW_READER": f"rows/{self.reader}.cuh"} if self.reader else {}
+        return reader | {
             "D_QK": self.d_qk,
             "D_NOPE": self.d_nope,
             "D_ROPE": self.d_rope,
@@ -94,32 +112,46 @@ class Layout:
             "NUM_SCALES": self.num_scales,
             "SCALE_OFFSET": self.scale_offset,
             "SCALE_STRIDE": self.scale_stride,
+            "SCALE_E8M0": int(self.scale_kind == "ue8m0"),
         }
 
 
 def _bf16(d_qk: int) -> Layout:
-    return Layout("bf16", d_qk, d_qk - 64, 64, token_bytes=2 * d_qk, row_stride=2 * d_qk, rope_offset=2 * (d_qk - 64))
+    return Layout(
+        "bf16", d_qk, d_qk - 64, 64, token_bytes=2 * d_qk, row_stride=2 * d_qk, rope_offset=2 * (d_qk - 64),
+        reader="bf16", aliases=("bfloat16", "auto"),
+    )  # fmt: skip
 
 
 BF16_576 = _bf16(576)
 BF16_512 = _bf16(512)
 V32_FP8 = Layout(
     "v32_fp8", 576, 512, 64, token_bytes=656, row_stride=656, rope_offset=528,
-    scale_kind="fp32", scale_tile=128, scale_offset=512,
+    scale_kind="fp32", scale_tile=128, scale_offset=512, reader="v32_fp8",
+    aliases=("fp8_ds_mla",),  # what vLLM calls it
 )  # fmt: skip
 V4_FP8 = Layout(
     "v4_fp8", 512, 448, 64, token_bytes=584, row_stride=576, rope_offset=448,
     scale_kind="ue8m0", scale_tile=64, scale_offset=-1, scale_stride=8, block_align=576,
+    reader="v4_fp8",
 )  # fmt: skip
 INDEXER_FP8 = Layout(
     "indexer_fp8", 128, 128, 0, token_bytes=132, row_stride=128, rope_offset=128,
     scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
 )  # fmt: skip
 
-ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8)
+ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8)  # told apart by dtype and last axis
+FP8_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and layout.rope_apart)
+FP8_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.rope_apart)
 
-# The names users and engines give, to layouts. "fp8_ds_mla" is what vLLM calls V32_FP8.
-_NAMES = {"v32_fp8": V32_FP8, "fp8_ds_mla": V32_FP8, "v4_fp8": V4_FP8, "indexer_fp8": INDEXER_FP8}
+# The same names for type checkers, which read no tuples.
+CacheLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8"]
+WritableLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla"]
+
+
+def names(of: Iterable[Layout] = ATTENTION_LAYOUTS) -> tuple[str, ...]:
+    """What users and engines call these layouts, each name once."""
+    return tuple(dict.fromkeys(name for layout in of for name in layout.names))
 
 
 def fp8_of(is_v4: bool) -> Layout:
@@ -133,7 +165,7 @@ def of_model(name: str, d_qk: int, is_v4: bool) -> Layout:
     Raises:
         TypeError, ValueError: there is none.
     """
-    require_choice("cache_layout", name, get_args(CacheLayout))
+    require_choice("cache_layout", name, names())
     return fp8_of(is_v4) if name == "fp8_ds_mla" else by_name(name, d_qk)
 
 
@@ -145,9 +177,10 @@ def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
     """
     if isinstance(name, Layout):
         return name
-    if name in ("bf16", "bfloat16", "auto"):
+    if name in BF16_576.names:
         if d_qk not in (576, 512):
             raise ValueError(f"d_qk of a bf16 cache must be 576 or 512, got {d_qk}")
         return BF16_576 if d_qk == 576 else BF16_512
-    require_choice("layout", name, ("bf16", "bfloat16", "auto", *_NAMES))
-    return _NAMES[name]
+    known = (*ATTENTION_LAYOUTS, INDEXER_FP8)
+    require_choice("layout", name, names(known))
+    return next(layout for layout in known if name in layout.names)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol, TypeVar
 
+from .layouts import CacheLayout as CacheLayout  # names of the layouts of a model's cache
+from .layouts import WritableLayout as WritableLayout  # of those that `cupy_mla.concat_and_cache_mla` writes
+
 
 class AnyArray(Protocol):
     """A NumPy, CuPy or torch array. Functions tell which by the class, and refuse all others."""
@@ -25,12 +28,6 @@ A = TypeVar("A", bound=AnyArray)
 
 ScaleFormat = Literal["fp32", "ue8m0"]
 """How scales of FP8 rows are chosen: any float32, or powers of two."""
-
-WritableLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla"]
-"""Names of the layouts that `cupy_mla.concat_and_cache_mla` writes."""
-
-CacheLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla", "v4_fp8"]
-"""Names of the layouts of a model's cache."""
 
 ModelKind = Literal["v32", "v4"]
 """Kinds of models: DeepSeek-V3.2 and those like it, DeepSeek-V4."""

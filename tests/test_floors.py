@@ -12,6 +12,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla.cuda.kernel import kernels_root
+from cupy_mla.layouts import ATTENTION_LAYOUTS
 
 PACKAGE = Path(cupy_mla.__file__).parent
 
@@ -247,6 +248,7 @@ def test_no_include_runs_in_a_circle():
 
 def test_every_header_is_included():
     used = {include for path in SOURCES for include in included(path)}
+    used |= {f"rows/{layout.reader}.cuh" for layout in ATTENTION_LAYOUTS}
     assert {name_of(path) for path in SOURCES if path.suffix == ".cuh"} == used
 
 

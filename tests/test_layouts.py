@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from cupy_mla import layouts
+from cupy_mla.cuda.kernel import kernels_root
 from cupy_mla.dtypes import BFLOAT16
-from cupy_mla.layouts import BF16_512, BF16_576, INDEXER_FP8, V4_FP8, V32_FP8
+from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, INDEXER_FP8, V4_FP8, V32_FP8
+from cupy_mla.ops import cache as ops_cache
 
 ALL = (BF16_576, BF16_512, V32_FP8, V4_FP8, INDEXER_FP8)
 every_layout = pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layout.name}-{layout.d_qk}")
@@ -61,10 +64,23 @@ def test_block_stride(layout, block_size, expected):
 
 
 @every_layout
-def test_defines_are_integers(layout):
+def test_defines(layout):
+    """Numbers, and the header of its rows."""
     defines = layout.defines()
+    reader = defines.pop("ROW_READER", None)
+    assert (kernels_root() / reader).is_file() if layout in ATTENTION_LAYOUTS else reader is None
     assert all(isinstance(value, int) for value in defines.values())
     assert (defines["D_QK"], defines["NUM_SCALES"]) == (layout.d_qk, layout.num_scales)
+
+
+def test_layouts_are_told_by_dtype_and_last_axis():
+    assert len({(layout.dtype, layout.last_axis) for layout in ATTENTION_LAYOUTS}) == len(ATTENTION_LAYOUTS)
+
+
+def test_names_for_type_checkers():
+    """Those of the tuples."""
+    assert get_args(layouts.CacheLayout) == layouts.names()
+    assert get_args(layouts.WritableLayout) == layouts.names(ops_cache.LAYOUTS)
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16", "auto"])

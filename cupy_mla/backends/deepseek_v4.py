@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from .. import layouts
 from ..bridges import Place, bind, describe
 from ..checks.options import require_instance, require_scale
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import V4_FP8
+from ..layouts import FP8_OF_V4, Layout
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
@@ -43,6 +42,22 @@ class DeepseekV4Layer:
     topk_indices: AnyArray | None = None
 
 
+class Scratch(NamedTuple):
+    """Scratch memory of a step.
+
+    Attributes:
+        rows: [prefills of a chunk, rows of a request, d_qk] bfloat16, gathered.
+        combined, combined_lens: a chunk's index lists [tokens, width] int32, and their lengths.
+        slots, slot_lens: C4A's lists of decode tokens [tokens, topk] int32, and their lengths.
+    """
+
+    rows: Any
+    combined: Any
+    combined_lens: Any
+    slots: Any
+    slot_lens: Any
+
+
 class DeepseekV4Impl:
     """The attention of V4 layers of one kind. It keeps no state of its own: all layers of that kind may share one.
 
@@ -59,7 +74,7 @@ class DeepseekV4Impl:
     def __init__(self, config: SparseMLAConfig, scale: float, workspace: Workspace) -> None:
         require_instance("config", config, SparseMLAConfig)
         require_instance("workspace", workspace, Workspace)
-        if config.layout is not V4_FP8:
+        if config.layout not in FP8_OF_V4:
             raise ValueError(f"config: expected V4 layers with cache_layout 'v4_fp8', got {config.cache_layout!r}")
         self.config = config
         self.scale: float = require_scale("scale", scale)
@@ -110,16 +125,12 @@ class DeepseekV4Impl:
             return output
         self._check(place, tokens, layer, swa_metadata, metadata)
         decode_tokens = swa_metadata.num_decode_tokens
-        rows, combined, combined_lens, slots, slot_lens = self._scratch(
-            decode_tokens, swa_metadata.num_prefill_tokens, swa_metadata.num_prefills
-        )
+        scratch = self._scratch(decode_tokens, swa_metadata.num_prefill_tokens, swa_metadata.num_prefills)
         if decode_tokens:
-            self._decode(
-                q_.obj[:decode_tokens, None], layer, swa_metadata, metadata, slots, slot_lens,
-                out.obj[:decode_tokens, None],
-            )  # fmt: skip
+            queries, to = q_.obj[:decode_tokens, None], out.obj[:decode_tokens, None]
+            self._decode(queries, layer, swa_metadata, metadata, scratch, to)
         for first in range(0, swa_metadata.num_prefills, PREFILL_CHUNK_SIZE):
-            self._prefill(first, q, layer, swa_metadata, metadata, rows, combined, combined_lens, output)
+            self._prefill(first, q, layer, swa_metadata, metadata, scratch, output)
         return output
 
     def _decode(
@@ -128,11 +139,10 @@ class DeepseekV4Impl:
         layer: DeepseekV4Layer,
         swa: SparseSWAMetadata,
         metadata: SparseMLAMetadata | None,
-        slots: Any,
-        slot_lens: Any,
+        scratch: Scratch,
         out: Any,
     ) -> None:
-        """q and out [Td, 1, h, 512]; slots and slot_lens are room for C4A's lists."""
+        """q and out [Td, 1, h, 512]."""
         tokens = swa.num_decode_tokens
         extra_indices = extra_lens = None
         chosen: Any = layer.topk_indices
@@ -141,9 +151,10 @@ class DeepseekV4Impl:
         elif metadata is not None:
             compute_global_topk_indices_and_lens(
                 chosen[:tokens], swa.token_to_req_indices[:tokens], metadata.block_table,
-                self.config.rows_per_block, swa.is_valid_token[:tokens], out=slots, lens=slot_lens,
+                self.config.rows_per_block, swa.is_valid_token[:tokens], out=scratch.slots,
+                lens=scratch.slot_lens,
             )  # fmt: skip
-            extra_indices, extra_lens = slots[:, None], slot_lens
+            extra_indices, extra_lens = scratch.slots[:, None], scratch.slot_lens
         sparse_decode(
             q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, attn_sink=layer.attn_sink,
             topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache, extra_indices=extra_indices,
@@ -158,9 +169,7 @@ class DeepseekV4Impl:
         layer: DeepseekV4Layer,
         swa: SparseSWAMetadata,
         metadata: SparseMLAMetadata | None,
-        rows: Any,
-        combined: Any,
-        combined_lens: Any,
+        scratch: Scratch,
         output: Any,
     ) -> None:
         """The chunk of prefills from number `first` on."""
@@ -171,7 +180,8 @@ class DeepseekV4Impl:
         count = tokens.stop - tokens.start
         if count == 0:
             return
-        rows, combined, combined_lens = rows[: end - first], combined[:count], combined_lens[:count]
+        rows = scratch.rows[: end - first]
+        combined, combined_lens = scratch.combined[:count], scratch.combined_lens[:count]
         chosen = combined[:, :0]
         compressed_rows, of_layer = cast(AnyArray, layer.k_cache), cast(Any, layer.topk_indices)
         if metadata is not None:
@@ -198,17 +208,18 @@ class DeepseekV4Impl:
             topk_length=combined_lens, out=output[tokens],
         )  # fmt: skip
 
-    def _scratch(self, decode_tokens: int, prefill_tokens: int, prefills: int) -> list[Any]:
-        """Room for a chunk's gathered rows, its index lists and their lengths, and for C4A's slots and their counts."""
+    def _scratch(self, decode_tokens: int, prefill_tokens: int, prefills: int) -> Scratch:
+        """Room for a step of so many tokens and prefills."""
         config = self.config
         slots = decode_tokens if config.compress_ratio not in (1, C128A) else 0
-        return self.workspace.get_simultaneous(
+        arrays = self.workspace.get_simultaneous(
             ((min(prefills, PREFILL_CHUNK_SIZE), self._rows, config.d_qk), BFLOAT16),
             ((prefill_tokens, combined_width(self._topk, config.window)), INT32),
             ((prefill_tokens,), INT32),
             ((slots, config.topk), INT32),
             ((slots,), INT32),
         )
+        return Scratch(*arrays)
 
     def _check(
         self,
@@ -236,10 +247,10 @@ class DeepseekV4Impl:
             if (value is not None) != wanted[name]:
                 what = "one" if wanted[name] else "None"
                 raise ValueError(f"{name}: expected {what} for layers of compress ratio {ratio}")
-        _require_cache(place, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
+        _require_cache(place, config.layout, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
         if metadata is None:
             return
-        _require_cache(place, "layer.k_cache", layer.k_cache, config.rows_per_block)
+        _require_cache(place, config.layout, "layer.k_cache", layer.k_cache, config.rows_per_block)
         expected = (tokens, config.block_size, ratio)
         got = (metadata.num_actual_tokens, metadata.block_size, metadata.compress_ratio)
         if got != expected:
@@ -248,8 +259,8 @@ class DeepseekV4Impl:
             place.admit(describe("layer.topk_indices", layer.topk_indices)).require(INT32, tokens, config.topk)
 
 
-def _require_cache(place: Place, name: str, cache: Any, block_size: int) -> None:
+def _require_cache(place: Place, layout: Layout, name: str, cache: Any, block_size: int) -> None:
     array = place.admit(describe(name, cache))
     if len(array.shape) == 4:
         array.without_axis(2)
-    array.require(QUANTIZED, "num_blocks", block_size, layouts.V4_FP8.last_axis)
+    array.require(QUANTIZED, "num_blocks", block_size, layout.last_axis)

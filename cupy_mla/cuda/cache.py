@@ -7,12 +7,17 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import BF16_512, BF16_576, D_V, V4_FP8, V32_FP8, Layout
-from . import structs
+from ..layouts import ATTENTION_LAYOUTS, D_V, Layout
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import ceil_div, pointer
 from .program import Clear, Launch, Program, Slot
+from .structs import INT32, INT64, POINTER, Struct
+
+PACK = Struct(
+    "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,
+    block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, power_of_two=INT32,
+)  # fmt: skip
 
 TOKENS_PER_BLOCK = 32
 
@@ -21,12 +26,12 @@ TOKENS_PER_BLOCK = 32
 def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
     """The packing kernel for one cache layout and arrays that allow 16-byte accesses or do not."""
     defines = {**layout.defines(), "D_V": D_V, "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": TOKENS_PER_BLOCK}
-    return Kernel("cache/pack.cu", structs.PACK, defines)
+    return Kernel("cache/pack.cu", PACK, defines)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in (BF16_576, BF16_512, V32_FP8, V4_FP8):
+    for layout in ATTENTION_LAYOUTS:
         for aligned in (True, False):
             yield pack_kernel(layout, aligned)
 
@@ -53,8 +58,8 @@ def _pack(layout: Layout, latent: Array, rope: Array | None, cache: Array, slots
     row_stride = layout.row_stride if layout.quantized else cache.strides[1] * size
     aligned = latent.aligned(16) and (rope is None or rope.aligned(16)) and (layout.quantized or cache.aligned(16))
     no_rope = Slot("no RoPE", shape=(layout.d_rope,), dtype=BFLOAT16)  # the same zeros for every token
-    zeros = rope is None and layout.d_qk > D_V
-    params = structs.PACK(
+    zeros = rope is None and layout.rope_apart
+    params = PACK(
         latent=latent.ptr, rope=no_rope.ptr if zeros else pointer(rope), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
         block_stride=cache.strides[0] * size, row_stride=row_stride,

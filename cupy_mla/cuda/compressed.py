@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+from ..arguments import C128aLists, Conversion
 from ..arrays import Array
 from . import structs
 from .driver import Gpu
@@ -12,6 +13,16 @@ from .indices import convert_req_index_to_global_index
 from .kernel import Kernel
 from .paging import block_table, ceil_div, queries
 from .program import Launch, Program
+from .structs import INT32, INT64, POINTER, Struct
+
+COMPRESSED_SLOTS = Struct(
+    "CompressedSlotsParams", table=structs.BLOCK_TABLE, queries=structs.QUERIES, out=POINTER, size=INT32, ratio=INT32
+)
+C128A = Struct(
+    "C128aParams", table=structs.BLOCK_TABLE, positions=POINTER, slot_mapping=POINTER, token_to_req=POINTER,
+    decode_indices=POINTER, decode_lens=POINTER, prefill_indices=POINTER, decode_stride=INT64, prefill_stride=INT64,
+    decode_width=INT32, prefill_width=INT32, num_decode_tokens=INT32, ratio=INT32, most=INT32,
+)  # fmt: skip
 
 SLOTS_TOKENS_PER_BLOCK = 256
 
@@ -20,13 +31,13 @@ SLOTS_TOKENS_PER_BLOCK = 256
 def slots_kernel() -> Kernel:
     """The kernel that maps tokens to the slots of the rows they own."""
     defines = {"TOKENS_PER_BLOCK": SLOTS_TOKENS_PER_BLOCK}
-    return Kernel("indices/compressed_slots.cu", structs.COMPRESSED_SLOTS, defines)
+    return Kernel("indices/compressed_slots.cu", COMPRESSED_SLOTS, defines)
 
 
 @cache
 def c128a_kernel() -> Kernel:
     """The kernel that lists every complete row of each token, a CTA a token."""
-    return Kernel("indices/c128a.cu", structs.C128A, {})
+    return Kernel("indices/c128a.cu", C128A, {})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -35,20 +46,9 @@ def kernels() -> Iterator[Kernel]:
     yield c128a_kernel()
 
 
-def compute_global_topk_indices_and_lens(
-    gpu: Gpu,
-    topk_indices: Array,
-    token_to_req: Array,
-    table: Array,
-    block_size: int,
-    is_valid_token: Array,
-    out: Array,
-    lens: Array,
-) -> Program:
+def compute_global_topk_indices_and_lens(gpu: Gpu, a: Conversion) -> Program:
     """Twin of `reference.compressed.compute_global_topk_indices_and_lens`."""
-    return convert_req_index_to_global_index(
-        gpu, token_to_req, table, topk_indices, block_size, None, None, out, lens, None, is_valid_token
-    )
+    return convert_req_index_to_global_index(gpu, a)
 
 
 def get_compressed_slot_mapping(
@@ -65,37 +65,24 @@ def get_compressed_slot_mapping(
     (size,) = out.shape
     if size == 0:
         return ()
-    params = structs.COMPRESSED_SLOTS(
+    params = COMPRESSED_SLOTS(
         table=block_table(table, block_size), queries=queries(query_start_loc, seq_lens, num_tokens), out=out.ptr,
         size=size, ratio=compress_ratio,
     )  # fmt: skip
     return [Launch(slots_kernel(), (ceil_div(size, SLOTS_TOKENS_PER_BLOCK), 1, 1), params)]
 
 
-def build_c128a_topk_metadata(
-    gpu: Gpu,
-    positions: Array,
-    compress_ratio: int,
-    num_decode_tokens: int,
-    token_to_req: Array,
-    table: Array,
-    block_size: int,
-    slot_mapping: Array,
-    decode_indices: Array,
-    decode_lens: Array,
-    prefill_indices: Array,
-    max_compressed_tokens: int,
-) -> Program:
+def build_c128a_topk_metadata(gpu: Gpu, a: C128aLists) -> Program:
     """Twin of `reference.compressed.build_c128a_topk_metadata`."""
-    (tokens,) = positions.shape
+    (tokens,) = a.positions.shape
     if tokens == 0:
         return ()
-    params = structs.C128A(
-        table=block_table(table, block_size), positions=positions.ptr, slot_mapping=slot_mapping.ptr,
-        token_to_req=token_to_req.ptr, decode_indices=decode_indices.ptr, decode_lens=decode_lens.ptr,
-        prefill_indices=prefill_indices.ptr, decode_stride=decode_indices.strides[0],
-        prefill_stride=prefill_indices.strides[0], decode_width=decode_indices.shape[1],
-        prefill_width=prefill_indices.shape[1], num_decode_tokens=num_decode_tokens, ratio=compress_ratio,
-        most=max_compressed_tokens,
+    decode, prefill = a.decode_indices, a.prefill_indices
+    params = C128A(
+        table=block_table(a.block_table, a.block_size), positions=a.positions.ptr, slot_mapping=a.slot_mapping.ptr,
+        token_to_req=a.token_to_req.ptr, decode_indices=decode.ptr, decode_lens=a.decode_lens.ptr,
+        prefill_indices=prefill.ptr, decode_stride=decode.strides[0], prefill_stride=prefill.strides[0],
+        decode_width=decode.shape[1], prefill_width=prefill.shape[1], num_decode_tokens=a.num_decode_tokens,
+        ratio=a.compress_ratio, most=a.max_compressed_tokens,
     )  # fmt: skip
     return [Launch(c128a_kernel(), (tokens, 1, 1), params)]

@@ -7,12 +7,26 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import BF16_576, V4_FP8, V32_FP8, Layout
+from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, Layout
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import block_table, ceil_div, pointer
 from .program import Launch, Program
+from .structs import INT32, INT64, POINTER, Struct
+
+GATHER = Struct(
+    "GatherParams", table=structs.BLOCK_TABLE, cache=POINTER, dst=POINTER, seq_lens=POINTER, starts=POINTER,
+    block_stride=INT64, dst_stride=INT64, dst_rows=INT64, num_blocks=INT32, aligned=INT32,
+)  # fmt: skip
+GATHER_TAIL = Struct(
+    "GatherTailParams", table=structs.BLOCK_TABLE, cache=POINTER, dst=POINTER, seq_lens=POINTER, gather_lens=POINTER,
+    block_stride=INT64, dst_stride=INT64, row_stride=INT64, dst_rows=INT32, num_blocks=INT32, aligned=INT32,
+)  # fmt: skip
+CONCAT_Q = Struct(
+    "ConcatParams", nope=POINTER, rope=POINTER, out=POINTER, nope_t=INT64, nope_h=INT64, rope_t=INT64, rope_h=INT64,
+    out_t=INT64, out_h=INT64, num_rows=INT64, heads=INT32, aligned=INT32,
+)  # fmt: skip
 
 ROWS_PER_BLOCK = 32
 BLOCKS_PER_SM = 4  # that run at a time, of the gathers
@@ -20,26 +34,26 @@ BLOCKS_PER_SM = 4  # that run at a time, of the gathers
 
 @cache
 def gather_kernel(layout: Layout) -> Kernel:
-    """The kernel that gathers rows of one FP8 layout."""
-    return Kernel("cache/gather.cu", structs.GATHER, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+    """The kernel that gathers rows of one FP8 layout of V3.2's kind."""
+    return Kernel("cache/gather.cu", GATHER, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 @cache
 def tail_kernel(layout: Layout) -> Kernel:
-    """The kernel that gathers the last tokens of requests, of one FP8 layout whose scales stand apart."""
-    return Kernel("cache/gather_tail.cu", structs.GATHER_TAIL, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+    """The kernel that gathers the last tokens of requests, of one FP8 layout of V4's kind."""
+    return Kernel("cache/gather_tail.cu", GATHER_TAIL, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 @cache
 def concat_kernel() -> Kernel:
     """The kernel that concatenates the two parts of queries."""
-    return Kernel("cache/concat_q.cu", structs.CONCAT_Q, {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+    return Kernel("cache/concat_q.cu", CONCAT_Q, {**BF16_576.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    yield gather_kernel(V32_FP8)
-    yield tail_kernel(V4_FP8)
+    yield from map(gather_kernel, FP8_OF_V32)
+    yield from map(tail_kernel, FP8_OF_V4)
     yield concat_kernel()
 
 
@@ -57,7 +71,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     rows = dst.shape[0]
     if rows == 0 or seq_lens.shape[0] == 0:
         return ()
-    params = structs.GATHER(
+    params = GATHER(
         table=block_table(table, block_size), cache=src_cache.ptr, dst=dst.ptr, seq_lens=seq_lens.ptr,
         starts=workspace_starts.ptr, block_stride=src_cache.strides[0], dst_stride=dst.strides[0], dst_rows=rows,
         num_blocks=num_blocks, aligned=int(dst.aligned(16)),
@@ -80,7 +94,7 @@ def dequantize_and_gather_k_cache(
     requests, rows, _ = out.shape
     if requests == 0 or rows == offset:
         return ()
-    params = structs.GATHER_TAIL(
+    params = GATHER_TAIL(
         table=block_table(table, block_size), cache=k_cache.ptr,
         dst=out.ptr + offset * out.strides[1] * BFLOAT16.itemsize, seq_lens=seq_lens.ptr,
         gather_lens=pointer(gather_lens), block_stride=k_cache.strides[0], dst_stride=out.strides[0],
@@ -96,7 +110,7 @@ def concat_mla_q(gpu: Gpu, ql_nope: Array, q_pe: Array, out: Array) -> Program:
     if rows == 0:
         return ()
     aligned = ql_nope.aligned(16) and q_pe.aligned(16) and out.aligned(16)
-    params = structs.CONCAT_Q(
+    params = CONCAT_Q(
         nope=ql_nope.ptr, rope=q_pe.ptr, out=out.ptr, nope_t=ql_nope.strides[0], nope_h=ql_nope.strides[1],
         rope_t=q_pe.strides[0], rope_h=q_pe.strides[1], out_t=out.strides[0], out_h=out.strides[1], num_rows=rows,
         heads=heads, aligned=int(aligned),

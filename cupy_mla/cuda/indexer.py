@@ -12,6 +12,16 @@ from .driver import Gpu
 from .kernel import Kernel
 from .paging import block_table, ceil_div
 from .program import Launch, Program
+from .structs import INT32, INT64, POINTER, Struct
+
+PACK_KEYS = Struct(
+    "PackKeysParams", k=POINTER, cache=POINTER, slots=POINTER, k_stride=INT64, block_stride=INT64, num_slots=INT64,
+    block_size=INT32, num_tokens=INT32, power_of_two=INT32,
+)  # fmt: skip
+GATHER_KEYS = Struct(
+    "GatherKeysParams", table=structs.BLOCK_TABLE, cache=POINTER, keys=POINTER, scales=POINTER, cu_seq_lens=POINTER,
+    block_stride=INT64, keys_stride=INT64, rows=INT64, num_blocks=INT32,
+)  # fmt: skip
 
 PACK_TOKENS_PER_BLOCK = 64
 GATHER_TOKENS_PER_BLOCK = 128
@@ -22,14 +32,14 @@ GATHER_BLOCKS_PER_SM = 4  # that run at a time
 def pack_kernel(aligned: bool) -> Kernel:
     """The kernel that quantizes keys into the cache, for arrays that allow wide accesses or do not."""
     defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": PACK_TOKENS_PER_BLOCK}
-    return Kernel("indexer/pack_keys.cu", structs.PACK_KEYS, defines)
+    return Kernel("indexer/pack_keys.cu", PACK_KEYS, defines)
 
 
 @cache
 def gather_kernel(aligned: bool) -> Kernel:
     """The kernel that copies keys and scales out of the cache, for arrays that allow wide accesses or do not."""
     defines = {**INDEXER_FP8.defines(), "ALIGNED": int(aligned), "TOKENS_PER_BLOCK": GATHER_TOKENS_PER_BLOCK}
-    return Kernel("indexer/gather_keys.cu", structs.GATHER_KEYS, defines)
+    return Kernel("indexer/gather_keys.cu", GATHER_KEYS, defines)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -45,7 +55,7 @@ def indexer_k_quant_and_cache(gpu: Gpu, k: Array, kv_cache: Array, slots: Array,
     num_blocks, block_size, _ = kv_cache.shape
     if tokens == 0 or num_blocks == 0:
         return ()
-    params = structs.PACK_KEYS(
+    params = PACK_KEYS(
         k=k.ptr, cache=kv_cache.ptr, slots=slots.ptr, k_stride=k.strides[0], block_stride=kv_cache.strides[0],
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens,
         power_of_two=int(scale_format == "ue8m0"),
@@ -62,7 +72,7 @@ def cp_gather_indexer_k_quant_cache(
     rows = dst_k.shape[0]
     if rows == 0 or table.shape[0] == 0:
         return ()
-    params = structs.GATHER_KEYS(
+    params = GATHER_KEYS(
         table=block_table(table, block_size), cache=kv_cache.ptr, keys=dst_k.ptr, scales=dst_scale.ptr,
         cu_seq_lens=cu_seq_lens.ptr, block_stride=kv_cache.strides[0], keys_stride=dst_k.strides[0], rows=rows,
         num_blocks=num_blocks,

@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
@@ -35,7 +35,7 @@ LEAST_ARCH = 80
 # What every .cu file exports: `extern "C" __device__ int`.
 THREADS, SHARED_BYTES = "kernel_threads", "kernel_shared_bytes"
 
-_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
+_INCLUDE = re.compile(r'^\s*#include\s+(?:"([^"]+)"|ROW_READER)\s*$')
 
 
 @lru_cache(maxsize=1)
@@ -53,8 +53,10 @@ def kernels_root() -> Path:
 
 
 @cache
-def read_source(file: str) -> str:
+def read_source(file: str, reader: str = "") -> str:
     """The text of `kernels_cu/<file>` with the package's own includes put in their place.
+
+    `#include ROW_READER` is that of `reader`, the header of a cache layout's rows.
 
     `#pragma once` means nothing inside one string, so every included file is wrapped in a guard instead; `#line`
     keeps the compiler's messages on the files that people edit.
@@ -68,7 +70,7 @@ def read_source(file: str) -> str:
         for number, line in enumerate((root / name).read_text().splitlines(), start=1):
             include = _INCLUDE.match(line)
             if include:
-                included = include.group(1)
+                included = include.group(1) or reader
                 guard = "INCLUDED_" + re.sub(r"\W", "_", included).upper()
                 body = expand(included, (*above, name))
                 lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{name}"']
@@ -103,7 +105,7 @@ class Kernel:
     Args:
         file: path under kernels_cu, e.g. "attention/portable.cu".
         params: the struct that it takes by value.
-        defines: constants, passed as -DNAME=value.
+        defines: constants, passed as -DNAME=value; ROW_READER is the header of a cache layout's rows.
         archs: compute capabilities it claims, e.g. "80"; the compile tests hold it to them.
         target: the architecture to compile for when it is not the GPU's plain one, e.g. "90a".
         spill_bytes: most bytes of registers a thread may spill to local memory; the compile tests hold it to that.
@@ -119,7 +121,7 @@ class Kernel:
         self,
         file: str,
         params: Struct,
-        defines: dict[str, int],
+        defines: Mapping[str, int | str],
         *,
         archs: Iterable[str] = PORTABLE,
         target: str | None = None,
@@ -131,7 +133,7 @@ class Kernel:
     ) -> None:
         self.file = file
         self.params = params
-        self.defines: dict[str, int] = dict(defines)
+        self.defines: dict[str, int | str] = dict(defines)
         self.archs: tuple[str, ...] = tuple(archs)
         self.target = target
         self.spill_bytes = spill_bytes
@@ -154,7 +156,8 @@ class Kernel:
     @property
     def source(self) -> str:
         """What the compiler gets: the file with its includes, and the asserts of its structs (`structs.py`)."""
-        return "\n".join([read_source(self.file), '#line 1 "cupy_mla/cuda/structs.py"', *self.params.asserts(), ""])
+        text = read_source(self.file, str(self.defines.get("ROW_READER", "")))
+        return "\n".join([text, '#line 1 "cupy_mla/cuda/structs.py"', *self.params.asserts(), ""])
 
     @property
     def options(self) -> tuple[str, ...]:

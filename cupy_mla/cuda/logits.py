@@ -12,15 +12,23 @@ from functools import cache
 from typing import NamedTuple
 
 from .. import private
+from ..arguments import PagedKeys, QuantizeQ, RaggedKeys
 from ..arrays import Array
 from ..layouts import INDEXER_FP8
 from . import logits_sm90, structs
 from .driver import Gpu
 from .kernel import Kernel
-from .logits_sm90 import HEADS, padded_heads
+from .logits_sm90 import HEADS, Work, padded_heads
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program
-from .structs import Packed
+from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
+
+QUANTIZE_Q = Struct(
+    "QuantizeQParams", q=POINTER, weights=POINTER, positions=POINTER, cos_sin=POINTER, q8=POINTER, w=POINTER, q_t=INT64,
+    q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32, heads=INT32,
+    bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32, factor=FLOAT,
+)  # fmt: skip
+SCHEDULE = Struct("ScheduleParams", structs.LOGITS_WORK, out=POINTER, out_stride=INT64)
 
 D = INDEXER_FP8.d_qk
 HEADS_PER_WARP, WARPS = 8, 8  # of quantize_q
@@ -39,7 +47,7 @@ SPILL_BYTES = 16  # keys fill the registers; some compilers put what is needed o
 @cache
 def quantize_kernel(aligned: bool) -> Kernel:
     """The kernel that quantizes queries, for rows that allow wide accesses or do not."""
-    return Kernel("indexer/quantize_q.cu", structs.QUANTIZE_Q, {"ALIGNED": int(aligned)})
+    return Kernel("indexer/quantize_q.cu", QUANTIZE_Q, {"ALIGNED": int(aligned)})
 
 
 @cache
@@ -56,7 +64,7 @@ def logits_kernel(heads: int, rows: int, paged: bool, aligned: bool, compact: bo
 @cache
 def schedule_kernel() -> Kernel:
     """The kernel that makes a schedule of a paged cache. The next launch never starts before its end."""
-    return Kernel("indexer/schedule.cu", structs.SCHEDULE, {**INDEXER_FP8.defines(), "PAGED": 1, "ALIGNED": 1})
+    return Kernel("indexer/schedule.cu", SCHEDULE, {**INDEXER_FP8.defines(), "PAGED": 1, "ALIGNED": 1})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -72,75 +80,57 @@ def kernels() -> Iterator[Kernel]:
             yield logits_kernel(heads, rows, True, True, False)
 
 
-def quantize_indexer_q(
-    gpu: Gpu,
-    q: Array,
-    weights: Array,
-    positions: Array | None,
-    cos_sin_cache: Array | None,
-    rope_first: bool,
-    interleaved: bool,
-    scale_format: str,
-    q8: Array,
-    w: Array,
-) -> Program:
+def quantize_indexer_q(gpu: Gpu, a: QuantizeQ) -> Program:
     """Twin of `reference.logits.quantize_indexer_q`."""
+    q, weights, cos_sin = a.q, a.weights, a.cos_sin_cache
     tokens, heads, _ = q.shape
     if tokens == 0:
         return ()
-    params = structs.QUANTIZE_Q(
-        q=q.ptr, weights=weights.ptr, positions=pointer(positions), cos_sin=pointer(cos_sin_cache), q8=q8.ptr, w=w.ptr,
+    params = QUANTIZE_Q(
+        q=q.ptr, weights=weights.ptr, positions=pointer(a.positions), cos_sin=pointer(cos_sin), q8=a.q8.ptr, w=a.w.ptr,
         q_t=q.strides[0], q_h=q.strides[1], weights_stride=weights.strides[0],
-        positions_end=cos_sin_cache.shape[0] if cos_sin_cache else 0,
-        cos_sin_stride=cos_sin_cache.strides[0] if cos_sin_cache else 0, tokens=tokens, heads=heads,
-        bf16_weights=int(weights.dtype.itemsize == 2),
-        bf16_cos_sin=int(cos_sin_cache is not None and cos_sin_cache.dtype.itemsize == 2), rope_first=int(rope_first),
-        interleaved=int(interleaved), power_of_two=int(scale_format == "ue8m0"), factor=(int(heads) * D) ** -0.5,
+        positions_end=cos_sin.shape[0] if cos_sin else 0, cos_sin_stride=cos_sin.strides[0] if cos_sin else 0,
+        tokens=tokens, heads=heads, bf16_weights=int(weights.dtype.itemsize == 2),
+        bf16_cos_sin=int(cos_sin is not None and cos_sin.dtype.itemsize == 2), rope_first=int(a.rope_first),
+        interleaved=int(a.interleaved), power_of_two=int(a.scale_format == "ue8m0"), factor=(int(heads) * D) ** -0.5,
     )  # fmt: skip
     return [Launch(quantize_kernel(q.aligned(16)), (ceil_div(tokens * (heads // HEADS_PER_WARP), WARPS), 1, 1), params)]
 
 
-def indexer_logits(
-    gpu: Gpu,
-    q8: Array,
-    k8: Array,
-    ks: Array,
-    w: Array,
-    starts: Array,
-    ends: Array,
-    clean: bool,
-    compact: bool,
-    out: Array,
-) -> Program:
+class Part(NamedTuple):
+    """Some of a call's queries, or of a paged cache its requests, and how their logits are written.
+
+    Attributes:
+        first, size: number of the first one, and how many there are.
+        out: where the logits go, float32, with `stride` items from row to row.
+        clean: write -inf for keys that a query does not see.
+        all_chosen: queries of at most so many keys get no logits.
+    """
+
+    first: int
+    size: int
+    out: Pointer | int
+    stride: int
+    clean: bool
+    all_chosen: int = 0
+
+
+def indexer_logits(gpu: Gpu, of: RaggedKeys, clean: bool, compact: bool, out: Array) -> Program:
     """Twin of `reference.logits.indexer_logits`."""
-    return ragged_logits(
-        gpu, q8, k8, ks, w, starts, ends, clean, out.ptr, out.strides[0], 0, q8.shape[0],
-        out.shape[1] if compact else None,
-    )  # fmt: skip
+    whole = Part(0, of.q8.shape[0], out.ptr, out.strides[0], clean)
+    return ragged_logits(gpu, of, whole, out.shape[1] if compact else None)
 
 
-def paged_indexer_logits(
-    gpu: Gpu,
-    q8: Array,
-    kv_cache: Array,
-    w: Array,
-    lens: Array,
-    table: Array,
-    schedule: Array | None,
-    clean: bool,
-    out: Array,
-) -> Program:
+def paged_indexer_logits(gpu: Gpu, of: PagedKeys, clean: bool, out: Array) -> Program:
     """Twin of `reference.logits.paged_indexer_logits`."""
-    return paged_logits(
-        gpu, q8, kv_cache, w, lens, table, schedule, clean, out.ptr, out.strides[0], out.shape[1], 0, q8.shape[0]
-    )  # fmt: skip
+    return paged_logits(gpu, of, Part(0, of.q8.shape[0], out.ptr, out.strides[0], clean), out.shape[1])
 
 
 def paged_indexer_schedule(
     gpu: Gpu, lens: Array, table: Array, max_context_len: int, block_size: int, out: Array
 ) -> Program:
     """Twin of `reference.logits.paged_indexer_schedule`."""
-    params = structs.SCHEDULE(
+    params = SCHEDULE(
         table=block_table(table, block_size), starts=0, ends=lens.ptr, lens_stride=lens_stride(lens),
         requests=lens.shape[0], queries=lens.shape[1] if len(lens.shape) == 2 else 1, width=max_context_len,
         all_chosen=0, out=out.ptr, out_stride=out.strides[0],
@@ -148,57 +138,30 @@ def paged_indexer_schedule(
     return [Launch(schedule_kernel(), (out.shape[0], 1, 1), params)]
 
 
-def ragged_logits(
-    gpu: Gpu,
-    q8: Array,
-    k8: Array,
-    ks: Array,
-    w: Array,
-    starts: Array,
-    ends: Array,
-    clean: bool,
-    out: Pointer | int,
-    out_stride: int,
-    first: int,
-    queries: int,
-    compact_width: int | None = None,
-    all_chosen: int = 0,
-) -> Program:
-    """Logits of `queries` queries from number `first` on, to `out`, whose rows start at their first keys where
-    `compact_width` is given. Queries of at most `all_chosen` keys get none."""
+def ragged_logits(gpu: Gpu, of: RaggedKeys, part: Part, compact_width: int | None = None) -> Program:
+    """Logits of some queries. Rows start at their first keys where `compact_width` is given."""
+    q8, k8, ks, w, starts, ends = of
+    first, queries = part.first, part.size
     _, heads, _ = q8.shape
     keys = k8.shape[0]
     if queries == 0 or (keys == 0 if compact_width is None else compact_width == 0):
         return ()
     params = structs.LOGITS(
         table=NO_TABLE, q8=q8.ptr + first * q8.strides[0], keys=k8.ptr, scales=ks.ptr,
-        w=w.ptr + 4 * first * w.strides[0], out=out, starts=starts.ptr + 4 * first * starts.strides[0],
+        w=w.ptr + 4 * first * w.strides[0], out=part.out, starts=starts.ptr + 4 * first * starts.strides[0],
         ends=ends.ptr + 4 * first * ends.strides[0], schedule=0, q_request=0, q_query=q8.strides[0],
-        q_head=q8.strides[1], w_stride=w.strides[0], out_stride=out_stride, key_stride=k8.strides[0], lens_stride=0,
-        schedule_stride=0, requests=1, queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(clean),
-        compact_width=0 if compact_width is None else compact_width, all_chosen=all_chosen,
+        q_head=q8.strides[1], w_stride=w.strides[0], out_stride=part.stride, key_stride=k8.strides[0], lens_stride=0,
+        schedule_stride=0, requests=1, queries=queries, heads=heads, width=keys, num_blocks=0, clean=int(part.clean),
+        compact_width=0 if compact_width is None else compact_width, all_chosen=part.all_chosen,
     )  # fmt: skip
-    return [_launch(gpu, heads, False, True, 1, queries, keys, params, compact_width is not None)]
+    return [_launch(gpu, Work(heads, False, 1, queries, keys, compact_width is not None), True, params)]
 
 
-def paged_logits(
-    gpu: Gpu,
-    q8: Array,
-    kv_cache: Array,
-    w: Array,
-    lens: Array,
-    table: Array,
-    schedule: Array | None,
-    clean: bool,
-    out: Pointer | int,
-    out_stride: int,
-    width: int,
-    first: int,
-    requests: int,
-    all_chosen: int = 0,
-) -> Program:
-    """Logits of `requests` requests from number `first` on, to `out`. Queries of at most `all_chosen` keys get none;
-    with a schedule they do, since its shares count them."""
+def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
+    """Logits of some requests over at most `width` keys. With a schedule, whose shares count all keys, queries of few
+    keys get logits too."""
+    q8, kv_cache, w, lens, table, schedule = of
+    first, requests = part.first, part.size
     _, n, heads, _ = q8.shape
     num_blocks, block_size, _ = kv_cache.shape
     if requests == 0 or n == 0 or width == 0:
@@ -208,16 +171,16 @@ def paged_logits(
         schedule = None
     params = structs.LOGITS(
         table=block_table(table, block_size, first, requests), q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr,
-        scales=0, w=w.ptr + 4 * first * n * w.strides[0], out=out, starts=0,
+        scales=0, w=w.ptr + 4 * first * n * w.strides[0], out=part.out, starts=0,
         ends=lens.ptr + 4 * first * lens.strides[0], schedule=pointer(schedule), q_request=q8.strides[0],
-        q_query=q8.strides[1], q_head=q8.strides[2], w_stride=w.strides[0], out_stride=out_stride,
+        q_query=q8.strides[1], q_head=q8.strides[2], w_stride=w.strides[0], out_stride=part.stride,
         key_stride=kv_cache.strides[0], lens_stride=lens_stride(lens),
         schedule_stride=0 if schedule is None else schedule.strides[0], requests=requests, queries=n, heads=heads,
-        width=width, num_blocks=num_blocks, clean=int(clean), compact_width=0,
-        all_chosen=all_chosen if schedule is None else 0,
+        width=width, num_blocks=num_blocks, clean=int(part.clean), compact_width=0,
+        all_chosen=part.all_chosen if schedule is None else 0,
     )  # fmt: skip
     shares = None if schedule is None else schedule.shape[0]
-    return [_launch(gpu, heads, True, aligned, requests, n, width, params, shares=shares)]
+    return [_launch(gpu, Work(heads, True, requests, n, width, shares=shares), aligned, params)]
 
 
 class Choice(NamedTuple):
@@ -253,20 +216,11 @@ def _by_sm90(gpu: Gpu, heads: int, aligned: bool) -> bool:
     return choose(gpu.capability, aligned, asked_kernel()).kernel == SM90
 
 
-def _launch(
-    gpu: Gpu,
-    heads: int,
-    paged: bool,
-    aligned: bool,
-    requests: int,
-    queries: int,
-    width: int,
-    params: Packed,
-    compact: bool = False,
-    shares: int | None = None,
-) -> Launch:
+def _launch(gpu: Gpu, work: Work, aligned: bool, params: Packed) -> Launch:
+    """The launch; `aligned`: keys allow 16-byte loads."""
+    heads, paged, requests, queries, width, compact, _ = work
     if _by_sm90(gpu, heads, aligned):
-        return logits_sm90.launch(gpu, heads, paged, requests, queries, width, params, compact, shares)
+        return logits_sm90.launch(gpu, work, params)
     padded = padded_heads(heads)
     rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)

@@ -46,6 +46,24 @@ class Tile(NamedTuple):
         return self.rows // heads * (self.warpgroups if self.together else 1)
 
 
+class Work(NamedTuple):
+    """What a launch computes: logits of requests of `queries` queries each over at most `width` keys.
+
+    Attributes:
+        paged: keys are in a paged cache, else in rows.
+        compact: results start at the first key that a query sees.
+        shares: of a schedule; None: there is none.
+    """
+
+    heads: int
+    paged: bool
+    requests: int
+    queries: int
+    width: int
+    compact: bool = False
+    shares: int | None = None
+
+
 MANY = Tile(128, 4, True, 10, underway=1)
 FEW = (Tile(64, 2, False, 10, 2), Tile(128, 3, False, 20), Tile(192, 2, False, 18), Tile(256, 2, False, 16))
 BESIDE = FEW[0]._replace(stages=6)  # by a schedule, two CTAs an SM: the next kernel's CTAs find room beside them
@@ -128,18 +146,9 @@ def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width:
     return 3 * shares if shares > gpu.sms and units > LATE_SHARES_UNITS * gpu.sms else shares
 
 
-def launch(
-    gpu: Gpu,
-    heads: int,
-    paged: bool,
-    requests: int,
-    queries: int,
-    width: int,
-    params: Packed,
-    compact: bool = False,
-    shares: int | None = None,
-) -> Launch:
-    """The launch for requests of `queries` queries each over at most `width` keys; `shares` of a schedule."""
+def launch(gpu: Gpu, work: Work, params: Packed) -> Launch:
+    """The launch of the kernel's fastest variant."""
+    heads, paged, requests, queries, width, compact, shares = work
     padded = padded_heads(heads)
     tile = tile_for(padded, queries, paged)
     by_schedule = shares is not None

@@ -13,6 +13,12 @@ from .driver import Gpu
 from .kernel import Kernel
 from .paging import ceil_div
 from .program import Clear, Launch, Program, Slot
+from .structs import INT64, POINTER, Struct
+
+TENSOR_QUANT = Struct(
+    "TensorQuantParams", x=POINTER, codes=POINTER, scale=POINTER, state=POINTER, size=INT64, tiles=INT64,
+    aligned=structs.INT32,
+)  # fmt: skip
 
 VALUES_PER_TILE = 4096  # that a CTA takes at a time
 BLOCKS_PER_SM = 4  # as many as are sure to run at the same time
@@ -22,7 +28,7 @@ BLOCKS_PER_SM = 4  # as many as are sure to run at the same time
 def quantize_kernel(float32: bool) -> Kernel:
     """The kernel for float32 or bfloat16 input."""
     defines = {"FLOAT32": int(float32), "VALUES_PER_TILE": VALUES_PER_TILE, "BLOCKS_PER_SM": BLOCKS_PER_SM}
-    return Kernel("cache/tensor_quant.cu", structs.TENSOR_QUANT, defines, cooperative=True)
+    return Kernel("cache/tensor_quant.cu", TENSOR_QUANT, defines, cooperative=True)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -36,7 +42,7 @@ def dynamic_per_batched_tensor_quant(gpu: Gpu, x: Array, codes: Array, scale: Ar
     size = math.prod(x.shape)
     tiles = ceil_div(size, VALUES_PER_TILE)
     state = Slot("state", shape=(2,), dtype=INT32)
-    params = structs.TENSOR_QUANT(
+    params = TENSOR_QUANT(
         x=x.ptr, codes=codes.ptr, scale=scale.ptr, state=state.ptr, size=size, tiles=tiles,
         aligned=int(x.ptr % 16 == 0),
     )  # fmt: skip

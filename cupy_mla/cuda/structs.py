@@ -1,4 +1,5 @@
-"""Every kernel parameter struct, declared once, its fields by name.
+"""Kernel parameter structs, declared once, their fields by name: here those that several kernels or modules share, the
+others in the launcher's module.
 
 From a declaration come the packer, and the `static_assert`s on size and offsets that the kernel's source is compiled
 with, so a field that moves on one side only is an error of the compiler. The C++ structs stand in `kernels_cu`, under
@@ -154,9 +155,9 @@ class Struct:
         """The `static_assert`s that hold the C++ structs to these declarations."""
         for nested in self._nested:
             yield from nested.asserts()
-        yield f'static_assert(sizeof({self.name}) == {self.size}, "cupy_mla/cuda/structs.py: {self.name}");'
+        yield f'static_assert(sizeof({self.name}) == {self.size}, "cupy_mla/cuda declares {self.name}");'
         for field, offset in self._own:
-            said = f'"cupy_mla/cuda/structs.py: {self.name}::{field}"'
+            said = f'"cupy_mla/cuda declares {self.name}::{field}"'
             # __INTADDR__ is what `offsetof` is made of in NVRTC, which has no <cstddef>.
             yield f"static_assert(__INTADDR__(&(({self.name}*)0)->{field}) == {offset}, {said});"
 
@@ -197,38 +198,6 @@ GROUPED = Struct(
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
 COUNT = Struct("CountParams", ATTENTION, counts=POINTER)
 
-PACK = Struct(
-    "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,
-    block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, power_of_two=INT32,
-)  # fmt: skip
-GATHER = Struct(
-    "GatherParams", table=BLOCK_TABLE, cache=POINTER, dst=POINTER, seq_lens=POINTER, starts=POINTER,
-    block_stride=INT64, dst_stride=INT64, dst_rows=INT64, num_blocks=INT32, aligned=INT32,
-)  # fmt: skip
-GATHER_TAIL = Struct(
-    "GatherTailParams", table=BLOCK_TABLE, cache=POINTER, dst=POINTER, seq_lens=POINTER, gather_lens=POINTER,
-    block_stride=INT64, dst_stride=INT64, row_stride=INT64, dst_rows=INT32, num_blocks=INT32, aligned=INT32,
-)  # fmt: skip
-CONCAT_Q = Struct(
-    "ConcatParams", nope=POINTER, rope=POINTER, out=POINTER, nope_t=INT64, nope_h=INT64, rope_t=INT64, rope_h=INT64,
-    out_t=INT64, out_h=INT64, num_rows=INT64, heads=INT32, aligned=INT32,
-)  # fmt: skip
-TENSOR_QUANT = Struct(
-    "TensorQuantParams", x=POINTER, codes=POINTER, scale=POINTER, state=POINTER, size=INT64, tiles=INT64, aligned=INT32
-)
-PACK_KEYS = Struct(
-    "PackKeysParams", k=POINTER, cache=POINTER, slots=POINTER, k_stride=INT64, block_stride=INT64, num_slots=INT64,
-    block_size=INT32, num_tokens=INT32, power_of_two=INT32,
-)  # fmt: skip
-GATHER_KEYS = Struct(
-    "GatherKeysParams", table=BLOCK_TABLE, cache=POINTER, keys=POINTER, scales=POINTER, cu_seq_lens=POINTER,
-    block_stride=INT64, keys_stride=INT64, rows=INT64, num_blocks=INT32,
-)  # fmt: skip
-QUANTIZE_Q = Struct(
-    "QuantizeQParams", q=POINTER, weights=POINTER, positions=POINTER, cos_sin=POINTER, q8=POINTER, w=POINTER, q_t=INT64,
-    q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32, heads=INT32,
-    bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32, factor=FLOAT,
-)  # fmt: skip
 LOGITS_WORK = Struct(
     "LogitsWork", table=BLOCK_TABLE, starts=POINTER, ends=POINTER, lens_stride=INT64, requests=INT32, queries=INT32,
     width=INT32, all_chosen=INT32,
@@ -237,51 +206,4 @@ LOGITS = Struct(
     "LogitsParams", LOGITS_WORK, q8=POINTER, keys=POINTER, scales=POINTER, w=POINTER, out=POINTER, schedule=POINTER,
     q_request=INT64, q_query=INT64, q_head=INT64, w_stride=INT64, out_stride=INT64, key_stride=INT64,
     schedule_stride=INT64, heads=INT32, num_blocks=INT32, clean=INT32, compact_width=INT32,
-)  # fmt: skip
-SCHEDULE = Struct("ScheduleParams", LOGITS_WORK, out=POINTER, out_stride=INT64)
-TOPK = Struct(
-    "TopkParams", table=BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER, out=POINTER,
-    logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32, queries=INT32,
-    aligned=INT32,
-)  # fmt: skip
-CONVERT = Struct(
-    "ConvertParams", table=BLOCK_TABLE, req_id=POINTER, positions=POINTER, prefill_ids=POINTER, prefill_starts=POINTER,
-    out=POINTER, counts=POINTER, ends=POINTER, is_valid=POINTER, positions_stride=INT64, out_stride=INT64,
-    num_tokens=INT32, k=INT32, num_prefills=INT32, rows=INT32, aligned=INT32,
-)  # fmt: skip
-SWA_DECODE = Struct(
-    "SwaDecodeParams", table=BLOCK_TABLE, queries=QUERIES, token_to_req=POINTER, is_valid=POINTER, out=POINTER,
-    lens=POINTER, out_stride=INT64, window=INT32,
-)  # fmt: skip
-GATHER_LENS = Struct("GatherLensParams", queries=QUERIES, out=POINTER, num_decodes=INT32, window=INT32)
-COMBINE_SWA = Struct(
-    "CombineSwaParams", queries=QUERIES, chosen=POINTER, gather_lens=POINTER, out=POINTER, lens=POINTER,
-    chosen_stride=INT64, out_stride=INT64, window=INT32, ratio=INT32, topk=INT32, rows=INT32, compressed_rows=INT32,
-    width=INT32,
-)  # fmt: skip
-COMPRESSED_SLOTS = Struct(
-    "CompressedSlotsParams", table=BLOCK_TABLE, queries=QUERIES, out=POINTER, size=INT32, ratio=INT32
-)
-C128A = Struct(
-    "C128aParams", table=BLOCK_TABLE, positions=POINTER, slot_mapping=POINTER, token_to_req=POINTER,
-    decode_indices=POINTER, decode_lens=POINTER, prefill_indices=POINTER, decode_stride=INT64, prefill_stride=INT64,
-    decode_width=INT32, prefill_width=INT32, num_decode_tokens=INT32, ratio=INT32, most=INT32,
-)  # fmt: skip
-LOCAL_LENS = Struct("LocalLensParams", owner=OWNERSHIP, lens=POINTER, out=POINTER, requests=INT32)
-LOCALIZE = Struct(
-    "LocalizeParams", owner=OWNERSHIP, positions=POINTER, out=POINTER, length=POINTER, positions_stride=INT64,
-    out_stride=INT64, width=INT32, aligned=INT32,
-)  # fmt: skip
-GLOBALIZE = Struct(
-    "GlobalizeParams", owner=OWNERSHIP, logits=POINTER, positions=POINTER, values=POINTER, out=POINTER,
-    logits_stride=INT64, positions_stride=INT64, values_stride=INT64, out_stride=INT64, keys=INT32, width=INT32,
-)  # fmt: skip
-MERGE_TOPK = Struct(
-    "MergeTopkParams", values=POINTER, positions=POINTER, out=POINTER, values_rank=INT64, values_token=INT64,
-    positions_rank=INT64, positions_token=INT64, out_stride=INT64, ranks=INT32, width=INT32, k=INT32,
-)  # fmt: skip
-MERGE_RANKS = Struct(
-    "MergeRanksParams", outs=POINTER, lses=POINTER, sink=POINTER, out=POINTER, lse=POINTER, outs_rank=INT64,
-    outs_token=INT64, outs_head=INT64, lses_rank=INT64, lses_token=INT64, lses_head=INT64, out_token=INT64,
-    out_head=INT64, lse_token=INT64, lse_head=INT64, ranks=INT32, aligned=INT32,
 )  # fmt: skip

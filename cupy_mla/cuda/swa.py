@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+from ..arguments import CombinedLists, SwaWindows
 from ..arrays import Array
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
 from .paging import block_table, ceil_div, queries
 from .program import Launch, Program
+from .structs import INT32, INT64, POINTER, Struct
+
+SWA_DECODE = Struct(
+    "SwaDecodeParams", table=structs.BLOCK_TABLE, queries=structs.QUERIES, token_to_req=POINTER, is_valid=POINTER,
+    out=POINTER, lens=POINTER, out_stride=INT64, window=INT32,
+)  # fmt: skip
+GATHER_LENS = Struct("GatherLensParams", queries=structs.QUERIES, out=POINTER, num_decodes=INT32, window=INT32)
+COMBINE_SWA = Struct(
+    "CombineSwaParams", queries=structs.QUERIES, chosen=POINTER, gather_lens=POINTER, out=POINTER, lens=POINTER,
+    chosen_stride=INT64, out_stride=INT64, window=INT32, ratio=INT32, topk=INT32, rows=INT32, compressed_rows=INT32,
+    width=INT32,
+)  # fmt: skip
 
 DECODE_TOKENS_PER_BLOCK = 8
 LENS_REQUESTS_PER_BLOCK = 128
@@ -19,19 +32,19 @@ LENS_REQUESTS_PER_BLOCK = 128
 @cache
 def decode_kernel() -> Kernel:
     """The kernel that lists decode tokens' windows."""
-    return Kernel("indices/swa_decode.cu", structs.SWA_DECODE, {"TOKENS_PER_BLOCK": DECODE_TOKENS_PER_BLOCK})
+    return Kernel("indices/swa_decode.cu", SWA_DECODE, {"TOKENS_PER_BLOCK": DECODE_TOKENS_PER_BLOCK})
 
 
 @cache
 def lens_kernel() -> Kernel:
     """The kernel that counts the tokens prefills' windows reach."""
-    return Kernel("indices/gather_lens.cu", structs.GATHER_LENS, {"REQUESTS_PER_BLOCK": LENS_REQUESTS_PER_BLOCK})
+    return Kernel("indices/gather_lens.cu", GATHER_LENS, {"REQUESTS_PER_BLOCK": LENS_REQUESTS_PER_BLOCK})
 
 
 @cache
 def combine_kernel() -> Kernel:
     """The kernel that lists prefill tokens' compressed rows and windows, a CTA a token."""
-    return Kernel("indices/combine_swa.cu", structs.COMBINE_SWA, {})
+    return Kernel("indices/combine_swa.cu", COMBINE_SWA, {})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -41,26 +54,15 @@ def kernels() -> Iterator[Kernel]:
     yield combine_kernel()
 
 
-def compute_swa_indices_and_lens(
-    gpu: Gpu,
-    query_start_loc: Array,
-    seq_lens: Array,
-    token_to_req: Array,
-    is_valid_token: Array,
-    table: Array,
-    block_size: int,
-    window_size: int,
-    out: Array,
-    lens: Array,
-) -> Program:
+def compute_swa_indices_and_lens(gpu: Gpu, a: SwaWindows) -> Program:
     """Twin of `reference.swa.compute_swa_indices_and_lens`."""
-    (tokens,) = token_to_req.shape
+    (tokens,) = a.token_to_req.shape
     if tokens == 0:
         return ()
-    params = structs.SWA_DECODE(
-        table=block_table(table, block_size), queries=queries(query_start_loc, seq_lens, tokens),
-        token_to_req=token_to_req.ptr, is_valid=is_valid_token.ptr, out=out.ptr, lens=lens.ptr,
-        out_stride=out.strides[0], window=window_size,
+    params = SWA_DECODE(
+        table=block_table(a.block_table, a.block_size), queries=queries(a.query_start_loc, a.seq_lens, tokens),
+        token_to_req=a.token_to_req.ptr, is_valid=a.is_valid_token.ptr, out=a.out.ptr, lens=a.lens.ptr,
+        out_stride=a.out.strides[0], window=a.window_size,
     )  # fmt: skip
     return [Launch(decode_kernel(), (ceil_div(tokens, DECODE_TOKENS_PER_BLOCK), 1, 1), params)]
 
@@ -72,33 +74,21 @@ def compute_prefill_gather_lens(
     (prefills,) = out.shape
     if prefills == 0:
         return ()
-    params = structs.GATHER_LENS(
+    params = GATHER_LENS(
         queries=queries(query_start_loc, seq_lens, 0), out=out.ptr, num_decodes=num_decodes, window=window_size
     )
     return [Launch(lens_kernel(), (ceil_div(prefills, LENS_REQUESTS_PER_BLOCK), 1, 1), params)]
 
 
-def combine_topk_swa_indices(
-    gpu: Gpu,
-    topk_indices: Array,
-    query_start_loc: Array,
-    seq_lens: Array,
-    gather_lens: Array,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    rows: int,
-    compressed_rows: int,
-    out: Array,
-    lens: Array,
-) -> Program:
+def combine_topk_swa_indices(gpu: Gpu, a: CombinedLists) -> Program:
     """Twin of `reference.swa.combine_topk_swa_indices`."""
-    tokens, width = out.shape
+    tokens, width = a.out.shape
     if tokens == 0:
         return ()
-    params = structs.COMBINE_SWA(
-        queries=queries(query_start_loc, seq_lens, tokens), chosen=topk_indices.ptr, gather_lens=gather_lens.ptr,
-        out=out.ptr, lens=lens.ptr, chosen_stride=topk_indices.strides[0], out_stride=out.strides[0],
-        window=window_size, ratio=compress_ratio, topk=topk, rows=rows, compressed_rows=compressed_rows, width=width,
+    params = COMBINE_SWA(
+        queries=queries(a.query_start_loc, a.seq_lens, tokens), chosen=a.topk_indices.ptr,
+        gather_lens=a.gather_lens.ptr, out=a.out.ptr, lens=a.lens.ptr, chosen_stride=a.topk_indices.strides[0],
+        out_stride=a.out.strides[0], window=a.window_size, ratio=a.compress_ratio, topk=a.topk, rows=a.rows,
+        compressed_rows=a.compressed_rows, width=width,
     )  # fmt: skip
     return [Launch(combine_kernel(), (tokens, 1, 1), params)]

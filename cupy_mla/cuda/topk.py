@@ -6,15 +6,22 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+from ..arguments import PagedKeys, RaggedKeys
 from ..arrays import Array
 from ..dtypes import FLOAT32
 from . import structs
 from .driver import PORTABLE_CLUSTER, Gpu
 from .kernel import PORTABLE, Kernel
-from .logits import paged_logits, ragged_logits
+from .logits import Part, paged_logits, ragged_logits
 from .paging import NO_TABLE, block_table, ceil_div, lens_stride, pointer
 from .program import Launch, Pointer, Program, Slot
-from .structs import Packed
+from .structs import INT32, INT64, POINTER, Packed, Struct
+
+TOPK = Struct(
+    "TopkParams", table=structs.BLOCK_TABLE, logits=POINTER, starts=POINTER, ends=POINTER, requests=POINTER,
+    out=POINTER, logits_stride=INT64, out_stride=INT64, lens_stride=INT64, rows=INT32, width=INT32, k=INT32,
+    queries=INT32, aligned=INT32,
+)  # fmt: skip
 
 LEAST_CLUSTER_CAPABILITY = 90
 # What is needed once a row goes to local memory; by BF16. The most are of sm_80 and sm_100; sm_90 has 48.
@@ -108,7 +115,7 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
     """The kernel of CTAs of a shape."""
     defines = {name.upper(): int(value) for name, value in shape._asdict().items()}
     return Kernel(
-        "indexer/topk.cu", structs.TOPK, {**defines, "BF16": int(bf16)}, overlaps=True,
+        "indexer/topk.cu", TOPK, {**defines, "BF16": int(bf16)}, overlaps=True,
         spill_bytes=SPILL_BYTES[bf16],
         archs=[a for a in PORTABLE if int(a) >= (LEAST_CLUSTER_CAPABILITY if shape.clusters else 0)],
         max_cluster=PORTABLE_CLUSTER if shape.clusters else 1, alone=shape.few,
@@ -184,10 +191,8 @@ class Bounds(NamedTuple):
     queries: int = 0
 
 
-def topk_indices(
-    gpu: Gpu, logits: Array, k: int, starts: Array | None, ends: Array | None, sort: bool, out: Array
-) -> Program:
-    """Twin of `reference.topk.topk_indices`; results are ascending in any case."""
+def topk_indices(gpu: Gpu, logits: Array, k: int, starts: Array | None, ends: Array | None, out: Array) -> Program:
+    """Twin of `reference.topk.topk_indices`."""
     rows, width = logits.shape
     item = logits.dtype.itemsize
     of = Logits(logits.ptr, logits.strides[0], rows, width, item == 2, logits.aligned(4 * item))
@@ -196,12 +201,7 @@ def topk_indices(
 
 def select_rows(
     gpu: Gpu,
-    q8: Array,
-    k8: Array,
-    ks: Array,
-    w: Array,
-    starts: Array,
-    ends: Array,
+    of: RaggedKeys,
     k: int,
     req_id: Array | None,
     table: Array | None,
@@ -210,7 +210,7 @@ def select_rows(
     out: Array,
 ) -> Program:
     """Twin of `reference.topk.select_rows`."""
-    queries, keys = q8.shape[0], k8.shape[0]
+    queries, keys = of.q8.shape[0], of.k8.shape[0]
     stride = _padded(keys)
     step = max(max_workspace_bytes // (4 * stride), 1)
     workspace = Slot("logits", shape=(min(step, queries), stride), dtype=FLOAT32)
@@ -219,10 +219,8 @@ def select_rows(
     for chunk in range(int(ceil_div(queries, step))):
         first = chunk * step
         rows = min(step, queries - first)
-        program += ragged_logits(
-            gpu, q8, k8, ks, w, starts, ends, False, workspace.ptr, stride, first, rows, all_chosen=k
-        )  # fmt: skip
-        bounds = Bounds(_item(starts, first), _item(ends, first))
+        program += ragged_logits(gpu, of, Part(first, rows, workspace.ptr, stride, clean=False, all_chosen=k))
+        bounds = Bounds(_item(of.starts, first), _item(of.ends, first))
         requests = 0 if req_id is None else _item(req_id, first)
         program += _launches(
             gpu, Logits(workspace.ptr, stride, rows, keys, False, True), bounds, k, slots, requests,
@@ -233,12 +231,7 @@ def select_rows(
 
 def select_rows_paged(
     gpu: Gpu,
-    q8: Array,
-    kv_cache: Array,
-    w: Array,
-    lens: Array,
-    table: Array,
-    schedule: Array | None,
+    of: PagedKeys,
     max_context_len: int,
     k: int,
     slots: bool,
@@ -246,7 +239,7 @@ def select_rows_paged(
     out: Array,
 ) -> Program:
     """Twin of `reference.topk.select_rows_paged`."""
-    requests, n = q8.shape[0], q8.shape[1]
+    requests, n = of.q8.shape[0], of.q8.shape[1]
     if n == 0:
         return ()
     stride = _padded(max_context_len)
@@ -254,16 +247,14 @@ def select_rows_paged(
     workspace = Slot("logits", shape=(min(step, requests) * n, stride), dtype=FLOAT32)
     program: list = []
     if step < requests:
-        schedule = None
+        of = of._replace(schedule=None)
     for chunk in range(int(ceil_div(requests, step))):
         first = chunk * step
         count = min(step, requests - first)
-        program += paged_logits(
-            gpu, q8, kv_cache, w, lens, table, schedule, False, workspace.ptr, stride, max_context_len, first, count,
-            all_chosen=k,
-        )  # fmt: skip
-        bounds = Bounds(0, _item(lens, first), lens_stride(lens), n)
-        to = block_table(table, kv_cache.shape[1], first, count) if slots else NO_TABLE
+        part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=k)
+        program += paged_logits(gpu, of, part, max_context_len)
+        bounds = Bounds(0, _item(of.lens, first), lens_stride(of.lens), n)
+        to = block_table(of.table, of.cache.shape[1], first, count) if slots else NO_TABLE
         program += _launches(
             gpu, Logits(workspace.ptr, stride, count * n, max_context_len, False, True), bounds, k, to, 0,
             out.ptr + 4 * first * n * out.strides[0], out.strides[0],
@@ -285,7 +276,7 @@ def _launches(
     rows, width = logits.rows, logits.width
     if rows == 0:
         return ()
-    params = structs.TOPK(
+    params = TOPK(
         table=table, logits=logits.ptr, starts=bounds.starts, ends=bounds.ends, requests=requests, out=out,
         logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
         queries=bounds.queries, aligned=int(logits.aligned),

@@ -21,6 +21,8 @@ from ..dtypes import BFLOAT16, FLOAT32
 from ..layouts import D_V
 from ..typing import A, AnyArray
 
+__all__ = ["absorb_q", "split_kv_b_proj", "v_up_proj"]
+
 FLOATS = (BFLOAT16, FLOAT32)
 
 

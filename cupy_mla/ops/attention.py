@@ -25,6 +25,8 @@ from ..layouts import D_V
 from ..reference import attention as reference
 from ..typing import A, AnyArray
 
+__all__ = ["plan_splits", "sparse_decode", "sparse_prefill"]
+
 HEAD_DIMS = (576, 512)
 
 

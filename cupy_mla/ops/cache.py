@@ -11,17 +11,14 @@ from ..checks.validate import cache_layout, require_cache, require_slots, tokens
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16
-from ..layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4
 from ..reference import cache as reference
 from ..typing import AnyArray, ScaleFormat, WritableLayout
 
+__all__ = ["concat_and_cache_mla", "quantize_and_insert_k_cache"]
+
 SCALE_FORMATS = ("fp32", "ue8m0")
-# Layouts that `concat_and_cache_mla` writes, by what it calls them, and the RoPE values that a token may bring.
-LAYOUTS = {
-    **dict.fromkeys(("bf16", "bfloat16", "auto"), (BF16_576, BF16_512)),
-    **dict.fromkeys(("v32_fp8", "fp8_ds_mla"), (V32_FP8,)),
-}
-ROPE_WIDTHS: dict[layouts.Layout, int | tuple[int, ...]] = {BF16_576: 64, BF16_512: 0, V32_FP8: (64, 0)}
+LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if layout not in FP8_OF_V4)  # `concat_and_cache_mla` writes
 
 
 @operation
@@ -60,13 +57,13 @@ def concat_and_cache_mla(
     """
     require_choice("scale_format", scale_format, SCALE_FORMATS)
     if layout is not None:
-        require_choice("layout", layout, LAYOUTS)
+        require_choice("layout", layout, layouts.names(LAYOUTS))
     place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, tuple(ROPE_WIDTHS))
-    if layout is not None and told not in LAYOUTS[layout]:
+    told = cache_layout(cache, LAYOUTS)
+    if layout is not None and layout not in told.names:
         raise ValueError(f"layout: {layout!r} was asked for, kv_cache is {told.name} of {told.d_qk}")
-    tokens = tokens_of(kv_c_).require(BFLOAT16, "T", 512).shape[0]
-    tokens_of(k_pe_).require(BFLOAT16, tokens, ROPE_WIDTHS[told])
+    tokens = tokens_of(kv_c_).require(BFLOAT16, "T", D_V).shape[0]
+    tokens_of(k_pe_).require(BFLOAT16, tokens, _rope_widths(told))
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
@@ -96,12 +93,19 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
         [False, True]
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, (V4_FP8,))
+    told = cache_layout(cache, FP8_OF_V4)
     tokens = tokens_of(k_).require(BFLOAT16, "T", told.d_qk).shape[0]
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
     place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots)
+
+
+def _rope_widths(layout: layouts.Layout) -> int | tuple[int, ...]:
+    """RoPE values that a token may bring. A row of D_V values has no room for them; FP8 rows may do without."""
+    if not layout.rope_apart:
+        return 0
+    return (layout.d_rope, 0) if layout.quantized else layout.d_rope
 
 
 def _require_target(cache: Array, layout: layouts.Layout, slots: Array, tokens: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import arrays
+from ..arguments import C128aLists, Conversion
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_integer
@@ -22,6 +23,8 @@ from ..cuda import compressed as cuda
 from ..dtypes import BOOL, INT32, INT64
 from ..reference import compressed as reference
 from ..typing import A, AnyArray
+
+__all__ = ["build_c128a_topk_metadata", "compute_global_topk_indices_and_lens", "get_compressed_slot_mapping"]
 
 
 @operation
@@ -79,7 +82,7 @@ def compute_global_topk_indices_and_lens(
         check_positions(chosen, table, block_size, host(valid))
     place.call(
         cuda.compute_global_topk_indices_and_lens, reference.compute_global_topk_indices_and_lens,
-        chosen, req, table, block_size, valid, out_, lens_,
+        Conversion(req, table, chosen, block_size, None, None, out_, lens_, is_valid_token=valid),
     )  # fmt: skip
     return out_.obj, lens_.obj
 
@@ -262,6 +265,8 @@ def write_c128a_topk_metadata(
         check_lengths(pos)
     place.call(
         cuda.build_c128a_topk_metadata, reference.build_c128a_topk_metadata,
-        pos, compress_ratio, num_decode_tokens, req, table, block_size, slots, decode, lens, prefill,
-        max_compressed_tokens,
+        C128aLists(
+            pos, compress_ratio, num_decode_tokens, req, table, block_size, slots, decode, lens, prefill,
+            max_compressed_tokens,
+        ),
     )  # fmt: skip

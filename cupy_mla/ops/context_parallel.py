@@ -20,6 +20,8 @@ from ..reference import context_parallel as reference
 from ..typing import A, AnyArray
 from .topk import MAX_K
 
+__all__ = ["globalize_topk", "local_seq_lens", "localize_topk", "merge_attention", "merge_topk"]
+
 MAX_RANKS, MAX_INTERLEAVE = 1 << 10, 1 << 20  # their product fits int32
 
 

@@ -12,9 +12,11 @@ from ..checks.validate import cache_layout, require_cache
 from ..checks.values import check_blocks, check_lengths, check_workspace
 from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import BF16_576, V4_FP8, V32_FP8
+from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32
 from ..reference import gather as reference
 from ..typing import AnyArray
+
+__all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_and_gather_k_cache"]
 
 
 @operation
@@ -52,8 +54,9 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     place, (cache, dst_, table, lens, starts) = bind(
         src_cache=src_cache, dst=dst, block_table=block_table, seq_lens=seq_lens, workspace_starts=workspace_starts
     )
-    require_cache(cache, cache_layout(cache, (V32_FP8,)))
-    dst_.require(BFLOAT16, "S", V32_FP8.d_qk).require_writable()
+    layout = cache_layout(cache, FP8_OF_V32)
+    require_cache(cache, layout)
+    dst_.require(BFLOAT16, "S", layout.d_qk).require_writable()
     requests = table.require(INT32, "R", "M").shape[0]
     lens.require(INT32, requests)
     starts.require(INT32, requests)
@@ -63,7 +66,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         check_blocks(table, np.zeros_like(counts), counts, cache)
     place.call(
         cuda.cp_gather_and_upconvert_fp8_kv_cache, reference.cp_gather_and_upconvert_fp8_kv_cache,
-        V32_FP8, cache, dst_, table, lens, starts,
+        layout, cache, dst_, table, lens, starts,
     )  # fmt: skip
 
 
@@ -108,12 +111,13 @@ def dequantize_and_gather_k_cache(
     """
     place, (out_, cache, lens, table) = bind(out=out, k_cache=k_cache, seq_lens=seq_lens, block_table=block_table)
     (gather,) = place.optional(gather_lens=gather_lens)
-    require_cache(cache, cache_layout(cache, (V4_FP8,)))
+    layout = cache_layout(cache, FP8_OF_V4)
+    require_cache(cache, layout)
     block_size = require_integer("block_size", block_size, 1)
     if block_size != cache.shape[1]:
         raise ValueError(f"block_size: k_cache has {cache.shape[1]} tokens a block, got {block_size}")
     requests = table.require(INT32, "R", "M").shape[0]
-    rows = out_.require(BFLOAT16, requests, "M", V4_FP8.d_qk).require_writable().shape[1]
+    rows = out_.require(BFLOAT16, requests, "M", layout.d_qk).require_writable().shape[1]
     lens.require(INT32, requests)
     if gather is not None:
         gather.require(INT32, requests)
@@ -128,7 +132,7 @@ def dequantize_and_gather_k_cache(
         check_blocks(table, ends - counts, ends, cache)
     place.call(
         cuda.dequantize_and_gather_k_cache, reference.dequantize_and_gather_k_cache,
-        V4_FP8, out_, cache, lens, gather, table, offset,
+        layout, out_, cache, lens, gather, table, offset,
     )  # fmt: skip
 
 

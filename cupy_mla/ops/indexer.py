@@ -21,6 +21,8 @@ from ..reference import indexer as reference
 from ..typing import AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 
+__all__ = ["cp_gather_indexer_k_quant_cache", "indexer_k_quant_and_cache"]
+
 ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
 
 

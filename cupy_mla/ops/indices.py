@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from .. import arrays
+from ..arguments import Conversion
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_together
@@ -18,6 +19,8 @@ from ..cuda import indices as cuda
 from ..dtypes import INT32
 from ..reference import indices as reference
 from ..typing import A, AnyArray
+
+__all__ = ["convert_req_index_to_global_index", "convert_to_slots_and_ends"]
 
 
 @overload
@@ -108,10 +111,10 @@ def convert_req_index_to_global_index(
         [[48, 113, -1], [144, 66, 67]]
     """
     counted = require_bool("return_valid_counts", return_valid_counts)
-    slots, counts, _ = _convert(
-        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out,
-        counted=counted,
-    )  # fmt: skip
+    given = Conversion(
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out
+    )
+    slots, counts, _ = _convert(given, counted=counted)
     return (slots, counts) if counted else slots
 
 
@@ -151,33 +154,28 @@ def convert_to_slots_and_ends(
         >>> slots.tolist(), ends.tolist()
         ([[48, 113, -1], [144, -1, 67]], [2, 3])
     """
-    slots, _, ends = _convert(
-        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out,
-        ends=ends, ended=True,
-    )  # fmt: skip
+    given = Conversion(
+        req_id, block_table, token_indices, block_size, prefill_request_ids, prefill_workspace_starts, out, ends=ends
+    )
+    slots, _, ends = _convert(given, ended=True)
     return slots, ends
 
 
-def _convert(
-    req_id: Any,
-    block_table: Any,
-    token_indices: Any,
-    block_size: int,
-    prefill_request_ids: Any,
-    prefill_workspace_starts: Any,
-    out: Any,
-    *,
-    ends: Any = None,
-    counted: bool = False,
-    ended: bool = False,
-) -> tuple[Any, Any, Any]:
-    """The slots, how many of each row are valid where `counted`, and where each row ends where `ended`."""
-    block_size = require_integer("block_size", block_size, 1)
-    require_together(prefill_request_ids=prefill_request_ids, prefill_workspace_starts=prefill_workspace_starts)
-    place, (req, table, positions) = bind(req_id=req_id, block_table=block_table, token_indices=token_indices)
-    prefill, starts, out_, ends_ = place.optional(
-        prefill_request_ids=prefill_request_ids, prefill_workspace_starts=prefill_workspace_starts, out=out, ends=ends
+def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -> tuple[Any, Any, Any]:
+    """The slots, how many of each row are valid where `counted`, and where each row ends where `ended`.
+
+    Args:
+        given: the caller's arrays.
+    """
+    block_size = require_integer("block_size", given.block_size, 1)
+    prefills = {
+        "prefill_request_ids": given.prefill_request_ids, "prefill_workspace_starts": given.prefill_workspace_starts
+    }  # fmt: skip
+    require_together(**prefills)
+    place, (req, table, positions) = bind(
+        req_id=given.req_id, block_table=given.block_table, token_indices=given.token_indices
     )
+    prefill, starts, out_, ends_ = place.optional(**prefills, out=given.out, ends=given.ends)
     tokens, k = positions.require(INT32, "T", "K").shape
     req.require(INT32, tokens)
     table.require(INT32, "R", "M")
@@ -195,6 +193,6 @@ def _convert(
         check_positions(positions, table, block_size, numbers < 0)
     place.call(
         cuda.convert_req_index_to_global_index, reference.convert_req_index_to_global_index,
-        req, table, positions, block_size, prefill, starts, out_, counts, ends_,
+        Conversion(req, table, positions, block_size, prefill, starts, out_, counts, ends_),
     )  # fmt: skip
     return out_.obj, counts and counts.obj, ends_ and ends_.obj

@@ -18,6 +18,7 @@ Source: DeepSeek-V3.2 (the indexer of DeepSeek Sparse Attention); the logits' co
 from __future__ import annotations
 
 from .. import arrays
+from ..arguments import PagedKeys, QuantizeQ, RaggedKeys
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.operation import operation
@@ -31,6 +32,8 @@ from ..reference import logits as reference
 from ..typing import A, AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 from .indexer import require_indexer_cache
+
+__all__ = ["indexer_logits", "paged_indexer_logits", "paged_indexer_schedule", "quantize_indexer_q"]
 
 D = INDEXER_FP8.d_qk
 ROPE = 64
@@ -102,7 +105,7 @@ def quantize_indexer_q(
     q8, w = place.new("q8", (tokens, heads, D), E4M3), place.new("w", (tokens, heads), FLOAT32)
     place.call(
         cuda.quantize_indexer_q, reference.quantize_indexer_q,
-        q_, weights_, positions_, cos_sin, rope_first, interleaved, scale_format, q8, w,
+        QuantizeQ(q_, weights_, positions_, cos_sin, rope_first, interleaved, scale_format, q8, w),
     )  # fmt: skip
     return q8.obj, w.obj
 
@@ -162,14 +165,12 @@ def indexer_logits(
     require_bool("clean", clean)
     if compact_width is not None:
         compact_width = require_integer("compact_width", compact_width, 0)
-    place, (q8_, k8_, ks_, w_, starts_, ends_) = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
+    place, given = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
     (out_,) = place.optional(out=out)
-    queries, keys = require_ragged(q8_, k8_, ks_, w_, starts_, ends_)
+    of = RaggedKeys(*given)
+    queries, keys = require_ragged(of)
     out_ = place.output("out", out_, (queries, keys if compact_width is None else compact_width), FLOAT32)
-    place.call(
-        cuda.indexer_logits, reference.indexer_logits,
-        q8_, k8_, ks_, w_, starts_, ends_, clean, compact_width is not None, out_,
-    )  # fmt: skip
+    place.call(cuda.indexer_logits, reference.indexer_logits, of, clean, compact_width is not None, out_)
     return out_.obj
 
 
@@ -229,11 +230,10 @@ def paged_indexer_logits(
         q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
     )
     schedule_, out_ = place.optional(schedule=schedule, out=out)
-    queries = require_paged(q8_, cache, w_, lens, table, max_context_len, schedule_)
+    of = PagedKeys(q8_, cache, w_, lens, table, schedule_)
+    queries = require_paged(of, max_context_len)
     out_ = place.output("out", out_, (queries, max_context_len), FLOAT32)
-    place.call(
-        cuda.paged_indexer_logits, reference.paged_indexer_logits, q8_, cache, w_, lens, table, schedule_, clean, out_
-    )  # fmt: skip
+    place.call(cuda.paged_indexer_logits, reference.paged_indexer_logits, of, clean, out_)
     return out_.obj
 
 
@@ -298,16 +298,16 @@ def paged_indexer_schedule(
     return out_.obj
 
 
-def require_ragged(q8: Array, k8: Array, ks: Array, w: Array, starts: Array, ends: Array) -> tuple[int, int]:
+def require_ragged(of: RaggedKeys) -> tuple[int, int]:
     """Check the arrays of logits over ranges of rows; returns how many queries and keys there are."""
-    queries, heads, _ = _require_rows(q8.require(QUANTIZED, "M", HEADS, D)).shape
-    keys, _ = _require_rows(k8.require(QUANTIZED, "N", D)).shape
-    ks.require(FLOAT32, keys)
-    w.require(FLOAT32, queries, heads)
-    starts.require(INT32, queries)
-    ends.require(INT32, queries)
+    queries, heads, _ = _require_rows(of.q8.require(QUANTIZED, "M", HEADS, D)).shape
+    keys, _ = _require_rows(of.k8.require(QUANTIZED, "N", D)).shape
+    of.ks.require(FLOAT32, keys)
+    of.w.require(FLOAT32, queries, heads)
+    of.starts.require(INT32, queries)
+    of.ends.require(INT32, queries)
     if arrays.CHECK_VALUES:
-        check_ranges(starts, ends, keys)
+        check_ranges(of.starts, of.ends, keys)
     return queries, keys
 
 
@@ -319,25 +319,17 @@ def _require_lens(lens: Array, requests: int | str, n: int | str) -> int:
     return requests
 
 
-def require_paged(
-    q8: Array,
-    cache: Array,
-    w: Array,
-    lens: Array,
-    table: Array,
-    max_context_len: int,
-    schedule: Array | None,
-) -> int:
+def require_paged(of: PagedKeys, max_context_len: int) -> int:
     """Check the arrays of logits over a paged cache; returns how many queries there are."""
-    requests, n, heads, _ = _require_rows(q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
-    require_indexer_cache(cache)
-    w.require(FLOAT32, requests * n, heads)
-    _require_lens(lens, requests, n)
-    table.require(INT32, requests, "width")
-    if schedule is not None and schedule.require(INT32, "shares", SCHEDULE_WORDS).shape[0] == 0:
+    requests, n, heads, _ = _require_rows(of.q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
+    require_indexer_cache(of.cache)
+    of.w.require(FLOAT32, requests * n, heads)
+    _require_lens(of.lens, requests, n)
+    of.table.require(INT32, requests, "width")
+    if of.schedule is not None and of.schedule.require(INT32, "shares", SCHEDULE_WORDS).shape[0] == 0:
         raise ValueError("schedule: expected a share at least, got none")
     if arrays.CHECK_VALUES:
-        check_contexts(lens, max_context_len, table, cache)
+        check_contexts(of.lens, max_context_len, of.table, of.cache)
     return requests * n
 
 

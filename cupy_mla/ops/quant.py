@@ -10,6 +10,8 @@ from ..dtypes import BFLOAT16, E4M3, FLOAT32
 from ..reference import quant as reference
 from ..typing import A
 
+__all__ = ["dynamic_per_batched_tensor_quant"]
+
 FLOATS = (BFLOAT16, FLOAT32)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import arrays
+from ..arguments import CombinedLists, SwaWindows
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_integer
@@ -23,6 +24,8 @@ from ..cuda import swa as cuda
 from ..dtypes import BOOL, INT32
 from ..reference import swa as reference
 from ..typing import A, AnyArray
+
+__all__ = ["combine_topk_swa_indices", "compute_prefill_gather_lens", "compute_swa_indices_and_lens"]
 
 LIST_ALIGN = 128  # entries; widths of combined lists are a multiple of it
 
@@ -91,7 +94,7 @@ def compute_swa_indices_and_lens(
         check_requests(req, requests, valid)
     place.call(
         cuda.compute_swa_indices_and_lens, reference.compute_swa_indices_and_lens,
-        starts, seq, req, valid, table, block_size, window_size, out_, lens_,
+        SwaWindows(starts, seq, req, valid, table, block_size, window_size, out_, lens_),
     )  # fmt: skip
     return out_.obj, lens_.obj
 
@@ -221,6 +224,6 @@ def combine_topk_swa_indices(
         check_lengths(gather)
     place.call(
         cuda.combine_topk_swa_indices, reference.combine_topk_swa_indices,
-        chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, out_, lens_,
+        CombinedLists(chosen, starts, seq, gather, window_size, compress_ratio, topk, M, N, out_, lens_),
     )  # fmt: skip
     return out_.obj, lens_.obj

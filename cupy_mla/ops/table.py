@@ -3,7 +3,8 @@
 These read it: the self-check (`cupy_mla.selfcheck`), the tests that hold for every operation, the sanitizer cases
 (`benchmarks/small_cases.py`) and the torch custom ops (`cupy_mla.integrations.torch_ops`). No operation imports it.
 
-To add a row: write its example calls as a function of a random generator and a `Wanted`, and an `Operation` in `TABLE`.
+To add an operation: an `Operation` in `TABLE`. Its example calls are a function of a random generator and a `Wanted`;
+the long ones stand in `ops/examples.py`.
 """
 
 from __future__ import annotations
@@ -19,44 +20,23 @@ import numpy as np
 
 from ..bridges import to_numpy
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
-from ..layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, INDEXER_FP8, V4_FP8, V32_FP8, Layout
-from ..reference import cache as reference_cache
-from ..reference import indexer as reference_indexer
-from ..reference import logits as reference_logits
+from ..layouts import D_V, FP8_OF_V4, FP8_OF_V32, Layout
 from ..typing import A, AnyArray
-from . import attention, cache, compressed, context_parallel, gather, indexer, indices, logits, quant, swa, topk
-
-
-class Wanted(NamedTuple):
-    """What the example calls shall cover.
-
-    Attributes:
-        layouts: cache layouts. Calls that need another one are left out.
-        many: query tokens of the larger calls of attention.
-        strays: whether some slots, entries, requests, blocks and rows lie beyond the arrays, which checks of values
-            (`cupy_mla.set_checks`) refuse.
-    """
-
-    layouts: tuple[Layout, ...] = ATTENTION_LAYOUTS
-    many: int = 4
-    strays: bool = False
-
-
-ALL = Wanted()
-
-
-class Call(NamedTuple):
-    """An example call.
-
-    Attributes:
-        detail: what tells it from the operation's other calls.
-        arguments: by name; arrays are NumPy arrays.
-        unaligned: the arrays whose rows `Operation.run` starts one item after an aligned address.
-    """
-
-    detail: str
-    arguments: dict[str, Any]
-    unaligned: tuple[str, ...] = ()
+from . import (
+    attention,
+    cache,
+    compressed,
+    context_parallel,
+    examples,
+    gather,
+    indexer,
+    indices,
+    logits,
+    quant,
+    swa,
+    topk,
+)
+from .examples import ALL, Call, Wanted
 
 
 class Result(NamedTuple):
@@ -157,516 +137,8 @@ def _copied(array: np.ndarray, put: Callable[[np.ndarray], Any], unaligned: bool
     return put(whole)[:, :items].reshape(array.shape)
 
 
-# --- inputs ---------------------------------------------------------------------------------------------------
-
-BLOCKS, BLOCK_SIZE = 4, 32
-TOKENS = BLOCKS * BLOCK_SIZE
-TOPK, WINDOW, RATIO = 64, 16, 4
-SM_SCALES = {576: 192**-0.5, 512: 512**-0.5}  # DeepSeek-V3.2's and V4's, by d_qk
-
-
-def _normal(rng: np.random.Generator, *shape: int, size: float = 1) -> np.ndarray:
-    return (size * rng.standard_normal(shape, np.float32)).astype(BFLOAT16)
-
-
-def _rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Rows to be packed, one of them zero."""
-    rows = _normal(rng, *shape)
-    rows[5] = 0
-    return rows
-
-
-def _unwritten(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array to be written: NaN, and -2 of signed integers, for -1 is a result."""
-    if np.issubdtype(dtype, np.signedinteger):
-        return np.full(shape, -2, dtype)
-    array = np.empty(shape, dtype)
-    array.reshape(-1).view(np.uint8).fill(0xFF)
-    return array
-
-
-def _empty_cache(layout: Layout, blocks: int = BLOCKS, block_size: int = BLOCK_SIZE) -> np.ndarray:
-    """A cache to be written, with the block stride of the layout's writers."""
-    whole = _unwritten((blocks, layout.block_bytes(block_size) // layout.dtype.itemsize), layout.dtype)
-    return whole[:, : block_size * layout.last_axis].reshape(blocks, block_size, layout.last_axis)
-
-
-def _full_cache(
-    rng: np.random.Generator, layout: Layout, blocks: int = BLOCKS, block_size: int = BLOCK_SIZE
-) -> np.ndarray:
-    """A cache full of rows of size 0.1."""
-    paged, slots = _empty_cache(layout, blocks, block_size), np.arange(blocks * block_size)
-    rows = _normal(rng, len(slots), layout.d_qk, size=0.1)
-    if layout is V4_FP8:
-        reference_cache.quantize_and_insert_k_cache(layout, rows, paged, slots)
-    elif layout is INDEXER_FP8:
-        reference_indexer.indexer_k_quant_and_cache(rows, paged, slots, "fp32")
-    else:
-        reference_cache.concat_and_cache_mla(layout, rows[:, :-64], rows[:, -64:], paged, slots, "fp32")
-    return paged
-
-
-def _slots(rng: np.random.Generator, wanted: Wanted, tokens: int = TOKENS) -> np.ndarray:
-    """A slot for each token, some -1, and with strays one beyond the cache."""
-    slots = rng.permutation(tokens)
-    slots[::7] = -1
-    if wanted.strays:
-        slots[3] = tokens
-    return slots
-
-
-def _block_table(rng: np.random.Generator, wanted: Wanted, width: int) -> np.ndarray:
-    """Blocks of three requests. With strays some do not exist."""
-    first, end = (-1, BLOCKS + 1) if wanted.strays else (0, BLOCKS)
-    return rng.integers(first, end, (3, width), dtype=np.int32)
-
-
-# --- attention ------------------------------------------------------------------------------------------------
-
-
-def _lists(rng: np.random.Generator, wanted: Wanted, *shape: int) -> np.ndarray:
-    """Index lists of which some entries are negative and, with strays, others beyond the rows."""
-    return rng.integers(-5, TOKENS + 5 * wanted.strays, shape, dtype=np.int32)
-
-
-def _lengths(rng: np.random.Generator, wanted: Wanted, least: int, most: int, count: int) -> np.ndarray:
-    """Lengths of lists of `most` entries; with strays some are longer."""
-    return rng.integers(least, most + 1 + 2 * wanted.strays, count, dtype=np.int32)
-
-
-def _prefill_arguments(
-    rng: np.random.Generator, wanted: Wanted, kv: np.ndarray, heads: int, s_q: int
-) -> dict[str, Any]:
-    d_qk = kv.shape[-1]
-    q, lists = _normal(rng, s_q, heads, d_qk, size=10), _lists(rng, wanted, s_q, 1, TOPK)
-    return {"q": q, "kv": kv, "indices": lists, "sm_scale": SM_SCALES[d_qk]}
-
-
-def _prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    rows = [_normal(rng, TOKENS, 1, d_qk, size=0.1) for d_qk in sorted({layout.d_qk for layout in wanted.layouts})]
-    sink, length = rng.standard_normal(5, np.float32), _lengths(rng, wanted, TOPK // 2, TOPK, 3)
-    arguments = {**_prefill_arguments(rng, wanted, rows[0], 5, 3), "attn_sink": sink, "topk_length": length}
-    yield Call(f"5 heads of {rows[0].shape[-1]}, 3 queries, every argument", arguments)
-    for kv in rows:
-        for heads, s_q in ((16, 3), (64, wanted.many), (128, wanted.many // 2)):
-            detail = f"{heads} heads of {kv.shape[-1]}, {s_q} queries"
-            yield Call(detail, _prefill_arguments(rng, wanted, kv, heads, s_q))
-
-
-def _decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """Few query tokens and many, few heads and many."""
-    many = wanted.many
-    for layout in sorted(wanted.layouts, key=lambda layout: layout is not V4_FP8):
-        of_layout, main = f"{layout.name} of {layout.d_qk}", _full_cache(rng, layout)
-        extra = _full_cache(rng, layout, TOKENS // 2, 2)
-        if layout is V4_FP8:
-            arguments = {
-                "q": _normal(rng, 2, 2, 3, 512, size=10), "k_cache": main, "indices": _lists(rng, wanted, 2, 2, 70),
-                "sm_scale": 0.04, "attn_sink": rng.standard_normal(3, np.float32),
-                "topk_length": _lengths(rng, wanted, 35, 70, 2), "extra_k_cache": extra,
-                "extra_indices": _lists(rng, wanted, 2, 2, 33), "extra_topk_length": _lengths(rng, wanted, 0, 33, 2),
-                "num_splits": 3,
-            }  # fmt: skip
-            yield Call(f"{of_layout}, 3 heads, 2 x 2 queries, every argument", arguments)
-        shapes = ((16, 2, 1), (64, 2, 2), (128, 1, 1), (8, many, 1), (32, many // 2, 2), (128, many // 2, 1))
-        for heads, b, s_q in shapes:
-            q, lists = _normal(rng, b, s_q, heads, layout.d_qk, size=10), _lists(rng, wanted, 2, b, s_q, TOPK)
-            detail = f"{of_layout}, {heads} heads, {b} x {s_q} queries"
-            arguments = {"q": q, "k_cache": main, "indices": lists[0], "sm_scale": SM_SCALES[layout.d_qk]}
-            yield Call(detail, arguments)
-            if layout is V4_FP8:
-                sink = rng.standard_normal(heads, np.float32)
-                more = {"extra_k_cache": extra, "extra_indices": lists[1], "attn_sink": sink}
-                yield Call(f"{detail}, two caches", arguments | more)
-
-
-# --- packing --------------------------------------------------------------------------------------------------
-
-
-def _mla_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    row = {"kv_c": _rows(rng, TOKENS, 512), "k_pe": _rows(rng, TOKENS, 64), "slot_mapping": _slots(rng, wanted)}
-    no_rope = {"k_pe": _unwritten((TOKENS, 0), BFLOAT16)}
-    for layout in (V32_FP8, BF16_576):
-        for scale_format in ("ue8m0", "fp32") if layout.quantized else ("fp32",):
-            if layout in wanted.layouts:
-                arguments = {**row, "kv_cache": _empty_cache(layout), "scale_format": scale_format}
-                detail = f"{layout.name} {scale_format}" if layout.quantized else layout.name
-                yield Call(detail, arguments)
-                yield Call(f"{detail}, unaligned rows", arguments, unaligned=("kv_c", "k_pe"))
-    for layout in (V32_FP8, BF16_512):
-        if layout in wanted.layouts:
-            yield Call(f"{layout.name} without RoPE", {**row, **no_rope, "kv_cache": _empty_cache(layout)})
-
-
-def _v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    arguments = {"k": _rows(rng, TOKENS, 512), "k_cache": _empty_cache(V4_FP8), "slot_mapping": _slots(rng, wanted)}
-    yield Call("", arguments)
-    yield Call("unaligned rows", arguments, unaligned=("k",))
-
-
-def _indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for block_size in (32, 15):  # blocks of 15 tokens allow 4-byte stores only
-        tokens = BLOCKS * block_size
-        for scale_format in cache.SCALE_FORMATS:
-            arguments = {
-                "k": _rows(rng, tokens, 128), "kv_cache": _empty_cache(INDEXER_FP8, BLOCKS, block_size),
-                "slot_mapping": _slots(rng, wanted, tokens), "scale_format": scale_format,
-            }  # fmt: skip
-            yield Call(f"{scale_format}, blocks of {block_size}", arguments)
-
-
-# --- gathering ------------------------------------------------------------------------------------------------
-
-
-def _lens(rng: np.random.Generator, wanted: Wanted) -> np.ndarray:
-    """Lengths of three requests, 59 tokens at most; with strays the last request has more than its blocks hold."""
-    return np.array([9, 0, 70 if wanted.strays else rng.integers(30, 51)], np.int32)
-
-
-def _mla_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    arguments = {
-        "src_cache": _full_cache(rng, V32_FP8), "dst": _unwritten((60, 576), BFLOAT16),
-        "block_table": _block_table(rng, wanted, 2), "seq_lens": _lens(rng, wanted),
-        "workspace_starts": np.array([0, 9, 9], np.int32),
-    }  # fmt: skip
-    yield Call("", arguments)
-    yield Call("unaligned rows", arguments, unaligned=("dst",))
-
-
-def _v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    lens = _lens(rng, wanted)
-    for block_size, gather_lens in ((32, lens * 2 // 3), (15, None)):
-        arguments = {
-            "out": _unwritten((3, 40 if wanted.strays else 60, 512), BFLOAT16),
-            "k_cache": _full_cache(rng, V4_FP8, BLOCKS, block_size), "seq_lens": lens, "gather_lens": gather_lens,
-            "block_table": _block_table(rng, wanted, 64 // block_size), "block_size": block_size, "offset": 5,
-        }  # fmt: skip
-        yield Call(f"blocks of {block_size}", arguments)
-
-
-def _indexer_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for block_size in (32, 15):
-        starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
-        arguments = {
-            "kv_cache": _full_cache(rng, INDEXER_FP8, BLOCKS, block_size), "dst_k": _unwritten((60, 128), np.uint8),
-            "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, wanted, 4),
-            "cu_seq_lens": starts,
-        }  # fmt: skip
-        yield Call(f"blocks of {block_size}", arguments)
-
-
-# --- the indexer's selection ----------------------------------------------------------------------------------
-
-
-def _quantize_q_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    tokens = 11
-    angles = rng.uniform(0, 7, (40, 32))
-    for heads, rope_first, interleaved, scale_format in ((64, True, False, "fp32"), (24, False, True, "ue8m0")):
-        arguments = {
-            "q": _normal(rng, tokens, heads, 128), "weights": rng.standard_normal((tokens, heads), np.float32),
-            "positions": rng.integers(-1, 41 if wanted.strays else 40, tokens),
-            "cos_sin_cache": np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32),
-            "rope_first": rope_first, "interleaved": interleaved, "scale_format": scale_format,
-        }  # fmt: skip
-        yield Call(f"{heads} heads, {scale_format}", arguments)
-        yield Call(f"{heads} heads, {scale_format}, unaligned rows", arguments, unaligned=("q",))
-    plain = {"q": _rows(rng, tokens, 8, 128), "weights": _normal(rng, tokens, 8)}
-    yield Call("without RoPE", plain)
-
-
-def _few_ones(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """E4m3 bytes of few ones and minus ones: sums of their products are exact in any order, and ties abound."""
-    return rng.choice(np.array([0] * 14 + [1, -1], E4M3).view(np.uint8), shape)
-
-
-def _simple(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.choice(np.array([-1, -0.5, 0.5, 1], np.float32), shape)
-
-
-def _ranges(rng: np.random.Generator, wanted: Wanted, rows: int, width: int) -> dict[str, np.ndarray]:
-    """Ranges of columns, some of them empty; with strays some begin below 0 or end beyond the rows."""
-    starts = rng.integers(-2 if wanted.strays else 0, width // 2, rows, dtype=np.int32)
-    ends = starts + rng.integers(-1, width, rows, dtype=np.int32)
-    return {"starts": starts, "ends": ends if wanted.strays else np.minimum(ends, width)}
-
-
-def _ragged(rng: np.random.Generator, wanted: Wanted, queries: int, keys: int, heads: int) -> dict[str, Any]:
-    return {
-        "q8": _few_ones(rng, queries, heads, 128), "k8": _few_ones(rng, keys, 128),
-        "ks": np.exp2(rng.integers(-4, 4, keys)).astype(np.float32), "w": _simple(rng, queries, heads),
-        **_ranges(rng, wanted, queries, keys),
-    }  # fmt: skip
-
-
-RAGGED = ((7, 300, 64), (21, 90, 32), (3, 40, 8))  # queries, keys, heads
-
-
-def _logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for queries, keys, heads in RAGGED:
-        yield Call(f"{queries} x {keys}, {heads} heads", _ragged(rng, wanted, queries, keys, heads))
-        arguments = {**_ragged(rng, wanted, queries, keys, heads), "compact_width": keys // 2}
-        yield Call(f"{queries} x {keys}, {heads} heads, compact", arguments)
-
-
 def _logits_shape(q8: Any, k8: Any, compact_width: int | None = None, **_: Any) -> tuple[int, int]:
     return q8.shape[0], k8.shape[0] if compact_width is None else compact_width
-
-
-def _select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for queries, keys, heads in RAGGED:
-        table = {
-            "req_id": rng.integers(-1 if wanted.strays else 0, 3, queries, dtype=np.int32),
-            "block_table": _block_table(rng, wanted, 5), "block_size": 64,
-        }  # fmt: skip
-        for limit in (512 << 20, 4 * 5 * keys):
-            arguments = {**_ragged(rng, wanted, queries, keys, heads), "k": 50, **table, "max_workspace_bytes": limit}
-            yield Call(f"{queries} x {keys}, {heads} heads, slots, {limit} bytes", arguments)
-        yield Call(f"{queries} x {keys}, {heads} heads", {**_ragged(rng, wanted, queries, keys, heads), "k": 50})
-
-
-def _paged(rng: np.random.Generator, wanted: Wanted, n: int, heads: int, block_size: int) -> dict[str, Any]:
-    """Three requests, of at most 95 keys; with strays of at most 100, of which their blocks hold 90 or so."""
-    keys = _few_ones(rng, BLOCKS, block_size, 128)
-    cache = _empty_cache(INDEXER_FP8, BLOCKS, block_size).reshape(BLOCKS, -1)
-    cache[:, : block_size * 128] = keys.reshape(BLOCKS, -1)
-    cache[:, block_size * 128 :] = np.exp2(rng.integers(-4, 4, (BLOCKS, block_size))).astype(np.float32).view(np.uint8)
-    longest, held = (100, 90) if wanted.strays else (95, 95)
-    return {
-        "q8": _few_ones(rng, 3, n, heads, 128), "kv_cache": cache.reshape(BLOCKS, block_size, -1),
-        "w": _simple(rng, 3 * n, heads), "context_lens": rng.integers(0, longest + 1, 3, dtype=np.int32),
-        "block_table": _block_table(rng, wanted, -(-held // block_size)), "max_context_len": 95,
-    }  # fmt: skip
-
-
-PAGED = ((1, 64, 64), (2, 32, 64), (5, 64, 15), (3, 24, 16))  # queries a request, heads, block size
-
-
-def _scheduled(arguments: dict[str, Any], shares: int) -> dict[str, Any]:
-    """The same with a schedule."""
-    lens, table, longest = (arguments[name] for name in ("context_lens", "block_table", "max_context_len"))
-    schedule = np.empty((shares, logits.SCHEDULE_WORDS), INT32)
-    reference_logits.paged_indexer_schedule(lens, table, longest, arguments["kv_cache"].shape[1], schedule)
-    return {**arguments, "schedule": schedule}
-
-
-def _paged_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for n, heads, block_size in PAGED:
-        detail = f"{n} queries of {heads} heads, blocks of {block_size}"
-        arguments = _paged(rng, wanted, n, heads, block_size)
-        yield Call(f"{detail}, scheduled", _scheduled(arguments, 4))
-        yield Call(detail, arguments)
-
-
-def _schedule_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """More shares than units of keys, and fewer."""
-    for n, block_size, shares in ((0, 64, 5), (2, 15, 3), (1, 256, 1)):
-        requests, width = 300, -(-4000 // block_size)
-        arguments = {
-            "context_lens": rng.integers(0, 4200, (requests, n) if n else requests, dtype=np.int32),
-            "block_table": rng.integers(-1 if wanted.strays else 0, 9000, (requests, width), dtype=np.int32),
-            "max_context_len": 4100 if wanted.strays else 4000, "block_size": block_size, "shares": shares,
-        }  # fmt: skip
-        yield Call(f"{requests} requests of {n or 'some'} tokens, {shares} shares", arguments)
-    few = {"context_lens": rng.integers(0, 200, 3, dtype=np.int32), "block_table": _block_table(rng, wanted, 4)}
-    yield Call("more shares than keys", {**few, "max_context_len": 200, "block_size": 64, "shares": 132})
-
-
-def _paged_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for n, heads, block_size in PAGED:
-        arguments = {**_scheduled(_paged(rng, wanted, n, heads, block_size), 4), "k": 40}
-        yield Call(f"{n} queries of {heads} heads, blocks of {block_size}, scheduled", arguments)
-        for slots in (True, False):
-            arguments = {
-                **_paged(rng, wanted, n, heads, block_size),
-                "k": 40,
-                "slots": slots,
-                "max_workspace_bytes": 4 * 95 * n,
-            }
-            detail = f"{n} queries of {heads} heads, blocks of {block_size}{', slots' * slots}"
-            yield Call(detail, arguments)
-
-
-def _topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    """Rows of one tile and of several, few and many, random ones and ones with plateaus."""
-    for rows, width, k in ((3, 5000, 2048), (150, 9000, 512), (2, 70000, 1024)):
-        logits = rng.standard_normal((rows, width), np.float32)
-        logits[1] = np.maximum(logits[1], 0)
-        ranges = _ranges(rng, wanted, rows, width)
-        yield Call(f"{rows} x {width}, {k}", {"logits": logits, "k": k, **ranges})
-        yield Call(f"{rows} x {width}, {k}, bfloat16", {"logits": logits.astype(BFLOAT16), "k": k})
-
-
-def _concat_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    arguments = {
-        "ql_nope": _normal(rng, 7, 5, 512).swapaxes(0, 1),  # as a batched product leaves it
-        "q_pe": _normal(rng, 5, 7, 64), "out": _unwritten((5, 7, 576), BFLOAT16),
-    }  # fmt: skip
-    yield Call("", arguments)
-    yield Call("unaligned rows", arguments, unaligned=("q_pe",))
-
-
-# --- index lists ----------------------------------------------------------------------------------------------
-
-
-def _convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    tokens = 60
-    first, end = (-1, 4) if wanted.strays else (0, 3)
-    prefills = {
-        "prefill_request_ids": rng.integers(-1, end, tokens, dtype=np.int32),
-        "prefill_workspace_starts": np.array([0, 50, first], np.int32), "return_valid_counts": True,
-    }  # fmt: skip
-    calls: tuple[tuple[str, int, dict[str, Any]], ...] = (("of prefills", 65, prefills), ("", 64, {}))
-    for detail, width, more in calls:
-        arguments = {
-            "req_id": rng.integers(first, end, tokens, dtype=np.int32), "block_table": _block_table(rng, wanted, 2),
-            "token_indices": rng.integers(-3, 2 * BLOCK_SIZE + 3 * wanted.strays, (tokens, width), dtype=np.int32),
-            "block_size": BLOCK_SIZE,
-        }  # fmt: skip
-        yield Call(detail, {**arguments, **more})
-
-
-def _slots_and_ends_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for call in _convert_calls(rng, wanted):
-        lists = call.arguments["token_indices"]
-        lists[np.arange(lists.shape[1]) >= rng.integers(0, lists.shape[1] + 1, (len(lists), 1))] = -1
-        yield Call(call.detail, {n: v for n, v in call.arguments.items() if n != "return_valid_counts"})
-
-
-def _quant_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    yield Call("bfloat16", {"x": _normal(rng, 5, 7, 577)})
-    yield Call("float32", {"x": rng.standard_normal((30, 500), np.float32)})
-
-
-class _Batch(NamedTuple):
-    """Three requests of 3, 0 and 57 query tokens; with strays one token names a request that does not exist."""
-
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    token_to_req: np.ndarray
-    positions: np.ndarray
-    is_valid_token: np.ndarray
-
-    @classmethod
-    def draw(cls, rng: np.random.Generator, wanted: Wanted) -> _Batch:
-        query_lens = np.array([3, 0, 57], np.int32)
-        starts = np.append(0, query_lens.cumsum()).astype(np.int32)
-        tokens, lens = int(starts[-1]), query_lens + rng.integers(1, 70, 3, dtype=np.int32)
-        requests = np.repeat(np.arange(3, dtype=np.int32), query_lens)
-        positions = (np.arange(tokens) + (lens - starts[1:])[requests]).astype(np.int64)
-        if wanted.strays:
-            requests[5] = 9
-        return cls(starts, lens, requests, positions, rng.random(tokens) < 0.8)
-
-    def take(self, *names: str) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in names}
-
-
-BLOCKS_OF_V4 = ((32, 4), (1, 120))  # block size, and blocks that a request has
-
-
-def _swa_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens", "token_to_req", "is_valid_token")
-    for block_size, width in BLOCKS_OF_V4:
-        table = _block_table(rng, wanted, width)
-        arguments = {**batch, "block_table": table, "block_size": block_size, "window_size": WINDOW}
-        yield Call(f"blocks of {block_size}", arguments)
-
-
-def _gather_lens_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
-    for decodes in (1, 0):
-        yield Call(f"{decodes} decodes", {**batch, "num_decodes": decodes, "window_size": WINDOW})
-
-
-def _combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
-    query_lens = np.diff(batch["query_start_loc"])
-    arguments = {
-        **batch, "topk_indices": rng.integers(-3, 70, (60, TOPK + 1), dtype=np.int32),
-        "gather_lens": query_lens + np.minimum(batch["seq_lens"] - query_lens, WINDOW - 1),
-        "window_size": WINDOW, "compress_ratio": RATIO, "topk": TOPK, "M": 200, "N": 64,
-    }  # fmt: skip
-    yield Call("", arguments)
-
-
-def _global_topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng, wanted).take("token_to_req", "is_valid_token")
-    for block_size, width in BLOCKS_OF_V4:
-        arguments = {
-            **batch, "topk_indices": rng.integers(-3, 130 if wanted.strays else 120, (60, TOPK + 1), dtype=np.int32),
-            "block_table": _block_table(rng, wanted, width), "block_size": block_size,
-        }  # fmt: skip
-        yield Call(f"blocks of {block_size}", arguments)
-
-
-def _slot_mapping_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
-    for block_size, width in BLOCKS_OF_V4:
-        table = {"block_table": _block_table(rng, wanted, width), "block_size": block_size}
-        yield Call(f"blocks of {block_size}", {**batch, **table, "num_tokens": 63, "compress_ratio": RATIO})
-
-
-def _c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    batch = _Batch.draw(rng, wanted)
-    for block_size, width in BLOCKS_OF_V4:
-        arguments = {
-            **batch.take("positions", "token_to_req"), "block_table": _block_table(rng, wanted, width),
-            "block_size": block_size, "compress_ratio": RATIO, "num_decode_tokens": 20, "max_compressed_tokens": 66,
-            "slot_mapping": np.where(batch.is_valid_token, 7, -1), "decode_indices": _unwritten((22, 70), np.int32),
-            "decode_lens": _unwritten((22,), np.int32), "prefill_indices": _unwritten((43, 70), np.int32),
-        }  # fmt: skip
-        yield Call(f"blocks of {block_size}", arguments)
-
-
-# --- context parallelism --------------------------------------------------------------------------------------
-
-RANKS = ((2, 0, 1), (3, 2, 4))  # world size, rank, interleave
-
-
-def _local_lens_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for world_size, rank, interleave in RANKS:
-        arguments = {"world_size": world_size, "rank": rank, "interleave": interleave}
-        lens = rng.integers(-3 if wanted.strays else 0, 1000, 50, dtype=np.int32)
-        yield Call(f"rank {rank} of {world_size}, interleave {interleave}", {"seq_lens": lens, **arguments})
-
-
-def _localize_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for (world_size, rank, interleave), width in zip(RANKS, (2048, 77), strict=True):
-        arguments = {"world_size": world_size, "rank": rank, "interleave": interleave}
-        positions = rng.integers(-3, 5000, (7, width), dtype=np.int32)
-        yield Call(f"rank {rank} of {world_size}, {width} entries", {"topk_indices": positions, **arguments})
-
-
-def _globalize_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for (world_size, rank, interleave), width in zip(RANKS, (2048, 77), strict=True):
-        arguments = {
-            "logits": rng.standard_normal((7, 3000), np.float32),
-            "topk_indices": rng.integers(-3, 3000, (7, width), dtype=np.int32),
-            "world_size": world_size, "rank": rank, "interleave": interleave,
-        }  # fmt: skip
-        yield Call(f"rank {rank} of {world_size}, {width} entries", arguments)
-
-
-def _merge_topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for ranks, width, k in ((2, 2048, 2048), (3, 77, 100), (1, 50, 60)):
-        positions = np.stack([rng.permutation(ranks * width).astype(np.int32) for _ in range(5)]).reshape(5, ranks, -1)
-        positions[rng.random(positions.shape) < 0.1] = -1
-        values = np.maximum(rng.standard_normal((ranks, 5, width), np.float32), 0)
-        arguments = {"values": values, "positions": np.ascontiguousarray(positions.swapaxes(0, 1)), "k": k}
-        yield Call(f"{k} of {ranks} x {width}", arguments)
-
-
-def _merge_attention_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    sink = rng.standard_normal(6, np.float32)
-    for detail, ranks, dtype, more in (
-        ("bfloat16, sink", 2, BFLOAT16, {"attn_sink": sink}),
-        ("float32", 3, FLOAT32, {}),
-    ):
-        outs, lses = rng.standard_normal((ranks, 5, 6, D_V), np.float32), rng.standard_normal((ranks, 5, 6), np.float32)
-        lses[rng.random(lses.shape) < 0.3] = np.inf
-        arguments = {"outs": outs.astype(dtype), "lses": lses, **more}
-        yield Call(detail, arguments)
-        yield Call(f"{detail}, unaligned rows", arguments, unaligned=("outs",))
 
 
 # --- the table ------------------------------------------------------------------------------------------------
@@ -674,7 +146,7 @@ def _merge_attention_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator
 TABLE = (
     Operation(
         attention.sparse_prefill,
-        _prefill_calls,
+        examples.prefill_calls,
         results=(
             Result("out", lambda q, **_: (*q.shape[:2], D_V), BFLOAT16),
             Result("max_logits", lambda q, **_: q.shape[:2], FLOAT32),
@@ -684,58 +156,64 @@ TABLE = (
     ),
     Operation(
         attention.sparse_decode,
-        _decode_calls,
+        examples.decode_calls,
         results=(
             Result("out", lambda q, **_: (*q.shape[:3], D_V), BFLOAT16),
             Result("lse", lambda q, **_: (q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
         ),
         exact=False,
     ),
-    Operation(
-        cache.concat_and_cache_mla, _mla_packing_calls, written=("kv_cache",), layouts=(BF16_576, BF16_512, V32_FP8)
-    ),
-    Operation(cache.quantize_and_insert_k_cache, _v4_packing_calls, written=("k_cache",), layouts=(V4_FP8,)),
-    Operation(indexer.indexer_k_quant_and_cache, _indexer_packing_calls, written=("kv_cache",)),
-    Operation(indexer.cp_gather_indexer_k_quant_cache, _indexer_gather_calls, written=("dst_k", "dst_scale")),
+    Operation(cache.concat_and_cache_mla, examples.mla_packing_calls, written=("kv_cache",), layouts=cache.LAYOUTS),
+    Operation(cache.quantize_and_insert_k_cache, examples.v4_packing_calls, written=("k_cache",), layouts=FP8_OF_V4),
+    Operation(indexer.indexer_k_quant_and_cache, examples.indexer_packing_calls, written=("kv_cache",)),
+    Operation(indexer.cp_gather_indexer_k_quant_cache, examples.indexer_gather_calls, written=("dst_k", "dst_scale")),
     Operation(
         logits.quantize_indexer_q,
-        _quantize_q_calls,
+        examples.quantize_q_calls,
         results=(Result("q8", lambda q, **_: q.shape, E4M3), Result("w", lambda weights, **_: weights.shape, FLOAT32)),
     ),
     Operation(
         logits.indexer_logits,
-        _logits_calls,
+        examples.logits_calls,
         results=(Result("out", _logits_shape, FLOAT32),),
     ),
     Operation(
         logits.paged_indexer_logits,
-        _paged_logits_calls,
+        examples.paged_logits_calls,
         results=(Result("out", lambda w, max_context_len, **_: (w.shape[0], max_context_len), FLOAT32),),
     ),
     Operation(
         logits.paged_indexer_schedule,
-        _schedule_calls,
+        examples.schedule_calls,
         results=(Result("out", lambda shares, **_: (shares, logits.SCHEDULE_WORDS), INT32),),
     ),
     Operation(
-        topk.topk_indices, _topk_calls, results=(Result("out", lambda logits, k, **_: (logits.shape[0], k), INT32),)
+        topk.topk_indices,
+        examples.topk_calls,
+        results=(Result("out", lambda logits, k, **_: (logits.shape[0], k), INT32),),
     ),
-    Operation(topk.select_rows, _select_calls, results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),)),
     Operation(
-        topk.select_rows_paged, _paged_select_calls, results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),)
+        topk.select_rows, examples.select_calls, results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),)
     ),
-    Operation(gather.cp_gather_and_upconvert_fp8_kv_cache, _mla_gather_calls, written=("dst",), layouts=(V32_FP8,)),
+    Operation(
+        topk.select_rows_paged,
+        examples.paged_select_calls,
+        results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),),
+    ),
+    Operation(
+        gather.cp_gather_and_upconvert_fp8_kv_cache, examples.mla_gather_calls, written=("dst",), layouts=FP8_OF_V32
+    ),
     Operation(
         gather.dequantize_and_gather_k_cache,
-        _v4_gather_calls,
+        examples.v4_gather_calls,
         written=("out",),
         optional=("gather_lens",),
-        layouts=(V4_FP8,),
+        layouts=FP8_OF_V4,
     ),
-    Operation(gather.concat_mla_q, _concat_calls, written=("out",)),
+    Operation(gather.concat_mla_q, examples.concat_calls, written=("out",)),
     Operation(
         indices.convert_req_index_to_global_index,
-        _convert_calls,
+        examples.convert_calls,
         results=(
             Result("out", lambda token_indices, **_: token_indices.shape, INT32),
             Result("valid_counts", lambda token_indices, **_: token_indices.shape[:1], INT32, "return_valid_counts"),
@@ -743,7 +221,7 @@ TABLE = (
     ),
     Operation(
         indices.convert_to_slots_and_ends,
-        _slots_and_ends_calls,
+        examples.slots_and_ends_calls,
         results=(
             Result("out", lambda token_indices, **_: token_indices.shape, INT32),
             Result("ends", lambda token_indices, **_: token_indices.shape[:1], INT32),
@@ -751,27 +229,27 @@ TABLE = (
     ),
     Operation(
         quant.dynamic_per_batched_tensor_quant,
-        _quant_calls,
+        examples.quant_calls,
         results=(Result("codes", lambda x: x.shape, E4M3), Result("scale", lambda x: (), FLOAT32)),
     ),
     Operation(
         swa.compute_swa_indices_and_lens,
-        _swa_calls,
+        examples.swa_calls,
         results=(
             Result("out", lambda token_to_req, window_size, **_: (token_to_req.shape[0], window_size), INT32),
             Result("lens", lambda token_to_req, **_: token_to_req.shape, INT32),
         ),
-        layouts=(V4_FP8,),
+        layouts=FP8_OF_V4,
     ),
     Operation(
         swa.compute_prefill_gather_lens,
-        _gather_lens_calls,
+        examples.gather_lens_calls,
         results=(Result("out", lambda seq_lens, num_decodes, **_: (seq_lens.shape[0] - num_decodes,), INT32),),
-        layouts=(V4_FP8,),
+        layouts=FP8_OF_V4,
     ),
     Operation(
         swa.combine_topk_swa_indices,
-        _combine_calls,
+        examples.combine_calls,
         results=(
             Result(
                 "out",
@@ -783,39 +261,39 @@ TABLE = (
             ),
             Result("lens", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
         ),
-        layouts=(V4_FP8,),
+        layouts=FP8_OF_V4,
     ),
     Operation(
         compressed.compute_global_topk_indices_and_lens,
-        _global_topk_calls,
+        examples.global_topk_calls,
         results=(
             Result("out", lambda topk_indices, **_: topk_indices.shape, INT32),
             Result("lens", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
         ),
-        layouts=(V4_FP8,),
+        layouts=FP8_OF_V4,
     ),
     Operation(
         compressed.get_compressed_slot_mapping,
-        _slot_mapping_calls,
+        examples.slot_mapping_calls,
         results=(Result("out", lambda num_tokens, **_: (num_tokens,), INT64),),
-        layouts=(V4_FP8,),
+        layouts=FP8_OF_V4,
         writer=compressed.write_compressed_slot_mapping,
     ),
     Operation(
         compressed.build_c128a_topk_metadata,
-        _c128a_calls,
+        examples.c128a_calls,
         written=("decode_indices", "decode_lens", "prefill_indices"),
-        layouts=(V4_FP8,),
+        layouts=FP8_OF_V4,
         writer=compressed.write_c128a_topk_metadata,
     ),
     Operation(
         context_parallel.local_seq_lens,
-        _local_lens_calls,
+        examples.local_lens_calls,
         results=(Result("out", lambda seq_lens, **_: seq_lens.shape, INT32),),
     ),
     Operation(
         context_parallel.localize_topk,
-        _localize_calls,
+        examples.localize_calls,
         results=(
             Result("out", lambda topk_indices, **_: topk_indices.shape, INT32),
             Result("topk_length", lambda topk_indices, **_: topk_indices.shape[:1], INT32),
@@ -823,7 +301,7 @@ TABLE = (
     ),
     Operation(
         context_parallel.globalize_topk,
-        _globalize_calls,
+        examples.globalize_calls,
         results=(
             Result("values", lambda topk_indices, **_: topk_indices.shape, FLOAT32),
             Result("out", lambda topk_indices, **_: topk_indices.shape, INT32),
@@ -831,12 +309,12 @@ TABLE = (
     ),
     Operation(
         context_parallel.merge_topk,
-        _merge_topk_calls,
+        examples.merge_topk_calls,
         results=(Result("out", lambda values, k, **_: (values.shape[1], k), INT32),),
     ),
     Operation(
         context_parallel.merge_attention,
-        _merge_attention_calls,
+        examples.merge_attention_calls,
         results=(
             Result("out", lambda outs, **_: outs.shape[1:], BFLOAT16),
             Result("lse", lambda lses, **_: lses.shape[1:], FLOAT32),

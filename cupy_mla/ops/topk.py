@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import arrays
+from ..arguments import PagedKeys, RaggedKeys
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_together
@@ -20,6 +21,8 @@ from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..reference import topk as reference
 from ..typing import A, AnyArray
 from .logits import require_paged, require_ragged
+
+__all__ = ["select_rows", "select_rows_paged", "topk_indices"]
 
 MAX_K = 4096
 MAX_WORKSPACE_BYTES = 512 << 20
@@ -45,7 +48,7 @@ def topk_indices(
         k: 1 to 4096.
         starts, ends: [M] int32; row i is looked at from `max(starts[i], 0)` to before `min(ends[i], N)`. Default: all
             of it.
-        sort: ascending by position; without, in any order.
+        sort: ascending by position. False allows any order; results are ascending all the same.
         out: [M, k] int32, written in place when given.
 
     Returns:
@@ -73,7 +76,7 @@ def topk_indices(
     if arrays.CHECK_VALUES:
         check_ranges(starts_, ends_, width)
     out_ = place.output("out", out_, (rows, k), INT32)
-    place.call(cuda.topk_indices, reference.topk_indices, logits_, k, starts_, ends_, sort, out_)
+    place.call(cuda.topk_indices, reference.topk_indices, logits_, k, starts_, ends_, out_)
     return out_.obj
 
 
@@ -128,9 +131,10 @@ def select_rows(
     if block_size is not None:
         block_size = require_integer("block_size", block_size, 1)
     require_together(req_id=req_id, block_table=block_table, block_size=block_size)
-    place, (q8_, k8_, ks_, w_, starts_, ends_) = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
+    place, given = bind(q8=q8, k8=k8, ks=ks, w=w, starts=starts, ends=ends)
     requests, table, out_ = place.optional(req_id=req_id, block_table=block_table, out=out)
-    queries, _ = require_ragged(q8_, k8_, ks_, w_, starts_, ends_)
+    of = RaggedKeys(*given)
+    queries, _ = require_ragged(of)
     if requests is not None and table is not None:
         requests.require(INT32, queries)
         table.require(INT32, "R", "width")
@@ -139,7 +143,7 @@ def select_rows(
     out_ = place.output("out", out_, (queries, k), INT32)
     place.call(
         cuda.select_rows, reference.select_rows,
-        q8_, k8_, ks_, w_, starts_, ends_, k, requests, table, block_size, max_workspace_bytes, out_,
+        of, k, requests, table, block_size, max_workspace_bytes, out_,
     )  # fmt: skip
     return out_.obj
 
@@ -197,10 +201,11 @@ def select_rows_paged(
         q8=q8, kv_cache=kv_cache, w=w, context_lens=context_lens, block_table=block_table
     )
     schedule_, out_ = place.optional(schedule=schedule, out=out)
-    queries = require_paged(q8_, cache, w_, lens, table, max_context_len, schedule_)
+    of = PagedKeys(q8_, cache, w_, lens, table, schedule_)
+    queries = require_paged(of, max_context_len)
     out_ = place.output("out", out_, (queries, k), INT32)
     place.call(
         cuda.select_rows_paged, reference.select_rows_paged,
-        q8_, cache, w_, lens, table, schedule_, max_context_len, k, slots, max_workspace_bytes, out_,
+        of, max_context_len, k, slots, max_workspace_bytes, out_,
     )  # fmt: skip
     return out_.obj

@@ -26,36 +26,41 @@ def concat_and_cache_mla(
     slots: np.ndarray,
     scale_format: str,
 ) -> None:
-    """Write tokens into a BF16 or V32_FP8 cache; see `cupy_mla.concat_and_cache_mla`."""
+    """Write tokens whose RoPE values come apart; see `cupy_mla.concat_and_cache_mla`."""
+    no_rope = np.zeros((len(kv_c), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
+    pack_rows(layout, np.concatenate([kv_c, k_pe, no_rope], axis=1), cache, slots, scale_format)
+
+
+@np.errstate(all="ignore")
+def quantize_and_insert_k_cache(layout: Layout, k: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> None:
+    """Write whole rows; see `cupy_mla.quantize_and_insert_k_cache`."""
+    pack_rows(layout, k, cache, slots)
+
+
+@np.errstate(all="ignore")
+def pack_rows(
+    layout: Layout, rows: np.ndarray, cache: np.ndarray, slots: np.ndarray, scale_format: str = "fp32"
+) -> None:
+    """Write rows into a cache of any layout; one whose slot is not in the cache is skipped.
+
+    Args:
+        rows: [T, d_qk] bfloat16.
+        cache: [num_blocks, block_size, last axis] in `layout`.
+        slots: [T'] integers, T' <= T.
+        scale_format: "fp32", or "ue8m0", which rounds float32 scales up to powers of two.
+    """
     tokens, block, offset = _targets(slots, cache)
-    no_rope = np.zeros((len(tokens), layout.d_qk - kv_c.shape[1] - k_pe.shape[1]), BFLOAT16)
-    rows = np.concatenate([kv_c[tokens], k_pe[tokens], no_rope], axis=1)
+    rows = rows[tokens]
     if not layout.quantized:
         cache[block, offset] = rows
         return
     nope, rope, scale_bytes = _regions(layout, cache)
     values, amax = _tiles(layout, rows)
-    if scale_format == "fp32":
-        scales = np.maximum(amax / E4M3_MAX, FLT_MIN)
-    else:
-        scales = np.ldexp(np.float32(1), _ceil_log2(np.maximum(amax / E4M3_MAX, AMAX_FLOOR)))
+    scales, stored = _scales(layout, amax, scale_format == "ue8m0")
     nope[block, offset] = _quantize(values, scales)
     rope[block, offset] = _rope_bytes(layout, rows)
-    scale_bytes[block, offset] = scales.view(np.uint8)
-
-
-@np.errstate(all="ignore")
-def quantize_and_insert_k_cache(layout: Layout, k: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> None:
-    """Write tokens into a V4_FP8 cache; see `cupy_mla.quantize_and_insert_k_cache`."""
-    tokens, block, offset = _targets(slots, cache)
-    rows = k[tokens]
-    nope, rope, scale_bytes = _regions(layout, cache)
-    values, amax = _tiles(layout, rows)
-    exponents = np.clip(_ceil_log2(np.maximum(amax, AMAX_FLOOR) / E4M3_MAX), -E8M0_BIAS, 255 - E8M0_BIAS)
-    nope[block, offset] = _quantize(values, np.ldexp(np.float32(1), exponents))
-    rope[block, offset] = _rope_bytes(layout, rows)
-    scale_bytes[block, offset, : layout.num_scales] = exponents + E8M0_BIAS
-    scale_bytes[block, offset, layout.num_scales :] = 0
+    scale_bytes[block, offset, : stored.shape[1]] = stored
+    scale_bytes[block, offset, stored.shape[1] :] = 0  # padding
 
 
 @np.errstate(all="ignore")
@@ -120,6 +125,18 @@ def _tiles(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The quantized part as float32 [n, scales, tile] and each tile's largest magnitude, NaN left aside."""
     values = rows[:, : layout.d_nope].astype(np.float32).reshape(len(rows), layout.num_scales, layout.scale_tile)
     return values, np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
+
+
+def _scales(layout: Layout, amax: np.ndarray, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The scales [n, scales] float32 of tiles with these largest magnitudes, and their bytes in the cache."""
+    if layout.scale_kind == "ue8m0":
+        exponents = np.clip(_ceil_log2(np.maximum(amax, AMAX_FLOOR) / E4M3_MAX), -E8M0_BIAS, 255 - E8M0_BIAS)
+        return np.ldexp(np.float32(1), exponents), (exponents + E8M0_BIAS).astype(np.uint8)
+    if power_of_two:
+        scales = np.ldexp(np.float32(1), _ceil_log2(np.maximum(amax / E4M3_MAX, AMAX_FLOOR)))
+    else:
+        scales = np.maximum(amax / E4M3_MAX, FLT_MIN)
+    return scales, scales.view(np.uint8)
 
 
 def _ceil_log2(x: np.ndarray) -> np.ndarray:

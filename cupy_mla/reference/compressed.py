@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..arguments import C128aLists, Conversion
 from .indices import LARGEST, convert_req_index_to_global_index, slots_of
 from .swa import positions_of, requests_of
 
 
-def compute_global_topk_indices_and_lens(
-    topk_indices: np.ndarray,
-    token_to_req: np.ndarray,
-    block_table: np.ndarray,
-    block_size: int,
-    is_valid_token: np.ndarray,
-    out: np.ndarray,
-    lens: np.ndarray,
-) -> None:
+def compute_global_topk_indices_and_lens(a: Conversion) -> None:
     """Chosen compressed positions to slots; see `cupy_mla.compute_global_topk_indices_and_lens`."""
-    convert_req_index_to_global_index(token_to_req, block_table, topk_indices, block_size, None, None, out, lens)
-    lens[~is_valid_token] = 0
+    convert_req_index_to_global_index(a)
 
 
 def get_compressed_slot_mapping(
@@ -40,30 +32,18 @@ def get_compressed_slot_mapping(
     out[:num_tokens] = np.where((position >= 0) & ((position + 1) % compress_ratio == 0), slots, -1)
 
 
-def build_c128a_topk_metadata(
-    positions: np.ndarray,
-    compress_ratio: int,
-    num_decode_tokens: int,
-    token_to_req: np.ndarray,
-    block_table: np.ndarray,
-    block_size: int,
-    slot_mapping: np.ndarray,
-    decode_indices: np.ndarray,
-    decode_lens: np.ndarray,
-    prefill_indices: np.ndarray,
-    max_compressed_tokens: int,
-) -> None:
+def build_c128a_topk_metadata(a: C128aLists) -> None:
     """Every complete row of each token; see `cupy_mla.build_c128a_topk_metadata`."""
-    decodes = slice(num_decode_tokens)
-    count = np.minimum((np.maximum(positions, -1) + 1) // compress_ratio, max_compressed_tokens)
-    count[decodes][slot_mapping[decodes] < 0] = 0
+    decodes = slice(a.num_decode_tokens)
+    count = np.minimum((np.maximum(a.positions, -1) + 1) // a.compress_ratio, a.max_compressed_tokens)
+    count[decodes][a.slot_mapping[decodes] < 0] = 0
 
-    entry = np.arange(decode_indices.shape[1])
-    slots = slots_of(block_table, token_to_req[decodes, None], entry[None], block_size)
+    entry = np.arange(a.decode_indices.shape[1])
+    slots = slots_of(a.block_table, a.token_to_req[decodes, None], entry[None], a.block_size)
     attended = (entry < count[decodes, None]) & (slots >= 0) & (slots <= LARGEST)
-    decode_indices[decodes] = np.where(attended, slots, -1)
-    decode_lens[decodes] = count[decodes]
+    a.decode_indices[decodes] = np.where(attended, slots, -1)
+    a.decode_lens[decodes] = count[decodes]
 
-    entry = np.arange(prefill_indices.shape[1])
-    prefills = count[num_decode_tokens:, None]
-    prefill_indices[: len(prefills)] = np.where(entry < prefills, entry, -1)
+    entry = np.arange(a.prefill_indices.shape[1])
+    prefills = count[a.num_decode_tokens :, None]
+    a.prefill_indices[: len(prefills)] = np.where(entry < prefills, entry, -1)

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..arguments import Conversion
+
 LARGEST = np.iinfo(np.int32).max
 
 
-def convert_req_index_to_global_index(
-    req_id: np.ndarray,
-    block_table: np.ndarray,
-    token_indices: np.ndarray,
-    block_size: int,
-    prefill_request_ids: np.ndarray | None,
-    prefill_workspace_starts: np.ndarray | None,
-    out: np.ndarray,
-    valid_counts: np.ndarray | None,
-    ends: np.ndarray | None = None,
-) -> None:
+def convert_req_index_to_global_index(a: Conversion) -> None:
     """Positions in requests to slots or workspace rows; see `cupy_mla.convert_req_index_to_global_index`."""
-    positions = token_indices.astype(np.int64)
-    rows = slots_of(block_table, req_id[:, None], positions, block_size)
-    if prefill_request_ids is not None and prefill_workspace_starts is not None:
-        prefill = prefill_request_ids[:, None]
-        in_table = (positions >= 0) & (positions // block_size < block_table.shape[1])
-        starts = _pick(prefill_workspace_starts, prefill)
+    positions = a.token_indices.astype(np.int64)
+    rows = slots_of(a.block_table, a.req_id[:, None], positions, a.block_size)
+    if a.prefill_request_ids is not None and a.prefill_workspace_starts is not None:
+        prefill = a.prefill_request_ids[:, None]
+        in_table = (positions >= 0) & (positions // a.block_size < a.block_table.shape[1])
+        starts = _pick(a.prefill_workspace_starts, prefill)
         rows = np.where(prefill >= 0, np.where(in_table & (starts >= 0), starts + positions, -1), rows)
-    out[...] = np.where((rows >= 0) & (rows <= LARGEST), rows, -1)
-    if valid_counts is not None:
-        valid_counts[...] = (out >= 0).sum(axis=1)
-    if ends is not None:
-        ends[...] = ((out >= 0) * np.arange(1, out.shape[1] + 1)).max(axis=1, initial=0)
+    a.out[...] = np.where((rows >= 0) & (rows <= LARGEST), rows, -1)
+    found = a.out >= 0
+    if a.valid_counts is not None:
+        a.valid_counts[...] = found.sum(axis=1)
+        if a.is_valid_token is not None:
+            a.valid_counts[~a.is_valid_token] = 0
+    if a.ends is not None:
+        a.ends[...] = (found * np.arange(1, found.shape[1] + 1)).max(axis=1, initial=0)
 
 
 def slots_of(block_table: np.ndarray, request: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..arguments import PagedKeys, QuantizeQ, RaggedKeys
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX
 from ..layouts import INDEXER_FP8
 from .cache import _ceil_log2, _regions
@@ -18,30 +19,20 @@ AMAX_FLOOR = np.float32(1e-10)
 
 
 @np.errstate(all="ignore")
-def quantize_indexer_q(
-    q: np.ndarray,
-    weights: np.ndarray,
-    positions: np.ndarray | None,
-    cos_sin_cache: np.ndarray | None,
-    rope_first: bool,
-    interleaved: bool,
-    scale_format: str,
-    q8: np.ndarray,
-    w: np.ndarray,
-) -> None:
+def quantize_indexer_q(a: QuantizeQ) -> None:
     """RoPE, quantization and weights; see `cupy_mla.quantize_indexer_q`."""
-    values = q.astype(np.float32)
-    if positions is not None and cos_sin_cache is not None:
-        start = 0 if rope_first else D - ROPE
+    values = a.q.astype(np.float32)
+    if a.positions is not None and a.cos_sin_cache is not None:
+        start = 0 if a.rope_first else D - ROPE
         part = values[..., start : start + ROPE]
-        part[...] = _rotated(part, positions, cos_sin_cache.astype(np.float32), interleaved)
+        part[...] = _rotated(part, a.positions, a.cos_sin_cache.astype(np.float32), a.interleaved)
         values = values.astype(BFLOAT16).astype(np.float32)
     amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
     scales = np.maximum(amax, AMAX_FLOOR) / np.float32(E4M3_MAX)
-    if scale_format == "ue8m0":
+    if a.scale_format == "ue8m0":
         scales = np.ldexp(np.float32(1), _ceil_log2(scales))
-    q8.view(E4M3)[...] = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3)
-    w[...] = weights.astype(np.float32) * scales * np.float32((q.shape[1] * D) ** -0.5)
+    a.q8.view(E4M3)[...] = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3)
+    a.w[...] = a.weights.astype(np.float32) * scales * np.float32((a.q.shape[1] * D) ** -0.5)
 
 
 def _rotated(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, interleaved: bool) -> np.ndarray:
@@ -61,48 +52,29 @@ def _rotated(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, interlea
     return out
 
 
-def indexer_logits(
-    q8: np.ndarray,
-    k8: np.ndarray,
-    ks: np.ndarray,
-    w: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    clean: bool,
-    compact: bool,
-    out: np.ndarray,
-) -> None:
+def indexer_logits(of: RaggedKeys, clean: bool, compact: bool, out: np.ndarray) -> None:
     """Logits of queries over ranges of key rows; see `cupy_mla.indexer_logits`."""
-    keys = k8.view(E4M3).astype(np.float64)
-    for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+    keys = of.k8.view(E4M3).astype(np.float64)
+    for i, (start, end) in enumerate(zip(of.starts.tolist(), of.ends.tolist(), strict=True)):
         begin, stop = max(start, 0), min(end, len(keys))
         first = begin if compact else 0  # the key of a row's first entry
         stop = min(stop, first + out.shape[1])
         if clean:
             out[i] = -np.inf
         if begin < stop:
-            out[i, begin - first : stop - first] = _logits(q8[i], keys[begin:stop], ks[begin:stop], w[i])
+            out[i, begin - first : stop - first] = _logits(of.q8[i], keys[begin:stop], of.ks[begin:stop], of.w[i])
 
 
-def paged_indexer_logits(
-    q8: np.ndarray,
-    kv_cache: np.ndarray,
-    w: np.ndarray,
-    context_lens: np.ndarray,
-    block_table: np.ndarray,
-    schedule: np.ndarray | None,
-    clean: bool,
-    out: np.ndarray,
-) -> None:
+def paged_indexer_logits(of: PagedKeys, clean: bool, out: np.ndarray) -> None:
     """Logits of queries over keys of a paged cache; see `cupy_mla.paged_indexer_logits`."""
-    requests, n = q8.shape[:2]
-    num_blocks, block_size, _ = kv_cache.shape
-    codes, _, scale_bytes = _regions(INDEXER_FP8, kv_cache)
-    lens = visible_keys(context_lens, n).clip(0, out.shape[1])
+    requests, n = of.q8.shape[:2]
+    num_blocks, block_size, _ = of.cache.shape
+    codes, _, scale_bytes = _regions(INDEXER_FP8, of.cache)
+    lens = visible_keys(of.lens, n).clip(0, out.shape[1])
     if clean:
         out[...] = -np.inf
     for r in range(requests):
-        slots = slots_of(block_table, np.array(r), np.arange(lens[r].max(initial=0)), block_size)
+        slots = slots_of(of.table, np.array(r), np.arange(lens[r].max(initial=0)), block_size)
         exists = (slots >= 0) & (slots < num_blocks * block_size)
         block, offset = np.divmod(np.where(exists, slots, 0), block_size)
         if not exists.any():
@@ -113,7 +85,7 @@ def paged_indexer_logits(
             row, count = out[r * n + j], int(lens[r, j])
             row[:count] = -np.inf
             if len(keys):
-                logits = _logits(q8[r, j], keys[:count], scales[:count], w[r * n + j])
+                logits = _logits(of.q8[r, j], keys[:count], scales[:count], of.w[r * n + j])
                 row[:count] = np.where(exists[:count], logits, -np.inf)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..arguments import CombinedLists, SwaWindows
 from .indices import LARGEST, slots_of
 
 
@@ -28,25 +29,15 @@ def requests_of(token: np.ndarray, query_start_loc: np.ndarray) -> np.ndarray:
     return np.where(request < len(query_start_loc) - 1, request, -1)
 
 
-def compute_swa_indices_and_lens(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    token_to_req: np.ndarray,
-    is_valid_token: np.ndarray,
-    block_table: np.ndarray,
-    block_size: int,
-    window_size: int,
-    out: np.ndarray,
-    lens: np.ndarray,
-) -> None:
+def compute_swa_indices_and_lens(a: SwaWindows) -> None:
     """Slots of each decode token's window; see `cupy_mla.compute_swa_indices_and_lens`."""
-    position = positions_of(np.arange(len(token_to_req)), token_to_req, query_start_loc, seq_lens)
-    window = np.where(is_valid_token, np.minimum(position + 1, window_size), 0)
-    entry = np.arange(window_size)
+    position = positions_of(np.arange(len(a.token_to_req)), a.token_to_req, a.query_start_loc, a.seq_lens)
+    window = np.where(a.is_valid_token, np.minimum(position + 1, a.window_size), 0)
+    entry = np.arange(a.window_size)
     attended = (position - window + 1)[:, None] + entry
-    slots = slots_of(block_table, token_to_req[:, None], attended, block_size)
-    out[...] = np.where((entry < window[:, None]) & (slots >= 0) & (slots <= LARGEST), slots, -1)
-    lens[...] = window
+    slots = slots_of(a.block_table, a.token_to_req[:, None], attended, a.block_size)
+    a.out[...] = np.where((entry < window[:, None]) & (slots >= 0) & (slots <= LARGEST), slots, -1)
+    a.lens[...] = window
 
 
 def compute_prefill_gather_lens(
@@ -61,33 +52,21 @@ def compute_prefill_gather_lens(
     out[...] = query_lens + np.minimum(seq_lens[num_decodes:] - query_lens, window_size - 1)
 
 
-def combine_topk_swa_indices(
-    topk_indices: np.ndarray,
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    gather_lens: np.ndarray,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    rows: int,
-    compressed_rows: int,
-    out: np.ndarray,
-    lens: np.ndarray,
-) -> None:
+def combine_topk_swa_indices(a: CombinedLists) -> None:
     """Compressed and window rows of each prefill token; see `cupy_mla.combine_topk_swa_indices`."""
-    out[...] = -1
-    lens[...] = 0
-    token = np.arange(len(topk_indices)) + query_start_loc[0]
-    request = requests_of(token, query_start_loc)
-    position = positions_of(token, request, query_start_loc, seq_lens)
-    entry = np.arange(out.shape[1])
+    a.out[...] = -1
+    a.lens[...] = 0
+    token = np.arange(len(a.topk_indices)) + a.query_start_loc[0]
+    request = requests_of(token, a.query_start_loc)
+    position = positions_of(token, request, a.query_start_loc, a.seq_lens)
+    entry = np.arange(a.out.shape[1])
     for t in np.flatnonzero(position >= 0):
         r, p = request[t], position[t]
-        n, w = min((p + 1) // compress_ratio, topk), min(p + 1, window_size)
-        chosen = topk_indices[t, :n]
-        out[t, :n] = np.where((chosen >= 0) & (chosen < compressed_rows), chosen + rows * r, -1)
-        first = p - w + 1 - (int(seq_lens[r]) - int(gather_lens[r]))
+        n, w = min((p + 1) // a.compress_ratio, a.topk), min(p + 1, a.window_size)
+        chosen = a.topk_indices[t, :n]
+        a.out[t, :n] = np.where((chosen >= 0) & (chosen < a.compressed_rows), chosen + a.rows * r, -1)
+        first = p - w + 1 - (int(a.seq_lens[r]) - int(a.gather_lens[r]))
         tail = first + entry[:w]
-        gathered = (tail >= 0) & (tail < rows - compressed_rows)
-        out[t, n : n + w] = np.where(gathered, rows * r + compressed_rows + tail, -1)
-        lens[t] = n + w
+        gathered = (tail >= 0) & (tail < a.rows - a.compressed_rows)
+        a.out[t, n : n + w] = np.where(gathered, a.rows * r + a.compressed_rows + tail, -1)
+        a.lens[t] = n + w

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..arguments import PagedKeys, RaggedKeys
 from .indices import LARGEST, slots_of
 from .logits import indexer_logits, paged_indexer_logits, visible_keys
 
@@ -11,9 +12,9 @@ OUTSIDE = -1  # the order of an entry that is not in its row's range; those of e
 
 
 def topk_indices(
-    logits: np.ndarray, k: int, starts: np.ndarray | None, ends: np.ndarray | None, sort: bool, out: np.ndarray
+    logits: np.ndarray, k: int, starts: np.ndarray | None, ends: np.ndarray | None, out: np.ndarray
 ) -> None:
-    """The k largest entries of each row's range; see `cupy_mla.topk_indices`."""
+    """The k largest entries of each row's range, ascending by position; see `cupy_mla.topk_indices`."""
     rows, width = logits.shape
     begin = np.zeros(rows, np.int64) if starts is None else starts.clip(0, width).astype(np.int64)
     end = np.full(rows, width, np.int64) if ends is None else ends.clip(0, width).astype(np.int64)
@@ -35,12 +36,7 @@ def ordered(logits: np.ndarray) -> np.ndarray:
 
 
 def select_rows(
-    q8: np.ndarray,
-    k8: np.ndarray,
-    ks: np.ndarray,
-    w: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
+    of: RaggedKeys,
     k: int,
     req_id: np.ndarray | None,
     block_table: np.ndarray | None,
@@ -49,24 +45,20 @@ def select_rows(
     out: np.ndarray,
 ) -> None:
     """Logits and top-k over ranges of key rows; see `cupy_mla.select_rows`."""
-    queries, keys = len(q8), len(k8)
+    queries, keys = len(of.q8), len(of.k8)
     step = queries_at_once(keys, max_workspace_bytes)
     for first in range(0, queries, step):
         part = slice(first, first + step)
-        logits = np.empty((len(q8[part]), keys), np.float32)
-        indexer_logits(q8[part], k8, ks, w[part], starts[part], ends[part], False, False, logits)
-        topk_indices(logits, k, starts[part], ends[part], True, out[part])
+        some = of._replace(q8=of.q8[part], w=of.w[part], starts=of.starts[part], ends=of.ends[part])
+        logits = np.empty((len(some.q8), keys), np.float32)
+        indexer_logits(some, False, False, logits)
+        topk_indices(logits, k, some.starts, some.ends, out[part])
     if req_id is not None and block_table is not None and block_size is not None:
         to_slots(out, req_id, block_table, block_size)
 
 
 def select_rows_paged(
-    q8: np.ndarray,
-    kv_cache: np.ndarray,
-    w: np.ndarray,
-    context_lens: np.ndarray,
-    block_table: np.ndarray,
-    schedule: np.ndarray | None,
+    of: PagedKeys,
     max_context_len: int,
     k: int,
     slots: bool,
@@ -74,16 +66,17 @@ def select_rows_paged(
     out: np.ndarray,
 ) -> None:
     """Logits and top-k over keys of a paged cache; see `cupy_mla.select_rows_paged`."""
-    requests, n = q8.shape[:2]
-    ends = visible_keys(context_lens, n).reshape(-1)
+    requests, n = of.q8.shape[:2]
+    ends = visible_keys(of.lens, n).reshape(-1)
     step = max(queries_at_once(max_context_len, max_workspace_bytes) // max(n, 1), 1)
     for first in range(0, requests, step):
         part, rows = slice(first, first + step), slice(first * n, (first + step) * n)
-        logits = np.empty((len(q8[part]) * n, max_context_len), np.float32)
-        paged_indexer_logits(q8[part], kv_cache, w[rows], context_lens[part], block_table[part], None, False, logits)
-        topk_indices(logits, k, None, ends[rows], True, out[rows])
+        some = of._replace(q8=of.q8[part], w=of.w[rows], lens=of.lens[part], table=of.table[part])
+        logits = np.empty((len(some.q8) * n, max_context_len), np.float32)
+        paged_indexer_logits(some, False, logits)
+        topk_indices(logits, k, None, ends[rows], out[rows])
     if slots:
-        to_slots(out, np.repeat(np.arange(requests), n), block_table, kv_cache.shape[1])
+        to_slots(out, np.repeat(np.arange(requests), n), of.table, of.cache.shape[1])
 
 
 def queries_at_once(keys: int, max_workspace_bytes: int) -> int:

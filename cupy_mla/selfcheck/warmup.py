@@ -19,8 +19,6 @@ from ..metadata.compressed import C128A, c128a_width
 from ..metadata.indexer import C4A
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.swa import combined_width
-from ..ops.table import Wanted
-from .cases import cases
 
 SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
@@ -47,6 +45,9 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
         RuntimeError: CuPy, a GPU or NVRTC is missing.
     """
     from concurrent.futures import ThreadPoolExecutor  # takes long to import
+
+    from ..ops.table import Wanted
+    from .cases import cases
 
     cupy = require_cupy("warmup")
     with cupy.cuda.Device(device):

@@ -10,7 +10,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct MergeRanksParams {
     const void* outs;                          // [ranks, tokens, heads, 512]
     const float* lses;                         // [ranks, tokens, heads]

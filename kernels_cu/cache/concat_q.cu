@@ -8,7 +8,7 @@
 #include "rows/chunk.cuh"
 #include "tile/warp.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct ConcatParams {
     const bf16* nope;        // [T, heads, 512]
     const bf16* rope;        // [T, heads, 64]

@@ -13,10 +13,11 @@
 #include "rows/block_table.cuh"
 #include "rows/quantize.cuh"
 #include "rows/reader.cuh"
+#include "rows/scales.cuh"
 #include "tile/request_tokens.cuh"
 #include "tile/warp.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct GatherParams {
     BlockTable table;
     const uint8_t* cache;
@@ -68,6 +69,7 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const uint8_t* from = shuffle_pointer(mine.from.data, r);
+        const uint8_t* scales = SCALES_APART ? shuffle_pointer(mine.from.scales(), r) : from + SCALE_OFFSET;
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
             const int value = (i * 32 + lane) * CHUNK;
@@ -75,7 +77,7 @@ __device__ __forceinline__ void copy_rows(const GatherParams& p, const Copy& min
             scale[r][i] = 0.0f;
             if (from == nullptr) continue;
             nope[r][i] = *reinterpret_cast<const Vec8*>(from + value);
-            scale[r][i] = *reinterpret_cast<const float*>(from + SCALE_OFFSET + 4 * (value / SCALE_TILE));
+            scale[r][i] = load_scale(scales, value / SCALE_TILE);
         }
     }
     const uint8_t* rope_from = shuffle_pointer(mine.from.data, lane / ROPE_CHUNKS);

@@ -16,7 +16,7 @@
 #include "tile/request_tokens.cuh"
 #include "tile/warp.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct GatherTailParams {
     BlockTable table;
     const uint8_t* cache;
@@ -34,6 +34,7 @@ struct GatherTailParams {
 
 constexpr int ROWS = 4, WARPS = ROWS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
 constexpr int NOPE_CHUNKS = D_NOPE / CHUNK, TILE_CHUNKS = SCALE_TILE / CHUNK;
+static_assert(SCALE_E8M0 && SCALES_APART && SCALE_STRIDE == 8, "a lane reads all scales of a row at once");
 static_assert(D_QK == 2 * 32 * CHUNK && NOPE_CHUNKS > 32 && TILE_CHUNKS * 4 == 32,
               "two chunks a lane, the first all NoPE");
 

@@ -17,8 +17,9 @@
 #include "rows/chunk.cuh"
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
+#include "rows/scales.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct PackParams {
     const bf16* latent;  // [num_tokens, 512]
     const bf16* rope;    // [num_tokens, 64]; V4_FP8 and rows of 512: part of the latent row
@@ -36,7 +37,6 @@ struct PackParams {
 };
 
 constexpr int ROWS = 4, WARPS = TOKENS_PER_BLOCK / ROWS, THREADS = 32 * WARPS;
-constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
 constexpr int ROPE_CHUNKS = D_ROPE / CHUNK;
 constexpr bool ROPE_APART = D_QK > D_V;
 static_assert(ROPE_CHUNKS * ROWS == 32, "the RoPE values of a warp's tokens are a chunk a lane");
@@ -52,26 +52,13 @@ __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<
 
 #else
 
-__device__ __forceinline__ float scale_of(const PackParams& p, float amax) {
-    if (SCALES_APART) return power_of_two_from(scale_from_amax(fmaxf(amax, AMAX_FLOOR)));
-    const float ratio = scale_from_amax(amax);
-    return p.power_of_two ? power_of_two_from(fmaxf(ratio, AMAX_FLOOR)) : fmaxf(ratio, FLOAT_MIN);
-}
-
-__device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float scale) {
-    if (SCALES_APART) {
-        scales[tile] = tile < NUM_SCALES ? uint8_t(__float_as_uint(scale) >> 23) : 0;  // the last byte is padding
-    } else {
-        reinterpret_cast<float*>(scales)[tile] = scale;
-    }
-}
-
 __device__ __forceinline__ void store_token(const PackParams& p, const RowPlace<int64_t>& to, const Vec16& first,
                                             const Vec16& second) {
     constexpr int TILE_LANES = SCALE_TILE / CHUNK;
     const int lane = threadIdx.x % 32, rope_chunk = 32 + lane - D_NOPE / CHUNK;  // V32_FP8: never reaches 0
     const uint32_t amax = tile_amax<TILE_LANES>(first, second);
-    const float scale = scale_of(p, bf16_low(amax)), second_scale = scale_of(p, bf16_high(amax));
+    const float scale = scale_of_values(bf16_low(amax), p.power_of_two),
+                second_scale = scale_of_values(bf16_high(amax), p.power_of_two);
     uint8_t *row = p.cache + to.data, *scales = p.cache + to.scales;
     *reinterpret_cast<Vec8*>(row + lane * CHUNK) = quantize_8(first, scale);
     if (rope_chunk < 0) {

@@ -10,13 +10,13 @@
 // Shared memory: 32 bytes. `state` is cleared before the launch.
 #include "rows/quantize.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct State {
     uint32_t amax;     // bits of a float32
     uint32_t arrived;  // CTAs that have done pass 1
 };
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct TensorQuantParams {
     const void* x;   // [size] bf16, or float32 with FLOAT32
     uint8_t* codes;  // [size]

@@ -13,7 +13,7 @@
 #include "rows/place.cuh"
 #include "tile/request_tokens.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct GatherKeysParams {
     BlockTable table;
     const uint8_t* cache;

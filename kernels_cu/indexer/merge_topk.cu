@@ -20,7 +20,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "tile/warp.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct MergeTopkParams {
     const float* values;                                                             // [ranks, tokens, width]
     const int32_t* positions;                                                        // [ranks, tokens, width]

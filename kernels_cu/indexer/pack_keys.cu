@@ -13,7 +13,7 @@
 #include "rows/place.cuh"
 #include "rows/quantize.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct PackKeysParams {
     const bf16* k;  // [num_tokens, 128]
     uint8_t* cache;

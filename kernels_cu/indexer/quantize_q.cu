@@ -11,7 +11,7 @@
 #include "rows/chunk.cuh"
 #include "rows/quantize.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct QuantizeQParams {
     const bf16* q;             // [tokens, heads, 128]
     const void* weights;       // [tokens, heads] float32, or bf16

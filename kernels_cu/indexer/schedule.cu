@@ -7,7 +7,7 @@
 #include "indexer/keys.cuh"
 #include "indexer/schedule.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct ScheduleParams : LogitsWork {
     int32_t* out;  // [shares, SCHEDULE_WORDS]
     int64_t out_stride;

@@ -2,7 +2,7 @@
 // One CTA a token; 256 threads write its row side by side.
 #include "rows/block_table.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct C128aParams {
     BlockTable table;
     const int64_t* positions;     // [num_tokens]

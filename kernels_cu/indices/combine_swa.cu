@@ -2,7 +2,7 @@
 // One CTA a token; 256 threads write its row of `width` entries side by side.
 #include "indices/queries.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct CombineSwaParams {
     Queries queries;
     const int32_t* chosen;       // [num_tokens, >= topk] compressed positions

@@ -3,7 +3,7 @@
 #include "indices/queries.cuh"
 #include "rows/block_table.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct CompressedSlotsParams {
     BlockTable table;
     Queries queries;

@@ -14,7 +14,7 @@
 // Shared memory (static): 4 * STAGED bytes, and 4 bytes a token.
 #include "rows/block_table.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct ConvertParams {
     BlockTable table;
     const int32_t* req_id;          // [num_tokens]

@@ -1,7 +1,7 @@
 // How many tokens at the end of each prefill's sequence the windows of its queries cover. One thread a prefill.
 #include "indices/queries.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct GatherLensParams {
     Queries queries;
     int32_t* out;  // [num_requests - num_decodes]

@@ -4,7 +4,7 @@
 #include "indices/ownership.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct GlobalizeParams {
     Ownership owner;
     const float* logits;                                                 // [tokens, keys]

@@ -1,7 +1,7 @@
 // How many tokens of each request lie on a rank. One thread a request.
 #include "indices/ownership.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct LocalLensParams {
     Ownership owner;
     const int32_t* lens;  // [requests]

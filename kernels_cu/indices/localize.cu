@@ -11,7 +11,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "tile/warp.cuh"
 
-// cupy_mla/cuda/structs.py declares the same fields.
+// The launcher declares the same fields.
 struct LocalizeParams {
     Ownership owner;
     const int32_t* positions;  // [tokens, width]

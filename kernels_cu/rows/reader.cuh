@@ -1,5 +1,5 @@
-// The row of the cache layout that this file is compiled for (constants: cupy_mla/layouts.py). Every layout has a
-// struct `Row` with the same members:
+// The row of the cache layout that this file is compiled for. The layout names the header (`reader` in
+// cupy_mla/layouts.py), which has a struct `Row` with these members:
 //   QUANTIZED      false if the row in the cache is the bf16 row already
 //   FOLDED_SCALES  float32 scales of a row that are not multiplied into its values but folded into S and P
 //   STAGED_BYTES   shared memory that a copy of the row takes, with scales that stand apart behind it; odd multiples
@@ -10,10 +10,4 @@
 //   of_slot        the row of a slot
 //   none           no row
 #pragma once
-#if NUM_SCALES == 0
-#include "rows/bf16.cuh"
-#elif SCALE_OFFSET >= 0
-#include "rows/v32_fp8.cuh"
-#else
-#include "rows/v4_fp8.cuh"
-#endif
+#include ROW_READER

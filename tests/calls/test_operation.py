@@ -25,7 +25,8 @@ from cupy_mla.calls.prepared import Prepared
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import fp8_sm90
 from cupy_mla.cuda.attention.call import DECODE
-from cupy_mla.cuda.structs import ATTENTION, PACK
+from cupy_mla.cuda.cache import PACK
+from cupy_mla.cuda.structs import ATTENTION
 from cupy_mla.dtypes import BFLOAT16
 from tests.fake_gpu import FakeGPU, HostCuPy, Submitted
 from tests.kinds import NumPy, Torch

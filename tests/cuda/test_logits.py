@@ -60,7 +60,9 @@ def test_compact_rows_are_made_by_every_kernel(host, launched, monkeypatch, rng,
 
 def launch(heads: int, paged: bool, requests: int, queries: int, width: int, shares: int | None = None) -> Launch:
     params = LOGITS(table=NO_TABLE, **{name: 0 for name in LOGITS.index if "." not in name})
-    return logits_sm90.launch(Gpu(0, 132, 90, 227), heads, paged, requests, queries, width, params, shares=shares)
+    return logits_sm90.launch(
+        Gpu(0, 132, 90, 227), logits_sm90.Work(heads, paged, requests, queries, width, shares=shares), params
+    )
 
 
 @pytest.mark.parametrize(

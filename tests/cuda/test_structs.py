@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import pkgutil
 import struct
 
 import pytest
 
+from cupy_mla import cuda
 from cupy_mla.cuda import structs
 from cupy_mla.cuda.attention import combine
 from cupy_mla.cuda.kernel import Kernel
@@ -18,7 +21,8 @@ PAIR = Struct("Pair", small=INT32, large=INT64)
 NESTED = Struct("Nested", flag=INT32, pair=PAIR, tail=INT32)
 DERIVED = Struct("Derived", PAIR, more=FLOAT)
 
-DECLARED = {name: value for name, value in vars(structs).items() if isinstance(value, Struct)}
+MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(cuda.__path__, f"{cuda.__name__}.")]
+DECLARED = {name: value for module in MODULES for name, value in vars(module).items() if isinstance(value, Struct)}
 C_TYPES = {
     POINTER: ctypes.c_void_p, INT64: ctypes.c_int64, INT32: ctypes.c_int32, UINT32: ctypes.c_uint32,
     FLOAT: ctypes.c_float,

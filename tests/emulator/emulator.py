@@ -137,7 +137,9 @@ def load(kernel: Kernel, capability: int) -> Library:
     return Library(compiled(kernel.file, kernel.name, kernel.defines, capability), repr(kernel), kernel.alone)
 
 
-def compiled(file: str, name: str, defines: dict[str, int], capability: int, folders: tuple[Path, ...] = ()) -> Path:
+def compiled(
+    file: str, name: str, defines: dict[str, int | str], capability: int, folders: tuple[Path, ...] = ()
+) -> Path:
     """The shared library of a kernel; compiled, if it is not in `FOLDER`.
 
     Args:
@@ -154,20 +156,21 @@ def compiled(file: str, name: str, defines: dict[str, int], capability: int, fol
         defines = {"MAX_CLUSTER": 16, **defines}
     constants = [f"-D{k}={v}" for k, v in sorted(defines.items())]
     constants += [f"-D__CUDA_ARCH__={10 * capability}", f"-DKERNEL={name}"]
-    text = source_of(file, (*folders, HERE, kernels_root()))
+    text = source_of(file, (*folders, HERE, kernels_root()), str(defines.get("ROW_READER", "")))
     text = text.replace("extern __shared__", "extern")  # kernel.cpp has this array; __shared__ alone means `static`
     return _library("kernel.cpp", text, ["-nostartfiles", *constants], name)
 
 
-def source_of(file: str, folders: tuple[Path, ...]) -> str:
+def source_of(file: str, folders: tuple[Path, ...], reader: str = "") -> str:
     """A file's text with the files that it includes, as `Kernel.source` has them."""
     path = next(folder / file for folder in folders if (folder / file).is_file())
     lines = [f'#line 1 "{path}"']
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        include = re.match(r'\s*#include "(.+/.+)"', line)
+        include = re.match(r'\s*#include (?:"(.+/.+)"|ROW_READER)', line)
         if include:
-            guard = "INCLUDED_" + re.sub(r"\W", "_", include.group(1))
-            body = source_of(include.group(1), folders)
+            included = include.group(1) or reader
+            guard = "INCLUDED_" + re.sub(r"\W", "_", included)
+            body = source_of(included, folders, reader)
             lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{path}"']
         else:
             lines.append("" if line.strip() == "#pragma once" else line)

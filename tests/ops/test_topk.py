@@ -181,7 +181,7 @@ def test_logits_fit_the_workspace(monkeypatch, rng) -> None:
         make = getattr(reference, name)
 
         def made(*arguments) -> None:
-            logits, queries = arguments[-1], arguments[0].shape[:at]
+            logits, queries = arguments[-1], arguments[0].q8.shape[:at]
             sizes.append((logits.nbytes, logits.nbytes // max(queries[0], 1)))
             make(*arguments)
 

@@ -16,7 +16,7 @@ HEADS = TILE_ROWS = 64
 SPILL_BYTES = 36  # a few words of the producer, once a work item
 
 
-def defines(layout: Layout) -> dict[str, int]:
+def defines(layout: Layout) -> dict[str, int | str]:
     """The constants of this kernel and its relatives."""
     return {**layout.defines(), "D_V": D_V, "HEADS": HEADS, "TILE_ROWS": TILE_ROWS}
 

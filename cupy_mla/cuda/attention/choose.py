@@ -469,7 +469,7 @@ def _may_split(s: Sizes) -> bool:
 
 
 def _fp8_rows(f: Facts) -> bool:
-    return _on_hopper(f) and f.layout.quantized
+    return _on_hopper(f) and f.layout in fp8_sm90.LAYOUTS
 
 
 def _bf16_rows(f: Facts) -> bool:
@@ -480,8 +480,8 @@ def _flat_bf16_rows(f: Facts) -> bool:
     return _bf16_rows(f) and f.flat
 
 
-def _scales_in_rows(f: Facts) -> bool:
-    return _on_hopper(f) and not f.layout.scales_apart
+def _rows_of_few_heads(f: Facts) -> bool:
+    return _on_hopper(f) and f.layout in few_heads_sm90.LAYOUTS
 
 
 # The numbers are where a kernel was measured to be the faster one.
@@ -502,7 +502,7 @@ TABLE = (
         "bf16_few_heads_sm90", _bf16_rows, _any,
         lambda f, s: _few_heads_wanted(f, s) and _bf16_few_heads_wanted(f, s), _bf16_few_heads,
     ),
-    Row("few_heads_sm90", _scales_in_rows, _any, _few_heads_wanted, _few_heads),
+    Row("few_heads_sm90", _rows_of_few_heads, _any, _few_heads_wanted, _few_heads),
     # Many heads: FP8 rows; flat bf16 rows.
     Row("fp8_sm90", _fp8_rows, _any, _always, _fp8),
     Row("bf16_sm90", _flat_bf16_rows, _unsplit, lambda f, s: _bf16_wanted(s) and not f.batch_invariant, _bf16),
@@ -511,7 +511,7 @@ TABLE = (
         "bf16_few_heads_sm90", _bf16_rows, _any,
         lambda f, s: not f.prefill and _bf16_few_heads_wanted(f, s), _bf16_few_heads,
     ),
-    Row("few_heads_sm90", _scales_in_rows, _any, lambda f, s: not f.prefill, _few_heads_splits),
+    Row("few_heads_sm90", _rows_of_few_heads, _any, lambda f, s: not f.prefill, _few_heads_splits),
     # Any call: GPUs with much shared memory, any GPU.
     Row("portable", lambda f: f.gpu.shared_kb >= portable.LARGE, _any, _always, _portable),
     Row("portable_99kb", lambda f: True, _any, _always, _portable_99kb),

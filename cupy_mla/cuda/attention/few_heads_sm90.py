@@ -18,6 +18,7 @@ from ..program import Launch, Program
 from .call import Call
 from .cost import FEW_CONSUMERS, UNEVEN_ITEM_COST
 
+LAYOUTS = (BF16_576, BF16_512, V32_FP8)  # that the kernel can read
 HEADS = tuple(FEW_CONSUMERS)  # heads a CTA is built for
 TILE_ROWS = 64
 
@@ -53,7 +54,7 @@ def cluster_kernel(heads: int) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in (BF16_576, BF16_512, V32_FP8):
+    for layout in LAYOUTS:
         for heads in HEADS:
             yield kernel(layout, heads)
     for heads in EVEN_HEADS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from ...layouts import ATTENTION_LAYOUTS, D_V, V32_FP8, Layout
+from ...layouts import D_V, V4_FP8, V32_FP8, Layout
 from .. import structs
 from ..driver import MAX_CLUSTER
 from ..kernel import Kernel
@@ -13,6 +13,7 @@ from ..program import Launch, Program
 from .call import Call
 from .cost import UNEVEN_ITEM_COST
 
+LAYOUTS = (V32_FP8, V4_FP8)  # that the kernel can read
 HEADS = (32, 64)  # heads a CTA is built for
 TILE_ROWS = 64
 
@@ -44,11 +45,10 @@ def cluster_kernel() -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for layout in ATTENTION_LAYOUTS:
-        if layout.quantized:
-            for heads in HEADS:
-                for division in DIVISIONS:
-                    yield kernel(layout, heads, division)
+    for layout in LAYOUTS:
+        for heads in HEADS:
+            for division in DIVISIONS:
+                yield kernel(layout, heads, division)
 
 
 def division_of(splits: int, ctas: int, teams: bool = False) -> int:

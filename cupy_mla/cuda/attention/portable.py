@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from ...layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, D_V, V4_FP8, V32_FP8, Layout
+from ...layouts import ATTENTION_LAYOUTS, D_V, Layout
 from .. import structs
 from ..kernel import PORTABLE, Kernel
 from ..program import Launch, Program
@@ -27,13 +27,14 @@ class Shape(NamedTuple):
     q_in_shared: int
 
 
-# Of 64 heads, by layout and shared memory.
+# Of 64 heads: by kind of scales and width of the rows, and shared memory. FITS is for any other rows.
 SHAPES = {
-    (BF16_576, SMALL): Shape(16, 4), (BF16_576, LARGE): Shape(32, 6),
-    (BF16_512, SMALL): Shape(16, 4), (BF16_512, LARGE): Shape(32, 6),
-    (V32_FP8, SMALL): Shape(16, 6), (V32_FP8, LARGE): Shape(32, 7),
-    (V4_FP8, SMALL): Shape(16, 3), (V4_FP8, LARGE): Shape(32, 6),
+    ("none", 576, SMALL): Shape(16, 4), ("none", 576, LARGE): Shape(32, 6),
+    ("none", 512, SMALL): Shape(16, 4), ("none", 512, LARGE): Shape(32, 6),
+    ("fp32", 576, SMALL): Shape(16, 6), ("fp32", 576, LARGE): Shape(32, 7),
+    ("ue8m0", 512, SMALL): Shape(16, 3), ("ue8m0", 512, LARGE): Shape(32, 6),
 }  # fmt: skip
+FITS = Shape(16, 4)
 
 
 @cache
@@ -45,7 +46,7 @@ def block_heads(h_q: int) -> int:
 def shape(layout: Layout, heads: int, limit: int) -> Shape:
     """Tile and Q of a kernel that has `limit` KB of shared memory."""
     if heads == max(HEADS):
-        return SHAPES[layout, limit]
+        return SHAPES.get((layout.scale_kind, layout.d_qk, limit), FITS)
     return Shape(32 if limit == LARGE else 16, 0)
 
 

@@ -1,0 +1,27 @@
+// The scales of a quantized row: what they are, and how they stand in the cache. Constants of the layout:
+// cupy_mla/layouts.py. SCALE_E8M0: powers of two, a byte each, padding behind them; else float32.
+#pragma once
+#include "ptx/convert.cuh"
+#include "rows/quantize.cuh"
+
+constexpr float FLOAT_MIN = 1.17549435e-38f;  // the least normal float32
+
+// The scale of values of which the largest magnitude is `amax`. `power_of_two`: float32 scales are to be powers of two.
+__device__ __forceinline__ float scale_of_values(float amax, bool power_of_two) {
+    if (SCALE_E8M0) return power_of_two_from(scale_from_amax(fmaxf(amax, AMAX_FLOOR)));
+    const float ratio = scale_from_amax(amax);
+    return power_of_two ? power_of_two_from(fmaxf(ratio, AMAX_FLOOR)) : fmaxf(ratio, FLOAT_MIN);
+}
+
+// Write scale number `tile` of the row whose scales begin at `scales`. There may be one behind the last: padding.
+__device__ __forceinline__ void store_scale(uint8_t* scales, int tile, float scale) {
+    if (SCALE_E8M0) {
+        scales[tile] = tile < NUM_SCALES ? uint8_t(__float_as_uint(scale) >> 23) : 0;
+    } else {
+        reinterpret_cast<float*>(scales)[tile] = scale;
+    }
+}
+
+__device__ __forceinline__ float load_scale(const uint8_t* scales, int tile) {
+    return SCALE_E8M0 ? ue8m0_to_float(scales[tile]) : *reinterpret_cast<const float*>(scales + 4 * tile);
+}
