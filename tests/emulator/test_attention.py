@@ -60,6 +60,7 @@ def test_decode(kind, forced, rng, name, fmt):
     check_decode(kind, fmt, q, main, sink=sinks(rng, h_q), num_splits=splits, out_gaps=(0, 1, 2, 3))
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("heads", bf16_cluster_sm90.HEADS)
 def test_heads_of_a_cluster(kind, forced, rng, replace_in_choose, heads):
     """Fewer than a query has, the last of its work items maybe with padding; each CTA has at most a pair of tiles."""
@@ -71,6 +72,7 @@ def test_heads_of_a_cluster(kind, forced, rng, replace_in_choose, heads):
     check_decode(kind, fmt, q, main, sink=sinks(rng, h_q), num_splits=splits)
 
 
+@pytest.mark.long(sample=4)
 @pytest.mark.parametrize(("name", "fmt"), DECODERS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_full_lists_and_an_extra_cache(kind, forced, rng, name, fmt):
     """Without lengths and holes. The extra cache's lists end in -1."""

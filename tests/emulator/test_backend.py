@@ -16,6 +16,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize(
     ("tokens", "k", "width"),
     [(1, 1, 1), (7, 2049, 40), (40, 5, 300), (120, 2052, 700), (133, 31, 5000), (150, 100, 13_000)],
@@ -47,6 +48,7 @@ class _Staging:
         ctypes.memmove(to, self.bytes.ctypes.data, size)
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("path", PATHS)
 def test_steps(emulated, kind, rng, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(uploads, "_Staging", _Staging)

@@ -23,6 +23,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize(
     ("rows", "width", "streamed", "ctas"),
     [
@@ -48,6 +49,7 @@ def test_rows(emulated, kind, rng, rows: int, width: int, streamed: bool, ctas: 
             np.testing.assert_array_equal(got[i], by_sort(row, k), err_msg=f"{names[i]}, {len(row)} logits, k {k}")
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize(("rows", "width", "ctas"), [(5, 24_000, 1), (4, 70_000, 1), (7, 70_000, 1), (1, 63_000, 4)])
 def test_short_rows_in_wide_arrays(emulated, kind, rng, rows: int, width: int, ctas: int) -> None:
     """NaN and infinity beyond ends do not show, also where logits up to the width are loaded first."""
@@ -63,6 +65,7 @@ def test_short_rows_in_wide_arrays(emulated, kind, rng, rows: int, width: int, c
             np.testing.assert_array_equal(got[i], by_sort(logits[i, : ends[i]], 2048), err_msg=f"{ends[i]} of {width}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [MOST_ORDERED, MOST_ORDERED + 1])
 def test_longest_rows_with_chunks(emulated, kind, rng, width: int) -> None:
     """A pool has numbers for so many columns; longer rows have a kernel without them."""
