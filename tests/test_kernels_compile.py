@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,13 @@ def test_every_source_file_belongs_to_a_kernel():
     used = {kernel.file for kernel in KERNELS}
     there = {str(path.relative_to(kernels_root())) for path in kernels_root().rglob("*.cu")}
     assert there == used
+
+
+def test_every_source_file_has_tests_under_its_name():
+    """On the emulator or on a GPU: `test_<kernel>.py` below tests/emulator or tests/cuda."""
+    tests = Path(__file__).resolve().parent
+    named = {path.stem for folder in ("emulator", "cuda") for path in (tests / folder).rglob("test_*.py")}
+    assert sorted({f"test_{path.stem}" for path in kernels_root().rglob("*.cu")} - named) == []
 
 
 def test_every_kernel_claims_an_architecture():

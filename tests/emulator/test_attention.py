@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import bf16_cluster_sm90
 from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
 
 from .. import oracle
@@ -58,18 +57,6 @@ def test_decode(kind, forced, rng, name, fmt):
     splits = rng.choice(SPLITS.get(name, (None, 1, 2, 5)))
     q = off_zero(fmt, queries(rng, b, 1, h_q, fmt.d_qk), main)
     check_decode(kind, fmt, q, main, sink=sinks(rng, h_q), num_splits=splits, out_gaps=(0, 1, 2, 3))
-
-
-@pytest.mark.long(sample=1)
-@pytest.mark.parametrize("heads", bf16_cluster_sm90.HEADS)
-def test_heads_of_a_cluster(kind, forced, rng, replace_in_choose, heads):
-    """Fewer than a query has, the last of its work items maybe with padding; each CTA has at most a pair of tiles."""
-    forced("bf16_cluster_sm90")
-    replace_in_choose("_cluster_heads", lambda *_: heads)
-    fmt, h_q = BF16[int(rng.integers(2))], int(rng.integers(1, 81))
-    main = paged(rng, fmt, 1, 2, int(rng.integers(130, 400)), 64, invalid=rng.choice([0, 0.3]))
-    q, splits = queries(rng, 1, 2, h_q, fmt.d_qk), rng.choice([2, 6])
-    check_decode(kind, fmt, q, main, sink=sinks(rng, h_q), num_splits=splits)
 
 
 @pytest.mark.long(sample=4)
