@@ -59,7 +59,7 @@ def test_decode(kind, forced, rng, name, fmt):
     check_decode(kind, fmt, q, main, sink=sinks(rng, h_q), num_splits=splits, out_gaps=(0, 1, 2, 3))
 
 
-@pytest.mark.long(sample=4)
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize(("name", "fmt"), DECODERS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_full_lists_and_an_extra_cache(kind, forced, rng, name, fmt):
     """Without lengths and holes. The extra cache's lists end in -1."""
@@ -74,6 +74,7 @@ def test_full_lists_and_an_extra_cache(kind, forced, rng, name, fmt):
     check_decode(kind, fmt, queries(rng, 2, 2, h_q, fmt.d_qk), main, extra, num_splits=splits)
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("fp8_sm90", "bf16_cluster_sm90")])
 def test_prefill(kind, forced, rng, name):
     """Lists of all lengths, sinks, and strides of q, kv and out."""
@@ -82,6 +83,7 @@ def test_prefill(kind, forced, rng, name):
     check_unequal_prefill(kind, rng, s_q, int(rng.integers(9, 17)), int(rng.choice([512, 576])))
 
 
+@pytest.mark.long
 def test_no_list_has_a_row(kind, rng, emulated):
     """Whichever kernels serve such calls."""
     for fmt in oracle.FORMATS:

@@ -74,7 +74,7 @@ def some_entries(rng: np.random.Generator, rows: int) -> int:
     return int(rng.integers(1, rows * rng.choice([FIRST_TILES + 1, 80])))
 
 
-@pytest.mark.long(sample=4)
+@pytest.mark.long(sample=3)
 @SHAPES
 @EVERYWHERE
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
@@ -98,7 +98,7 @@ def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, fmt, where,
     assert 0 <= again <= (splits if fmt is oracle.V32 else 0)
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @SHAPES
 @EVERYWHERE
 def test_prefill(kind, emulated, rng, monkeypatch, where, name):
@@ -113,7 +113,7 @@ def test_prefill(kind, emulated, rng, monkeypatch, where, name):
     assert emulated.products["portable"] == tiles * mmas_of_tile(h_q, d_qk, rows)
 
 
-@pytest.mark.long(sample=2)
+@pytest.mark.long(sample=1)
 @SHAPES
 @pytest.mark.parametrize("h_q", [5, 64])
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)

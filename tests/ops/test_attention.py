@@ -186,6 +186,7 @@ def test_prefill_same_bits_every_time(kind, rng):
 # --- decode ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(sample=32)
 @every_format
 @pytest.mark.parametrize(
     ("b", "s_q", "h_q", "topk", "block_size"),
@@ -399,6 +400,7 @@ def test_decode_same_bits_every_time(kind, rng, fmt):
     assert first == second
 
 
+@pytest.mark.long(sample=10)
 @every_format
 @pytest.mark.parametrize("h_q", [16, 64])
 @pytest.mark.parametrize("topk", [300, 1100])
