@@ -126,6 +126,13 @@ def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
 
 
 @pytest.fixture
+def checked() -> Iterator[None]:
+    """Calls check the values of their arguments while the test lasts."""
+    with cupy_mla.set_checks(True):
+        yield
+
+
+@pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
     """One that is none. Calls that were compiled for other GPUs are forgotten, and afterwards those for this one."""
     pytest.importorskip("torch")  # whose memory it has

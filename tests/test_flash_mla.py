@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla import arrays, flash_mla
+from cupy_mla import flash_mla
 from cupy_mla.bridges import Place
 from cupy_mla.calls.program import TracedPlace
 from cupy_mla.sizes import number
@@ -124,9 +124,8 @@ def test_block_table_and_lengths_are_ignored(kind, rng):
 
 
 @pytest.fixture
-def splits(monkeypatch) -> list[int]:
-    """The `num_splits` that each call hands to the kernels or the reference."""
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)  # no call runs a compiled form
+def splits(monkeypatch, checked) -> list[int]:
+    """The `num_splits` that each call hands to the kernels or the reference; checked calls run no compiled form."""
     seen = []
 
     def counted(call):
