@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -452,16 +453,14 @@ class Engine:
         return found
 
 
-def test_engines_are_compared_under_the_same_text(module, monkeypatch):
+def test_engines_are_compared_under_the_same_text(module):
     """Where they part the plug-in goes on from stock's text; the gap is that of the engine that was surer."""
     pytest.importorskip("torch")
-    program = module("vllm_engine")
-    monkeypatch.setattr(program, "PROMPTS", [10, 20, 30])
-    monkeypatch.setattr(program, "NEW_TOKENS", 3)
+    compare = partial(module("vllm_engine").compare, prompts=3, new_tokens=3)
     stock = Engine({(0,): (2, 1.0), (0, 2): (3, 0.25), (2, 1, 1): (7, 0.5)})
-    assert program.compare(stock, stock) == {"tokens_equal": 9, "tokens": 9, "gap_apart": 0.0, "texts_equal": 3}
+    assert compare(stock, stock) == {"tokens_equal": 9, "tokens": 9, "gap_apart": 0.0, "texts_equal": 3}
     ours = Engine({(0,): (9, 0.5), (0, 2): (8, 0.125), (0, 9): (77, 0), (0, 2, 3): (1, 5.0), (2, 1, 1): (6, 0.75)})
-    assert program.compare(ours, stock) == {"tokens_equal": 6, "tokens": 9, "gap_apart": 1.0, "texts_equal": 1}
+    assert compare(ours, stock) == {"tokens_equal": 6, "tokens": 9, "gap_apart": 1.0, "texts_equal": 1}
 
 
 def test_errors_of_log_probabilities(module):
