@@ -84,6 +84,7 @@ TWO_GPUS = ROOT / "examples" / "06_two_gpus.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
 def test_two_ranks() -> None:
     printed = python(*TORCHRUN, str(TWO_GPUS))
