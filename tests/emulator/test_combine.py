@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla.cuda.attention.choose import VARIABLE
-
 from .. import oracle
 from ..cases import check_decode, paged, queries, sinks
 from .emulator import needs_compiler
@@ -15,7 +13,7 @@ pytestmark = needs_compiler
 
 @pytest.mark.parametrize("num_splits", [2, 40])
 def test_splits(kind, rng, monkeypatch, num_splits):
-    monkeypatch.setenv(VARIABLE, "portable")
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "portable")
     main = paged(rng, oracle.BF16_576, 2, 1, 300, 64, lengths=True)
     main.length[:] = 33, 300
     check_decode(kind, oracle.BF16_576, queries(rng, 2, 1, 20, 576), main, sink=sinks(rng, 20), num_splits=num_splits)

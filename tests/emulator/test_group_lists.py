@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla.cuda.attention.choose import VARIABLE
-
 from ..cases import check_prefill, check_unequal_prefill, prefill_inputs
 from .emulator import needs_compiler
 
@@ -14,7 +12,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "bf16_grouped_sm90")
+    monkeypatch.setenv("CUPY_MLA_KERNELS", "bf16_grouped_sm90")
 
 
 @pytest.mark.parametrize("h_q", [8, 16])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla.cuda.logits import VARIABLE
-
 from ..ops import test_logits as of_operation
 from .emulator import needs_compiler
 
@@ -14,7 +12,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "logits")
+    monkeypatch.setenv("CUPY_MLA_INDEXER_KERNELS", "logits")
 
 
 @pytest.mark.parametrize(("m", "n", "heads"), [(3, 70, 64), (5, 129, 24)])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla.cuda.attention.choose import VARIABLE
-
 from ..cases import check_unequal_prefill
 from .emulator import needs_compiler
 
@@ -15,5 +13,5 @@ pytestmark = needs_compiler
 @pytest.mark.parametrize("name", ["bf16_sm90", "bf16_few_heads_sm90"])
 def test_lengths(kind, rng, monkeypatch, name):
     """More queries than the GPU has SMs, some of them without a row."""
-    monkeypatch.setenv(VARIABLE, name)
+    monkeypatch.setenv("CUPY_MLA_KERNELS", name)
     check_unequal_prefill(kind, rng, 17, 5, 576, slice(3, 6))
