@@ -500,9 +500,15 @@ def alone(engines: list[Engine], measured: list[Engine]) -> Iterator[None]:
             engine.pause(False)
 
 
-def compare(ours: Engine, stock: Engine) -> dict[str, Any]:
-    """How many tokens agree under the same text, and how near the two best tokens were where they do not."""
-    texts: dict[int, list[int]] = {i: [] for i in range(len(PROMPTS))}
+def compare(ours: Engine, stock: Engine, prompts: int = len(PROMPTS), new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    """How many tokens agree under the same text, and how near the two best tokens were where they do not.
+
+    Args:
+        ours, stock: continue texts; tests have stand-ins for them.
+        prompts: how many the engines have.
+        new_tokens: how many tokens they add to each.
+    """
+    texts: dict[int, list[int]] = {i: [] for i in range(prompts)}
     wanted = stock.ask("continuations", texts)
     apart, gaps, parted = 0, [0.0], set()
     while texts:
@@ -514,13 +520,13 @@ def compare(ours: Engine, stock: Engine) -> dict[str, Any]:
                     apart += 1
                     gaps.append(max(gap, its_gap))
                     parted.add(i)
-                    if at < NEW_TOKENS:
+                    if at < new_tokens:
                         texts[i] = [token for token, _ in wanted[i][:at]]
                     break
-    tokens = NEW_TOKENS * len(PROMPTS)
+    tokens = new_tokens * prompts
     return {
         "tokens_equal": tokens - apart, "tokens": tokens, "gap_apart": round(max(gaps), 4),
-        "texts_equal": len(PROMPTS) - len(parted),
+        "texts_equal": prompts - len(parted),
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cupy_mla.cuda.kernel import Kernel
+from cupy_mla.cuda.kernel import Kernel, kernels_root
 
 FOLDER = Path(__file__).resolve().parent.parent / ".pytest_cache" / "kernels"
 KEPT_SECONDS = 14 * 24 * 3600  # results that no run asked for in this time are deleted
@@ -56,6 +56,13 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
         json.dump({"cubin": b64encode(compiled.cubin).decode(), "report": compiled.report}, file)
     os.replace(file.name, path)  # whole or not at all, for whoever else looks
     return compiled
+
+
+@cache
+def kernels_hash() -> str:
+    """Of all text in kernels_cu."""
+    sources = sorted(path for path in kernels_root().rglob("*") if path.suffix in (".cu", ".cuh"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def _key(kernel: Kernel, arch: str) -> str:

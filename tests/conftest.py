@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda.attention import choose
 
 from . import kinds
+from .compiled import kernels_hash
 from .emulator import emulator
 from .fake_gpu import FakeGPU
 
@@ -54,13 +56,49 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(why_no_gpu())
 
 
+OPT_IN = ("every_arch", "long", "contracts")  # marks of what runs only where -m names it
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes minutes and was not asked for: `-m every_arch`."""
-    if "every_arch" in config.getoption("-m"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("every_arch")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    """Leave out what takes minutes and was not asked for, and all skips of a test but one where there is no GPU.
+
+    Tests that are named by `::` are asked for.
+    """
+    left_out: set[pytest.Item] = set()
+    if not any("::" in argument for argument in config.args):
+        left_out.update(_not_asked_for(config, items))
+    if why_no_gpu() and not config.getoption("--emulate"):
+        of_gpu = _by_function(item for item in items if item.get_closest_marker("gpu"))
+        left_out.update(item for cases in of_gpu.values() for item in cases[1:])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _not_asked_for(config: pytest.Config, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Tests with a mark of OPT_IN, but for a sample where the mark names its size: `@pytest.mark.long(sample=3)`.
+
+    Every process of a run draws the same sample, and so does the next run, whose kernels are then compiled: it is
+    another one when the kernels change, or by --seed. Cases on a GPU are never left out.
+    """
+    seed = config.getoption("--seed")
+    seed = kernels_hash() if seed is None else seed
+    for mark in OPT_IN:
+        if mark in config.getoption("-m"):
+            continue
+        marked = _by_function(i for i in items if i.get_closest_marker(mark) and not i.get_closest_marker("gpu"))
+        for name, cases in marked.items():
+            size = max(case.get_closest_marker(mark).kwargs.get("sample", 0) for case in cases)
+            taken = random.Random(f"{seed} {name}").sample(range(len(cases)), min(size, len(cases)))
+            yield from (case for number, case in enumerate(cases) if number not in taken)
+
+
+def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Cases of each test function."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return found
 
 
 @pytest.fixture
@@ -85,6 +123,13 @@ def rng(rng_seed: int) -> np.random.Generator:
 def kind(request: pytest.FixtureRequest) -> kinds.NumPy:
     """One kind of array after the other."""
     return kinds.make(request.param)
+
+
+@pytest.fixture
+def checked() -> Iterator[None]:
+    """Calls check the values of their arguments while the test lasts."""
+    with cupy_mla.set_checks(True):
+        yield
 
 
 @pytest.fixture

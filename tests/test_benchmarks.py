@@ -8,9 +8,12 @@ import json
 import os
 import random
 import re
+import shutil
+import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -233,34 +236,44 @@ def test_no_peer(peers, monkeypatch, tmp_path):
         peers.find_peer()
 
 
-def run_programs(module, monkeypatch, tmp_path, arguments: list[str]) -> tuple[int, ModuleType]:
+@pytest.fixture
+def run_programs(tmp_path):
+    """A function that runs run.py beside programs that only say their arguments; its exit status and what it prints,
+    every space one."""
     pytest.importorskip("rich")
-    run = module("run")
+    shutil.copy(BENCHMARKS / "run.py", tmp_path)
+    (tmp_path / "harness.py").write_text("NO_PEER = 3")
+    (tmp_path / "report.py").write_text("from pathlib import Path\nRESULTS = Path()\ndef write(): print('rewritten')")
     for name, status in (("sparse_prefill", 0), ("accuracy", 3), ("cache_ops", 1)):
         (tmp_path / f"{name}.py").write_text(f"import sys; print('{name}', *sys.argv[1:]); sys.exit({status})")
-    monkeypatch.setattr(run, "FOLDER", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
-    monkeypatch.delenv("OUT", raising=False)
-    return run.main(), run
+    env = {name: value for name, value in os.environ.items() if name != "OUT"}
+
+    def run(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "run.py", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert not done.stderr
+        return done.returncode, " ".join(done.stdout.split())
+
+    return run
 
 
-def test_run_reports_each_program(harness, module, monkeypatch, tmp_path, capsys):
-    arguments = ["--quick", "--rows", "h 64", "--only", "sparse_prefill", "accuracy", "cache_ops"]
-    status, _ = run_programs(module, monkeypatch, tmp_path, arguments)
-    printed = " ".join(capsys.readouterr().out.split())
+def test_run_reports_each_program(run_programs):
+    programs = ("sparse_prefill", "accuracy", "cache_ops")
+    status, printed = run_programs("--quick", "--rows", "h 64", "--only", *programs)
     assert status == 1
     assert "sparse_prefill --quick --only h 64" in printed
-    for name, end in (("sparse_prefill", "done"), ("accuracy", "left out"), ("cache_ops", "failed")):
+    for name, end in zip(programs, ("done", "left out", "failed"), strict=True):
         assert f"│ {name} │ {end}" in printed
 
 
-def test_run_of_whole_programs_rewrites_the_texts(harness, module, monkeypatch, tmp_path):
-    written = []
-    monkeypatch.setattr(module("report"), "write", lambda: written.append(True))
-    assert run_programs(module, monkeypatch, tmp_path, ["--only", "sparse_prefill"])[0] == 0
-    assert run_programs(module, monkeypatch, tmp_path, ["--only", "sparse_prefill", "--quick"])[0] == 0
-    assert run_programs(module, monkeypatch, tmp_path, ["--only", "accuracy"])[0] == 0
-    assert written == [True]
+@pytest.mark.parametrize(
+    ("arguments", "rewrites"),
+    [(["sparse_prefill"], True), (["sparse_prefill", "--quick"], False), (["accuracy"], False)],
+)
+def test_run_of_whole_programs_rewrites_the_texts(run_programs, arguments, rewrites):
+    status, printed = run_programs("--only", *arguments)
+    assert status == 0
+    assert ("rewritten" in printed) == rewrites
 
 
 def test_plots(module, tmp_path):
@@ -476,16 +489,14 @@ class Engine:
         return found
 
 
-def test_engines_are_compared_under_the_same_text(module, monkeypatch):
+def test_engines_are_compared_under_the_same_text(module):
     """Where they part the plug-in goes on from stock's text; the gap is that of the engine that was surer."""
     pytest.importorskip("torch")
-    program = module("vllm_engine")
-    monkeypatch.setattr(program, "PROMPTS", [10, 20, 30])
-    monkeypatch.setattr(program, "NEW_TOKENS", 3)
+    compare = partial(module("vllm_engine").compare, prompts=3, new_tokens=3)
     stock = Engine({(0,): (2, 1.0), (0, 2): (3, 0.25), (2, 1, 1): (7, 0.5)})
-    assert program.compare(stock, stock) == {"tokens_equal": 9, "tokens": 9, "gap_apart": 0.0, "texts_equal": 3}
+    assert compare(stock, stock) == {"tokens_equal": 9, "tokens": 9, "gap_apart": 0.0, "texts_equal": 3}
     ours = Engine({(0,): (9, 0.5), (0, 2): (8, 0.125), (0, 9): (77, 0), (0, 2, 3): (1, 5.0), (2, 1, 1): (6, 0.75)})
-    assert program.compare(ours, stock) == {"tokens_equal": 6, "tokens": 9, "gap_apart": 1.0, "texts_equal": 1}
+    assert compare(ours, stock) == {"tokens_equal": 6, "tokens": 9, "gap_apart": 1.0, "texts_equal": 1}
 
 
 def test_errors_of_log_probabilities(module):

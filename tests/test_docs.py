@@ -94,6 +94,7 @@ class Links(HTMLParser):
         self.forms += [found["action"]] if tag == "form" else []
 
 
+@pytest.mark.long
 def test_site(tmp_path: Path) -> None:
     """The command of docs/README.md makes it, in one test since it takes ten seconds; a warning is an error."""
     if not all(map(installed, ("sphinx", "myst_parser", "furo"))):

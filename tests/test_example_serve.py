@@ -21,6 +21,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(program), *arguments], env=env, capture_output=True, text=True)
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("cache", ["fp8_ds_mla", "bf16"])
 def test_serve_batch(cache: str) -> None:
     result = run(PROGRAM, "--cache", cache, "--requests", "7")
@@ -34,6 +35,7 @@ def test_serve_batch(cache: str) -> None:
     assert all(a == b for a, b in done)
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize(
     ("what", "instead"),
     [("self.cache, metadata, topk_indices)", "self.cache, metadata, topk_indices // 2)"),

@@ -61,6 +61,7 @@ def test_full_pipeline() -> None:
     assert printed.endswith("within the bounds\n")
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize(
     ("what", "instead"),
     [
@@ -83,6 +84,7 @@ TWO_GPUS = ROOT / "examples" / "06_two_gpus.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
 def test_two_ranks() -> None:
     printed = python(*TORCHRUN, str(TWO_GPUS))
@@ -94,6 +96,7 @@ def test_two_ranks() -> None:
         assert len(re.findall(f"^  {line}", printed, re.M)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not installed("torch"), reason="torch is not installed")
 def test_two_ranks_fail_where_a_part_is_missing(tmp_path: Path) -> None:
     program = TWO_GPUS.read_text()
@@ -109,6 +112,7 @@ def test_extras_can_be_hidden() -> None:
         python("-c", WITHOUT_EXTRAS, "examples/03_serve_batch.py")
 
 
+@pytest.mark.long
 @needs_transformers
 def test_transformers_deepseek_v32() -> None:
     printed = python("examples/02_transformers_deepseek_v32.py", "--prompt", "300", "--new", "4")
@@ -121,6 +125,7 @@ def test_transformers_deepseek_v32() -> None:
     assert re.search(r"\(at most 1\.25\), its indexer's recall 0\.9\d+ \(at least 0\.9\): agrees$", printed, re.M)
 
 
+@pytest.mark.long
 @needs_transformers
 @pytest.mark.parametrize(
     ("what", "instead"),

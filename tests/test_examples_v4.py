@@ -13,6 +13,7 @@ EXAMPLE = "examples/04_deepseek_v4.py"
 SHORT = ("--prompt", "300", "--new", "4")
 
 
+@pytest.mark.long
 @needs_transformers
 def test_transformers_deepseek_v4() -> None:
     printed = python(EXAMPLE, *SHORT)
@@ -24,6 +25,7 @@ def test_transformers_deepseek_v4() -> None:
     assert re.search(r"\(at most 1\.25\), its indexer's recall 0\.9\d+ \(at least 0\.9\): agrees$", printed, re.M)
 
 
+@pytest.mark.long
 @needs_transformers
 @pytest.mark.parametrize(
     ("what", "instead"),

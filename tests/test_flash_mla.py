@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla import arrays, flash_mla
+from cupy_mla import flash_mla
 from cupy_mla.bridges import Place
 from cupy_mla.calls.prepared import CallPlace
 
@@ -123,9 +123,8 @@ def test_block_table_and_lengths_are_ignored(kind, rng):
 
 
 @pytest.fixture
-def splits(monkeypatch) -> list[int]:
-    """The `num_splits` that each call hands to the kernels or the reference."""
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)  # every call runs its body
+def splits(monkeypatch, checked) -> list[int]:
+    """The `num_splits` that each call hands to the kernels or the reference; checked calls all run their body."""
     seen = []
 
     def counted(call):

@@ -1,7 +1,7 @@
 """Every kernel variant compiles within its promises on spills and shared memory. Needs no GPU.
 
-A plain run compiles each kernel for one of its architectures, another one each time; `pytest -m every_arch`, which CI
-runs, compiles each for all.
+A plain run compiles a variant of each `.cu` file for one architecture; `pytest -m every_arch`, which CI runs, all of
+them for all.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import re
 import struct
+from pathlib import Path
 
 import pytest
 
 from cupy_mla.cuda import all_kernels
 from cupy_mla.cuda.kernel import SHARED_BYTES, THREADS, Kernel, exported, kernels_root, sections
 
-from .compiled import compile_kernel, needs_nvrtc
+from .compiled import compile_kernel, kernels_hash, needs_nvrtc
 
 KERNELS = all_kernels()
 EVERY = [(kernel, arch) for kernel in KERNELS for arch in kernel.archs]
@@ -78,10 +79,13 @@ def check(kernel: Kernel, arch: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
-def test_kernel_compiles(kernel, rng_seed):
-    arch = random.Random(f"{rng_seed} {kernel!r}").choice(kernel.archs)
-    print(f"for sm_{arch}")
+@pytest.mark.parametrize("file", sorted({kernel.file for kernel in KERNELS}))
+def test_kernel_compiles(file, request):
+    """A variant of each file for one of its architectures. They stay the same as long as the kernels do."""
+    seed = request.config.getoption("--seed")
+    seed = kernels_hash() if seed is None else seed
+    kernel, arch = random.Random(f"{seed} {file}").choice([pair for pair in EVERY if pair[0].file == file])
+    print(f"{kernel!r} for sm_{arch}")
     check(kernel, arch)
 
 
@@ -96,6 +100,13 @@ def test_every_source_file_belongs_to_a_kernel():
     used = {kernel.file for kernel in KERNELS}
     there = {str(path.relative_to(kernels_root())) for path in kernels_root().rglob("*.cu")}
     assert there == used
+
+
+def test_every_source_file_has_tests_under_its_name():
+    """On the emulator or on a GPU: `test_<kernel>.py` below tests/emulator or tests/cuda."""
+    tests = Path(__file__).resolve().parent
+    named = {path.stem for folder in ("emulator", "cuda") for path in (tests / folder).rglob("test_*.py")}
+    assert sorted({f"test_{path.stem}" for path in kernels_root().rglob("*.cu")} - named) == []
 
 
 def test_every_kernel_claims_an_architecture():

@@ -192,6 +192,7 @@ def test_sequences_at_the_edges(kind, rng, model: Model) -> None:
         np.testing.assert_array_equal(engine.run(step), step.want)
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize(
     ("ratio", "topk", "heads"), [(4, 512, 64), (4, 1024, 32), (1, 2048, 64)], ids=["C4A 512", "C4A 1024", "V3.2"]
 )

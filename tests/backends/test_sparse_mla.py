@@ -148,6 +148,7 @@ def assert_result(got: np.ndarray, want: np.ndarray) -> None:
         oracle.assert_close(got, want, "prefill out")
 
 
+@pytest.mark.long(sample=6)
 @pytest.mark.parametrize("heads", [1, 8, 16, 64, 128])
 @pytest.mark.parametrize("speculative", [0, 1])
 def test_paths_agree(kind, rng, heads: int, speculative: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -31,11 +32,12 @@ def stand_in(capability: str, failure: Exception | None) -> SimpleNamespace:
 
         return SimpleNamespace(get_function=get_function)
 
-    return SimpleNamespace(cuda=SimpleNamespace(Device=device), RawModule=module)
+    runtime = SimpleNamespace(getDeviceCount=lambda: 1)
+    return SimpleNamespace(cuda=SimpleNamespace(Device=device, runtime=runtime), RawModule=module)
 
 
 def load(monkeypatch, capability: str, failure: Exception | None = None) -> Kernel:
-    monkeypatch.setattr(kernel, "require_cupy", lambda why: stand_in(capability, failure))
+    monkeypatch.setitem(sys.modules, "cupy", stand_in(capability, failure))
     monkeypatch.setattr(kernel, "_exported", lambda module, name: 128)
     monkeypatch.setattr(driver, "plain_submitter", lambda *arguments: arguments)
     monkeypatch.setattr(driver, "overlaps", lambda kernel, device: False)
@@ -106,7 +108,7 @@ def test_nor_does_it_from_another_thread(monkeypatch):
 def opting_in(monkeypatch) -> SimpleNamespace:
     """A stand-in for CuPy whose kernels need 100 000 bytes of shared memory, more of them where they are alone."""
     cupy = stand_in("90", None)
-    monkeypatch.setattr(kernel, "require_cupy", lambda why: cupy)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(kernel, "_exported", lambda module, name: 100_000)
     monkeypatch.setattr(driver, "gpu", lambda device: SimpleNamespace(more_than_half=116_736))
     monkeypatch.setattr(driver, "attribute_submitter", lambda *arguments: arguments)

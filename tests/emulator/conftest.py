@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from cupy_mla.calls.operation import forget_calls
+from cupy_mla.cuda import all_kernels
 
 from ..kinds import Torch
 from .emulator import EmulatedGPU
@@ -24,3 +25,15 @@ def emulated(monkeypatch: pytest.MonkeyPatch, rng_seed: int) -> Iterator[Emulate
 @pytest.fixture
 def kind(emulated: EmulatedGPU) -> Torch:
     return Torch()
+
+
+@pytest.fixture(autouse=True)
+def runs_its_kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test in a module under a kernel's name launches that kernel."""
+    name = request.module.__name__.rpartition(".test_")[2]
+    if name not in {kernel.name for kernel in all_kernels()}:
+        yield
+        return
+    emulated = request.getfixturevalue("emulated")
+    yield
+    assert name in emulated.launched, f"{name} was never launched, only {sorted(emulated.launched)}"

@@ -7,6 +7,7 @@ old ones may be deleted at any time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -31,7 +32,7 @@ FOLDER = HERE.parent.parent / ".pytest_cache" / "emulator"
 COMPILER, OLDEST = shutil.which("g++") or "", 9  # from where on C++17 is no experiment of g++'s
 FLAGS = (
     "-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-fwrapv", "-fno-gnu-unique",
-    "-fno-zero-initialized-in-bss", "-fvisibility=hidden", "-shared", "-fPIC", "-w",
+    "-fno-zero-initialized-in-bss", "-fvisibility=hidden", "-fPIC", "-w",
 )  # fmt: skip
 SM_THREADS, SM_CTAS = 2048, 32
 
@@ -158,20 +159,20 @@ def compiled(
     constants += [f"-D__CUDA_ARCH__={10 * capability}", f"-DKERNEL={name}"]
     text = source_of(file, (*folders, HERE, kernels_root()), str(defines.get("ROW_READER", "")))
     text = text.replace("extern __shared__", "extern")  # kernel.cpp has this array; __shared__ alone means `static`
-    return _library("kernel.cpp", text, ["-nostartfiles", *constants], name)
+    return _library("kernel.cpp", text, ["-nostartfiles", "-include", str(_standard()), *constants], name)
 
 
 def source_of(file: str, folders: tuple[Path, ...], reader: str = "") -> str:
     """A file's text with the files that it includes, as `Kernel.source` has them."""
     path = next(folder / file for folder in folders if (folder / file).is_file())
-    lines = [f'#line 1 "{path}"']
+    lines = [f'#line 1 "{file}"']
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         include = re.match(r'\s*#include (?:"(.+/.+)"|ROW_READER)', line)
         if include:
             included = include.group(1) or reader
             guard = "INCLUDED_" + re.sub(r"\W", "_", included)
             body = source_of(included, folders, reader)
-            lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{path}"']
+            lines += [f"#ifndef {guard}", f"#define {guard}", body, "#endif", f'#line {number + 1} "{file}"']
         else:
             lines.append("" if line.strip() == "#pragma once" else line)
     return "\n".join(lines)
@@ -194,6 +195,23 @@ def machine() -> ctypes.CDLL:
     return library
 
 
+@cache
+def _standard() -> Path:
+    """`standard.h`, beside which lies what g++ has made of it."""
+    key = hashlib.sha256(repr((FLAGS, _environment())).encode()).hexdigest()[:32]
+    header = FOLDER / f"standard-{key}" / "standard.h"
+    if not header.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            made = Path(folder) / "made"
+            made.mkdir()
+            shutil.copy(HERE / header.name, made)
+            _run(["-x", "c++-header", str(made / header.name), "-o", str(made / "standard.h.gch")], header.name)
+            with contextlib.suppress(OSError):  # another process was faster
+                os.replace(made, header.parent)
+    return header
+
+
 def _library(main: str, kernel: str, options: list[str], name: str) -> Path:
     """A shared library of the file `main` of this folder, which includes the text of a kernel; `name` is the kernel's.
 
@@ -207,12 +225,21 @@ def _library(main: str, kernel: str, options: list[str], name: str) -> Path:
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             text, made = Path(folder) / "kernel.cu", Path(folder) / "library.so"
             text.write_text(kernel)
-            options = [*FLAGS, *options, f'-DKERNEL_FILE="{text}"', f"-I{HERE}", str(HERE / main), "-o", str(made)]
-            done = subprocess.run([COMPILER, *options], capture_output=True, text=True)
-            if done.returncode != 0:
-                raise RuntimeError(f"{name} does not compile with {COMPILER}:\n{done.stderr[:8000]}")
+            files = [f'-DKERNEL_FILE="{text}"', f"-I{HERE}", str(HERE / main), "-o", str(made)]
+            _run(["-shared", *options, *files], name)
             os.replace(made, path)  # whole or not at all, for whoever else looks
     return path
+
+
+def _run(options: list[str], name: str) -> None:
+    """The compiler, on what is called `name` in messages.
+
+    Raises:
+        RuntimeError: its messages.
+    """
+    done = subprocess.run([COMPILER, *FLAGS, *options], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} does not compile with {COMPILER}:\n{done.stderr[:8000]}")
 
 
 @cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import bf16_cluster_sm90
 from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
 
 from .. import oracle
@@ -60,17 +59,7 @@ def test_decode(kind, forced, rng, name, fmt):
     check_decode(kind, fmt, q, main, sink=sinks(rng, h_q), num_splits=splits, out_gaps=(0, 1, 2, 3))
 
 
-@pytest.mark.parametrize("heads", bf16_cluster_sm90.HEADS)
-def test_heads_of_a_cluster(kind, forced, rng, replace_in_choose, heads):
-    """Fewer than a query has, the last of its work items maybe with padding; each CTA has at most a pair of tiles."""
-    forced("bf16_cluster_sm90")
-    replace_in_choose("_cluster_heads", lambda *_: heads)
-    fmt, h_q = BF16[int(rng.integers(2))], int(rng.integers(1, 81))
-    main = paged(rng, fmt, 1, 2, int(rng.integers(130, 400)), 64, invalid=rng.choice([0, 0.3]))
-    q, splits = queries(rng, 1, 2, h_q, fmt.d_qk), rng.choice([2, 6])
-    check_decode(kind, fmt, q, main, sink=sinks(rng, h_q), num_splits=splits)
-
-
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize(("name", "fmt"), DECODERS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_full_lists_and_an_extra_cache(kind, forced, rng, name, fmt):
     """Without lengths and holes. The extra cache's lists end in -1."""
@@ -85,6 +74,7 @@ def test_full_lists_and_an_extra_cache(kind, forced, rng, name, fmt):
     check_decode(kind, fmt, queries(rng, 2, 2, h_q, fmt.d_qk), main, extra, num_splits=splits)
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("fp8_sm90", "bf16_cluster_sm90")])
 def test_prefill(kind, forced, rng, name):
     """Lists of all lengths, sinks, and strides of q, kv and out."""
@@ -93,6 +83,7 @@ def test_prefill(kind, forced, rng, name):
     check_unequal_prefill(kind, rng, s_q, int(rng.integers(9, 17)), int(rng.choice([512, 576])))
 
 
+@pytest.mark.long
 def test_no_list_has_a_row(kind, rng, emulated):
     """Whichever kernels serve such calls."""
     for fmt in oracle.FORMATS:

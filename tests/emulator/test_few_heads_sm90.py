@@ -56,6 +56,7 @@ def drawn(rng: np.random.Generator, fmt: oracle.Format, most_heads: int) -> tupl
     return off_zero(fmt, queries(rng, b, s_q, int(rng.integers(1, most_heads + 1)), fmt.d_qk), main), main
 
 
+@pytest.mark.long(sample=1)
 @pytest.mark.parametrize("fmt", [oracle.V32, oracle.BF16_576], ids=lambda fmt: fmt.name)
 def test_tiles_without_an_entry(kind, rng, fmt):
     """By clusters, partial results and CTAs alone."""
@@ -64,6 +65,7 @@ def test_tiles_without_an_entry(kind, rng, fmt):
         check_decode(kind, fmt, q, main, sink=sinks(rng, q.shape[2]), num_splits=num_splits)
 
 
+@pytest.mark.long(sample=1)
 @HEADS
 def test_shares(kind, emulated, evenly, rng):
     """The same bits in whatever order warps run."""
@@ -76,6 +78,7 @@ def test_shares(kind, emulated, evenly, rng):
         assert [r.tobytes() for r in first] == [r.tobytes() for r in again]
 
 
+@pytest.mark.long(sample=1)
 @HEADS
 def test_shares_of_two_lists(kind, evenly, rng):
     main, extra = (paged(rng, oracle.V32, 5, 2, topk, 64, lengths=True) for topk in (300, 130))

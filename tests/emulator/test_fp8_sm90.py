@@ -48,6 +48,7 @@ def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, 
     return [main, more]
 
 
+@pytest.mark.long(sample=3)
 @pytest.mark.parametrize(
     ("fmt", "division"),
     [
@@ -69,6 +70,7 @@ def test_empty_tiles(divided, kind, rng, fmt, division):
         check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
 def test_bits_of_divisions(divided, kind, rng, fmt):
     """Splits of a cluster, of a team, and one after the other give the same bits, wherever tiles are empty."""

@@ -74,6 +74,7 @@ def some_entries(rng: np.random.Generator, rows: int) -> int:
     return int(rng.integers(1, rows * rng.choice([FIRST_TILES + 1, 80])))
 
 
+@pytest.mark.long(sample=3)
 @SHAPES
 @EVERYWHERE
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
@@ -97,6 +98,7 @@ def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, fmt, where,
     assert 0 <= again <= (splits if fmt is oracle.V32 else 0)
 
 
+@pytest.mark.long(sample=1)
 @SHAPES
 @EVERYWHERE
 def test_prefill(kind, emulated, rng, monkeypatch, where, name):
@@ -111,6 +113,7 @@ def test_prefill(kind, emulated, rng, monkeypatch, where, name):
     assert emulated.products["portable"] == tiles * mmas_of_tile(h_q, d_qk, rows)
 
 
+@pytest.mark.long(sample=1)
 @SHAPES
 @pytest.mark.parametrize("h_q", [5, 64])
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
@@ -126,6 +129,7 @@ def test_few_tiles(kind, emulated, rng, monkeypatch, fmt, h_q, name):
     assert emulated.products["portable"] == mmas_of_splits(has_rows_of(cache, rows).sum(axis=1), fmt, h_q, rows)
 
 
+@pytest.mark.long(sample=1)
 @SHAPES
 @pytest.mark.parametrize("marked", [False, True], ids=["beyond the marks", "marked"])
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)

@@ -13,6 +13,7 @@ from .emulator import needs_compiler
 pytestmark = needs_compiler
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kernel", "heads", "fmt"),
     [
@@ -28,6 +29,7 @@ def test_items_stay_whole(kind, emulated, rng, monkeypatch, replace_in_choose, k
     assert kernel in emulated.launched
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kernel", "heads"), [("fp8_sm90", 64), ("few_heads_sm90", 8)])
 def test_plans_of_lists_with_ends(kind, emulated, rng, monkeypatch, replace_in_choose, kernel, heads):
     monkeypatch.setenv(VARIABLE, kernel)

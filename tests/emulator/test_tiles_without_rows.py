@@ -50,6 +50,7 @@ WHERE = ["anywhere", "behind", "between the ends", "but for the last", "but for 
 everywhere = pytest.mark.parametrize("where", WHERE)
 
 
+@pytest.mark.long(sample=3)
 @everywhere
 @pytest.mark.parametrize("name", DECODERS)
 def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, name, where):
@@ -68,6 +69,7 @@ def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, name, where
     assert name in emulated.launched
 
 
+@pytest.mark.long(sample=1)
 @everywhere
 @pytest.mark.parametrize("name", ["bf16_few_heads_sm90", "portable"])
 def test_more_queries_than_sms(kind, emulated, rng, monkeypatch, name, where):
@@ -79,6 +81,7 @@ def test_more_queries_than_sms(kind, emulated, rng, monkeypatch, name, where):
     assert emulated.launched == {name}
 
 
+@pytest.mark.long(sample=2)
 @everywhere
 @pytest.mark.parametrize("layout", oracle.FORMATS, ids=lambda fmt: fmt.name)
 def test_layouts_of_portable(kind, emulated, rng, monkeypatch, layout, where):
@@ -90,6 +93,7 @@ def test_layouts_of_portable(kind, emulated, rng, monkeypatch, layout, where):
     check_decode(kind, layout, queries(rng, 15, 1, h_q, layout.d_qk), main)
 
 
+@pytest.mark.long
 def test_a_group_of_more_tiles_than_are_taken_together(kind, emulated, rng, monkeypatch):
     """The union of the lists of `bf16_grouped_sm90` has a valid entry in every tile; it has more than 32."""
     monkeypatch.setenv(VARIABLE, "bf16_grouped_sm90")
@@ -102,6 +106,7 @@ def test_a_group_of_more_tiles_than_are_taken_together(kind, emulated, rng, monk
 # --- what is multiplied -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(sample=2)
 @pytest.mark.parametrize("name", [*DECODERS, "fp8_sm90", "few_heads_sm90"])
 def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, monkeypatch, replace_in_choose, name):
     """Of 32 tiles a few are left. They take their share of the products of all, and one tile more for each of six SMs:
@@ -151,6 +156,7 @@ def products_of_tile(d_qk: int) -> int:
     return 4 * (d_qk // 16 + 32)
 
 
+@pytest.mark.long(sample=3)
 @all_places
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize(("b", "num_splits"), [(3, 1), (3, 2), (2, 17), (13, 1)])
@@ -173,6 +179,7 @@ def test_decode_multiplies_tiles_with_rows_alone(kind, emulated, rng, monkeypatc
     assert emulated.products["bf16_few_heads_sm90"] == products_of_tile(576) * tiles
 
 
+@pytest.mark.long(sample=2)
 @all_places
 @pytest.mark.parametrize("s_q", [3, 15])
 def test_prefill_multiplies_tiles_with_rows_alone(kind, emulated, rng, monkeypatch, where, s_q):

@@ -1,6 +1,7 @@
 """The plug-in's adapters against the engines' wheels: what they need stands in the Python files, which are read.
 
-Opt-in, as wheels are large: CUPY_MLA_ENGINE_WHEELS names a folder, into which wheels that it lacks are downloaded.
+Wheels are large: tests with the mark `contracts` are skipped unless CUPY_MLA_ENGINE_WHEELS names a folder, into which
+wheels that it lacks are downloaded.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def sources(package: str, version: str) -> zipfile.Path:
     return zipfile.Path(wheel, f"{package}/")
 
 
+@pytest.mark.contracts
 @pytest.mark.parametrize(
     ("version", "adapter"), [("0.22.1", "sparse_mla"), ("0.23.0", "sparse_mla"), ("0.33.0", "sparse_mla_common")]
 )
@@ -49,6 +51,7 @@ def test_vllm(caplog, version: str, adapter: str) -> None:
     assert caplog.records == []
 
 
+@pytest.mark.contracts
 @pytest.mark.parametrize("version", ["0.22.1", "0.23.0", "0.33.0"])
 def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
     """Each call that V4's layers make of a function that is replaced fits our function's parameters."""
@@ -66,6 +69,7 @@ def test_deepseek_v4_in_vllm(caplog, vllm, version: str) -> None:
             inspect.signature(ours[node.func.id]).bind(*node.args, **keywords)
 
 
+@pytest.mark.contracts
 def test_sglang() -> None:
     assert missing(sources("sglang", "0.5.23"), sglang.NEEDS) == []
 

@@ -60,6 +60,7 @@ def test_schemas_stay_as_they_are():
     assert sorted(str(op._schema).removeprefix("cupy_mla::") for op in ops) == sorted(expected)
 
 
+@pytest.mark.long(sample=16)
 @every_operation
 @ways
 def test_opcheck(kind, rng, name, given):
@@ -71,6 +72,7 @@ def test_opcheck(kind, rng, name, given):
     torch.library.opcheck(op, (), {n: v for n, v in arguments.items() if n in parameters})
 
 
+@pytest.mark.long(sample=8)
 @every_operation
 @ways
 def test_compiled_whole(kind, rng, name, given):

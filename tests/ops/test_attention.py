@@ -186,6 +186,7 @@ def test_prefill_same_bits_every_time(kind, rng):
 # --- decode ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(sample=32)
 @every_format
 @pytest.mark.parametrize(
     ("b", "s_q", "h_q", "topk", "block_size"),
@@ -257,6 +258,7 @@ def lengths_of(rng: np.random.Generator, b: int, topk: int) -> np.ndarray | None
     return None if drawn is None else drawn.astype(np.int32)
 
 
+@pytest.mark.long(sample=30)
 @every_format
 @every_batch
 def test_decode_of_every_batch(kind, rng, fmt, batches):
@@ -277,6 +279,7 @@ def test_decode_of_every_batch(kind, rng, fmt, batches):
         check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), num_splits=splits)
 
 
+@pytest.mark.long(sample=12)
 @every_format
 @pytest.mark.parametrize("h_q", [1, 16, 64])
 @pytest.mark.parametrize("others", [0, 1])
@@ -397,6 +400,7 @@ def test_decode_same_bits_every_time(kind, rng, fmt):
     assert first == second
 
 
+@pytest.mark.long(sample=10)
 @every_format
 @pytest.mark.parametrize("h_q", [16, 64])
 @pytest.mark.parametrize("topk", [300, 1100])

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_mla
-from cupy_mla import arrays
 
 from .. import oracle
 from ..cases import block_bytes, empty_cache, normal
@@ -199,8 +198,8 @@ def test_infinity_is_not_read_back_as_a_number(kind, rng, fmt):
 
 @every_layout
 @pytest.mark.parametrize("slot", [16, 17, 2**40])
-def test_checks_find_slots_beyond_the_cache(kind, rng, monkeypatch, fmt, slot):
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
+@pytest.mark.usefixtures("checked")
+def test_checks_find_slots_beyond_the_cache(kind, rng, fmt, slot):
     array, whole = kind.put_with_allocation(empty_cache(fmt, 2, 8))
     slots = np.array([3, -1, slot, 15])
     with pytest.raises(IndexError, match=rf"slot_mapping\[2\] is {slot}, the cache has 16 slots"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla import arrays
+import cupy_mla
 from cupy_mla.ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from tests import oracle, oracle_indices
 from tests.cases import block_bytes, normal, paged_rows
@@ -131,7 +131,7 @@ def test_gather_copies_rope_bit_for_bit(kind, rng) -> None:
     np.testing.assert_array_equal(got, bits[[1, 0]].reshape(16, 64))
 
 
-def test_gather_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_errors() -> None:
     good = {
         "src_cache": np.zeros((4, 8, 656), np.uint8), "dst": np.zeros((20, 576), BF16),
         "block_table": np.zeros((2, 3), np.int32), "seq_lens": np.array([9, 10], np.int32),
@@ -149,12 +149,12 @@ def test_gather_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for change, error, message in cases:
         with pytest.raises(error, match=message):
             cp_gather_and_upconvert_fp8_kv_cache(**{**good, **change})
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
-    cp_gather_and_upconvert_fp8_kv_cache(**good)
-    with pytest.raises(IndexError, match="workspace_starts: request 1 takes rows 11 to 21, dst has 20"):
-        cp_gather_and_upconvert_fp8_kv_cache(**{**good, "workspace_starts": np.array([0, 11], np.int32)})
-    with pytest.raises(IndexError, match="seq_lens: request 0 has 9 tokens, its row of the block table holds 8"):
-        cp_gather_and_upconvert_fp8_kv_cache(**{**good, "block_table": np.zeros((2, 1), np.int32)})
+    with cupy_mla.set_checks(True):
+        cp_gather_and_upconvert_fp8_kv_cache(**good)
+        with pytest.raises(IndexError, match="workspace_starts: request 1 takes rows 11 to 21, dst has 20"):
+            cp_gather_and_upconvert_fp8_kv_cache(**{**good, "workspace_starts": np.array([0, 11], np.int32)})
+        with pytest.raises(IndexError, match="seq_lens: request 0 has 9 tokens, its row of the block table holds 8"):
+            cp_gather_and_upconvert_fp8_kv_cache(**{**good, "block_table": np.zeros((2, 1), np.int32)})
 
 
 # --- concat_mla_q ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from cupy_mla import arrays
+import cupy_mla
 from cupy_mla.ops.gather import dequantize_and_gather_k_cache
 from tests import oracle, oracle_indices
 from tests.batches import table_for
@@ -116,7 +116,7 @@ def test_rope_is_copied_bit_for_bit(kind, rng) -> None:
     np.testing.assert_array_equal(kind.take(out).view(np.uint16)[0, :, 448:], bits[[1, 0]].reshape(16, 64))
 
 
-def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors() -> None:
     good = {
         "out": np.zeros((2, 20, 512), BF16), "k_cache": np.zeros((4, 8, 584), np.uint8),
         "seq_lens": np.array([9, 10], np.int32), "gather_lens": np.array([9, 3], np.int32),
@@ -134,9 +134,9 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for change, error, message in cases:
         with pytest.raises(error, match=message):
             dequantize_and_gather_k_cache(**{**good, **change})
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
-    dequantize_and_gather_k_cache(**good)
-    with pytest.raises(IndexError, match="gather_lens: 9 tokens of request 0 are asked for, out has room for 8"):
-        dequantize_and_gather_k_cache(**{**good, "offset": 12})
-    with pytest.raises(IndexError, match="seq_lens: request 0 has 9 tokens, its row of the block table holds 8"):
-        dequantize_and_gather_k_cache(**{**good, "block_table": np.zeros((2, 1), np.int32)})
+    with cupy_mla.set_checks(True):
+        dequantize_and_gather_k_cache(**good)
+        with pytest.raises(IndexError, match="gather_lens: 9 tokens of request 0 are asked for, out has room for 8"):
+            dequantize_and_gather_k_cache(**{**good, "offset": 12})
+        with pytest.raises(IndexError, match="seq_lens: request 0 has 9 tokens, its row of the block table holds 8"):
+            dequantize_and_gather_k_cache(**{**good, "block_table": np.zeros((2, 1), np.int32)})

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cupy_mla import arrays
+import cupy_mla
 from cupy_mla.ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from tests import oracle, oracle_indices
 from tests.kinds import BF16, E4M3, POISON, gapped, poisoned
@@ -150,7 +150,7 @@ def test_what_is_packed_comes_back(kind, rng) -> None:
     assert (np.abs(rows[slots] - wanted) <= np.maximum(np.abs(wanted) / 16, np.maximum(amax, 1e-4) * 2.0**-14)).all()
 
 
-def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors() -> None:
     unaligned = np.zeros(2 * 529, np.uint8).reshape(2, 529)[:, :528].reshape(2, 4, 132)
     good = {"k": np.zeros((3, 128), BF16), "kv_cache": key_cache(2, 4), "slot_mapping": np.zeros(3, np.int64)}
     cases = [
@@ -178,16 +178,16 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for change, error, message in cases:
         with pytest.raises(error, match=message):
             cp_gather_indexer_k_quant_cache(**{**gather, **change})
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
-    cp_gather_indexer_k_quant_cache(**gather)
-    for starts, message in (
-        ([0, 4, 3], r"cu_seq_lens\[2\] is 3, offsets must"), ([-1, 3, 6], r"cu_seq_lens\[0\] is -1, offsets must"),
-        ([0, 3, 7], "cu_seq_lens: ends at 7, dst_k has 6 rows"),
-    ):  # fmt: skip
-        with pytest.raises(IndexError, match=message):
-            cp_gather_indexer_k_quant_cache(**{**gather, "cu_seq_lens": np.array(starts, np.int32)})
-    with pytest.raises(IndexError, match=r"slot_mapping\[0\] is 8, the cache has 8 slots"):
-        indexer_k_quant_and_cache(**{**good, "slot_mapping": np.array([8, 0], np.int64)})
+    with cupy_mla.set_checks(True):
+        cp_gather_indexer_k_quant_cache(**gather)
+        for starts, message in (
+            ([0, 4, 3], r"cu_seq_lens\[2\] is 3, offsets must"), ([-1, 3, 6], r"cu_seq_lens\[0\] is -1, offsets must"),
+            ([0, 3, 7], "cu_seq_lens: ends at 7, dst_k has 6 rows"),
+        ):  # fmt: skip
+            with pytest.raises(IndexError, match=message):
+                cp_gather_indexer_k_quant_cache(**{**gather, "cu_seq_lens": np.array(starts, np.int32)})
+        with pytest.raises(IndexError, match=r"slot_mapping\[0\] is 8, the cache has 8 slots"):
+            indexer_k_quant_and_cache(**{**good, "slot_mapping": np.array([8, 0], np.int64)})
 
 
 def test_gather_of_scales_as_bytes(kind, rng) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla import arrays
 from cupy_mla.cuda.paging import divisor
 from cupy_mla.ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends
 from tests import oracle_indices
@@ -147,8 +146,8 @@ def test_errors() -> None:
         convert_to_slots_and_ends(**good, ends=np.zeros(4, np.int32))
 
 
-def test_requests_are_checked_where_values_are(kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)
+@pytest.mark.usefixtures("checked")
+def test_requests_are_checked_where_values_are(kind) -> None:
     req_id, table, positions = np.array([0, 2], np.int32), np.zeros((2, 4), np.int32), np.zeros((2, 4), np.int32)
     with pytest.raises(IndexError, match=r"req_id\[1\] is 2, there are 2 requests"):
         convert_req_index_to_global_index(*(kind.put(a) for a in (req_id, table, positions)), 16)

@@ -111,6 +111,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.long(sample=3)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):

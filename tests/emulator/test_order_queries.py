@@ -1,0 +1,17 @@
+"""`order_queries` on an emulated GPU: queries with the longest lists come first, whatever the lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..cases import check_unequal_prefill
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+
+
+@pytest.mark.parametrize("name", ["bf16_sm90", "bf16_few_heads_sm90"])
+def test_lengths(kind, rng, monkeypatch, name):
+    """More queries than the GPU has SMs, some of them without a row."""
+    monkeypatch.setenv("CUPY_MLA_KERNELS", name)
+    check_unequal_prefill(kind, rng, 17, 5, 576, slice(3, 6))
