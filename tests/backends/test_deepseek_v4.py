@@ -215,6 +215,7 @@ def check(got: dict[int, np.ndarray], step: Step) -> None:
                 oracle.assert_close(got[ratio][part], want[part], result)
 
 
+@pytest.mark.long(sample=28)
 @pytest.mark.parametrize(
     "model",
     [Model(), Model(heads=16, window=128, swa_block=64, block=256), Model(heads=1, window=1, swa_block=1, gap=1),

@@ -87,6 +87,7 @@ def test_prefill_generated(kind, seed, s_q, h_q, d_qk, topk, s_kv, with_sink, wi
     )  # fmt: skip
 
 
+@pytest.mark.long(sample=24)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @every_batch
 def test_prefill_of_every_number_of_queries(kind, rng, d_qk, batches):
