@@ -82,7 +82,7 @@ def negate(gpu: Gpu, x: Array, out: Array) -> Program:
         after='"""Every kernel variant of this module, for the compile tests and for warming up."""\n',
     ),
     Edit("kernels_cu/cache/negate.cu", (TEMPLATES / "negate.cu").read_text()),
-    Edit("tests/ops/test_negate.py", (TEMPLATES / "negate_test.py").read_text()),
+    Edit("tests/ops/test_negate.py", (TEMPLATES / "made_up_operation.py").read_text()),
     Edit(
         "cupy_mla/ops/table.py",
         """    Operation(
