@@ -40,7 +40,7 @@
 #include "ptx/cluster.cuh"
 #endif
 
-// The launcher declares the same fields.
+// cupy_mla/cuda/structs.py declares the same fields.
 struct TopkParams {
     BlockTable table;         // for slots as results; `blocks` is null for positions
     const void* logits;       // [rows, width]
