@@ -130,8 +130,8 @@ class Library(ABC):
         """Makes arrays on the current GPU: of shape, strides and native dtype, or of shape, native dtype, memory."""
         raise self._no_gpu()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], list[Any]]:
-        """Makes the results of a call on the current GPU, of these shapes and dtypes."""
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
+        """Makes the results of a call on the current GPU, of these shapes and dtypes, and their addresses."""
         raise self._no_gpu()
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
@@ -177,6 +177,21 @@ class CuPyLibrary(Library):
     def address(self) -> Callable[[Any], int]:  # without a frame of Python's
         return attrgetter("data.ptr")
 
+    def comparison(self, arrays: Sequence[Any], alignment: int) -> Comparison:
+        keys = [*map(self.key, arrays)]
+
+        def addresses_of(arrays: Sequence[Any]) -> list[int] | None:
+            addresses = []
+            for array, key in zip(arrays, keys, strict=True):
+                data = array.data
+                address = data.ptr
+                if address % alignment or (array.dtype, data.device_id, array.shape, array.strides) != key:
+                    return None
+                addresses.append(address)
+            return addresses
+
+        return addresses_of
+
     def device_of(self, obj: Any) -> int | None:
         return obj.data.device_id
 
@@ -201,7 +216,7 @@ class CuPyLibrary(Library):
     def maker(self) -> Callable[..., Any]:
         return private.cupy_empty()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], list[Any]]:
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
         """They share one allocation, which takes the host less time than one for each."""
         allocate, make = sys.modules["cupy"].cuda.alloc, self.maker()
         made: list[tuple[Shape, Any, int]] = []
@@ -211,9 +226,11 @@ class CuPyLibrary(Library):
             made.append((shape, self.native_dtype(dtype), start))
             end = start + math.prod(shape) * dtype.itemsize
 
-        def make_results() -> list[Any]:
+        def make_results() -> tuple[list[Any], list[int]]:
             memory = allocate(end)
-            return [make(shape, dtype, memory + start) for shape, dtype, start in made]
+            address = memory.ptr
+            results = [make(shape, dtype, memory + start) for shape, dtype, start in made]
+            return results, [address + start for _, _, start in made]
 
         return make_results
 
@@ -280,7 +297,9 @@ class TorchLibrary(Library):
                     return None
                 addresses.append(address)
                 bits |= address
-            if bits % alignment or not alike(*tensors) or (wanting and any(map(wants, tensors))):
+            if bits % alignment:
+                return None
+            if not alike(*tensors) or (wanting and any(map(wants, tensors))):
                 return None
             return addresses
 
@@ -316,11 +335,16 @@ class TorchLibrary(Library):
     def maker(self) -> Callable[..., Any]:
         return private.torch_empty()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], list[Any]]:
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
         make = self.maker()
         shapes = [shape for shape, _ in results]
         strides, dtypes = [*map(dense_strides, shapes)], [self.native_dtype(dtype) for _, dtype in results]
-        return lambda: [*map(make, shapes, strides, dtypes)]
+
+        def make_results() -> tuple[list[Any], list[int]]:
+            results = [*map(make, shapes, strides, dtypes)]
+            return results, [result.data_ptr() for result in results]
+
+        return make_results
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
         make, uint8 = self.maker(), self.native_dtype(UINT8)

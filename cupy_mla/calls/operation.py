@@ -1,8 +1,8 @@
 """Operations: a public function is its body, run once for each key; calls of a key that was seen repeat its launches.
 
-What a key consists of says `key.py`. An operation remembers so many keys, the least recently used goes first. The last
-two calls of torch's tensors are compared with first: torch compares all tensors of a call at once, which takes less
-time than to read what is in a key. A call that fails is not remembered, so whatever is repeated has been checked.
+What a key consists of says `key.py`. An operation remembers so many keys, the least recently used goes first. A call is
+compared with the last few calls first, which takes less time than to make its key. A call that fails is not remembered,
+so whatever is repeated has been checked.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .prepared import picker, prepare
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 MOST_KEYS = 1024  # of an operation
+RECENT = 4  # calls that others are compared with, more than kinds of layers
 
 _graph_operation: Callable[[str], Callable[..., Any]] | None = None
 
@@ -131,7 +132,7 @@ class Calls:
 
     Attributes:
         known: `Prepared` by keys.
-        recents: the last calls of torch's tensors whose keys were known.
+        recents: the last `RECENT` calls whose keys were known.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -161,7 +162,7 @@ class Calls:
             return self._first(key, values, args, kwargs)
         addresses_of = library_of(given[0]).comparison(given, ALIGNMENT)  # type: ignore[union-attr]
         if addresses_of is not None and addresses_of(given) is not None:
-            self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[:1]]
+            self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[: RECENT - 1]]
         return prepared.run(given, addresses, values)
 
     def _first(self, key: Key | None, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -190,7 +190,6 @@ class Prepared:
         self._stream = self._library.stream_reader(self.device)
         self._apart = _apart(place.apart)
         self._plan = next((i for i, value in enumerate(values) if type(value) is Plan), -1)
-        self._address = self._library.address
         self._make = self._library.result_maker([(s.shape, s.dtype) for s in place.results]) if place.results else None
         self._prepare_steps(place, len(arrays))
         numbers = {id(array.obj): i for i, array in reversed([*enumerate(arrays)])}
@@ -278,8 +277,8 @@ class Prepared:
         items = [*addresses]
         results: Sequence[Any] = ()
         if self._make is not None:
-            results = self._make()
-            items += map(self._address, results)
+            results, starts = self._make()
+            items += starts
         if self._steps:
             self._launch(items, values)
         return self._result((*arrays, *results, *self._returned))
