@@ -59,11 +59,11 @@
 // 16,384; 12 stages of 16 rows x 656, 125,952; the rest 6,928. V4_FP8: Q 65,536; rows of 592.
 // Registers: 232 a consumer thread, 40 a producer thread, together the 384 x 168 of the launch.
 // What was tried, what bounds it: docs/kernels/fp8_sm90.md.
-#include "attention/merge.cuh"
-#include "attention/results.cuh"
+#include "attention/division/division.cuh"
+#include "attention/division/list_end.cuh"
+#include "attention/division/merge.cuh"
+#include "attention/division/results.cuh"
 #include "attention/role.cuh"
-#include "attention/shares.cuh"
-#include "attention/teams.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
@@ -79,28 +79,28 @@
 #include "rows/chunk.cuh"
 #include "tile/bulk_row.cuh"
 #include "tile/heads.cuh"
+#include "tile/ring.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
 
 constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-enum { WHOLE = 0, CLUSTERS = 1, SHARES = 2, SEGMENTS = 3, TEAMS = 4 };  // DIVISION
-constexpr bool ONE_SPLIT = DIVISION == CLUSTERS || DIVISION == TEAMS;   // of a CTA
-constexpr bool SPLIT = ONE_SPLIT || DIVISION == SEGMENTS;               // an item's splits are equal
-constexpr bool IN_TURN = SPLIT && V32;                                  // its tiles in turn, else neighbouring ones
-// A CTA's first work item is found while an earlier kernel runs, unless that may write lengths.
-constexpr bool FOUND_EARLY = DIVISION == WHOLE;
-// Whether the consumers find the ends of a CTA's first splits. Full lists of V4_FP8 would take 1 to 4 % longer, segments
-// 1 to 2 %.
-constexpr bool CONSUMERS_LOOK = V32 && DIVISION != SEGMENTS;
-constexpr int FIRST_TURNS = 4;  // so many splits
+using Division = DivisionOf<THREADS>;
+constexpr End END = Division::END;
+constexpr bool ONE_TURN = Division::ONE_TURN, FOUND_EARLY = Division::FOUND_EARLY;
+constexpr bool IN_TURN =
+    Division::EQUAL_SPLITS && TILES_IN_TURN;  // an item's tiles are dealt out to its splits in turn
+// Whether the consumers find the ends of the lists of a CTA's first turns. Full lists of V4_FP8 would take 1 to 4 %
+// longer, segments 1 to 2 %.
+constexpr bool CONSUMERS_LOOK = V32 && END != End::KEEP;
+constexpr int FIRST_TURNS = 4;  // so many turns
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
 constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
 constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
 // The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number.
 // Pairs take fewer instructions.
-constexpr int UNIT_TILES = SPLIT ? 1 : 2;
+constexpr int UNIT_TILES = Division::EQUAL_SPLITS ? 1 : 2;
 constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
 constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
 constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column blocks of 64; the last is RoPE
@@ -155,24 +155,19 @@ struct alignas(16) SmallOf {
     int first_ends[FIRST_TURNS][8], ends[4];
     Attended attended[2];
     int partials;  // results that are merged
-    Shares<THREADS> shares;
-    TeamPlan<THREADS / 32> plan;
-    Merging merging;
+    Division::State division;
 };
 
 // Stages of the ring: whole tiles, as many as there is space for.
 template <int STAGES>
-__host__ __device__ constexpr int most_stages() {
-    if constexpr (RING_AT + STAGES * STAGE_BYTES + int(sizeof(SmallOf<STAGES>)) <= SM90_SHARED_BYTES) {
-        return STAGES;
-    } else {
-        return most_stages<STAGES - TILE_STAGES>();
-    }
-}
-constexpr int STAGES = most_stages<64>(), SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
+struct SharedBytes {
+    static constexpr int VALUE = RING_AT + STAGES * STAGE_BYTES + int(sizeof(SmallOf<STAGES>));
+};
+constexpr int STAGES = most_stages<SharedBytes, SM90_SHARED_BYTES, 64, TILE_STAGES>();
+constexpr int SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
 static_assert(STAGES >= 3 * TILE_STAGES, "three tiles");
 using Small = SmallOf<STAGES>;
-constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
+constexpr int SHARED_BYTES = SharedBytes<STAGES>::VALUE;
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -192,89 +187,16 @@ __device__ __forceinline__ void sync_warpgroup(const Role& r) {
 }
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMERS); }
 
-// A split as the producers see it: `count` tiles, from `begin` on every `step`-th before `end`. `turn` counts the CTA's
-// earlier splits, `stage` the stages that they took.
-struct Work : WorkItem {
-    int step, dealt, turn;
+// A turn as the producers see it. `turn` counts the CTA's earlier ones, `stage` the stages that they took.
+struct Work : Division::Turn {
+    int turn;
     uint32_t stage;
-    bool ends_item;
-
-    __device__ __forceinline__ int count() const { return IN_TURN ? dealt : end - begin; }
-    __device__ __forceinline__ int tile(int i) const { return begin + step * i; }
 };
 
-// In shares: the last item of this CTA's share, with which it starts.
-__device__ __forceinline__ int last_item() {
-    const Boundary end = small().shares.end;
-    return end.pair > 0 ? end.item : end.item - 1;
-}
+__device__ __forceinline__ int num_turns(const AttentionParams& p) { return Division::num_turns(p, small().division); }
 
-// How many splits this CTA has.
-__device__ __forceinline__ int num_splits(const AttentionParams& p) {
-    if (ONE_SPLIT) return 1;
-    if (DIVISION == SHARES) return last_item() + 1 - small().shares.begin.item;
-    const int items = ceil_div(p.num_queries * num_head_tiles(p) - int(blockIdx.x), gridDim.x);
-    return DIVISION == SEGMENTS ? items * p.num_splits : items;
-}
-
-// In segments: the number of a CTA's split among those of its work item.
-__device__ __forceinline__ int segment_of(const AttentionParams& p, int turn) {
-    return DIVISION == SEGMENTS ? turn % p.num_splits : 0;
-}
-
-// If SPLIT: which split of its item split number `turn` of this CTA is, and how many the item has.
-__device__ __forceinline__ int split_of(const AttentionParams& p, int turn) {
-    return DIVISION == CLUSTERS ? cluster_rank() : DIVISION == TEAMS ? small().plan.team.split : segment_of(p, turn);
-}
-__device__ __forceinline__ int splits_of_item(const AttentionParams& p) {
-    return DIVISION == CLUSTERS ? cluster_size() : DIVISION == TEAMS ? small().plan.team.size : p.num_splits;
-}
-
-// Of a whole work item, one of so many splits, to which its tiles are dealt out in turn. So splits are equal where a
-// list ends with -1, without a look at it.
-__device__ __forceinline__ void take_split(Work& w, int split, int splits) {
-    w.begin = min(split, w.end);
-    w.step = splits;
-    w.dealt = ceil_div(w.end - w.begin, splits);
-}
-
-// The work item of split number `turn` of this CTA; teams know theirs.
-__device__ __forceinline__ int find_item_of(const AttentionParams& p, int turn) {
-    return DIVISION == SHARES     ? last_item() - turn
-           : DIVISION == CLUSTERS ? cluster_index()
-           : DIVISION == SEGMENTS ? blockIdx.x + turn / p.num_splits * gridDim.x
-                                  : blockIdx.x + turn * gridDim.x;
-}
-
-// The number of a work item's query.
-__device__ __forceinline__ int find_query_of(const AttentionParams& p, int item) {
-    return DIVISION == SHARES ? query_of_item(p, item) : item / num_head_tiles(p);
-}
-
-// Split number `turn` of this CTA.
 __device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
-    const int item = find_item_of(p, turn);
-    const int head_tiles = num_head_tiles(p);
-    Work w;
-    if constexpr (DIVISION == SHARES) {
-        find_item(p, w, find_query_of(p, item), head_tile_of_item(p, item), 0, 1);
-    } else {
-        const Team& team = small().plan.team;
-        const int query = DIVISION == TEAMS ? team.query : find_query_of(p, item),
-                  head_tile = DIVISION == TEAMS ? team.head_tile : item % head_tiles;
-        constexpr bool WHOLE_ITEM = !SPLIT || IN_TURN;  // of which take_split takes some, if IN_TURN
-        find_item(p, w, query, head_tile, WHOLE_ITEM ? 0 : split_of(p, turn), WHOLE_ITEM ? 1 : splits_of_item(p));
-    }
-    w.ends_item = segment_of(p, turn + 1) == 0;
-    if constexpr (DIVISION == SHARES) {
-        const Boundary begin = small().shares.begin, end = small().shares.end;
-        if (item == begin.item) w.begin = min(w.end, 2 * begin.pair);
-        w.ends_item = item != end.item;
-        if (!w.ends_item) w.end = min(w.end, 2 * end.pair);
-    }
-    w.step = 1;
-    if constexpr (IN_TURN) take_split(w, split_of(p, turn), splits_of_item(p));
-    return w;
+    return Division::find_turn<Work>(p, small().division, turn);
 }
 
 // Stages are numbered over all work items. Where stage number `stage` is in the ring, and the parity of its phase.
@@ -286,12 +208,7 @@ __device__ __forceinline__ uint32_t stage_address(uint32_t stage) {
 
 // --- producer --------------------------------------------------------------------------------------------------
 
-// How many slots of a cache entries, which are int32_t, can name. As an unsigned number a valid one is below that.
-__device__ __forceinline__ uint32_t nameable_slots(const Source& source) {
-    return uint32_t(min(source.num_slots, int64_t(1) << 31));
-}
-
-// Those of both caches.
+// The slots of both caches that entries can name.
 struct Slots {
     uint32_t main, extra;
 
@@ -302,7 +219,7 @@ struct Slots {
     }
 };
 
-// As find_row of work.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
+// As find_row of lists.cuh, with the source chosen once. That spills less here, and more in few_heads_sm90.cu.
 __device__ __forceinline__ Row row_of_entry(const AttentionParams& p, const Work& w, int tile, int32_t entry,
                                             uint32_t slots) {
     return uint32_t(entry) < slots ? Row::of_slot(tile >= w.main_tiles ? p.extra : p.main, entry) : Row::none();
@@ -373,23 +290,23 @@ __device__ __forceinline__ void copy_q(const AttentionParams& p, const Query& qu
         copy_in_bulk(raw_q(head), q + head * p.q_h, min(each, heads - head) * D_QK * 2, full);
 }
 
-// The Q of a split, once the CTA's previous split has released its own. Later splits of an item have it.
+// The Q of a turn, once the turn before has released its own. Later splits of an item have it.
 __device__ __forceinline__ void fetch_q(const AttentionParams& p, const Work& w, int lane) {
     if (w.turn > 0) mbarrier_wait(shared_address(&small().q_empty), (w.turn - 1) & 1);
-    if (segment_of(p, w.turn) > 0) {
+    if (Division::split_of(p, w.turn) > 0) {
         if (lane == 0) mbarrier_arrive(shared_address(&small().q_full));
         return;
     }
     copy_q(p, w.query, w.first_head, lane);
 }
 
-// The first Q of a CTA that takes segments: a consumer warp asks for it, while the producer warps ask for list entries.
+// END KEEP: the first Q of a CTA. A consumer warp asks for it, while the producer warps ask for list entries.
 __device__ __forceinline__ void fetch_first_q(const AttentionParams& p, int lane) {
     const int head_tiles = num_head_tiles(p);
     copy_q(p, query_by_branch(p, blockIdx.x / head_tiles), blockIdx.x % head_tiles * HEADS, lane);
 }
 
-// The index lists of a query. As load_entry of work.cuh, with as few instructions as possible: they take turns with
+// The index lists of a query. As load_entry of turn.cuh, with as few instructions as possible: they take turns with
 // wgmma.
 struct Entries {
     const int32_t *main, *extra;
@@ -419,75 +336,20 @@ __device__ __forceinline__ bool has_valid(const int32_t (&entries)[2], uint32_t 
     return __any_sync(~0u, min(uint32_t(entries[0]), uint32_t(entries[1])) < slots);
 }
 
-// One or four list entries, none of them valid.
-__device__ __forceinline__ void clear(int32_t& entry) { entry = -1; }
-__device__ __forceinline__ void clear(int4& entries) { entries = make_int4(-1, -1, -1, -1); }
-
-// The least of them, as unsigned numbers: a valid one, if there is any.
-__device__ __forceinline__ uint32_t least_of(int32_t entry) { return entry; }
-__device__ __forceinline__ uint32_t least_of(const int4& entries) {
-    return min(min(uint32_t(entries.x), uint32_t(entries.y)), min(uint32_t(entries.z), uint32_t(entries.w)));
-}
-
-// The last valid one of a list's entries, or one behind it in its tile; -1 if there is none. Each of `threads` threads, a
-// power of two, makes AT_ONCE loads at a time, from the end on, and sees what its warp has found. A Load is
-// an int32_t, or an int4 if the list begins at a multiple of 16 bytes and has whole ones.
-template <typename Load, int AT_ONCE>
-__device__ __forceinline__ int find_last(const int32_t* list, int length, uint32_t slots, int thread, int threads) {
-    constexpr int WIDTH = sizeof(Load) / sizeof(int32_t);
-    const int step = WIDTH * threads, round = AT_ONCE * step;
-    int last = -1;
-#pragma unroll 1
-    for (int first = (length - 1 & -round) + WIDTH * thread; first >= 0 && last < 0; first -= round) {
-        Load entries[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int at = first + i * step;
-            clear(entries[i]);
-            if (at < length) entries[i] = *reinterpret_cast<const Load*>(list + at);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (least_of(entries[i]) < slots) last = first + i * step;
-        }
-        last = __reduce_max_sync(~0u, last);
-    }
-    return last;
-}
-
-// Finds where the lists of a query end, with the last valid entry. Returns how many tiles there are up to the last one
-// that the warp has found. WIDE: 16 bytes a load, where lists allow it; the producer warps have no registers for that.
-template <int AT_ONCE, bool WIDE>
-__device__ __forceinline__ int find_end(const AttentionParams& p, const Lists& w, int thread, int threads) {
-    int end = 0;
-#pragma unroll 1
-    for (int second = w.extra_length > 0; second >= 0 && end == 0; --second) {
-        const Source& source = second ? p.extra : p.main;
-        const int length = second ? w.extra_length : w.main_length;
-        const uint32_t slots = nameable_slots(source);
-        const int32_t* list = list_of(source, w.query);
-        const bool wide = WIDE && reinterpret_cast<uint64_t>(list) % 16 == 0 && source.topk % 4 == 0;
-        const int last = wide ? find_last<int4, AT_ONCE>(list, length, slots, thread, threads)
-                              : find_last<int32_t, AT_ONCE>(list, length, slots, thread, threads);
-        if (last >= 0) end = (second ? w.main_tiles : 0) + last / TILE_ROWS + 1;
-    }
-    return end;
-}
-
-// Finds them for the CTA's first splits, at once. The consumers call, while Q is on its way: the eight warps share the
-// splits, two or more look at one.
+// Finds the ends of the lists of the CTA's first turns, at once. The consumers call, while Q is on its way: the eight warps
+// share the turns, two or more look at one.
 __device__ __forceinline__ void find_first_ends(const AttentionParams& p, const Work& only) {
-    static_assert(FIRST_TURNS == 4, "two warps look at a split");
+    static_assert(FIRST_TURNS == 4, "two warps look at a turn");
     Small& sm = small();
-    const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, turns = min(num_splits(p), FIRST_TURNS);
-    const int warps = turns <= 1 ? 8 : turns == 2 ? 4 : 2;  // of a split
+    const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, turns = min(num_turns(p), FIRST_TURNS);
+    const int warps = turns <= 1 ? 8 : turns == 2 ? 4 : 2;  // of a turn
     const int turn = warp / warps, rank = warp % warps;
     if (turn < turns) {
         Lists lists;
-        if constexpr (ONE_SPLIT) {
+        if constexpr (ONE_TURN) {
             lists = only;
         } else {
-            lists.query = query_by_branch(p, find_query_of(p, find_item_of(p, turn)));
+            lists.query = query_by_branch(p, Division::find_query(p, small().division, turn));
             find_lists(p, lists);
         }
         if (FOUND_EARLY) wait_for_earlier_kernels();
@@ -534,7 +396,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load_entries(i, i);
     if (warp == 0) {
-        if (DIVISION != SEGMENTS || w.turn > 0) fetch_q(p, w, lane);
+        if (END != End::KEEP || w.turn > 0) fetch_q(p, w, lane);
         if (lane == 0) {
             small().attended[w.turn % 2] = {w.query, w.first_head, w.begin == 0, w.ends_item};
             mbarrier_arrive(shared_address(&small().q_full));
@@ -1185,7 +1047,7 @@ __device__ __forceinline__ float sum_of(int local) {
     return sum;
 }
 
-// In shares: what the partial results of other CTAs are multiplied with, [partial result][head]. In the space of Q: a
+// END LEAVE: what the partial results of other CTAs are multiplied with, [partial result][head]. In the space of Q: a
 // CTA merges at its last split.
 static_assert(MOST_SPLITS * HEADS * 4 <= P_AT, "");
 __device__ __forceinline__ float* merge_weights() { return reinterpret_cast<float*>(shared); }
@@ -1274,14 +1136,6 @@ __device__ __forceinline__ void write_partial(const Role& r, const Output& out, 
     write_partial_values(r, out, partials);
 }
 
-// In shares: leaves this CTA's partial result to the CTA whose share ends the item.
-__device__ __forceinline__ void leave_partial(const AttentionParams& p, const Attended& w, const Role& r,
-                                              const Output& out) {
-    write_partial(r, out, {p.cluster_parts, int(blockIdx.x)});
-    sync_consumers();
-    if (threadIdx.x == 0) announce_partial(p, blockIdx.x, w.begins_item);
-}
-
 // A thread's values of a partial result for some of its heads, from number `first` on.
 struct Chunks {
     static constexpr int COUNT = 8;
@@ -1328,7 +1182,7 @@ __device__ __forceinline__ void clear(Output& out) {
     for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
 }
 
-// In segments: leaves the partial result of a split. After an item's last one O^T becomes the sum of all, as a cluster
+// END KEEP: writes the partial result of a split. After an item's last one O^T becomes the sum of all, as a cluster
 // merges them: that of the last split stays in registers, rounded as the others are. A thread reads what it has written
 // itself, the values of the next heads or split while it adds those before.
 __device__ __forceinline__ void merge_segments(const AttentionParams& p, const Attended& w, const Role& r, int split,
@@ -1390,7 +1244,7 @@ __device__ __forceinline__ void merge_segments(const AttentionParams& p, const A
     sync_consumers();
 }
 
-// Merges partial results of a query's heads: this CTA's share of the output. A cluster meets before.
+// END MEET: merges partial results of a query's heads, this CTA's share of the output. The CTAs have met.
 __device__ __forceinline__ void merge_partials(const AttentionParams& p, const Query& query, int first_head,
                                                const ClusterResults<8>& partials) {
     float* weights = reinterpret_cast<float*>(shared);  // in the space of Q, which is not read any more
@@ -1409,42 +1263,7 @@ __device__ __forceinline__ void merge_partials(const AttentionParams& p, const Q
 #pragma unroll
         for (int i = 0; i < 4; ++i) write_output(p, query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
     };
-    auto sync = [] { sync_consumers(); };
-    if constexpr (DIVISION == CLUSTERS) {
-        partials.merge<CONSUMERS>(weights, head_of, column_of, finish, sync, store);
-    } else {
-        partials.merge_share<CONSUMERS>(weights, head_of, column_of, finish, sync, store);
-    }
-}
-
-// Merges the partial results of a cluster.
-__device__ __forceinline__ void merge_results(const AttentionParams& p, const Attended& w, const Role& r,
-                                              const Output& out) {
-    const ClusterResults<8> partials(p, cluster_index());
-    write_partial(r, out, partials);
-    merge_partials(p, w.query, w.first_head, partials);
-}
-
-// Merges the partial results of a team.
-__device__ __forceinline__ void merge_team(const AttentionParams& p, const Attended& w, const Role& r,
-                                           const Output& out) {
-    const Team& team = small().plan.team;
-    const bool meets = r.warpgroup == 0 && r.warp == 0, all_joined = meets && all_have_joined(p, team, r.lane);
-    write_partial(r, out, {p.cluster_parts, index_of(team)});
-    sync_consumers();
-    Waiting waiting = {0, 0};
-    if (meets) {
-        const Merging merging = meet_team(p, team, all_joined, r.lane, waiting);
-        if (r.lane == 0) small().merging = merging;
-    }
-    sync_consumers();
-    const Merging& merging = small().merging;
-    if (merging.mergers > 0) {
-        const ClusterResults<8> partials(p.cluster_parts + int64_t(team.first) * PartialResults<8>::STEP, merging.rank,
-                                         team.size, merging.mergers);
-        merge_partials(p, w.query, w.first_head, partials);
-    }
-    if (threadIdx.x == 0) leave_team(p, team, waiting);
+    partials.merge_share<CONSUMERS>(weights, head_of, column_of, finish, sync_consumers, store);
 }
 
 // Turns O^T into results, with the partial results of the CTAs before.
@@ -1452,17 +1271,10 @@ __device__ __forceinline__ void finish_results(const AttentionParams& p, const A
                                                Output& out) {
     const PartialResults<8> partials = {p.cluster_parts, int(blockIdx.x)};
     gather_sums(r, out);
-    int count = 0;
-    if (DIVISION == SHARES && !w.begins_item) {
-        if (r.warpgroup == 0 && r.warp == 0) {
-            count = wait_for_partials(p, blockIdx.x, r.lane);
-            if (r.lane == 0) small().partials = count;
-        }
-        sync_consumers();
-        count = small().partials;
-    }
+    const bool waits = r.warpgroup == 0 && r.warp == 0;
+    const int count = Division::count_earlier(p, w.begins_item, waits, r.lane, small().partials, sync_consumers);
     Chunks chunks = {};  // set in any case, or they have registers in the loop
-    if (DIVISION == SHARES && count > 0) chunks = load_chunks(partials, partials.rank - count, 0);
+    if (count > 0) chunks = load_chunks(partials, partials.rank - count, 0);
     finish_sums(p, w, r, count, partials);
 #pragma unroll
     for (int c = 0; c < OWN_HEADS; ++c) {
@@ -1473,7 +1285,7 @@ __device__ __forceinline__ void finish_results(const AttentionParams& p, const A
             out.o[v][element(1, c)] *= f;
         }
     }
-    if constexpr (DIVISION == SHARES) add_partials(r, count, partials, chunks, out);
+    if constexpr (END == End::LEAVE) add_partials(r, count, partials, chunks, out);
 }
 
 // Writes results. Before, no P is read any more.
@@ -1481,9 +1293,9 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
                                               const Output& out) {
     const int first = 256 * r.warpgroup + 16 * r.warp;  // of column block v this thread holds 2 g and 2 g + 1 of 16
     bf16* results = out_of(p, w.query, w.first_head);
-    // Segments have one way: code that runs once comes from memory, so it takes time by its length.
+    // END KEEP: there is one way. Code that runs once comes from memory, so it takes time by its length.
     const bool wide = p.flags & WIDE_OUT;
-    if (DIVISION == SEGMENTS || wide) {
+    if (END == End::KEEP || wide) {
         // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
         // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
         constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
@@ -1507,7 +1319,7 @@ __device__ __forceinline__ void store_results(const AttentionParams& p, const At
                 chunks[i] = load_shared_16(lines + (head + 4 * i) * LINE + (2 * column ^ (head + 4 * i) / 2 << 5));
 #pragma unroll
             for (int i = 0; i < 2; ++i, to += 4 * p.out_h) {
-                if (8 * j + 4 * i + head < heads) store_chunk(to, chunks[i], DIVISION != SEGMENTS || wide);
+                if (8 * j + 4 * i + head < heads) store_chunk(to, chunks[i], END != End::KEEP || wide);
             }
             if (BUFFERS == 1) sync_consumers();
         }
@@ -1549,15 +1361,40 @@ __device__ __forceinline__ void pass_tile(const Role& r, uint32_t stage) {
     }
 }
 
+// What a division does with O^T (division.cuh).
+struct Results {
+    static constexpr int VALUES = 8;
+    const AttentionParams& p;
+    const Attended& w;
+    const Role& r;
+    Output& out;
+
+    __device__ __forceinline__ bool begins_item() const { return w.begins_item; }
+    __device__ __forceinline__ bool ends_item() const { return w.ends_item; }
+    __device__ __forceinline__ bool is_first_warp() const { return r.warpgroup == 0 && r.warp == 0; }
+    __device__ __forceinline__ int lane() const { return r.lane; }
+    __device__ __forceinline__ void sync() const { sync_consumers(); }
+    __device__ __forceinline__ void write(const PartialResults<8>& partials) const { write_partial(r, out, partials); }
+    __device__ __forceinline__ void merge(const ClusterResults<8>& partials) const {
+        merge_partials(p, w.query, w.first_head, partials);
+    }
+    __device__ __forceinline__ void keep(int split) const { merge_segments(p, w, r, split, out); }
+    __device__ __forceinline__ void finish() const {
+        finish_results(p, w, r, out);
+        store();
+    }
+    __device__ __forceinline__ void store() const { store_results(p, w, r, out); }
+};
+
 // Tile after tile: this warpgroup's next S, then the product with the other's tile, then the softmax of its own.
 // Returns the stage behind the split.
 __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int stage, const Role& r,
                                       const Attended& known) {
-    const Attended& w = ONE_SPLIT ? known : small().attended[turn % 2];
+    const Attended& w = ONE_TURN ? known : small().attended[turn % 2];
     float logit_scale;
-    if (segment_of(p, turn) == 0) {
+    if (Division::split_of(p, turn) == 0) {
         logit_scale = load_q(p, turn, w, r);
-        if (DIVISION == SEGMENTS) small().logit_scale = logit_scale;  // all threads have the same
+        if (END == End::KEEP) small().logit_scale = logit_scale;  // all threads have the same
     } else {
         mbarrier_wait(shared_address(&small().q_full), turn & 1);
         logit_scale = small().logit_scale;
@@ -1614,19 +1451,9 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
     if (follows == ANYTHING) release_q(r);
     if (last == ENDED) pass_tile(r, stage - TILE_STAGES);
     if (other_is_left) multiply_other(stage - (last == ENDED ? 2 : 1) * TILE_STAGES);
-    if constexpr (DIVISION == CLUSTERS) {
-        merge_results(p, w, rare_role(r), out);
-    } else if constexpr (DIVISION == TEAMS) {
-        merge_team(p, w, r, out);
-    } else if constexpr (DIVISION == SEGMENTS) {
-        merge_segments(p, w, r, segment_of(p, turn), out);
-        if (w.ends_item) store_results(p, w, r, out);
-    } else if (DIVISION == WHOLE || w.ends_item) {
-        finish_results(p, w, r, out);
-        store_results(p, w, r, out);
-    } else {
-        leave_partial(p, w, r, out);
-    }
+    // Of clusters, what is derived from the lane has no registers in the loop.
+    const Role rare = DIVISION == CLUSTERS ? rare_role(r) : r;
+    Division::end_turn(p, small().division, turn, Results{p, w, rare, out});
     return stage;
 }
 
@@ -1647,43 +1474,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_sm90(const __grid_c
         }
         mbarrier_init_fence();
     }
-    const int share = blockIdx.x;
-    if (DIVISION == SHARES) find_share_early(p, share, sm.shares);
-    if constexpr (DIVISION == TEAMS) find_team(p, sm.plan);
+    const int cta = blockIdx.x;
+    Division::begin(p, sm.division, cta);
     __syncthreads();
-    if (DIVISION == TEAMS && sm.plan.team.size == 0) return;
-    Work only;  // if ONE_SPLIT: found while an earlier kernel runs, unless that may write lengths
-    if constexpr (ONE_SPLIT) {
-        if (DIVISION == CLUSTERS && has_lengths(p)) wait_for_earlier_kernels();
+    if (Division::is_idle(sm.division)) return;
+    Work only;  // if ONE_TURN: found while an earlier kernel runs, unless that may write lengths
+    if constexpr (ONE_TURN) {
+        if (!Division::HAS_WAITED && has_lengths(p)) wait_for_earlier_kernels();
         only = find_work(p, 0);
     }
     if (!FOUND_EARLY || has_lengths(p)) wait_for_earlier_kernels();
-    if constexpr (DIVISION == SHARES) {
-        static_assert(2 * MOST_LISTED <= 2 * LINES_BYTES, "the space of P, to which no bulk copies come");
-        find_planned_share(p, share, sm.shares, reinterpret_cast<uint16_t*>(shared + P_AT));
-    }
+    static_assert(Division::SCRATCH_BYTES <= 2 * LINES_BYTES, "the space of P, to which no bulk copies come");
+    Division::finish(p, sm.division, cta, reinterpret_cast<uint16_t*>(shared + P_AT));
     if (!FOUND_EARLY) let_next_kernel_start();
     int stage = 0;
     if (threadIdx.x >= CONSUMERS) {
         decrease_registers_to<40>();
 #pragma unroll 1
-        for (int turn = 0; turn < num_splits(p); ++turn) {
-            Work w = ONE_SPLIT ? only : find_work(p, turn);
+        for (int turn = 0; turn < num_turns(p); ++turn) {
+            Work w = ONE_TURN ? only : find_work(p, turn);
             w.turn = turn;
             w.stage = stage;
             stage = copy_rows(p, w, uniform(threadIdx.x / 32 % 4), threadIdx.x % 32);
         }
-        if constexpr (DIVISION == CLUSTERS) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
+        Division::leave();
     } else {
         increase_registers_to<232>();
-        Attended known;  // if ONE_SPLIT
-        if constexpr (ONE_SPLIT) known = {only.query, only.first_head, only.begin == 0, true};
-        if (DIVISION == SEGMENTS && uniform(threadIdx.x / 32) == 0 && num_splits(p) > 0) fetch_first_q(p, threadIdx.x);
-        if (DIVISION == TEAMS && threadIdx.x == 0) join_team(p, sm.plan.team);
+        Attended known;  // if ONE_TURN
+        if constexpr (ONE_TURN) known = {only.query, only.first_head, only.begin == 0, true};
+        if (END == End::KEEP && uniform(threadIdx.x / 32) == 0 && num_turns(p) > 0) fetch_first_q(p, threadIdx.x);
+        if (threadIdx.x == 0) Division::join(p, sm.division);
         if (CONSUMERS_LOOK) find_first_ends(p, only);
         if (FOUND_EARLY) wait_for_earlier_kernels();
 #pragma unroll 1
-        for (int turn = 0; turn < num_splits(p); ++turn) stage = attend(p, turn, stage, consumer_role(), known);
+        for (int turn = 0; turn < num_turns(p); ++turn) stage = attend(p, turn, stage, consumer_role(), known);
     }
 }
 
