@@ -202,7 +202,8 @@ HEADERS = {
     "attention/division": ("ptx", "rows", "tile", "attention/params.cuh", "attention/division"),
     "attention": ("ptx", "rows", "tile", "attention/division", "attention"),
     "cache": ("ptx", "rows", "tile", "cache"),
-    "indexer": ("ptx", "rows", "tile", "indexer"),
+    "indexer/topk": ("ptx", "rows", "tile", "indexer/order.cuh", "indexer/topk"),
+    "indexer": ("ptx", "rows", "tile", "indexer/topk", "indexer"),
     "indices": ("ptx", "rows", "tile", "indices"),
 }
 SIDEWAYS = {("indexer/gather_keys.cu", "cache/request_tokens.cuh")}  # a header of another folder on the same floor
