@@ -29,20 +29,16 @@
 // until it leaves some (uniform instructions cost nothing). So the time of large batches is the number of
 // instructions.
 //
-// DIVISION says how work is divided over CTAs: WHOLE, each takes whole work items in turn; CLUSTERS, the splits of an
-// item are the CTAs of a cluster, which merge their partial results (merge.cuh); SHARES, each CTA has an equal share of
-// all rows, and splits of an item are merged by the CTA that has its end (shares.cuh); SEGMENTS, each takes whole items
-// in turn, works on the splits of one after the other, with the same Q, and merges their partial results as a cluster
-// does, to the same bits; TEAMS, as clusters, by CTAs that need not be neighbours, more of them for longer lists
-// (teams.cuh). Of V32 rows, clusters, segments and teams deal an item's tiles out to its splits in turn: a list with -1
-// behind a short context is divided evenly, too.
+// How work is divided over CTAs is the business of attention/division, which DIVISION chooses from: whole items, clusters,
+// shares, segments or teams. A CTA asks it for its turns, each a split of a work item, and gives it the result of each.
+// Where a division has equal splits, the tiles of V32 rows are dealt out to them in turn.
 //
 // Only tiles in which an entry is valid are copied and multiplied. Each producer warp looks at all entries of a tile
 // before it copies its rows, and passes the tile over if none is valid. So nobody knows beforehand how many tiles a split
 // has: a tile says whether more may follow (`Follows`), and if none did although more might have, a tile that holds
 // nothing but the end of the split comes last. Where the lists end is found early, so that the next Q and its rows can
 // be asked for: of the CTA's first splits by the consumers while they wait for Q, of later ones by the producer warps.
-// V4_FP8, whose lists are shorter, and segments: by the producer warps, after a few tiles without rows.
+// V4_FP8, whose lists are shorter, and END KEEP: by the producer warps, after a few tiles without rows.
 //
 //   full[stage]          copies done          COPIERS warps: bulk copies, and one arrival for `marks`; V4_FP8: 32 more
 //                                             after the copies of scales

@@ -2,6 +2,9 @@
 // (merge.cuh), but that are launched one by one. A cluster must find its SMs within a GPC; a team finds them anywhere, so
 // that 44 teams of three run at a time where 39 clusters do. And teams may differ in size:
 //
+//   items   |    item 0     | item 1 |  item 2   | ...      longer lists have more CTAs
+//   CTAs    | 0 | 1 | 2 | 3 | 4 | 5  | 6 | 7 | 8 | ...
+//
 //   lists equally long     p.num_splits CTAs each
 //   lists with lengths     p.num_splits is 1, and the CTAs of the launch, at least one an item, are shared out by length:
 //                          a quota of tiles is found that no CTA exceeds. Every CTA finds its team by itself, all of them
