@@ -103,6 +103,31 @@ CLUSTERS = (
     *(Widths(1024 * items, ((0, Shape(1024, items, 1, clusters=True)),)) for items in (4, 8, 12, 16)),
     Widths(ANY_WIDTH, ((0, Shape(1024, 16, 1, streamed=True, clusters=True)),)),
 )
+
+
+class Tables(NamedTuple):
+    """The shapes for logits of a dtype: for more rows than SMs, for no more, and for clusters."""
+
+    many: tuple[Widths, ...]
+    few: tuple[Widths, ...]
+    clusters: tuple[Widths, ...]
+
+
+FLOAT32_TABLES = Tables(MANY, FEW, CLUSTERS)
+# No library makes logits of bfloat16, and no record has a size of them: a few shapes that hold rows of any width.
+BF16_TABLES = Tables(
+    many=(
+        *(Widths(512 * items, ((1, Shape(512, items, per_sm)),)) for items, per_sm in ((8, 3), (16, 3), (32, 2))),
+        Widths(MOST_ORDERED, ((1, ORDERED),)),
+        Widths(ANY_WIDTH, ((1, STREAMED),)),
+    ),
+    few=(
+        Widths(8192, ((0, Shape(512, 16, 2, few=True)),)),
+        Widths(24576, ((0, Shape(1024, 24, 1, few=True)),)),
+        FEW[-1],
+    ),
+    clusters=(CLUSTERS[0], *CLUSTERS[-2:]),
+)
 LEAST_CLUSTER_WIDTH = 12288  # of rows that more than one CTA works on
 LEAST_PART = CLUSTERS[0].most  # of a cluster of more than two
 # Longest rows that one CTA holds in registers.
@@ -124,17 +149,18 @@ def kernel(shape: Shape, bf16: bool) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
-    for bf16 in (False, True):
-        for shape in dict.fromkeys(shape for widths in (*MANY, *FEW, *CLUSTERS) for _, shape in widths.shapes):
+    for bf16, tables in ((False, FLOAT32_TABLES), (True, BF16_TABLES)):
+        for shape in dict.fromkeys(shape for table in tables for widths in table for _, shape in widths.shapes):
             yield kernel(shape, bf16)
 
 
-def choose(gpu: Gpu, rows: int, width: int, k: int) -> tuple[Shape, int]:
+def choose(gpu: Gpu, rows: int, width: int, k: int, bf16: bool = False) -> tuple[Shape, int]:
     """The shape that is fastest for so many rows, and the CTAs of a row."""
+    tables = BF16_TABLES if bf16 else FLOAT32_TABLES
     if rows > gpu.sms:
-        return _shape(MANY, rows, width, k, gpu.sms), 1
+        return _shape(tables.many, rows, width, k, gpu.sms), 1
     cluster = _cluster(gpu, rows, width)
-    return _shape(FEW if cluster == 1 else CLUSTERS, rows, width, k, gpu.sms, cluster), cluster
+    return _shape(tables.few if cluster == 1 else tables.clusters, rows, width, k, gpu.sms, cluster), cluster
 
 
 def _cluster(gpu: Gpu, rows: int, width: int) -> int:
@@ -281,7 +307,7 @@ def _launches(
         logits_stride=logits.stride, out_stride=out_stride, lens_stride=bounds.lens_stride, rows=rows, width=width, k=k,
         queries=bounds.queries, aligned=int(logits.aligned),
     )  # fmt: skip
-    shape, cluster = choose(gpu, rows, width, k)
+    shape, cluster = choose(gpu, rows, width, k, logits.bf16)
     return [Launch(kernel(shape, logits.bf16), (rows * cluster, 1, 1), params, cluster)]
 
 

@@ -42,9 +42,9 @@
 // statistics and mbarriers.
 // Registers: 200 a consumer thread, 56 a producer thread (or 208 and 48), together 512 x 128.
 // What was tried, what bounds it, taking turns: docs/kernels/bf16_few_heads_sm90.md.
-#include "attention/results.cuh"
+#include "attention/division/results.cuh"
+#include "attention/division/whole.cuh"
 #include "attention/role.cuh"
-#include "attention/work.cuh"
 #include "ptx/cache_policy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"

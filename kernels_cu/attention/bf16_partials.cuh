@@ -4,7 +4,7 @@
 // stand together, so that those of padding can be left out.
 #pragma once
 #include "attention/bf16_sm90.cuh"
-#include "attention/merge.cuh"
+#include "attention/division/merge.cuh"
 
 constexpr int CHUNKS_OF_WARP = 1024;  // of 16 lines
 

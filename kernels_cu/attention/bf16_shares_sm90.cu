@@ -7,46 +7,44 @@
 //
 // grid: x CTAs.
 #include "attention/bf16_partials.cuh"
-#include "attention/shares.cuh"
+#include "attention/division/shares.cuh"
 
-struct ShareState {
-    Shares<THREADS> shares;
+struct State {
+    Share<THREADS> mine;
     float largest[2][LINES];  // of write_partial
     int share, partials;      // this CTA's, and the results that it merges
 };
 
-struct Share : SingleQueries {
+struct InShares : SingleQueries {
     static constexpr bool POLICY = true, OVERLAPS = true;
 
-    static __device__ __forceinline__ ShareState& state() {
-        return *reinterpret_cast<ShareState*>(shared + SHARED_BYTES<Share>);
+    static __device__ __forceinline__ State& state() {
+        return *reinterpret_cast<State*>(shared + SHARED_BYTES<InShares>);
     }
 
     static __device__ __forceinline__ void init(const Params& p) {
         const int share = share_side_by_side(p);
         if (threadIdx.x == 0) state().share = share;
-        find_share_early(p, share, state().shares);
+        find_share_early(p, share, state().mine);
     }
-    static __device__ __forceinline__ void start(const Params& p) { find_share(p, state().share, state().shares); }
+    static __device__ __forceinline__ void start(const Params& p) { find_share(p, state().share, state().mine); }
 
     // --- splits, numbered by their items ----------------------------------------------------------------------
 
     template <typename, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params&, int, Act act) {
-        const Boundary end = state().shares.end;
+        const Boundary end = state().mine.end;
 #pragma unroll 1
-        for (int item = end.item - (end.pair == 0); item >= state().shares.begin.item; --item) act(item);
+        for (int item = end.item - (end.pair == 0); item >= state().mine.begin.item; --item) act(item);
     }
-    static __device__ __forceinline__ bool begins_item(int item) {
-        return item != state().shares.begin.item || state().shares.begin.pair == 0;
-    }
-    static __device__ __forceinline__ bool ends_item(int item) { return item != state().shares.end.item; }
+    static __device__ __forceinline__ bool begins_item(int item) { return state().mine.begins(item); }
+    static __device__ __forceinline__ bool ends_item(int item) { return state().mine.ends(item); }
     static __device__ __forceinline__ int first_entry(int item) {
-        return begins_item(item) ? 0 : state().shares.begin.pair * 2 * TILE_ROWS;
+        return begins_item(item) ? 0 : state().mine.begin.pair * 2 * TILE_ROWS;
     }
     static __device__ __forceinline__ int length_of(const Params& p, int item, int) {
         const int length = list_length(p.main, query_of(p, ::query_of_item(p, item)).b);
-        return (ends_item(item) ? length : state().shares.end.pair * 2 * TILE_ROWS) - first_entry(item);
+        return (ends_item(item) ? length : state().mine.end.pair * 2 * TILE_ROWS) - first_entry(item);
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int item, int, int length) {
         return {query_of(p, ::query_of_item(p, item)),
@@ -115,14 +113,14 @@ struct Share : SingleQueries {
         }
         LineTotal total[2] = {total_of(0), total_of(1)};
         if (!begins_item(w.number)) merge(p, w, warpgroup, warp, lane, total, o);
-        write_lines<Share>(p, w, warpgroup, warp, lane, [&](int i) { return total[i]; }, o);
+        write_lines<InShares>(p, w, warpgroup, warp, lane, [&](int i) { return total[i]; }, o);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_shares_sm90(const __grid_constant__ AttentionParams p) {
-    run<Share>(p);
+    run<InShares>(p);
 }
 
 // Read by the launcher.
 extern "C" __device__ int kernel_threads = THREADS;
-extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES<Share> + int(sizeof(ShareState));
+extern "C" __device__ int kernel_shared_bytes = SHARED_BYTES<InShares> + int(sizeof(State));

@@ -55,10 +55,10 @@
 // tiles, and no wgmma serialised by the compiler (the compile test looks at both).
 // What was tried, what bounds it: docs/kernels/bf16_sm90.md.
 #pragma once
+#include "attention/division/results.cuh"
+#include "attention/division/whole.cuh"
 #include "attention/params.cuh"
-#include "attention/results.cuh"
 #include "attention/role.cuh"
-#include "attention/work.cuh"
 #include "ptx/cache_policy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cp_async.cuh"

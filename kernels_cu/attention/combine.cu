@@ -4,8 +4,8 @@
 //   CTA    D_V / 4 threads, 4 output columns each; the loads of AT_ONCE splits are under way at a time
 //
 // Splits are added in their order, so the bits do not depend on which of them finished first.
+#include "attention/division/results.cuh"
 #include "attention/params.cuh"
-#include "attention/results.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 

@@ -20,11 +20,12 @@
 //                          again
 //     O^T += V^T . P^T     quarter after quarter; each stage is released when it has been read
 //
-//   While one warpgroup waits, the others multiply. At the end they merge their O^T in shared memory, and the CTAs of
-//   a cluster merge theirs (merge.cuh). Splits that do not fit a cluster lie along gridDim.y and are merged by
-//   combine.cu.
+//   While one warpgroup waits, the others multiply. At the end they merge their O^T in shared memory.
 //
-// EVENLY: all rows of the call are divided evenly over the CTAs (shares.cuh), each of which works on several splits. The
+// DIVISION SPLITS: the CTAs of a cluster merge their results (merge.cuh). Splits that do not fit a cluster lie along
+// gridDim.y and are merged by combine.cu.
+//
+// DIVISION SHARES: all rows of the call are divided evenly over the CTAs, each of which works on several splits. The
 // warpgroups then merge in the space of Q and P, while the producer warps fill the rings with the next split's rows.
 //
 //   full[quarter][..]       copies done          bulk copies, and one arrival for `told`; two barriers a stage
@@ -40,11 +41,10 @@
 // Registers: 152 (32 heads: 232) a consumer thread, 56 (40) a producer thread, together 512 x 128 (384 x 168):
 // setmaxnreg hands out no more than the launch had.
 // What was tried, what bounds it: docs/kernels/few_heads_sm90.md.
-#include "attention/merge.cuh"
-#include "attention/results.cuh"
+#include "attention/division/division.cuh"
+#include "attention/division/merge.cuh"
+#include "attention/division/results.cuh"
 #include "attention/role.cuh"
-#include "attention/shares.cuh"
-#include "attention/work.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cache_policy.cuh"
 #include "ptx/fence.cuh"
@@ -60,6 +60,7 @@
 #include "tile/bulk_row.cuh"
 #include "tile/fragments.cuh"
 #include "tile/heads.cuh"
+#include "tile/ring.cuh"
 #include "tile/softmax.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/warp.cuh"
@@ -68,6 +69,9 @@
 static_assert(CONSUMERS == (HEADS == 32 ? 2 : 3), "");
 constexpr int REGISTERS = CONSUMERS == 2 ? 232 : 152, PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 56;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, THREADS = CONSUMER_THREADS + WARPGROUP;
+using Division = DivisionOf<THREADS>;
+// The rows of the call are divided into shares. Else a cluster has a split of an item, and each of its CTAs a part of it.
+constexpr bool IN_SHARES = Division::END == End::LEAVE;
 constexpr int V_TILES = D_V / 64, NOPE_BLOCKS = D_NOPE / 64;  // mma tiles of a warp's value columns; column blocks
 constexpr int Q_BLOCK_BYTES = HEADS * LINE_BYTES, Q_BYTES = D_QK / 64 * Q_BLOCK_BYTES;
 constexpr int P_COPIES = FOLDED ? Row::FOLDED_SCALES : 1, P_BYTES = HEADS * LINE_BYTES;
@@ -77,7 +81,7 @@ constexpr bool KEEPS_MAX = !FOLDED;  // prefill asks for the largest logits
 constexpr float REF_SLACK = 8.0f;    // the terms of a sum stay below 2^REF_SLACK, ...
 constexpr float P_LIMIT = 32768.0f;  // ... and values that are rounded to f16 below this
 
-static_assert(!EVENLY || FOLDED, "decode");
+static_assert(!IN_SHARES || FOLDED, "decode");
 
 // Named barriers; WARPGROUP_SYNC: + warpgroup.
 enum NamedBarrier { WARPGROUP_SYNC = 1, CONSUMER_SYNC = 4 };
@@ -101,22 +105,19 @@ struct SmallOf {
     float across[CONSUMERS][1 + P_COPIES][4][HEADS];  // between the warps of a warpgroup
     float weight[CONSUMERS][4][HEADS];                // of a warpgroup's columns 128 k .. in the CTA's result
     float scale[HEADS];                               // of the CTA's result in the end
-    float own[HEADS];                                 // EVENLY: of it, among the partial results that are merged
-    int partials;                                     // EVENLY: how many partial results of other CTAs are merged
-    Shares<EVENLY ? THREADS : 32> shares;
+    float own[HEADS];                                 // in shares: of it, among the partial results that are merged
+    int partials;                                     // in shares: how many partial results of other CTAs are merged
+    Division::State division;
 };
 // Stages of each ring: as many as there is space for.
 template <int STAGES>
-__host__ __device__ constexpr int most_stages() {
-    if constexpr (RING_AT + 4 * STAGES * STAGE_BYTES + int(sizeof(SmallOf<STAGES>)) <= SM90_SHARED_BYTES) {
-        return STAGES;
-    } else {
-        return most_stages<STAGES - 1>();
-    }
-}
-constexpr int STAGES = most_stages<64>(), RING_BYTES = STAGES * STAGE_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
+struct SharedBytes {
+    static constexpr int VALUE = RING_AT + 4 * STAGES * STAGE_BYTES + int(sizeof(SmallOf<STAGES>));
+};
+constexpr int STAGES = most_stages<SharedBytes, SM90_SHARED_BYTES, 64>();
+constexpr int RING_BYTES = STAGES * STAGE_BYTES, SMALL_AT = RING_AT + 4 * RING_BYTES;
 using Small = SmallOf<STAGES>;
-constexpr int SHARED_BYTES = SMALL_AT + int(sizeof(Small));
+constexpr int SHARED_BYTES = SharedBytes<STAGES>::VALUE;
 
 // What the producer warps say of the stages of a tile that is not there: no more tiles are left of the split.
 // The bits from TILES_BIT on say how many there were.
@@ -124,13 +125,15 @@ constexpr uint32_t NO_TILE = 1 << STAGE_ROWS;
 constexpr int TILES_BIT = STAGE_ROWS + 1;
 
 // Once all rows are read, the rings hold O^T in float32, [head][column]: the halves that warpgroups 0 and 1 exchange,
-// and those that warpgroup 2 gives them. Four columns more a line spread the heads over the banks. EVENLY: they stand in
+// and those that warpgroup 2 gives them. Four columns more a line spread the heads over the banks. In shares they stand in
 // the space of Q and P, where warpgroup 2 gives its own when the others have been read, and behind them the weights of
 // other CTAs' partial results, [partial result][head].
-constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = EVENLY ? Q_AT : RING_AT, EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
+constexpr int HALF_LINE = D_V / 2 + 4, EXCHANGE_AT = IN_SHARES ? Q_AT : RING_AT,
+              EXCHANGE_BYTES = HEADS * HALF_LINE * 4;
 constexpr int WEIGHTS_AT = EXCHANGE_AT + 2 * EXCHANGE_BYTES;
-static_assert(EXCHANGE_AT + 2 * (EVENLY ? 1 : CONSUMERS - 1) * EXCHANGE_BYTES <= (EVENLY ? RING_AT : SMALL_AT), "");
-static_assert(!EVENLY || WEIGHTS_AT + MOST_SHARES * HEADS * 4 <= RING_AT, "");
+static_assert(EXCHANGE_AT + 2 * (IN_SHARES ? 1 : CONSUMERS - 1) * EXCHANGE_BYTES <= (IN_SHARES ? RING_AT : SMALL_AT),
+              "");
+static_assert(!IN_SHARES || WEIGHTS_AT + MOST_SHARES * HEADS * 4 <= RING_AT, "");
 
 extern __shared__ __align__(1024) uint8_t shared[];
 
@@ -188,47 +191,9 @@ __device__ __forceinline__ void copy_own_row(uint32_t to, const Row& row, int la
     }
 }
 
-// A split of a query's rows: `count` tiles, from `begin` on every `step`-th before `end`.
-struct Work : WorkItem {
-    int step, count;
-    bool ends_item;
+using Work = Division::Turn;
 
-    __device__ __forceinline__ int tile(int i) const { return begin + step * i; }
-};
-
-// Of V32_FP8 the tiles of a query are dealt out to its splits in turn: a list with -1 behind is divided evenly, too.
-constexpr bool IN_TURN = FOLDED;
-
-__device__ __forceinline__ void find_work(const AttentionParams& p, Work& w, int query, int head_tile, int split,
-                                          int splits) {
-    find_item(p, w, query, head_tile, IN_TURN ? 0 : split, IN_TURN ? 1 : splits);
-    w.step = 1;
-    if constexpr (IN_TURN) {
-        w.begin = min(split, w.end);
-        w.step = splits;
-    }
-    w.count = ceil_div(w.end - w.begin, w.step);
-    w.ends_item = true;
-}
-
-// EVENLY: the last item of this CTA's share, with which it starts; and how many splits a CTA has.
-__device__ __forceinline__ int last_item() {
-    const Boundary end = small().shares.end;
-    return end.pair > 0 ? end.item : end.item - 1;
-}
-__device__ __forceinline__ int num_splits() { return EVENLY ? last_item() + 1 - small().shares.begin.item : 1; }
-
-// EVENLY: split number `turn` of this CTA.
-__device__ __forceinline__ void find_split(const AttentionParams& p, Work& w, int turn) {
-    const Boundary begin = small().shares.begin, end = small().shares.end;
-    const int item = last_item() - turn;
-    find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
-    if (item == begin.item) w.begin = min(w.end, 2 * begin.pair);
-    w.ends_item = item != end.item;
-    if (!w.ends_item) w.end = min(w.end, 2 * end.pair);
-    w.step = 1;
-    w.count = w.end - w.begin;
-}
+__device__ __forceinline__ int num_turns(const AttentionParams& p) { return Division::num_turns(p, small().division); }
 
 // The list entries of tile `tile` at every 16th row, from a producer warp's own quarter on.
 struct TileEntries {
@@ -260,7 +225,7 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
     int copied = 0;
     TileEntries entries(p, w, my_tile, quarter, my_row);
 #pragma unroll 1
-    for (int pair = 0; pair < w.count; pair += 2) {
+    for (int pair = 0; pair < w.count(); pair += 2) {
         const uint32_t filled = __ballot_sync(~0u, entries.any_valid(p, w, pair + my_tile));
         const Row row = find_row(p, w, w.tile(pair + my_tile), entries.of[0]);
         const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
@@ -278,7 +243,7 @@ __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const Work&
         }
     }
     // Each consumer warpgroup that may wait for one more tile is told that there is none.
-    const int told = min(copied + CONSUMERS, w.count);
+    const int told = min(copied + CONSUMERS, w.count());
 #pragma unroll 1
     for (int i = 2 * copied; i < 2 * told; ++i, ++number) {
         wait_for_place(quarter, number);
@@ -654,7 +619,7 @@ struct TilePlace {
 // derived from the lane are found anew after each product, or they would be kept in memory in the meantime.
 __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t before, Softmax& state,
                                       float (&o)[V_TILES][HEAD_TILES][4]) {
-    const uint32_t begin = 2 * (before + r.warpgroup), end = 2 * (before + w.count);
+    const uint32_t begin = 2 * (before + r.warpgroup), end = 2 * (before + w.count());
 #pragma unroll 1
     for (uint32_t number = begin; number < end; number += 2 * CONSUMERS) {
         TilePlace place(number);
@@ -666,7 +631,7 @@ __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t bef
         if (of_stage & NO_TILE) {
             sync_warpgroup(r);  // all quarters have it
             release_stages(r, place.stage);
-            return min(int(of_stage >> TILES_BIT) + CONSUMERS, w.count);
+            return min(int(of_stage >> TILES_BIT) + CONSUMERS, w.count());
         }
         float s[HEAD_TILES][4];
         multiply_qk(anew(r), row, s);
@@ -678,7 +643,7 @@ __device__ __forceinline__ int attend(const Work& w, const Role& r, uint32_t bef
         softmax_tile(anew(r), number == begin, valid, row, s, state, o);
         multiply_pv(anew(r), TilePlace(opaque(number)).stage, o);
     }
-    return w.count;
+    return w.count();
 }
 
 // --- results --------------------------------------------------------------------------------------------------
@@ -823,7 +788,7 @@ __device__ __forceinline__ void write_results(const AttentionParams& p, const Wo
     Small& sm = small();
     sync_consumers();  // all rows have been read
     store_statistics(r, state);
-    const bool third_has_rows = w.count > 2;
+    const bool third_has_rows = w.count() > 2;
     if (r.warpgroup < 2 || third_has_rows) {
         if (r.warpgroup != 1) give_half<1>(given_half(r, r.warpgroup / 2, 1), o);
         if (r.warpgroup != 0) give_half<0>(given_half(r, r.warpgroup / 2, 0), o);
@@ -977,7 +942,7 @@ __device__ __forceinline__ void write_shared_results(const AttentionParams& p, c
     if (r.warpgroup == 0) give_half<1>(given_half(r, 0, 1), o);
     if (r.warpgroup == 1) give_half<0>(given_half(r, 0, 0), o);
     if (merges && r.warpgroup == 2 && r.warp == 0) {
-        const int count = wait_for_partials(p, blockIdx.x, r.lane);
+        const int count = Division::wait_for_earlier(p, r.lane);
         if (r.lane == 0) sm.partials = count;
     }
     sync_consumers();
@@ -991,7 +956,7 @@ __device__ __forceinline__ void write_shared_results(const AttentionParams& p, c
     sync_consumers();
     if (r.warpgroup == 0) add_half<0>(r, 1, true, o);
     if (r.warpgroup == 1) add_half<1>(r, 0, true, o);
-    if (w.count > 2) {
+    if (w.count() > 2) {
         sync_consumers();
         if (r.warpgroup == 2) {
             give_half<0>(given_half(r, 0, 0), o);
@@ -1007,7 +972,7 @@ __device__ __forceinline__ void write_shared_results(const AttentionParams& p, c
     if (w.ends_item) {
         write_merged(p, w);
     } else if (threadIdx.x == 0) {
-        announce_partial(p, blockIdx.x, begins_item);
+        Division::announce(p, begins_item);
     }
 }
 
@@ -1020,7 +985,7 @@ __device__ __forceinline__ void clear_references() {
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
-// grid: x a cluster a query, y splits beyond those of a cluster, z head tiles. EVENLY: x CTAs, a share each.
+// grid: x a cluster a query, y splits beyond those of a cluster, z head tiles. In shares: x CTAs, a share each.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __grid_constant__ AttentionParams p) {
     Small& sm = small();
     if (threadIdx.x % 32 == 0) {  // one lane of each warp: the lanes of a warp would take turns
@@ -1034,35 +999,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < CONSUMERS * (1 + P_COPIES) * HEADS; i += THREADS) (&sm.ref[0][0][0])[i] = -INF;
-    if constexpr (EVENLY) find_share_early(p, blockIdx.x, sm.shares);
+    Division::begin(p, sm.division, blockIdx.x);
     __syncthreads();
     const int ctas = cluster_size(), rank = cluster_rank();
-    if (!EVENLY && has_lengths(p)) wait_for_earlier_kernels();
+    if (!IN_SHARES && has_lengths(p)) wait_for_earlier_kernels();
     Work w;
-    if constexpr (!EVENLY) find_work(p, w, cluster_index(), blockIdx.z, blockIdx.y * ctas + rank, p.num_splits * ctas);
-    wait_for_earlier_kernels();
-    if constexpr (EVENLY) {
-        static_assert(2 * MOST_LISTED <= RING_AT - Q_AT, "the space of Q and P, to which no bulk copies come");
-        find_planned_share(p, blockIdx.x, sm.shares, reinterpret_cast<uint16_t*>(shared + Q_AT));
+    if constexpr (!IN_SHARES) {
+        const int split = blockIdx.y * ctas + rank, splits = p.num_splits * ctas;
+        find_equal_split(p, w, cluster_index(), blockIdx.z, [&] { return split; }, [&] { return splits; });
     }
+    wait_for_earlier_kernels();
+    static_assert(Division::SCRATCH_BYTES <= RING_AT - Q_AT, "the space of Q and P, to which no bulk copies come");
+    Division::finish(p, sm.division, blockIdx.x, reinterpret_cast<uint16_t*>(shared + Q_AT));
     let_next_kernel_start();
     if (threadIdx.x >= CONSUMER_THREADS) {
         decrease_registers_to<PRODUCER_REGISTERS>();
         uint32_t number = 0;
 #pragma unroll 1
-        for (int turn = 0; turn < num_splits(); ++turn) {
-            if constexpr (EVENLY) find_split(p, w, turn);
+        for (int turn = 0; turn < num_turns(p); ++turn) {
+            if constexpr (IN_SHARES) w = Division::find_turn<Work>(p, small().division, turn);
             copy_tiles(p, w, threadIdx.x / 32 % 4, number);
         }
-        if (!EVENLY && ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
+        if (!IN_SHARES && ctas > 1) cluster_sync_with_one_fence(false);  // cluster barriers count every thread
     } else {
         increase_registers_to<REGISTERS>();
         const Role r = consumer_role();
         uint32_t before = 0;
 #pragma unroll 1
-        for (int turn = 0; turn < num_splits(); ++turn) {
-            if constexpr (EVENLY) {
-                find_split(p, w, turn);
+        for (int turn = 0; turn < num_turns(p); ++turn) {
+            if constexpr (IN_SHARES) {
+                w = Division::find_turn<Work>(p, small().division, turn);
                 if (turn > 0) {
                     sync_consumers();  // the results have been read, from where Q goes
                     clear_references();
@@ -1075,7 +1041,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_heads_sm90(const __
 #pragma unroll
             for (int v = 0; v < V_TILES; ++v) clear(o[v]);
             before += attend(w, r, before, state, o);
-            if constexpr (EVENLY) {
+            if constexpr (IN_SHARES) {
                 write_shared_results(p, w, r, state, o);
             } else {
                 write_results(p, w, r, state, o);

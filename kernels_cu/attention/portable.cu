@@ -56,11 +56,11 @@
 // The rows that come meanwhile are those of the list's first COPIED_BEFORE tiles. If there is one among them that is
 // passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the
 // first marked tiles are brought. What has come in vain stays in its stages, which count as used.
+#include "attention/division/partials.cuh"
+#include "attention/division/results.cuh"
+#include "attention/division/shares.cuh"
+#include "attention/division/turn.cuh"
 #include "attention/params.cuh"
-#include "attention/partials.cuh"
-#include "attention/results.cuh"
-#include "attention/shares.cuh"
-#include "attention/work.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
@@ -68,6 +68,7 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
 #include "rows/quantize.cuh"
+#include "tile/ring.cuh"
 #include "tile/softmax.cuh"
 #include "tile/staged_rows.cuh"
 #include "tile/warp.cuh"
@@ -164,7 +165,7 @@ struct SmallOf {
     alignas(4) uint8_t marks[MARKED_TILES / 8];   // bits of tiles; a lane reads a word
     int partials;                                 // partial results of other CTAs that are merged with the split's
     float top[HEADS], factor_of_partials[HEADS];  // of the merge: reference, and factor of all O relative to it
-    Shares<THREADS> shares;
+    Share<THREADS> share;
     // Of V32_FP8, read two at a time: scales, and ratios of a score warp's two scales.
     alignas(8) float scale[FOLDED ? STAGES : 1][FOLDED ? NUM_SCALES : 1][TILE_ROWS];
     alignas(8) float ratio[FOLDED ? STAGES : 1][FOLDED ? 2 : 1][TILE_ROWS];
@@ -178,23 +179,15 @@ __host__ __device__ constexpr int shared_bytes() {
 }
 constexpr int MOST_STAGES = 6, MOST_RAW_STAGES = 4;
 template <int N>
-__host__ __device__ constexpr int most_stages() {
-    if constexpr (shared_bytes<N, FP8 ? 2 : 0>() <= SHARED_LIMIT || N == 1) {
-        return N;
-    } else {
-        return most_stages<N - 1>();
-    }
-}
-constexpr int STAGES = most_stages<FP8 ? (TILE_ROWS > 16 ? 2 : 3) : MOST_STAGES>();
+struct BytesOfStages {
+    static constexpr int VALUE = shared_bytes<N, FP8 ? 2 : 0>();
+};
+constexpr int STAGES = most_stages<BytesOfStages, SHARED_LIMIT, FP8 ? (TILE_ROWS > 16 ? 2 : 3) : MOST_STAGES>();
 template <int N>
-__host__ __device__ constexpr int most_raw_stages() {
-    if constexpr (shared_bytes<STAGES, N>() <= SHARED_LIMIT || N == 1) {
-        return N;
-    } else {
-        return most_raw_stages<N - 1>();
-    }
-}
-constexpr int RAW_STAGES = FP8 ? most_raw_stages<MOST_RAW_STAGES>() : 1;
+struct BytesOfRawStages {
+    static constexpr int VALUE = shared_bytes<STAGES, N>();
+};
+constexpr int RAW_STAGES = FP8 ? most_stages<BytesOfRawStages, SHARED_LIMIT, MOST_RAW_STAGES>() : 1;
 static_assert(FP8 ? STAGES >= 2 && RAW_STAGES >= 2 : STAGES >= 3, "one for each kind of warp, and one for copies");
 static_assert(FP8 || TILE_ROWS > 16 || STAGES >= 4, "with three stages of 16 rows 64 heads take 6 % longer");
 constexpr int WIDENED_BEFORE = 2;  // tiles from P.V to those that are widened behind it
@@ -259,15 +252,9 @@ __device__ __forceinline__ float least_scale(float first, float second) { return
 // tiles + head tile, y = split.
 __device__ __forceinline__ bool in_shares(const AttentionParams& p) { return p.ready != nullptr; }
 
-// In shares: the last item of this CTA's share, with which it starts.
-__device__ __forceinline__ int last_item() {
-    const Boundary end = small().shares.end;
-    return end.pair > 0 ? end.item : end.item - 1;
-}
-
-// How many splits this CTA has.
+// How many turns this CTA has.
 __device__ __forceinline__ int num_turns(const AttentionParams& p) {
-    return in_shares(p) ? last_item() + 1 - small().shares.begin.item : 1;
+    return in_shares(p) ? small().share.num_items() : 1;
 }
 
 __device__ __forceinline__ bool has_next(const AttentionParams& p) { return small().turn + 1 < num_turns(p); }
@@ -276,14 +263,14 @@ __device__ __forceinline__ bool has_next(const AttentionParams& p) { return smal
 __device__ __forceinline__ void find_split(const AttentionParams& p, int turn) {
     Small& sm = small();
     WorkItem& w = sm.next;
-    const int item = in_shares(p) ? last_item() - turn : int(blockIdx.x), head_tiles = num_head_tiles(p);
+    const int item = in_shares(p) ? sm.share.last_item() - turn : int(blockIdx.x), head_tiles = num_head_tiles(p);
     sm.next_ends_item = true;
     if (!in_shares(p)) {
         find_item(p, w, item / head_tiles, item % head_tiles, blockIdx.y, p.num_splits);
         return;
     }
     find_item(p, w, query_of_item(p, item), head_tile_of_item(p, item), 0, 1);
-    const Boundary begin = sm.shares.begin, end = sm.shares.end;
+    const Boundary begin = sm.share.begin, end = sm.share.end;
     if (item == begin.item) w.begin = 2 * begin.pair;
     if (item == end.item) {
         w.end = 2 * end.pair;
@@ -1352,8 +1339,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_c
             mbarrier_init(shared_address(&sm.tile_full[stage]), (FP8 ? WARP_ARRIVALS : 32) * OUTPUT_WARPS);
     }
     if (in_shares(p)) {
-        find_share_early(p, blockIdx.x, sm.shares);
-        find_share(p, blockIdx.x, sm.shares);
+        find_share_early(p, blockIdx.x, sm.share);
+        find_share(p, blockIdx.x, sm.share);
         __syncthreads();
     }
     // What the splits have in common is in shared memory: registers are short.

@@ -16,13 +16,13 @@ from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.structs import LOGITS
 from cupy_mla.cuda.topk import (
     ANY_WIDTH,
-    CLUSTERS,
-    FEW,
+    BF16_TABLES,
+    FLOAT32_TABLES,
     LEAST_CLUSTER_WIDTH,
-    MANY,
     MOST_ORDERED,
     STREAMED,
     Shape,
+    Tables,
     choose,
     kernel,
     kernels,
@@ -123,16 +123,18 @@ def test_clusters_that_run_at_a_time_are_those_of_the_gpu(monkeypatch) -> None:
     assert chosen == [8, 4, 4, 1]
 
 
-@pytest.mark.parametrize("table", [MANY, FEW, CLUSTERS])
-def test_tables_are_in_order_and_leave_no_call_out(table) -> None:
+@pytest.mark.parametrize("kind", Tables._fields)
+@pytest.mark.parametrize("tables", [FLOAT32_TABLES, BF16_TABLES], ids=["float32", "bfloat16"])
+def test_tables_are_in_order_and_leave_no_call_out(tables, kind: str) -> None:
+    table = getattr(tables, kind)
     assert [widths.most for widths in table] == sorted({widths.most for widths in table})
     assert table[-1].most == ANY_WIDTH
     for most, shapes in table:
         assert [above for above, _ in shapes] == sorted({above for above, _ in shapes})
-        assert shapes[0][0] == (table is MANY)
+        assert shapes[0][0] == (kind == "many")
         assert shapes[0][1].most_k == 4096
         for _, shape in shapes:
-            assert (shape.clusters, shape.few) == (table is CLUSTERS, table is FEW)
+            assert (shape.clusters, shape.few) == (kind == "clusters", kind == "few")
             assert shape.streamed or most <= shape.held
 
 
@@ -144,15 +146,15 @@ def test_any_call_has_a_kernel_that_holds_or_streams_its_rows(monkeypatch) -> No
         for width in (
             0, 1, 4096, 4097, 8192, 10240, 10752, 12288, 12289, 16384, 24576, 24577, 65536, 131072, 131073, 1 << 20
         ):  # fmt: skip
-            for sms, capability, k in product((16, 108, 132), (80, 90), (1, 2048, 3072, 4096)):
-                shape, cluster = choose(Gpu(0, sms, capability, 163), rows, width, k)
-                assert kernel(shape, False) in compiled
+            for sms, capability, k, bf16 in product((16, 108, 132), (80, 90), (1, 2048, 3072, 4096), (False, True)):
+                shape, cluster = choose(Gpu(0, sms, capability, 163), rows, width, k, bf16)
+                assert kernel(shape, bf16) in compiled
                 assert k <= shape.most_k
                 assert shape.streamed or width <= shape.held * cluster
                 assert shape.clusters == (cluster > 1)
                 assert cluster == 1 or (capability == 90 and rows * cluster <= sms and width > LEAST_CLUSTER_WIDTH)
                 if cluster > 1:
-                    assert kernel(shape, False).max_cluster >= cluster
+                    assert kernel(shape, bf16).max_cluster >= cluster
 
 
 @pytest.mark.parametrize("limit", [1, 3000, 9000, 1 << 20])
@@ -199,7 +201,7 @@ def test_each_shape(monkeypatch, rng, name: str) -> None:
     """Each shape gets rows with ends of their own, however many rows it is meant for; with starts, and without."""
     cupy = pytest.importorskip("cupy")
     gpu = driver.gpu(driver.current_device())
-    for table in (MANY, FEW, CLUSTERS):
+    for table in FLOAT32_TABLES:
         for most, shapes in table:
             for _, shape in shapes:
                 if not kernel(shape, False).suits(gpu.capability):

@@ -71,8 +71,8 @@ FP8_TEAM = (0.9, 5.7)
 FP8_TEAM_LEAST, FP8_TEAM_LONG, FP8_TEAM_LEAST_LONG = 1.75, 20, 2.0
 FP8_LEAST_SPLIT = 2  # pairs of tiles
 
-# Of shares (kernels_cu/attention/shares.cuh): what a pair of tiles costs, and a work item beside them; and that of each
-# kernel where lists are not equally long, or end with -1.
+# Of shares (kernels_cu/attention/division/shares.cuh): what a pair of tiles costs, and a work item beside them; and
+# that of each kernel where lists are not equally long, or end with -1.
 PAIR_COST, ITEM_COST = 8, 11
 UNEVEN_ITEM_COST = {"fp8_sm90": 8, "bf16_shares_sm90": 8, "few_heads_sm90": 11, "portable": 11}
 CUT_COST = 24  # what a share of such lists costs more because items are cut

@@ -22,6 +22,7 @@ LAYOUTS = (BF16_576, BF16_512, V32_FP8)  # that the kernel can read
 HEADS = tuple(FEW_CONSUMERS)  # heads a CTA is built for
 TILE_ROWS = 64
 
+SHARES, SPLITS = 2, 5  # how work is divided over CTAs: kernels_cu/attention/division/division.cuh
 EVEN_HEADS = (8, 16)  # heads a CTA that takes an equal share is built for
 MOST_SHARES = 144  # CTAs among which rows are divided evenly: there is space for the weights of as many results
 
@@ -37,7 +38,7 @@ def kernel(layout: Layout, heads: int, evenly: bool = False) -> Kernel:
     """The kernel for one cache layout and heads of a CTA; `evenly`: all rows are divided over the CTAs."""
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "CONSUMERS": FEW_CONSUMERS[heads],
-        "MAX_CLUSTER": MAX_CLUSTER, "EVENLY": int(evenly), "MOST_SHARES": MOST_SHARES,
+        "MAX_CLUSTER": MAX_CLUSTER, "DIVISION": SHARES if evenly else SPLITS, "MOST_SHARES": MOST_SHARES,
         "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST["few_heads_sm90"],
     }  # fmt: skip
     return Kernel(

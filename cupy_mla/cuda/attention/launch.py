@@ -27,7 +27,7 @@ from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, ALIKE, DECODE, SOME_DONE
 from .choose import Choice, Facts, asked_kernel, chooser
 from .cost import EVENLY
 
-# Of a head, in what CTAs leave to others, as float32 and float16; kernels_cu/attention/merge.cuh
+# Of a head, in what CTAs leave to others, as float32 and float16; kernels_cu/attention/division/merge.cuh
 PARTIAL_BYTES, HALF_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
 MERGES_ITSELF = ("fp8_sm90", "bf16_cluster_sm90", "bf16_shares_sm90")  # these leave nothing to `combine.cu`
 PLANNED = ("fp8_sm90", "few_heads_sm90")  # whose equal shares are those of a plan

@@ -237,7 +237,7 @@ def test_an_item_of_shares_costs_no_more_than_usual_where_there_are_few():
 
 
 def test_shares_have_the_kernels_cost_of_a_pair():
-    assert f"PAIR_COST = {PAIR_COST};" in read_source("attention/shares.cuh")
+    assert f"PAIR_COST = {PAIR_COST};" in read_source("attention/division/shares.cuh")
 
 
 @pytest.mark.parametrize(("sms", "largest"), [(78, 10), (16, 14), (6, 6)])

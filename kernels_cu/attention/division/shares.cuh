@@ -16,7 +16,8 @@
 // ready[share] says that a partial result is there. It holds the run's nonce, so that what an earlier user of the memory
 // left there says nothing, and is cleared by the CTA that merges, so that a captured graph can be run again.
 #pragma once
-#include "attention/work.cuh"
+#include "attention/division/partials.cuh"
+#include "attention/division/turn.cuh"
 #include "ptx/global.cuh"
 #include "tile/warp.cuh"
 
@@ -32,12 +33,21 @@ struct Boundary {
     int item, pair;
 };
 
-// Where a launch's shares are divided.
+// This CTA's share. Its turns are the items in it, the last one first.
 template <int THREADS>
-struct Shares {
+struct Share {
     // Of each warp's queries. Aligned, or ptxas loads a word beside them, too, which racecheck takes for a race.
     alignas(16) uint32_t costs[THREADS / 32];
-    Boundary begin, end;  // of this CTA's share
+    Boundary begin, end;
+
+    __device__ __forceinline__ int last_item() const {
+        const Boundary behind = end;
+        return behind.pair > 0 ? behind.item : behind.item - 1;
+    }
+    __device__ __forceinline__ int num_items() const { return last_item() + 1 - begin.item; }
+    // Whether the share has the begin, and the end, of an item in it.
+    __device__ __forceinline__ bool begins(int item) const { return item != begin.item || begin.pair == 0; }
+    __device__ __forceinline__ bool ends(int item) const { return item != end.item; }
 };
 
 __device__ __forceinline__ int query_of_item(const AttentionParams& p, int item) { return item % p.num_queries; }
@@ -90,7 +100,7 @@ __device__ __forceinline__ Boundary even_boundary(const AttentionParams& p, uint
 // stay whole where no share can then cost much more than the mean: lengths are often equal, as those of contexts longer
 // than topk. All threads call; each looks at some of the queries.
 template <int THREADS, typename Pairs>
-__device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int share, Shares<THREADS>& shares,
+__device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int share, Share<THREADS>& found,
                                                   Pairs pairs_at) {
     const int each = ceil_div(p.num_queries, THREADS), first = threadIdx.x * each;
     const int end = min(first + each, p.num_queries);
@@ -101,16 +111,16 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
         cost += of_query;
         most = max(most, of_query);
     }
-    uint32_t before = cta_sum_before(cost, shares.costs, of_tile);
+    uint32_t before = cta_sum_before(cost, found.costs, of_tile);
     const uint32_t head_tiles = num_head_tiles(p);
     const bool cut = __syncthreads_or(most * p.whole_items > of_tile * head_tiles + p.cut_cost);
     if (!cut) before = first, cost = max(end - first, 0), of_tile = p.num_queries;  // all items cost 1
     const uint32_t total = of_tile * head_tiles;
 #pragma unroll 1
     for (uint32_t i = 0; i < 2; ++i) {
-        Boundary& found = i == 0 ? shares.begin : shares.end;
+        Boundary& boundary = i == 0 ? found.begin : found.end;
         const uint32_t at = uint64_t(total) * (share + i) / gridDim.x, tile = at / of_tile;
-        if (threadIdx.x == 0 && at == total) found = {int(p.num_queries * head_tiles), 0};
+        if (threadIdx.x == 0 && at == total) boundary = {int(p.num_queries * head_tiles), 0};
         uint32_t left = at % of_tile;
         if (at == total || left < before || left >= before + cost) continue;
         left -= before;
@@ -119,7 +129,7 @@ __device__ __forceinline__ void find_uneven_share(const AttentionParams& p, int 
             const int pairs = pairs_at(query);
             const uint32_t of_query = cut ? cost_of(pairs) : 1;
             if (left < of_query) {
-                found = nearest_boundary(p, tile * p.num_queries + query, pairs, int(left) - UNEVEN_ITEM_COST);
+                boundary = nearest_boundary(p, tile * p.num_queries + query, pairs, int(left) - UNEVEN_ITEM_COST);
                 break;
             }
             left -= of_query;
@@ -182,36 +192,36 @@ __device__ __forceinline__ bool divided_alike(const AttentionParams& p) { return
 
 // Finds a share of such lists. The CTA must meet afterwards.
 template <int THREADS>
-__device__ __forceinline__ void find_share_early(const AttentionParams& p, int share, Shares<THREADS>& shares) {
+__device__ __forceinline__ void find_share_early(const AttentionParams& p, int share, Share<THREADS>& found) {
     if (!divided_alike(p) || threadIdx.x >= 2) return;
     const uint32_t n = share + threadIdx.x;
-    (threadIdx.x == 0 ? shares.begin : shares.end) = p.num_splits > 1 ? split_boundary(p, n) : even_boundary(p, n);
+    (threadIdx.x == 0 ? found.begin : found.end) = p.num_splits > 1 ? split_boundary(p, n) : even_boundary(p, n);
 }
 
 // Finds a share if each item is to be divided into p.num_splits alike. All threads call.
 template <int THREADS>
-__device__ __forceinline__ void find_split_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
-    if (threadIdx.x < 2) (threadIdx.x == 0 ? shares.begin : shares.end) = split_boundary(p, share + threadIdx.x);
+__device__ __forceinline__ void find_split_share(const AttentionParams& p, int share, Share<THREADS>& found) {
+    if (threadIdx.x < 2) (threadIdx.x == 0 ? found.begin : found.end) = split_boundary(p, share + threadIdx.x);
     __syncthreads();
 }
 
 // Finds a share of whole items. All threads call.
 template <int THREADS>
-__device__ __forceinline__ void find_whole_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
+__device__ __forceinline__ void find_whole_share(const AttentionParams& p, int share, Share<THREADS>& found) {
     const uint32_t items = p.num_queries * num_head_tiles(p);
     auto boundary = [&](uint32_t n) { return Boundary{int(items * n / gridDim.x), 0}; };
-    if (threadIdx.x < 2) (threadIdx.x == 0 ? shares.begin : shares.end) = boundary(share + threadIdx.x);
+    if (threadIdx.x < 2) (threadIdx.x == 0 ? found.begin : found.end) = boundary(share + threadIdx.x);
     __syncthreads();
 }
 
 // Finds a share of lists with lengths. All threads call.
 template <int THREADS>
-__device__ __forceinline__ void find_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
+__device__ __forceinline__ void find_share(const AttentionParams& p, int share, Share<THREADS>& found) {
     if (!has_lengths(p)) return;
     if (p.num_splits == 1) {
-        find_uneven_share(p, share, shares, [&](int query) { return pairs_of(p, query); });
+        find_uneven_share(p, share, found, [&](int query) { return pairs_of(p, query); });
     } else {
-        find_split_share(p, share, shares);
+        find_split_share(p, share, found);
     }
 }
 
@@ -220,18 +230,18 @@ __device__ __forceinline__ void find_share(const AttentionParams& p, int share, 
 // copy of its code costs launches that never run it.
 constexpr int MOST_LISTED = 4096;
 template <int THREADS>
-__device__ __forceinline__ void find_listed_share(const AttentionParams& p, int share, Shares<THREADS>& shares,
+__device__ __forceinline__ void find_listed_share(const AttentionParams& p, int share, Share<THREADS>& found,
                                                   uint16_t* listed) {
     const bool lengths = has_lengths(p);
     if (p.num_splits > 1) {
-        if (lengths) find_split_share(p, share, shares);
+        if (lengths) find_split_share(p, share, found);
         return;
     }
     if (!lengths && (p.extra.topk > 0 || p.num_queries > MOST_LISTED || p.main.topk <= 2 * TILE_ROWS)) return;
     const Look look = divided_alike(p) ? look_at_lists<THREADS>(p) : Look::OTHER;
     if (look == Look::FULL) return;
     if (look == Look::FEW) {
-        find_whole_share(p, share, shares);
+        find_whole_share(p, share, found);
         return;
     }
     if (!lengths) {
@@ -239,7 +249,7 @@ __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int 
         for (int query = threadIdx.x; query < p.num_queries; query += THREADS) listed[query] = listed_pairs(p, query);
         __syncthreads();
     }
-    find_uneven_share(p, share, shares, [&](int query) { return lengths ? pairs_of(p, query) : int(listed[query]); });
+    find_uneven_share(p, share, found, [&](int query) { return lengths ? pairs_of(p, query) : int(listed[query]); });
 }
 
 // --- plans ----------------------------------------------------------------------------------------------------
@@ -250,30 +260,30 @@ __device__ __forceinline__ void find_listed_share(const AttentionParams& p, int 
 
 // Loads a share that an earlier launch has left. The CTA must meet afterwards.
 template <int THREADS>
-__device__ __forceinline__ void load_share(const AttentionParams& p, int share, Shares<THREADS>& shares) {
+__device__ __forceinline__ void load_share(const AttentionParams& p, int share, Share<THREADS>& found) {
     if (threadIdx.x != 0) return;
-    const int4 found = __ldcg(p.plan + share);
-    shares.begin = {found.x, found.y};
-    shares.end = {found.z, found.w};
+    const int4 planned = __ldcg(p.plan + share);
+    found.begin = {planned.x, planned.y};
+    found.end = {planned.z, planned.w};
 }
 
 // Leaves a share to later launches.
 template <int THREADS>
-__device__ __forceinline__ void leave_share(const AttentionParams& p, int share, const Shares<THREADS>& shares) {
+__device__ __forceinline__ void leave_share(const AttentionParams& p, int share, const Share<THREADS>& found) {
     if (p.plan == nullptr || threadIdx.x != 0) return;
-    p.plan[share] = make_int4(shares.begin.item, shares.begin.pair, shares.end.item, shares.end.pair);
+    p.plan[share] = make_int4(found.begin.item, found.begin.pair, found.end.item, found.end.pair);
 }
 
 // As find_listed_share, or loads what an earlier launch has found. All threads call.
 template <int THREADS>
-__device__ __forceinline__ void find_planned_share(const AttentionParams& p, int share, Shares<THREADS>& shares,
+__device__ __forceinline__ void find_planned_share(const AttentionParams& p, int share, Share<THREADS>& found,
                                                    uint16_t* listed) {
     if (p.plan_filled > 0) {
-        load_share(p, share, shares);
+        load_share(p, share, found);
         __syncthreads();
     } else {
-        find_listed_share(p, share, shares, listed);
-        leave_share(p, share, shares);
+        find_listed_share(p, share, found, listed);
+        leave_share(p, share, found);
     }
 }
 
@@ -305,3 +315,70 @@ __device__ __forceinline__ int wait_for_partials(const AttentionParams& p, int s
     for (int i = lane; i < count; i += 32) p.ready[share - 1 - i] = 0;
     return count;
 }
+
+// --- the division ---------------------------------------------------------------------------------------------
+
+template <int THREADS>
+struct Shares : FromGrid {
+    static constexpr End END = End::LEAVE;
+    using Turn = TurnOf<false>;
+    static constexpr int SCRATCH_BYTES = 2 * MOST_LISTED;
+    using State = Share<THREADS>;
+
+    static __device__ __forceinline__ void begin(const AttentionParams& p, State& share, int cta) {
+        find_share_early(p, cta, share);
+    }
+    static __device__ __forceinline__ void finish(const AttentionParams& p, State& share, int cta, uint16_t* scratch) {
+        find_planned_share(p, cta, share, scratch);
+    }
+
+    static __device__ __forceinline__ int num_turns(const AttentionParams&, const State& share) {
+        return share.num_items();
+    }
+    static __device__ __forceinline__ int find_query(const AttentionParams& p, const State& share, int turn) {
+        return query_of_item(p, share.last_item() - turn);
+    }
+    template <typename Work>
+    static __device__ __forceinline__ Work find_turn(const AttentionParams& p, const State& share, int turn) {
+        Work w;
+        const int item = share.last_item() - turn;
+        find_whole_item(p, w, query_of_item(p, item), head_tile_of_item(p, item));
+        const Boundary begin = share.begin, end = share.end;
+        if (item == begin.item) w.begin = min(w.end, 2 * begin.pair);
+        w.ends_item = item != end.item;
+        if (!w.ends_item) w.end = min(w.end, 2 * end.pair);
+        return w;
+    }
+
+    template <typename Results>
+    static __device__ __forceinline__ void end_turn(const AttentionParams& p, State&, int, Results results) {
+        if (results.ends_item()) {
+            results.finish();
+            return;
+        }
+        results.write({p.cluster_parts, int(blockIdx.x)});
+        results.sync();
+        if (threadIdx.x == 0) announce(p, results.begins_item());
+    }
+    // Says that this CTA's partial result is there. One thread calls, that has met those that wrote it.
+    static __device__ __forceinline__ void announce(const AttentionParams& p, bool begins_item) {
+        announce_partial(p, blockIdx.x, begins_item);
+    }
+    // Waits for the partial results that CTAs before have left of the item that this CTA ends, and returns how many they
+    // are. One warp calls.
+    static __device__ __forceinline__ int wait_for_earlier(const AttentionParams& p, int lane) {
+        return wait_for_partials(p, blockIdx.x, lane);
+    }
+    // The same. The threads that merge call, among them a warp that `waits`; `count` is in shared memory.
+    template <typename Sync>
+    static __device__ __forceinline__ int count_earlier(const AttentionParams& p, bool begins_item, bool waits,
+                                                        int lane, int& count, Sync sync) {
+        if (begins_item) return 0;
+        if (waits) {
+            const int found = wait_for_earlier(p, lane);
+            if (lane == 0) count = found;
+        }
+        sync();
+        return count;
+    }
+};

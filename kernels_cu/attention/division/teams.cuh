@@ -2,6 +2,9 @@
 // (merge.cuh), but that are launched one by one. A cluster must find its SMs within a GPC; a team finds them anywhere, so
 // that 44 teams of three run at a time where 39 clusters do. And teams may differ in size:
 //
+//   items   |    item 0     | item 1 |  item 2   | ...      longer lists have more CTAs
+//   CTAs    | 0 | 1 | 2 | 3 | 4 | 5  | 6 | 7 | 8 | ...
+//
 //   lists equally long     p.num_splits CTAs each
 //   lists with lengths     p.num_splits is 1, and the CTAs of the launch, at least one an item, are shared out by length:
 //                          a quota of tiles is found that no CTA exceeds. Every CTA finds its team by itself, all of them
@@ -21,8 +24,8 @@
 // Both ways give the same bits. The words hold the run's nonce, so that what an earlier user of the memory left there
 // says nothing, and are cleared in the end, so that a captured graph can be run again.
 #pragma once
-#include "attention/params.cuh"
-#include "attention/work.cuh"
+#include "attention/division/merge.cuh"
+#include "attention/division/turn.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "tile/warp.cuh"
@@ -178,3 +181,59 @@ __device__ __forceinline__ void leave_team(const AttentionParams& p, const Team&
 #pragma unroll 1
     for (int i = 0; i < team.size; ++i) p.ready[team.first + i] = 0;
 }
+
+// --- the division ---------------------------------------------------------------------------------------------
+
+template <int THREADS>
+struct Teams : FromGrid {
+    static constexpr End END = End::MEET;
+    using Turn = TurnOf<TILES_IN_TURN>;
+    static constexpr bool ONE_TURN = true, EQUAL_SPLITS = true, HAS_WAITED = true;
+    struct State {
+        TeamPlan<THREADS / 32> plan;
+        Merging merging;
+    };
+
+    static __device__ __forceinline__ void begin(const AttentionParams& p, State& state, int) {
+        find_team(p, state.plan);
+    }
+    static __device__ __forceinline__ bool is_idle(const State& state) { return state.plan.team.size == 0; }
+    // One thread calls.
+    static __device__ __forceinline__ void join(const AttentionParams& p, const State& state) {
+        join_team(p, state.plan.team);
+    }
+
+    static __device__ __forceinline__ int find_query(const AttentionParams&, const State& state, int) {
+        return state.plan.team.query;
+    }
+    template <typename Work>
+    static __device__ __forceinline__ Work find_turn(const AttentionParams& p, const State& state, int) {
+        Work w;
+        const Team& team = state.plan.team;
+        find_equal_split(p, w, team.query, team.head_tile, [&] { return team.split; }, [&] { return team.size; });
+        return w;
+    }
+
+    template <typename Results>
+    static __device__ __forceinline__ void end_turn(const AttentionParams& p, State& state, int, Results results) {
+        constexpr int VALUES = Results::VALUES;
+        const bool meets = results.is_first_warp();  // the other CTAs' warps that do
+        const int lane = results.lane();
+        const Team& team = state.plan.team;
+        const bool all_joined = meets && all_have_joined(p, team, lane);
+        results.write({p.cluster_parts, index_of(team)});
+        results.sync();
+        Waiting waiting = {0, 0};
+        if (meets) {
+            const Merging merging = meet_team(p, team, all_joined, lane, waiting);
+            if (lane == 0) state.merging = merging;
+        }
+        results.sync();
+        const Merging& merging = state.merging;
+        if (merging.mergers > 0) {
+            float4* first = p.cluster_parts + int64_t(team.first) * PartialResults<VALUES>::STEP;
+            results.merge(ClusterResults<VALUES>(first, merging.rank, team.size, merging.mergers));
+        }
+        if (threadIdx.x == 0) leave_team(p, team, waiting);
+    }
+};

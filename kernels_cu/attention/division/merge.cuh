@@ -6,9 +6,9 @@
 // in which threads hold them, relative to the head's `ref` and times 1 / `scale`; and {ref, sum, max, scale} for each
 // head. A chunk has the same values of O in every partial result.
 #pragma once
+#include "attention/division/partials.cuh"
+#include "attention/division/results.cuh"
 #include "attention/params.cuh"
-#include "attention/partials.cuh"
-#include "attention/results.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"

@@ -1,0 +1,30 @@
+// The index lists of a query, in tiles of TILE_ROWS entries: those of the main list, then those of the extra list.
+#pragma once
+#include "attention/params.cuh"
+#include "rows/reader.cuh"
+
+struct Lists {
+    Query query;
+    int main_length, extra_length, main_tiles;
+};
+
+// Fills the lengths of a query's lists. Returns the tiles of both.
+__device__ __forceinline__ int find_lists(const AttentionParams& p, Lists& w) {
+    w.main_length = list_length(p.main, w.query.b);
+    w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
+    w.main_tiles = ceil_div(w.main_length, TILE_ROWS);
+    return w.main_tiles + ceil_div(w.extra_length, TILE_ROWS);
+}
+
+__device__ __forceinline__ bool is_valid(const AttentionParams& p, const Lists& w, int tile, int32_t entry) {
+    return entry >= 0 && entry < (tile >= w.main_tiles ? p.extra : p.main).num_slots;
+}
+
+__device__ __forceinline__ Row find_row(const AttentionParams& p, const Lists& w, int tile, int32_t entry) {
+    return is_valid(p, w, tile, entry) ? Row::of_slot(tile >= w.main_tiles ? p.extra : p.main, entry) : Row::none();
+}
+
+// How many slots of a cache entries, which are int32_t, can name. As an unsigned number a valid entry is below that.
+__device__ __forceinline__ uint32_t nameable_slots(const Source& source) {
+    return uint32_t(min(source.num_slots, int64_t(1) << 31));
+}

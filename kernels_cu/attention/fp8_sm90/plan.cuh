@@ -1,0 +1,135 @@
+// Of fp8_sm90: constants, shared memory, who a thread is, and the turns of a CTA.
+#pragma once
+#include "attention/division/division.cuh"
+#include "attention/division/merge.cuh"
+#include "attention/role.cuh"
+#include "ptx/limits.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/shared.cuh"
+#include "rows/chunk.cuh"
+#include "tile/heads.cuh"
+#include "tile/ring.cuh"
+#include "tile/swizzle.cuh"
+#include "tile/warp.cuh"
+
+constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
+constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
+using Division = DivisionOf<THREADS>;
+constexpr End END = Division::END;
+constexpr bool ONE_TURN = Division::ONE_TURN, FOUND_EARLY = Division::FOUND_EARLY;
+constexpr bool IN_TURN =
+    Division::EQUAL_SPLITS && TILES_IN_TURN;  // an item's tiles are dealt out to its splits in turn
+// Whether the consumers find the ends of the lists of a CTA's first turns. Full lists of V4_FP8 would take 1 to 4 %
+// longer, segments 1 to 2 %.
+constexpr bool CONSUMERS_LOOK = V32 && END != End::KEEP;
+constexpr int FIRST_TURNS = 4;  // so many turns
+// COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
+// instructions.
+constexpr int STAGE_ROWS = 16, COPIERS = DIVISION == CLUSTERS ? 4 : 1, WARP_ROWS = STAGE_ROWS / COPIERS;
+constexpr int TILE_STAGES = TILE_ROWS / STAGE_ROWS;
+// The tiles of a split are counted in units of one tile, or of two: a tile without rows is added to an odd number.
+// Pairs take fewer instructions.
+constexpr int UNIT_TILES = Division::EQUAL_SPLITS ? 1 : 2;
+constexpr int UNIT_STAGES = UNIT_TILES * TILE_STAGES;
+constexpr int STRIDE = Row::STAGED_BYTES, STAGE_BYTES = STAGE_ROWS * STRIDE;
+constexpr int NOPE_BLOCKS = D_NOPE / 64, Q_BLOCKS = NOPE_BLOCKS + 1;  // column blocks of 64; the last is RoPE
+constexpr int LINES_BYTES = HEADS * LINE_BYTES;  // a swizzled line for each head: a column block of Q, or a P
+constexpr int CHUNKS = V32 ? 4 : NOPE_BLOCKS;    // ranges of columns with a scale of their own
+constexpr int OWN_HEADS = HEADS / 4;             // of S^T and O^T in a thread (tile/heads.cuh)
+// Denominators in a thread: of all its heads, over its own rows. With 64 heads there are no registers for that: of two
+// heads, over the rows of eight lanes.
+constexpr int SUMS = HEADS == 64 ? 2 : OWN_HEADS;
+// Smaller scales count as this one, so that neither a quotient of two scales nor P^T / r of a row of zeros overflows.
+constexpr float LEAST_SCALE = 0x1p-60f;
+constexpr int LEAST_EXPONENT = 127 - 60;
+constexpr uint32_t MAX_P = 0x7800;  // 2^15 as f16
+constexpr float REF_NONE = -1e30f;
+// A raised reference brings the largest P^T to 2^HEADROOM, far from f16's least values.
+constexpr float HEADROOM = 8.0f;
+static_assert(STRIDE / 16 % 2 == 1, "ldmatrix reads eight rows from all banks");
+
+// Named barriers; WARPGROUP_SYNC and P_READY: + warpgroup.
+enum NamedBarrier { P_READY = 1, WARPGROUP_SYNC = 3, CONSUMER_SYNC = 5, PRODUCER_SYNC = 6 };
+
+// Q comes in eight groups of heads, with gaps between them: the same 32 bytes of heads of four groups are in all banks.
+constexpr int GROUP_HEADS = HEADS / 8, GROUP_GAP = 32;
+
+// Shared memory: Q, P of each warpgroup's tile, the ring, and the rest.
+constexpr int Q_AT = 0, P_AT = Q_BLOCKS * LINES_BYTES + 1024, RING_AT = P_AT + 2 * LINES_BYTES;
+static_assert(Q_BLOCKS * LINES_BYTES + 7 * GROUP_GAP <= P_AT && P_AT % 1024 == 0, "lines of P are swizzled");
+
+// What the consumers are told of a split: two `turn`s of the CTA are kept.
+struct Attended {
+    Query query;
+    int first_head;
+    bool begins_item, ends_item;
+};
+
+template <int STAGES>
+struct alignas(16) SmallOf {
+    uint64_t full[STAGES], empty[STAGES];
+    float ref[HEADS];  // what P^T and O^T are relative to
+    // Of P of each warpgroup's tile: O^T before it is multiplied by this, if `raised`.
+    float factor[2][HEADS];
+    float across[2][4][HEADS];             // between the warps of a warpgroup
+    float scale[HEADS];                    // at the end: of O^T
+    float largest[8][HEADS];               // |O^T| of a partial result, in each warp's columns
+    uint16_t ratio[2][CHUNKS][TILE_ROWS];  // f16, scale / r
+    uint64_t q_full, q_empty, ends_known;
+    float q_max[8], logit_scale;
+    uint32_t raised[2];
+    uint32_t marks[STAGES];  // which rows are valid, and what follows the tile
+    // Tiles of an item up to the last one with rows: what each consumer warp has found for the CTA's first splits, and
+    // each producer warp for a later one.
+    int first_ends[FIRST_TURNS][8], ends[4];
+    Attended attended[2];
+    int partials;  // results that are merged
+    Division::State division;
+};
+
+// Stages of the ring: whole tiles, as many as there is space for.
+template <int STAGES>
+struct SharedBytes {
+    static constexpr int VALUE = RING_AT + STAGES * STAGE_BYTES + int(sizeof(SmallOf<STAGES>));
+};
+constexpr int STAGES = most_stages<SharedBytes, SM90_SHARED_BYTES, 64, TILE_STAGES>();
+constexpr int SMALL_AT = RING_AT + STAGES * STAGE_BYTES;
+static_assert(STAGES >= 3 * TILE_STAGES, "three tiles");
+using Small = SmallOf<STAGES>;
+constexpr int SHARED_BYTES = SharedBytes<STAGES>::VALUE;
+
+extern __shared__ __align__(1024) uint8_t shared[];
+
+__device__ __forceinline__ Small& small() { return *reinterpret_cast<Small*>(shared + SMALL_AT); }
+
+// `uniform` tells the compiler what a warp agrees on; `opaque` keeps the rest from being hoisted.
+__device__ __forceinline__ Role consumer_role() {
+    const uint32_t thread = opaque(threadIdx.x);
+    return Role::of(thread, uniform(thread / WARPGROUP), uniform(thread / 32 % 4));
+}
+// The same, for what runs rarely or once: nothing that is derived from its lane stays in registers of the loop.
+__device__ __forceinline__ Role rare_role(const Role& r) { return Role::of(read_thread_index(), r.warpgroup, r.warp); }
+__device__ __forceinline__ void sync_warpgroup(const Role& r) {
+    named_barrier_sync(WARPGROUP_SYNC + r.warpgroup, WARPGROUP);
+}
+__device__ __forceinline__ void sync_consumers() { named_barrier_sync(CONSUMER_SYNC, CONSUMERS); }
+
+// A turn as the producers see it. `turn` counts the CTA's earlier ones, `stage` the stages that they took.
+struct Work : Division::Turn {
+    int turn;
+    uint32_t stage;
+};
+
+__device__ __forceinline__ int num_turns(const AttentionParams& p) { return Division::num_turns(p, small().division); }
+
+__device__ __forceinline__ Work find_work(const AttentionParams& p, int turn) {
+    return Division::find_turn<Work>(p, small().division, turn);
+}
+
+// Stages are numbered over all work items. Where stage number `stage` is in the ring, and the parity of its phase.
+__device__ __forceinline__ int place_of(uint32_t stage) { return stage % STAGES; }
+__device__ __forceinline__ uint32_t phase_of(uint32_t stage) { return stage / STAGES & 1; }
+__device__ __forceinline__ uint32_t stage_address(uint32_t stage) {
+    return shared_address(shared) + RING_AT + place_of(stage) * STAGE_BYTES;
+}

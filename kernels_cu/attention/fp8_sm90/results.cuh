@@ -1,0 +1,309 @@
+// Of fp8_sm90: what becomes of O^T: results, or partial results and their merge.
+#pragma once
+#include "attention/division/results.cuh"
+#include "attention/fp8_sm90/values.cuh"
+
+// Stores each warp's denominators; sum_of adds those of all warps for head `local` of the head tile.
+__device__ __forceinline__ void gather_sums(const Role& r, const Output& out) {
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) {
+        const float sum = SUMS == OWN_HEADS ? rows_sum(out.sum[c]) : out.sum[c];
+        if (SUMS < OWN_HEADS || r.g == 0) small().across[r.warpgroup][r.warp][sum_head(r, c)] = sum;
+    }
+    sync_consumers();
+}
+__device__ __forceinline__ float sum_of(int local) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += small().across[i / 4][i % 4][local];
+    return sum;
+}
+
+// END LEAVE: what the partial results of other CTAs are multiplied with, [partial result][head]. In the space of Q: a
+// CTA merges at its last split.
+static_assert(MOST_SPLITS * HEADS * 4 <= P_AT, "");
+__device__ __forceinline__ float* merge_weights() { return reinterpret_cast<float*>(shared); }
+
+// Denominators, with those of `count` partial results of the CTAs before, to statistics, and to the factors that O^T
+// and these are multiplied with.
+__device__ __forceinline__ void finish_sums(const AttentionParams& p, const Attended& w, const Role& r, int count,
+                                            const PartialResults<8>& partials) {
+    Small& sm = small();
+    const int local = threadIdx.x, head = w.first_head + local, first = partials.rank - count;
+    if (local < HEADS) {
+        const float ref = sm.ref[local];
+        const float4 nearest = count > 0 ? partials.statistics_of(first, local) : make_float4(ref, 0.0f, 0.0f, 0.0f);
+        float top = fmaxf(ref, nearest.x);
+#pragma unroll 1
+        for (int i = 1; i < count; ++i) top = fmaxf(top, partials.statistics_of(first + i, local).x);
+        const float own = exp2_approx(ref - top);
+        float sum = own * sum_of(local);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const float4 statistics = i == 0 ? nearest : partials.statistics_of(first + i, local);
+            const float weight = exp2_approx(statistics.x - top);
+            sum += weight * statistics.y;
+            merge_weights()[i * HEADS + local] = weight * statistics.w;
+        }
+        const HeadResult result = {0.0f, log2_sum_exp(top, sum)};
+        float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+        if (head < p.h_q) {
+            if (sum != 0.0f) scale *= sink_factor(p, head, result.lse);
+            write_statistics(p, w.query, head, result);
+        }
+        sm.scale[local] = own * scale;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) merge_weights()[i * HEADS + local] *= scale;
+    }
+    sync_consumers();
+}
+
+// Makes O^T a partial result: its statistics are written, and the power of two that brings each head's O^T to the range
+// of f16 stands in `scale`, for threads that have met.
+__device__ __forceinline__ void write_partial_statistics(const Role& r, const Output& out,
+                                                         const PartialResults<8>& partials) {
+    Small& sm = small();
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) {
+        float top = 0.0f;
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+            top = fmaxf(top, fmaxf(fabsf(out.o[v][element(0, c)]), fabsf(out.o[v][element(1, c)])));
+        top = rows_max(top);
+        if (r.g == 0) sm.largest[4 * r.warpgroup + r.warp][r.head(c)] = top;
+    }
+    gather_sums(r, out);
+    if (threadIdx.x < HEADS) {
+        float top = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) top = fmaxf(top, sm.largest[i][threadIdx.x]);
+        const float up = to_f16_range(top);
+        sm.scale[threadIdx.x] = up;
+        partials.write_statistics(threadIdx.x, sm.ref[threadIdx.x], sum_of(threadIdx.x), 0.0f, 1.0f / up);
+    }
+}
+
+// A thread's values of a partial result, of its head number `own`: chunk 256 own + threadIdx.x, columns 2 g and 2 g + 1
+// of 16, of four column blocks.
+__device__ __forceinline__ float4 partial_chunk(const Role& r, const Output& out, int own) {
+    const float up = small().scale[r.head(own)];
+    float words[4];
+#pragma unroll
+    for (int v = 0; v < 4; ++v)
+        words[v] = __uint_as_float(pack_f16x2(out.o[v][element(0, own)] * up, out.o[v][element(1, own)] * up));
+    return make_float4(words[0], words[1], words[2], words[3]);
+}
+
+// Writes its values. All consumers have met since its statistics were written.
+__device__ __forceinline__ void write_partial_values(const Role& r, const Output& out,
+                                                     const PartialResults<8>& partials) {
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) partials.write(256 * c + threadIdx.x, partial_chunk(r, out, c));
+}
+
+// Writes the partial result of a split, in f16 times a power of two for each head.
+__device__ __forceinline__ void write_partial(const Role& r, const Output& out, const PartialResults<8>& partials) {
+    write_partial_statistics(r, out, partials);
+    sync_consumers();
+    write_partial_values(r, out, partials);
+}
+
+// A thread's values of a partial result for some of its heads, from number `first` on.
+struct Chunks {
+    static constexpr int COUNT = 8;
+    float4 of[COUNT];
+};
+__device__ __forceinline__ Chunks load_chunks(const PartialResults<8>& partials, int number, int first) {
+    Chunks chunks;
+#pragma unroll
+    for (int c = 0; c < Chunks::COUNT; ++c) chunks.of[c] = partials.chunk_of(number, 256 * (first + c) + threadIdx.x);
+    return chunks;
+}
+
+// Adds `count` partial results of the CTAs before to O^T, which has been multiplied with its factors. The first values
+// of the first one were asked for before.
+__device__ __forceinline__ void add_partials(const Role& r, int count, const PartialResults<8>& partials,
+                                             Chunks& chunks, Output& out) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+#pragma unroll
+        for (int first = 0; first < OWN_HEADS; first += Chunks::COUNT) {
+            if (i > 0 || first > 0) chunks = load_chunks(partials, partials.rank - count + i, first);
+#pragma unroll
+            for (int c = 0; c < Chunks::COUNT; ++c) {
+                const int own = first + c;
+                float v[8] = {};
+                add_chunk(v, merge_weights()[i * HEADS + r.head(own)], chunks.of[c]);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    out.o[n][element(0, own)] += v[2 * n];
+                    out.o[n][element(1, own)] += v[2 * n + 1];
+                }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void clear(Output& out) {
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+#pragma unroll
+        for (int i = 0; i < HEADS / 2; ++i) out.o[v][i] = 0.0f;
+    }
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) out.sum[c] = 0.0f;
+}
+
+// END KEEP: writes the partial result of a split. After an item's last one O^T becomes the sum of all, as a cluster
+// merges them: that of the last split stays in registers, rounded as the others are. A thread reads what it has written
+// itself, the values of the next heads or split while it adds those before.
+__device__ __forceinline__ void merge_segments(const AttentionParams& p, const Attended& w, const Role& r, int split,
+                                               Output& out) {
+    const int count = p.num_splits, last = count - 1;
+    const ClusterResults<8> partials(p.cluster_parts + int64_t(blockIdx.x) * count * PartialResults<8>::STEP, split,
+                                     count, 1);
+    write_partial_statistics(r, out, partials);  // its code stands here once, for all splits
+    if (!w.ends_item) {
+        sync_consumers();
+        write_partial_values(r, out, partials);
+        return;
+    }
+    float* weights = reinterpret_cast<float*>(shared + P_AT);  // no P is read any more; the next Q may be on its way
+    static_assert(MAX_CLUSTER * HEADS * 4 <= 2 * LINES_BYTES, "");
+    if (threadIdx.x < HEADS) {
+        float weight[MAX_CLUSTER];
+        const float scale = partials.weigh(
+            threadIdx.x, weight,
+            [&](int local, bool write, float ref, float sum, float) {
+                return finish_merged_head(p, w.query, w.first_head + local, write, ref, sum, 0.0f);
+            },
+            true);
+#pragma unroll
+        for (int i = 0; i < MAX_CLUSTER; ++i) {
+            if (i < count) weights[i * HEADS + threadIdx.x] = weight[i] * scale;
+        }
+    }
+    Chunks next = load_chunks(partials, 0, 0);
+    sync_consumers();
+    float4 own_chunks[OWN_HEADS];
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) own_chunks[c] = partial_chunk(r, out, c);
+#pragma unroll
+    for (int first = 0; first < OWN_HEADS; first += Chunks::COUNT) {
+        float sum[Chunks::COUNT][8] = {};
+        auto add = [&](int i, int c, const float4& chunk) {
+            add_chunk(sum[c], weights[i * HEADS + r.head(first + c)], chunk);
+        };
+#pragma unroll 1
+        for (int i = 0; i < last; ++i) {
+            const Chunks chunks = next;
+            const bool ends = i + 1 == last;
+            if (!ends || first + Chunks::COUNT < OWN_HEADS)
+                next = load_chunks(partials, ends ? 0 : i + 1, ends ? first + Chunks::COUNT : first);
+#pragma unroll
+            for (int c = 0; c < Chunks::COUNT; ++c) add(i, c, chunks.of[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < Chunks::COUNT; ++c) {
+            add(last, c, own_chunks[first + c]);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                out.o[n][element(0, first + c)] = sum[c][2 * n];
+                out.o[n][element(1, first + c)] = sum[c][2 * n + 1];
+            }
+        }
+    }
+    sync_consumers();
+}
+
+// END MEET: merges partial results of a query's heads, this CTA's share of the output. The CTAs have met.
+__device__ __forceinline__ void merge_partials(const AttentionParams& p, const Query& query, int first_head,
+                                               const ClusterResults<8>& partials) {
+    float* weights = reinterpret_cast<float*>(shared);  // in the space of Q, which is not read any more
+    static_assert(MAX_CLUSTER * HEADS * 4 <= P_AT, "");
+    auto head_of = [](int chunk) { return chunk / 256 / 2 * 8 + chunk % 4 * 2 + chunk / 256 % 2; };
+    auto finish = [&](int local, bool write, float ref, float sum, float) {
+        return finish_merged_head(p, query, first_head + local, write, ref, sum, 0.0f);
+    };
+    auto column_of = [](int chunk) {
+        const int thread = chunk % 256;
+        return thread / 128 * 256 + thread % 128 / 32 * 16 + thread % 32 / 4 * 2;
+    };
+    auto store = [&](int local, int column, const float (&v)[8]) {
+        const int head = first_head + local;
+        if (head >= p.h_q) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) write_output(p, query, head, column + 64 * i, v[2 * i], v[2 * i + 1]);
+    };
+    partials.merge_share<CONSUMERS>(weights, head_of, column_of, finish, sync_consumers, store);
+}
+
+// Turns O^T into results, with the partial results of the CTAs before.
+__device__ __forceinline__ void finish_results(const AttentionParams& p, const Attended& w, const Role& r,
+                                               Output& out) {
+    const PartialResults<8> partials = {p.cluster_parts, int(blockIdx.x)};
+    gather_sums(r, out);
+    const bool waits = r.warpgroup == 0 && r.warp == 0;
+    const int count = Division::count_earlier(p, w.begins_item, waits, r.lane, small().partials, sync_consumers);
+    Chunks chunks = {};  // set in any case, or they have registers in the loop
+    if (count > 0) chunks = load_chunks(partials, partials.rank - count, 0);
+    finish_sums(p, w, r, count, partials);
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) {
+        const float f = small().scale[r.head(c)];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            out.o[v][element(0, c)] *= f;
+            out.o[v][element(1, c)] *= f;
+        }
+    }
+    if constexpr (END == End::LEAVE) add_partials(r, count, partials, chunks, out);
+}
+
+// Writes results. Before, no P is read any more.
+__device__ __forceinline__ void store_results(const AttentionParams& p, const Attended& w, const Role& r,
+                                              const Output& out) {
+    const int first = 256 * r.warpgroup + 16 * r.warp;  // of column block v this thread holds 2 g and 2 g + 1 of 16
+    bf16* results = out_of(p, w.query, w.first_head);
+    // END KEEP: there is one way. Code that runs once comes from memory, so it takes time by its length.
+    const bool wide = p.flags & WIDE_OUT;
+    if (END == End::KEEP || wide) {
+        // Eight heads at a time through the space of P, [head][column], from where whole lines are written. Stretches
+        // of 32 bytes change places from one pair of heads to the next, so that a warp's stores meet all banks.
+        constexpr int LINE = 2 * D_V, BUFFERS = HEADS / 32;
+        static_assert(BUFFERS * 8 * LINE == 2 * LINES_BYTES, "");
+        const int head = threadIdx.x / 64, column = threadIdx.x % 64 * 8, heads = p.h_q - w.first_head;
+        bf16* to = results + head * p.out_h + column;  // of this head and every fourth one behind it
+#pragma unroll
+        for (int j = 0; j < HEADS / 8; ++j) {
+            const uint32_t lines = shared_address(shared) + P_AT + j % BUFFERS * 8 * LINE;
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+#pragma unroll
+                for (int v = 0; v < 4; ++v)
+                    store_shared_4(lines + (2 * r.t + k) * LINE + (2 * (first + 64 * v + 2 * r.g) ^ r.t << 5),
+                                   pack_bf16x2(out.o[v][element(0, 2 * j + k)], out.o[v][element(1, 2 * j + k)]));
+            }
+            sync_consumers();
+            Vec16 chunks[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                chunks[i] = load_shared_16(lines + (head + 4 * i) * LINE + (2 * column ^ (head + 4 * i) / 2 << 5));
+#pragma unroll
+            for (int i = 0; i < 2; ++i, to += 4 * p.out_h) {
+                if (8 * j + 4 * i + head < heads) store_chunk(to, chunks[i], END != End::KEEP || wide);
+            }
+            if (BUFFERS == 1) sync_consumers();
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < OWN_HEADS; ++c) {
+            const int head = w.first_head + r.head(c);
+            if (head >= p.h_q) continue;
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+                write_output(p, w.query, head, first + 64 * v + 2 * r.g, out.o[v][element(0, c)],
+                             out.o[v][element(1, c)]);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+// Of fp8_sm90: O^T += V^T . P^T.
+#pragma once
+#include "attention/fp8_sm90/scores.cuh"
+
+// A thread's share of O^T, four column blocks of 64 value columns, and of the denominators.
+struct Output {
+    float o[4][HEADS / 2], sum[SUMS];
+};
+
+// References were raised for P of a tile of warpgroup `owner`: O^T and sums follow.
+__device__ __forceinline__ void follow_references(const Role& r, int owner, Output& out) {
+    const Small& sm = small();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int c = 0; c < OWN_HEADS; ++c) {
+        const float f = sm.factor[owner][r.head(c)];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            out.o[v][element(0, c)] *= f;
+            out.o[v][element(1, c)] *= f;
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < SUMS; ++c) out.sum[c] *= sm.factor[owner][sum_head(r, c)];
+}
+
+// The bytes of two rows (2 t and 2 t + 1 of eight) in columns 2 g and 2 g + 1 become a pair of f16 for each column.
+__device__ __forceinline__ void widen_pair(uint32_t bytes, uint32_t ratio, uint32_t& even, uint32_t& odd) {
+    e4m3x4_to_f16x2(__byte_perm(bytes, 0, 0x3120), even, odd);
+    even = multiply_f16x2(even, ratio);
+    odd = multiply_f16x2(odd, ratio);
+}
+
+// 16 rows and this warp's 16 columns of column blocks 2 i and 2 i + 1 as they come from shared memory, and the rows'
+// ratios.
+struct Columns {
+    uint32_t bytes[4];
+    Vec8 ratio[V32 ? 1 : 2];  // of the thread's four rows: for both column blocks, or for each
+    uint32_t rope[4];         // V4_FP8: the last column block's A operand
+};
+
+// Where the ratios for P of warpgroup `owner` begin that a thread reads: those of its warpgroup's first chunk.
+__device__ __forceinline__ uint32_t own_ratios(const Role& r, int owner) {
+    return shared_address(&small().ratio[owner][(V32 ? 2 : 4) * r.warpgroup][4 * r.t]);
+}
+
+// Its ratios for step k of a chunk, the `chunk`-th of its warpgroup.
+__device__ __forceinline__ Vec8 load_ratios(uint32_t ratios, int chunk, int k) {
+    return load_shared_8(ratios + 2 * (TILE_ROWS * chunk + 16 * k));
+}
+
+__device__ __forceinline__ Columns load_columns(const Role& r, uint32_t stage, uint32_t ratios, int k, int i) {
+    const uint32_t rows = stage_address(stage) + r.lane % 16 * STRIDE, second = r.lane / 16;
+    const uint32_t from = rows + 256 * r.warpgroup + 64 * second + 16 * r.warp;
+    Columns c;
+    if constexpr (V32) {
+        ldmatrix_x4_trans(c.bytes, from + 128 * i);
+        c.ratio[0] = load_ratios(ratios, i, k);
+    } else {
+        // The last column block is RoPE, which has no ratios: those before are loaded, and not used.
+        ldmatrix_x4_trans(c.bytes, i == 0 || (r.warpgroup == 1 && second) ? from : from + 128);
+        c.ratio[0] = load_ratios(ratios, 2 * i, k);
+        c.ratio[1] = load_ratios(ratios, i == 0 ? 1 : 3 - r.warpgroup, k);
+        if (i == 1)
+            ldmatrix_x4_trans(c.rope, stage_address(stage) + (r.lane / 16 * 8 + r.lane % 8) * STRIDE + ROPE_OFFSET +
+                                          32 * r.warp + r.lane / 8 % 2 * 16);
+    }
+    return c;
+}
+
+// Widens them to A operands.
+__device__ __forceinline__ void widen_columns(const Role& r, const Columns& c, int i, uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+        const Vec8& ratio = c.ratio[V32 ? 0 : v];
+        widen_pair(c.bytes[2 * v], ratio.x, a[v][0], a[v][1]);
+        widen_pair(c.bytes[2 * v + 1], ratio.y, a[v][2], a[v][3]);
+    }
+    if (!V32 && i == 1) {
+        // Chosen here, or the compiler chooses behind the fence, between two wgmma, and serialises them.
+#pragma unroll
+        for (int n = 0; n < 4; ++n) a[1][n] = opaque(r.warpgroup == 1 ? c.rope[n] : a[1][n]);
+    }
+}
+
+// O^T += V^T . P^T of the tile of warpgroup `owner` whose first stage is `stage`, two column blocks at a time. Stages
+// are released one by one. `meanwhile` runs beside the first products.
+template <typename Act>
+__device__ __forceinline__ void multiply_pv(const Role& r, uint32_t stage, int owner, bool raised, Output& out,
+                                            Act meanwhile) {
+    if (raised) follow_references(rare_role(r), owner, out);
+    const uint64_t prob = wgmma_operand(opaque(shared_address(shared) + P_AT) + owner * LINES_BYTES, 1024, 16);
+    const uint32_t ratios = opaque(own_ratios(r, owner));  // or each of them has an address in registers
+    uint32_t a[2][2][4];
+    Columns columns = load_columns(r, stage, ratios, 0, 0);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (k > 0) wgmma_wait<1>();
+            widen_columns(r, columns, i, a[i]);
+            if (i == 0) {
+                columns = load_columns(r, stage + k, ratios, k, 1);
+            } else {
+                release_reads();
+                mbarrier_arrive_for_warp(shared_address(&small().empty[place_of(stage + k)]), r.lane);
+                if (k < 3) columns = load_columns(r, stage + k + 1, ratios, k + 1, 0);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int v = 0; v < 2; ++v)
+                wgmma<Values::F16, Sum::ADD, Major::K>(out.o[2 * i + v], a[i][v], wgmma_further(prob, 32 * k));
+            wgmma_commit();
+        }
+        if (k == 0) meanwhile();
+    }
+    wgmma_wait<0>();
+}
