@@ -201,8 +201,19 @@ HEADERS = {
     "rows": ("ptx", "rows"),
     "tile": ("ptx", "rows", "tile"),
     "attention/division": ("ptx", "rows", "tile", "attention/params.cuh", "attention/division"),
-    "attention/fp8_sm90": ("ptx", "rows", "tile", "attention/division", "attention/role.cuh", "attention/fp8_sm90"),
-    "attention": ("ptx", "rows", "tile", "attention/division", "attention/fp8_sm90", "attention"),
+    **{
+        stages: ("ptx", "rows", "tile", "attention/division", "attention/role.cuh", stages)
+        for stages in ("attention/fp8_sm90", "attention/few_heads_sm90")
+    },
+    "attention": (
+        "ptx",
+        "rows",
+        "tile",
+        "attention/division",
+        "attention/fp8_sm90",
+        "attention/few_heads_sm90",
+        "attention",
+    ),
     "cache": ("ptx", "rows", "tile", "cache"),
     "indexer/topk": ("ptx", "rows", "tile", "indexer/order.cuh", "indexer/topk"),
     "indexer": ("ptx", "rows", "tile", "indexer/topk", "indexer"),
