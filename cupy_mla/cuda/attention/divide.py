@@ -4,13 +4,25 @@ A work item is a query and a tile of `heads` heads. Its rows may be cut into spl
 
 A division prints itself as text, `clusters(heads=64, splits=4, cluster=4)`, and `parse` reads such text. Fields that
 have their defaults are left out.
+
+`num_splits` of a division is how many partial results of an item are left by CTAs that are no cluster; `memory` asks
+for what partial results need, as fields of `struct AttentionParams`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ...layouts import D_V
+from ..driver import MAX_CLUSTER
+from ..paging import ceil_div
+from ..program import Nonce, Pointer, Slot
+from .problem import Problem
+
+# Bytes of a head's partial result as float32 and as float16; kernels_cu/attention/merge.cuh
+PARTIAL_BYTES, HALF_PARTIAL_BYTES = 4 * D_V + 16, 2 * D_V + 16
 MAX_SPLITS = 1024  # of a query's rows; each takes memory for a partial result
 
 # Of shares (kernels_cu/attention/shares.cuh), in eighths of the time of a pair of tiles: what a work item costs beside
@@ -34,6 +46,14 @@ class Whole(NamedTuple):
     def __repr__(self) -> str:
         return text_of(self)
 
+    @property
+    def num_splits(self) -> int:
+        return 1
+
+    def ctas(self, problem: Problem) -> int:
+        """CTAs that take items in turn."""
+        return min(problem.items(self.heads), problem.gpu.sms)
+
 
 class Clusters(NamedTuple):
     """Each split of an item has a CTA. The CTAs of a cluster merge their results; `combine.cu` merges those of an
@@ -51,6 +71,25 @@ class Clusters(NamedTuple):
 
     def __repr__(self) -> str:
         return text_of(self)
+
+    @property
+    def num_splits(self) -> int:
+        return self.splits // self.cluster
+
+    def memory(self, problem: Problem, each: int) -> dict[str, Pointer]:
+        """Memory for what clusters merge, and for what they leave to `combine.cu`.
+
+        Args:
+            each: bytes of a CTA's partial results.
+        """
+        nbytes = problem.items(self.heads) * self.splits * each if self.cluster > 1 else 0
+        rows = self.num_splits * problem.queries * problem.heads if self.num_splits > 1 else 0
+        if not nbytes + rows:
+            return {}
+        memory = Slot("partial results", shape=(nbytes + 4 * rows * (D_V + 2),)).ptr
+        out = memory + nbytes
+        lse, most = out + 4 * rows * D_V, out + 4 * rows * (D_V + 1)
+        return {"cluster_parts": memory, "part_out": out, "part_lse": lse, "part_max": most}
 
 
 class Shares(NamedTuple):
@@ -76,6 +115,38 @@ class Shares(NamedTuple):
     def __repr__(self) -> str:
         return text_of(self)
 
+    @property
+    def num_splits(self) -> int:
+        return self.splits or 1
+
+    def filled(
+        self, problem: Problem, most: int, least_split: int, item_cost: int = ITEM_COST, parts: int = 0
+    ) -> Shares:
+        """The same without a field to be filled in.
+
+        Args:
+            most: CTAs at most.
+            least_split: the kernel's, in pairs of tiles.
+            item_cost: the kernel's.
+            parts: of an item, of which a share has `least_split` at least; 0: its pairs of tiles.
+        """
+        items, least = problem.items(self.heads), self.least_split or least_split
+        ctas = self.ctas or max(1, min(most, items * (parts or problem.pairs) // least))
+        cost = item_cost if self.item_cost < 0 else self.item_cost
+        return self._replace(ctas=items * self.splits or ctas, least_split=least, item_cost=cost)
+
+    def fields(self, problem: Problem, each: int) -> dict[str, Any]:
+        """Fields of filled shares.
+
+        Args:
+            each: bytes of a CTA's partial results.
+        """
+        whole = ceil_div(problem.items(self.heads), self.ctas) * self.ctas
+        return {
+            **_left(self.ctas, each), "least_split": self.least_split, "item_cost": self.item_cost,
+            "cut_cost": self.ctas * self.cut_cost, "whole_items": whole,
+        }  # fmt: skip
+
 
 class Segments(NamedTuple):
     """A CTA takes the splits of an item one after the other, and merges their results as a cluster would: same bits.
@@ -90,6 +161,18 @@ class Segments(NamedTuple):
 
     def __repr__(self) -> str:
         return text_of(self)
+
+    @property
+    def num_splits(self) -> int:
+        return self.splits
+
+    def ctas(self, problem: Problem) -> int:
+        """CTAs that take items in turn."""
+        return min(problem.items(self.heads), problem.gpu.sms)
+
+    def memory(self, problem: Problem, each: int) -> dict[str, Pointer]:
+        """Memory for the partial results of a CTA's splits, of so many bytes each."""
+        return {"cluster_parts": Slot("partial results", shape=(self.ctas(problem) * self.splits * each,)).ptr}
 
 
 class Teams(NamedTuple):
@@ -106,10 +189,43 @@ class Teams(NamedTuple):
     def __repr__(self) -> str:
         return text_of(self)
 
+    @property
+    def num_splits(self) -> int:
+        return self.splits or 1
+
+    def ctas(self, problem: Problem) -> int:
+        return problem.items(self.heads) * self.splits or problem.gpu.sms
+
+    def memory(self, problem: Problem, each: int) -> dict[str, Any]:
+        """Memory for partial results of a CTA, of so many bytes each."""
+        return _left(self.ctas(problem), each)
+
+
+def _left(ctas: int, each: int) -> dict[str, Any]:
+    """Memory for what CTAs leave to others, and where they say that it is there."""
+    memory = Slot("partial results", shape=(ctas * (each + 16),)).ptr
+    return {"cluster_parts": memory, "ready": memory + ctas * each, "nonce": Nonce()}
+
 
 Division = Whole | Clusters | Shares | Segments | Teams
 KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Whole, Clusters, Shares, Segments, Teams)}
 _TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
+
+
+def split_numbers(parts: int, most: int) -> Iterator[int]:
+    """Numbers of splits that are worth a look, from 2 to `most`: each is the least with so few parts a split."""
+    splits = 2
+    while splits <= min(parts, most):
+        yield splits
+        each = -(-parts // splits)
+        if each == 1:
+            return
+        splits = -(-parts // (each - 1))
+
+
+def largest_cluster(splits: int) -> int:
+    """CTAs of the largest clusters of which so many splits are a whole number."""
+    return next(n for n in range(min(splits, MAX_CLUSTER), 0, -1) if splits % n == 0)
 
 
 def text_of(division: Any) -> str:
