@@ -25,7 +25,7 @@ from inputs import normal, random_slots, v4_cache, v32_cache
 from rows import Set, decode_calls, decode_sets, padded
 
 from cupy_mla import flash_mla
-from cupy_mla.calls.signature import forget_calls
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda.attention import portable
 from cupy_mla.cuda.attention.choose import VARIABLE
 

@@ -15,7 +15,7 @@ from harness import Options, Record, time_side_by_side
 from inputs import v4_cache, v32_cache
 from rows import Set, decode_sets, own_decode_calls
 
-from cupy_mla.calls.signature import forget_calls
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import choose, few_heads_sm90, fp8_sm90
 from cupy_mla.cuda.attention.cost import (

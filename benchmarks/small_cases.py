@@ -22,7 +22,7 @@ import numpy as np
 import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.calls import scratch
-from cupy_mla.calls.signature import forget_calls
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
 from cupy_mla.cuda.attention import choose, portable
 from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE

@@ -11,7 +11,7 @@ from .backends.indexer import IndexerImpl
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
 from .bridges import Place, cuda_available, to_cupy, to_numpy, to_torch
-from .calls.signature import register_graph_operations as _register_graph_operations
+from .calls.operation import register_graph_operations as _register_graph_operations
 from .config import SparseMLAConfig
 from .flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from .metadata.batch import (

@@ -1,7 +1,7 @@
 """What an array is to us: pointer, shape, strides, dtype, and the library and device it belongs to.
 
 `bridges.describe` makes an `Array` of a NumPy, CuPy or torch array; the operations check it by the methods here. Inside
-a call that is traced for a GPU (`cupy_mla.calls`) lengths, strides and addresses are symbolic and behave like integers.
+a call on a GPU (`cupy_mla.calls`) its address is a `cuda.program.Pointer`, since later calls have other addresses.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ class Array:
         ptr: address of the first item.
         written: whether the call writes it.
         may_be: the input that an output may be, and is then written in place.
-        dense: it is known to have no gaps, in C order.
+        read: whether the call looked at its value (`float(array)`).
     """
 
-    __slots__ = ("_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "shape", "strides", "written")
+    __slots__ = (
+        "_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "read", "shape", "strides", "written",
+    )  # fmt: skip
     name: str
     obj: Any
     place: Any
@@ -92,7 +94,6 @@ class Array:
     strides: tuple[int, ...]
     ptr: int
     written: bool
-    dense: bool = False
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Array:
         self.shape = shape
         self.strides = strides
         self.ptr = ptr
-        self.written = False
+        self.written = self.read = False
         self.may_be: Array | None = None
         self._dropped: int | None = None
         self._stored: np.dtype | None = None
@@ -130,6 +131,11 @@ class Array:
     def library(self) -> Any:
         """What the package knows of the array's library."""
         return self.place.library
+
+    def __float__(self) -> float:
+        """The value of an array of one item, for code that needs a number."""
+        self.read = True
+        return float(self.obj)
 
     def __repr__(self) -> str:
         return f"Array({self.name}: {self.dtype.name}{list(self.shape)}, strides {list(self.strides)}, {self.kind})"
@@ -168,9 +174,8 @@ class Array:
         self.written = True
         if not self.library.writable(self.obj):
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
-        if self.dense or 0 in self.shape:
+        if 0 in self.shape:
             return self
-        # In row-major order first: of sizes that are traced, each comparison becomes one of every call.
         axes = [(s, n) for s, n in zip(reversed(self.strides), reversed(self.shape), strict=True) if n > 1]
         if not _is_apart(axes) and not _is_apart(sorted((abs(s), n) for s, n in axes)):
             raise ValueError(
@@ -186,21 +191,25 @@ class Array:
 
     def _meets(self, other: Array) -> bool:
         """Whether two arrays share memory."""
-        (start, end), (other_start, other_end) = self._extent(), other._extent()
-        if other_start >= end or start >= other_end:
+        (start, end), (other_start, other_end) = self.extent(), other.extent()
+        if self.ptr + start >= other.ptr + other_end or other.ptr + other_start >= self.ptr + end:
             return False
         try:  # items of one may lie in gaps of the other
             return np.shares_memory(self._as_numpy(), other._as_numpy(), max_work=MOST_WORK)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             return True
 
-    def _extent(self) -> tuple[int, int]:
-        """Addresses of the first byte and of that after the last one; the same for an array without items."""
+    def extent(self) -> tuple[int, int]:
+        """Bytes from its address to the first byte and to that after the last; both 0 for an array without items."""
         if 0 in self.shape:
-            return self.ptr, self.ptr
-        reach = [stride * (n - 1) for stride, n in zip(self.strides, self.shape, strict=True)]
-        size = self.dtype.itemsize
-        return self.ptr + size * sum(r for r in reach if r < 0), self.ptr + size * (1 + sum(r for r in reach if r > 0))
+            return 0, 0
+        start, end = 0, 1
+        for stride, n in zip(self.strides, self.shape, strict=True):
+            if stride < 0:
+                start += stride * (n - 1)
+            else:
+                end += stride * (n - 1)
+        return start * self.dtype.itemsize, end * self.dtype.itemsize
 
     def _as_numpy(self) -> np.ndarray:
         """An array of the same addresses, which need not be the host's: nothing may be read from it."""

@@ -16,14 +16,15 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import private
-from .arrays import HOST, Array, arrays_in, with_arrays
+from .arrays import HOST, Array, aligned_up, arrays_in, with_arrays
 from .checks.options import require_choice, require_integer
 from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
 from .typing import AnyArray, LibraryName
@@ -33,6 +34,9 @@ _NARROW: dict[np.dtype, np.dtype] = {
     E4M3: UINT8,
     E8M0: UINT8,
 }
+
+
+Shape = tuple[int, ...]
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,43 +57,40 @@ class Library(ABC):
 
     Attributes:
         name: "numpy", "cupy" or "torch".
-        facts: what a compiled call compares of an array with the call it was made from, as expressions; `{a}` is the
-            array. With its rank and the numbers below they are all that a call depends on.
-        dense: one more such expression: whether an array has no gaps, in C order, so that its strides need not be read.
-        shape, strides, address: expressions for what differs from call to call.
-        unusable: an expression that is true for arrays that must not be compared with others, which ends the process.
-        strides_in_bytes: whether `strides` counts bytes, not items.
-        results_share_memory: whether one allocation for all results costs the host less than one for each.
     """
 
     name: str
-    facts: tuple[str, ...] = ()
-    dense: str = "{a}.flags.c_contiguous"
-    shape: str = "{a}.shape"
-    strides: str = "{a}.strides"
-    address: str = ""
-    unusable: str = ""
-    strides_in_bytes: bool = True
-    results_share_memory: bool = False
 
     @abstractmethod
     def describe(self, name: str, obj: Any) -> Array:
         """The description of an array of this library."""
 
-    def facts_of(self, obj: Any) -> tuple[Any, ...]:
-        """The values of `facts` and `dense` for an array."""
-        return self._read_facts(obj)
+    def key(self, obj: Any) -> tuple[Any, ...]:
+        """All that a call depends on of an array on a GPU, but for its class and its address.
 
-    @cached_property
-    def _read_facts(self) -> Callable[[Any], tuple[Any, ...]]:
-        return eval(f"lambda a: ({' '.join(f'{fact},' for fact in (*self.facts, self.dense))})".format(a="a"))
+        Raises:
+            RuntimeError: it has no strides, as a sparse tensor.
+        """
+        raise self._no_gpu()
 
-    def guards(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
-        """Tells whether arrays agree with these in `facts` and rank and, with `sizes_too`, in shapes and strides.
+    def address(self, obj: Any) -> int:
+        """Where an array on a GPU begins.
 
-        None where that is not faster than to compare what the expressions above read.
+        Raises:
+            RuntimeError: it has no memory of its own.
+        """
+        raise self._no_gpu()
+
+    def guards(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
+        """Tells whether arrays have the classes and the keys of these, but for gradients that are switched off.
+
+        None where that is not faster than to compare keys. Arrays that are `unusable` end the process.
         """
         return None
+
+    def unusable(self, obj: Any) -> bool:
+        """Whether an array must not be given to `guards`."""
+        return False
 
     @abstractmethod
     def device_of(self, obj: Any) -> int | None:
@@ -128,11 +129,11 @@ class Library(ABC):
         raise self._no_gpu()
 
     def maker(self) -> Callable[..., Any]:
-        """Makes results on the current GPU: of shape, strides and native dtype, or of shape, native dtype, memory."""
+        """Makes arrays on the current GPU: of shape, strides and native dtype, or of shape, native dtype, memory."""
         raise self._no_gpu()
 
-    def allocator(self) -> tuple[Callable[[int], Any], str]:
-        """Allocates memory that results share, and the expression for its address; `{a}` is what it returns."""
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
+        """Makes the results of a call on the current GPU, of these shapes and dtypes; also tells their addresses."""
         raise self._no_gpu()
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
@@ -154,7 +155,7 @@ class NumPyLibrary(Library):
     def describe(self, name: str, obj: Any) -> Array:
         if isinstance(obj, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got a masked one, whose mask nothing looks at")
-        return _described_by_bytes(name, obj, Place("numpy", HOST), obj.__array_interface__["data"][0])
+        return _described_by_bytes(name, obj, _place("numpy", HOST), obj.__array_interface__["data"][0])
 
     def writable(self, obj: Any) -> bool:
         return obj.flags.writeable
@@ -170,19 +171,18 @@ class CuPyLibrary(Library):
     """CuPy: memory of a GPU."""
 
     name = "cupy"
-    facts: tuple[str, ...] = ("{a}.dtype", "{a}.data.device_id")
-    address = "{a}.data.ptr"
-    results_share_memory = True
 
-    @cached_property
-    def dense(self) -> str:  # type: ignore[override]
-        return private.cupy_dense()
+    def key(self, obj: Any) -> tuple[Any, ...]:
+        return obj.dtype, obj.data.device_id, obj.shape, obj.strides
+
+    def address(self, obj: Any) -> int:
+        return obj.data.ptr
 
     def device_of(self, obj: Any) -> int | None:
         return obj.data.device_id
 
     def describe(self, name: str, obj: Any) -> Array:
-        return _described_by_bytes(name, obj, Place("cupy", obj.data.device_id), obj.data.ptr)
+        return _described_by_bytes(name, obj, _place("cupy", obj.data.device_id), obj.data.ptr)
 
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         with self.to_device(device):
@@ -202,8 +202,23 @@ class CuPyLibrary(Library):
     def maker(self) -> Callable[..., Any]:
         return private.cupy_empty()
 
-    def allocator(self) -> tuple[Callable[[int], Any], str]:
-        return sys.modules["cupy"].cuda.alloc, "{a}.ptr"
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
+        """They share one allocation, which takes the host less time than one for each."""
+        allocate, make = sys.modules["cupy"].cuda.alloc, self.maker()
+        made: list[tuple[Shape, Any, int]] = []
+        end = 0
+        for shape, dtype in results:
+            start = aligned_up(end)
+            made.append((shape, self.native_dtype(dtype), start))
+            end = start + math.prod(shape) * dtype.itemsize
+
+        def make_results() -> tuple[list[Any], list[int]]:
+            memory = allocate(end)
+            address = memory.ptr
+            arrays = [make(shape, dtype, memory + start) for shape, dtype, start in made]
+            return arrays, [address + start for _, _, start in made]
+
+        return make_results
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
         allocate = sys.modules["cupy"].cuda.alloc
@@ -219,12 +234,18 @@ class TorchLibrary(Library):
     """torch: host memory or that of a GPU."""
 
     name = "torch"
-    facts: tuple[str, ...] = ("{a}.dtype", "{a}.get_device()", "{a}.layout", "{a}.requires_grad", "{a}.is_neg()")
-    dense = "{a}.is_contiguous()"
-    strides = "{a}.stride()"
-    unusable = "{a}.is_nested"  # torch's guards ask for its strides, which it has not
-    address = "{a}.data_ptr()"
-    strides_in_bytes = False
+
+    def key(self, obj: Any) -> tuple[Any, ...]:
+        wants = obj.requires_grad and self.wants_gradient(obj)
+        return obj.dtype, obj.get_device(), obj.layout, wants, obj.is_neg(), obj.shape, obj.stride()
+
+    @cached_property
+    def address(self) -> Callable[[Any], int]:  # without a frame of Python's
+        return sys.modules["torch"].Tensor.data_ptr
+
+    @cached_property
+    def unusable(self) -> Callable[[Any], bool]:  # guards ask for strides that it has not
+        return attrgetter("is_nested")
 
     def describe(self, name: str, obj: Any) -> Array:
         torch = sys.modules["torch"]
@@ -247,10 +268,10 @@ class TorchLibrary(Library):
                 f"{name}: expected a tensor with memory of its own, got {type(obj).__name__} without, "
                 "as torch.vmap has it"
             ) from None
-        return Array(name, obj, Place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
+        return Array(name, obj, _place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
 
-    def guards(self, arrays: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
-        return private.torch_guards(arrays, sizes_too=sizes_too)
+    def guards(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
+        return private.torch_guards(arrays)
 
     def device_of(self, obj: Any) -> int | None:
         device = obj.device
@@ -281,6 +302,16 @@ class TorchLibrary(Library):
 
     def maker(self) -> Callable[..., Any]:
         return private.torch_empty()
+
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
+        make, address = self.maker(), self.address
+        made = [(shape, dense_strides(shape), self.native_dtype(dtype)) for shape, dtype in results]
+
+        def make_results() -> tuple[list[Any], list[int]]:
+            tensors = [make(shape, strides, dtype) for shape, strides, dtype in made]
+            return tensors, [*map(address, tensors)]
+
+        return make_results
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
         make, uint8 = self.maker(), self.native_dtype(UINT8)
@@ -334,13 +365,18 @@ def as_dtype(dtype: Any) -> np.dtype:
 
 def library_of(array: Any) -> Library | None:
     """The library `array` belongs to; None when it is no array of any."""
-    if isinstance(array, np.ndarray):
+    return _library_of(type(array))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _library_of(cls: Any) -> Library | None:
+    if issubclass(cls, np.ndarray):
         return LIBRARIES["numpy"]
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    if torch is not None and issubclass(cls, torch.Tensor):
         return LIBRARIES["torch"]
     cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
+    if cupy is not None and issubclass(cls, cupy.ndarray):
         return LIBRARIES["cupy"]
     return None
 
@@ -510,7 +546,7 @@ class Place(_Place):
     def call(self, launcher: Callable[..., Any], reference: Callable[..., None], *arguments: Any) -> None:
         """Hand checked arguments on the host to the NumPy reference, as NumPy views of the same memory.
 
-        The place of a traced call (`cupy_mla.calls`) hands them to the launcher instead. Both take the same arguments
+        The place of a call on a GPU (`cupy_mla.calls`) hands them to the launcher instead. Both take the same arguments
         in the same order; a named tuple among them (`cupy_mla.arguments`) holds several.
 
         Raises:
@@ -536,6 +572,12 @@ class Place(_Place):
         return self.library.stream_reader(self.device)()
 
 
+@cache
+def _place(kind: LibraryName, device: int) -> Place:
+    """The place of arrays that are there, whose arguments need no check again."""
+    return Place(kind, device)
+
+
 def must_be_apart(arguments: Sequence[Any]) -> Iterator[tuple[Array, Array]]:
     """Those of a call's arguments that are written, each with every other one that must not share its memory."""
     given = list(arrays_in(arguments))
@@ -552,7 +594,7 @@ def require_apart(written: str, a: Any, other: str, b: Any, may_be: bool) -> Non
 
 
 def describe(name: str, obj: Any) -> Array:
-    """Describe an argument; a description, of a traced call, is taken as it is.
+    """Describe an argument; a description, of a call on a GPU, is taken as it is.
 
     Raises:
         TypeError, ValueError: it is no array, or one of a kind that no operation takes. Both name the argument.

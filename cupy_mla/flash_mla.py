@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .calls.signature import operation
+from .calls.operation import operation
 from .checks.options import require_bool, require_scale
 from .checks.validate import require_d_v
 from .cuda.program import Plan

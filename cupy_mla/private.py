@@ -48,17 +48,15 @@ def public_torch_stream_reader(device: int) -> Callable[[], int]:
     return lambda: current(device).cuda_stream
 
 
-def torch_guards(tensors: Sequence[Any], *, sizes_too: bool) -> Callable[..., bool] | None:
-    """Tells whether tensors have the dtypes, devices and ranks of these and, with `sizes_too`, shapes and strides.
+def torch_guards(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """Tells whether tensors have the classes, dtypes, devices, shapes and strides of these, and want gradients as they.
 
     These are the guards of torch.compile, which compare all in one call. None where this torch has them no more, or a
     tensor has no sizes or strides, as nested and sparse ones; the public way is to read and compare each.
     """
     try:
         guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards
-        anything: list[list[int | None]] = [[None] * t.dim() for t in tensors]
-        sizes = [list(t.shape) for t in tensors] if sizes_too else anything
-        strides = [list(t.stride()) for t in tensors] if sizes_too else anything
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
         return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError, RuntimeError):
         return None
@@ -76,17 +74,6 @@ def public_torch_empty() -> Callable[[tuple[int, ...], tuple[int, ...], Any], An
     """`torch_empty` by public names."""
     empty_strided = sys.modules["torch"].empty_strided
     return lambda shape, strides, dtype: empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-def cupy_dense() -> str:
-    """An expression that tells whether CuPy's array {a} has no gaps, in C order."""
-    base = sys.modules["cupy"].ndarray.__mro__[1]
-    return "{a}._c_contiguous" if hasattr(base, "_c_contiguous") else public_cupy_dense()
-
-
-def public_cupy_dense() -> str:
-    """`cupy_dense` by public names."""
-    return "{a}.flags.c_contiguous"
 
 
 def cupy_empty() -> Callable[[tuple[int, ...], Any, Any], Any]:

@@ -14,8 +14,8 @@ import pytest
 
 import cupy_mla
 from cupy_mla.bridges import CuPyLibrary, NumPyLibrary, TorchLibrary
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.calls.scratch import ScratchMemory
-from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.paging import ceil_div
 

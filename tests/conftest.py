@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cupy_mla
-from cupy_mla.calls.signature import forget_calls
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda.attention import choose
 
 from . import kinds

@@ -21,7 +21,7 @@ import pytest
 
 from cupy_mla.arrays import HOST, aligned_up
 from cupy_mla.bridges import CuPyLibrary, Place, TorchLibrary, to_numpy
-from cupy_mla.calls import form
+from cupy_mla.calls import prepared
 from cupy_mla.calls.scratch import scratch_memory
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.kernel import Kernel, Loaded
@@ -94,7 +94,7 @@ class FakeGPU:
         monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: clusters_at_once)
         monkeypatch.setattr(driver, "api", lambda: self.graphs)
         monkeypatch.setattr(driver, "allocate", lambda nbytes: self.malloc(nbytes).ptr)
-        monkeypatch.setattr(form, "scratch_memory", cache(scratch_memory.__wrapped__))
+        monkeypatch.setattr(prepared, "scratch_memory", cache(scratch_memory.__wrapped__))
         monkeypatch.setattr(Kernel, "load", load)
         for library in (TorchLibrary, CuPyLibrary):
             monkeypatch.setattr(library, "to_device", lambda library, device: nullcontext())

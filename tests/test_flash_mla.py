@@ -6,12 +6,11 @@ import inspect
 
 import numpy as np
 import pytest
+from cupy_mla.calls.prepared import CallPlace
 
 import cupy_mla
 from cupy_mla import arrays, flash_mla
 from cupy_mla.bridges import Place
-from cupy_mla.calls.program import TracedPlace
-from cupy_mla.sizes import number
 
 from . import oracle
 from .cases import Paged, assert_decoded, decode_oracle, entries, flat_rows, off_zero, paged, queries, sinks, some
@@ -126,17 +125,17 @@ def test_block_table_and_lengths_are_ignored(kind, rng):
 @pytest.fixture
 def splits(monkeypatch) -> list[int]:
     """The `num_splits` that each call hands to the kernels or the reference."""
-    monkeypatch.setattr(arrays, "CHECK_VALUES", True)  # no call runs a compiled form
+    monkeypatch.setattr(arrays, "CHECK_VALUES", True)  # every call runs its body
     seen = []
 
     def counted(call):
         def counted_call(place, launcher, reference, *arguments):
-            seen.append(number(getattr(arguments[-3], "splits", arguments[-3])))
+            seen.append(getattr(arguments[-3], "splits", arguments[-3]))
             call(place, launcher, reference, *arguments)
 
         return counted_call
 
-    for place in (Place, TracedPlace):
+    for place in (Place, CallPlace):
         monkeypatch.setattr(place, "call", counted(place.call))
     return seen
 

@@ -1,5 +1,6 @@
-"""Repeated calls, cheaply: the first call of a signature is traced, later ones run what the trace was compiled to.
+"""Repeated calls, cheaply: the first call of a key is prepared, later ones run what was prepared with new addresses.
 
-`program.py` traces a call, `form.py` compiles a trace, `tree.py` finds the form that holds for a call, `code.py` writes
-functions, `graph.py` makes neighbouring launches one CUDA graph, `signature.py` remembers what served a call.
+`key.py` says what a key consists of, `prepared.py` prepares and runs a launcher's program, `graph.py` makes
+neighbouring launches one CUDA graph, `scratch.py` and `plan.py` keep memory, `operation.py` remembers what was
+prepared.
 """

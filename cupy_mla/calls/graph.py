@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from ctypes import addressof
+from functools import lru_cache
 from typing import Any
 
 from ..cuda import driver
@@ -144,3 +145,9 @@ class LaunchGraph:
                     graphs.insert(0, _Graph(self.kernels, self._device, given))
             self._launch(graphs[0].address, stream)
         return True
+
+
+@lru_cache(maxsize=64)
+def launch_graph(kernels: tuple[Kernel, ...], device: int) -> LaunchGraph:
+    """The one that all calls share that launch these kernels in a row, whatever their sizes."""
+    return LaunchGraph(kernels, device)

@@ -8,26 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from ..sizes import Size
-
 LARGEST_INT = int(np.iinfo(np.int32).max)
 LARGEST_SCALE = float(np.finfo(np.float32).max) / 2  # the kernels keep it times log2(e) as float32
 
 
-def require_integer(name: str, value: Any, least: int, most: int | None = None, meaning: str = "") -> Any:
-    """Check an integer and its range; returns it as an int, or as the size that it is in a traced call.
+def require_integer(name: str, value: Any, least: int, most: int | None = None, meaning: str = "") -> int:
+    """Check an integer and its range; returns it as an int.
 
     Args:
         most: None: what int32 can hold.
         meaning: what `most` is, for the message.
     """
-    if not isinstance(value, (int, np.integer, Size)) or isinstance(value, bool):
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r} of type {type(value).__name__}")
     if not least <= value <= (LARGEST_INT if most is None else most):
         beyond = f">= {least}" if value < least else "small enough for int32"
         wanted = beyond if most is None else f"in {least}..{most}{meaning and ', '}{meaning}"
         raise ValueError(f"{name} must be {wanted}, got {value}")
-    return value if isinstance(value, Size) else int(value)
+    return int(value)
 
 
 def require_bool(name: str, value: Any) -> bool:

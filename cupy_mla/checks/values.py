@@ -13,7 +13,6 @@ import numpy as np
 
 from ..arrays import Array
 from ..bridges import to_numpy
-from ..sizes import number
 
 
 def host(array: Array) -> np.ndarray:
@@ -46,7 +45,7 @@ def check_lengths(array: Array, most: Any = None, of: str = "") -> np.ndarray:
     values = host(array).astype(np.int64)
     _refuse(array.name, values, values < 0, "a length cannot be negative")
     if most is not None:
-        _refuse(array.name, values, values > number(most), f"{of} {number(most)}")
+        _refuse(array.name, values, values > most, f"{of} {most}")
     return values
 
 
@@ -64,13 +63,13 @@ def check_ranges(starts: Array | None, ends: Array | None, width: Any) -> None:
         values = host(starts)
         _refuse(starts.name, values, values < 0, "a range cannot start below 0")
     if ends is not None:
-        values, width = host(ends), number(width)
+        values, width = host(ends), width
         _refuse(ends.name, values, values > width, f"rows end at {width}")
 
 
 def check_rotations(positions: Array, rows: Any) -> None:
     """Positions that a table of angles has a row for, negative ones aside."""
-    values, rows = host(positions), number(rows)
+    values, rows = host(positions), rows
     _refuse(positions.name, values, values >= rows, f"the table of angles has {rows} rows")
 
 
@@ -90,7 +89,7 @@ def check_offsets(array: Array) -> np.ndarray:
 
 def check_lists(indices: Array, rows: Any, length: Array | None) -> None:
     """Index lists [..., topk] of rows of a cache; entries at or after the length of a query are not looked at."""
-    topk, rows = number(indices.shape[-1]), number(rows)
+    topk, rows = indices.shape[-1], rows
     values = host(indices)
     wrong = values >= rows
     if length is not None:
@@ -101,7 +100,7 @@ def check_lists(indices: Array, rows: Any, length: Array | None) -> None:
 
 def check_slots(slots: Array, cache: Array) -> None:
     """Slots of a cache [num_blocks, block_size, ...], each written once; negative ones are skipped."""
-    capacity = number(cache.shape[0]) * number(cache.shape[1])
+    capacity = cache.shape[0] * cache.shape[1]
     values = host(slots)
     _refuse(slots.name, values, values >= capacity, f"the cache has {capacity} slots")
     check_written_once(slots.name, values)
@@ -118,7 +117,7 @@ def check_written_once(name: str, slots: np.ndarray) -> None:
 
 def check_requests(array: Array, requests: Any, looked_at: Array | None = None) -> None:
     """Numbers of requests; `looked_at` says which of them are read."""
-    values, requests = host(array), number(requests)
+    values, requests = host(array), requests
     wrong = (values < 0) | (values >= requests)
     if looked_at is not None:
         wrong &= host(looked_at)
@@ -134,7 +133,7 @@ def check_prefills(array: Array, starts: Array) -> None:
 
 def check_positions(array: Array, table: Array, block_size: Any, looked_at: np.ndarray) -> None:
     """Positions [T, K] that the rows of a block table reach, negative ones aside, of tokens `looked_at` [T]."""
-    values, reach = host(array), number(table.shape[1]) * number(block_size)
+    values, reach = host(array), table.shape[1] * block_size
     wrong = (values >= reach) & looked_at[:, None]
     _refuse(array.name, values, wrong, f"a request's row of the block table holds {reach}")
 
@@ -161,7 +160,7 @@ def check_blocks(table: Array, first: np.ndarray, end: np.ndarray, cache: Array,
     Args:
         lengths: what the argument is called that `end` is from.
     """
-    num_blocks, block_size = number(cache.shape[0]), number(cache.shape[1])
+    num_blocks, block_size = cache.shape[0], cache.shape[1]
     blocks = host(table)
     reach = blocks.shape[1] * block_size
     for r in np.flatnonzero(end > reach):
@@ -175,7 +174,7 @@ def check_blocks(table: Array, first: np.ndarray, end: np.ndarray, cache: Array,
 
 def check_workspace(starts: Array, lens: np.ndarray, rows: Any) -> None:
     """That the requests' rows starts[r] .. starts[r] + lens[r] - 1 lie in a workspace of `rows`, each its own."""
-    first, rows = host(starts).astype(np.int64), number(rows)
+    first, rows = host(starts).astype(np.int64), rows
     for r in np.flatnonzero((lens > 0) & ((first < 0) | (first + lens > rows))):
         raise IndexError(f"{starts.name}: request {r} takes rows {first[r]} to {first[r] + lens[r]}, dst has {rows}")
     order = np.argsort(first, kind="stable")

@@ -8,7 +8,6 @@ from functools import cache
 from ..arrays import Array
 from ..dtypes import BFLOAT16
 from ..layouts import BF16_576, V4_FP8, V32_FP8, Layout
-from ..sizes import least
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -107,4 +106,4 @@ def concat_mla_q(gpu: Gpu, ql_nope: Array, q_pe: Array, out: Array) -> Program:
 
 def _blocks(gpu: Gpu, rows: int) -> int:
     """CTAs of a gather of so many rows: no more than run at a time."""
-    return least(ceil_div(rows, ROWS_PER_BLOCK), BLOCKS_PER_SM * gpu.sms)
+    return min(ceil_div(rows, ROWS_PER_BLOCK), BLOCKS_PER_SM * gpu.sms)

@@ -7,7 +7,6 @@ from functools import cache
 
 from ..arrays import Array
 from ..layouts import INDEXER_FP8
-from ..sizes import least
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -68,7 +67,7 @@ def cp_gather_indexer_k_quant_cache(
         cu_seq_lens=cu_seq_lens.ptr, block_stride=kv_cache.strides[0], keys_stride=dst_k.strides[0], rows=rows,
         num_blocks=num_blocks,
     )  # fmt: skip
-    blocks = least(ceil_div(rows, GATHER_TOKENS_PER_BLOCK), GATHER_BLOCKS_PER_SM * gpu.sms)
+    blocks = min(ceil_div(rows, GATHER_TOKENS_PER_BLOCK), GATHER_BLOCKS_PER_SM * gpu.sms)
     aligned = _block_aligned(kv_cache, 16) and dst_k.aligned(16)
     return [Launch(gather_kernel(aligned), (blocks, 1, 1), params)]
 

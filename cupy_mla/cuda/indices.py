@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import cache
 
 from ..arrays import Array
-from ..sizes import least
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -49,7 +48,7 @@ def convert_req_index_to_global_index(
     tokens, k = token_indices.shape
     if tokens == 0:
         return ()
-    tokens_per_block = least(ceil_div(tokens, BLOCKS_PER_SM * gpu.sms), MAX_TOKENS_PER_BLOCK)
+    tokens_per_block = min(ceil_div(tokens, BLOCKS_PER_SM * gpu.sms), MAX_TOKENS_PER_BLOCK)
     width = table.shape[1]
     staged = next((s for s in STAGES if width <= s), 0) if tokens_per_block >= STAGE_FROM_TOKENS else 0
     aligned = k % 4 == 0 and token_indices.aligned(16) and out.aligned(16)

@@ -8,14 +8,12 @@ that is to run instead, for testing; it must be able to serve the call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from .. import private
 from ..arrays import Array
 from ..layouts import INDEXER_FP8
-from ..sizes import least, looked_up, most
 from . import logits_sm90, structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -232,21 +230,6 @@ class Choice(NamedTuple):
     kernel: str
 
 
-@dataclass(frozen=True)
-class Chooser:
-    """Tells which kernel makes logits. The heads make no difference: by them `looked_up` finds the trace of a call.
-
-    Attributes:
-        aligned: keys allow 16-byte loads.
-    """
-
-    capability: int
-    aligned: bool
-
-    def __call__(self, asked: str | None, heads: int) -> Choice:
-        return choose(self.capability, self.aligned, asked)
-
-
 def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
     """The kernel that makes logits, or the one that is asked for.
 
@@ -267,7 +250,7 @@ def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
 
 
 def _by_sm90(gpu: Gpu, heads: int, aligned: bool) -> bool:
-    return bool(looked_up(Chooser(gpu.capability, aligned), asked_kernel, heads).kernel == SM90)
+    return choose(gpu.capability, aligned, asked_kernel()).kernel == SM90
 
 
 def _launch(
@@ -287,5 +270,5 @@ def _launch(
     padded = padded_heads(heads)
     rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS
     tiles = requests * ceil_div(queries, rows // padded)
-    blocks = least(BLOCKS_PER_SM * gpu.sms, tiles * most(ceil_div(width, UNIT), 1))
+    blocks = min(BLOCKS_PER_SM * gpu.sms, tiles * max(ceil_div(width, UNIT), 1))
     return Launch(logits_kernel(padded, rows, paged, aligned, compact), (blocks, 1, 1), params)

@@ -7,7 +7,6 @@ from functools import cache
 from typing import NamedTuple
 
 from ..layouts import INDEXER_FP8
-from ..sizes import least, most
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -109,12 +108,12 @@ def shares_of_step(gpu: Gpu, queries: int, block_size: int) -> int | None:
 
 def _units(padded: int, tile: Tile, requests: int, queries: int, width: int) -> int:
     """At most, of all tiles."""
-    return requests * ceil_div(queries, tile.queries(padded)) * most(ceil_div(width, UNIT), 1)
+    return requests * ceil_div(queries, tile.queries(padded)) * max(ceil_div(width, UNIT), 1)
 
 
 def _usual_shares(gpu: Gpu, tile: Tile, units: int) -> int:
     """The CTAs of a launch without a schedule."""
-    return least((1 if units <= FEW_UNITS * gpu.sms else tile.ctas) * gpu.sms, units)
+    return min((1 if units <= FEW_UNITS * gpu.sms else tile.ctas) * gpu.sms, units)
 
 
 def shares_of_schedule(gpu: Gpu, heads: int, requests: int, queries: int, width: int) -> int:

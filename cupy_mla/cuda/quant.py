@@ -8,7 +8,6 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import INT32
-from ..sizes import least, most
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
@@ -41,6 +40,6 @@ def dynamic_per_batched_tensor_quant(gpu: Gpu, x: Array, codes: Array, scale: Ar
         x=x.ptr, codes=codes.ptr, scale=scale.ptr, state=state.ptr, size=size, tiles=tiles,
         aligned=int(x.ptr % 16 == 0),
     )  # fmt: skip
-    blocks = most(1, least(tiles, BLOCKS_PER_SM * gpu.sms))
+    blocks = max(1, min(tiles, BLOCKS_PER_SM * gpu.sms))
     launch = Launch(quantize_kernel(x.dtype.itemsize == 4), (blocks, 1, 1), params)
     return [Clear(state.ptr, state.nbytes), launch]

@@ -8,7 +8,8 @@ the same names.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 POINTER, INT64, UINT64, INT32, UINT32, FLOAT = "Q", "q", "Q", "i", "I", "f"  # as the module `struct` calls them
@@ -50,6 +51,10 @@ class Struct:
         self.index: dict[str, int] = {}
         self._own: list[tuple[str, int]] = []  # the fields that C++ knows by these names, and their offsets
         self._nested: list[Struct] = []
+        self._base = base
+        # By the field's name, the struct that it is; None: a number. Without the fields of the base, and with them.
+        self._own_inner = {field: of if isinstance(of, Struct) else None for field, of in fields.items()}
+        self._inner: dict[str, Struct | None] = {**({} if base is None else base._inner), **self._own_inner}
         self._alignment = 1
         end = 0
         if base is not None:
@@ -87,39 +92,63 @@ class Struct:
         """The struct with these values; nested structs by their fields' names as `Packed`.
 
         Args:
-            nested: the base's values, first.
+            nested: the base's values, unless they are among the fields.
 
         Raises:
-            TypeError: a field is missing, or there is no such field.
+            TypeError: a field is missing, there is no such field, or the values are of another struct.
         """
-        values: dict[str, Any] = {}
-        for packed in nested:
-            values.update(zip(packed.of.index, packed.values, strict=True))
-        for field, value in fields.items():
-            if isinstance(value, Packed):
-                values.update({f"{field}.{inner}": v for inner, v in zip(value.of.index, value.values, strict=True)})
+        inner = self._own_inner if nested else self._inner
+        if fields.keys() != inner.keys() or any(packed.of is not self._base for packed in nested):
+            raise self._misfit(nested, fields)
+        values = [value for packed in nested for value in packed.values]
+        for field, of in inner.items():
+            value = fields[field]
+            if of is None:
+                values.append(value)
+            elif isinstance(value, Packed) and value.of is of:
+                values += value.values
             else:
-                values[field] = value
-        if values.keys() != self.index.keys():
-            missing, unknown = self.index.keys() - values.keys(), values.keys() - self.index.keys()
-            raise TypeError(f"{self!r}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        return Packed(self, tuple(values[field] for field in self.index))
+                raise self._misfit(nested, fields)
+        return Packed(self, tuple(values))
 
-    def fields(self, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-        """The struct as pairs of a format (of the module `struct`) and a value; padding has None for its value."""
-        end = 0
-        for code, offset, value in zip(self.codes, self.offsets, values, strict=True):
-            if offset > end:
-                yield f"{offset - end}x", None
+    def _misfit(self, nested: Sequence[Packed], fields: Mapping[str, Any]) -> TypeError:
+        """What is wrong with values."""
+        given = {name for packed in nested for name in packed.of.index}
+        for field, value in fields.items():
+            given |= {f"{field}.{inner}" for inner in value.of.index} if isinstance(value, Packed) else {field}
+        missing, unknown = self.index.keys() - given, given - self.index.keys()
+        return TypeError(f"{self!r}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+
+    @cached_property
+    def _packer(self) -> struct.Struct:
+        """Packs all fields and the padding between them."""
+        text, end = "=", 0
+        for code, offset in zip(self.codes, self.offsets, strict=True):
+            text += f"{offset - end}x{code}"
             end = offset + struct.calcsize(f"={code}")
-            yield code, value
-        if self.size > end:
-            yield f"{self.size - end}x", None
+        return struct.Struct(f"{text}{self.size - end}x")
 
     def pack(self, values: Sequence[Any]) -> bytes:
         """The struct's bytes with these numbers, one a field, padding included."""
-        formats, numbers = zip(*self.fields(values), strict=True)
-        return struct.pack("=" + "".join(formats), *(n for n in numbers if n is not None))
+        return self._packer.pack(*values)
+
+    def split(self, values: Sequence[Any], open: frozenset[type]) -> tuple[struct.Struct, list[Any]]:
+        """The struct as a few parts: fields of `open` types, and the bytes of all others between them.
+
+        Returns:
+            what packs the parts, bytes or numbers in the place of the open fields; and the parts.
+        """
+        numbers = tuple([i for i, value in enumerate(values) if type(value) in open])
+        packer, bounds = _between(self, numbers)
+        known = list(values)
+        for i in numbers:
+            known[i] = 0
+        raw = self.pack(known)
+        parts: list[Any] = []
+        for (start, end), i in zip(bounds, numbers, strict=False):  # there is one stretch more
+            parts += raw[start:end], values[i]
+        parts.append(raw[slice(*bounds[-1])])
+        return packer, parts
 
     def asserts(self) -> Iterator[str]:
         """The `static_assert`s that hold the C++ structs to these declarations."""
@@ -130,6 +159,18 @@ class Struct:
             said = f'"cupy_mla/cuda/structs.py: {self.name}::{field}"'
             # __INTADDR__ is what `offsetof` is made of in NVRTC, which has no <cstddef>.
             yield f"static_assert(__INTADDR__(&(({self.name}*)0)->{field}) == {offset}, {said});"
+
+
+@lru_cache(maxsize=1024)
+def _between(of: Struct, numbers: tuple[int, ...]) -> tuple[struct.Struct, list[tuple[int, int]]]:
+    """What packs a struct as stretches of bytes and the fields of these numbers between them, and the stretches."""
+    stretches, text, start = [], "=", 0
+    for i in numbers:
+        end = of.offsets[i]
+        stretches.append((start, end))
+        text += f"{end - start}s{of.codes[i]}"
+        start = end + struct.calcsize(f"={of.codes[i]}")
+    return struct.Struct(f"{text}{of.size - start}s"), [*stretches, (start, of.size)]
 
 
 DIVISOR = Struct("Divisor", value=UINT32, multiplier=UINT32, shift=UINT32)  # rows/block_table.cuh

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ..arrays import Array
 from ..dtypes import FLOAT32
-from ..sizes import least, most
 from . import structs
 from .driver import PORTABLE_CLUSTER, Gpu
 from .kernel import PORTABLE, Kernel
@@ -213,13 +212,13 @@ def select_rows(
     """Twin of `reference.topk.select_rows`."""
     queries, keys = q8.shape[0], k8.shape[0]
     stride = _padded(keys)
-    step = most(max_workspace_bytes // (4 * stride), 1)
-    workspace = Slot("logits", shape=(least(step, queries), stride), dtype=FLOAT32)
+    step = max(max_workspace_bytes // (4 * stride), 1)
+    workspace = Slot("logits", shape=(min(step, queries), stride), dtype=FLOAT32)
     slots = NO_TABLE if table is None or block_size is None else block_table(table, block_size)
     program: list = []
     for chunk in range(int(ceil_div(queries, step))):
         first = chunk * step
-        rows = least(step, queries - first)
+        rows = min(step, queries - first)
         program += ragged_logits(
             gpu, q8, k8, ks, w, starts, ends, False, workspace.ptr, stride, first, rows, all_chosen=k
         )  # fmt: skip
@@ -251,14 +250,14 @@ def select_rows_paged(
     if n == 0:
         return ()
     stride = _padded(max_context_len)
-    step = most(max_workspace_bytes // (4 * stride * n), 1)
-    workspace = Slot("logits", shape=(least(step, requests) * n, stride), dtype=FLOAT32)
+    step = max(max_workspace_bytes // (4 * stride * n), 1)
+    workspace = Slot("logits", shape=(min(step, requests) * n, stride), dtype=FLOAT32)
     program: list = []
     if step < requests:
         schedule = None
     for chunk in range(int(ceil_div(requests, step))):
         first = chunk * step
-        count = least(step, requests - first)
+        count = min(step, requests - first)
         program += paged_logits(
             gpu, q8, kv_cache, w, lens, table, schedule, False, workspace.ptr, stride, max_context_len, first, count,
             all_chosen=k,
@@ -297,7 +296,7 @@ def _launches(
 
 def _padded(width: int) -> int:
     """The stride of rows of float32 that allow loads of four."""
-    return ceil_div(most(width, 1), 4) * 4
+    return ceil_div(max(width, 1), 4) * 4
 
 
 def _item(array: Array, first: int) -> Pointer | int:

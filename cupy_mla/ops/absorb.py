@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..bridges import bind
-from ..calls.signature import traceable
+from ..calls.operation import traceable
 from ..checks.options import require_integer
 from ..dtypes import BFLOAT16, FLOAT32
 from ..layouts import D_V

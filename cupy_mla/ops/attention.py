@@ -12,7 +12,7 @@ from typing import Any
 from .. import arrays, layouts
 from ..arrays import Array
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_scale, require_together
 from ..checks.validate import cache_layout, require_cache, require_d_v, require_heads
 from ..checks.values import check_lists

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import arrays, layouts
 from ..arrays import Array
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_choice
 from ..checks.validate import cache_layout, require_cache, require_slots, tokens_of
 from ..checks.values import check_slots

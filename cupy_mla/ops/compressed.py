@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import arrays
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_integer
 from ..checks.values import check_lengths, check_offsets, check_positions, check_requests, host
 from ..cuda import compressed as cuda

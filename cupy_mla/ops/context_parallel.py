@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from .. import arrays
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_integer
 from ..checks.values import check_lengths
 from ..cuda import context_parallel as cuda

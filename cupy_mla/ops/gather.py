@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_integer
 from ..checks.validate import cache_layout, require_cache
 from ..checks.values import check_blocks, check_lengths, check_workspace
@@ -14,7 +14,6 @@ from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
 from ..layouts import BF16_576, V4_FP8, V32_FP8
 from ..reference import gather as reference
-from ..sizes import number
 from ..typing import AnyArray
 
 
@@ -122,7 +121,7 @@ def dequantize_and_gather_k_cache(
     if arrays.CHECK_VALUES:
         ends = check_lengths(lens)
         counts = ends if gather is None else np.minimum(check_lengths(gather), ends)
-        for r in np.flatnonzero(counts > number(rows - offset)):
+        for r in np.flatnonzero(counts > rows - offset):
             raise IndexError(
                 f"gather_lens: {counts[r]} tokens of request {r} are asked for, out has room for {rows - offset}"
             )

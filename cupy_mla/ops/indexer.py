@@ -10,7 +10,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_choice
 from ..checks.validate import QUANTIZED, cache_layout, require_cache, require_slots, tokens_of
 from ..checks.values import check_blocks, check_offsets, check_slots
@@ -18,7 +18,6 @@ from ..cuda import indexer as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, UINT8
 from ..layouts import INDEXER_FP8
 from ..reference import indexer as reference
-from ..sizes import number
 from ..typing import AnyArray, ScaleFormat
 from .cache import SCALE_FORMATS
 
@@ -109,7 +108,7 @@ def cp_gather_indexer_k_quant_cache(
     starts.require(INT32, requests + 1)
     if arrays.CHECK_VALUES:
         ends = check_offsets(starts)
-        if ends[-1] > number(rows):
+        if ends[-1] > rows:
             raise IndexError(f"cu_seq_lens: ends at {ends[-1]}, dst_k has {rows} rows")
         lens = np.diff(ends)
         check_blocks(table, np.zeros_like(lens), lens, cache)

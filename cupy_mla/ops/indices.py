@@ -11,13 +11,12 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_together
 from ..checks.values import check_positions, check_prefills, check_requests, host
 from ..cuda import indices as cuda
 from ..dtypes import INT32
 from ..reference import indices as reference
-from ..sizes import number
 from ..typing import A, AnyArray
 
 
@@ -190,7 +189,7 @@ def _convert(
     ends_ = place.output("ends", ends_, (tokens,), INT32) if ended else None
     if arrays.CHECK_VALUES:
         check_requests(req, table.shape[0])
-        numbers = np.full(number(tokens), -1) if prefill is None else host(prefill)
+        numbers = np.full(tokens, -1) if prefill is None else host(prefill)
         if prefill is not None and starts is not None:
             check_prefills(prefill, starts)
         check_positions(positions, table, block_size, numbers < 0)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from .. import arrays
 from ..arrays import Array
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_bool, require_choice, require_integer, require_together
 from ..checks.validate import QUANTIZED
 from ..checks.values import check_contexts, check_ranges, check_rotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..arrays import Array
 from ..bridges import bind, dense_strides
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..cuda import quant as cuda
 from ..dtypes import BFLOAT16, E4M3, FLOAT32
 from ..reference import quant as reference

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_integer
 from ..checks.values import check_lengths, check_offsets, check_requests
 from ..cuda import swa as cuda

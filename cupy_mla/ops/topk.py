@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import bind
-from ..calls.signature import operation
+from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_together
 from ..checks.values import check_ranges, check_requests
 from ..cuda import topk as cuda

@@ -16,8 +16,8 @@ import cupy_mla
 from cupy_mla import flash_mla
 from cupy_mla.arrays import HOST
 from cupy_mla.calls import plan
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.calls.scratch import PER_THREAD_STREAM
-from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda.program import PLAN_BYTES
 from cupy_mla.cuda.structs import ATTENTION
 from tests.fake_gpu import FakeGPU

@@ -12,9 +12,9 @@ import pytest
 
 import cupy_mla
 from cupy_mla.bridges import LIBRARIES
-from cupy_mla.calls import form
+from cupy_mla.calls import prepared
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.calls.scratch import BLOCK_BYTES, MAX_BLOCKS, PER_THREAD_STREAM, ScratchMemory, scratch_memory
-from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver
 from tests import oracle
 from tests.cases import prefill_inputs
@@ -147,7 +147,7 @@ def takes(monkeypatch) -> Iterator[list[tuple[int, bool]]]:
         return take(memory, nbytes, stream, capturing)
 
     monkeypatch.setattr(ScratchMemory, "take", noted)
-    monkeypatch.setattr(form, "scratch_memory", cache(scratch_memory.__wrapped__))
+    monkeypatch.setattr(prepared, "scratch_memory", cache(scratch_memory.__wrapped__))
     forget_calls()
     yield seen
     forget_calls()

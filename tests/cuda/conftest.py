@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cupy_mla.calls.graph import LaunchGraph
-from cupy_mla.calls.signature import forget_calls
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda.attention.choose import VARIABLE
 from cupy_mla.cuda.kernel import Kernel
 

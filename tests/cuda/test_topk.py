@@ -9,7 +9,7 @@ import pytest
 
 from cupy_mla import topk_indices
 from cupy_mla.bridges import describe
-from cupy_mla.calls.signature import forget_calls
+from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits, topk
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.structs import LOGITS

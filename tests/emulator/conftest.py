@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cupy_mla.calls.signature import forget_calls
+from cupy_mla.calls.operation import forget_calls
 
 from ..kinds import Torch
 from .emulator import EmulatedGPU

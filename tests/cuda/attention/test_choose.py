@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from cupy_mla.sizes import looked_up
 
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import bf16_cluster_sm90, bf16_grouped_sm90, choose, few_heads_sm90, fp8_sm90
@@ -16,7 +17,6 @@ from cupy_mla.cuda.attention.choose import EVENLY, NAMES, TABLE, VARIABLE, Choic
 from cupy_mla.cuda.attention.cost import ITEM_COST, TEAM, TOGETHER, Division
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_512, BF16_576, V4_FP8, V32_FP8, Layout
-from cupy_mla.sizes import looked_up
 
 from . import evenly
 from .h200 import CLUSTERS_AT_ONCE, GPU
