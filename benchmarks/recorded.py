@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cases import numbers
+
 from cupy_mla.cuda.attention.divide import Division, division
 from cupy_mla.cuda.attention.problem import Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
@@ -82,3 +84,28 @@ def candidates(name: str) -> Iterator[Measured]:
     for row in record["rows"]:
         us = {way_of(text): time for text, time in row["us"].items()}
         yield Measured(problem_of(gpu, row), us, way_of(row["chosen"]), row.get("kernel", ""), row["kind"])
+
+
+OTHERS = ("decode_batches", "small_prefill", "sparse_decode", "sparse_prefill", "portable")
+
+
+def other_records(name: str) -> Iterator[tuple[Problem, str, Division, float]]:
+    """Calls of a GPU's other records, each with the one kernel and division that was measured, in microseconds."""
+    gpu = gpu_of(json.loads((FOLDERS["h100"] / "candidates.json").read_text()))  # as many SMs and clusters
+    for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
+        for row in json.loads(path.read_text())["rows"] if path.exists() else ():
+            if "valid" not in row:  # short lists: nobody knows before
+                yield named_problem(gpu, row["case"]), *way_of(row["way"]), row["ours_us"]
+
+
+def named_problem(gpu: Gpu, case: str) -> Problem:
+    """The call that a row's name says."""
+    first, n = case.split()[0], numbers(case)
+    if first in ("prefill", "small", "causal"):
+        layout = BF16_576 if n.get("d", n.get("d_qk")) == 576 else BF16_512
+        return Problem(gpu, layout, True, n["h"], n["s_q"], n["topk"], uneven=case.endswith("lengths"))
+    extra = n["topk"] - 128 if "+" in case else 0
+    return Problem(
+        gpu, LAYOUTS[first], False, n["h"], n["b"] * n["s_q"], n["topk"] - extra, extra, uneven="ragged" in case,
+        flat=not extra,
+    )  # fmt: skip

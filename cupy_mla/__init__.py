@@ -13,6 +13,7 @@ from .backends.workspace import Workspace
 from .bridges import Place, cuda_available, to_cupy, to_numpy, to_torch
 from .calls.operation import register_graph_operations as _register_graph_operations
 from .config import SparseMLAConfig
+from .cuda.attention.choose import forced
 from .flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from .metadata.batch import (
     BatchMetadata,
@@ -85,6 +86,7 @@ __all__ = [
     "flash_mla",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "forced",
     "get_compressed_slot_mapping",
     "get_mla_metadata",
     "globalize_topk",

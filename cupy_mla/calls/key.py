@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 
 from ..bridges import library_of
-from ..cuda.attention.choose import asked_kernel as asked_attention_kernel
+from ..cuda.attention.choose import asked as asked_of_attention
 from ..cuda.logits import asked_kernel as asked_indexer_kernel
 from ..cuda.program import ALIGNMENT, Plan
 
@@ -20,8 +20,9 @@ Key = tuple[Any, ...]
 
 
 def process_settings() -> tuple[Any, ...]:
-    """What calls depend on beside their arguments: the kernels that the process asks for. Read at every call."""
-    return asked_attention_kernel(), asked_indexer_kernel()
+    """What calls depend on beside their arguments: the kernels, and the division of attention,
+    that the process asks for. Read at every call."""
+    return asked_of_attention(), asked_indexer_kernel()
 
 
 def form_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -80,7 +80,9 @@ def _time(choice: Choice) -> float:
 
 
 def _choice(problem: Problem, kernel: str, division: Division) -> Choice:
-    return Choice(kernel, division, times.microseconds(problem.gpu, kernel, *KERNELS[kernel].work(problem, division)))
+    us = times.microseconds(problem, kernel, *KERNELS[kernel].work(problem, division))
+    exceptions = times.exceptions(problem)
+    return Choice(kernel, division, us * exceptions.get(f"{kernel} {division}", 1.0) if exceptions else us)
 
 
 def _timed(problem: Problem) -> Iterator[Choice]:

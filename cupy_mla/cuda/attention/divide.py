@@ -76,7 +76,12 @@ class Clusters(NamedTuple):
     def num_splits(self) -> int:
         return self.splits // self.cluster
 
-    def memory(self, problem: Problem, each: int) -> dict[str, Pointer]:
+    @property
+    def fits(self) -> bool:
+        """Whether there can be such clusters."""
+        return 1 <= self.cluster <= MAX_CLUSTER and 1 < self.splits <= MAX_SPLITS and self.splits % self.cluster == 0
+
+    def memory(self, problem: Problem, each: int) -> dict[str, Any]:
         """Memory for what clusters merge, and for what they leave to `combine.cu`.
 
         Args:
@@ -89,7 +94,7 @@ class Clusters(NamedTuple):
         memory = Slot("partial results", shape=(nbytes + 4 * rows * (D_V + 2),)).ptr
         out = memory + nbytes
         lse, most = out + 4 * rows * D_V, out + 4 * rows * (D_V + 1)
-        return {"cluster_parts": memory, "part_out": out, "part_lse": lse, "part_max": most}
+        return {"cluster_parts": memory, "part_out": out, "part_lse": lse, "part_max": most if problem.prefill else 0}
 
 
 class Shares(NamedTuple):

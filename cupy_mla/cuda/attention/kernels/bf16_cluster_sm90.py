@@ -12,7 +12,7 @@ from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
 from ...program import Launch, Program
 from ..call import Call
-from ..divide import HALF_PARTIAL_BYTES, Clusters, Division, split_numbers
+from ..divide import HALF_PARTIAL_BYTES, Clusters, Division
 from ..problem import Problem
 from . import bf16_sm90
 from .work import Work, fitting, rounds_of, split
@@ -56,17 +56,21 @@ def candidates(problem: Problem) -> Iterator[Division]:
     for heads in HEADS:
         if heads > HEADS[0] and problem.heads <= heads // 2 and not problem.division:
             continue  # more padding than heads
-        splits = [*split_numbers(problem.pairs, MAX_CLUSTER)]
-        found = [asked] if asked else fitting(splits, problem.items(heads), at_once, 3)
+        found = [asked] if asked else fitting(problem, problem.items(heads), problem.pairs, at_once)
         for n in found or [2][: problem.asks]:
             yield Clusters(heads, n, n)
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division.heads in HEADS and division.fits and division.splits == division.cluster > 1
 
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
     heads, splits, pairs = division.heads, division.splits, problem.pairs
     items = problem.items(heads)
-    amounts = split(items * splits, splits, -(-pairs // splits), problem.gpu.sms, problem.heads > heads)
+    amounts = split(problem, items * splits, splits, -(-pairs // splits), problem.heads > heads)
     rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1])
     amounts = {name: rounds * amount for name, amount in amounts.items()} if rounds > 1 else amounts
     return f"{heads}{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}", amounts

@@ -60,12 +60,19 @@ def candidates(problem: Problem) -> Iterator[Division]:
         yield from splits_of(problem, 16)
 
 
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    if isinstance(division, Whole):
+        return division.heads in HEADS and division.queries in (1, 2) and not division.counted
+    return division.heads in HEADS and division.fits
+
+
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
     kind = f"{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}"
     if isinstance(division, Whole) and division.queries == 2:
         twos = -(-problem.items(division.heads) // 2)
-        return f"two queries {division.heads}{kind}", whole(twos, problem.pairs, problem.gpu.sms)
+        return f"two queries {division.heads}{kind}", whole(problem, twos, problem.pairs)
     return f"{division.heads}{kind}", of_splits(problem, division, CONSUMERS)
 
 

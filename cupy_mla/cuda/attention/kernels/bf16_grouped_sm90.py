@@ -96,10 +96,15 @@ def candidates(problem: Problem) -> Iterator[Division]:
         yield Whole(bf16_sm90.HEADS, queries=group_queries(problem.heads))
 
 
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division == Whole(bf16_sm90.HEADS, queries=group_queries(problem.heads))
+
+
 def work(problem: Problem, division: Any) -> Work:
     """What takes time, for lists of which some are grouped and some are not."""
     items = ceil_div(problem.queries, division.queries)
-    return f"groups of {division.queries}", shares(items, problem.pairs, problem.gpu.sms)
+    return f"groups of {division.queries}", shares(problem, items)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

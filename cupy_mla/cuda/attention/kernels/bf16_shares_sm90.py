@@ -58,18 +58,20 @@ def candidates(problem: Problem) -> Iterator[Division]:
             yield Shares(heads, splits=splits)
 
 
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division.heads == bf16_sm90.HEADS and 0 <= division.splits <= MOST_SPLITS
+
+
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
-    heads, sms = division.heads, problem.gpu.sms
+    heads = division.heads
     items, shared = problem.items(heads), problem.heads > heads
     kind = f"{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}"
     if division.splits:
         pairs = -(-problem.pairs // division.splits)
-        return f"splits{kind}", split(items * division.splits, division.splits, pairs, sms, shared)
-    amounts = shares(items, problem.pairs, sms)
-    if shared:
-        amounts["shared pairs"] = amounts.pop("pairs")
-    return f"shares{kind}", amounts
+        return f"splits{kind}", split(problem, items * division.splits, division.splits, pairs, shared)
+    return f"shares{kind}", shares(problem, items, shared)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -53,9 +53,15 @@ def candidates(problem: Problem) -> Iterator[Division]:
     yield Whole(HEADS, counted=counts and problem.items(HEADS) >= COUNTED_ROUNDS * problem.gpu.sms)
 
 
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    counts = not division.counted or (problem.prefill and not problem.uneven)
+    return division.heads == HEADS and division.queries == 1 and counts
+
+
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
-    amounts = whole(problem.items(HEADS), problem.pairs, problem.gpu.sms, problem.heads > HEADS)
+    amounts = whole(problem, problem.items(HEADS), problem.pairs, problem.heads > HEADS)
     return f"whole{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}", amounts
 
 

@@ -101,7 +101,8 @@ def splits_of(problem: Problem, heads: int) -> Iterator[Division]:
     if asked == 1 and not problem.division:
         return
     at_once = problem.gpu.clusters_at_once(cluster_kernel(heads))
-    numbers = [asked] if asked > 1 else [n for n in split_numbers(problem.tiles, sms) if items * n <= sms or n == 2][-4:]
+    found = split_numbers(problem.tiles, max(2, sms // max(1, items)))  # two in more than one round, too
+    numbers = [asked] if asked > 1 else [*found][-4:]
     for n in numbers or [2][: bool(problem.division)]:
         cluster = largest_cluster(n)
         yield Clusters(heads, n, 1)
@@ -109,12 +110,21 @@ def splits_of(problem: Problem, heads: int) -> Iterator[Division]:
             yield Clusters(heads, n, cluster)
 
 
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    if isinstance(division, Shares):
+        return division.heads in EVEN_HEADS and division.splits == 0 and division.ctas <= MOST_SHARES
+    return division.heads in HEADS and (
+        division == Whole(division.heads) if isinstance(division, Whole) else division.fits
+    )
+
+
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
     heads = division.heads
     if isinstance(division, Shares):
         key = f"{problem.layout.name} shares {heads}{' uneven' if problem.uneven else ''}"
-        return key, shares(problem.items(heads), problem.pairs, problem.gpu.sms)
+        return key, shares(problem, problem.items(heads))
     return f"{problem.layout.name} {heads}{' prefill' if problem.prefill else ''}", of_splits(
         problem, division, CONSUMERS[heads]
     )

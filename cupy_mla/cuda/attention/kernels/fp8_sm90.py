@@ -87,12 +87,26 @@ def candidates(problem: Problem) -> Iterator[Division]:
         yield Shares(heads)
         if every or (problem.uneven and items <= problem.gpu.sms):
             yield Teams(heads)
-        splits = [*split_numbers(problem.tiles, MAX_CLUSTER)] if problem.tiles > 2 else []  # else a merge takes longer
-        for n in fitting(splits, items, at_once, 4):
+        if problem.tiles <= 2:
+            continue  # a merge takes longer
+        for n in fitting(problem, items, problem.tiles, at_once):
             yield Clusters(heads, n, n)
         if not problem.uneven:
-            for n in [n for n in splits if items * n <= problem.gpu.sms][-3:]:
+            most = min(problem.gpu.sms // max(1, items), MAX_CLUSTER)
+            for n in [*split_numbers(problem.tiles, most)][-3:]:
                 yield Teams(heads, n)
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    if isinstance(division, Whole):
+        return division == Whole(division.heads) and division.heads in HEADS
+    if isinstance(division, Clusters):
+        return division.heads in HEADS and 1 < division.splits == division.cluster <= MAX_CLUSTER
+    if isinstance(division, Shares):
+        return division.heads in HEADS and 0 <= division.splits <= MOST_SPLITS
+    by_length = isinstance(division, Teams) and problem.uneven and division.splits == 0
+    return division.heads in HEADS and (1 < division.splits <= MAX_CLUSTER or by_length)
 
 
 def work(problem: Problem, division: Any) -> Work:
@@ -101,11 +115,11 @@ def work(problem: Problem, division: Any) -> Work:
     items, shared = problem.items(heads), problem.heads > heads
     amounts: dict[str, float]
     if isinstance(division, Whole):
-        amounts = whole(items, problem.pairs, sms, shared)
+        amounts = whole(problem, items, problem.pairs, shared)
     elif isinstance(division, Shares) and not division.splits:
-        amounts = shares(items, problem.pairs, sms)
+        amounts = shares(problem, items, shared)
     elif isinstance(division, Segments):
-        amounts = whole(items, -(-tiles // division.splits) / 2 * division.splits, sms, shared)
+        amounts = whole(problem, items, -(-tiles // division.splits) / 2 * division.splits, shared)
         amounts["splits"] = rounds_of(items, sms) * division.splits
     else:
         splits = division.splits
@@ -116,7 +130,7 @@ def work(problem: Problem, division: Any) -> Work:
             each = max(1.0, tiles / splits)
         else:
             each = -(-tiles // splits)
-        amounts = split(int(items * splits), splits, each / 2, sms, shared)
+        amounts = split(problem, int(items * splits), splits, each / 2, shared)
         amounts["splits longer than the ring"] = float(each > RING[heads])
         if isinstance(division, Clusters):
             rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1])

@@ -93,14 +93,23 @@ def candidates(problem: Problem) -> Iterator[Division]:
         return
     yield Shares(heads)
     steps, items = ceil_div(problem.rows, STEP_ROWS), problem.items(heads)
-    found = [n for n in split_numbers(steps, 2 * sms) if items * n <= 2 * sms][-8:]
+    found = [*split_numbers(steps, 2 * sms // max(1, items))][-10:]
     for n in found or [2][: bool(problem.division)]:
         yield Clusters(heads, n, 1)
 
 
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    if isinstance(division, Whole):
+        return division == Whole(division.heads) and division.heads in HEADS
+    if isinstance(division, Clusters):
+        return division.heads in HEADS and division.fits and division.cluster == 1
+    return division.heads in HEADS and division.splits == 0
+
+
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division."""
-    return f"{LARGE} KB", amounts(problem, division)
+    return f"{LARGE} KB{' uneven' if problem.uneven else ''}", amounts(problem, division)
 
 
 def amounts(problem: Problem, division: Any) -> dict[str, float]:

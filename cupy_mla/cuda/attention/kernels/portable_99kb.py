@@ -24,9 +24,14 @@ def candidates(problem: Problem) -> Iterator[Division]:
         yield from portable.candidates(problem)
 
 
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return portable.fits(problem, division)
+
+
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division."""
-    return f"{portable.SMALL} KB", portable.amounts(problem, division)
+    return f"{portable.SMALL} KB{' uneven' if problem.uneven else ''}", portable.amounts(problem, division)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from ..divide import split_numbers
+from ..problem import Problem
+
 Work = tuple[str, dict[str, float]]  # what it is called in `times`, and amounts by name
 
 
@@ -18,38 +21,49 @@ def rounds_of(ctas: int, at_once: int) -> float:
     return -(-ctas // at_once) if at_once else inf
 
 
-def whole(items: int, pairs: float, sms: int, shared: bool = False) -> dict[str, float]:
+def longest(problem: Problem) -> float:
+    """The longest of the lists, as a part of what a list may have: on average, where lengths are random."""
+    return problem.queries / (problem.queries + 1) if problem.uneven else 1.0
+
+
+def whole(problem: Problem, items: int, pairs: float, shared: bool = False) -> dict[str, float]:
     """Work items of so many pairs of tiles, one CTA each.
 
     Args:
         shared: several CTAs read the same rows.
     """
-    share = items / sms
-    rounds = -(-items // sms)
+    share = items / problem.gpu.sms
+    rounds = -(-items // problem.gpu.sms)
     load = rounds - 1 + (share - rounds + 1) ** 2
     return {
-        "launch": 1, "items": rounds, "pairs": rounds * pairs, "load": load,
-        "shared pairs at load" if shared else "pairs at load": load * pairs,
+        "launch": 1, "items": rounds, "pairs": pairs * longest(problem), "pairs of later rounds": (rounds - 1) * pairs,
+        "mean pairs": share * pairs, "load": load, "shared pairs at load" if shared else "pairs at load": load * pairs,
     }  # fmt: skip
 
 
-def split(ctas: int, splits: int, pairs: float, sms: int, shared: bool = False) -> dict[str, float]:
+def split(problem: Problem, ctas: int, splits: float, pairs: float, shared: bool = False) -> dict[str, float]:
     """Splits of so many pairs of tiles, one CTA each, which all run at a time and are merged."""
-    load = min(1.0, ctas / sms)
+    load = min(1.0, ctas / problem.gpu.sms)
     return {
-        "launch": 1, "splits": splits, "pairs": pairs, "load": load,
+        "launch": 1, "splits": splits, "pairs": pairs * longest(problem), "load": load,
         "shared pairs at load" if shared else "pairs at load": load * pairs,
     }  # fmt: skip
 
 
-def shares(items: int, pairs: float, ctas: int) -> dict[str, float]:
-    """Equal shares of work items of so many pairs of tiles."""
-    share = items / ctas
+def shares(problem: Problem, items: int, shared: bool = False) -> dict[str, float]:
+    """Equal shares of work items."""
+    share = items / problem.gpu.sms
     return {
-        "launch": 1, "items": share, "pairs": share * pairs, "partial results": max(0.0, 1 / share - 1) if items else 0
+        "launch": 1, "items": share, "shared pairs" if shared else "pairs": share * problem.pairs,
+        "partial results": max(0.0, 1 / share - 1) if items else 0,
     }  # fmt: skip
 
 
-def fitting(splits: Sequence[int], ctas: int, at_once: Sequence[int], most: int) -> list[int]:
-    """The largest `most` numbers of splits whose clusters all run at a time, for so many CTAs unsplit."""
-    return [n for n in splits if n <= len(at_once) and ctas <= at_once[n - 1]][-most:]
+def fitting(problem: Problem, items: int, parts: int, at_once: Sequence[int]) -> list[int]:
+    """Numbers of splits, of so many parts each, whose clusters all run at a time: the largest four worth a look. Where
+    lists are not equally long, all that are, and the largest of all."""
+    most = max((n for n, clusters in enumerate(at_once, start=1) if n <= parts and items <= clusters), default=1)
+    found = [n for n in split_numbers(parts, most) if items <= at_once[n - 1]]
+    if problem.uneven and most > 1 and most not in found:
+        found.append(most)
+    return found if problem.uneven else found[-4:]

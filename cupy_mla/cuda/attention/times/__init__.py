@@ -1,36 +1,50 @@
 """What work takes on a GPU, in microseconds: data that `benchmarks/fit_times.py` writes from the records.
 
-A file `h200.py` holds, by kernel and what its module calls a kind of work, the time of each amount of it. A GPU without
-a file has that of the H200: its kernels for Hopper are the same, and the portable kernel's divisions were compared there
-in steps, which take longer elsewhere, alike.
+A module is named as a part of the name of the GPU that it is for. It has
 
-EXCEPTIONS are ranges where a kernel or a division was measured to take another time than that: it is multiplied.
+    TIMES        by kernel and kind of work: what each amount takes (`kernels/work.py`)
+    EXCEPTIONS   calls for which TIMES would choose a slower candidate than the fastest one that was measured: by what
+                 its time is to be multiplied there
+
+A GPU without a module has the times of `NEAREST`: it runs the portable kernel alone, or the kernels for Hopper, whose
+divisions compare on any GPU of that kind as on this one.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from functools import cache
-from typing import Any
+from importlib import import_module
+from types import ModuleType
 
 from ...driver import Gpu
-from . import h100, h200
+from ..problem import Problem
 
-# By number of SMs and whether memory is that of an H100: `of` tells them apart.
-FILES = {"h200": h200, "h100": h100}
+NEAREST = "h200"
 
 
 @cache
-def of(gpu: Gpu) -> Any:
-    """The times of a GPU."""
-    return FILES[name_of(gpu)].TIMES
+def of(gpu: Gpu) -> ModuleType:
+    """The module for a GPU."""
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    name = next((name for name in names if name.upper() in gpu.name.upper()), NEAREST)
+    return import_module(f"{__name__}.{name}")
 
 
-def name_of(gpu: Gpu) -> str:
-    """The file that is for a GPU."""
-    return "h100" if "H100" in gpu.name else "h200"
+def size_of(problem: Problem) -> tuple[str, bool, bool, int, int, int, int]:
+    """What EXCEPTIONS know a call by."""
+    return (
+        problem.layout.name, problem.prefill, problem.uneven, problem.heads, problem.queries, problem.entries,
+        problem.extra_entries,
+    )  # fmt: skip
 
 
-def microseconds(gpu: Gpu, kernel: str, kind: str, amounts: dict[str, float]) -> float:
-    """How long a kernel takes for amounts of work."""
-    each = of(gpu)[kernel][kind]
-    return sum([amount * each.get(name, 0.0) for name, amount in amounts.items()])
+def exceptions(problem: Problem) -> dict[str, float]:
+    """By what times of candidates are to be multiplied, by their text."""
+    return of(problem.gpu).EXCEPTIONS.get(size_of(problem), {})
+
+
+def microseconds(problem: Problem, kernel: str, kind: str, amounts: dict[str, float]) -> float:
+    """How long a kernel takes for amounts of a kind of work."""
+    each = of(problem.gpu).TIMES[kernel][kind]
+    return sum([amount * each[name] for name, amount in amounts.items() if name in each])
