@@ -32,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cupy_mla.calls.signature import forget_calls
+from cupy_mla.cuda.attention.cost import fp8_item_cost
 from decode_batches import bf16_cache, calls, lengths
 from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, replay_times
 from inputs import normal, random_slots, v4_cache, v32_cache
 from rows import decode_sets, local_lists
 
 from cupy_mla import flash_mla
-from cupy_mla.calls.signature import forget_calls
 from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention import (
     bf16_cluster_sm90,
@@ -53,7 +54,6 @@ from cupy_mla.cuda.attention import (
     lists,
     portable,
 )
-from cupy_mla.cuda.attention.cost import fp8_item_cost
 from cupy_mla.cuda.attention.divide import Clusters, Division, Shares, Teams, Whole
 from cupy_mla.cuda.driver import MAX_CLUSTER
 from cupy_mla.cuda.paging import ceil_div

@@ -5,11 +5,11 @@ python benchmarks/fit_times.py [h200 | h100 | ...]
 Writes cupy_mla/cuda/attention/times/<gpu>.py from candidates.json (`benchmarks/candidates.py`) in the folder of the
 GPU's records: for each kernel and kind of work a time for each amount, none negative. It begins with those of the least
 squares of relative errors, candidates near the fastest of their call counting most; then it goes down the gradient of
-what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice is still slower by more
-than `EXCEPTION`, a row says how much less time the fastest takes for that call.
+what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice is still slower by
+more than `EXCEPTION`, a row says how much less time the fastest takes for that call.
 
-A GPU without such a record has the times of one that has, `LIKE`, which its other records scale: for each kernel those of
-memory at load and those of all else.
+A GPU without such a record has the times of one that has, `LIKE`, which its other records scale: for each kernel
+those of memory at load and those of all else.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
             factor = data.us[best] / data.us[taken] * times[taken] / times[best]
             exceptions.setdefault(size_of(row.problem), {})[f"{kernel} {division}"] = float(f"{factor:.3g}")
     slower = data.slower[chosen]
-    print(f"{len(rows)} calls: chosen {slower.mean():.2%} slower than the fastest, {(slower > 0.06).sum()} more than 6 %")
+    print(
+        f"{len(rows)} calls: chosen {slower.mean():.2%} slower than the fastest, {(slower > 0.06).sum()} more than 6 %"
+    )
     return fitted, exceptions
 
 

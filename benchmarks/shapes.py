@@ -11,13 +11,6 @@ from __future__ import annotations
 import os
 
 import torch
-from harness import Options, Record, time_side_by_side
-from inputs import v4_cache, v32_cache
-from rows import Set, decode_sets, own_decode_calls
-
-from cupy_mla.calls.operation import forget_calls
-from cupy_mla.cuda import driver
-from cupy_mla.cuda.attention import choose, few_heads_sm90, fp8_sm90
 from cupy_mla.cuda.attention.cost import (
     TEAM,
     Candidates,
@@ -26,6 +19,13 @@ from cupy_mla.cuda.attention.cost import (
     few_heads_candidates,
     fp8_candidates,
 )
+from harness import Options, Record, time_side_by_side
+from inputs import v4_cache, v32_cache
+from rows import Set, decode_sets, own_decode_calls
+
+from cupy_mla.calls.operation import forget_calls
+from cupy_mla.cuda import driver
+from cupy_mla.cuda.attention import choose, few_heads_sm90, fp8_sm90
 
 CHEAPEST = Candidates.cheapest
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 16, 32)

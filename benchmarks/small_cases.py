@@ -18,6 +18,7 @@ from typing import Any
 import cupy
 import ml_dtypes
 import numpy as np
+from cupy_mla.cuda.attention.cost import TEAM, Division
 
 import cupy_mla
 from cupy_mla import layouts
@@ -26,7 +27,6 @@ from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
 from cupy_mla.cuda.attention import choose, portable
 from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE
-from cupy_mla.cuda.attention.cost import TEAM, Division
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE

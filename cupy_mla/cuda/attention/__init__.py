@@ -16,8 +16,8 @@ from ..driver import Gpu
 from ..paging import pointer
 from ..program import Plan, Program
 from ..structs import Packed
+from . import choose
 from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, ALIKE, DECODE, WIDE_OUT, Call, no_source
-from .choose import KERNELS, asked, choose
 from .divide import Whole
 from .kernels.bf16_grouped_sm90 import LEAST_SCALE
 from .problem import Problem
@@ -28,7 +28,7 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
     s_q, h_q, d_qk = a.q.shape
     if s_q == 0:
         return ()
-    kernel, division = asked()
+    kernel, division = choose.asked()
     s_kv, topk = a.kv.shape[0], a.indices.shape[1]
     aligned = a.kv.aligned(16)
     problem = Problem(
@@ -36,8 +36,9 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
         aligned=aligned and a.q.aligned(16), groupable=a.sm_scale >= LEAST_SCALE, kernel=kernel, division=division,
     )  # fmt: skip
     main = structs.SOURCE(
-        cache=a.kv.ptr, indices=a.indices.ptr, lengths=pointer(a.length), block_stride=0, row_stride=2 * a.kv.strides[0],
-        index_stride_b=a.indices.strides[0], index_stride_s=0, num_slots=s_kv, topk=topk, block_size=max(s_kv, 1),
+        cache=a.kv.ptr, indices=a.indices.ptr, lengths=pointer(a.length), block_stride=0,
+        row_stride=2 * a.kv.strides[0], index_stride_b=a.indices.strides[0], index_stride_s=0, num_slots=s_kv,
+        topk=topk, block_size=max(s_kv, 1),
     )  # fmt: skip
     strides = {
         "q_b": a.q.strides[0], "q_s": 0, "q_h": a.q.strides[1], "out_b": a.out.strides[0], "out_s": 0,
@@ -83,7 +84,7 @@ def sparse_decode(
 def decode_problem(gpu: Gpu, a: Decode, batch_invariant: bool, length: Array | None) -> Problem:
     """What a decode asks for."""
     b, s_q, h_q, _ = a.q.shape
-    kernel, division = asked()
+    kernel, division = choose.asked()
     return Problem(
         gpu, a.layout, False, h_q, b * s_q, a.indices.shape[2],
         0 if a.extra_indices is None else a.extra_indices.shape[2],
@@ -95,14 +96,14 @@ def decode_problem(gpu: Gpu, a: Decode, batch_invariant: bool, length: Array | N
 
 def decode_splits(problem: Problem) -> int:
     """Splits of a query's rows; 0: all rows of the call are divided evenly."""
-    kernel, division = asked()
-    chosen = choose(problem._replace(kernel=kernel, division=division)).division
+    kernel, division = choose.asked()
+    chosen = choose.choose(problem._replace(kernel=kernel, division=division)).division
     return chosen.splits if not isinstance(chosen, Whole) else 1
 
 
 def _program(problem: Problem, call: Call) -> Program:
-    chosen = choose(problem)
-    return KERNELS[chosen.kernel].launches(problem, chosen.division, call)
+    chosen = choose.choose(problem)
+    return choose.KERNELS[chosen.kernel].launches(problem, chosen.division, call)
 
 
 def _params(a: Prefill | Decode, main: Packed, extra: Packed, strides: dict[str, int], flags: int) -> Packed:

@@ -6,12 +6,11 @@ a kernel. With CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ... import private
 from . import times
@@ -34,8 +33,8 @@ MAX_CHOICES = 4096  # that are remembered
 KERNELS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        bf16_grouped_sm90, fp8_sm90, bf16_few_heads_sm90, bf16_shares_sm90, bf16_cluster_sm90, few_heads_sm90, bf16_sm90,
-        portable, portable_99kb,
+        bf16_grouped_sm90, fp8_sm90, bf16_few_heads_sm90, bf16_shares_sm90, bf16_cluster_sm90, few_heads_sm90,
+        bf16_sm90, portable, portable_99kb,
     )
 }  # fmt: skip
 NAMES = tuple(KERNELS)
@@ -63,11 +62,14 @@ def choose(problem: Problem) -> Choice:
     Raises:
         ValueError: no kernel has the name that is asked for, or it cannot serve this call, or not so divided.
     """
-    rivals = list(_timed(problem._replace(queries=INVARIANT_QUERIES) if problem.batch_invariant else problem))
+    of = problem._replace(queries=INVARIANT_QUERIES) if problem.batch_invariant else problem
+    rivals = _timed(of, _candidates(of))
+    if not rivals:
+        raise ValueError(_why_not(problem))
     chosen = min(rivals, key=_time)
     if problem.batch_invariant:
-        same = getattr(KERNELS[chosen.kernel], "same_bits", lambda problem, division: [division])
-        rivals = [_choice(problem, chosen.kernel, division) for division in same(problem, chosen.division)]
+        same = getattr(KERNELS[chosen.kernel], "same_bits", lambda division: [division])
+        rivals = _timed(problem, ((chosen.kernel, division) for division in same(chosen.division)))
         chosen = min(rivals, key=_time)
     if explained() == "1":
         others = "".join(f"\n  {rival}" for rival in sorted(rivals, key=_time)[1:])
@@ -79,26 +81,25 @@ def _time(choice: Choice) -> float:
     return choice.us
 
 
-def _choice(problem: Problem, kernel: str, division: Division) -> Choice:
-    us = times.microseconds(problem, kernel, *KERNELS[kernel].work(problem, division))
-    exceptions = times.exceptions(problem)
-    return Choice(kernel, division, us * exceptions.get(f"{kernel} {division}", 1.0) if exceptions else us)
-
-
-def _timed(problem: Problem) -> Iterator[Choice]:
-    """All candidates.
-
-    Raises:
-        ValueError: as `choose`.
-    """
-    found = False
+def _candidates(problem: Problem) -> Iterator[tuple[str, Division]]:
+    """All kernels and divisions that may serve."""
     for name, kernel in KERNELS.items():
         if problem.kernel in ("", name) and kernel.serves(problem):
-            for division in kernel.candidates(problem) if not problem.division else _forced(problem, kernel):
-                found = True
-                yield _choice(problem, name, division)
-    if not found:
-        raise ValueError(_why_not(problem))
+            for division in _forced(problem, kernel) if problem.division else kernel.candidates(problem):
+                yield name, division
+
+
+def _timed(problem: Problem, candidates: Iterable[tuple[str, Division]]) -> list[Choice]:
+    """The candidates with their times."""
+    known, exceptions = times.of(problem.gpu).TIMES, times.exceptions(problem)
+    found = []
+    for kernel, division in candidates:
+        kind, amounts = KERNELS[kernel].work(problem, division)
+        us = times.microseconds(known[kernel][kind], amounts)
+        if exceptions:
+            us *= exceptions.get(f"{kernel} {division}", 1.0)
+        found.append(Choice(kernel, division, us))
+    return found
 
 
 def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:
@@ -128,7 +129,7 @@ def _why_not(problem: Problem) -> str:
 class forced:
     """Name the attention kernel or the division of its work: from now on, or for a `with` block::
 
-        cupy_mla.forced("fp8_sm90", "clusters(splits=4)")
+        cupy_mla.forced("fp8_sm90", "clusters(splits=4, cluster=4)")
         with cupy_mla.forced(division="shares"):
             ...
 
@@ -137,8 +138,8 @@ class forced:
 
     Args:
         kernel: its name, e.g. "fp8_sm90"; None: the fastest.
-        division: a value of `cupy_mla.cuda.attention.divide` or its text, e.g. "clusters(heads=64, splits=4, cluster=4)",
-            "clusters(splits=4)", "teams"; fields that are not given are chosen. None: the fastest.
+        division: a value of `cupy_mla.cuda.attention.divide`, or its text, e.g. "clusters(splits=4, cluster=4)",
+            "teams"; fields that are not given are chosen. None: the fastest.
 
     Raises:
         ValueError: no kernel has that name, or the text names no division.
@@ -166,5 +167,3 @@ def asked() -> tuple[str, str]:
     """The kernel and the division that are forced, "" for none: part of a call's key."""
     kernel, division = forced.names
     return kernel or asked_kernel() or "", division
-
-

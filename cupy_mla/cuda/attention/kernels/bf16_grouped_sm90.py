@@ -104,7 +104,7 @@ def fits(problem: Problem, division: Any) -> bool:
 def work(problem: Problem, division: Any) -> Work:
     """What takes time, for lists of which some are grouped and some are not."""
     items = ceil_div(problem.queries, division.queries)
-    return f"groups of {division.queries}", shares(problem, items)
+    return f"groups of {max(n for n in (2, 4, 8) if n <= division.queries)}", shares(problem, items)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

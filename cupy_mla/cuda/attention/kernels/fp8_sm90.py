@@ -113,15 +113,17 @@ def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
     heads, sms, tiles = division.heads, problem.gpu.sms, problem.tiles
     items, shared = problem.items(heads), problem.heads > heads
+    kind: Any = type(division)
     amounts: dict[str, float]
     if isinstance(division, Whole):
         amounts = whole(problem, items, problem.pairs, shared)
     elif isinstance(division, Shares) and not division.splits:
         amounts = shares(problem, items, shared)
-    elif isinstance(division, Segments):
-        amounts = whole(problem, items, -(-tiles // division.splits) / 2 * division.splits, shared)
-        amounts["splits"] = rounds_of(items, sms) * division.splits
+    elif isinstance(division, Segments):  # each split takes as long as an item does
+        kind, amounts = Whole, whole(problem, items, -(-tiles // division.splits) / 2 * division.splits, shared)
+        amounts["items"] *= division.splits
     else:
+        kind = Teams if isinstance(division, Teams) else Clusters  # shares of each item are alike
         splits = division.splits
         if not splits:  # half of the lists are short: CTAs that serve one item have half a split to spare
             splits = min(max(2 * sms / items - 1, 1.0), MAX_CLUSTER)
@@ -132,14 +134,14 @@ def work(problem: Problem, division: Any) -> Work:
             each = -(-tiles // splits)
         amounts = split(problem, int(items * splits), splits, each / 2, shared)
         amounts["splits longer than the ring"] = float(each > RING[heads])
-        if isinstance(division, Clusters):
-            rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1])
-            amounts = {name: rounds * amount for name, amount in amounts.items()} if rounds > 1 else amounts
-    kind = type(division).__name__.lower()
-    return f"{problem.layout.name} {kind} {heads}{' uneven' if problem.uneven else ''}", amounts
+        clustered = isinstance(division, Clusters)
+        at_once = problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms
+        rounds = rounds_of(items, at_once)
+        amounts = {name: rounds * amount for name, amount in amounts.items()} if rounds > 1 else amounts
+    return f"{problem.layout.name} {kind.__name__.lower()} {heads}{' uneven' if problem.uneven else ''}", amounts
 
 
-def same_bits(problem: Problem, division: Division) -> Iterator[Division]:
+def same_bits(division: Division) -> Iterator[Division]:
     """Divisions that give the same bits."""
     yield division
     if isinstance(division, Clusters):

@@ -109,7 +109,7 @@ def fits(problem: Problem, division: Any) -> bool:
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division."""
-    return f"{LARGE} KB{' uneven' if problem.uneven else ''}", amounts(problem, division)
+    return f"{LARGE} KB", amounts(problem, division)
 
 
 def amounts(problem: Problem, division: Any) -> dict[str, float]:

@@ -31,7 +31,7 @@ def fits(problem: Problem, division: Any) -> bool:
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division."""
-    return f"{portable.SMALL} KB{' uneven' if problem.uneven else ''}", portable.amounts(problem, division)
+    return f"{portable.SMALL} KB", portable.amounts(problem, division)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -1,6 +1,6 @@
 """How much work the CTAs of a launch do that all run at a time or in rounds, by what takes time in it.
 
-`times` has what each takes on a GPU. Where CTAs fill the GPU, its memory makes them slower: that is `load`, which counts
+`times` has what each takes on a GPU. Where CTAs fill the GPU, its memory makes them slower. That is `load`: it counts
 CTAs of the last round by the share of the GPU that they fill.
 """
 

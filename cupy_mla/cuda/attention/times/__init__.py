@@ -44,7 +44,10 @@ def exceptions(problem: Problem) -> dict[str, float]:
     return of(problem.gpu).EXCEPTIONS.get(size_of(problem), {})
 
 
-def microseconds(problem: Problem, kernel: str, kind: str, amounts: dict[str, float]) -> float:
-    """How long a kernel takes for amounts of a kind of work."""
-    each = of(problem.gpu).TIMES[kernel][kind]
-    return sum([amount * each[name] for name, amount in amounts.items() if name in each])
+def microseconds(each: dict[str, float], amounts: dict[str, float]) -> float:
+    """How long amounts of work take, of which some take no time."""
+    us = 0.0
+    for name, amount in amounts.items():
+        if name in each:
+            us += amount * each[name]
+    return us
