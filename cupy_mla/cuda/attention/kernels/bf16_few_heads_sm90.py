@@ -49,15 +49,21 @@ def serves(problem: Problem) -> bool:
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, two of them a CTA where there are more than SMs, clusters, and partial results for `combine.cu`."""
+    """Whole items, two of them a CTA where there are more than SMs, clusters, and partial results for `combine.cu`.
+
+    Not for more than 32 heads over flat rows that fill the GPU; nor splits of more than 16 over any flat rows.
+    """
     heads = block_heads(problem.heads)
     many = problem.items(heads) > problem.gpu.sms
-    if problem.asks or not (problem.flat and problem.heads > max(HEADS) and many):
+    if not problem.asks and problem.flat and not problem.num_splits and problem.heads > 16:
+        if not many:
+            yield Whole(heads)
+    else:
         yield from splits_of(problem, heads)
+        if problem.heads > 16 and not many:
+            yield from splits_of(problem, 16)
     if (many or problem.division) and problem.num_splits <= 1 and problem.heads <= max(HEADS):
         yield Whole(heads, queries=2)
-    if problem.heads > 16 and not many:
-        yield from splits_of(problem, 16)
 
 
 def fits(problem: Problem, division: Any) -> bool:

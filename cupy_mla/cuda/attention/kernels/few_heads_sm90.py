@@ -76,10 +76,9 @@ def serves(problem: Problem) -> bool:
 def candidates(problem: Problem) -> Iterator[Division]:
     """Whole items, clusters, partial results for `combine.cu`, and shares.
 
-    Not for more than 16 heads over V32_FP8, or over flat bf16 rows where they fill the GPU: other kernels are faster.
+    Not for more than 16 heads over V32_FP8 or flat bf16 rows: other kernels are faster.
     """
-    full = problem.flat and problem.items(max(HEADS)) > problem.gpu.sms
-    if problem.heads > 16 and (problem.layout.quantized or full) and not problem.asks:
+    if problem.heads > 16 and (problem.layout.quantized or problem.flat) and not (problem.asks or problem.fixed):
         return
     yield from splits_of(problem, block_heads(problem.heads))
     if problem.heads > 16:
@@ -101,11 +100,12 @@ def splits_of(problem: Problem, heads: int) -> Iterator[Division]:
     if asked == 1 and not problem.division:
         return
     at_once = problem.gpu.clusters_at_once(cluster_kernel(heads))
-    found = split_numbers(problem.tiles, max(2, sms // max(1, items)))  # two in more than one round, too
-    numbers = [asked] if asked > 1 else [*found][-4:]
-    for n in numbers or [2][: bool(problem.division)]:
+    found = [*split_numbers(problem.tiles, max(2, sms // max(1, items)))]  # two in more than one round, too
+    numbers = [asked] if asked > 1 else found[-3:] or [2][: bool(problem.division)]
+    for n in numbers:
         cluster = largest_cluster(n)
-        yield Clusters(heads, n, 1)
+        if n == numbers[-1]:
+            yield Clusters(heads, n, 1)
         if cluster > 1 and (asked or problem.division or items * n // cluster <= at_once[cluster - 1]):
             yield Clusters(heads, n, cluster)
 

@@ -93,7 +93,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
             yield Clusters(heads, n, n)
         if not problem.uneven:
             most = min(problem.gpu.sms // max(1, items), MAX_CLUSTER)
-            for n in [*split_numbers(problem.tiles, most)][-3:]:
+            for n in [*split_numbers(problem.tiles, most)][-2:]:
                 yield Teams(heads, n)
 
 

@@ -60,10 +60,11 @@ def shares(problem: Problem, items: int, shared: bool = False) -> dict[str, floa
 
 
 def fitting(problem: Problem, items: int, parts: int, at_once: Sequence[int]) -> list[int]:
-    """Numbers of splits, of so many parts each, whose clusters all run at a time: the largest four worth a look. Where
-    lists are not equally long, all that are, and the largest of all."""
-    most = max((n for n, clusters in enumerate(at_once, start=1) if n <= parts and items <= clusters), default=1)
-    found = [n for n in split_numbers(parts, most) if items <= at_once[n - 1]]
-    if problem.uneven and most > 1 and most not in found:
-        found.append(most)
-    return found if problem.uneven else found[-4:]
+    """The two largest numbers of splits that are worth a look and whose clusters all run at a time, for lists of so
+    many parts; where these are not equally long, the largest number of all, too. No smaller one was ever the fastest.
+    """
+    most = min(parts, len(at_once))
+    while most > 1 and items > at_once[most - 1]:
+        most -= 1
+    found = [n for n in split_numbers(parts, most) if items <= at_once[n - 1]][-2:]
+    return [*found, most] if problem.uneven and most > 1 and found[-1:] != [most] else found
