@@ -6,11 +6,11 @@ import inspect
 
 import numpy as np
 import pytest
-from cupy_mla.calls.prepared import CallPlace
 
 import cupy_mla
 from cupy_mla import arrays, flash_mla
 from cupy_mla.bridges import Place
+from cupy_mla.calls.prepared import CallPlace
 
 from . import oracle
 from .cases import Paged, assert_decoded, decode_oracle, entries, flat_rows, off_zero, paged, queries, sinks, some

@@ -7,7 +7,7 @@ Two calls with one key make the same launches, whose pointers alone differ. Of a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
@@ -25,24 +25,17 @@ def process_settings() -> tuple[Any, ...]:
     return asked_of_attention(), asked_indexer_kernel()
 
 
-def form_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Which arguments a call has: how many by place, and the names of the others."""
-    return len(args), *kwargs
-
-
-def key_of(form: tuple[Any, ...], now: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, list[Any], list[int]]:
+def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, list[Any], list[int]]:
     """A call's key, its arrays, and their addresses.
 
     Args:
-        form: of `form_of`.
-        now: of `process_settings`.
-        values: of all arguments, in the order of `form`.
+        head: what `process_settings` says, how many arguments came by place, and the names of the others.
+        values: of all arguments, in that order.
 
     Raises:
-        TypeError: an array lies in host memory alone, or an array has no address.
-        RuntimeError: a tensor has no strides or no memory.
+        TypeError: an array lies in host memory. RuntimeError: a tensor has no strides, or no memory.
     """
-    facts: list[Any] = [form, now]
+    facts: list[Any] = [head]
     arrays: list[Any] = []
     addresses: list[int] = []
     for value in values:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce, wraps
+from functools import wraps
 from inspect import signature
-from operator import or_
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from .. import arrays
 from ..bridges import library_of
 from ..cuda.program import ALIGNMENT, Plan
 from .graph import launch_graph
-from .key import Remembered, can_be_found, form_of, key_of, process_settings
-from .prepared import Prepared, prepare
+from .key import Key, Remembered, can_be_found, key_of, process_settings
+from .prepared import prepare
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
@@ -83,39 +83,67 @@ def operation(function: Operation) -> Operation:
     must follow from the key (`key.py`).
     """
     name, calls = function.__name__, Calls(function)
+    recents = calls.recents
     _every.append(calls)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if traced_by_torch():
             return in_graph(name)(*args, **kwargs)
-        return calls.call(args, kwargs)
+        values = (*args, *kwargs.values()) if kwargs else args
+        head = (*process_settings(), arrays.CHECK_VALUES, len(args), *kwargs)
+        if recents:
+            types = [*map(type, values)]
+            for recent in recents:
+                if recent.head == head and recent.types == types and recent.settings_of(values) == recent.settings:
+                    given = recent.arrays_of(values)
+                    if not any(map(recent.unusable, given)) and recent.like(*given) and not recent.refused():
+                        addresses = [*map(recent.address, given)]
+                        bits = 0
+                        for address in addresses:
+                            bits |= address
+                        if not bits % ALIGNMENT:
+                            plan = None if recent.plan is None else values[recent.plan]
+                            return recent.run(given, addresses, plan)
+        return calls.call(head, values, args, kwargs)
 
     return call  # type: ignore[return-value]
 
 
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+    """Picks these of the values, as a tuple, or, of neighbours, as a part of what they are picked from."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
+
+
 class _Recent:
-    """A call of one library's arrays on a GPU, which all start at multiples of `ALIGNMENT`, to compare others with.
+    """A call on a GPU, to compare others with: all its arrays are one library's, and start at multiples of `ALIGNMENT`.
 
     Attributes:
-        form, now, types: of `form_of` and `process_settings`, and the types of the arguments.
-        arrays, settings: which arguments are arrays, and which others are no plans.
-        values: of the settings.
+        head: as in a key.
+        types: of the arguments.
+        arrays_of, settings_of: pick from the arguments the arrays, and those that are neither arrays nor plans.
+        settings: what the latter are.
+        unusable, address: of the library.
         like: tells whether arrays have the same facts.
+        refused: whether tensors want gradients, which is an error.
+        plan: which argument is one.
+        run: of what was prepared.
     """
 
-    def __init__(
-        self, form: tuple[Any, ...], now: tuple[Any, ...], values: Sequence[Any], prepared: Prepared,
-        like: Callable[..., bool],
-    ) -> None:  # fmt: skip
-        self.form, self.now, self.prepared, self.like = form, now, prepared, like
+    def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], like: Callable[..., bool], run: Any) -> None:
+        given = [i for i, value in enumerate(values) if library_of(value) is not None]
+        library: Any = library_of(values[given[0]])
+        self.head, self.like, self.run = head, like, run
         self.types = [*map(type, values)]
-        self.arrays = [i for i, value in enumerate(values) if library_of(value) is not None]
         self.plan = next((i for i, cls in enumerate(self.types) if cls is Plan), None)
-        self.settings = [i for i in range(len(values)) if i not in self.arrays and i != self.plan]
-        self.values = [values[i] for i in self.settings]
-        self.library: Any = library_of(values[self.arrays[0]])
-        self.wanting = any(getattr(values[i], "requires_grad", False) for i in self.arrays)
+        self.arrays_of = _picker(given)
+        self.settings_of = _picker([i for i in range(len(values)) if i not in given and i != self.plan])
+        self.settings = self.settings_of(values)
+        self.unusable, self.address = library.unusable, library.address
+        wanting = any(getattr(values[i], "requires_grad", False) for i in given)
+        self.refused: Callable[[], bool] = sys.modules["torch"].is_grad_enabled if wanting else bool
 
 
 class Calls:
@@ -123,6 +151,7 @@ class Calls:
 
     Attributes:
         known: `Prepared` by keys.
+        recents: the last calls of torch's tensors whose keys were known.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -130,63 +159,39 @@ class Calls:
         self._function = function
         self._positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.known: Remembered = Remembered(MOST_KEYS)
-        self._recent: tuple[_Recent, ...] = ()
+        self.recents: list[_Recent] = []
 
     def forget(self) -> None:
-        self._recent = ()
+        self.recents.clear()
         self.known.clear()
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make a call."""
-        values = (*args, *kwargs.values()) if kwargs else args
-        if arrays.CHECK_VALUES:
-            return self._first(args, kwargs, values, None)
-        form, now, types = form_of(args, kwargs), process_settings(), [*map(type, values)]
-        for recent in self._recent:
-            if recent.types == types and recent.form == form and recent.now == now:
-                given = [values[i] for i in recent.arrays]
-                library = recent.library
-                if (
-                    [values[i] for i in recent.settings] == recent.values
-                    and not any(map(library.unusable, given))
-                    and recent.like(*given)
-                    and not (recent.wanting and any(map(library.wants_gradient, given)))
-                ):
-                    addresses = [*map(library.address, given)]
-                    if not reduce(or_, addresses) % ALIGNMENT:
-                        plan = None if recent.plan is None else values[recent.plan]
-                        return recent.prepared.run(given, addresses, plan)
+    def call(
+        self, head: tuple[Any, ...], values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Make a call that is not like the last ones."""
+        key: Key | None
         try:
-            key, given, addresses = key_of(form, now, values)
+            key, given, addresses = key_of(head, values)
             prepared = self.known.get(key)
         except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
-            return self._first(args, kwargs, values, None)
+            key = prepared = None
         if prepared is None:
-            return self._first(args, kwargs, values, key)
-        self._compare_with(form, now, values, given, addresses, prepared)
+            return self._first(key, values, args, kwargs)
+        like = library_of(given[0]).guards(given)  # type: ignore[union-attr]
+        if like is not None and not any(address % ALIGNMENT for address in addresses):
+            self.recents[:] = [_Recent(head, values, like, prepared.run), *self.recents[:1]]
         return prepared.run(given, addresses, _plan_of(values))
 
-    def _first(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Sequence[Any], key: Any) -> Any:
-        """Make a call of a key that is not known, and remember it; None: it has no key."""
+    def _first(self, key: Key | None, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make a call of a key that is not known, and remember it where it has one."""
         if len(args) > len(self._positional) or not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
         names = (*self._positional[: len(args)], *kwargs)
         prepared, given, addresses, for_others = prepare(self._function, names, args, kwargs)
         result = prepared.run(given, addresses, _plan_of(values))
-        if key is not None and for_others and can_be_found(values):
+        if key is not None and for_others and not arrays.CHECK_VALUES and can_be_found(values):
             self.known.put(key, prepared)
         return result
-
-    def _compare_with(
-        self, form: tuple[Any, ...], now: tuple[Any, ...], values: Sequence[Any], given: Sequence[Any],
-        addresses: Sequence[int], prepared: Prepared,
-    ) -> None:  # fmt: skip
-        """Compare the next calls with one whose key was known."""
-        if reduce(or_, addresses) % ALIGNMENT:
-            return
-        like = library_of(given[0]).guards(given)  # type: ignore[union-attr]
-        if like is not None:
-            self._recent = (_Recent(form, now, values, prepared, like), *self._recent[:1])
 
 
 def _plan_of(values: Sequence[Any]) -> Plan | None:

@@ -8,6 +8,7 @@ program comes to: the bytes of parameter structs between the fields that differ 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -101,42 +102,51 @@ def prepare(
     return prepared, given, addresses, for_others
 
 
-class _Apart(NamedTuple):
-    """Two arrays that must not share memory, by their numbers, and where each starts and ends beside its address."""
+class _Other(NamedTuple):
+    """An array that one that is written must not share memory with.
 
-    written: int
+    Attributes:
+        number: of the array.
+        start, end: bytes from its address to its first byte and to that behind its last.
+        alike: the one that is written may be this one, whole, and is where it has its address.
+        check: takes a call's arrays, and looks at every item of both; a ValueError where they overlap.
+    """
+
+    number: int
     start: int
     end: int
-    other: int
-    other_start: int
-    other_end: int
-    may_be: bool  # the first may be the second, whole
-    alike: bool  # and is, where it has its address
-    names: tuple[str, str]
+    alike: bool
+    check: Callable[[Sequence[Any]], None]
 
-    @classmethod
-    def of(cls, written: Array, other: Array) -> _Apart:
-        numbers = [a.ptr.slot.argument for a in (written, other)]  # type: ignore[attr-defined]
+
+def _apart(pairs: Sequence[tuple[Array, Array]]) -> list[tuple[int, int, int, list[_Other]]]:
+    """Of every array that is written its number, start and end as of `_Other`, and the others.
+
+    Args:
+        pairs: arrays that are written, each with another one.
+    """
+    found: dict[int, tuple[int, int, int, list[_Other]]] = {}
+    for written, other in pairs:
+        number, other_number = (a.ptr.slot.argument for a in (written, other))  # type: ignore[attr-defined]
         may_be = written.may_be is other
         alike = may_be and (written.shape, written.strides) == (other.shape, other.strides)
-        ends = written.extent(), other.extent()
-        return cls(numbers[0], *ends[0], numbers[1], *ends[1], may_be, alike, (written.name, other.name))
+        check = partial(_require_apart, number, written.name, other_number, other.name, may_be)
+        _, _, _, others = found.setdefault(number, (number, *written.extent(), []))
+        others.append(_Other(other_number, *other.extent(), alike, check))
+    return list(found.values())
 
-    def check(self, arrays: Sequence[Any]) -> None:
-        """Look at every item.
 
-        Raises:
-            ValueError: an item of one lies in the other.
-        """
-        one, other = self.names
-        require_apart(one, arrays[self.written], other, arrays[self.other], self.may_be)
+def _require_apart(written: int, name: str, other: int, other_name: str, may_be: bool, arrays: Sequence[Any]) -> None:
+    require_apart(name, arrays[written], other_name, arrays[other], may_be)
 
 
 class _Launch(NamedTuple):
     """A launch: `params` is the number of its parameters."""
 
     submit: driver.Submit
-    grid: tuple[int, int, int]
+    x: int
+    y: int
+    z: int
     params: int
     cluster: int
 
@@ -177,15 +187,12 @@ class Prepared:
         self.device: int = place.device
         self._library = place.library
         self._stream = self._library.stream_reader(self.device)
-        self._apart = [_Apart.of(*pair) for pair in place.apart]
+        self._apart = _apart(place.apart)
         self._make = self._library.result_maker([(s.shape, s.dtype) for s in place.results]) if place.results else None
         self._prepare_steps(place, len(arrays))
         numbers = {id(array.obj): i for i, array in reversed([*enumerate(arrays)])}
         numbers |= {id(slot): len(arrays) + i for i, slot in enumerate(place.results)}
-        leaves = result if type(result) is tuple else (result,)
-        # What the call returns: the numbers of arrays and results, or constants.
-        self._leaves = [(numbers.get(id(leaf)), None if id(leaf) in numbers else leaf) for leaf in leaves]
-        self._in_tuple = type(result) is tuple
+        self._result = _result_of(result, numbers)
 
     def _prepare_steps(self, place: CallPlace, arrays: int) -> None:
         """Number the items, and say which of them parameters and steps take."""
@@ -246,7 +253,7 @@ class Prepared:
             neighbours = list(steps)
             made = [
                 _Clear(item(step.pointer), step.nbytes) if isinstance(step, Clear)
-                else _Launch(step.kernel.submitter(device), step.grid, params[id(step.params)], step.cluster)
+                else _Launch(step.kernel.submitter(device), *step.grid, params[id(step.params)], step.cluster)
                 for step in neighbours
             ]  # fmt: skip
             self._steps += [_Together.of(neighbours, made, device)] if together and len(made) > 1 else made
@@ -270,17 +277,14 @@ class Prepared:
         """
         if driver.THREAD.current_device() != self.device:
             with self._library.to_device(self.device):
-                driver.current_device()
-                return self._run(arrays, addresses, plan)
-        return self._run(arrays, addresses, plan)
-
-    def _run(self, arrays: Sequence[Any], addresses: Sequence[int], plan: Any) -> Any:
-        """The same on the current GPU."""
-        for apart in self._apart:
-            written, start, end, other, other_start, other_end, _, alike, _ = apart
-            a, b = addresses[written], addresses[other]
-            if a + start < b + other_end and b + other_start < a + end and not (alike and a == b):
-                apart.check(arrays)
+                return self.run(arrays, addresses, plan)
+        for written, start, end, others in self._apart:
+            start += (at := addresses[written])
+            end += at
+            for other, other_start, other_end, alike, check in others:
+                address = addresses[other]
+                if start < address + other_end and address + other_start < end and not (alike and address == at):
+                    check(arrays)
         items = [*self._constants, *addresses]
         if self._make is not None:
             results, starts = self._make()
@@ -298,14 +302,10 @@ class Prepared:
                     self._launch(items, plan, stream, capturing)
                 finally:
                     block[1].append(block)
-        if self._in_tuple:
-            return tuple([constant if i is None else arrays[i] for i, constant in self._leaves])
-        ((i, constant),) = self._leaves
-        return constant if i is None else arrays[i]
+        return self._result(arrays)
 
     def _launch(self, items: list[Any], plan: Any, stream: int, capturing: bool) -> None:
         """Add what is left to the items, and make the steps."""
-        made: tuple[Any, ...] | None = None
         if self._plans is not None:
             address, filled, made = self._plans.take(plan, self._plan_key, stream, capturing)
             items += address, filled
@@ -316,7 +316,7 @@ class Prepared:
         params = [pack(*pick(items)) for pack, pick in self._packers]
         for step in self._steps:
             if type(step) is _Launch:
-                submit, (x, y, z), number, cluster = step
+                submit, x, y, z, number, cluster = step
                 submit(stream, x, y, z, params[number], cluster)
             elif type(step) is _Clear:
                 driver.clear(items[step.item], step.nbytes, stream)
@@ -324,10 +324,26 @@ class Prepared:
                 graph, grids, launches = step
                 given = tuple([params[launch.params] for launch in launches])
                 if capturing or not graph(stream, grids, given):
-                    for submit, (x, y, z), number, cluster in launches:
+                    for submit, x, y, z, number, cluster in launches:
                         submit(stream, x, y, z, params[number], cluster)
-        if made is not None:
+        if self._plans is not None:
             plan.made = made
+
+
+def _result_of(leaves: Any, numbers: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
+    """Makes what an operation returns of a call's arrays and results.
+
+    Args:
+        leaves: what the body returned.
+        numbers: of arrays and results, by their `id`; all else is a constant.
+    """
+    if type(leaves) is not tuple:
+        number = numbers.get(id(leaves))
+        return (lambda arrays: leaves) if number is None else itemgetter(number)
+    if len(leaves) > 1 and all(id(leaf) in numbers for leaf in leaves):
+        return itemgetter(*(numbers[id(leaf)] for leaf in leaves))
+    known = [(numbers.get(id(leaf)), None if id(leaf) in numbers else leaf) for leaf in leaves]
+    return lambda arrays: tuple([constant if number is None else arrays[number] for number, constant in known])
 
 
 def _no(stream: int) -> bool:
