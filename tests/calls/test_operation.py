@@ -20,8 +20,8 @@ from cupy_mla.arrays import aligned_up
 from cupy_mla.bridges import bind, describe
 from cupy_mla.calls import operation
 from cupy_mla.calls.operation import forget_calls
-from cupy_mla.cuda.attention import fp8_sm90
 from cupy_mla.cuda.attention.call import DECODE
+from cupy_mla.cuda.attention.kernels import fp8_sm90
 from cupy_mla.cuda.structs import ATTENTION, PACK
 from cupy_mla.dtypes import BFLOAT16
 from tests.fake_gpu import FakeGPU, HostCuPy, Submitted

@@ -7,7 +7,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
-from cupy_mla.cuda.attention.fp8_sm90 import CLUSTERS, SEGMENTS
+from cupy_mla.cuda.attention.kernels.fp8_sm90 import CLUSTERS, SEGMENTS
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.dtypes import BFLOAT16
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import bf16_cluster_sm90
 from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
+from cupy_mla.cuda.attention.kernels import bf16_cluster_sm90
 
 from .. import oracle
 from ..cases import check_decode, check_unequal_prefill, off_zero, paged, queries, sinks
@@ -61,10 +61,10 @@ def test_decode(kind, forced, rng, name, fmt):
 
 
 @pytest.mark.parametrize("heads", bf16_cluster_sm90.HEADS)
-def test_heads_of_a_cluster(kind, forced, rng, replace_in_choose, heads):
+def test_heads_of_a_cluster(kind, forced, rng, force, heads):
     """Fewer than a query has, the last of its work items maybe with padding; each CTA has at most a pair of tiles."""
     forced("bf16_cluster_sm90")
-    replace_in_choose("_cluster_heads", lambda *_: heads)
+    force(division=f"clusters(heads={heads})")
     fmt, h_q = BF16[int(rng.integers(2))], int(rng.integers(1, 81))
     main = paged(rng, fmt, 1, 2, int(rng.integers(130, 400)), 64, invalid=rng.choice([0, 0.3]))
     q, splits = queries(rng, 1, 2, h_q, fmt.d_qk), rng.choice([2, 6])

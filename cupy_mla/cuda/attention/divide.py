@@ -50,7 +50,7 @@ class Whole(NamedTuple):
     def num_splits(self) -> int:
         return 1
 
-    def ctas(self, problem: Problem) -> int:
+    def grid(self, problem: Problem) -> int:
         """CTAs that take items in turn."""
         return min(problem.items(self.heads), problem.gpu.sms)
 
@@ -103,7 +103,7 @@ class Shares(NamedTuple):
     Attributes:
         heads: of a work item.
         splits: each item is divided into so many equal shares; 0: shares end anywhere.
-        ctas: shares; 0: one for each SM, fewer where splits would be shorter than `least_split`.
+        ctas: shares at most; 0: one for each SM. There are fewer where splits would be shorter than `least_split`.
         least_split: pairs of tiles that a split has at least; 0: as the kernel has it.
         item_cost: what an item costs beside its pairs, in eighths of a pair; -1: that of the fastest slowest share.
         cut_cost: what a share of unequal lists costs more because items are cut. Where cutting saves less, items stay
@@ -136,7 +136,7 @@ class Shares(NamedTuple):
             parts: of an item, of which a share has `least_split` at least; 0: its pairs of tiles.
         """
         items, least = problem.items(self.heads), self.least_split or least_split
-        ctas = self.ctas or max(1, min(most, items * (parts or problem.pairs) // least))
+        ctas = max(1, min(self.ctas or most, items * (parts or problem.pairs) // least))
         cost = item_cost if self.item_cost < 0 else self.item_cost
         return self._replace(ctas=items * self.splits or ctas, least_split=least, item_cost=cost)
 
@@ -171,13 +171,13 @@ class Segments(NamedTuple):
     def num_splits(self) -> int:
         return self.splits
 
-    def ctas(self, problem: Problem) -> int:
+    def grid(self, problem: Problem) -> int:
         """CTAs that take items in turn."""
         return min(problem.items(self.heads), problem.gpu.sms)
 
     def memory(self, problem: Problem, each: int) -> dict[str, Pointer]:
         """Memory for the partial results of a CTA's splits, of so many bytes each."""
-        return {"cluster_parts": Slot("partial results", shape=(self.ctas(problem) * self.splits * each,)).ptr}
+        return {"cluster_parts": Slot("partial results", shape=(self.grid(problem) * self.splits * each,)).ptr}
 
 
 class Teams(NamedTuple):
@@ -185,11 +185,13 @@ class Teams(NamedTuple):
 
     Attributes:
         heads: of a work item.
-        splits: of a work item; 0: as many as the lengths of its lists ask for, of as many CTAs as there are SMs.
+        splits: of a work item; 0: as many as the lengths of its lists ask for, of `ctas` in all.
+        ctas: 0: as many as there are SMs.
     """
 
     heads: int
     splits: int = 0
+    ctas: int = 0
 
     def __repr__(self) -> str:
         return text_of(self)
@@ -198,12 +200,14 @@ class Teams(NamedTuple):
     def num_splits(self) -> int:
         return self.splits or 1
 
-    def ctas(self, problem: Problem) -> int:
-        return problem.items(self.heads) * self.splits or problem.gpu.sms
+    def grid(self, problem: Problem) -> int:
+        """CTAs, at least one an item."""
+        items = problem.items(self.heads)
+        return items * self.splits or max(self.ctas or problem.gpu.sms, items)
 
     def memory(self, problem: Problem, each: int) -> dict[str, Any]:
         """Memory for partial results of a CTA, of so many bytes each."""
-        return _left(self.ctas(problem), each)
+        return _left(self.grid(problem), each)
 
 
 def _left(ctas: int, each: int) -> dict[str, Any]:

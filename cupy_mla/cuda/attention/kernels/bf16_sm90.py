@@ -72,5 +72,5 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
         first, params = counted(problem, params)
     elif problem.uneven and problem.items(HEADS) > problem.gpu.sms:
         first, params = longest_first(problem, params)
-    launch = Launch(kernel(problem.layout), (division.ctas(problem), 1, 1), params)
+    launch = Launch(kernel(problem.layout), (division.grid(problem), 1, 1), params)
     return [first, launch] if first else [launch]

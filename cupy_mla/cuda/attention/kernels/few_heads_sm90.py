@@ -84,12 +84,13 @@ def candidates(problem: Problem) -> Iterator[Division]:
     if problem.heads > 16:
         yield from splits_of(problem, 16)
     if shared_out(problem) and not problem.splits(INVARIANT_ROWS):
-        yield Shares(block_heads(problem.heads))
+        yield Shares(min(block_heads(problem.heads), max(EVEN_HEADS)))
 
 
 def shared_out(problem: Problem) -> bool:
     """Whether there is a kernel that divides the rows into shares."""
-    return problem.layout == V32_FP8 and problem.heads <= max(EVEN_HEADS)
+    few = problem.heads <= max(EVEN_HEADS) or problem.division
+    return problem.layout == V32_FP8 and bool(few)
 
 
 def splits_of(problem: Problem, heads: int) -> Iterator[Division]:

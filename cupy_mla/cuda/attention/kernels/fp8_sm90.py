@@ -157,7 +157,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
         grid = (problem.items(heads) * division.cluster, 1, 1)
         return [Launch(kernel(problem.layout, heads, CLUSTERS), grid, params, division.cluster)]
     if isinstance(division, Whole):
-        variant, ctas, fields = WHOLE, division.ctas(problem), call.ended()
+        variant, ctas, fields = WHOLE, division.grid(problem), call.ended()
     elif isinstance(division, Shares):
         even = heads == max(HEADS) and not problem.uneven and not division.splits
         most = max(1, min(problem.gpu.sms, problem.items(heads) * problem.pairs // LEAST_SPLIT))
@@ -167,7 +167,7 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
         fields |= {} if division.splits else call.planned(problem, heads, ctas)
     else:
         variant = TEAMS if isinstance(division, Teams) else SEGMENTS
-        ctas, fields = division.ctas(problem), division.memory(problem, each)
+        ctas, fields = division.grid(problem), division.memory(problem, each)
     params = call.params.replaced(num_splits=division.num_splits, **fields)
     return [Launch(kernel(problem.layout, heads, variant), (ctas, 1, 1), params)]
 
