@@ -14,7 +14,8 @@ from .emulator import EmulatedGPU
 
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rng_seed: int) -> Iterator[EmulatedGPU]:
-    """An emulated GPU of six SMs, or as many as the test's parameter says. Calls that were compiled for another GPU are forgotten before and after."""
+    """An emulated GPU of six SMs, or as many as the test's parameter says. Calls that were
+    compiled for another GPU are forgotten before and after."""
     pytest.importorskip("torch")  # whose memory it has
     forget_calls()
     yield EmulatedGPU(monkeypatch, sms=getattr(request, "param", 6), seed=rng_seed)

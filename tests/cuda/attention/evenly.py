@@ -1,4 +1,5 @@
-"""Divisions of the rows of any call evenly over CTAs, so that small calls are divided over many of them, too; and what the tests of kernels that do so share."""
+"""Divisions of the rows of any call evenly over CTAs, so that small calls are divided over many of them, too; and what
+the tests of kernels that do so share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h100's candidates.json."""
 
-# ruff: noqa: E501
 TIMES: dict[str, dict[str, dict[str, float]]] = {
     "bf16_cluster_sm90": {
         "16": {"launch": 5.108, "load": 2.027, "pairs": 3.623, "pairs at load": 0.1294, "shared pairs at load": 0.3663},
