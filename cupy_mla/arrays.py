@@ -153,13 +153,13 @@ class Array:
         Raises:
             TypeError: wrong dtype. ValueError: wrong shape or a last axis with gaps. Both name the argument.
         """
-        if self.dtype != dtype and not (isinstance(dtype, tuple) and self.dtype in dtype):
+        if self.dtype is not dtype and self.dtype != dtype and not (isinstance(dtype, tuple) and self.dtype in dtype):
             wanted = " or ".join(d.name for d in dtype) if isinstance(dtype, tuple) else np.dtype(dtype).name
             raise TypeError(f"{self.name}: expected dtype {wanted}, got {self.dtype.name}")
-        fits = len(shape) == len(self.shape) and all(
-            isinstance(want, str) or got == want or (isinstance(want, tuple) and got in want)
-            for want, got in zip(shape, self.shape, strict=True)
-        )
+        fits = len(shape) == len(self.shape)
+        for want, got in zip(shape, self.shape, strict=False):
+            if want != got and not isinstance(want, str) and not (isinstance(want, tuple) and got in want):
+                fits = False
         if not fits:
             wanted = ", ".join(" or ".join(map(str, w)) if isinstance(w, tuple) else str(w) for w in shape)
             raise ValueError(f"{self.name}: expected shape [{wanted}], got {list(self.shape)}")

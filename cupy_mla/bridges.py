@@ -37,6 +37,7 @@ _NARROW: dict[np.dtype, np.dtype] = {
 
 
 Shape = tuple[int, ...]
+Comparison = Callable[[Sequence[Any]], list[int] | None]  # of `Library.comparison`
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -81,16 +82,13 @@ class Library(ABC):
         """
         raise self._no_gpu()
 
-    def guards(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
-        """Tells whether arrays have the classes and the keys of these, but for gradients that are switched off.
+    def comparison(self, arrays: Sequence[Any], alignment: int) -> Comparison | None:
+        """A function of a call's arrays. It tells their addresses where they have the classes and keys of these arrays
+        and the addresses are multiples of `alignment`, a power of two, and None for others.
 
-        None where that is not faster than to compare keys. Arrays that are `unusable` end the process.
+        None where that is not faster than to compare keys.
         """
         return None
-
-    def unusable(self, obj: Any) -> bool:
-        """Whether an array must not be given to `guards`."""
-        return False
 
     @abstractmethod
     def device_of(self, obj: Any) -> int | None:
@@ -132,8 +130,8 @@ class Library(ABC):
         """Makes arrays on the current GPU: of shape, strides and native dtype, or of shape, native dtype, memory."""
         raise self._no_gpu()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
-        """Makes the results of a call on the current GPU, of these shapes and dtypes; also tells their addresses."""
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], list[Any]]:
+        """Makes the results of a call on the current GPU, of these shapes and dtypes."""
         raise self._no_gpu()
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
@@ -175,8 +173,9 @@ class CuPyLibrary(Library):
     def key(self, obj: Any) -> tuple[Any, ...]:
         return obj.dtype, obj.data.device_id, obj.shape, obj.strides
 
-    def address(self, obj: Any) -> int:
-        return obj.data.ptr
+    @cached_property
+    def address(self) -> Callable[[Any], int]:  # without a frame of Python's
+        return attrgetter("data.ptr")
 
     def device_of(self, obj: Any) -> int | None:
         return obj.data.device_id
@@ -202,7 +201,7 @@ class CuPyLibrary(Library):
     def maker(self) -> Callable[..., Any]:
         return private.cupy_empty()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], list[Any]]:
         """They share one allocation, which takes the host less time than one for each."""
         allocate, make = sys.modules["cupy"].cuda.alloc, self.maker()
         made: list[tuple[Shape, Any, int]] = []
@@ -212,11 +211,9 @@ class CuPyLibrary(Library):
             made.append((shape, self.native_dtype(dtype), start))
             end = start + math.prod(shape) * dtype.itemsize
 
-        def make_results() -> tuple[list[Any], list[int]]:
+        def make_results() -> list[Any]:
             memory = allocate(end)
-            address = memory.ptr
-            arrays = [make(shape, dtype, memory + start) for shape, dtype, start in made]
-            return arrays, [address + start for _, _, start in made]
+            return [make(shape, dtype, memory + start) for shape, dtype, start in made]
 
         return make_results
 
@@ -243,10 +240,6 @@ class TorchLibrary(Library):
     def address(self) -> Callable[[Any], int]:  # without a frame of Python's
         return sys.modules["torch"].Tensor.data_ptr
 
-    @cached_property
-    def unusable(self) -> Callable[[Any], bool]:  # guards ask for strides that it has not
-        return attrgetter("is_nested")
-
     def describe(self, name: str, obj: Any) -> Array:
         torch = sys.modules["torch"]
         try:
@@ -270,8 +263,28 @@ class TorchLibrary(Library):
             ) from None
         return Array(name, obj, _place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
 
-    def guards(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
-        return private.torch_guards(arrays)
+    def comparison(self, arrays: Sequence[Any], alignment: int) -> Comparison | None:
+        alike = private.torch_guards(arrays)
+        if alike is None:
+            return None
+        wanting, wants = any(a.requires_grad for a in arrays), self.wants_gradient
+
+        def addresses_of(tensors: Sequence[Any]) -> list[int] | None:
+            addresses, bits = [], 0
+            for tensor in tensors:
+                if tensor.is_nested:  # guards ask for strides, which it has not, and that ends the process
+                    return None
+                try:
+                    address = tensor.data_ptr()
+                except RuntimeError:  # it has no memory of its own, as under torch.vmap
+                    return None
+                addresses.append(address)
+                bits |= address
+            if bits % alignment or not alike(*tensors) or (wanting and any(map(wants, tensors))):
+                return None
+            return addresses
+
+        return addresses_of
 
     def device_of(self, obj: Any) -> int | None:
         device = obj.device
@@ -303,15 +316,11 @@ class TorchLibrary(Library):
     def maker(self) -> Callable[..., Any]:
         return private.torch_empty()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
-        make, address = self.maker(), self.address
-        made = [(shape, dense_strides(shape), self.native_dtype(dtype)) for shape, dtype in results]
-
-        def make_results() -> tuple[list[Any], list[int]]:
-            tensors = [make(shape, strides, dtype) for shape, strides, dtype in made]
-            return tensors, [*map(address, tensors)]
-
-        return make_results
+    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], list[Any]]:
+        make = self.maker()
+        shapes = [shape for shape, _ in results]
+        strides, dtypes = [*map(dense_strides, shapes)], [self.native_dtype(dtype) for _, dtype in results]
+        return lambda: [*map(make, shapes, strides, dtypes)]
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
         make, uint8 = self.maker(), self.native_dtype(UINT8)

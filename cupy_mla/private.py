@@ -36,6 +36,23 @@ def public_environment_reader(name: str) -> Callable[[], str | None]:
     return partial(os.environ.get, name)
 
 
+def environment_snapshots(*names: str) -> Callable[[], tuple[str | bytes | None, ...]]:
+    """Tells, at any time, what variables of the environment are, encoded or not: to compare with what they were."""
+    try:
+        get, keys = os.environ._data.get, tuple(map(os.environ.encodekey, names))  # type: ignore[attr-defined]
+    except AttributeError:
+        return public_environment_snapshots(*names)
+    if len(keys) != 2:
+        return lambda: tuple(map(get, keys))
+    first, second = keys
+    return lambda: (get(first), get(second))  # half the time
+
+
+def public_environment_snapshots(*names: str) -> Callable[[], tuple[str | None, ...]]:
+    """`environment_snapshots` by public names."""
+    return lambda: tuple(map(os.environ.get, names))
+
+
 def torch_stream_reader(device: int) -> Callable[[], int]:
     """Tells, at any time, the handle of torch's current stream of a GPU."""
     current = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)

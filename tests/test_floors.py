@@ -17,7 +17,7 @@ PACKAGE = Path(cupy_mla.__file__).parent
 
 # What a module may import of the package, by the first part of its name: a module, or a package with all in it.
 # Modules of one package may import each other.
-GROUND = ("_version", "dtypes", "layouts", "config", "sizes", "typing", "private", "arrays", "arguments")
+GROUND = ("_version", "dtypes", "layouts", "config", "typing", "private", "arrays", "arguments")
 ON_BRIDGES = (*GROUND, "bridges", "checks")
 ON_CUDA = (*ON_BRIDGES, "cuda", "calls")
 ON_OPS = (*ON_CUDA, "reference", "ops")

@@ -7,22 +7,27 @@ Two calls with one key make the same launches, whose pointers alone differ. Of a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
 from ..bridges import library_of
-from ..cuda.attention.choose import asked as asked_of_attention
-from ..cuda.logits import asked_kernel as asked_indexer_kernel
+from ..cuda.attention.choose import VARIABLE as ATTENTION_KERNELS
+from ..cuda.attention.choose import forced
+from ..cuda.logits import VARIABLE as INDEXER_KERNELS
 from ..cuda.program import ALIGNMENT, Plan
+from ..private import environment_snapshots
 
 Key = tuple[Any, ...]
 
 
+_kernels: Callable[[], tuple[Any, ...]] = environment_snapshots(ATTENTION_KERNELS, INDEXER_KERNELS)
+
+
 def process_settings() -> tuple[Any, ...]:
-    """What calls depend on beside their arguments: the kernels, and the division of attention,
-    that the process asks for. Read at every call."""
-    return asked_of_attention(), asked_indexer_kernel()
+    """What calls depend on beside their arguments: what is forced, and the kernels that the environment asks for. Read
+    at every call."""
+    return forced.names, _kernels()
 
 
 def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, list[Any], list[int]]:

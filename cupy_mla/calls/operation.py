@@ -8,18 +8,17 @@ time than to read what is in a key. A call that fails is not remembered, so what
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
-from operator import itemgetter
 from typing import Any, TypeVar
 
 from .. import arrays
-from ..bridges import library_of
+from ..bridges import Comparison, library_of
 from ..cuda.program import ALIGNMENT, Plan
 from .graph import launch_graph
 from .key import Key, Remembered, can_be_found, key_of, process_settings
-from .prepared import prepare
+from .prepared import picker, prepare
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
@@ -91,59 +90,39 @@ def operation(function: Operation) -> Operation:
         if traced_by_torch():
             return in_graph(name)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        head = (*process_settings(), arrays.CHECK_VALUES, len(args), *kwargs)
-        if recents:
-            types = [*map(type, values)]
+        now = process_settings()
+        if recents and not arrays.CHECK_VALUES:
+            seen = [*kwargs, *map(type, values)]
             for recent in recents:
-                if recent.head == head and recent.types == types and recent.settings_of(values) == recent.settings:
+                # Lists are compared from the front: values only where all types are the same.
+                if [*seen, *recent.settings_of(values)] == recent.seen and recent.now == now:
                     given = recent.arrays_of(values)
-                    if not any(map(recent.unusable, given)) and recent.like(*given) and not recent.refused():
-                        addresses = [*map(recent.address, given)]
-                        bits = 0
-                        for address in addresses:
-                            bits |= address
-                        if not bits % ALIGNMENT:
-                            plan = None if recent.plan is None else values[recent.plan]
-                            return recent.run(given, addresses, plan)
-        return calls.call(head, values, args, kwargs)
+                    addresses = recent.addresses_of(given)
+                    if addresses is not None:
+                        return recent.run(given, addresses, values)
+        return calls.call((now, len(args), *kwargs), values, args, kwargs)
 
     return call  # type: ignore[return-value]
 
 
-def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    """Picks these of the values, as a tuple, or, of neighbours, as a part of what they are picked from."""
-    if len(numbers) > 1:
-        return itemgetter(*numbers)
-    return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
-
-
 class _Recent:
-    """A call on a GPU, to compare others with: all its arrays are one library's, and start at multiples of `ALIGNMENT`.
+    """A call on a GPU, to compare others with.
 
     Attributes:
-        head: as in a key.
-        types: of the arguments.
-        arrays_of, settings_of: pick from the arguments the arrays, and those that are neither arrays nor plans.
-        settings: what the latter are.
-        unusable, address: of the library.
-        like: tells whether arrays have the same facts.
-        refused: whether tensors want gradients, which is an error.
-        plan: which argument is one.
+        now: of `process_settings`.
+        seen: names of arguments by keyword, the types of all arguments, and the values of those that are settings.
+        arrays_of, settings_of: pick from the arguments the arrays, and what are neither arrays nor plans.
+        addresses_of: of arrays that are like those of the call, None of others (`Library.comparison`).
         run: of what was prepared.
     """
 
-    def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], like: Callable[..., bool], run: Any) -> None:
+    def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], addresses_of: Comparison, run: Any) -> None:
         given = [i for i, value in enumerate(values) if library_of(value) is not None]
-        library: Any = library_of(values[given[0]])
-        self.head, self.like, self.run = head, like, run
-        self.types = [*map(type, values)]
-        self.plan = next((i for i, cls in enumerate(self.types) if cls is Plan), None)
-        self.arrays_of = _picker(given)
-        self.settings_of = _picker([i for i in range(len(values)) if i not in given and i != self.plan])
-        self.settings = self.settings_of(values)
-        self.unusable, self.address = library.unusable, library.address
-        wanting = any(getattr(values[i], "requires_grad", False) for i in given)
-        self.refused: Callable[[], bool] = sys.modules["torch"].is_grad_enabled if wanting else bool
+        self.now, _, *names = head  # that of arguments by place follows from the other numbers
+        self.arrays_of = picker(given)
+        self.settings_of = picker([i for i, v in enumerate(values) if i not in given and type(v) is not Plan])
+        self.seen = [*names, *map(type, values), *self.settings_of(values)]
+        self.addresses_of, self.run = addresses_of, run
 
 
 class Calls:
@@ -169,18 +148,20 @@ class Calls:
         self, head: tuple[Any, ...], values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make a call that is not like the last ones."""
-        key: Key | None
-        try:
-            key, given, addresses = key_of(head, values)
-            prepared = self.known.get(key)
-        except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
-            key = prepared = None
+        key: Key | None = None
+        prepared = None
+        if not arrays.CHECK_VALUES:  # the body does that
+            try:
+                key, given, addresses = key_of(head, values)
+                prepared = self.known.get(key)
+            except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
+                key = None
         if prepared is None:
             return self._first(key, values, args, kwargs)
-        like = library_of(given[0]).guards(given)  # type: ignore[union-attr]
-        if like is not None and not any(address % ALIGNMENT for address in addresses):
-            self.recents[:] = [_Recent(head, values, like, prepared.run), *self.recents[:1]]
-        return prepared.run(given, addresses, _plan_of(values))
+        addresses_of = library_of(given[0]).comparison(given, ALIGNMENT)  # type: ignore[union-attr]
+        if addresses_of is not None and addresses_of(given) is not None:
+            self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[:1]]
+        return prepared.run(given, addresses, values)
 
     def _first(self, key: Key | None, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call of a key that is not known, and remember it where it has one."""
@@ -188,14 +169,10 @@ class Calls:
             return self._function(*args, **kwargs)
         names = (*self._positional[: len(args)], *kwargs)
         prepared, given, addresses, for_others = prepare(self._function, names, args, kwargs)
-        result = prepared.run(given, addresses, _plan_of(values))
-        if key is not None and for_others and not arrays.CHECK_VALUES and can_be_found(values):
+        result = prepared.run(given, addresses, values)
+        if key is not None and for_others and can_be_found(values):
             self.known.put(key, prepared)
         return result
-
-
-def _plan_of(values: Sequence[Any]) -> Plan | None:
-    return next((value for value in values if type(value) is Plan), None)
 
 
 def _on_gpu(value: Any) -> bool:

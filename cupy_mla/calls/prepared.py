@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -18,12 +18,12 @@ import numpy as np
 from ..arrays import Array, aligned_up, arrays_in
 from ..bridges import Place, dense_strides, describe, library_of, must_be_apart, require_apart
 from ..cuda import driver
-from ..cuda.program import Clear, Launch, Nonce, PlanField, Pointer, Program, Slot, Step
+from ..cuda.program import Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Slot, Step
 from .graph import LaunchGraph, launch_graph
 from .plan import PlanMemory
 from .scratch import scratch_memory
 
-OF_A_RUN = frozenset((Pointer, Nonce, PlanField))  # the types of fields that differ from run to run
+OF_A_RUN = frozenset((Pointer, Nonce, Plan, PlanField))  # the types of fields that differ from run to run
 
 
 class CallPlace(Place):
@@ -96,7 +96,7 @@ def prepare(
         if array.place == on_gpu:
             array.place = place
     result = function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    prepared = Prepared(place, arrays, result)
+    prepared = Prepared(place, arrays, values, result)
     given = [array.obj for array in arrays]
     for_others = len({*map(id, given)}) == len(given) and not any(array.read for array in arrays)
     return prepared, given, addresses, for_others
@@ -125,14 +125,19 @@ def _apart(pairs: Sequence[tuple[Array, Array]]) -> list[tuple[int, int, int, li
     Args:
         pairs: arrays that are written, each with another one.
     """
+    if not pairs:
+        return []
     found: dict[int, tuple[int, int, int, list[_Other]]] = {}
+    given = {id(array): array for pair in pairs for array in pair}
+    ends = {key: (array.ptr.slot.argument, *array.extent()) for key, array in given.items()}  # type: ignore[attr-defined]
     for written, other in pairs:
-        number, other_number = (a.ptr.slot.argument for a in (written, other))  # type: ignore[attr-defined]
+        own, others = ends[id(written)], ends[id(other)]
         may_be = written.may_be is other
         alike = may_be and (written.shape, written.strides) == (other.shape, other.strides)
-        check = partial(_require_apart, number, written.name, other_number, other.name, may_be)
-        _, _, _, others = found.setdefault(number, (number, *written.extent(), []))
-        others.append(_Other(other_number, *other.extent(), alike, check))
+        check = partial(_require_apart, own[0], written.name, others[0], other.name, may_be)
+        if own[0] not in found:
+            found[own[0]] = *own, []
+        found[own[0]][3].append(_Other(*others, alike, check))
     return list(found.values())
 
 
@@ -141,14 +146,15 @@ def _require_apart(written: int, name: str, other: int, other_name: str, may_be:
 
 
 class _Launch(NamedTuple):
-    """A launch: `params` is the number of its parameters."""
+    """A launch, whose parameters are packed from those items that are picked."""
 
     submit: driver.Submit
     x: int
     y: int
     z: int
-    params: int
     cluster: int
+    pack: Callable[..., bytes]
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class _Clear(NamedTuple):
@@ -174,100 +180,97 @@ class _Together(NamedTuple):
 class Prepared:
     """A program ready to run. It holds no array of the call that it was made of.
 
-    A run makes a list of *items*: constant bytes of parameters; addresses of the arrays, of results and of scratch
-    memory; what a plan gives; nonces; addresses within that memory. Parameters are packed from these.
+    A run makes a list of *items*: addresses of the arrays, of results and of scratch memory; a plan's address, and
+    whether it is filled; constant bytes of parameters; nonces; addresses within that memory. Parameters are packed from
+    items.
 
     Args:
         place: of a call, after its body ran.
         arrays: of the call; their slots have their numbers here.
+        values: all arguments.
         result: what the body returned: arguments, results, constants, or a tuple of these.
     """
 
-    def __init__(self, place: CallPlace, arrays: Sequence[Array], result: Any) -> None:
+    def __init__(self, place: CallPlace, arrays: Sequence[Array], values: Sequence[Any], result: Any) -> None:
         self.device: int = place.device
         self._library = place.library
         self._stream = self._library.stream_reader(self.device)
         self._apart = _apart(place.apart)
+        self._plan = next((i for i, value in enumerate(values) if type(value) is Plan), -1)
+        self._address = self._library.address
         self._make = self._library.result_maker([(s.shape, s.dtype) for s in place.results]) if place.results else None
         self._prepare_steps(place, len(arrays))
         numbers = {id(array.obj): i for i, array in reversed([*enumerate(arrays)])}
         numbers |= {id(slot): len(arrays) + i for i, slot in enumerate(place.results)}
-        self._result = _result_of(result, numbers)
+        leaves = result if type(result) is tuple else (result,)
+        self._returned = [leaf for leaf in leaves if id(leaf) not in numbers]  # constants
+        picked = [numbers.get(id(leaf), -1) for leaf in leaves]
+        for n, i in enumerate([i for i, number in enumerate(picked) if number < 0]):
+            picked[i] = len(arrays) + len(place.results) + n
+        # Makes what the call returns of its arrays, its results and the constants.
+        self._result = picker(picked) if type(result) is tuple else itemgetter(*picked)
 
     def _prepare_steps(self, place: CallPlace, arrays: int) -> None:
         """Number the items, and say which of them parameters and steps take."""
         program, device = place.program, place.device
         structs = {id(step.params): step.params for step in program if isinstance(step, Launch)}  # launches share them
         split = [packed.of.split(packed.values, OF_A_RUN) for packed in structs.values()]
-        parts = {(k, i): part for k, (_, of_struct) in enumerate(split) for i, part in enumerate(of_struct)}
-        numbers: dict[Any, int] = {}  # of items, in the order in which `_launch` lists them
-
-        def start_of(slot: Slot) -> Any:
-            return id(slot) if slot.argument is None else ("argument", slot.argument)
-
-        def number(*keys: Any) -> None:
-            numbers.update(zip(keys, range(len(numbers), len(numbers) + len(keys)), strict=True))
-
-        self._constants = [part for part in parts.values() if type(part) is bytes]
-        number(*(key for key, part in parts.items() if type(part) is bytes))
-        number(*(("argument", n) for n in range(arrays)), *map(start_of, place.results))
-        pointers = [part for part in parts.values() if type(part) is Pointer]
-        pointers += [step.pointer for step in program if isinstance(step, Clear)]
+        self._constants = [part for _, parts in split for part in parts[::2]]
+        fields = [part for _, parts in split for part in parts[1::2]]
+        results = {id(slot): arrays + i for i, slot in enumerate(place.results)}
+        scratch = arrays + len(results)
+        self._nonces = range(sum(type(field) is Nonce for field in fields))
+        constants = count(scratch + 3)
+        nonces = count(scratch + 3 + len(self._constants))
         within: dict[int, int] = {}  # where a slot starts in the call's scratch memory
+        derived: dict[tuple[int, int], int] = {}  # by the number of a start, and how many bytes from there
+        end = scratch + 3 + len(self._constants) + len(self._nonces)
         self._scratch_bytes = 0
-        for slot in (pointer.slot for pointer in pointers):
-            if start_of(slot) not in numbers and id(slot) not in within:
-                within[id(slot)] = aligned_up(self._scratch_bytes)
-                self._scratch_bytes = within[id(slot)] + slot.nbytes
-        if within:
-            number("scratch")
-        self._plan_key: Any = next((part.key for part in parts.values() if type(part) is PlanField), None)
-        if self._plan_key is not None:
-            number("address", "filled")
-        nonces = [key for key, part in parts.items() if type(part) is Nonce]
-        number(*nonces)
-        self._nonces = range(len(nonces))
-        self._derived: list[tuple[int, int]] = []  # the number of a start, and how many bytes from there
 
         def item(part: Any) -> int:
             """The number of a field that differs from run to run."""
             if type(part) is PlanField:
-                return numbers[part.name]
-            slot, offset = part.slot, part.offset + within.get(id(part.slot), 0)
-            start = numbers["scratch" if id(slot) in within else start_of(slot)]
-            if not offset:
-                return start
-            if (start, offset) not in numbers:
-                self._derived.append((start, offset))
-                number((start, offset))
-            return numbers[start, offset]
+                return scratch + 1 + (part.name == "filled")
+            if type(part) is Nonce:
+                return next(nonces)
+            slot, offset = part.slot, part.offset
+            start = results.get(id(slot), scratch) if slot.argument is None else slot.argument
+            if start == scratch:
+                if id(slot) not in within:
+                    within[id(slot)] = aligned_up(self._scratch_bytes)
+                    self._scratch_bytes = within[id(slot)] + slot.nbytes
+                offset += within[id(slot)]
+            return derived.setdefault((start, offset), end + len(derived)) if offset else start
 
-        # Of every struct of parameters: what packs it, and what picks that from the items.
-        self._packers: list[tuple[Callable[..., bytes], Callable[[Sequence[Any]], Sequence[Any]]]] = []
-        for k, (packer, of_struct) in enumerate(split):
-            picked = [numbers[k, i] if (k, i) in numbers else item(part) for i, part in enumerate(of_struct)]
-            self._packers.append((packer.pack, itemgetter(*picked)))
-        params = {key: k for k, key in enumerate(structs)}
+        packers: dict[int, tuple[Any, Any]] = {}  # of structs: what packs one, and what picks that from the items
+        for key, (packer, parts) in zip(structs, split, strict=True):
+            picked = [item(part) if i % 2 else next(constants) for i, part in enumerate(parts)]
+            packers[key] = (
+                packer.pack,
+                itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(picked[0], picked[0] + 1)),
+            )
         self._steps: list[_Launch | _Clear | _Together] = []
         for together, steps in groupby(program, lambda step: _joins_graphs(step, device)):
             neighbours = list(steps)
             made = [
                 _Clear(item(step.pointer), step.nbytes) if isinstance(step, Clear)
-                else _Launch(step.kernel.submitter(device), *step.grid, params[id(step.params)], step.cluster)
+                else _Launch(step.kernel.submitter(device), *step.grid, step.cluster, *packers[id(step.params)])
                 for step in neighbours
             ]  # fmt: skip
             self._steps += [_Together.of(neighbours, made, device)] if together and len(made) > 1 else made
-        graphs = any(type(step) is _Together for step in self._steps)
-        self._ask = driver.runtime().streamIsCapturing if within or graphs or self._plan_key is not None else _no
+        self._derived = list(derived)
+        self._plan_key: Any = next((field.key for field in fields if type(field) is PlanField), None)
+        self._plans = None if self._plan_key is None else PlanMemory(self._library, device)
         self._scratch = scratch_memory(self._library, device) if within else None
-        self._plans = PlanMemory(self._library, device) if self._plan_key is not None else None
+        graphs = any(type(step) is _Together for step in self._steps)
+        self._ask = driver.runtime().streamIsCapturing if within or graphs or self._plans is not None else _no
 
-    def run(self, arrays: Sequence[Any], addresses: Sequence[int], plan: Any) -> Any:
+    def run(self, arrays: Sequence[Any], addresses: Sequence[int], values: Sequence[Any]) -> Any:
         """Make a call.
 
         Args:
-            arrays, addresses: of the call.
-            plan: the argument that is one.
+            arrays: of the call. addresses: of these.
+            values: all arguments.
 
         Returns:
             what the operation returns.
@@ -277,7 +280,7 @@ class Prepared:
         """
         if driver.THREAD.current_device() != self.device:
             with self._library.to_device(self.device):
-                return self.run(arrays, addresses, plan)
+                return self.run(arrays, addresses, values)
         for written, start, end, others in self._apart:
             start += (at := addresses[written])
             end += at
@@ -285,65 +288,55 @@ class Prepared:
                 address = addresses[other]
                 if start < address + other_end and address + other_start < end and not (alike and address == at):
                     check(arrays)
-        items = [*self._constants, *addresses]
+        items = [*addresses]
+        results: Sequence[Any] = ()
         if self._make is not None:
-            results, starts = self._make()
-            items += starts
-            arrays = [*arrays, *results]
+            results = self._make()
+            items += map(self._address, results)
         if self._steps:
-            stream = self._stream()
-            capturing = self._ask(stream)
-            if self._scratch is None:
-                self._launch(items, plan, stream, capturing)
-            else:
-                block = self._scratch.take(self._scratch_bytes, stream, capturing)
-                items.append(block[0])
-                try:
-                    self._launch(items, plan, stream, capturing)
-                finally:
-                    block[1].append(block)
-        return self._result(arrays)
+            self._launch(items, values)
+        return self._result((*arrays, *results, *self._returned))
 
-    def _launch(self, items: list[Any], plan: Any, stream: int, capturing: bool) -> None:
+    def _launch(self, items: list[Any], values: Sequence[Any]) -> None:
         """Add what is left to the items, and make the steps."""
-        if self._plans is not None:
-            address, filled, made = self._plans.take(plan, self._plan_key, stream, capturing)
-            items += address, filled
-        for _ in self._nonces:
-            items.append(Nonce.next())
-        for start, offset in self._derived:
-            items.append(items[start] + offset)
-        params = [pack(*pick(items)) for pack, pick in self._packers]
-        for step in self._steps:
-            if type(step) is _Launch:
-                submit, x, y, z, number, cluster = step
-                submit(stream, x, y, z, params[number], cluster)
-            elif type(step) is _Clear:
-                driver.clear(items[step.item], step.nbytes, stream)
-            elif type(step) is _Together:
-                graph, grids, launches = step
-                given = tuple([params[launch.params] for launch in launches])
-                if capturing or not graph(stream, grids, given):
-                    for submit, x, y, z, number, cluster in launches:
-                        submit(stream, x, y, z, params[number], cluster)
-        if self._plans is not None:
-            plan.made = made
+        stream = self._stream()
+        capturing = self._ask(stream)
+        block, start, address, filled, made = None, 0, 0, 0, None
+        try:
+            if self._scratch is not None:
+                block = self._scratch.take(self._scratch_bytes, stream, capturing)
+                start = block[0]
+            if self._plans is not None:
+                address, filled, made = self._plans.take(values[self._plan], self._plan_key, stream, capturing)
+            items += start, address, filled, *self._constants
+            for _ in self._nonces:
+                items.append(Nonce.next())
+            for number, offset in self._derived:
+                items.append(items[number] + offset)
+            for step in self._steps:
+                if type(step) is _Launch:
+                    submit, x, y, z, cluster, pack, pick = step
+                    submit(stream, x, y, z, pack(*pick(items)), cluster)
+                elif type(step) is _Clear:
+                    driver.clear(items[step.item], step.nbytes, stream)
+                elif type(step) is _Together:
+                    graph, grids, launches = step
+                    given = tuple([launch.pack(*launch.pick(items)) for launch in launches])
+                    if capturing or not graph(stream, grids, given):
+                        for (submit, x, y, z, cluster, _, _), params in zip(launches, given, strict=True):
+                            submit(stream, x, y, z, params, cluster)
+            if self._plans is not None:
+                values[self._plan].made = made
+        finally:
+            if block is not None:
+                block[1].append(block)
 
 
-def _result_of(leaves: Any, numbers: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
-    """Makes what an operation returns of a call's arrays and results.
-
-    Args:
-        leaves: what the body returned.
-        numbers: of arrays and results, by their `id`; all else is a constant.
-    """
-    if type(leaves) is not tuple:
-        number = numbers.get(id(leaves))
-        return (lambda arrays: leaves) if number is None else itemgetter(number)
-    if len(leaves) > 1 and all(id(leaf) in numbers for leaf in leaves):
-        return itemgetter(*(numbers[id(leaf)] for leaf in leaves))
-    known = [(numbers.get(id(leaf)), None if id(leaf) in numbers else leaf) for leaf in leaves]
-    return lambda arrays: tuple([constant if number is None else arrays[number] for number, constant in known])
+def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Picks the values of these numbers from a tuple or list, as another one."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
 
 
 def _no(stream: int) -> bool:

@@ -1,10 +1,9 @@
 """Programs: what a call does on the GPU, as a plain value. A launcher returns it, `cupy_mla.calls` runs it.
 
 A `Program` is a list of steps: launches of kernels and memory to be cleared. A step names memory by `Pointer`s, each a
-slot and an offset in bytes. A slot is an array argument, a result, or scratch memory of the call. Grids, offsets and
-fields of parameter structs are integers; in a traced call those that follow from the sizes of its arrays are symbolic,
-so that one program serves every size. A field may be a `Nonce`, a number that every run has for itself, or say where a
-`Plan` lies, which several calls share.
+slot and an offset in bytes. A slot is an array argument, a result, or scratch memory of the call. So a program runs
+again with other addresses. A field of a parameter struct may be a `Nonce`, a number that every run has for itself, or
+say where a `Plan` lies, which several calls share.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Slot:
 
     Attributes:
         name: for people.
-        argument: which of the call's arguments it is; None for memory that the call allocates.
+        argument: which of the call's arrays it is; None for memory that the call allocates.
         shape, dtype: of what the call allocates.
     """
 
@@ -68,8 +67,8 @@ class Pointer:
     """A place in a slot's memory: the slot, and how many bytes from its start.
 
     Attributes:
-        address: of the slot's start in the call that is traced, a symbolic integer; None for memory that it allocates,
-            which starts at a multiple of 256 bytes.
+        address: of the slot's start in the call that the program is made for; None for memory that it allocates, which
+            starts at a multiple of 256 bytes.
     """
 
     __slots__ = ("address", "offset", "slot")
@@ -88,7 +87,7 @@ class Pointer:
     __radd__ = __add__
 
     def __mod__(self, nbytes: int) -> int:
-        """The address modulo `nbytes`, a divisor of `ALIGNMENT`: forms know addresses only modulo `ALIGNMENT`."""
+        """The address modulo `nbytes`, a divisor of `ALIGNMENT`: calls of one key agree on no more."""
         if ALIGNMENT % nbytes:
             raise ValueError(f"alignment to {nbytes} bytes: calls that are alike agree on addresses modulo {ALIGNMENT}")
         start = 0 if self.address is None else self.address

@@ -20,6 +20,7 @@ from cupy_mla.arrays import aligned_up
 from cupy_mla.bridges import bind, describe
 from cupy_mla.calls import operation
 from cupy_mla.calls.operation import forget_calls
+from cupy_mla.calls.prepared import Prepared
 from cupy_mla.cuda.attention.call import DECODE
 from cupy_mla.cuda.attention.kernels import fp8_sm90
 from cupy_mla.cuda.structs import ATTENTION, PACK
@@ -203,8 +204,8 @@ def test_sizes_do_not_pile_up(gpu, first):
     pack(most)
     assert len(first) == 1
     gc.collect()
-    kept = [o for o in gc.get_objects() if type(o) is operation.Prepared]
-    assert len(kept) <= most + 2, "calls that were forgotten are held by something"
+    kept = [o for o in gc.get_objects() if type(o) is Prepared]
+    assert len(kept) <= most + 2, "something holds calls that are forgotten"
 
 
 def test_results_of_cupy_share_memory_and_nothing_else_does(gpu, rng):
