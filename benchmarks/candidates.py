@@ -32,32 +32,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cupy_mla.calls.signature import forget_calls
-from cupy_mla.cuda.attention.cost import fp8_item_cost
 from decode_batches import bf16_cache, calls, lengths
 from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, replay_times
 from inputs import normal, random_slots, v4_cache, v32_cache
+from recorded import problem_of
 from rows import decode_sets, local_lists
 
+import cupy_mla
 from cupy_mla import flash_mla
 from cupy_mla.cuda import driver
-from cupy_mla.cuda.attention import (
+from cupy_mla.cuda.attention.choose import choose
+from cupy_mla.cuda.attention.divide import (
+    Clusters,
+    Division,
+    Shares,
+    Teams,
+    Whole,
+    largest_cluster,
+    split_numbers,
+)
+from cupy_mla.cuda.attention.kernels import (
     bf16_cluster_sm90,
     bf16_few_heads_sm90,
     bf16_grouped_sm90,
     bf16_shares_sm90,
     bf16_sm90,
-    choose,
     combine,
     few_heads_sm90,
     fp8_sm90,
     lists,
     portable,
 )
-from cupy_mla.cuda.attention.divide import Clusters, Division, Shares, Teams, Whole
+from cupy_mla.cuda.attention.problem import Problem
 from cupy_mla.cuda.driver import MAX_CLUSTER
 from cupy_mla.cuda.paging import ceil_div
-from cupy_mla.layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
 
 LARGEST = 264  # query tokens of a small call
 TOKENS = 1 << 21  # of a cache
@@ -67,8 +75,6 @@ MOST_SPLITS = 5  # numbers of splits of one kind that are measured for one call
 HEADS = (8, 16, 32, 64, 128)
 OTHER_HEADS = {8: (2, 4, 7), 16: (12, 10), 32: (20, 24), 64: (40, 48), 128: (80, 96, 112)}
 USUAL = 2048  # entries
-LAYOUTS = {"V32": V32_FP8, "V4": V4_FP8, "bf16": BF16_576, "bf16_512": BF16_512}
-TILE = 64  # rows of a tile of the kernels for Hopper
 FOLDED = (math.sqrt(5) - 1) / 2
 
 Row = dict[str, Any]
@@ -130,25 +136,16 @@ def some(rng: random.Random, found: list[Any], most: int = MOST_SPLITS) -> list[
     return found if len(found) <= most else [*rng.sample(found[:-1], most - 1), found[-1]]
 
 
-def split_numbers(tiles: int, most: int) -> list[int]:
-    """Numbers of splits from 2 on, each the least with so few tiles a split."""
-    return [n for n in range(2, min(tiles, most) + 1) if ceil_div(tiles, n) < ceil_div(tiles, n - 1)]
-
-
-def ways(rng: random.Random, gpu: driver.Gpu, facts: choose.Facts, sizes: choose.Sizes) -> Iterator[Way]:
+def ways(rng: random.Random, p: Problem) -> Iterator[Way]:
     """Every plausible way to serve a call on Hopper."""
-    h, queries, rows, _ = sizes
-    quantized, sms = facts.layout.quantized, gpu.sms
-    tiles = max(1, ceil_div(rows, TILE))
-
-    def items(heads: int) -> int:
-        return queries * ceil_div(h, heads)
+    gpu, h, queries, tiles, items = p.gpu, p.heads, p.queries, p.tiles, p.items
+    quantized, sms = p.layout.quantized, gpu.sms
 
     def fits(heads: int, splits: int, at_once: tuple[int, ...]) -> bool:
         cluster = largest_cluster(splits)
         return items(heads) * (splits // cluster) <= at_once[cluster - 1]
 
-    if quantized and (h > 8 or facts.layout.scales_apart):
+    if quantized and (h > 8 or p.layout.scales_apart):
         at_once = gpu.clusters_at_once(fp8_sm90.cluster_kernel())
         for heads in fp8_sm90.HEADS:
             if heads == 64 and h <= 32:
@@ -157,14 +154,14 @@ def ways(rng: random.Random, gpu: driver.Gpu, facts: choose.Facts, sizes: choose
             yield "fp8_sm90", Whole(heads)
             if work * tiles > 8:
                 yield "fp8_sm90", Shares(heads)
-            if facts.uneven:
+            if p.uneven:
                 yield from [("fp8_sm90", Teams(heads))] if work <= sms else []
             else:
                 found = [n for n in split_numbers(tiles, MAX_CLUSTER) if work * n <= sms]
                 yield from (("fp8_sm90", Teams(heads, n)) for n in some(rng, found, 3))
             found = [n for n in split_numbers(tiles, MAX_CLUSTER) if fits(heads, n, at_once)]
             yield from (("fp8_sm90", Clusters(heads, n, n)) for n in some(rng, found))
-    if not facts.layout.scales_apart and (h <= 16 or items(32) <= sms):
+    if not p.layout.scales_apart and (h <= 16 or items(32) <= sms):
         most = few_heads_sm90.block_heads(h)
         at_once = gpu.clusters_at_once(few_heads_sm90.cluster_kernel(most))
         kernels = ["few_heads_sm90"] if quantized else ["few_heads_sm90", "bf16_few_heads_sm90"]
@@ -176,19 +173,18 @@ def ways(rng: random.Random, gpu: driver.Gpu, facts: choose.Facts, sizes: choose
                     if largest_cluster(n) > 1 and fits(heads, n, at_once):
                         yield kernel, Clusters(heads, n, largest_cluster(n))
                     yield from [(kernel, Clusters(heads, n, 1))] if rng.random() < 0.4 else []
-    if h <= 16 and quantized and not facts.layout.scales_apart and queries > 16 and not facts.prefill:
+    if h <= 16 and quantized and not p.layout.scales_apart and queries > 16 and not p.prefill:
         yield "few_heads_sm90", Shares(few_heads_sm90.block_heads(h))
     if not quantized:
         heads = few_heads_sm90.block_heads(h)
         if items(heads) > sms:
             yield "bf16_few_heads_sm90", Whole(heads, 2)
-        yield from flat_ways(rng, gpu, facts, sizes)
+        yield from flat_ways(rng, p)
 
 
-def flat_ways(rng: random.Random, gpu: driver.Gpu, facts: choose.Facts, sizes: choose.Sizes) -> Iterator[Way]:
+def flat_ways(rng: random.Random, p: Problem) -> Iterator[Way]:
     """Those of the kernels for flat bf16 rows."""
-    h, queries, rows, _ = sizes
-    pairs, work = max(1, ceil_div(rows, 2 * TILE)), queries * ceil_div(h, 64)
+    gpu, h, queries, pairs, work = p.gpu, p.heads, p.queries, p.pairs, p.items(64)
     at_once = gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
     for heads in bf16_cluster_sm90.HEADS:
         of = queries * ceil_div(h, heads)
@@ -197,87 +193,25 @@ def flat_ways(rng: random.Random, gpu: driver.Gpu, facts: choose.Facts, sizes: c
             yield from (("bf16_cluster_sm90", Clusters(heads, n, n)) for n in some(rng, found, 4))
     if h > 4:
         yield "bf16_sm90", Whole(64)
-        if facts.prefill and not facts.uneven and work > gpu.sms:
+        if p.prefill and not p.uneven and work > gpu.sms:
             yield "bf16_sm90", Whole(64, counted=True)
         if work * pairs > 8 and work <= 6 * gpu.sms:
             yield "bf16_shares_sm90", Shares(64)
         found = [n for n in split_numbers(pairs, MAX_CLUSTER) if gpu.sms / 2 < work * n <= gpu.sms]
         yield from (("bf16_shares_sm90", Shares(64, splits=n)) for n in some(rng, found, 2))
-    if facts.prefill and h <= bf16_grouped_sm90.MAX_HEADS and queries > gpu.sms:
+    if p.prefill and h <= bf16_grouped_sm90.MAX_HEADS and queries > gpu.sms:
         yield "bf16_grouped_sm90", Whole(64, queries=bf16_grouped_sm90.group_queries(h))
 
 
-def portable_ways(rng: random.Random, gpu: driver.Gpu, kernel: str, sizes: choose.Sizes) -> Iterator[Way]:
-    heads = portable.block_heads(sizes.h_q)
-    steps, work = ceil_div(sizes.rows, portable.STEP_ROWS), sizes.queries * ceil_div(sizes.h_q, heads)
+def portable_ways(rng: random.Random, p: Problem) -> Iterator[Way]:
+    """Those of a shape of the kernel for all GPUs."""
+    heads, gpu, kernel = portable.block_heads(p.heads), p.gpu, p.kernel
+    steps, work = ceil_div(p.rows, portable.STEP_ROWS), p.items(heads)
     yield kernel, Whole(heads)
     found = [n for n in split_numbers(steps, 2 * gpu.sms) if work * n <= 2.1 * gpu.sms]
     yield from ((kernel, Clusters(heads, n, 1)) for n in some(rng, found))
     if work * steps > 8:
         yield kernel, Shares(heads)
-
-
-def largest_cluster(splits: int) -> int:
-    return max(n for n in range(1, MAX_CLUSTER + 1) if splits % n == 0)
-
-
-# --- making the package take a way ----------------------------------------------------------------------------
-
-
-CHOOSE = choose.choose
-
-
-def take(way: Way | None) -> None:
-    """Serve every call so; None: as the package chooses."""
-    if way is None:
-        choose.choose = CHOOSE
-    else:
-        choose.choose = lambda facts, sizes, *_: choice_of(facts, sizes, *way)
-    choose.chooser.cache_clear()
-    forget_calls()
-
-
-def choice_of(facts: choose.Facts, sizes: choose.Sizes, kernel: str, of: Division) -> choose.Choice:
-    """What the launchers take for a kernel and a division."""
-    sms, work = facts.gpu.sms, sizes.queries * ceil_div(sizes.h_q, of.heads)
-    if kernel == "bf16_grouped_sm90":
-        return choose._group(facts, sizes)
-    if isinstance(of, Whole):
-        ordered = facts.uneven and ((kernel == "bf16_sm90" and work > sms) or of.queries > 1)
-        return choose.Choice(
-            kernel, of.heads, ctas=min(work, sms) if kernel == "fp8_sm90" else 0, queries=of.queries,
-            longest_first=ordered, counted=of.counted,
-        )  # fmt: skip
-    if isinstance(of, Clusters):
-        return choose.Choice(kernel, of.heads, of.splits, of.cluster)
-    if isinstance(of, Teams):
-        return choose.Choice(kernel, of.heads, of.splits, ctas=work * of.splits or sms, teams=True)
-    assert isinstance(of, Shares)
-    if of.splits:
-        return choose.Choice(kernel, of.heads, of.splits, ctas=work * of.splits)
-    pairs = max(1, ceil_div(sizes.rows, 2 * TILE))
-    least = {"fp8_sm90": choose.FP8_LEAST_SPLIT, "few_heads_sm90": choose.FEW_SHARE_LEAST_SPLIT}.get(kernel, 1)
-    most, parts, cost = sms, work * pairs // least, choose.ITEM_COST
-    if kernel.startswith("portable"):
-        parts, least = work * ceil_div(sizes.rows, portable.STEP_ROWS), portable.LEAST_SPLIT
-    ctas = max(1, min(most, parts))
-    if kernel == "fp8_sm90" and of.heads == 64 and not facts.uneven:
-        cost = fp8_item_cost(work, ceil_div(ceil_div(sizes.rows, TILE), 2), ctas)
-    return choose.Choice(kernel, of.heads, choose.EVENLY, ctas=ctas, least_split=least, item_cost=cost)
-
-
-def way_of(choice: choose.Choice) -> Way:
-    """The kernel and division of a choice."""
-    kernel, heads, splits = choice.kernel, choice.heads, choice.splits
-    if choice.teams:
-        return kernel, Teams(heads, splits)
-    if splits == choose.EVENLY:
-        return kernel, Shares(heads)
-    if splits == 1:
-        return kernel, Whole(heads, choice.queries, choice.counted)
-    if kernel in ("fp8_sm90", "bf16_shares_sm90") and choice.cluster == 1:
-        return kernel, Shares(heads, splits)
-    return kernel, Clusters(heads, splits, choice.cluster)
 
 
 # --- measuring ------------------------------------------------------------------------------------------------
@@ -332,31 +266,18 @@ def prefill_calls(row: Row) -> Callable[[], list[Call]]:
     ]
 
 
-def facts_and_sizes(gpu: driver.Gpu, row: Row) -> tuple[choose.Facts, choose.Sizes]:
-    if "prefill" in row["kind"]:
-        layout = BF16_576 if row["d_qk"] == 576 else BF16_512
-        facts = choose.Facts(gpu, layout, prefill=True, uneven=row["lists"] == "lengths")
-        return facts, choose.Sizes(row["h"], row["s_q"], row["topk"])
-    layout = LAYOUTS[row["kind"].split()[0]]
-    facts = choose.Facts(gpu, layout, prefill=False, flat=row["extra_topk"] == 0, uneven=bool(row["lengths"]))
-    return facts, choose.Sizes(row["h"], row["b"] * row["s_q"], row["topk"] + row["extra_topk"])
-
-
 def measure(rng: random.Random, gpu: driver.Gpu, row: Row) -> Row:
     """The row with the times of its candidates."""
-    facts, sizes = facts_and_sizes(gpu, row)
-    chosen = way_of(CHOOSE(facts, sizes, row.get("kernel")))
-    if "kernel" in row:
-        found = list(portable_ways(rng, gpu, row["kernel"], sizes))
-    else:
-        found = list(ways(rng, gpu, facts, sizes))
+    problem = problem_of(gpu, row)._replace(kernel=row.get("kernel", ""))
+    chosen = choose(problem)[:2]
+    found = list((portable_ways if problem.kernel else ways)(rng, problem))
     found = list(dict.fromkeys([chosen, *found]))
     rng.shuffle(found)
     make = (prefill_calls if "prefill" in row["kind"] else decode_calls)(row)
     graphs = []
-    for way in found:
-        take(way)
-        graphs.append(graph_of(make()))
+    for kernel, division in found:
+        with cupy_mla.forced(kernel, division):
+            graphs.append(graph_of(make()))
     times = replay_times(graphs, REPEATS)
     us = {f"{kernel} {of}": round(t / SETS, 2) for (kernel, of), t in zip(found, times, strict=True)}
     return {**row, "chosen": f"{chosen[0]} {chosen[1]}", "us": us}

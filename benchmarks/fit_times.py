@@ -8,8 +8,7 @@ squares of relative errors, candidates near the fastest of their call counting m
 what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice is still slower by
 more than `EXCEPTION`, a row says how much less time the fastest takes for that call.
 
-A GPU without such a record has the times of one that has, `LIKE`, which its other records scale: for each kernel
-those of memory at load and those of all else.
+A GPU without such a record has the times of one that has, `LIKE`, which its other records scale.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ EXCEPTION = 0.04  # slower than the fastest, from which on a call is an exceptio
 NEAR = 3  # the power of (fastest / candidate) that a candidate's error counts with
 STEPS, RATE = 2500, 0.01  # of the descent, on logarithms
 SOFTNESS = 0.02  # relative difference of times at which the faster candidate is taken as often as not
-HONESTY = 0.02  # weight of the times' own errors in the descent
+HONESTY = 0.1  # weight of the times' own errors in the descent
 MOST_COUNTED = 1.0  # of a slower choice: where one is twice as slow, it does not matter how much more
 
 Fitted = dict[str, dict[str, dict[str, float]]]
@@ -163,28 +162,31 @@ def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
 
 
 def scaled(fitted: Fitted, name: str) -> Fitted:
-    """Times of one GPU, scaled to the records of another."""
+    """Times of one GPU, those of decode scaled to the records of another: for each kernel the times at load, which are
+    those of memory, and all others. Rows of prefills come from L2, and cards of one kind do not differ there."""
     shares: dict[str, list[tuple[float, float, float]]] = {}
     for problem, kernel, division, us in other_records(name):
-        kind, amounts = KERNELS[kernel].work(problem, division)
-        each = {n: amount * fitted[kernel][kind].get(n, 0.0) for n, amount in amounts.items()}
-        load = sum(value for n, value in each.items() if "load" in n or "mean" in n)
-        shares.setdefault(kernel, []).append((load, sum(each.values()) - load, us))
+        if not problem.prefill:
+            kind, amounts = KERNELS[kernel].work(problem, division)
+            each = {n: amount * fitted[kernel][kind].get(n, 0.0) for n, amount in amounts.items()}
+            load = sum(value for n, value in each.items() if at_load(n))
+            shares.setdefault(kernel, []).append((load, sum(each.values()) - load, us))
     scales: dict[str, Any] = {}
     for kernel, found in shares.items():
         a = np.array(found)
-        scales[kernel] = least_squares(a[:, :2] / a[:, 2:], np.ones(len(a)))
-        print(f"{name} {kernel}: memory at load {scales[kernel][0]:.2f}, all else {scales[kernel][1]:.2f} of {LIKE}")
-    return {
-        kernel: {
-            kind: {
-                n: float(f"{value * scales.get(kernel, (1, 1))[0 if 'load' in n or 'mean' in n else 1]:.4g}")
-                for n, value in each.items()
-            }
-            for kind, each in kinds.items()
-        }
-        for kernel, kinds in fitted.items()
-    }  # fmt: skip
+        scales[kernel] = load, other = least_squares(a[:, :2] / a[:, 2:], np.ones(len(a)))
+        print(f"{name} {kernel}, {len(a)} rows: at load {load:.2f}, all else {other:.2f} of {LIKE}")
+
+    def times(kernel: str, kind: str, each: dict[str, float]) -> dict[str, float]:
+        load, other = (1.0, 1.0) if "prefill" in kind else scales.get(kernel, (1.0, 1.0))
+        return {n: float(f"{value * (load if at_load(n) else other):.4g}") for n, value in each.items()}
+
+    return {k: {kind: times(k, kind, each) for kind, each in kinds.items()} for k, kinds in fitted.items()}
+
+
+def at_load(name: str) -> bool:
+    """Whether an amount of work takes what memory makes of it."""
+    return "load" in name or "mean" in name
 
 
 def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +91,8 @@ OTHERS = ("decode_batches", "small_prefill", "sparse_decode", "sparse_prefill", 
 
 def other_records(name: str) -> Iterator[tuple[Problem, str, Division, float]]:
     """Calls of a GPU's other records, each with the one kernel and division that was measured, in microseconds."""
-    gpu = gpu_of(json.loads((FOLDERS["h100"] / "candidates.json").read_text()))  # as many SMs and clusters
+    # Both cards have as many SMs, and run as many clusters.
+    gpu = replace(gpu_of(json.loads((FOLDERS["h100"] / "candidates.json").read_text())), name=name.upper())
     for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
             if "valid" not in row:  # short lists: nobody knows before

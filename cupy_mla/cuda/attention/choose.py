@@ -150,7 +150,7 @@ class forced:
     def __init__(self, kernel: str | None = None, division: Division | str | None = None) -> None:
         if kernel and kernel not in NAMES:
             raise ValueError(f"kernel must be one of {', '.join(NAMES)}, got {kernel!r}")
-        text = division if isinstance(division, str) else text_of(division) if division is not None else ""
+        text = division if isinstance(division, str) else "" if division is None else text_of(division, whole=True)
         if text:
             parse(text)
         self._before = forced.names

@@ -237,9 +237,9 @@ def largest_cluster(splits: int) -> int:
     return next(n for n in range(min(splits, MAX_CLUSTER), 0, -1) if splits % n == 0)
 
 
-def text_of(division: Any) -> str:
-    """A division as text."""
-    defaults = division._field_defaults
+def text_of(division: Any, whole: bool = False) -> str:
+    """A division as text; `whole`: with all its fields."""
+    defaults = {} if whole else division._field_defaults
     given = (f"{name}={value}" for name, value in division._asdict().items() if value != defaults.get(name))
     return f"{type(division).__name__.lower()}({', '.join(given)})"
 

@@ -79,7 +79,7 @@ def work(problem: Problem, division: Any) -> Work:
     if isinstance(division, Whole) and division.queries == 2:
         twos = -(-problem.items(division.heads) // 2)
         return f"two queries {division.heads}{kind}", whole(problem, twos, problem.pairs)
-    return f"{division.heads}{kind}", of_splits(problem, division, CONSUMERS)
+    return f"{type(division).__name__.lower()} {division.heads}{kind}", of_splits(problem, division, CONSUMERS)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -126,9 +126,8 @@ def work(problem: Problem, division: Any) -> Work:
     if isinstance(division, Shares):
         key = f"{problem.layout.name} shares {heads}{' uneven' if problem.uneven else ''}"
         return key, shares(problem, problem.items(heads))
-    return f"{problem.layout.name} {heads}{' prefill' if problem.prefill else ''}", of_splits(
-        problem, division, CONSUMERS[heads]
-    )
+    kind = f"{problem.layout.name} {type(division).__name__.lower()} {heads}{' prefill' if problem.prefill else ''}"
+    return kind, of_splits(problem, division, CONSUMERS[heads])
 
 
 def of_splits(problem: Problem, division: Any, consumers: int) -> dict[str, float]:
@@ -141,13 +140,14 @@ def of_splits(problem: Problem, division: Any, consumers: int) -> dict[str, floa
     clusters = problem.items(division.heads) * partials
     at_once = problem.gpu.clusters_at_once(cluster_kernel(division.heads))[cluster - 1]
     turns = rounds_of(clusters, at_once)
-    load = turns - 1 + min(1.0, clusters * cluster / problem.gpu.sms - turns + 1) ** 2 if turns > 1 else min(
-        1.0, clusters * cluster / problem.gpu.sms
-    )  # fmt: skip
+    last = min(1.0, max(0.0, clusters * cluster / problem.gpu.sms - turns + 1))  # how full the last round is
+    mean, load = turns - 1 + last, turns - 1 + last**2
+    shared = problem.heads > division.heads  # several CTAs read the same rows
     return {
-        "launch": 1, "items": turns, "tiles": turns * each, "rounds": turns * -(-each // consumers), "load": load,
-        "tiles at load": load * each, "merges": turns * (cluster > 1), "combine": partials > 1,
-        "results": problem.queries * problem.heads * partials / 1000 if partials > 1 else 0,
+        "launch": 1, "items": turns, "tiles": turns * each, "rounds": turns * -(-each // consumers), "mean": mean,
+        "shared mean tiles" if shared else "mean tiles": mean * each, "load": load,
+        "shared tiles at load" if shared else "tiles at load": load * each, "merges": turns * (cluster > 1),
+        "combine": partials > 1, "results": problem.queries * problem.heads * partials / 1000 if partials > 1 else 0,
     }  # fmt: skip
 
 
