@@ -24,8 +24,13 @@ MEAN, WORST = 0.01, 0.06
 WORST_UNKNOWN = 0.10
 
 
-def slower(row: Measured) -> float:
-    """How much slower the candidate that is chosen among the measured ones is than the fastest."""
+# What all candidates of a call take, beside what they should: something else kept the GPU busy then.
+DISTURBED, MOST_DISTURBED = 1.4, 0.02
+
+
+def replayed(row: Measured) -> tuple[float, float]:
+    """How much slower the candidate that is chosen among the measured ones is than the fastest, and how the measured
+    times of all compare with the expected ones."""
     problem = row.problem._replace(kernel=row.kernel)
     times = {}
     for kernel, division in row.us:
@@ -39,7 +44,7 @@ def slower(row: Measured) -> float:
         for division in kernel.candidates(problem)
     }
     chosen = min((way for way in times if way in offered), key=lambda way: times[way])
-    return row.us[chosen] / min(row.us.values()) - 1
+    return row.us[chosen] / min(row.us.values()) - 1, median(us / times[way] for way, us in row.us.items())
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -47,11 +52,17 @@ def test_the_chosen_candidate_is_hardly_slower_than_the_fastest(name):
     rows = list(candidates(name))
     if not rows:
         pytest.skip(f"no candidates were measured on an {name}")
-    found = [(slower(row), row) for row in rows]
+    found = [(*replayed(row), row) for row in rows]
     assert len(rows) > 2000
-    assert mean(by for by, _ in found) < MEAN
-    worst = [(by, row) for by, row in found if by > (WORST_UNKNOWN if row.kind == "large prefill" else WORST)]
-    assert not worst, f"{len(worst)} calls, {max(worst, key=lambda x: x[0])}"
+    assert mean(by for by, _, _ in found) < MEAN
+    worst = [
+        (by, row.problem)
+        for by, slowed, row in found
+        if by > (WORST_UNKNOWN if row.kind == "large prefill" else WORST) and slowed < DISTURBED
+    ]
+    assert not worst, f"{len(worst)} calls, {max(worst)}"
+    known = [slowed for _, slowed, row in found if not row.problem.prefill and not row.kernel]
+    assert sum(slowed >= DISTURBED for slowed in known) < MOST_DISTURBED * len(known)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

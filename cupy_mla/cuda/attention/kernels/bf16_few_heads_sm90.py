@@ -58,6 +58,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
     if not problem.asks and problem.flat and not problem.num_splits and problem.heads > 16:
         if not many:
             yield Whole(heads)
+            yield Whole(16)
     else:
         yield from splits_of(problem, heads)
         if problem.heads > 16 and not many:

@@ -101,11 +101,11 @@ def splits_of(problem: Problem, heads: int) -> Iterator[Division]:
     if asked == 1 and not problem.division:
         return
     at_once = problem.gpu.clusters_at_once(cluster_kernel(heads))
-    found = [*split_numbers(problem.tiles, max(2, sms // max(1, items)))]  # two in more than one round, too
+    found = [*split_numbers(problem.tiles, max(3, sms // max(1, items)))]  # two and three in several rounds, too
     numbers = [asked] if asked > 1 else found[-3:] or [2][: bool(problem.division)]
     for n in numbers:
         cluster = largest_cluster(n)
-        if n == numbers[-1]:
+        if n in numbers[-2:]:
             yield Clusters(heads, n, 1)
         if cluster > 1 and (asked or problem.division or items * n // cluster <= at_once[cluster - 1]):
             yield Clusters(heads, n, cluster)
