@@ -18,15 +18,15 @@ from typing import Any
 import cupy
 import ml_dtypes
 import numpy as np
-from cupy_mla.cuda.attention.cost import TEAM, Division
 
 import cupy_mla
 from cupy_mla import layouts
 from cupy_mla.calls import scratch
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
-from cupy_mla.cuda.attention import choose, portable
-from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE
+from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
+from cupy_mla.cuda.attention.kernels import portable
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
@@ -108,7 +108,6 @@ def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
     def put(those: dict[str, Any]) -> None:
         for name, value in those.items():
             setattr(module, name, value)
-        choose.chooser.cache_clear()
         forget_calls()
 
     put(values)
@@ -144,7 +143,7 @@ def counted_case(rng: np.random.Generator) -> None:
     indices[7] = -1
     expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04)
     os.environ[VARIABLE] = "bf16_sm90"
-    with replaced(choose, COUNTED_WAVES=0):
+    with cupy_mla.forced(division="whole(counted=1)"):
         result = cupy_mla.sparse_prefill(*on_gpu(q, kv, indices), 0.04)
     compare_attention("counted prefill", result, expected)
 
@@ -176,7 +175,7 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
 
 def cluster_case(rng: np.random.Generator, layout: layouts.Layout, heads: int) -> None:
     """`bf16_cluster_sm90`, so many heads a work item."""
-    with replaced(choose, _cluster_heads=lambda *_: heads):
+    with cupy_mla.forced(division=f"clusters(heads={heads})"):
         decode_case(rng, layout, 70, "bf16_cluster_sm90")
 
 
@@ -199,7 +198,7 @@ def shares_case(rng: np.random.Generator, h: int) -> None:
     decode, length, expected = short_lists(rng, layouts.V32_FP8, h)
     os.environ[VARIABLE] = "few_heads_sm90"
     for name, more in (("alike", {}), ("by length", {"topk_length": length})):
-        with replaced(choose, FEW_SHARE_WAVES=((0, 1),), FEW_SHARE_WAVES_UNEVEN=((0, 1),)):
+        with cupy_mla.forced(division="shares"):
             result = cupy_mla.sparse_decode(*decode, **more)
         compare_attention(f"shares of few heads h {h} {name}", result, expected)
 
@@ -220,18 +219,14 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
     alike = partial(cupy_mla.sparse_decode, *decode)
 
     for name, division, call, times in (
-        ("whole", Division(heads, 1, 1), alike, 1),
-        ("clusters", Division(heads, 3, 3), alike, 1),
-        ("shares", Division(heads, EVENLY, 1), planned, 3),
-        ("teams", Division(heads, 2, TEAM), alike, 1),
-        ("teams by length", Division(heads, EVENLY, TEAM), partial(alike, topk_length=length), 1),
-        ("segments", Division(heads, 3, 3), partial(alike, num_splits=3), 1),
+        ("whole", Whole(heads), alike, 1),
+        ("clusters", Clusters(heads, 3, 3), alike, 1),
+        ("shares", Shares(heads), planned, 3),
+        ("teams", Teams(heads, 2), alike, 1),
+        ("teams by length", Teams(heads), partial(alike, topk_length=length), 1),
+        ("segments", Segments(heads, 3), alike, 1),
     ):
-        with replaced(
-            choose,
-            _fp8_division=lambda *sizes, of=division: of,
-            fp8_in_turn=lambda *sizes, of=name: of == "segments",
-        ):
+        with cupy_mla.forced(division=division):
             results = [call() for _ in range(times)]
         for number, result in enumerate(results):
             compare_attention(f"divided {layout.name} h {h} {name} {number}", result, expected)

@@ -1,6 +1,5 @@
 """What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from h100's candidates.json."""
 
-# ruff: noqa: E501
 TIMES: dict[str, dict[str, dict[str, float]]] = {
     "bf16_cluster_sm90": {
         "16": {"launch": 5.458, "load": 1.761, "pairs": 3.349, "pairs at load": 1.821, "shared pairs at load": 0.8767},
