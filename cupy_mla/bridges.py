@@ -509,6 +509,8 @@ class Place(_Place):
         Raises:
             TypeError: another library's array. ValueError: another device. Both name the argument.
         """
+        if array.place is self:
+            return array
         if array.kind != self.kind:
             raise TypeError(f"{array.name}: expected a {self.kind} array as the others are, got a {array.kind} one")
         if array.device != self.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from ..bridges import library_of
@@ -79,7 +79,7 @@ class Remembered:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._lock = Lock()
+        self._lock = RLock()
         self._values: OrderedDict[Any, Any] = OrderedDict()
 
     def __len__(self) -> int:

@@ -94,8 +94,7 @@ def operation(function: Operation) -> Operation:
         if recents and not arrays.CHECK_VALUES:
             seen = [*kwargs, *map(type, values)]
             for recent in recents:
-                # Lists are compared from the front: values only where all types are the same.
-                if [*seen, *recent.settings_of(values)] == recent.seen and recent.now == now:
+                if recent.seen == seen and recent.settings_of(values) == recent.settings and recent.now == now:
                     given = recent.arrays_of(values)
                     addresses = recent.addresses_of(given)
                     if addresses is not None:
@@ -110,7 +109,8 @@ class _Recent:
 
     Attributes:
         now: of `process_settings`.
-        seen: names of arguments by keyword, the types of all arguments, and the values of those that are settings.
+        seen: names of arguments by keyword, and the types of all arguments.
+        settings: the values of those that are neither arrays nor plans.
         arrays_of, settings_of: pick from the arguments the arrays, and what are neither arrays nor plans.
         addresses_of: of arrays that are like those of the call, None of others (`Library.comparison`).
         run: of what was prepared.
@@ -121,7 +121,8 @@ class _Recent:
         self.now, _, *names = head  # that of arguments by place follows from the other numbers
         self.arrays_of = picker(given)
         self.settings_of = picker([i for i, v in enumerate(values) if i not in given and type(v) is not Plan])
-        self.seen = [*names, *map(type, values), *self.settings_of(values)]
+        self.seen = [*names, *map(type, values)]
+        self.settings = self.settings_of(values)
         self.addresses_of, self.run = addresses_of, run
 
 

@@ -8,7 +8,6 @@ program comes to: the bytes of parameter structs between the fields that differ 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import count, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -60,10 +59,14 @@ class CallPlace(Place):
         Raises:
             RuntimeError: a tensor wants a gradient, which no launcher can give.
         """
-        given = [a for a in arrays_in(arguments) if type(a.obj) is not Slot]
+        given, wants_gradient = (
+            [a for a in arrays_in(arguments) if type(a.obj) is not Slot],
+            self.library.wants_gradient,
+        )
         for a in given:
-            a.require_no_gradient()
-        self.apart = list(must_be_apart(given))
+            if wants_gradient(a.obj):
+                a.require_no_gradient()
+        self.apart = list(must_be_apart(given)) if any([a.written for a in given]) else []
         self.program = launcher(driver.gpu(self.device), *arguments)
 
 
@@ -102,47 +105,28 @@ def prepare(
     return prepared, given, addresses, for_others
 
 
-class _Other(NamedTuple):
-    """An array that one that is written must not share memory with.
-
-    Attributes:
-        number: of the array.
-        start, end: bytes from its address to its first byte and to that behind its last.
-        alike: the one that is written may be this one, whole, and is where it has its address.
-        check: takes a call's arrays, and looks at every item of both; a ValueError where they overlap.
-    """
-
-    number: int
-    start: int
-    end: int
-    alike: bool
-    check: Callable[[Sequence[Any]], None]
+# An array that one that is written must not share memory with: its number; bytes from its address to its first byte and
+# to that behind its last; whether the one that is written is this one, whole, where it has its address, as it may be;
+# whether it may be this one; both names.
+_Other = tuple[int, int, int, bool, bool, tuple[str, str]]
 
 
 def _apart(pairs: Sequence[tuple[Array, Array]]) -> list[tuple[int, int, int, list[_Other]]]:
-    """Of every array that is written its number, start and end as of `_Other`, and the others.
+    """Of every array that is written its number, its first byte and that behind its last, and the others.
 
     Args:
         pairs: arrays that are written, each with another one.
     """
-    if not pairs:
-        return []
     found: dict[int, tuple[int, int, int, list[_Other]]] = {}
-    given = {id(array): array for pair in pairs for array in pair}
-    ends = {key: (array.ptr.slot.argument, *array.extent()) for key, array in given.items()}  # type: ignore[attr-defined]
     for written, other in pairs:
-        own, others = ends[id(written)], ends[id(other)]
+        number: int = written.ptr.slot.argument  # type: ignore[attr-defined]
+        if number not in found:
+            found[number] = number, *written.extent(), []
         may_be = written.may_be is other
         alike = may_be and (written.shape, written.strides) == (other.shape, other.strides)
-        check = partial(_require_apart, own[0], written.name, others[0], other.name, may_be)
-        if own[0] not in found:
-            found[own[0]] = *own, []
-        found[own[0]][3].append(_Other(*others, alike, check))
+        names, other_number = (written.name, other.name), other.ptr.slot.argument  # type: ignore[attr-defined]
+        found[number][3].append((other_number, *other.extent(), alike, may_be, names))
     return list(found.values())
-
-
-def _require_apart(written: int, name: str, other: int, other_name: str, may_be: bool, arrays: Sequence[Any]) -> None:
-    require_apart(name, arrays[written], other_name, arrays[other], may_be)
 
 
 class _Launch(NamedTuple):
@@ -171,10 +155,19 @@ class _Together(NamedTuple):
     grids: tuple[tuple[int, int, int], ...]
     launches: list[Any]
 
-    @classmethod
-    def of(cls, steps: Sequence[Any], launches: list[Any], device: int) -> _Together:
-        graph = launch_graph(tuple(step.kernel for step in steps), device)
-        return cls(graph, tuple(step.grid for step in steps), launches)
+
+def _joined(program: Program, made: Sequence[Any], device: int) -> list[Any]:
+    """A program's steps, where neighbours that may stand in a CUDA graph are one."""
+    joined: list[Any] = []
+    for joins, steps in groupby(zip(program, made, strict=True), lambda pair: _joins_graphs(pair[0], device)):
+        neighbours: list[Any] = list(steps)
+        launches = [launch for _, launch in neighbours]
+        if joins and len(launches) > 1:
+            graph = launch_graph(tuple(step.kernel for step, _ in neighbours), device)
+            joined.append(_Together(graph, tuple(step.grid for step, _ in neighbours), launches))
+        else:
+            joined += launches
+    return joined
 
 
 class Prepared:
@@ -245,19 +238,13 @@ class Prepared:
         packers: dict[int, tuple[Any, Any]] = {}  # of structs: what packs one, and what picks that from the items
         for key, (packer, parts) in zip(structs, split, strict=True):
             picked = [item(part) if i % 2 else next(constants) for i, part in enumerate(parts)]
-            packers[key] = (
-                packer.pack,
-                itemgetter(*picked) if len(picked) > 1 else itemgetter(slice(picked[0], picked[0] + 1)),
-            )
-        self._steps: list[_Launch | _Clear | _Together] = []
-        for together, steps in groupby(program, lambda step: _joins_graphs(step, device)):
-            neighbours = list(steps)
-            made = [
-                _Clear(item(step.pointer), step.nbytes) if isinstance(step, Clear)
-                else _Launch(step.kernel.submitter(device), *step.grid, step.cluster, *packers[id(step.params)])
-                for step in neighbours
-            ]  # fmt: skip
-            self._steps += [_Together.of(neighbours, made, device)] if together and len(made) > 1 else made
+            packers[key] = packer.pack, picker(picked)
+        made: list[Any] = [
+            _Clear(item(step.pointer), step.nbytes) if isinstance(step, Clear)
+            else _Launch(step.kernel.submitter(device), *step.grid, step.cluster, *packers[id(step.params)])
+            for step in program
+        ]  # fmt: skip
+        self._steps: list[Any] = made if len(made) < 2 else _joined(program, made, device)
         self._derived = list(derived)
         self._plan_key: Any = next((field.key for field in fields if type(field) is PlanField), None)
         self._plans = None if self._plan_key is None else PlanMemory(self._library, device)
@@ -284,10 +271,10 @@ class Prepared:
         for written, start, end, others in self._apart:
             start += (at := addresses[written])
             end += at
-            for other, other_start, other_end, alike, check in others:
+            for other, other_start, other_end, alike, may_be, names in others:
                 address = addresses[other]
                 if start < address + other_end and address + other_start < end and not (alike and address == at):
-                    check(arrays)
+                    require_apart(names[0], arrays[written], names[1], arrays[other], may_be)
         items = [*addresses]
         results: Sequence[Any] = ()
         if self._make is not None:

@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ import pytest
 import cupy_mla
 from cupy_mla import flash_mla, layouts, private
 from cupy_mla.arrays import aligned_up
-from cupy_mla.bridges import bind, describe
+from cupy_mla.bridges import TorchLibrary, bind, describe
 from cupy_mla.calls import operation
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.calls.prepared import Prepared
+from cupy_mla.cuda import driver
 from cupy_mla.cuda.attention.call import DECODE
 from cupy_mla.cuda.attention.kernels import fp8_sm90
 from cupy_mla.cuda.structs import ATTENTION, PACK
@@ -445,6 +447,95 @@ def test_another_rank_is_another_call(gpu, rng, kind):
     for name, rank in (("kv_c", 2), ("slot_mapping", 1)):
         with pytest.raises(ValueError, match=rf"^{name}: .*{rank}"):
             call.operation(**{**arrays, name: arrays[name][None]}, **call.settings)
+
+
+def test_more_and_fewer_arguments_in_turn(gpu, seen):
+    """By place and by name."""
+    q, kv, indices = tensors(
+        q=((3, 4, 576), torch.bfloat16), kv=((9, 1, 576), torch.bfloat16), indices=((3, 1, 7), torch.int32)
+    ).values()
+    sink, length, out = torch.zeros(4), torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, 512, dtype=torch.bfloat16)
+    calls = [
+        ((q, kv, indices, 0.1), {}),
+        ((q, kv), {"indices": indices, "sm_scale": 0.1}),
+        ((q, kv, indices, 0.1), {"attn_sink": sink, "topk_length": length, "out": out, "d_v": 512}),
+        ((), {"sm_scale": 0.1, "q": q, "indices": indices, "kv": kv, "attn_sink": None, "topk_length": None}),
+        ((q, kv, indices, 0.1), {"topk_length": length, "attn_sink": sink}),
+        ((q, kv, indices, 0.1), {"attn_sink": sink, "topk_length": length}),
+    ]
+
+    def launched(args: Any, kwargs: Any) -> list[Submitted]:
+        gpu.log.clear()
+        gpu.used = 0
+        cupy_mla.sparse_prefill(*args, **kwargs)
+        return list(gpu.log)
+
+    alone = []
+    for call in calls:
+        forget_calls()
+        alone.append(launched(*call))
+    assert alone[0] == alone[1] == alone[3] != alone[4] == alone[5]
+    for i in random.Random(3).choices(range(len(calls)), k=100):
+        assert launched(*calls[i]) == alone[i]
+    for _ in range(3):  # one as the last call, then another
+        for one in range(len(calls)):
+            for other in range(len(calls)):
+                assert [launched(*calls[i]) for i in (one, one, one, other)] == [
+                    alone[i] for i in (one, one, one, other)
+                ]
+
+
+def test_threads_make_calls_of_their_own(gpu):
+    """Known ones and new ones; each thread finds its arrays in what it launched, and gets results of its size."""
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        for _ in range(150):
+            arrays = prefill(s_q=draw.randint(1, 12))
+            out, _, lse = cupy_mla.sparse_prefill(**arrays)
+            if (tuple(out.shape), tuple(lse.shape)) != ((len(arrays["q"]), 4, 512), (len(arrays["q"]), 4)):
+                wrong.append(out.shape)
+            given = struct.pack("Q", arrays["q"].data_ptr())
+            if not any(given in launch.params for launch in list(gpu.log) if launch.kernel):
+                wrong.append("its q was not launched")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(gpu.log) == 4 * 150
+
+
+def test_the_arrays_gpu_is_the_current_one_while_a_call_runs(gpu, monkeypatch):
+    """Whichever was current before, at first calls and at known ones; results are there, too."""
+    current = [0]
+    entered: list[int] = []
+
+    @contextmanager
+    def to_device(library: Any, device: int) -> Iterator[None]:
+        before, current[0] = current[0], device
+        entered.append(device)
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(driver.runtime(), "getDevice", lambda: current[0])
+    monkeypatch.setattr(TorchLibrary, "to_device", to_device)
+    monkeypatch.setattr(driver, "THREAD", driver._Threads())
+    take, launched_on = gpu.take, []
+    monkeypatch.setattr(gpu, "take", lambda submitted: (launched_on.append(current[0]), take(submitted)))
+    for turn in range(4):
+        current[0] = 0
+        cupy_mla.sparse_prefill(**prefill())
+        assert not entered
+        current[0] = 1
+        cupy_mla.sparse_prefill(**prefill())
+        assert entered == [0]
+        assert current == [1], "not that of before"
+        entered.clear()
+        assert launched_on == [0] * 2 * (turn + 1)
 
 
 def test_the_environment_names_kernels_at_any_time(gpu, seen, monkeypatch):
