@@ -70,7 +70,7 @@ def test_a_kernel_that_is_asked_for_runs(kind, launched, monkeypatch, asked):
 
 def test_a_kernel_that_cannot_serve_a_call_launches_nothing(kind, launched, monkeypatch):
     monkeypatch.setenv(VARIABLE, "bf16_sm90")
-    with pytest.raises(ValueError, match=r"^kernel bf16_sm90 cannot serve this call, decode of 16 heads"):
+    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is bf16_sm90, which cannot serve this call: decode of 16"):
         decode(kind, 656, np.uint8)
     assert not launched
 

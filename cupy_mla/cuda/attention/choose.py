@@ -112,18 +112,21 @@ def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:
 def _why_not(problem: Problem) -> str:
     """What an unknown or unfitting kernel or division is answered with."""
     free = problem._replace(kernel="", division="")
+    by = "kernel" if forced.names[0] or problem.kernel != asked_kernel() else VARIABLE
     able = [name for name, kernel in KERNELS.items() if kernel.serves(free)]
     if problem.kernel not in ("", *NAMES):
-        return f"the kernel must be one of {', '.join(NAMES)}, got {problem.kernel!r}"
+        return f"{by} must be one of {', '.join(NAMES)}, got {problem.kernel!r}"
     if problem.kernel not in ("", *able):
-        return f"kernel {problem.kernel} cannot serve this call, {free}: {', '.join(able)} can"
+        return f"{by} is {problem.kernel}, which cannot serve this call: {free}; {', '.join(able)} can"
     offered = dict.fromkeys(
         f"{name} {division}"
         for name in able
         if problem.kernel in ("", name)
         for division in KERNELS[name].candidates(problem._replace(kernel=name))
     )
-    return f"division {problem.division} does not fit this call, {free}: {', '.join(offered)} do, among others"
+    return (
+        f"division is {problem.division}, which does not fit this call: {free}; {', '.join(offered)} do, among others"
+    )
 
 
 class forced:

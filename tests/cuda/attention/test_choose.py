@@ -191,7 +191,7 @@ def test_forcing_ends_with_its_block(force, monkeypatch):
 def test_a_name_that_does_not_exist_is_an_error(name):
     with pytest.raises(ValueError, match=rf"^kernel must be one of {', '.join(NAMES)}, got '{name}'$"):
         cupy_mla.forced(name)
-    with pytest.raises(ValueError, match=r"must be one of .*portable"):
+    with pytest.raises(ValueError, match=r"^kernel must be one of .*portable"):
         choose(decode(V32_FP8, 64, 1, kernel=name))
 
 
@@ -214,14 +214,17 @@ def test_a_kernel_that_cannot_serve_the_call_is_an_error(kernel, problem):
     with pytest.raises(ValueError) as error:
         choose(problem._replace(kernel=kernel))
     text = str(error.value)
-    assert text.startswith(f"kernel {kernel} cannot serve this call, {'prefill' if problem.prefill else 'decode'} of ")
+    kind = "prefill" if problem.prefill else "decode"
+    assert text.startswith(f"kernel is {kernel}, which cannot serve this call: {kind} of {problem.heads} heads")
     assert text.endswith(" can")
     assert choose(problem).kernel in text
 
 
 @pytest.mark.parametrize("division", ["whole(heads=48)", "teams(splits=17)", "shares(heads=128)", "clusters(splits=1)"])
 def test_a_division_that_does_not_fit_is_an_error(division):
-    with pytest.raises(ValueError, match=r"^division .* does not fit this call, decode of 64 .*: .*whole\(heads=64\)"):
+    with pytest.raises(
+        ValueError, match=r"^division is .*, which does not fit this call: decode of 64 .*; .*whole\(heads=64\)"
+    ):
         choose(decode(V32_FP8, 64, 20, kernel="fp8_sm90", division=division))
 
 

@@ -143,9 +143,11 @@ def work(problem: Problem, division: Any) -> Work:
 
 def same_bits(division: Division) -> Iterator[Division]:
     """Divisions that give the same bits."""
-    yield division
-    if isinstance(division, Clusters):
+    if isinstance(division, Clusters | Segments):
+        yield Clusters(division.heads, division.splits, division.splits)
         yield Segments(division.heads, division.splits)
+    else:
+        yield division
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
