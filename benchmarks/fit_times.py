@@ -192,7 +192,7 @@ def at_load(name: str) -> bool:
 def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> None:
     """The module with these times."""
     lines = [f'"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from {source}."""', ""]
-    lines += ["# ruff: noqa: E501", "TIMES: dict[str, dict[str, dict[str, float]]] = {"]
+    lines += ["# fmt: off", "# ruff: noqa: E501", "TIMES: dict[str, dict[str, dict[str, float]]] = {"]
     for kernel, kinds in fitted.items():
         lines += [f"    {json.dumps(kernel)}: {{"]
         lines += [f"        {json.dumps(kind)}: {json.dumps(each)}," for kind, each in kinds.items()]
