@@ -24,7 +24,7 @@ SCALE = 0.05
 
 def shares(heads: int, ctas: int = 132, item_cost: int = ITEM_COST, cut_cost: int = 0) -> str:
     """Shares of so many heads a CTA at most, and splits of a pair of tiles and more."""
-    return f"shares(heads={heads}, ctas={ctas}, least_split=1, item_cost={item_cost}, cut_cost={cut_cost})"
+    return f"shares(heads={heads}, splits=0, ctas={ctas}, least_split=1, item_cost={item_cost}, cut_cost={cut_cost})"
 
 
 unequal_lengths = pytest.mark.parametrize(
