@@ -343,6 +343,9 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
         yield "counted prefill", counted_case
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90", grouped):
             yield f"prefill d_qk 512 {kernel}", partial(prefill_case, h=24, kernel=kernel, d_qk=512)
+        for h in (8, 16, 32):
+            case = partial(prefill_case, h=h, kernel="bf16_few_heads_sm90", queries=140, d_qk=512)
+            yield f"prefill d_qk 512 h {h}, two queries a CTA", partial(case, division="whole(queries=2)")
     for h in (7, 32, 70):
         flat = "bf16_shares_sm90", "bf16_sm90", "bf16_grouped_sm90"
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", *flat) if hopper else ():
