@@ -108,16 +108,21 @@ def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def time_side_by_side(*candidates: Sequence[Call]) -> list[float]:
-    """Microseconds a call of each candidate, median over replays in turn, each time beginning with another candidate.
-
-    Which is first matters: the same kernel took up to 3 us more in the first place than in the third.
+    """Microseconds a call of each candidate, as `replay_times` has them.
 
     Args:
         candidates: for each, its calls on the input sets, in the same order for all.
     """
-    graphs = [graph_of(calls) for calls in candidates]
+    return [time / len(candidates[0]) for time in replay_times([graph_of(calls) for calls in candidates])]
+
+
+def replay_times(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int = REPEATS) -> list[float]:
+    """Microseconds of each graph, median over replays in turn, each time beginning with another graph.
+
+    Which is first matters: the same kernel took up to 3 us more in the first place than in the third.
+    """
     times: list[list[float]] = [[] for _ in graphs]
-    for repeat in range(REPEATS + 2):
+    for repeat in range(repeats + 2):
         for turn in range(len(graphs)):
             number = (repeat + turn) % len(graphs)
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -127,7 +132,7 @@ def time_side_by_side(*candidates: Sequence[Call]) -> list[float]:
             stop.record()
             stop.synchronize()
             if repeat >= 2:
-                times[number].append(start.elapsed_time(stop) * 1e3 / len(candidates[0]))
+                times[number].append(start.elapsed_time(stop) * 1e3)
     return [statistics.median(t) for t in times]
 
 

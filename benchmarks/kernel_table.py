@@ -11,7 +11,7 @@ import re
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
-from cupy_mla.cuda.attention import portable
+from cupy_mla.cuda.attention.kernels import portable
 from cupy_mla.cuda.kernel import SHARED_BYTES, THREADS, exported
 from cupy_mla.layouts import ATTENTION_LAYOUTS
 

@@ -26,8 +26,8 @@ from rows import Set, decode_calls, decode_sets, padded
 
 from cupy_mla import flash_mla
 from cupy_mla.calls.operation import forget_calls
-from cupy_mla.cuda.attention import portable
 from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention.kernels import portable
 
 SHAPES = {portable.LARGE: "portable", portable.SMALL: "portable_99kb"}
 LARGEST, DRAWN = 264, 6  # batches are 1 to LARGEST; so many are drawn for each kind and number of heads

@@ -24,9 +24,9 @@ from cupy_mla import layouts
 from cupy_mla.calls import scratch
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
-from cupy_mla.cuda.attention import choose, portable
-from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE
-from cupy_mla.cuda.attention.cost import TEAM, Division
+from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
+from cupy_mla.cuda.attention.kernels import portable
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.logits import NAMES as LOGITS_NAMES
 from cupy_mla.cuda.logits import VARIABLE as LOGITS_VARIABLE
@@ -109,7 +109,6 @@ def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
     def put(those: dict[str, Any]) -> None:
         for name, value in those.items():
             setattr(module, name, value)
-        choose.chooser.cache_clear()
         forget_calls()
 
     put(values)
@@ -120,8 +119,9 @@ def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
 
 
 def prefill_case(
-    rng: np.random.Generator, h: int, kernel: str, queries: int = 3, rows: int = 500, d_qk: int = 576
-) -> None:
+    rng: np.random.Generator, h: int, kernel: str, queries: int = 3, rows: int = 500, d_qk: int = 576,
+    division: str | None = None,
+) -> None:  # fmt: skip
     """Here and in decode lists are long enough for the Hopper kernels' rings to come round."""
     q = (10 * rng.standard_normal((queries, h, d_qk))).astype(BF16)
     kv = (0.1 * rng.standard_normal((rows, 1, d_qk))).astype(BF16)
@@ -131,7 +131,8 @@ def prefill_case(
     expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04, attn_sink=sink, topk_length=length)
     gpu = on_gpu(q, kv, indices, sink, length)
     os.environ[VARIABLE] = kernel
-    result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
+    with cupy_mla.forced(division=division):
+        result = cupy_mla.sparse_prefill(*gpu[:3], 0.04, attn_sink=gpu[3], topk_length=gpu[4])
     compare_attention(f"prefill h {h} d_qk {d_qk} {kernel}", result, expected)
 
 
@@ -145,7 +146,7 @@ def counted_case(rng: np.random.Generator) -> None:
     indices[7] = -1
     expected = cupy_mla.sparse_prefill(q, kv, indices, 0.04)
     os.environ[VARIABLE] = "bf16_sm90"
-    with replaced(choose, COUNTED_WAVES=0):
+    with cupy_mla.forced(division="whole(counted=1)"):
         result = cupy_mla.sparse_prefill(*on_gpu(q, kv, indices), 0.04)
     compare_attention("counted prefill", result, expected)
 
@@ -177,7 +178,7 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
 
 def cluster_case(rng: np.random.Generator, layout: layouts.Layout, heads: int) -> None:
     """`bf16_cluster_sm90`, so many heads a work item."""
-    with replaced(choose, _cluster_heads=lambda *_: heads):
+    with cupy_mla.forced(division=f"clusters(heads={heads})"):
         decode_case(rng, layout, 70, "bf16_cluster_sm90")
 
 
@@ -200,7 +201,7 @@ def shares_case(rng: np.random.Generator, h: int) -> None:
     decode, length, expected = short_lists(rng, layouts.V32_FP8, h)
     os.environ[VARIABLE] = "few_heads_sm90"
     for name, more in (("alike", {}), ("by length", {"topk_length": length})):
-        with replaced(choose, FEW_SHARE_WAVES=((0, 1),), FEW_SHARE_WAVES_UNEVEN=((0, 1),)):
+        with cupy_mla.forced(division="shares"):
             result = cupy_mla.sparse_decode(*decode, **more)
         compare_attention(f"shares of few heads h {h} {name}", result, expected)
 
@@ -221,18 +222,14 @@ def divided_case(rng: np.random.Generator, layout: layouts.Layout, h: int) -> No
     alike = partial(cupy_mla.sparse_decode, *decode)
 
     for name, division, call, times in (
-        ("whole", Division(heads, 1, 1), alike, 1),
-        ("clusters", Division(heads, 3, 3), alike, 1),
-        ("shares", Division(heads, EVENLY, 1), planned, 3),
-        ("teams", Division(heads, 2, TEAM), alike, 1),
-        ("teams by length", Division(heads, EVENLY, TEAM), partial(alike, topk_length=length), 1),
-        ("segments", Division(heads, 3, 3), partial(alike, num_splits=3), 1),
+        ("whole", Whole(heads), alike, 1),
+        ("clusters", Clusters(heads, 3, 3), alike, 1),
+        ("shares", Shares(heads), planned, 3),
+        ("teams", Teams(heads, 2), alike, 1),
+        ("teams by length", Teams(heads), partial(alike, topk_length=length), 1),
+        ("segments", Segments(heads, 3), alike, 1),
     ):
-        with replaced(
-            choose,
-            _fp8_division=lambda *sizes, of=division: of,
-            fp8_in_turn=lambda *sizes, of=name: of == "segments",
-        ):
+        with cupy_mla.forced(division=division):
             results = [call() for _ in range(times)]
         for number, result in enumerate(results):
             compare_attention(f"divided {layout.name} h {h} {name} {number}", result, expected)
@@ -339,12 +336,17 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
     if hopper:  # more queries than multiprocessors go in the order of their lengths; lists are sorted for large caches
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90"):
             for h in (8, 16, 32) if "few_heads" in kernel else (16,):
-                yield f"prefill of 140 queries h {h} {kernel}", partial(prefill_case, h=h, kernel=kernel, queries=140)
+                two = "whole(queries=2)" if kernel == "bf16_few_heads_sm90" else None
+                case = partial(prefill_case, h=h, kernel=kernel, queries=140, division=two)
+                yield f"prefill of 140 queries h {h} {kernel}", case
         grouped = "bf16_grouped_sm90"
         yield f"prefill of a large cache {grouped}", partial(prefill_case, h=8, kernel=grouped, rows=60000)
         yield "counted prefill", counted_case
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", "bf16_sm90", "bf16_shares_sm90", grouped):
             yield f"prefill d_qk 512 {kernel}", partial(prefill_case, h=24, kernel=kernel, d_qk=512)
+        for h in (8, 16, 32):
+            case = partial(prefill_case, h=h, kernel="bf16_few_heads_sm90", queries=140, d_qk=512)
+            yield f"prefill d_qk 512 h {h}, two queries a CTA", partial(case, division="whole(queries=2)")
     for h in (7, 32, 70):
         flat = "bf16_shares_sm90", "bf16_sm90", "bf16_grouped_sm90"
         for kernel in ("few_heads_sm90", "bf16_few_heads_sm90", *flat) if hopper else ():

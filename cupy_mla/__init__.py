@@ -15,6 +15,7 @@ from .backends.workspace import Workspace
 from .bridges import Place, cuda_available, to_cupy, to_numpy, to_torch
 from .calls.operation import register_graph_operations as _register_graph_operations
 from .config import SparseMLAConfig
+from .cuda.attention.choose import forced
 from .flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from .metadata.batch import (
     BatchMetadata,
@@ -73,6 +74,7 @@ __all__ = [
     "flash_mla",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "forced",
     "get_mla_metadata",
     "layouts",
     "prefill_workspace_size",

@@ -11,7 +11,7 @@ Source: FlashMLA's Python interface as it ships in vLLM 0.22.1.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .calls.operation import operation
 from .checks.options import require_bool, require_scale
@@ -145,10 +145,13 @@ def flash_mla_with_kvcache(
         raise ValueError(f"num_splits must be None, the schedule lives in tile_scheduler_metadata, got {num_splits!r}")
     if indices is None:
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
+    settings = _Settings(
+        head_dim_v, softmax_scale, causal, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits
+    )
     out, lse, shapes = _with_kvcache(
-        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, out,
-        head_dim_v, softmax_scale, causal, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits,
-        meta.plan,
+        q, k_cache, indices, meta.plan, tuple(settings), attn_sink=attn_sink, topk_length=topk_length,
+        extra_k_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
+        out=out,
     )  # fmt: skip
     meta.shapes = shapes
     return out, lse
@@ -177,29 +180,36 @@ def require_sparse(head_dim_v: Any, causal: Any, is_fp8_kvcache: Any) -> bool:
     return require_bool("is_fp8_kvcache", is_fp8_kvcache)
 
 
+class _Settings(NamedTuple):
+    """What a call of `flash_mla_with_kvcache` has beside arrays and a plan.
+
+    Attributes:
+        planned, num_splits: of the schedule: the shapes that it was planned for, and splits that are asked for.
+    """
+
+    head_dim_v: int
+    softmax_scale: float | None
+    causal: bool
+    is_fp8_kvcache: bool
+    batch_invariant: bool
+    planned: Shapes | None
+    num_splits: int | None
+
+
 @operation
 def _with_kvcache(
-    q: Any,
-    k_cache: Any,
-    indices: Any,
-    attn_sink: Any,
-    topk_length: Any,
-    extra_k_cache: Any,
-    extra_indices: Any,
-    extra_topk_length: Any,
-    out: Any,
-    head_dim_v: int,
-    softmax_scale: float | None,
-    causal: bool,
-    is_fp8_kvcache: bool,
-    batch_invariant: bool,
-    planned: Shapes | None,
-    num_splits: int | None,
-    plan: Plan,
+    q: Any, k_cache: Any, indices: Any, plan: Plan, settings: tuple[Any, ...], **others: Any
 ) -> tuple[Any, Any, Shapes | None]:
-    """out, lse, and what the schedule is made for."""
-    is_fp8_kvcache = require_sparse(head_dim_v, causal, is_fp8_kvcache)
-    shapes = _shapes(q, k_cache, indices, extra_k_cache, extra_indices, is_fp8_kvcache)
+    """out, lse, and what the schedule is made for.
+
+    Args:
+        settings: the values of `_Settings`.
+        others: the other fields of `ops.attention.Given`.
+    """
+    asked = _Settings(*settings)
+    planned, given = asked.planned, attention.Given(q, k_cache, indices, **others)
+    is_fp8_kvcache = require_sparse(asked.head_dim_v, asked.causal, asked.is_fp8_kvcache)
+    shapes = _shapes(q, k_cache, indices, given.extra_k_cache, given.extra_indices, is_fp8_kvcache)
     if planned is not None and shapes is not None:
         for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):
             if value != planned_for:
@@ -208,9 +218,8 @@ def _with_kvcache(
                     f"tile_scheduler_metadata was planned for {name} = {other}, this call has {this}; "
                     "take a fresh one from get_mla_metadata"
                 )
-    scale = None if softmax_scale is None else require_scale("softmax_scale", softmax_scale)
+    scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = attention.decode(
-        q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
-        None, num_splits, batch_invariant, is_fp8_kvcache, plan, "extra_indices_in_kvcache",
-    )  # fmt: skip
+        given, scale, asked.num_splits, asked.batch_invariant, is_fp8_kvcache, plan, "extra_indices_in_kvcache"
+    )
     return out, lse, shapes

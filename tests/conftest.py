@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
 
 import hypothesis
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 
 import cupy_mla
 from cupy_mla.calls.operation import forget_calls
-from cupy_mla.cuda.attention import choose
 
 from . import kinds
 from .compiled import kernels_hash
@@ -145,17 +143,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 
 
 @pytest.fixture
-def replace_in_choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
-    """A function that gives a name of `choose` another value while the test lasts. Choices of before are forgotten, and
-    so are those of the test."""
-
-    def forget() -> None:
-        choose.chooser.cache_clear()
-        forget_calls()
-
-    def replace(name: str, value: Any) -> None:
-        monkeypatch.setattr(choose, name, value)
-        forget()
-
-    yield replace
-    forget()
+def force() -> Iterator[type[cupy_mla.forced]]:
+    """`cupy_mla.forced`, whose last call holds until the test ends."""
+    with cupy_mla.forced():
+        yield cupy_mla.forced

@@ -123,13 +123,13 @@ def test_block_table_and_lengths_are_ignored(kind, rng):
 
 
 @pytest.fixture
-def splits(monkeypatch, checked) -> list[int]:
-    """The `num_splits` that each call hands to the kernels or the reference; checked calls all run their body."""
+def splits(monkeypatch, checked) -> list[int | None]:
+    """The `num_splits` that each call hands to its twin, None: to be chosen; checked calls all run their body."""
     seen = []
 
     def counted(call):
         def counted_call(place, launcher, reference, *arguments):
-            seen.append(getattr(arguments[-3], "splits", arguments[-3]))
+            seen.append(arguments[0].num_splits)
             call(place, launcher, reference, *arguments)
 
         return counted_call
@@ -148,7 +148,7 @@ def test_schedule_is_planned_once_and_reused(kind, rng, splits):
         assert meta.num_splits == (None if turn == 0 else 3)
         assert meta.shapes is not None
         meta.num_splits = 3
-    assert splits[1:] == [3, 3]
+    assert splits == [None, 3, 3]
 
 
 @pytest.mark.parametrize(

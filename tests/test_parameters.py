@@ -21,16 +21,6 @@ MORE = {
     "integrations.vllm.indexer.sparse_attn_indexer": "vLLM's signature",
     "integrations.vllm.indexer._fake": "the parameters of the custom op of vLLM that it stands for",
 }
-# Functions of attention, until their arguments are one value.
-MORE |= dict.fromkeys(
-    (
-        "cuda.attention.launch.sparse_prefill", "cuda.attention.launch.decode_choice",
-        "cuda.attention.launch.sparse_decode", "cuda.attention.launch._launches", "flash_mla._with_kvcache",
-        "integrations.torch_ops._with_kvcache", "ops.attention.decode", "reference.attention.sparse_prefill",
-        "reference.attention.sparse_decode",
-    ),
-    "attention",
-)  # fmt: skip
 
 
 def parameters(tree: ast.AST, name: str) -> Iterator[tuple[str, int]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..bridges import library_of
 from ..cuda.attention.choose import VARIABLE as ATTENTION_KERNELS
+from ..cuda.attention.choose import forced
 from ..cuda.logits import VARIABLE as INDEXER_KERNELS
 from ..cuda.program import ALIGNMENT, Plan
 from ..private import environment_snapshots
@@ -20,8 +21,13 @@ from ..private import environment_snapshots
 Key = tuple[Any, ...]
 
 
-# What calls depend on beside their arguments, read at every call: the kernels that the environment asks for.
-process_settings: Callable[[], tuple[Any, ...]] = environment_snapshots(ATTENTION_KERNELS, INDEXER_KERNELS)
+_kernels: Callable[[], tuple[Any, ...]] = environment_snapshots(ATTENTION_KERNELS, INDEXER_KERNELS)
+
+
+def process_settings() -> tuple[Any, ...]:
+    """What calls depend on beside their arguments: what is forced, and the kernels that the environment asks for. Read
+    at every call."""
+    return forced.names, _kernels()
 
 
 def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, list[Any], list[int]]:

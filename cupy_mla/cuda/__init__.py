@@ -15,5 +15,5 @@ def all_kernels() -> list[Kernel]:
     """Every kernel variant of the package: what the `kernels` function of every launcher module lists."""
     names = [module.name for module in pkgutil.walk_packages(__path__, f"{__name__}.")]
     modules = [importlib.import_module(name) for name in names]
-    listed = [kernel for module in modules if hasattr(module, "kernels") for kernel in module.kernels()]
+    listed = [kernel for module in modules if callable(getattr(module, "kernels", None)) for kernel in module.kernels()]
     return list(dict.fromkeys(listed))  # once each: a module may list those of another that it launches

@@ -117,12 +117,14 @@ class Gpu:
         sms: streaming multiprocessors.
         capability: 10 times its compute capability.
         shared_kb: shared memory that a CTA may have.
+        name: as the driver calls it, "NVIDIA H200".
     """
 
     device: int
     sms: int
     capability: int
     shared_kb: int
+    name: str = ""
 
     @property
     def more_than_half(self) -> int:
@@ -143,7 +145,8 @@ def gpu(device: int) -> Gpu:
     """The facts of a GPU."""
     properties = runtime().getDeviceProperties(device)
     capability = 10 * properties["major"] + properties["minor"]
-    return Gpu(device, properties["multiProcessorCount"], capability, properties["sharedMemPerBlockOptin"] // 1024)
+    shared_kb, name = properties["sharedMemPerBlockOptin"] // 1024, properties["name"]
+    return Gpu(device, properties["multiProcessorCount"], capability, shared_kb, name.decode())
 
 
 @lru_cache(maxsize=1)

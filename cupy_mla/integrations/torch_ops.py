@@ -151,33 +151,15 @@ def _traced(operation: Operation) -> Callable[..., Any]:
 _NAMED = {operation.name: _traced(operation) for operation in TABLE}
 
 
-def _with_kvcache(
-    q: Any,
-    k_cache: Any,
-    indices: Any,
-    attn_sink: Any,
-    topk_length: Any,
-    extra_k_cache: Any,
-    extra_indices: Any,
-    extra_topk_length: Any,
-    out: Any,
-    head_dim_v: int,
-    softmax_scale: float | None,
-    causal: bool,
-    is_fp8_kvcache: bool,
-    batch_invariant: bool,
-    planned: Any,
-    num_splits: int | None,
-    plan: Any,
-) -> Any:
+def _with_kvcache(q: Any, k_cache: Any, indices: Any, plan: Any, settings: tuple[Any, ...], **others: Any) -> Any:
     """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made: each run of a graph chooses splits."""
+    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits = settings
     is_fp8_kvcache = require_sparse(head_dim_v, causal, is_fp8_kvcache)
     if is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
         raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
     results = _NAMED["sparse_decode"](
-        q, k_cache, indices, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale, attn_sink=attn_sink,
-        topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length, out=out, num_splits=num_splits, batch_invariant=batch_invariant,
+        q, k_cache, indices, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale,
+        num_splits=num_splits, batch_invariant=batch_invariant, **others,
     )  # fmt: skip
     return *results, planned
 

@@ -7,18 +7,21 @@ Source: DeepSeek-V3.2 (DeepSeek Sparse Attention); the functions' contracts are 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from .. import arrays, layouts
+from ..arguments import Decode, Prefill
 from ..arrays import Array
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_scale, require_together
 from ..checks.validate import cache_layout, require_cache, require_d_v, require_heads
 from ..checks.values import check_lists
+from ..cuda import attention as cuda
 from ..cuda import driver
-from ..cuda.attention import launch as cuda
-from ..cuda.attention.cost import MAX_SPLITS
+from ..cuda.attention.divide import MAX_SPLITS
+from ..cuda.attention.problem import Problem
 from ..cuda.program import Plan
 from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V
@@ -113,10 +116,8 @@ def prefill(
     out_ = place.output("out", out_, (s_q, h_q, D_V), BFLOAT16)
     max_logits = place.output("max_logits", None, (s_q, h_q), FLOAT32)
     lse = place.output("lse", None, (s_q, h_q), FLOAT32)
-    place.call(
-        cuda.sparse_prefill, reference.sparse_prefill,
-        q_, kv_, idx, scale, sink, length, out_, max_logits, lse,
-    )  # fmt: skip
+    arguments = Prefill(q_, kv_, idx, scale, sink, length, out_, max_logits, lse)
+    place.call(cuda.sparse_prefill, reference.sparse_prefill, arguments)
     return out_.obj, max_logits.obj, lse.obj
 
 
@@ -195,10 +196,10 @@ def sparse_decode(
         ((1, 16, 1), 0.6931)
     """
     scale = require_scale("sm_scale", sm_scale)
-    return decode(
-        q, k_cache, indices, scale, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out,
-        lse, num_splits, batch_invariant,
-    )  # fmt: skip
+    given = Given(
+        q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse
+    )
+    return decode(given, scale, num_splits, batch_invariant)
 
 
 @operation
@@ -218,25 +219,29 @@ def planned_decode(
         ends: [b] int32, where each request's lists end; -1 stands behind.
     """
     scale = require_scale("sm_scale", sm_scale)
-    return decode(
-        q, k_cache, indices, scale, None, ends, None, None, None, out, None, num_splits, False, None, plan, alike=True
-    )  # fmt: skip
+    return decode(Given(q, k_cache, indices, topk_length=ends, out=out), scale, num_splits, plan=plan, alike=True)
+
+
+class Given(NamedTuple):
+    """The arrays of a decode as a front door is given them: those of `sparse_decode`."""
+
+    q: Any
+    k_cache: Any
+    indices: Any
+    attn_sink: Any = None
+    topk_length: Any = None
+    extra_k_cache: Any = None
+    extra_indices: Any = None
+    extra_topk_length: Any = None
+    out: Any = None
+    lse: Any = None
 
 
 def decode(
-    q: Any,
-    k_cache: Any,
-    indices: Any,
+    given: Given,
     scale: float | None,
-    attn_sink: Any,
-    topk_length: Any,
-    extra_k_cache: Any,
-    extra_indices: Any,
-    extra_topk_length: Any,
-    out: Any,
-    lse: Any,
     num_splits: int | None,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
     is_fp8_kvcache: bool | None = None,
     plan: Plan | None = None,
     extra_name: str = "extra_indices",
@@ -252,6 +257,7 @@ def decode(
         alike: `topk_length` says where lists end, and -1 stands behind; it does not say how the call is to be divided:
             lists are full more often than not, and layers of a step end theirs at the same places.
     """
+    q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse = given
     require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError(f"extra_topk_length was given without extra_k_cache and {extra_name}")
@@ -284,19 +290,14 @@ def decode(
         check_lists(idx, cache.shape[0] * cache.shape[1], length)
         if extra is not None and extra_idx is not None:
             check_lists(extra_idx, extra.shape[0] * extra.shape[1], extra_length)
-    division: Any = num_splits or 1  # how the call is divided
-    if place.on_gpu:
-        division = cuda.decode_choice(
-            driver.gpu(place.device), layout, q_, cache, idx, None if alike else length, extra, extra_idx,
-            extra_length, batch_invariant, num_splits,
-        )  # fmt: skip
     out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
     lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
-    place.call(
-        cuda.sparse_decode, reference.sparse_decode,
-        layout, q_, cache, idx, layout.d_qk**-0.5 if scale is None else scale, sink, length, extra,
-        extra_idx, extra_length, plan, alike, division, out_, lse_,
-    )  # fmt: skip
+    scale = layout.d_qk**-0.5 if scale is None else scale
+    launcher = partial(cuda.sparse_decode, batch_invariant=batch_invariant, plan=plan, alike=alike)
+    arguments = Decode(
+        layout, q_, cache, idx, scale, sink, length, extra, extra_idx, extra_length, num_splits, out_, lse_
+    )
+    place.call(launcher, reference.sparse_decode, arguments)
     return out_.obj, lse_.obj
 
 
@@ -326,15 +327,16 @@ def plan_splits(
     place, (q_, idx) = bind(q=q, indices=indices)
     (extra_idx,) = place.optional(extra_indices=extra_indices)
     b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
-    rows = idx.require(INT32, b, s_q, "topk").shape[-1]
-    if extra_idx is not None:
-        rows += extra_idx.require(INT32, b, s_q, "extra_topk").shape[-1]
+    entries = idx.require(INT32, b, s_q, "topk").shape[-1]
+    more = 0 if extra_idx is None else extra_idx.require(INT32, b, s_q, "extra_topk").shape[-1]
     layout = next(a for a in layouts.ATTENTION_LAYOUTS if (a.quantized, a.d_qk) == (quantized, d_qk))
     if not place.on_gpu:
         return 1
-    return cuda.decode_splits(
-        driver.gpu(place.device), layout, h_q, b * s_q, rows, flat=extra_idx is None, batch_invariant=batch_invariant
-    )
+    problem = Problem(
+        driver.gpu(place.device), layout, False, h_q, b * s_q, entries, more, flat=extra_idx is None,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return cuda.decode_splits(problem)
 
 
 def _require_optional(sink: Array | None, length: Array | None, h_q: int, b: int) -> None:

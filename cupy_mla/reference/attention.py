@@ -4,66 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..layouts import D_V, Layout
+from ..arguments import Decode, Prefill
+from ..layouts import D_V
 from .cache import unpack_rows
 from .schedule import merge_partials, split_rows
 
 
 @np.errstate(all="ignore")
-def sparse_prefill(
-    q: np.ndarray,
-    kv: np.ndarray,
-    indices: np.ndarray,
-    sm_scale: float,
-    sink: np.ndarray | None,
-    length: np.ndarray | None,
-    out: np.ndarray,
-    max_logits: np.ndarray,
-    lse: np.ndarray,
-) -> None:
+def sparse_prefill(a: Prefill) -> None:
     """Attention over flat rows kv [s_kv, d_qk], indices [s_q, topk]; see `cupy_mla.sparse_prefill`."""
-    for i in range(len(q)):
-        rows = kv[_valid(indices, i, length, i, len(kv))].astype(np.float32)
-        part, max_logits[i], part_lse = _attend(q[i].astype(np.float32), rows, sm_scale)
-        out[i], lse[i] = _finish(part, part_lse, sink)
+    for i in range(len(a.q)):
+        rows = a.kv[_valid(a.indices, i, a.length, i, len(a.kv))].astype(np.float32)
+        part, a.max_logits[i], part_lse = _attend(a.q[i].astype(np.float32), rows, a.sm_scale)
+        a.out[i], a.lse[i] = _finish(part, part_lse, a.sink)
 
 
 @np.errstate(all="ignore")
-def sparse_decode(
-    layout: Layout,
-    q: np.ndarray,
-    cache: np.ndarray,
-    idx: np.ndarray,
-    scale: float,
-    sink: np.ndarray | None,
-    length: np.ndarray | None,
-    extra: np.ndarray | None,
-    extra_idx: np.ndarray | None,
-    extra_length: np.ndarray | None,
-    plan: object,
-    alike: bool,
-    num_splits: int,
-    out: np.ndarray,
-    lse: np.ndarray,
-) -> None:
-    """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`.
-
-    `plan` and `alike` are the launcher's: here each query is worked on by itself.
-    """
-    caches = [(cache, idx, length)]
-    if extra is not None and extra_idx is not None:
-        caches.append((extra, extra_idx, extra_length))
-    for i, j in np.ndindex(q.shape[:2]):
+def sparse_decode(a: Decode) -> None:
+    """Attention over slots of a paged cache [num_blocks, block_size, last axis]; see `cupy_mla.sparse_decode`."""
+    caches = [(a.cache, a.indices, a.length)]
+    if a.extra is not None:
+        caches.append((a.extra, a.extra_indices, a.extra_length))
+    for i, j in np.ndindex(a.q.shape[:2]):
         rows = np.concatenate(
             [
-                unpack_rows(paged, layout, _valid(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]))
+                unpack_rows(paged, a.layout, _valid(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]))
                 for paged, slots, count in caches
             ]
         )
-        heads = q[i, j].astype(np.float32)
-        parts = [_attend(heads, rows[start:stop], scale) for start, stop in split_rows(len(rows), num_splits)]
+        heads = a.q[i, j].astype(np.float32)
+        splits = split_rows(len(rows), a.num_splits or 1)
+        parts = [_attend(heads, rows[start:stop], a.sm_scale) for start, stop in splits]
         merged = merge_partials([part for part, _, _ in parts], [part_lse for _, _, part_lse in parts])
-        out[i, j], lse[i, :, j] = _finish(*merged, sink)
+        a.out[i, j], a.lse[i, :, j] = _finish(*merged, a.sink)
 
 
 def _valid(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cupy_mla.cuda import driver, kernel, logits_sm90, structs, topk
-from cupy_mla.cuda.attention import combine
+from cupy_mla.cuda.attention.kernels import combine
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.cuda.kernel import Kernel, exported, read_source, sections
 

@@ -7,7 +7,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla.cuda.attention.choose import NAMES, VARIABLE
-from cupy_mla.cuda.attention.fp8_sm90 import CLUSTERS, SEGMENTS
+from cupy_mla.cuda.attention.kernels.fp8_sm90 import CLUSTERS, SEGMENTS
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.dtypes import BFLOAT16
 
@@ -68,9 +68,25 @@ def test_a_kernel_that_is_asked_for_runs(kind, launched, monkeypatch, asked):
     assert launched <= {name} | helpers
 
 
+def test_what_is_forced_holds_for_calls_that_were_made_before(kind, launched, force):
+    """It is part of a call's key."""
+    found = []
+    for kernel in ("fp8_sm90", "few_heads_sm90", "fp8_sm90", "portable"):
+        launched.clear()
+        force(kernel)
+        decode(kind, 656, np.uint8)
+        found.append(kernel in launched)
+    force("fp8_sm90", "whole")
+    decode(kind, 656, np.uint8)
+    force("fp8_sm90", "whole(counted=1)")
+    with pytest.raises(ValueError, match=r"^division is whole\(counted=1\), which does not fit this call"):
+        decode(kind, 656, np.uint8)
+    assert all(found)
+
+
 def test_a_kernel_that_cannot_serve_a_call_launches_nothing(kind, launched, monkeypatch):
     monkeypatch.setenv(VARIABLE, "bf16_sm90")
-    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is bf16_sm90, which cannot serve this call"):
+    with pytest.raises(ValueError, match=r"^CUPY_MLA_KERNELS is bf16_sm90, which cannot serve this call: decode of 16"):
         decode(kind, 656, np.uint8)
     assert not launched
 

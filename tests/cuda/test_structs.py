@@ -11,7 +11,7 @@ import pytest
 
 from cupy_mla import cuda
 from cupy_mla.cuda import structs
-from cupy_mla.cuda.attention import combine
+from cupy_mla.cuda.attention.kernels import combine
 from cupy_mla.cuda.kernel import Kernel
 from cupy_mla.cuda.structs import FLOAT, INT32, INT64, POINTER, UINT32, Packed, Struct
 

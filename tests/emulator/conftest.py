@@ -14,11 +14,12 @@ from .emulator import EmulatedGPU
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch, rng_seed: int) -> Iterator[EmulatedGPU]:
-    """An emulated GPU of six SMs. Calls that were compiled for another GPU are forgotten before and after."""
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rng_seed: int) -> Iterator[EmulatedGPU]:
+    """An emulated GPU of six SMs, or as many as the test's parameter says. Calls that were
+    compiled for another GPU are forgotten before and after."""
     pytest.importorskip("torch")  # whose memory it has
     forget_calls()
-    yield EmulatedGPU(monkeypatch, sms=6, seed=rng_seed)
+    yield EmulatedGPU(monkeypatch, sms=getattr(request, "param", 6), seed=rng_seed)
     forget_calls()
 
 

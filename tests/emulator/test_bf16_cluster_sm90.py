@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla.cuda.attention import bf16_cluster_sm90
+from cupy_mla.cuda.attention.kernels import bf16_cluster_sm90
 
 from .. import oracle
 from ..cases import check_decode, paged, queries, sinks
@@ -15,10 +15,9 @@ pytestmark = needs_compiler
 
 @pytest.mark.long(sample=1)
 @pytest.mark.parametrize("heads", bf16_cluster_sm90.HEADS)
-def test_heads_of_a_cluster(kind, rng, monkeypatch, replace_in_choose, heads):
+def test_heads_of_a_cluster(kind, rng, force, heads):
     """Fewer than a query has, the last of its work items maybe with padding; each CTA has at most a pair of tiles."""
-    monkeypatch.setenv("CUPY_MLA_KERNELS", "bf16_cluster_sm90")
-    replace_in_choose("_cluster_heads", lambda *_: heads)
+    force("bf16_cluster_sm90", f"clusters(heads={heads})")
     fmt, h_q = (oracle.BF16_576, oracle.BF16_512)[int(rng.integers(2))], int(rng.integers(1, 81))
     main = paged(rng, fmt, 1, 2, int(rng.integers(130, 400)), 64, invalid=rng.choice([0, 0.3]))
     q, splits = queries(rng, 1, 2, h_q, fmt.d_qk), rng.choice([2, 6])

@@ -41,10 +41,9 @@ def forced(emulated, monkeypatch):
 
 
 @pytest.fixture
-def evenly(heads, rng, monkeypatch, replace_in_choose):
+def evenly(heads, rng, force):
     """Every call's rows are divided evenly over a few CTAs, into splits of a pair of tiles and more."""
-    monkeypatch.setattr(divided, "CTAS", int(rng.integers(2, 12)))
-    replace_in_choose("TABLE", divided.table(KERNEL, heads))
+    force(division=divided.shares(heads, ctas=int(rng.integers(2, 12))))
 
 
 def drawn(rng: np.random.Generator, fmt: oracle.Format, most_heads: int) -> tuple[np.ndarray, Paged]:

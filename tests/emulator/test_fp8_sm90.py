@@ -3,16 +3,15 @@ so small that a CTA has several work items and an item several CTAs."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention.choose import EVENLY, VARIABLE, Choice
+from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention.divide import Clusters, Segments, Teams
 
 from .. import oracle
 from ..cases import Paged, check_decode, off_zero, paged, queries, run_decode, sinks, with_holes
-from ..cuda.attention.evenly import table_with
+from ..cuda.attention import evenly
 from .emulator import needs_compiler
 
 pytestmark = needs_compiler
@@ -21,16 +20,10 @@ KERNEL = "fp8_sm90"
 B, TOPK = 5, 390
 
 
-@pytest.fixture
-def divided(emulated, monkeypatch, replace_in_choose):
-    """A function that makes every later call run the kernel, divided so."""
+@pytest.fixture(autouse=True)
+def forced(emulated, monkeypatch):
     monkeypatch.setenv(VARIABLE, KERNEL)
-
-    def use(heads: int, splits: int, ctas: int = 0, **more: Any) -> None:
-        choice = Choice(KERNEL, heads, splits, splits if not ctas else 1, ctas=ctas, **more)
-        replace_in_choose("TABLE", table_with(KERNEL, lambda *sizes: choice))
-
-    yield use
+    yield
     assert KERNEL in emulated.launched
 
 
@@ -50,36 +43,39 @@ def with_empty_tiles(rng: np.random.Generator, fmt: oracle.Format, extra: bool, 
 
 @pytest.mark.long(sample=3)
 @pytest.mark.parametrize(
-    ("fmt", "division"),
+    ("fmt", "emulated", "division"),
     [
-        (oracle.V32, {"heads": 64, "splits": 3}),  # a cluster
-        (oracle.V4, {"heads": 32, "splits": 1, "ctas": 2}),  # whole items
-        (oracle.V32, {"heads": 32, "splits": 1, "ctas": 1}),  # more of a CTA than the consumers look for
-        (oracle.V32, {"heads": 32, "splits": EVENLY, "ctas": 7, "least_split": 1}),
-        (oracle.V4, {"heads": 64, "splits": 3, "ctas": 4}),  # segments
-        (oracle.V32, {"heads": 64, "splits": 2, "ctas": 2 * B, "teams": True}),
+        (oracle.V32, 6, "clusters(heads=64, splits=3, cluster=3)"),
+        (oracle.V4, 2, "whole(heads=32)"),
+        (oracle.V32, 1, "whole(heads=32)"),  # more of a CTA than the consumers look for
+        (oracle.V32, 6, evenly.shares(32, ctas=7)),
+        (oracle.V4, 4, "segments(heads=64, splits=3)"),
+        (oracle.V32, 6, "teams(heads=64, splits=2)"),
     ],
-    ids=lambda x: x.name if isinstance(x, oracle.Format) else "-".join(f"{k}_{v}" for k, v in x.items()),
+    ids=lambda x: x.name if isinstance(x, oracle.Format) else str(x),
+    indirect=["emulated"],
 )
-def test_empty_tiles(divided, kind, rng, fmt, division):
+def test_empty_tiles(force, kind, rng, fmt, division):
+    """`emulated`: SMs, so few that a CTA has several items."""
     for turn in range(2):
-        h_q = int(rng.integers(1, division["heads"] + 1))
+        h_q = int(rng.integers(1, 33))
         main, extra = with_empty_tiles(rng, fmt, extra=turn == 1, lengths=turn == 1)
         q = off_zero(fmt, queries(rng, B, 1, h_q, fmt.d_qk), main, extra)
-        divided(**division)
+        force(division=division)
         check_decode(kind, fmt, q, main, extra, sink=sinks(rng, h_q), out_gaps=(0, 0, 0, 2))
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("emulated", [2], indirect=True)
 @pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt: fmt.name)
-def test_bits_of_divisions(divided, kind, rng, fmt):
+def test_bits_of_divisions(force, kind, rng, fmt):
     """Splits of a cluster, of a team, and one after the other give the same bits, wherever tiles are empty."""
     heads, splits = int(rng.choice([32, 64])), int(rng.integers(2, 5))
     main, extra = with_empty_tiles(rng, fmt, extra=bool(rng.integers(2)), lengths=bool(rng.integers(2)))
     q = queries(rng, B, 1, heads, fmt.d_qk)
     results = []
-    for more in ({}, {"ctas": 2}, {"ctas": splits * B, "teams": True}):
-        divided(heads, splits, **more)
+    for division in (Clusters(heads, splits, splits), Segments(heads, splits), Teams(heads, splits)):
+        force(division=division)
         results.append(run_decode(kind, q, main, extra))
     for result in results[1:]:
         for part, first in zip(result, results[0], strict=True):

@@ -6,9 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import portable
 from cupy_mla.cuda.attention.choose import VARIABLE
-from cupy_mla.cuda.attention.cost import EVENLY
+from cupy_mla.cuda.attention.kernels import portable
 
 from .. import oracle
 from ..cases import check_decode, check_prefill, paged, prefill_inputs, queries, sinks
@@ -78,12 +77,12 @@ def some_entries(rng: np.random.Generator, rows: int) -> int:
 @SHAPES
 @EVERYWHERE
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
-def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, fmt, where, name):
+def test_decode(kind, emulated, rng, monkeypatch, force, fmt, where, name):
     """Whole items, splits, and equal shares of more queries than a GPU has SMs; sometimes with an extra cache."""
     monkeypatch.setenv(VARIABLE, name)
-    replace_in_choose("portable_splits", lambda *_: EVENLY)  # where the number of splits is free
     b, h_q, rows = int(rng.choice([2, 7])), int(rng.choice([5, 20, 40])), TILE_ROWS[name]
     num_splits = rng.choice([1, 3, None])
+    force(division="shares" if num_splits is None else None)
     caches = [paged(rng, fmt, b, 1, some_entries(rng, rows), 64) for _ in range(rng.integers(1, 3))]
     for cache in caches:
         empty(rng, where, cache.indices, rows)

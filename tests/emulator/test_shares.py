@@ -23,16 +23,16 @@ pytestmark = needs_compiler
         ("bf16_shares_sm90", 64, oracle.BF16_576),
     ],
 )
-def test_items_stay_whole(kind, emulated, rng, monkeypatch, replace_in_choose, kernel, heads, fmt):
+def test_items_stay_whole(kind, emulated, rng, monkeypatch, force, kernel, heads, fmt):
     monkeypatch.setenv(VARIABLE, kernel)
-    evenly.check_items_stay_whole(kind, rng, replace_in_choose, fmt, kernel, heads)
+    evenly.check_items_stay_whole(kind, rng, force, fmt, heads)
     assert kernel in emulated.launched
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kernel", "heads"), [("fp8_sm90", 64), ("few_heads_sm90", 8)])
-def test_plans_of_lists_with_ends(kind, emulated, rng, monkeypatch, replace_in_choose, kernel, heads):
+def test_plans_of_lists_with_ends(kind, emulated, rng, monkeypatch, force, kernel, heads):
     monkeypatch.setenv(VARIABLE, kernel)
-    replace_in_choose("TABLE", evenly.table(kernel, heads, ctas=7))
+    force(division=evenly.shares(heads, ctas=7))
     evenly.check_plans_of_lists_with_ends(kind, rng, oracle.V32, 8, [(1, 700), (5, 390)])
     assert kernel in emulated.launched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_mla.cuda.attention import bf16_grouped_sm90
+from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90
 
 from ..cases import check_prefill, prefill_inputs
 from .emulator import needs_compiler

@@ -53,11 +53,11 @@ everywhere = pytest.mark.parametrize("where", WHERE)
 @pytest.mark.long(sample=3)
 @everywhere
 @pytest.mark.parametrize("name", DECODERS)
-def test_decode(kind, emulated, rng, monkeypatch, replace_in_choose, name, where):
+def test_decode(kind, emulated, rng, monkeypatch, force, name, where):
     """Of 3 to 36 tiles: `bf16_sm90` looks at 32 of them together, `bf16_few_heads_sm90` at 8."""
     monkeypatch.setenv(VARIABLE, name)
     if name == "bf16_shares_sm90":
-        replace_in_choose("TABLE", evenly.table(name, heads=64))
+        force(division=evenly.shares(64))
     topk, h_q = int(rng.choice([130, 700, 2300])), int(rng.integers(1, 9))
     main = paged(rng, oracle.BF16_576, 3, 1, topk, 64)
     main.indices = emptied(rng, where, main.indices)
@@ -108,13 +108,13 @@ def test_a_group_of_more_tiles_than_are_taken_together(kind, emulated, rng, monk
 
 @pytest.mark.long(sample=2)
 @pytest.mark.parametrize("name", [*DECODERS, "fp8_sm90", "few_heads_sm90"])
-def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, monkeypatch, replace_in_choose, name):
+def test_tiles_without_a_valid_entry_are_not_multiplied(kind, emulated, rng, monkeypatch, force, name):
     """Of 32 tiles a few are left. They take their share of the products of all, and one tile more for each of six SMs:
     some kernels multiply tiles in pairs, `portable` takes no more. Clusters pass over pairs that lie side by side, and
     such pairs are the shares here."""
     monkeypatch.setenv(VARIABLE, name)
     if name == "bf16_shares_sm90":
-        replace_in_choose("TABLE", evenly.table(name, heads=64))
+        force(division=evenly.shares(64))
     fmt = oracle.V32 if name in ("fp8_sm90", "few_heads_sm90") else oracle.BF16_576
     splits = {"bf16_cluster_sm90": 2, "bf16_shares_sm90": None}.get(name, 1)
     main, q = paged(rng, fmt, 1, 1, 32 * TILE_ROWS, 64), queries(rng, 1, 1, 8, fmt.d_qk)

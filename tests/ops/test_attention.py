@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupy_mla
-from cupy_mla.cuda.attention import cost
 
 from .. import oracle
 from ..cases import (
@@ -688,12 +687,6 @@ def test_decode_refuses_splits(kind, rng, splits):
     error = ValueError if type(splits) is int else TypeError
     with pytest.raises(error, match=r"^num_splits\b"):
         cupy_mla.sparse_decode(**arguments, sm_scale=0.04, num_splits=splits)
-
-
-def test_choices_stay_below_the_bound_on_splits(rng):
-    for _ in range(50):
-        ctas, slots = rng.integers(1, 4), int(rng.integers(100, 4000))
-        assert 1 <= cost.portable_splits(int(ctas), 10**5, slots) <= cost.MAX_SPLITS
 
 
 SCALES_REFUSED = {

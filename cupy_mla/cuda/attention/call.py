@@ -1,40 +1,48 @@
-"""What the launchers of all attention kernels are given."""
+"""What the kernels of attention are given."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...layouts import Layout
+from ...arrays import Array
 from .. import structs
-from ..driver import Gpu
-from ..paging import ceil_div
+from ..program import Plan, PlanField
 from ..structs import Packed
+from .problem import Problem
 
 # Flags of struct AttentionParams; kernels_cu/attention/params.cuh
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, DECODE, ALIKE = 1, 2, 4, 8, 16, 32, 64
 
 
 class Call(NamedTuple):
-    """One call of attention.
+    """The arguments of one call of attention.
 
     Attributes:
-        h_q: query heads.
-        queries: query tokens.
+        params: struct AttentionParams, but for what depends on kernel and division.
         topk, num_slots: entries of a main list, and the rows that they may name.
-        params: struct AttentionParams.
+        lengths: of main lists; None: they have none.
+        ends: where main lists end, for kernels and divisions that do not have to wait for it; -1 stands behind.
+        plan: of calls that divide their lists alike.
     """
 
-    gpu: Gpu
-    layout: Layout
-    h_q: int
-    queries: int
+    params: Packed
     topk: int
     num_slots: int
-    params: Packed
+    lengths: Array | None = None
+    ends: Array | None = None
+    plan: Plan | None = None
 
-    def items(self, heads: int) -> int:
-        """Work items: a query and a tile of so many heads each."""
-        return self.queries * ceil_div(self.h_q, heads)
+    def planned(self, problem: Problem, heads: int, ctas: int) -> dict[str, Any]:
+        """Fields of work that is divided over so many CTAs as the plan says."""
+        if self.plan is None:
+            return self.ended()
+        key = ctas, heads, problem.heads, problem.queries, self.topk
+        plan = {"plan": PlanField(self.plan, key, "address"), "plan_filled": PlanField(self.plan, key, "filled")}
+        return {**self.ended(), **plan}
+
+    def ended(self) -> dict[str, Any]:
+        """Fields that say where lists end."""
+        return {} if self.ends is None else {"main.lengths": self.ends.ptr}
 
 
 def no_source() -> Packed:

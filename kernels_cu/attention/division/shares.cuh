@@ -22,7 +22,7 @@
 #include "tile/warp.cuh"
 
 // What a pair of tiles costs. Beside them an item costs, for Q, first rows and results, p.item_cost where all lists are
-// equally long, with which the slowest share takes the least time, otherwise the kernel's UNEVEN_ITEM_COST (cost.py).
+// equally long, with which the slowest share takes the least time, otherwise the kernel's UNEVEN_ITEM_COST.
 constexpr int PAIR_COST = 8;
 
 // What is added to the nonce in ready[share].

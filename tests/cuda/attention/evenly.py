@@ -1,19 +1,17 @@
-"""Choices that divide the rows of any call evenly over CTAs, so that small calls are divided over many of them, too;
-and what the tests of kernels that do so share."""
+"""Divisions of the rows of any call evenly over CTAs, so that small calls are divided over many of them, too; and what
+the tests of kernels that do so share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention import choose
-from cupy_mla.cuda.attention.choose import EVENLY, Choice, Facts, Row, Sizes
-from cupy_mla.cuda.attention.cost import CUT_COST, ITEM_COST
-from cupy_mla.cuda.paging import ceil_div
+import cupy_mla
+from cupy_mla.cuda.attention.divide import CUT_COST, ITEM_COST
 from cupy_mla.cuda.program import Plan
 from cupy_mla.ops.attention import planned_decode
 
@@ -21,27 +19,12 @@ from ... import oracle
 from ...cases import Paged, assert_decoded, check_decode, decode_oracle, off_zero, paged, queries, sinks
 from ...kinds import BF16, NumPy, poisoned
 
-CTAS = 132
-PAIR_ROWS = 128  # of a pair of tiles
 SCALE = 0.05
 
 
-def table_with(kernel: str, choice: Callable[[Facts, Sizes], Choice]) -> tuple[Row, ...]:
-    """`choose.TABLE`, in which this kernel has this choice."""
-    return tuple(row._replace(choice=choice) if row.kernel == kernel else row for row in choose.TABLE)
-
-
-def table(
-    kernel: str, heads: int, item_cost: int = ITEM_COST, cut_cost: int = 0, ctas: int | None = None
-) -> tuple[Row, ...]:
-    """`choose.TABLE`, in which this kernel divides evenly, with so many heads a CTA and splits of a pair and more."""
-
-    def divided(facts: Facts, sizes: Sizes) -> Choice:
-        pairs = max(1, ceil_div(sizes.rows, PAIR_ROWS))
-        shares = max(1, min(ctas or CTAS, sizes.queries * ceil_div(sizes.h_q, heads) * pairs))
-        return Choice(kernel, heads, EVENLY, ctas=shares, least_split=1, item_cost=item_cost, cut_cost=cut_cost)
-
-    return table_with(kernel, divided)
+def shares(heads: int, ctas: int = 132, item_cost: int = ITEM_COST, cut_cost: int = 0) -> str:
+    """Shares of so many heads a CTA at most, and splits of a pair of tiles and more."""
+    return f"shares(heads={heads}, splits=0, ctas={ctas}, least_split=1, item_cost={item_cost}, cut_cost={cut_cost})"
 
 
 unequal_lengths = pytest.mark.parametrize(
@@ -116,9 +99,8 @@ def check_plans_of_lists_with_ends(
 def check_items_stay_whole(
     kind: NumPy,
     rng: np.random.Generator,
-    replace_in_choose: Callable[[str, tuple[Row, ...]], None],
+    force: type[cupy_mla.forced],
     fmt: oracle.Format,
-    kernel: str,
     heads: int,
 ) -> None:
     """Items of lists with lengths, of 4 CTAs, are cut where the longest share then gets shorter by enough."""
@@ -136,7 +118,7 @@ def check_items_stay_whole(
         q = off_zero(fmt, queries(rng, len(lengths), 1, heads, fmt.d_qk), main)
         sink, bits = sinks(rng, heads), []
         for cost in (never, CUT_COST, always):
-            replace_in_choose("TABLE", table(kernel, heads, cut_cost=cost, ctas=4))
+            force(division=shares(heads, ctas=4, cut_cost=cost))
             bits.append([r.tobytes() for r in check_decode(kind, fmt, q, main, sink=sink)])
         whole, found, split = bits
         assert whole != split

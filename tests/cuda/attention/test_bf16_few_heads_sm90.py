@@ -75,6 +75,16 @@ def test_decode(hopper, rng, fmt, b, s_q, h_q, topk, block_size, num_splits):
     check_decode(hopper, fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, sink=sinks(rng, h_q), num_splits=num_splits)
 
 
+@pytest.mark.parametrize("fmt", [oracle.BF16_576, oracle.BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(("b", "h_q", "topk"), [(1, 7, 130), (3, 16, 700), (150, 16, 300), (140, 30, 1000)])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_two_queries_a_cta(hopper, force, rng, fmt, b, h_q, topk, lengths):
+    """Also where that is not the fastest."""
+    force(division="whole(queries=2)")
+    main = paged(rng, fmt, b, 1, topk, 64, lengths=lengths)
+    check_decode(hopper, fmt, queries(rng, b, 1, h_q, fmt.d_qk), main, sink=sinks(rng, h_q))
+
+
 def test_two_caches(hopper, rng):
     main, extra = paged(rng, oracle.BF16_576, 5, 2, 130, 64, gap=1), paged(rng, oracle.BF16_576, 5, 2, 70, 2)
     check_decode(hopper, oracle.BF16_576, queries(rng, 5, 2, 12, 576), main, extra, num_splits=2)

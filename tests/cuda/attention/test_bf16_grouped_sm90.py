@@ -11,7 +11,7 @@ import pytest
 import cupy_mla
 from cupy_mla.calls.graph import LaunchGraph
 from cupy_mla.calls.operation import forget_calls
-from cupy_mla.cuda.attention import bf16_grouped_sm90
+from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90
 
 from ... import oracle
 from ...cases import (

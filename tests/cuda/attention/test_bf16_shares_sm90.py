@@ -31,9 +31,9 @@ KERNEL = "bf16_shares_sm90"
 
 
 @pytest.fixture
-def small_splits(replace_in_choose) -> None:
+def small_splits(force) -> None:
     """Splits of a pair of tiles and more: small calls are divided over many CTAs as well."""
-    replace_in_choose("TABLE", evenly.table(KERNEL, heads=64))
+    force(division=evenly.shares(64))
 
 
 @FORMATS
@@ -62,8 +62,8 @@ def test_every_batch(hopper, small_splits, rng, fmt, batches):
 
 
 @FORMATS
-def test_items_stay_whole(hopper, replace_in_choose, rng, fmt):
-    evenly.check_items_stay_whole(hopper, rng, replace_in_choose, fmt, KERNEL, 64)
+def test_items_stay_whole(hopper, force, rng, fmt):
+    evenly.check_items_stay_whole(hopper, rng, force, fmt, 64)
 
 
 @FORMATS

@@ -34,9 +34,9 @@ def heads() -> int:
 
 
 @pytest.fixture
-def evenly(heads, replace_in_choose) -> None:
+def evenly(heads, force) -> None:
     """Every call's rows are divided evenly over 132 CTAs, into splits of a pair of tiles and more."""
-    replace_in_choose("TABLE", divided.table(KERNEL, heads))
+    force(division=divided.shares(heads))
 
 
 @FORMATS
@@ -76,8 +76,8 @@ def test_every_batch(hopper, evenly, rng, batches):
 
 
 @HEADS
-def test_items_stay_whole(hopper, replace_in_choose, rng, heads):
-    divided.check_items_stay_whole(hopper, rng, replace_in_choose, oracle.V32, KERNEL, heads)
+def test_items_stay_whole(hopper, force, rng, heads):
+    divided.check_items_stay_whole(hopper, rng, force, oracle.V32, heads)
 
 
 @HEADS

@@ -131,7 +131,7 @@ def test_logits_that_rise_from_tile_to_tile(hopper, rng, fmt):
         (90, 1, 128, 400, 0, False),
     ],
 )
-def test_splits_in_turn(hopper, replace_in_choose, rng, fmt, b, s_q, h_q, topk, extra_topk, lengths, num_splits):
+def test_splits_in_turn(hopper, force, rng, fmt, b, s_q, h_q, topk, extra_topk, lengths, num_splits):
     """By one CTA for each work item: right, and to the bits of a cluster."""
     main = paged(rng, fmt, b, s_q, topk, 64, lengths=lengths)
     extra = paged(rng, fmt, b, s_q, extra_topk, 2, lengths=lengths) if extra_topk else None
@@ -143,9 +143,9 @@ def test_splits_in_turn(hopper, replace_in_choose, rng, fmt, b, s_q, h_q, topk, 
     main.indices[-1, :, np.arange(topk) // 64 % 4 == 1] = -1  # all tiles of the second of 4 splits
     q, sink = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, extra), sinks(rng, h_q)
     more = {"sink": sink, "num_splits": num_splits}
-    replace_in_choose("fp8_in_turn", lambda *sizes: False)
+    force(division="clusters")
     of_clusters = run_decode(hopper, q, main, extra, **more)
-    replace_in_choose("fp8_in_turn", lambda *sizes: True)
+    force(division="segments")
     in_turn = check_decode(hopper, fmt, q, main, extra, **more)
     assert [r.tobytes() for r in in_turn] == [r.tobytes() for r in of_clusters]
 
@@ -153,9 +153,9 @@ def test_splits_in_turn(hopper, replace_in_choose, rng, fmt, b, s_q, h_q, topk, 
 @FORMATS
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("gap", [1, 2, 8])
-def test_alignment_of_results(hopper, replace_in_choose, rng, fmt, gap, in_turn):
+def test_alignment_of_results(hopper, force, rng, fmt, gap, in_turn):
     """Rows of 512 + `gap` values begin at multiples of 2, 4 and 16 bytes."""
-    replace_in_choose("fp8_in_turn", lambda *sizes: in_turn)
+    force(division="segments" if in_turn else "clusters")
     main, q = paged(rng, fmt, 5, 2, 390, 64), queries(rng, 5, 2, 72, fmt.d_qk)
     check_decode(hopper, fmt, q, main, num_splits=3, out_gaps=(0, 0, 0, gap))
 

@@ -23,9 +23,9 @@ SCALE = divided.SCALE
 
 
 @pytest.fixture(autouse=True)
-def evenly(replace_in_choose) -> None:
+def evenly(force) -> None:
     """Every call's rows are divided evenly over 132 CTAs, into splits of a pair of tiles and more."""
-    replace_in_choose("TABLE", divided.table(KERNEL, 64))
+    force(division=divided.shares(64))
 
 
 class Layers:

@@ -35,9 +35,9 @@ def heads() -> int:
 
 
 @pytest.fixture
-def evenly(heads, replace_in_choose) -> None:
+def evenly(heads, force) -> None:
     """Every call's rows are divided evenly over 132 CTAs, into splits of a pair of tiles and more."""
-    replace_in_choose("TABLE", divided.table(KERNEL, heads))
+    force(division=divided.shares(heads))
 
 
 @FORMATS
@@ -76,8 +76,8 @@ def test_lengths(hopper, evenly, rng, fmt, lengths):
 
 @FORMATS
 @HEADS
-def test_items_stay_whole(hopper, replace_in_choose, rng, fmt, heads):
-    divided.check_items_stay_whole(hopper, rng, replace_in_choose, fmt, KERNEL, heads)
+def test_items_stay_whole(hopper, force, rng, fmt, heads):
+    divided.check_items_stay_whole(hopper, rng, force, fmt, heads)
 
 
 def short(rng: np.random.Generator, main: Paged, holes: bool = False) -> None:
@@ -117,9 +117,9 @@ def test_nothing_valid(hopper, evenly, rng, fmt):
 @FORMATS
 @pytest.mark.parametrize("item_cost", [0, 3, 8, 12, 20])
 @pytest.mark.parametrize("b", [67, 133, 150])
-def test_item_costs(hopper, replace_in_choose, rng, fmt, b, item_cost):
+def test_item_costs(hopper, force, rng, fmt, b, item_cost):
     """Lists that are equally long, and lists that turn out not to be, when a CTA has looked at them."""
-    replace_in_choose("TABLE", divided.table(KERNEL, 64, item_cost))
+    force(division=divided.shares(64, item_cost=item_cost))
     main, q = paged(rng, fmt, b, 1, 1000, 64), queries(rng, b, 1, 64, fmt.d_qk)
     check_decode(hopper, fmt, q, main, num_splits=None)
     main.indices[b // 2 :, :, 300:] = -1

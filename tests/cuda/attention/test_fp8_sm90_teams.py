@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_mla.cuda.attention.choose import Choice, Facts, Sizes
-from cupy_mla.cuda.attention.cost import EVENLY
-from cupy_mla.cuda.paging import ceil_div
-
 from ... import oracle
 from ...cases import check_decode, check_same_bits, off_zero, paged, queries, run_decode, sinks, with_holes
-from .evenly import table_with
 from .replays import check_replays_with_other_lengths
 from .two_gpus import check_two_gpus_in_turn
 
@@ -25,21 +20,17 @@ FORMATS = pytest.mark.parametrize("fmt", [oracle.V32, oracle.V4], ids=lambda fmt
 HEADS = pytest.mark.parametrize("heads", [32, 64])
 
 KERNEL = "fp8_sm90"
+BY_LENGTH = 0  # splits
 
 
 @pytest.fixture
-def teams(replace_in_choose) -> Callable[..., None]:
-    """A function that makes every later call run in teams: so many heads a CTA, and splits of an item; EVENLY: as its
-    lists are long, with so many CTAs in all, and at least one an item. With `clusters` the splits are clusters."""
+def teams(force) -> Callable[..., None]:
+    """A function that makes every later call run in teams: so many heads a CTA, and splits of an item; `BY_LENGTH`: as
+    its lists are long, with so many CTAs in all, and at least one an item. With `clusters` the splits are clusters."""
 
     def use(heads: int, splits: int, ctas: int = 0, clusters: bool = False) -> None:
-        def divided(facts: Facts, sizes: Sizes) -> Choice:
-            items = sizes.queries * ceil_div(sizes.h_q, heads)
-            if clusters:
-                return Choice(KERNEL, heads, splits, splits)
-            return Choice(KERNEL, heads, splits, ctas=max(ctas, items, items * splits), teams=True)
-
-        replace_in_choose("TABLE", table_with(KERNEL, divided))
+        teams = f"teams(heads={heads}, splits={splits}, ctas={ctas})"
+        force(division=f"clusters(heads={heads}, splits={splits}, cluster={splits})" if clusters else teams)
 
     return use
 
@@ -108,7 +99,7 @@ def test_to_the_bits_of_clusters(hopper, teams, rng, fmt, b, splits):
      (5, 1, 64, 300), (150, 1, 64, 151), (150, 2, 128, 1200), (150, 1, 9, 131)],
 )  # fmt: skip
 def test_by_length(hopper, teams, rng, fmt, heads, b, s_q, h_q, ctas):
-    teams(heads, EVENLY, ctas)
+    teams(heads, BY_LENGTH, ctas)
     main, extra = unequal(rng, fmt, b, s_q)
     q = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, extra)
     check_decode(hopper, fmt, q, main, extra, sink=sinks(rng, h_q))
@@ -119,7 +110,7 @@ def test_by_length(hopper, teams, rng, fmt, heads, b, s_q, h_q, ctas):
 def test_lengths(hopper, teams, rng, fmt, lengths):
     """One request with everything, which has no more than MAX_CLUSTER CTAs; nothing at all; anything."""
     b, topk = 20, 3000
-    teams(64, EVENLY, 132)
+    teams(64, BY_LENGTH, 132)
     main = paged(rng, fmt, b, 1, topk, 64, lengths=True)
     if lengths == "random":
         main.length[:] = rng.integers(0, topk + 2, b)
@@ -139,7 +130,7 @@ def test_equal_lengths_have_equal_teams(hopper, teams, rng, fmt, b, tiles, ctas,
     main.length[:] = topk
     teams(64, splits, clusters=True)
     of_clusters = run_decode(hopper, q, main)
-    teams(64, EVENLY, ctas)
+    teams(64, BY_LENGTH, ctas)
     of_teams = check_decode(hopper, fmt, q, main)
     assert [r.tobytes() for r in of_teams] == [r.tobytes() for r in of_clusters]
 
@@ -151,7 +142,7 @@ def test_every_batch(hopper, teams, rng, fmt, batches):
     for b in batches:
         h_q, topk = int(rng.integers(1, 9)), int(rng.integers(64, 400))
         lengths = bool(rng.integers(2))
-        teams(64, *((EVENLY, 132) if lengths else (int(rng.integers(2, 5)), 0)))
+        teams(64, *((BY_LENGTH, 132) if lengths else (int(rng.integers(2, 5)), 0)))
         main = paged(rng, fmt, b, 1, topk, 64, lengths=lengths)
         check_decode(hopper, fmt, off_zero(fmt, queries(rng, b, 1, h_q, fmt.d_qk), main), main)
 
@@ -167,15 +158,15 @@ def test_alignment_of_results(hopper, teams, rng, fmt, heads, gap):
 
 
 @FORMATS
-@pytest.mark.parametrize(("b", "splits", "ctas"), [(37, 3, 0), (150, 3, 0), (37, EVENLY, 132), (150, EVENLY, 400)])
+@pytest.mark.parametrize(("b", "splits", "ctas"), [(37, 3, 0), (150, 3, 0), (37, BY_LENGTH, 0), (150, BY_LENGTH, 400)])
 def test_same_bits_every_time(hopper, teams, rng, fmt, b, splits, ctas):
     teams(64, splits, ctas)
-    main, q = paged(rng, fmt, b, 1, 700, 64, lengths=splits == EVENLY), queries(rng, b, 1, 64, fmt.d_qk)
+    main, q = paged(rng, fmt, b, 1, 700, 64, lengths=splits == BY_LENGTH), queries(rng, b, 1, 64, fmt.d_qk)
     check_same_bits(hopper, q, main, times=6)
 
 
 @pytest.mark.parametrize("hopper", [KERNEL], indirect=True)
-@pytest.mark.parametrize(("b", "splits", "ctas"), [(20, 3, 0), (40, EVENLY, 132), (100, 2, 0), (100, EVENLY, 300)])
+@pytest.mark.parametrize(("b", "splits", "ctas"), [(20, 3, 0), (40, BY_LENGTH, 0), (100, 2, 0), (100, BY_LENGTH, 300)])
 def test_replays_with_other_lengths(hopper, teams, rng, b, splits, ctas):
     """A captured graph of two calls, which use the same memory for partial results, run again and again."""
     teams(64, splits, ctas)

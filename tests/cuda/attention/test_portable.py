@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from cupy_mla.cuda import driver
-from cupy_mla.cuda.attention import portable
 from cupy_mla.cuda.attention.choose import VARIABLE
-from cupy_mla.cuda.attention.cost import EVENLY
+from cupy_mla.cuda.attention.kernels import portable
 from cupy_mla.layouts import ATTENTION_LAYOUTS
 
 from ... import oracle
@@ -57,17 +56,9 @@ def kind(request, launched, monkeypatch) -> Iterator[CuPy]:
 
 
 @pytest.fixture
-def evenly(replace_in_choose) -> Iterator[None]:
-    """Rows are divided evenly wherever the number of splits is free, also where that is not the fastest."""
-    asked = []
-
-    def divided(ctas: int, steps: int, slots: int) -> int:
-        asked.append(ctas)
-        return EVENLY
-
-    replace_in_choose("portable_splits", divided)
-    yield
-    assert asked, "no call left the number of splits open"
+def evenly(force) -> None:
+    """Rows are divided evenly, also where that is not the fastest."""
+    force(division="shares")
 
 
 @pytest.mark.parametrize("limit", LIMITS.values())

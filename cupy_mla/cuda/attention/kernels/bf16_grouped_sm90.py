@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
-from ...arrays import Array
-from ...dtypes import INT32
-from ...layouts import BF16_512, BF16_576, Layout
-from .. import structs
-from ..kernel import Kernel
-from ..paging import ceil_div, pointer
-from ..program import Launch, Program, Slot
+from ....dtypes import INT32
+from ....layouts import Layout
+from ... import structs
+from ...kernel import Kernel
+from ...paging import ceil_div, pointer
+from ...program import Launch, Program, Slot
+from ..call import SOME_DONE, Call
+from ..divide import Division, Whole
+from ..problem import Problem
 from . import bf16_few_heads_sm90, bf16_sm90
-from .call import Call
+from .few_heads_sm90 import block_heads
 from .lists import sorted_by_place
+from .work import Work, shares
 
 MAX_QUERIES = 8  # of a group
 MAX_HEADS = 32  # of a call
@@ -31,6 +35,8 @@ REST_FEW_HEADS = 16  # up to which the queries that are left are for `bf16_few_h
 # limits lie between the shares of random lists, so that all groups of such a call go one way. These shares are, with 4
 # and with 16 rows of the cache for each entry: 0.43 and 0.79 (groups of 8), 0.63 and 0.89 (of 4), 0.79 and 0.94 (of 2).
 MOST_ROWS_FEW_HEADS, MOST_ROWS = 0.71, 0.86
+
+LEAST_FULL = 0.5  # share of the GPU that groups must fill
 
 LEAST_SCALE = 2.0**-60  # least sm_scale: the mask of -2^120, times it, must still take a row out of a softmax
 
@@ -68,56 +74,78 @@ def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for queries in sorted({group_queries(h_q) for h_q in range(1, MAX_HEADS + 1)}):
         yield group_lists_kernel(queries)
-    for layout in (BF16_576, BF16_512):
+    for layout in bf16_sm90.LAYOUTS:
         yield kernel(layout)
 
 
-def launches(
-    call: Call, queries: int, most_rows: float, rest: tuple[str, int, int], lengths: Array | None, ordered: bool
-) -> Program:
-    """The launches for groups, and for the queries that are left.
+def serves(problem: Problem) -> bool:
+    """Prefill of few heads, unsplit."""
+    few = problem.prefill and problem.heads <= MAX_HEADS and problem.num_splits <= 1
+    return problem.on_hopper and few and problem.groupable and problem.queries > 0
 
-    Args:
-        queries: of a group.
-        most_rows: see `Choice`.
-        rest: the kernel for the queries that are left, with heads and queries of a CTA.
-        lengths: the call's topk_length, or None.
-        ordered: as for the kernel that takes the queries that are left.
+
+def full(problem: Problem) -> float:
+    """Share of the GPU that groups keep busy, over all rounds of CTAs."""
+    groups, sms = ceil_div(problem.queries, group_queries(problem.heads)), problem.gpu.sms
+    return groups / (ceil_div(groups, sms) * sms)
+
+
+def candidates(problem: Problem) -> Iterator[Division]:
+    """Groups, where they fill half of the GPU."""
+    if problem.asks or full(problem) >= LEAST_FULL:
+        yield Whole(bf16_sm90.HEADS, queries=group_queries(problem.heads))
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division == Whole(bf16_sm90.HEADS, queries=group_queries(problem.heads))
+
+
+def work(problem: Problem, division: Any) -> Work:
+    """What takes time, for lists of which some are grouped and some are not."""
+    items = ceil_div(problem.queries, division.queries)
+    return f"groups of {max(n for n in (2, 4, 8) if n <= division.queries)}", shares(problem, items)
+
+
+def launches(problem: Problem, division: Any, call: Call) -> Program:
+    """The launches for groups, and for the queries that are left.
 
     Without lengths the grids are the same for any number of queries, so one CUDA graph serves them all.
     """
-    sms = call.gpu.sms
-    capacity = queries * call.topk
-    total = ceil_div(call.queries, queries)
+    queries, sms, topk = division.queries, problem.gpu.sms, problem.entries
+    limit = MOST_ROWS_FEW_HEADS if problem.heads <= REST_FEW_HEADS else MOST_ROWS
+    most_rows = 1.0 if problem.kernel else min(limit, full(problem))
+    capacity = queries * topk
+    total = ceil_div(problem.queries, queries)
     tile_bits = ceil_div(capacity, bf16_sm90.TILE_ROWS) * queries  # 64-bit words of a group in `twice`
     sizes = (8 * tile_bits, 4 * capacity, 4, capacity)  # bytes of a group in twice, rows, group_lengths, excluded
-    most_groups = max(SCRATCH_BYTES // sum(sizes), 1)  # of a launch
-    one_launch = total <= most_groups
-    groups = total if one_launch else most_groups
+    groups = min(total, max(SCRATCH_BYTES // sum(sizes), 1))  # of a launch
     united = Slot("united lists", shape=(groups * sum(sizes),))
     twice, rows, group_lengths, excluded = (united.ptr + groups * sum(sizes[:i]) for i in range(4))
-    left = Slot("lengths of what is left", shape=(call.queries,), dtype=INT32)
-    params = call.params.replaced(**{"main.lengths": left.ptr})
+    left = Slot("lengths of what is left", shape=(problem.queries,), dtype=INT32)
+    flags = call.params.values[structs.ATTENTION.index["flags"]] | SOME_DONE
+    params = call.params.replaced(**{"main.lengths": left.ptr, "flags": flags})
     steps: list[Launch] = []
-    for number in range(1 if one_launch else int(ceil_div(total, groups))):
-        first = number * groups
-        here = total if one_launch else min(total - first, groups)
+    for first in range(0, total, groups):
+        here = min(total - first, groups)
         grouped = structs.GROUPED(
-            params, list_lengths=pointer(lengths), rows=rows, excluded=excluded, twice=twice,
+            params, list_lengths=pointer(call.lengths), rows=rows, excluded=excluded, twice=twice,
             group_lengths=group_lengths, left=left.ptr, queries=queries, first_group=first, num_groups=here,
             capacity=capacity, twice_capacity=tile_bits, most=most_rows,
         )  # fmt: skip
         steps.append(Launch(group_lists_kernel(queries), (QUERIES_PER_SM // queries * sms, 1, 1), grouped))
-        ctas = here if lengths is not None else sms
-        steps.append(Launch(kernel(call.layout), (ctas, 1, 1), grouped))
-    if call.topk > 0 and 2 * call.layout.d_qk * call.num_slots > SORTED_CACHE_BYTES:
-        sort, params = sorted_by_place(call._replace(params=params))
+        ctas = here if call.lengths is not None else sms
+        steps.append(Launch(kernel(problem.layout), (ctas, 1, 1), grouped))
+    if topk > 0 and 2 * problem.layout.d_qk * call.num_slots > SORTED_CACHE_BYTES:
+        sort, params = sorted_by_place(problem, params, call.num_slots)
         steps.append(sort)
-    return [*steps, *_rest(call._replace(params=params), rest, ordered)]
+    return [*steps, *_rest(problem, call._replace(params=params))]
 
 
-def _rest(call: Call, rest: tuple[str, int, int], ordered: bool) -> Program:
-    name, heads, queries = rest
-    if name == "bf16_sm90":
-        return bf16_sm90.launches(call, ordered)
-    return bf16_few_heads_sm90.launches(call, heads, queries, 1, 1, ordered)
+def _rest(problem: Problem, call: Call) -> Program:
+    """The launches for the queries that are left."""
+    if problem.heads > REST_FEW_HEADS:
+        return bf16_sm90.launches(problem, Whole(bf16_sm90.HEADS), call)
+    heads = block_heads(problem.heads)
+    two = problem.items(heads) > problem.gpu.sms
+    return bf16_few_heads_sm90.launches(problem, Whole(heads, queries=1 + two), call)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ...dtypes import INT32
-from .. import structs
-from ..kernel import Kernel
-from ..paging import ceil_div
-from ..program import Launch, Slot
-from ..structs import Packed
-from .call import Call
+from ....dtypes import INT32
+from ... import structs
+from ...kernel import Kernel
+from ...paging import ceil_div
+from ...program import Launch, Slot
+from ...structs import Packed
+from ..problem import Problem
 
 SEGMENT, RANGES = 2048, 32  # entries that a CTA sorts, and the number of ranges of the cache that it sorts them by
 COUNTED = 4  # queries whose entries a CTA counts
@@ -36,42 +36,43 @@ def count_kernel() -> Kernel:
     return Kernel("attention/count_entries.cu", structs.COUNT, {"QUERIES": COUNTED}, archs=("90a",), target="90a")
 
 
-def counted(call: Call) -> tuple[Launch, Packed]:
+def counted(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
     """Count the entries of main lists up to the last valid one, for queries that are requests of their own.
 
     Returns:
         the launch that does so, and the parameters with the counts as main.lengths.
     """
-    counts = Slot("entries that count", shape=(call.queries,), dtype=INT32)
+    counts = Slot("entries that count", shape=(problem.queries,), dtype=INT32)
     launch = Launch(
-        count_kernel(), (ceil_div(call.queries, COUNTED), 1, 1), structs.COUNT(call.params, counts=counts.ptr)
+        count_kernel(), (ceil_div(problem.queries, COUNTED), 1, 1), structs.COUNT(params, counts=counts.ptr)
     )
-    return launch, call.params.replaced(**{"main.lengths": counts.ptr})
+    return launch, params.replaced(**{"main.lengths": counts.ptr})
 
 
-def longest_first(call: Call) -> tuple[Launch, Packed]:
+def longest_first(problem: Problem, params: Packed) -> tuple[Launch, Packed]:
     """Order the queries, those with the longest lists first, by main.lengths of struct AttentionParams.
 
     Returns:
         the launch that does so, and the parameters with the order.
     """
-    ordered = call.params.replaced(order=Slot("order", shape=(call.queries,), dtype=INT32).ptr)
+    ordered = params.replaced(order=Slot("order", shape=(problem.queries,), dtype=INT32).ptr)
     return Launch(order_kernel(), (1, 1, 1), ordered), ordered
 
 
-def sorted_by_place(call: Call) -> tuple[Launch, Packed]:
+def sorted_by_place(problem: Problem, params: Packed, num_slots: int) -> tuple[Launch, Packed]:
     """Copy the main lists, their entries sorted by the range of the cache they name.
 
     Returns:
         the launch that does so, and the parameters with the copies.
     """
-    lists = Slot("sorted lists", shape=(call.queries, call.topk), dtype=INT32)
-    segments = ceil_div(call.topk, SEGMENT)
-    shift = max((call.num_slots - 1).bit_length() - (RANGES - 1).bit_length(), 0)
-    params = structs.SORT(call.params, sorted=lists.ptr, segments=segments, shift=shift)
-    launch = Launch(sort_kernel(), (call.queries * segments, 1, 1), params)
-    fields = {"main.indices": lists.ptr, "main.index_stride_b": call.topk, "main.index_stride_s": 0}
-    return launch, call.params.replaced(**fields)
+    queries, topk = problem.queries, problem.entries
+    lists = Slot("sorted lists", shape=(queries, topk), dtype=INT32)
+    segments = ceil_div(topk, SEGMENT)
+    shift = max((num_slots - 1).bit_length() - (RANGES - 1).bit_length(), 0)
+    sorting = structs.SORT(params, sorted=lists.ptr, segments=segments, shift=shift)
+    launch = Launch(sort_kernel(), (queries * segments, 1, 1), sorting)
+    fields = {"main.indices": lists.ptr, "main.index_stride_b": topk, "main.index_stride_s": 0}
+    return launch, params.replaced(**fields)
 
 
 def kernels() -> Iterator[Kernel]:

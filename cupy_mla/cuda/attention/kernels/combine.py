@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ...layouts import D_V
-from .. import structs
-from ..kernel import Kernel
-from ..program import Launch
-from .call import Call
+from ....layouts import D_V
+from ... import structs
+from ...kernel import Kernel
+from ...program import Launch
+from ...structs import Packed
+from ..problem import Problem
 
 
 @lru_cache(maxsize=1)
@@ -23,6 +24,6 @@ def kernels() -> Iterator[Kernel]:
     yield kernel()
 
 
-def launch(call: Call) -> Launch:
+def launch(problem: Problem, params: Packed) -> Launch:
     """The launch behind one that left partial results."""
-    return Launch(kernel(), (call.queries, call.h_q, 1), call.params)
+    return Launch(kernel(), (problem.queries, problem.heads, 1), params)

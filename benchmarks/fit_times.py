@@ -1,0 +1,217 @@
+"""What work takes on a GPU, from the times of candidates that were measured on it. Needs no GPU.
+
+python benchmarks/fit_times.py [h200 | h100 | ...]
+
+Writes cupy_mla/cuda/attention/times/<gpu>.py from candidates.json (`benchmarks/candidates.py`) in the folder of the
+GPU's records: for each kernel and kind of work a time for each amount, none negative. It begins with those of the least
+squares of relative errors, candidates near the fastest of their call counting most; then it goes down the gradient of
+what is to be small: how much slower the chosen candidate is than the fastest one. Where a choice is still slower by
+more than `EXCEPTION`, a row says how much less time the fastest takes for that call.
+
+A GPU without such a record has the times of one that has, `LIKE`, which its other records scale.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from recorded import FOLDERS, Measured, candidates, other_records
+
+from cupy_mla.cuda.attention.choose import KERNELS
+from cupy_mla.cuda.attention.times import size_of
+
+TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attention" / "times"
+LIKE = "h100"
+EXCEPTION = 0.04  # slower than the fastest, from which on a call is an exception
+NEAR = 3  # the power of (fastest / candidate) that a candidate's error counts with
+STEPS, RATE = 2500, 0.01  # of the descent, on logarithms
+SOFTNESS = 0.02  # relative difference of times at which the faster candidate is taken as often as not
+HONESTY = 0.1  # weight of the times' own errors in the descent
+MOST_COUNTED = 1.0  # of a slower choice: where one is twice as slow, it does not matter how much more
+
+Fitted = dict[str, dict[str, dict[str, float]]]
+Exceptions = dict[tuple[Any, ...], dict[str, float]]
+
+
+class Candidates:
+    """All candidates of all calls as arrays: those that are offered compete.
+
+    Attributes:
+        names: (kernel, kind of work, amount), of which each has a time.
+        us, call, kind: of each candidate: what it took, the numbers of its call and of its kernel and kind.
+        offered: whether the package looks at it.
+        entry, name, amount: of each amount: its candidate, its time's number, and how much.
+    """
+
+    def __init__(self, rows: list[Measured]) -> None:
+        self.rows = rows
+        kinds: dict[tuple[str, str], int] = {}
+        names: dict[tuple[str, str, str], int] = {}
+        listed: list[tuple[float, int, int, bool]] = []
+        entries: list[tuple[int, int, float]] = []
+        self.ways: list[Any] = []
+        for number, row in enumerate(rows):
+            problem = row.problem._replace(kernel=row.kernel)
+            offered = {
+                (name, division)
+                for name, kernel in KERNELS.items()
+                if problem.kernel in ("", name) and kernel.serves(problem)
+                for division in kernel.candidates(problem)
+            }
+            for way, us in row.us.items():
+                kind, amounts = KERNELS[way[0]].work(row.problem, way[1])
+                key = way[0], kind
+                for name, amount in amounts.items():
+                    entries.append((len(listed), names.setdefault((*key, name), len(names)), amount))
+                listed.append((us, number, kinds.setdefault(key, len(kinds)), way in offered))
+                self.ways.append(way)
+        self.names = names
+        self.us, self.call, self.kind, self.offered = map(np.array, zip(*listed, strict=True))
+        self.entry, self.name, self.amount = map(np.array, zip(*entries, strict=True))
+        fastest = np.full(len(rows), np.inf)
+        np.minimum.at(fastest, self.call, self.us)
+        self.slower = self.us / fastest[self.call] - 1
+
+    def times(self, x: np.ndarray) -> np.ndarray:
+        """Of each candidate, with these times of amounts."""
+        return np.bincount(self.entry, self.amount * x[self.name], len(self.us))
+
+    def chosen(self, times: np.ndarray) -> np.ndarray:
+        """The number of the offered candidate with the least time, of each call."""
+        order = np.lexsort((np.where(self.offered, times, np.inf), self.call))
+        return order[np.flatnonzero(np.diff(self.call[order], prepend=-1))]
+
+
+def least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """x >= 0 with the least |a x - b|, by coordinate descent."""
+    product, right = a.T @ a, a.T @ b
+    x = np.zeros(len(right))
+    for _ in range(1500):
+        for i in np.flatnonzero(product.diagonal() > 0):
+            x[i] = max(0.0, x[i] + (right[i] - product[i] @ x) / product[i, i])
+    return x
+
+
+def begin(data: Candidates, weight: np.ndarray) -> np.ndarray:
+    """Times of amounts with the least squares of weighted relative errors, of each kernel and kind by itself."""
+    x = np.zeros(len(data.names))
+    kind_of_name = np.zeros(len(x), int)
+    kind_of_name[data.name] = data.kind[data.entry]
+    for kind in range(data.kind.max() + 1):
+        own, here = np.flatnonzero(kind_of_name == kind), np.flatnonzero(data.kind == kind)
+        a = np.zeros((len(data.us), len(own)))
+        mine = kind_of_name[data.name] == kind
+        a[data.entry[mine], np.searchsorted(own, data.name[mine])] = data.amount[mine]
+        x[own] = least_squares(a[here] * (weight / data.us)[here, None], weight[here])
+    return x
+
+
+def descend(data: Candidates, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Times with which choices are less slow: Adam on their logarithms. A candidate is taken with a probability that
+    falls with its time, so that there is a gradient."""
+    logs, kept = np.log(np.maximum(x, 1e-6)), x > 0
+    mean, square = np.zeros_like(x), np.zeros_like(x)
+    excess = np.minimum(data.slower, MOST_COUNTED)
+    cost, calls = excess + 3 * excess**2, len(data.rows)
+    for step in range(STEPS):
+        x = np.exp(logs) * kept
+        times = data.times(x)
+        score = np.where(data.offered, -np.log(times) / SOFTNESS, -np.inf)
+        highest = np.full(calls, -np.inf)
+        np.maximum.at(highest, data.call, score)
+        taken = np.exp(score - highest[data.call])
+        taken /= np.bincount(data.call, taken, calls)[data.call]
+        expected = np.bincount(data.call, taken * cost, calls)
+        slope = -taken * (cost - expected[data.call]) / SOFTNESS
+        slope += 2 * HONESTY * weight * np.log(times / data.us)  # by the logarithm of a candidate's time
+        each = np.bincount(data.name, (slope / times)[data.entry] * data.amount, len(x)) * x / calls
+        mean, square = 0.9 * mean + 0.1 * each, 0.99 * square + 0.01 * each**2
+        logs -= RATE * (1 - step / STEPS) * mean / (np.sqrt(square) + 1e-7)
+    return np.exp(logs) * kept
+
+
+def fit(rows: list[Measured]) -> tuple[Fitted, Exceptions]:
+    """Times of all kinds of work, and the calls for which candidates take another time than that."""
+    data = Candidates(rows)
+    weight = (1 + data.slower) ** -NEAR
+    x = descend(data, begin(data, weight), weight)
+    fitted: Fitted = {}
+    for (kernel, kind, name), i in sorted(data.names.items()):
+        fitted.setdefault(kernel, {}).setdefault(kind, {})
+        if x[i] > 1e-4:
+            fitted[kernel][kind][name] = float(f"{x[i]:.4g}")
+    exceptions: Exceptions = {}
+    times = data.times(x)
+    chosen = data.chosen(times)
+    for number, row in enumerate(rows):
+        here = np.flatnonzero((data.call == number) & data.offered)
+        taken, best = chosen[number], here[np.argmin(data.us[here])]
+        if data.us[taken] > (1 + EXCEPTION) * data.us[best] and row.kind != "large prefill":  # there lists decide
+            kernel, division = data.ways[best]
+            factor = data.us[best] / data.us[taken] * times[taken] / times[best]
+            exceptions.setdefault(size_of(row.problem), {})[f"{kernel} {division}"] = float(f"{factor:.3g}")
+    slower = data.slower[chosen]
+    print(
+        f"{len(rows)} calls: chosen {slower.mean():.2%} slower than the fastest, {(slower > 0.06).sum()} more than 6 %"
+    )
+    return fitted, exceptions
+
+
+def scaled(fitted: Fitted, name: str) -> Fitted:
+    """Times of one GPU, those of decode scaled to the records of another: for each kernel the times at load, which are
+    those of memory, and all others. Rows of prefills come from L2, and cards of one kind do not differ there."""
+    shares: dict[str, list[tuple[float, float, float]]] = {}
+    for problem, kernel, division, us in other_records(name):
+        if not problem.prefill:
+            kind, amounts = KERNELS[kernel].work(problem, division)
+            each = {n: amount * fitted[kernel][kind].get(n, 0.0) for n, amount in amounts.items()}
+            load = sum(value for n, value in each.items() if at_load(n))
+            shares.setdefault(kernel, []).append((load, sum(each.values()) - load, us))
+    scales: dict[str, Any] = {}
+    for kernel, found in shares.items():
+        a = np.array(found)
+        scales[kernel] = load, other = least_squares(a[:, :2] / a[:, 2:], np.ones(len(a)))
+        print(f"{name} {kernel}, {len(a)} rows: at load {load:.2f}, all else {other:.2f} of {LIKE}")
+
+    def times(kernel: str, kind: str, each: dict[str, float]) -> dict[str, float]:
+        load, other = (1.0, 1.0) if "prefill" in kind else scales.get(kernel, (1.0, 1.0))
+        return {n: float(f"{value * (load if at_load(n) else other):.4g}") for n, value in each.items()}
+
+    return {k: {kind: times(k, kind, each) for kind, each in kinds.items()} for k, kinds in fitted.items()}
+
+
+def at_load(name: str) -> bool:
+    """Whether an amount of work takes what memory makes of it."""
+    return "load" in name or "mean" in name
+
+
+def write(name: str, source: str, fitted: Fitted, exceptions: Exceptions) -> None:
+    """The module with these times."""
+    lines = [f'"""What work takes on a GPU, in microseconds. Written by benchmarks/fit_times.py from {source}."""', ""]
+    lines += ["# fmt: off", "# ruff: noqa: E501", "TIMES: dict[str, dict[str, dict[str, float]]] = {"]
+    for kernel, kinds in fitted.items():
+        lines += [f"    {json.dumps(kernel)}: {{"]
+        lines += [f"        {json.dumps(kind)}: {json.dumps(each)}," for kind, each in kinds.items()]
+        lines += ["    },"]
+    lines += ["}", "", "# By `times.size_of` a call: a candidate that takes so many times as long as TIMES say.", ""]
+    lines += ["EXCEPTIONS: dict[tuple[str, bool, bool, int, int, int, int], dict[str, float]] = {"]
+    lines += [f"    {size!r}: {json.dumps(each)}," for size, each in exceptions.items()]
+    (TIMES / f"{name}.py").write_text("\n".join([*lines, "}", ""]))
+
+
+def main() -> None:
+    for name in sys.argv[1:] or FOLDERS:
+        rows = list(candidates(name))
+        if rows:
+            write(name, f"{name}'s candidates.json", *fit(rows))
+        else:
+            fitted, _ = fit(list(candidates(LIKE)))
+            write(name, f"{LIKE}'s candidates.json, scaled to the records of {name}", scaled(fitted, name), {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Records of attention calls as problems: what the choices of kernels are fitted to and judged by. Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cases import numbers
+
+from cupy_mla.cuda.attention.divide import Division, division
+from cupy_mla.cuda.attention.problem import Problem
+from cupy_mla.cuda.driver import Gpu, Launchable
+from cupy_mla.layouts import BF16_512, BF16_576, V4_FP8, V32_FP8
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FOLDERS = {"h200": RESULTS, "h100": RESULTS / "h100"}  # where the records of a GPU lie, by the name of its times
+LAYOUTS = {"V32": V32_FP8, "V4": V4_FP8, "bf16": BF16_576}
+
+
+@dataclass(frozen=True)
+class RecordedGpu(Gpu):
+    """A GPU that is not there.
+
+    Attributes:
+        at_once: how many clusters of 1, 2, ... CTAs it runs at a time, each CTA with an SM of its own.
+    """
+
+    at_once: tuple[int, ...] = ()
+
+    def clusters_at_once(self, kernel: Launchable) -> tuple[int, ...]:
+        return self.at_once
+
+
+class Measured(NamedTuple):
+    """A call and what it took.
+
+    Attributes:
+        problem: the call, without what is forced.
+        us: microseconds by kernel and division.
+        chosen: the kernel and division that the package chose when the record was made.
+        kernel: "portable" or "portable_99kb", if only that one was measured; else "".
+    """
+
+    problem: Problem
+    us: dict[tuple[str, Division], float]
+    chosen: tuple[str, Division]
+    kernel: str
+    kind: str
+
+
+def gpu_of(record: dict[str, Any]) -> RecordedGpu:
+    """The GPU of a record of candidates."""
+    at_once = tuple(record["clusters_at_once"]["fp8_sm90"])
+    return RecordedGpu(0, record["sms"], 90, record["shared_kb"], record["gpu"], at_once)
+
+
+def problem_of(gpu: Gpu, row: dict[str, Any]) -> Problem:
+    """The call of a row."""
+    if "prefill" in row["kind"]:
+        layout = BF16_576 if row["d_qk"] == 576 else BF16_512
+        return Problem(gpu, layout, True, row["h"], row["s_q"], row["topk"], uneven=row["lists"] == "lengths")
+    return Problem(
+        gpu, LAYOUTS[row["kind"].split()[0]], False, row["h"], row["b"] * row["s_q"], row["topk"], row["extra_topk"],
+        uneven=bool(row["lengths"]), flat=row["extra_topk"] == 0,
+    )  # fmt: skip
+
+
+def way_of(text: str) -> tuple[str, Division]:
+    """The kernel and division that a record names."""
+    kernel, _, divided = text.partition(" ")
+    return kernel, division(divided)
+
+
+def candidates(name: str) -> Iterator[Measured]:
+    """The rows of candidates.json of a GPU; none where there is no such record."""
+    path = FOLDERS[name] / "candidates.json"
+    if not path.exists():
+        return
+    record = json.loads(path.read_text())
+    gpu, found = gpu_of(record), {}
+    for row in record["rows"]:
+        us = {way_of(text): time for text, time in row["us"].items()}
+        new = Measured(problem_of(gpu, row), us, way_of(row["chosen"]), row.get("kernel", ""), row["kind"])
+        key = new.problem, new.kernel, row.get("lists")
+        before = found.get(key, new)  # a call that was measured twice: the mean of what both rows have
+        found[key] = new._replace(us={way: (us[way] + before.us[way]) / 2 for way in us if way in before.us})
+    yield from found.values()
+
+
+OTHERS = ("decode_batches", "small_prefill", "sparse_decode", "sparse_prefill", "portable")
+
+
+def other_records(name: str) -> Iterator[tuple[Problem, str, Division, float]]:
+    """Calls of a GPU's other records, each with the one kernel and division that was measured, in microseconds."""
+    # Both cards have as many SMs, and run as many clusters.
+    gpu = replace(gpu_of(json.loads((FOLDERS["h100"] / "candidates.json").read_text())), name=name.upper())
+    for path in (FOLDERS[name] / f"{record}.json" for record in OTHERS):
+        for row in json.loads(path.read_text())["rows"] if path.exists() else ():
+            if "valid" not in row:  # short lists: nobody knows before
+                yield named_problem(gpu, row["case"]), *way_of(row["way"]), row["ours_us"]
+
+
+def named_problem(gpu: Gpu, case: str) -> Problem:
+    """The call that a row's name says."""
+    first, n = case.split()[0], numbers(case)
+    if first in ("prefill", "small", "causal"):
+        layout = BF16_576 if n.get("d", n.get("d_qk")) == 576 else BF16_512
+        return Problem(gpu, layout, True, n["h"], n["s_q"], n["topk"], uneven=case.endswith("lengths"))
+    extra = n["topk"] - 128 if "+" in case else 0
+    return Problem(
+        gpu, LAYOUTS[first], False, n["h"], n["b"] * n["s_q"], n["topk"] - extra, extra, uneven="ragged" in case,
+        flat=not extra,
+    )  # fmt: skip

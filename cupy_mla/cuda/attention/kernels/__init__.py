@@ -1,0 +1,13 @@
+"""The kernels of attention, one module each under its name.
+
+A module answers, for a `Problem`:
+
+    serves(problem)                      whether the kernel can serve it
+    candidates(problem)                  divisions that may be the fastest; where something is forced, one of each kind
+    fits(problem, division)              whether the kernel is built for a division of such a kind
+    work(problem, division)              what takes time, by name, and what `times` calls this kind of work
+    launches(problem, division, call)    the program
+    kernels()                            all variants, for the compile tests and for warming up
+
+Some of them have `same_bits(division)`: the divisions that give the same bits.
+"""

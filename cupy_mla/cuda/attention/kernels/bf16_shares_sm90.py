@@ -1,0 +1,82 @@
+"""`kernels_cu/attention/bf16_shares_sm90.cu`: as `bf16_sm90`, all rows of a call divided evenly over the CTAs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from ....layouts import Layout
+from ... import structs
+from ...kernel import Kernel
+from ...program import Launch, Program
+from ..call import Call
+from ..divide import HALF_PARTIAL_BYTES, Division, Shares
+from ..problem import Problem
+from . import bf16_sm90
+from .work import Work, shares, split
+
+UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
+LEAST_SPLIT = 1  # pairs of tiles
+MOST_SPLITS = 256  # of a work item: as many partial results a CTA merges
+
+SPILL_BYTES = 28  # a few words, once a work item; 20 by NVRTC 12.9 and 13.0
+
+
+@cache
+def kernel(layout: Layout) -> Kernel:
+    """The kernel for rows of one width."""
+    defines = {**bf16_sm90.defines(layout), "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST}
+    return Kernel(
+        "attention/bf16_shares_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        spill_bytes=SPILL_BYTES, overlaps=True,
+    )  # fmt: skip
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in bf16_sm90.LAYOUTS:
+        yield kernel(layout)
+
+
+def serves(problem: Problem) -> bool:
+    """Flat bf16 rows in two splits and more."""
+    flat = problem.flat and problem.layout in bf16_sm90.LAYOUTS
+    return problem.on_hopper and flat and not problem.fixed and problem.num_splits != 1
+
+
+def candidates(problem: Problem) -> Iterator[Division]:
+    """Equal shares of all rows, or of each item's where these fill the GPU."""
+    heads, sms = bf16_sm90.HEADS, problem.gpu.sms
+    asked = problem.splits(MOST_SPLITS)
+    if asked:
+        yield Shares(heads, splits=min(asked, MOST_SPLITS))
+    elif problem.asks or problem.items(heads) <= 6 * sms:
+        yield Shares(heads)
+        splits = sms // problem.items(heads)
+        if 1 < splits <= problem.pairs:
+            yield Shares(heads, splits=splits)
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return division.heads == bf16_sm90.HEADS and 0 <= division.splits <= MOST_SPLITS
+
+
+def work(problem: Problem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    heads = division.heads
+    items, shared = problem.items(heads), problem.heads > heads
+    kind = f"{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}"
+    if division.splits:
+        pairs = -(-problem.pairs // division.splits)
+        return f"splits{kind}", split(problem, items * division.splits, division.splits, pairs, shared)
+    return f"shares{kind}", shares(problem, items, shared)
+
+
+def launches(problem: Problem, division: Any, call: Call) -> Program:
+    """The launch: so many CTAs, a share each."""
+    division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT)
+    fields = division.fields(problem, division.heads * HALF_PARTIAL_BYTES)
+    params = call.params.replaced(num_splits=division.num_splits, **fields)
+    return [Launch(kernel(problem.layout), (division.ctas, 1, 1), params)]

@@ -1,0 +1,169 @@
+"""`kernels_cu/attention/few_heads_sm90.cu`: V32_FP8 and bf16 rows on Hopper, 8, 16 or 32 heads of a query at a time.
+
+Rows may be split over the CTAs of a cluster, over partial results, or both; those of V32_FP8 in decode of up to 16
+heads may be divided evenly over all CTAs. V4_FP8 is faster on `fp8_sm90`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from ....layouts import BF16_512, BF16_576, D_V, V32_FP8, Layout
+from ... import structs
+from ...driver import MAX_CLUSTER
+from ...kernel import Kernel
+from ...paging import ceil_div
+from ...program import Launch, Program
+from ..call import Call
+from ..divide import PARTIAL_BYTES, Clusters, Division, Shares, Whole, largest_cluster, split_numbers
+from ..problem import TILE_ROWS, Problem
+from . import combine
+from .work import Work, rounds_of, shares
+
+LAYOUTS = (BF16_576, BF16_512, V32_FP8)  # that the kernel can read
+CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
+HEADS = tuple(CONSUMERS)  # heads a CTA is built for
+UNEVEN_ITEM_COST = 11  # of lists that are not equally long, in eighths of a pair of tiles
+LEAST_SPLIT = 2  # pairs of tiles, in shares
+INVARIANT_ROWS = 512  # of a split of a batch-invariant call
+
+SHARES, SPLITS = 2, 5  # how work is divided over CTAs: kernels_cu/attention/division/division.cuh
+EVEN_HEADS = (8, 16)  # heads a CTA that takes an equal share is built for
+MOST_SHARES = 144  # CTAs among which rows are divided evenly: there is space for the weights of as many results
+
+
+@cache
+def block_heads(h_q: int) -> int:
+    """Heads of a CTA, for a call with `h_q` heads."""
+    return next((heads for heads in HEADS if h_q <= heads), max(HEADS))
+
+
+@cache
+def kernel(layout: Layout, heads: int, evenly: bool = False) -> Kernel:
+    """The kernel for one cache layout and heads of a CTA; `evenly`: all rows are divided over the CTAs."""
+    defines = {
+        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "CONSUMERS": CONSUMERS[heads],
+        "MAX_CLUSTER": MAX_CLUSTER, "DIVISION": SHARES if evenly else SPLITS, "MOST_SHARES": MOST_SHARES,
+        "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
+    }  # fmt: skip
+    return Kernel(
+        "attention/few_heads_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        max_cluster=1 if evenly else MAX_CLUSTER, overlaps=True,
+    )  # fmt: skip
+
+
+@cache
+def cluster_kernel(heads: int) -> Kernel:
+    """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
+    return kernel(V32_FP8, heads)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in LAYOUTS:
+        for heads in HEADS:
+            yield kernel(layout, heads)
+    for heads in EVEN_HEADS:
+        yield kernel(V32_FP8, heads, True)
+
+
+def serves(problem: Problem) -> bool:
+    """V32_FP8 and bf16 rows; batch-invariant calls of more heads over V32_FP8 are for `fp8_sm90`."""
+    many = problem.fixed and problem.heads > 16 and problem.layout.quantized
+    return problem.on_hopper and problem.layout in LAYOUTS and not many
+
+
+def candidates(problem: Problem) -> Iterator[Division]:
+    """Whole items, clusters, partial results for `combine.cu`, and shares.
+
+    Not for more than 16 heads over V32_FP8 or flat bf16 rows: other kernels are faster.
+    """
+    if problem.heads > 16 and (problem.layout.quantized or problem.flat) and not (problem.asks or problem.fixed):
+        return
+    yield from splits_of(problem, block_heads(problem.heads))
+    if problem.heads > 16:
+        yield from splits_of(problem, 16)
+    if shared_out(problem) and not problem.splits(INVARIANT_ROWS):
+        yield Shares(min(block_heads(problem.heads), max(EVEN_HEADS)))
+
+
+def shared_out(problem: Problem) -> bool:
+    """Whether there is a kernel that divides the rows into shares."""
+    few = problem.heads <= max(EVEN_HEADS) or problem.division
+    return problem.layout == V32_FP8 and bool(few)
+
+
+def splits_of(problem: Problem, heads: int) -> Iterator[Division]:
+    """Whole items, and splits with so many heads a CTA, of this kernel and of `bf16_few_heads_sm90`."""
+    asked, sms, items = problem.splits(INVARIANT_ROWS), problem.gpu.sms, problem.items(heads)
+    if asked <= 1:
+        yield Whole(heads)
+    if asked == 1 and not problem.division:
+        return
+    at_once = problem.gpu.clusters_at_once(cluster_kernel(heads))
+    found = [*split_numbers(problem.tiles, max(3, sms // max(1, items)))]  # two and three in several rounds, too
+    numbers = [asked] if asked > 1 else found[-3:] or [2][: bool(problem.division)]
+    for n in numbers:
+        cluster = largest_cluster(n)
+        if n in numbers[-2:]:
+            yield Clusters(heads, n, 1)
+        if cluster > 1 and (asked or problem.division or items * n // cluster <= at_once[cluster - 1]):
+            yield Clusters(heads, n, cluster)
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    if isinstance(division, Shares):
+        return division.heads in EVEN_HEADS and division.splits == 0 and division.ctas <= MOST_SHARES
+    return division.heads in HEADS and (
+        division == Whole(division.heads) if isinstance(division, Whole) else division.fits
+    )
+
+
+def work(problem: Problem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    heads = division.heads
+    if isinstance(division, Shares):
+        key = f"{problem.layout.name} shares {heads}{' uneven' if problem.uneven else ''}"
+        return key, shares(problem, problem.items(heads))
+    kind = f"{problem.layout.name} {type(division).__name__.lower()} {heads}{' prefill' if problem.prefill else ''}"
+    return kind, of_splits(problem, division, CONSUMERS[heads])
+
+
+def of_splits(problem: Problem, division: Any, consumers: int) -> dict[str, float]:
+    """What takes time in whole items, or splits with so many consumer warpgroups a CTA.
+
+    A round is a tile for each of them.
+    """
+    splits, cluster = (1, 1) if isinstance(division, Whole) else (division.splits, division.cluster)
+    partials, each = splits // cluster, -(-problem.tiles // splits)
+    clusters = problem.items(division.heads) * partials
+    at_once = problem.gpu.clusters_at_once(cluster_kernel(division.heads))[cluster - 1]
+    turns = rounds_of(clusters, at_once)
+    last = min(1.0, max(0.0, clusters * cluster / problem.gpu.sms - turns + 1))  # how full the last round is
+    mean, load = turns - 1 + last, turns - 1 + last**2
+    shared = problem.heads > division.heads  # several CTAs read the same rows
+    return {
+        "launch": 1, "items": turns, "tiles": turns * each, "rounds": turns * -(-each // consumers), "mean": mean,
+        "shared mean tiles" if shared else "mean tiles": mean * each, "load": load,
+        "shared tiles at load" if shared else "tiles at load": load * each, "merges": turns * (cluster > 1),
+        "combine": partials > 1, "results": problem.queries * problem.heads * partials / 1000 if partials > 1 else 0,
+    }  # fmt: skip
+
+
+def launches(problem: Problem, division: Any, call: Call) -> Program:
+    """The launch: a cluster a query, a partial result and a tile of heads; or so many CTAs, a share each."""
+    heads, each = division.heads, division.heads * PARTIAL_BYTES
+    if isinstance(division, Shares):
+        division = division.filled(problem, min(problem.gpu.sms, MOST_SHARES), LEAST_SPLIT)
+        fields = {**division.fields(problem, each), **call.planned(problem, heads, division.ctas)}
+        params = call.params.replaced(num_splits=1, **fields)
+        return [Launch(kernel(problem.layout, heads, True), (division.ctas, 1, 1), params)]
+    cluster, splits = (1, 1) if isinstance(division, Whole) else (division.cluster, division.num_splits)
+    memory = {} if isinstance(division, Whole) else division.memory(problem, each)
+    params = call.params.replaced(num_splits=splits, **memory)
+    grid = (problem.queries * cluster, splits, ceil_div(problem.heads, heads))
+    launch = Launch(kernel(problem.layout, heads), grid, params, cluster)
+    return [launch, combine.launch(problem, params)] if splits > 1 else [launch]

@@ -1,0 +1,216 @@
+"""`kernels_cu/attention/fp8_sm90.cu`: FP8 rows on Hopper, 32 or 64 heads of a query at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from ....layouts import D_V, V4_FP8, V32_FP8, Layout
+from ... import structs
+from ...driver import MAX_CLUSTER
+from ...kernel import Kernel
+from ...program import Launch, Program
+from ..call import Call
+from ..divide import HALF_PARTIAL_BYTES, ITEM_COST, Clusters, Division, Segments, Shares, Teams, Whole, split_numbers
+from ..problem import TILE_ROWS, Problem
+from .work import Work, fitting, rounds_of, shares, split, whole
+
+LAYOUTS = (V32_FP8, V4_FP8)  # that the kernel can read
+HEADS = (32, 64)  # heads a CTA is built for
+RING = {32: 4, 64: 3}  # stages, a tile each; kernels_cu/attention/fp8_sm90.cu
+UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
+LEAST_SPLIT = 2  # pairs of tiles, in shares
+INVARIANT_ROWS = 704  # of a split of a batch-invariant call; a CTA can take a query's splits in turn
+
+WHOLE, CLUSTERS, SHARES, SEGMENTS, TEAMS = DIVISIONS = 0, 1, 2, 3, 4  # how work is divided over CTAs, see the kernel
+MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA merges
+# Addresses, one of them a tile, too.
+SPILL_BYTES = {WHOLE: 0, CLUSTERS: 0, SHARES: 0, SEGMENTS: 20, TEAMS: 0}
+
+
+@cache
+def kernel(layout: Layout, heads: int, division: int) -> Kernel:
+    """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`."""
+    defines = {
+        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
+        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
+    }  # fmt: skip
+    return Kernel(
+        "attention/fp8_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        spill_bytes=SPILL_BYTES[division], max_cluster=MAX_CLUSTER if division == CLUSTERS else 1, overlaps=True,
+    )  # fmt: skip
+
+
+@cache
+def cluster_kernel() -> Kernel:
+    """The variant that is asked how many clusters run at a time; a CTA of every variant takes a whole SM."""
+    return kernel(V32_FP8, max(HEADS), CLUSTERS)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in LAYOUTS:
+        for heads in HEADS:
+            for division in DIVISIONS:
+                yield kernel(layout, heads, division)
+
+
+def serves(problem: Problem) -> bool:
+    """FP8 rows; batch-invariant calls of few heads are for `few_heads_sm90` where that can read the rows."""
+    few = problem.fixed and problem.heads <= 16 and problem.layout == V32_FP8
+    return problem.on_hopper and problem.layout in LAYOUTS and not few
+
+
+def candidates(problem: Problem) -> Iterator[Division]:
+    """Whole items, shares, clusters and teams; the splits that are asked for in clusters or in turn.
+
+    Not for up to 8 heads over V32_FP8: `few_heads_sm90` is faster.
+    """
+    if problem.heads <= 8 and problem.layout == V32_FP8 and not problem.asks:
+        return
+    asked, every = problem.splits(INVARIANT_ROWS), problem.division
+    at_once = problem.gpu.clusters_at_once(cluster_kernel())
+    for heads in HEADS if problem.heads > min(HEADS) or every else HEADS[:1]:
+        items = problem.items(heads)
+        if asked > MAX_CLUSTER:
+            yield Shares(heads, splits=min(asked, MOST_SPLITS))
+        elif asked > 1 or every:
+            yield Clusters(heads, asked or 2, asked or 2)
+            yield Segments(heads, asked or 2)
+        if asked <= 1:
+            yield Whole(heads)
+        if asked and not every:
+            continue
+        yield Shares(heads)
+        if every or (problem.uneven and items <= problem.gpu.sms):
+            yield Teams(heads)
+        if problem.tiles <= 2:
+            continue  # a merge takes longer
+        for n in fitting(problem, items, problem.tiles, at_once):
+            yield Clusters(heads, n, n)
+        if not problem.uneven:
+            most = min(problem.gpu.sms // max(1, items), MAX_CLUSTER)
+            for n in [*split_numbers(problem.tiles, most)][-2:]:
+                yield Teams(heads, n)
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    if isinstance(division, Whole):
+        return division == Whole(division.heads) and division.heads in HEADS
+    if isinstance(division, Clusters):
+        return division.heads in HEADS and 1 < division.splits == division.cluster <= MAX_CLUSTER
+    if isinstance(division, Shares):
+        return division.heads in HEADS and 0 <= division.splits <= MOST_SPLITS
+    by_length = isinstance(division, Teams) and problem.uneven and division.splits == 0
+    return division.heads in HEADS and (1 < division.splits <= MAX_CLUSTER or by_length)
+
+
+def work(problem: Problem, division: Any) -> Work:
+    """What takes time in a division, see `work.py`."""
+    heads, sms, tiles = division.heads, problem.gpu.sms, problem.tiles
+    items, shared = problem.items(heads), problem.heads > heads
+    kind: Any = type(division)
+    amounts: dict[str, float]
+    if isinstance(division, Whole):
+        amounts = whole(problem, items, problem.pairs, shared)
+    elif isinstance(division, Shares) and not division.splits:
+        amounts = shares(problem, items, shared)
+    elif isinstance(division, Segments):  # each split takes as long as an item does
+        kind, amounts = Whole, whole(problem, items, -(-tiles // division.splits) / 2 * division.splits, shared)
+        amounts["items"] *= division.splits
+    else:
+        kind = Teams if isinstance(division, Teams) else Clusters  # shares of each item are alike
+        splits = division.splits
+        if not splits:  # half of the lists are short: CTAs that serve one item have half a split to spare
+            splits = min(max(2 * sms / items - 1, 1.0), MAX_CLUSTER)
+            each = min(tiles, tiles / splits + 0.5)
+        elif problem.uneven:  # few lists are so long that a split has the tiles of the longest, rounded up
+            each = max(1.0, tiles / splits)
+        else:
+            each = -(-tiles // splits)
+        amounts = split(problem, int(items * splits), splits, each / 2, shared)
+        amounts["splits longer than the ring"] = float(each > RING[heads])
+        clustered = isinstance(division, Clusters)
+        at_once = problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms
+        rounds = rounds_of(items, at_once)
+        amounts = {name: rounds * amount for name, amount in amounts.items()} if rounds > 1 else amounts
+    return f"{problem.layout.name} {kind.__name__.lower()} {heads}{' uneven' if problem.uneven else ''}", amounts
+
+
+def same_bits(division: Division) -> Iterator[Division]:
+    """Divisions that give the same bits."""
+    if isinstance(division, Clusters | Segments):
+        yield Clusters(division.heads, division.splits, division.splits)
+        yield Segments(division.heads, division.splits)
+    else:
+        yield division
+
+
+def launches(problem: Problem, division: Any, call: Call) -> Program:
+    """The launch: a cluster a query and head tile, or so many CTAs among which the work is divided."""
+    heads, each = division.heads, division.heads * HALF_PARTIAL_BYTES
+    fields: dict[str, Any]
+    if isinstance(division, Clusters):
+        params = call.params.replaced(num_splits=division.num_splits, **division.memory(problem, each))
+        grid = (problem.items(heads) * division.cluster, 1, 1)
+        return [Launch(kernel(problem.layout, heads, CLUSTERS), grid, params, division.cluster)]
+    if isinstance(division, Whole):
+        variant, ctas, fields = WHOLE, division.grid(problem), call.ended()
+    elif isinstance(division, Shares):
+        even = heads == max(HEADS) and not problem.uneven and not division.splits
+        most = max(1, min(problem.gpu.sms, problem.items(heads) * problem.pairs // LEAST_SPLIT))
+        cost = item_cost(problem.items(heads), problem.pairs, most) if even and division.item_cost < 0 else ITEM_COST
+        division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT, cost)
+        variant, ctas, fields = SHARES, division.ctas, division.fields(problem, each)
+        fields |= {} if division.splits else call.planned(problem, heads, ctas)
+    else:
+        variant = TEAMS if isinstance(division, Teams) else SEGMENTS
+        ctas, fields = division.grid(problem), division.memory(problem, each)
+    params = call.params.replaced(num_splits=division.num_splits, **fields)
+    return [Launch(kernel(problem.layout, heads, variant), (ctas, 1, 1), params)]
+
+
+# Of a share with 64 heads, in the time of a pair of tiles, from clocks within the kernel: Q and first rows of each
+# item, results, and the partial results that it leaves and merges.
+SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 0.96, 0.63, 0.56, 0.81
+PAIR_COST = 8  # kernels_cu/attention/division/shares.cuh
+# Item costs below this are tried. Where a share is less than an item, none above ITEM_COST: CTAs wait for each other's
+# partial results, which the times above leave out. SHARE_GAIN: what another one than ITEM_COST must gain.
+SHARE_COSTS, SHARE_GAIN = 21, 0.01
+
+
+@lru_cache(maxsize=1024)
+def item_cost(items: int, pairs: int, ctas: int) -> int:
+    """What an item is to cost beside its pairs, so that the slowest share takes the least time.
+
+    Shares end at whole pairs. Which ones get a pair more changes with the cost of an item.
+
+    Args:
+        items: of 64 heads, each of so many pairs of tiles.
+        ctas: shares.
+    """
+    (usual,) = _slowest_shares(np.array([[ITEM_COST]]), items, pairs, ctas)
+    least = items / ctas * (pairs + SHARE_ITEM + SHARE_RESULTS)
+    if least >= (1.0 - SHARE_GAIN) * usual:
+        return ITEM_COST
+    costs = np.arange(SHARE_COSTS if items >= ctas else ITEM_COST + 1)[:, None]
+    slowest = _slowest_shares(costs, items, pairs, ctas)
+    nearest = np.lexsort((abs(costs[:, 0] - ITEM_COST), slowest))[0]
+    return int(costs[nearest, 0]) if slowest[nearest] < (1.0 - SHARE_GAIN) * usual else ITEM_COST
+
+
+def _slowest_shares(costs: np.ndarray, items: int, pairs: int, ctas: int) -> np.ndarray:
+    """The time of the slowest share for each item cost [n, 1], in that of a pair of tiles: [n]."""
+    of_item = costs + PAIR_COST * pairs
+    item, at = np.divmod(items * of_item * np.arange(ctas + 1) // ctas, of_item)
+    pair = (np.maximum(at - costs, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as in shares.cuh
+    late, early = pairs - pair < LEAST_SPLIT, pair < LEAST_SPLIT
+    item = item + (late & ~early)
+    pair = np.where(late | early, 0, pair)
+    time = np.diff(item * pairs + pair) + (SHARE_ITEM + SHARE_RESULTS) * np.diff(item)
+    time = time + (SHARE_ITEM + SHARE_LEFT) * (pair[:, 1:] > 0) + SHARE_MERGED * (pair[:, :-1] > 0)
+    return time.max(axis=1)

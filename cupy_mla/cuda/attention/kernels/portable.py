@@ -1,0 +1,149 @@
+"""`kernels_cu/attention/portable.cu`: any rows, any heads, any GPU from sm_80 on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+from ....layouts import ATTENTION_LAYOUTS, D_V, Layout
+from ... import structs
+from ...kernel import PORTABLE, Kernel
+from ...paging import ceil_div
+from ...program import Launch, Program
+from ..call import Call
+from ..divide import PARTIAL_BYTES, Clusters, Division, Shares, Whole, split_numbers
+from ..problem import Problem
+from . import combine
+from .work import Work
+
+HEADS = (16, 32, 64)  # heads a CTA is built for
+SMALL, LARGE = 99, 163  # KB of shared memory that a CTA of each shape may have: sm_86, 89, 120, 121; sm_80, 90, 100
+STEP_ROWS = 32  # rows of a step, in which work is counted
+UNEVEN_ITEM_COST = 11  # of lists that are not equally long, in eighths of a pair of tiles
+INVARIANT_ROWS = 512  # of a split of a batch-invariant call
+PLACES = 2  # for partial results of a CTA, where rows are divided evenly
+LEAST_SPLIT = 2  # pairs of tiles that a split has at least there
+
+
+class Shape(NamedTuple):
+    """Rows of a tile, and slices of Q that a warp holds in shared memory instead of registers."""
+
+    tile_rows: int
+    q_in_shared: int
+
+
+# Of 64 heads: by kind of scales and width of the rows, and shared memory. FITS is for any other rows.
+SHAPES = {
+    ("none", 576, SMALL): Shape(16, 4), ("none", 576, LARGE): Shape(32, 6),
+    ("none", 512, SMALL): Shape(16, 4), ("none", 512, LARGE): Shape(32, 6),
+    ("fp32", 576, SMALL): Shape(16, 6), ("fp32", 576, LARGE): Shape(32, 7),
+    ("ue8m0", 512, SMALL): Shape(16, 3), ("ue8m0", 512, LARGE): Shape(32, 6),
+}  # fmt: skip
+FITS = Shape(16, 4)
+
+
+@cache
+def block_heads(h_q: int) -> int:
+    """Heads of a CTA, for a call with `h_q` heads."""
+    return next((heads for heads in HEADS if h_q <= heads), max(HEADS))
+
+
+def shape(layout: Layout, heads: int, limit: int) -> Shape:
+    """Tile and Q of a kernel that has `limit` KB of shared memory."""
+    if heads == max(HEADS):
+        return SHAPES.get((layout.scale_kind, layout.d_qk, limit), FITS)
+    return Shape(32 if limit == LARGE else 16, 0)
+
+
+@cache
+def kernel(layout: Layout, heads: int, limit: int) -> Kernel:
+    """The kernel for one cache layout, heads of a CTA, and KB of shared memory."""
+    rows, q_in_shared = shape(layout, heads, limit)
+    defines = {
+        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
+        "SHARED_LIMIT": 1024 * limit, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
+    }  # fmt: skip
+    archs = PORTABLE if limit == SMALL else ("80", "90", "100")
+    return Kernel("attention/portable.cu", structs.ATTENTION, defines, archs=archs)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in ATTENTION_LAYOUTS:
+        for heads in HEADS:
+            for limit in (SMALL, LARGE):
+                yield kernel(layout, heads, limit)
+
+
+def serves(problem: Problem) -> bool:
+    """Any call, on a GPU with as much shared memory as an A100."""
+    return problem.gpu.shared_kb >= LARGE
+
+
+def candidates(problem: Problem) -> Iterator[Division]:
+    """Whole items, partial results for `combine.cu`, and shares; not where kernels for Hopper can serve the call."""
+    if problem.on_hopper and not problem.asks:
+        return
+    heads, asked, sms = block_heads(problem.heads), problem.splits(INVARIANT_ROWS), problem.gpu.sms
+    if asked <= 1:
+        yield Whole(heads)
+    if asked > 1:
+        yield Clusters(heads, asked, 1)
+    if asked and not problem.division:
+        return
+    yield Shares(heads)
+    steps, items = ceil_div(problem.rows, STEP_ROWS), problem.items(heads)
+    found = [*split_numbers(steps, 2 * sms // max(1, items))][-10:]
+    for n in found or [2][: bool(problem.division)]:
+        yield Clusters(heads, n, 1)
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    if isinstance(division, Whole):
+        return division == Whole(division.heads) and division.heads in HEADS
+    if isinstance(division, Clusters):
+        return division.heads in HEADS and division.fits and division.cluster == 1
+    return division.heads in HEADS and division.splits == 0
+
+
+def work(problem: Problem, division: Any) -> Work:
+    """What takes time in a division."""
+    return f"{LARGE} KB", amounts(problem, division)
+
+
+def amounts(problem: Problem, division: Any) -> dict[str, float]:
+    """What takes time in a division, in the kernel's steps."""
+    items, sms = problem.items(division.heads), problem.gpu.sms
+    steps = max(1, ceil_div(problem.rows, STEP_ROWS))
+    heads, share = division.heads, items / sms
+    if isinstance(division, Shares):
+        return {
+            "shares": 1, f"steps of {heads}": share * steps, f"items of {heads}": share,
+            "partial results": max(0.0, 1 / max(share, 1 / sms) - 1),
+        }  # fmt: skip
+    splits = division.num_splits
+    rounds = ceil_div(items * splits, sms)
+    merged = {"merge": 1, "splits": splits, "splits of all": splits * items} if splits > 1 else {}
+    return {f"steps of {heads}": rounds * ceil_div(steps, splits), f"items of {heads}": rounds, **merged}
+
+
+def launches(problem: Problem, division: Any, call: Call) -> Program:
+    """The launch: a CTA for each work item and split, or so many CTAs among which all rows are divided evenly."""
+    return launched(problem, division, call, LARGE)
+
+
+def launched(problem: Problem, division: Any, call: Call, limit: int) -> Program:
+    """The launch, with so many KB of shared memory."""
+    heads, splits = division.heads, division.num_splits
+    if isinstance(division, Shares):
+        steps = ceil_div(problem.rows, STEP_ROWS) * LEAST_SPLIT
+        division = division.filled(problem, problem.gpu.sms, LEAST_SPLIT, parts=steps)
+        fields, grid = division.fields(problem, PLACES * heads * PARTIAL_BYTES), (division.ctas, 1, 1)
+    else:
+        fields = division.memory(problem, heads * PARTIAL_BYTES) if splits > 1 else {}
+        grid = (problem.items(heads), splits, 1)
+    params = call.params.replaced(num_splits=splits, **fields)
+    launch = Launch(kernel(problem.layout, heads, limit), grid, params)
+    return [launch, combine.launch(problem, params)] if splits > 1 else [launch]

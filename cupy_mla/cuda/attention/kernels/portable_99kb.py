@@ -1,0 +1,39 @@
+"""The portable kernel in its shape for GPUs with 99 KB of shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...program import Program
+from ..call import Call
+from ..divide import Division
+from ..problem import Problem
+from . import portable
+from .work import Work
+
+
+def serves(problem: Problem) -> bool:
+    """Any call."""
+    return True
+
+
+def candidates(problem: Problem) -> Iterator[Division]:
+    """Those of the other shape, where that does not fit the GPU."""
+    if problem.asks or not portable.serves(problem):
+        yield from portable.candidates(problem)
+
+
+def fits(problem: Problem, division: Any) -> bool:
+    """Whether the kernel is built for a division of a kind that it has."""
+    return portable.fits(problem, division)
+
+
+def work(problem: Problem, division: Any) -> Work:
+    """What takes time in a division."""
+    return f"{portable.SMALL} KB", portable.amounts(problem, division)
+
+
+def launches(problem: Problem, division: Any, call: Call) -> Program:
+    """The launch."""
+    return portable.launched(problem, division, call, portable.SMALL)

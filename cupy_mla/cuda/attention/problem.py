@@ -1,0 +1,111 @@
+"""What a call of attention asks for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...layouts import Layout
+from ..driver import MAX_CLUSTER, Gpu
+from ..paging import ceil_div
+
+TILE_ROWS = 64  # rows of a tile of the kernels for Hopper
+INVARIANT_QUERIES = 32  # for which batch-invariant calls are divided, whatever the batch
+
+
+class Problem(NamedTuple):
+    """A call of attention: all that the choice of a kernel and a division depends on.
+
+    Attributes:
+        gpu: the GPU.
+        layout: of the cache; flat bf16 rows are one as well.
+        prefill: whether it is a prefill; otherwise a decode.
+        heads: query heads.
+        queries: query tokens.
+        entries, extra_entries: of a query's main list, and of its list in the extra cache.
+        uneven: queries have lengths of their own.
+        aligned: rows and q are, to 16 bytes.
+        flat: one stride leads from every bf16 row to the next, also from block to block, and there is one cache.
+        groupable: `sm_scale` lets query groups mask rows.
+        num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
+        batch_invariant: the choice must not depend on the number of queries.
+        kernel: the name of the kernel that is to run; "": any.
+        division: the division that is to be, or its kind, as text; "": any.
+    """
+
+    gpu: Gpu
+    layout: Layout
+    prefill: bool
+    heads: int
+    queries: int
+    entries: int
+    extra_entries: int = 0
+    uneven: bool = False
+    aligned: bool = True
+    flat: bool = True
+    groupable: bool = True
+    num_splits: int = 0
+    batch_invariant: bool = False
+    kernel: str = ""
+    division: str = ""
+
+    def __str__(self) -> str:
+        lists = f"{self.entries}+{self.extra_entries}" if self.extra_entries else str(self.entries)
+        said = {
+            "of unequal lengths": self.uneven, "rows or q not aligned to 16 bytes": not self.aligned,
+            "rows not in one flat array": not self.flat and not self.layout.quantized,
+            "masks not possible at this sm_scale": not self.groupable, f"num_splits {self.num_splits}": self.num_splits,
+            "batch-invariant": self.batch_invariant, f"kernel {self.kernel}": self.kernel,
+            f"division {self.division}": self.division,
+        }  # fmt: skip
+        return ", ".join(
+            [
+                f"{'prefill' if self.prefill else 'decode'} of {self.heads} heads over {self.layout.name} rows of "
+                f"{self.layout.d_qk}", f"{self.queries} queries", f"{lists} entries",
+                *(words for words, true in said.items() if true),
+                f"{self.gpu.sms} SMs of compute capability {self.gpu.capability / 10}",
+            ]
+        )  # fmt: skip
+
+    @property
+    def asks(self) -> bool:
+        """Whether the caller forces a kernel or a division."""
+        return bool(self.kernel or self.division)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the kernel must not depend on the number of queries."""
+        return self.batch_invariant and not self.kernel
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the kernels for Hopper can read its rows."""
+        return self.gpu.capability == 90 and self.aligned
+
+    @property
+    def rows(self) -> int:
+        """Entries of both lists."""
+        return self.entries + self.extra_entries
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a query's rows, at least one."""
+        return max(1, -(-self.entries // TILE_ROWS) - (-self.extra_entries // TILE_ROWS))
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tiles of a query's rows, at least one."""
+        return (self.tiles + 1) // 2
+
+    def items(self, heads: int) -> int:
+        """Work items: a query and a tile of so many heads each."""
+        return self.queries * ceil_div(self.heads, heads)
+
+    def splits(self, invariant_rows: int) -> int:
+        """Splits that are asked for; 0: to be chosen.
+
+        Args:
+            invariant_rows: of a split of a batch-invariant call.
+        """
+        if self.num_splits or not self.batch_invariant:
+            return self.num_splits
+        return max(1, min(ceil_div(self.rows, invariant_rows), MAX_CLUSTER))
