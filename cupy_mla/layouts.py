@@ -21,7 +21,7 @@ from .dtypes import BFLOAT16, UINT8
 D_V = 512  # value width of every DeepSeek sparse layer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is one object: found and compared faster
 class Layout:
     """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
 

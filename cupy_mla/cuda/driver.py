@@ -108,7 +108,7 @@ def current_device() -> int:
 # --- facts of a GPU -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is one object: found and compared faster
 class Gpu:
     """What launchers ask of a GPU.
 

@@ -167,7 +167,7 @@ def paged_logits(gpu: Gpu, of: PagedKeys, part: Part, width: int) -> Program:
     if requests == 0 or n == 0 or width == 0:
         return ()
     aligned = kv_cache.ptr % 16 == 0 and (num_blocks <= 1 or kv_cache.strides[0] % 16 == 0)
-    if schedule is not None and not (_by_sm90(gpu, heads, aligned) and logits_sm90.scheduled(heads, n, block_size)):
+    if schedule is not None and not (_by_sm90(gpu, aligned) and logits_sm90.scheduled(heads, n, block_size)):
         schedule = None
     params = structs.LOGITS(
         table=block_table(table, block_size, first, requests), q8=q8.ptr + first * q8.strides[0], keys=kv_cache.ptr,
@@ -212,14 +212,14 @@ def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
     return Choice(asked)
 
 
-def _by_sm90(gpu: Gpu, heads: int, aligned: bool) -> bool:
+def _by_sm90(gpu: Gpu, aligned: bool) -> bool:
     return choose(gpu.capability, aligned, asked_kernel()).kernel == SM90
 
 
 def _launch(gpu: Gpu, work: Work, aligned: bool, params: Packed) -> Launch:
     """The launch; `aligned`: keys allow 16-byte loads."""
     heads, paged, requests, queries, width, compact, _ = work
-    if _by_sm90(gpu, heads, aligned):
+    if _by_sm90(gpu, aligned):
         return logits_sm90.launch(gpu, work, params)
     padded = padded_heads(heads)
     rows = FEW_ROWS if paged and aligned and queries * padded <= FEW_ROWS else TILE_ROWS

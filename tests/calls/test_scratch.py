@@ -91,8 +91,9 @@ def test_the_driver_has_no_memory_left(memory, gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("h_q", [16, 64])
-def test_an_error_between(gpu, monkeypatch, h_q):
+def test_an_error_between(gpu, monkeypatch, force, h_q):
     """A call that raises gives its block back."""
+    force("bf16_cluster_sm90" if h_q == 64 else "bf16_grouped_sm90")
     s_q = 4 if h_q == 64 else 512
     given = [torch.zeros((s_q, h_q, 576), dtype=torch.bfloat16), torch.zeros((99, 1, 576), dtype=torch.bfloat16)]
     indices = torch.zeros((s_q, 1, 512), dtype=torch.int32)

@@ -18,7 +18,7 @@ from cupy_mla.cuda.attention.divide import (
     text_of,
 )
 from cupy_mla.cuda.attention.problem import Problem
-from cupy_mla.cuda.kernel import read_source
+from cupy_mla.cuda.kernel import kernels_root
 from cupy_mla.cuda.program import Pointer
 from cupy_mla.layouts import V32_FP8
 
@@ -110,7 +110,7 @@ def test_shares_are_no_shorter_than_a_split_may_be():
 
 
 def test_shares_have_the_kernels_cost_of_a_pair():
-    assert "PAIR_COST = 8;" in read_source("attention/shares.cuh")
+    assert "PAIR_COST = 8;" in (kernels_root() / "attention/division/shares.cuh").read_text()
 
 
 def test_a_problem_prints_itself_in_one_line():
