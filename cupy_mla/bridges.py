@@ -346,9 +346,12 @@ def _described_by_bytes(name: str, obj: Any, place: Place, ptr: int) -> Array:
     size = dtype.itemsize
     if size == 0:
         raise TypeError(f"{name}: expected items of at least a byte, got dtype {dtype}")
-    if any(s % size for s in obj.strides):
-        raise ValueError(f"{name}: strides {obj.strides} bytes are no multiples of the item size {size}")
-    return Array(name, obj, place, dtype, obj.shape, tuple(s // size for s in obj.strides), ptr)
+    strides = []
+    for stride in obj.strides:
+        if stride % size:
+            raise ValueError(f"{name}: strides {obj.strides} bytes are no multiples of the item size {size}")
+        strides.append(stride // size)
+    return Array(name, obj, place, dtype, obj.shape, tuple(strides), ptr)
 
 
 @cache

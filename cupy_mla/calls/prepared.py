@@ -126,20 +126,19 @@ def _apart(given: Sequence[Array]) -> list[tuple[int, int, int, list[_Other]]]:
     Args:
         given: a call's arrays.
     """
+    pairs = must_be_apart(given)
+    if not pairs:
+        return []
+    memory = {a: (a.ptr.slot.number, *a.extent()) for a in given}  # type: ignore[attr-defined]
     found = []
-    for written, others in must_be_apart(given):
+    for written, others in pairs:
         apart: list[_Other] = []
         for other in others:
             may_be = written.may_be is other
-            alike = may_be and (written.shape, written.strides) == (other.shape, other.strides)
-            apart.append((_number(other), *other.extent(), alike, may_be, (written.name, other.name)))
-        found.append((_number(written), *written.extent(), apart))
+            alike = may_be and written.shape == other.shape and written.strides == other.strides
+            apart.append((*memory[other], alike, may_be, (written.name, other.name)))
+        found.append((*memory[written], apart))
     return found
-
-
-def _number(array: Array) -> int:
-    """Which of a call's arrays it is."""
-    return array.ptr.slot.number  # type: ignore[attr-defined]
 
 
 class _Launch(NamedTuple):
