@@ -7,7 +7,7 @@ a call on a GPU (`cupy_mla.calls`) its address is a `cuda.program.Pointer`, sinc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,10 +81,12 @@ class Array:
         written: whether the call writes it.
         may_be: the input that an output may be, and is then written in place.
         read: whether the call looked at its value (`float(array)`).
+        wants_gradient: whether autograd follows it.
     """
 
     __slots__ = (
-        "_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "read", "shape", "strides", "written",
+        "_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "read", "shape", "strides",
+        "wants_gradient", "written",
     )  # fmt: skip
     name: str
     obj: Any
@@ -112,7 +114,7 @@ class Array:
         self.shape = shape
         self.strides = strides
         self.ptr = ptr
-        self.written = self.read = False
+        self.written = self.read = self.wants_gradient = False
         self.may_be: Array | None = None
         self._dropped: int | None = None
         self._stored: np.dtype | None = None
@@ -176,7 +178,7 @@ class Array:
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
         if 0 in self.shape:
             return self
-        axes = [(s, n) for s, n in zip(reversed(self.strides), reversed(self.shape), strict=True) if n > 1]
+        axes = [*zip(reversed(self.strides), reversed(self.shape), strict=True)]
         if not _is_apart(axes) and not _is_apart(sorted((abs(s), n) for s, n in axes)):
             raise ValueError(
                 f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written"
@@ -225,7 +227,7 @@ class Array:
 
     def require_no_gradient(self) -> Array:
         """Check that autograd does not follow this array: there is no backward; returns itself."""
-        if self.library.wants_gradient(self.obj):
+        if self.wants_gradient:
             raise RuntimeError(
                 f"{self.name} requires a gradient, and cupy_mla has no backward: "
                 "call under torch.no_grad(), or detach it"
@@ -254,10 +256,13 @@ class Array:
 
     def aligned(self, nbytes: int) -> bool:
         """True when the first item of every row along the last axis starts at a multiple of `nbytes`."""
+        if self.ptr % nbytes:
+            return False
         size = self.dtype.itemsize
-        return self.ptr % nbytes == 0 and all(
-            s * size % nbytes == 0 for s, n in zip(self.strides[:-1], self.shape[:-1], strict=True) if n > 1
-        )
+        for stride, length in zip(self.strides[:-1], self.shape[:-1], strict=True):
+            if length > 1 and stride * size % nbytes:
+                return False
+        return True
 
     def numpy(self) -> np.ndarray:
         """The same host memory as a NumPy array, no copy."""
@@ -267,13 +272,24 @@ class Array:
         return view if self._dropped is None else view.squeeze(self._dropped)
 
 
-def arrays_in(arguments: Iterable[Any]) -> Iterator[Array]:
+def arrays_in(arguments: Iterable[Any]) -> list[Array]:
     """The arrays among the arguments of a call, those in tuples too."""
+    found: list[Array] = []
     for a in arguments:
         if isinstance(a, Array):
-            yield a
+            found.append(a)
         elif isinstance(a, tuple):
-            yield from arrays_in(a)
+            found += arrays_in(a)
+    return found
+
+
+def must_be_apart(arrays: Iterable[Array]) -> list[tuple[Array, list[Array]]]:
+    """Each array that is written, with those that must not share its memory; each two are there once."""
+    found, others = [], list(arrays)
+    for written in [a for a in others if a.written]:
+        others.remove(written)
+        found.append((written, others.copy()))
+    return found
 
 
 def with_arrays(arguments: tuple[Any, ...], to: Callable[[Array], Any]) -> tuple[Any, ...]:
@@ -288,9 +304,10 @@ def _is_apart(axes: Iterable[tuple[int, int]]) -> bool:
     """Whether every step along an axis, given as stride and length, leads beyond all axes before it."""
     reach = 1
     for stride, length in axes:
-        if stride < reach:
-            return False
-        reach = stride * length - stride + reach
+        if length > 1:
+            if stride < reach:
+                return False
+            reach += stride * (length - 1)
     return True
 
 

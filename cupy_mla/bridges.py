@@ -14,7 +14,7 @@ import importlib
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property, lru_cache
 from operator import attrgetter
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import private
-from .arrays import HOST, Array, aligned_up, arrays_in, with_arrays
+from .arrays import HOST, Array, aligned_up, arrays_in, must_be_apart, with_arrays
 from .checks.options import require_choice, require_integer
 from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
 from .typing import AnyArray, LibraryName
@@ -278,7 +278,10 @@ class TorchLibrary(Library):
                 f"{name}: expected a tensor with memory of its own, got {type(obj).__name__} without, "
                 "as torch.vmap has it"
             ) from None
-        return Array(name, obj, _place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
+        array = Array(name, obj, _place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
+        if obj.requires_grad:
+            array.wants_gradient = self.wants_gradient(obj)
+        return array
 
     def comparison(self, arrays: Sequence[Any], alignment: int) -> Comparison | None:
         alike = private.torch_guards(arrays)
@@ -367,9 +370,12 @@ def _described_by_bytes(name: str, obj: Any, place: Place, ptr: int) -> Array:
     size = dtype.itemsize
     if size == 0:
         raise TypeError(f"{name}: expected items of at least a byte, got dtype {dtype}")
-    if any(s % size for s in obj.strides):
-        raise ValueError(f"{name}: strides {obj.strides} bytes are no multiples of the item size {size}")
-    return Array(name, obj, place, dtype, obj.shape, tuple(s // size for s in obj.strides), ptr)
+    strides = []
+    for stride in obj.strides:
+        if stride % size:
+            raise ValueError(f"{name}: strides {obj.strides} bytes are no multiples of the item size {size}")
+        strides.append(stride // size)
+    return Array(name, obj, place, dtype, obj.shape, tuple(strides), ptr)
 
 
 @cache
@@ -398,11 +404,12 @@ def as_dtype(dtype: Any) -> np.dtype:
 
 def library_of(array: Any) -> Library | None:
     """The library `array` belongs to; None when it is no array of any."""
-    return _library_of(type(array))  # type: ignore[arg-type]
+    return library_of_class(type(array))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
-def _library_of(cls: Any) -> Library | None:
+def library_of_class(cls: Any) -> Library | None:
+    """The library whose arrays are of this class; None where they are of none."""
     if issubclass(cls, np.ndarray):
         return LIBRARIES["numpy"]
     torch = sys.modules.get("torch")
@@ -544,7 +551,10 @@ class Place(_Place):
 
     def optional(self, **arguments: Any) -> list[Array | None]:
         """Describe the arguments that a call may leave out, as `bind` does the others; None stays None."""
-        return [None if value is None else self.admit(describe(name, value)) for name, value in arguments.items()]
+        described: list[Array | None] = []
+        for name, value in arguments.items():
+            described.append(None if value is None else self.admit(describe(name, value)))
+        return described
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A new uninitialised array of the caller's kind, on the caller's device and stream; fp8 as uint8 in CuPy.
@@ -588,10 +598,12 @@ class Place(_Place):
             RuntimeError: a tensor wants a gradient, which neither can give.
             ValueError: an array that is written overlaps another one.
         """
-        for a in arrays_in(arguments):
+        given = arrays_in(arguments)
+        for a in given:
             a.require_no_gradient()
-        for written, other in must_be_apart(arguments):
-            written.require_apart(other)
+        for written, others in must_be_apart(given):
+            for other in others:
+                written.require_apart(other)
         reference(*with_arrays(arguments, Array.numpy))
 
     def current(self) -> AbstractContextManager[Any]:
@@ -611,14 +623,6 @@ class Place(_Place):
 def _place(kind: LibraryName, device: int) -> Place:
     """The place of arrays that are there, whose arguments need no check again."""
     return Place(kind, device)
-
-
-def must_be_apart(arguments: Sequence[Any]) -> Iterator[tuple[Array, Array]]:
-    """Those of a call's arguments that are written, each with every other one that must not share its memory."""
-    given = list(arrays_in(arguments))
-    for i, written in enumerate(given):
-        if written.written:
-            yield from ((written, a) for k, a in enumerate(given) if k != i and not (a.written and k < i))
 
 
 def require_apart(written: str, a: Any, other: str, b: Any, may_be: bool) -> None:
@@ -653,9 +657,18 @@ def bind(**arguments: Any) -> tuple[Place, list[Array]]:
         TypeError: something is no array, or kinds are mixed.
         ValueError: devices are mixed. Both name the argument.
     """
-    described = [describe(name, value) for name, value in arguments.items()]
+    described: list[Array] = []
+    for name, value in arguments.items():
+        if type(value) is Array:  # of a call on a GPU, as for `describe`
+            value.name = name
+            described.append(value)
+        else:
+            described.append(describe(name, value))
     place = described[0].place
-    return place, [place.admit(a) for a in described]
+    for array in described:
+        if array.place is not place:
+            place.admit(array)
+    return place, described
 
 
 def _device_name(device: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from .dtypes import BFLOAT16, UINT8
 D_V = 512  # value width of every DeepSeek sparse layer
 
 
-@dataclass(frozen=True, eq=False)  # each is one object: found and compared faster
+@dataclass(frozen=True, eq=False)  # there is one of each, so that it may be a cache's key without a look inside
 class Layout:
     """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
 
@@ -59,7 +60,7 @@ class Layout:
     reader: str = ""
     aliases: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """True when the NoPE part is stored as float8_e4m3fn."""
         return self.scale_kind != "none"
@@ -74,17 +75,17 @@ class Layout:
         """True when a block holds the data of all its tokens first and their scales after it."""
         return self.scale_offset < 0
 
-    @property
+    @cached_property
     def rope_apart(self) -> bool:
         """True when the RoPE values stand behind V's (V3.2 and the like); in V4's rows they are the last ones of V."""
         return self.d_qk > D_V
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype:
         """Item type of the cache array: uint8 for quantized layouts, else bfloat16."""
         return UINT8 if self.quantized else BFLOAT16
 
-    @property
+    @cached_property
     def last_axis(self) -> int:
         """Length of the cache array's last axis, in items."""
         return self.token_bytes // self.dtype.itemsize

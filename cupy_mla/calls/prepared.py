@@ -8,16 +8,16 @@ program comes to: the bytes of parameter structs between the fields that differ 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, aligned_up, arrays_in
-from ..bridges import Place, dense_strides, describe, library_of, must_be_apart, require_apart
+from ..arrays import HOST, Array, aligned_up, arrays_in, must_be_apart
+from ..bridges import Place, dense_strides, library_of_class, require_apart
 from ..cuda import driver
-from ..cuda.program import Clear, Launch, Nonce, Plan, PlanField, Pointer, Program, Slot, Step
+from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slot
 from .graph import LaunchGraph, launch_graph
 from .plan import PlanMemory
 from .scratch import scratch_memory
@@ -30,23 +30,25 @@ class CallPlace(Place):
 
     Attributes:
         program: what the launcher returned.
+        arrays: how many arrays the caller gave.
         results: the arrays that the call allocates and may return.
-        apart: arguments that are written, each with another one that must not share its memory.
+        given: the caller's arrays that the launcher got.
     """
 
     program: Program
+    arrays: int
     results: list[Slot]
-    apart: list[tuple[Array, Array]]
+    given: list[Array]
 
     @classmethod
-    def at(cls, place: Place) -> CallPlace:
+    def at(cls, place: Place, arrays: int) -> CallPlace:
         """The place of a call whose arrays live at `place`."""
         made = tuple.__new__(cls, place)
-        made.program, made.results, made.apart = (), [], []
+        made.program, made.arrays, made.results, made.given = (), arrays, [], []
         return made
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        slot = Slot(name, shape=shape, dtype=dtype)
+        slot = Slot(name, self.arrays + len(self.results), shape, dtype)
         self.results.append(slot)
         return Array(name, slot, self, slot.dtype, slot.shape, dense_strides(slot.shape), slot.ptr)  # type: ignore[arg-type]
 
@@ -59,14 +61,11 @@ class CallPlace(Place):
         Raises:
             RuntimeError: a tensor wants a gradient, which no launcher can give.
         """
-        given, wants_gradient = (
-            [a for a in arrays_in(arguments) if type(a.obj) is not Slot],
-            self.library.wants_gradient,
-        )
-        for a in given:
-            if wants_gradient(a.obj):
-                a.require_no_gradient()
-        self.apart = list(must_be_apart(given)) if any([a.written for a in given]) else []
+        for a in arrays_in(arguments):
+            if type(a.obj) is not Slot:
+                if a.wants_gradient:
+                    a.require_no_gradient()
+                self.given.append(a)
         self.program = launcher(driver.gpu(self.device), *arguments)
 
 
@@ -86,23 +85,33 @@ def prepare(
     """
     values = [*args, *kwargs.values()]
     arrays: list[Array] = []
+    given: list[Any] = []
     addresses: list[int] = []
+    numbers: dict[int, int] = {}  # of the arrays that the call may return, by `id`
+    on_gpu: Place | None = None
     for i, value in enumerate(values):
-        if library_of(value) is not None:
-            array = values[i] = describe(names[i], value)
-            addresses.append(array.ptr)
-            array.ptr = Pointer(Slot(names[i], len(arrays)), 0, array.ptr)  # type: ignore[assignment]
+        library = library_of_class(type(value))  # type: ignore[arg-type]
+        if library is not None:
+            number, name = len(arrays), names[i]
+            array = values[i] = library.describe(name, value)
             arrays.append(array)
-    on_gpu = next(array.place for array in arrays if array.place.on_gpu)
-    place = CallPlace.at(on_gpu)
+            given.append(value)
+            addresses.append(array.ptr)
+            numbers.setdefault(id(value), number)
+            array.ptr = Pointer(argument_slot(name, number), 0, array.ptr)  # type: ignore[assignment]
+            if on_gpu is None and array.place.device != HOST:
+                on_gpu = array.place
+    assert on_gpu is not None
+    place = CallPlace.at(on_gpu, len(arrays))
     for array in arrays:
-        if array.place == on_gpu:
+        if array.place is on_gpu:
             array.place = place
     result = function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    prepared = Prepared(place, arrays, values, result)
-    given = [array.obj for array in arrays]
-    for_others = len({*map(id, given)}) == len(given) and not any(array.read for array in arrays)
-    return prepared, given, addresses, for_others
+    for_others = len(numbers) == len(arrays)
+    for array in arrays:
+        if array.read:
+            for_others = False
+    return Prepared(place, numbers, values, result), given, addresses, for_others
 
 
 # An array that one that is written must not share memory with: its number; bytes from its address to its first byte and
@@ -111,22 +120,25 @@ def prepare(
 _Other = tuple[int, int, int, bool, bool, tuple[str, str]]
 
 
-def _apart(pairs: Sequence[tuple[Array, Array]]) -> list[tuple[int, int, int, list[_Other]]]:
+def _apart(given: Sequence[Array]) -> list[tuple[int, int, int, list[_Other]]]:
     """Of every array that is written its number, its first byte and that behind its last, and the others.
 
     Args:
-        pairs: arrays that are written, each with another one.
+        given: a call's arrays.
     """
-    found: dict[int, tuple[int, int, int, list[_Other]]] = {}
-    for written, other in pairs:
-        number: int = written.ptr.slot.argument  # type: ignore[attr-defined]
-        if number not in found:
-            found[number] = number, *written.extent(), []
-        may_be = written.may_be is other
-        alike = may_be and (written.shape, written.strides) == (other.shape, other.strides)
-        names, other_number = (written.name, other.name), other.ptr.slot.argument  # type: ignore[attr-defined]
-        found[number][3].append((other_number, *other.extent(), alike, may_be, names))
-    return list(found.values())
+    pairs = must_be_apart(given)
+    if not pairs:
+        return []
+    memory = {a: (a.ptr.slot.number, *a.extent()) for a in given}  # type: ignore[attr-defined]
+    found = []
+    for written, others in pairs:
+        apart: list[_Other] = []
+        for other in others:
+            may_be = written.may_be is other
+            alike = may_be and written.shape == other.shape and written.strides == other.strides
+            apart.append((*memory[other], alike, may_be, (written.name, other.name)))
+        found.append((*memory[written], apart))
+    return found
 
 
 class _Launch(NamedTuple):
@@ -170,86 +182,123 @@ def _joined(program: Program, made: Sequence[Any], device: int) -> list[Any]:
     return joined
 
 
+class _Items:
+    """Numbers the items of runs: see `Prepared`.
+
+    Args:
+        first: the number of the first scratch memory: that of the items before it, addresses of arrays and results.
+
+    Attributes:
+        more: what stands behind the first items: constants, and places for what a run computes.
+        nonces: the numbers of nonces.
+        derived: the numbers of addresses within memory, by the number of its start and how many bytes from there.
+        within: where slots start in the call's scratch memory.
+        scratch_bytes: of the call.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._scratch = first
+        self._next = first + 3
+        self.within: dict[Slot, int] = {}
+        self.more: list[Any] = []
+        self.nonces: list[int] = []
+        self.derived: dict[tuple[int, int], int] = {}
+        self.scratch_bytes = 0
+
+    def add(self, items: Sequence[Any]) -> range:
+        """The numbers of items that are added."""
+        start = self._next + len(self.more)
+        self.more += items
+        return range(start, start + len(items))
+
+    def number(self, field: Any) -> int:
+        """That of a field that differs from run to run."""
+        if type(field) is PlanField:
+            return self._scratch + 1 + (field.name == "filled")
+        if type(field) is Nonce:
+            self.nonces += self.add((0,))
+            return self.nonces[-1]
+        slot, offset, start = field.slot, field.offset, field.slot.number
+        if start is None:
+            start = self._scratch
+            if slot not in self.within:
+                self.within[slot] = aligned_up(self.scratch_bytes)
+                self.scratch_bytes = self.within[slot] + slot.nbytes
+            offset += self.within[slot]
+        if not offset:
+            return start
+        if (start, offset) not in self.derived:
+            (self.derived[start, offset],) = self.add((0,))
+        return self.derived[start, offset]
+
+
 class Prepared:
     """A program ready to run. It holds no array of the call that it was made of.
 
     A run makes a list of *items*: addresses of the arrays, of results and of scratch memory; a plan's address, and
-    whether it is filled; constant bytes of parameters; nonces; addresses within that memory. Parameters are packed from
-    items.
+    whether it is filled; then constant bytes of parameters, nonces, and addresses within that memory, as they come.
+    Parameters are packed from items.
 
     Args:
         place: of a call, after its body ran.
-        arrays: of the call; their slots have their numbers here.
+        numbers: of the call's arrays, by `id`.
         values: all arguments.
         result: what the body returned: arguments, results, constants, or a tuple of these.
     """
 
-    def __init__(self, place: CallPlace, arrays: Sequence[Array], values: Sequence[Any], result: Any) -> None:
+    def __init__(self, place: CallPlace, numbers: Mapping[int, int], values: Sequence[Any], result: Any) -> None:
         self.device: int = place.device
         self._library = place.library
         self._stream = self._library.stream_reader(self.device)
-        self._apart = _apart(place.apart)
-        self._plan = next((i for i, value in enumerate(values) if type(value) is Plan), -1)
+        self._apart = _apart(place.given)
         self._make = self._library.result_maker([(s.shape, s.dtype) for s in place.results]) if place.results else None
-        self._prepare_steps(place, len(arrays))
-        numbers = {id(array.obj): i for i, array in reversed([*enumerate(arrays)])}
-        numbers |= {id(slot): len(arrays) + i for i, slot in enumerate(place.results)}
-        leaves = result if type(result) is tuple else (result,)
-        self._returned = [leaf for leaf in leaves if id(leaf) not in numbers]  # constants
-        picked = [numbers.get(id(leaf), -1) for leaf in leaves]
-        for n, i in enumerate([i for i, number in enumerate(picked) if number < 0]):
-            picked[i] = len(arrays) + len(place.results) + n
+        self._prepare_steps(place, values)
+        picked: list[int] = []
+        self._returned: list[Any] = []  # constants
+        constants = place.arrays + len(place.results)
+        for leaf in result if type(result) is tuple else (result,):
+            number = leaf.number if type(leaf) is Slot else numbers.get(id(leaf))
+            if number is None:
+                number = constants + len(self._returned)
+                self._returned.append(leaf)
+            picked.append(number)
         # Makes what the call returns of its arrays, its results and the constants.
         self._result = picker(picked) if type(result) is tuple else itemgetter(*picked)
 
-    def _prepare_steps(self, place: CallPlace, arrays: int) -> None:
+    def _prepare_steps(self, place: CallPlace, values: Sequence[Any]) -> None:
         """Number the items, and say which of them parameters and steps take."""
-        program, device = place.program, place.device
-        structs = {id(step.params): step.params for step in program if isinstance(step, Launch)}  # launches share them
-        split = [packed.of.split(packed.values, OF_A_RUN) for packed in structs.values()]
-        self._constants = [part for _, parts in split for part in parts[::2]]
-        fields = [part for _, parts in split for part in parts[1::2]]
-        results = {id(slot): arrays + i for i, slot in enumerate(place.results)}
-        scratch = arrays + len(results)
-        self._nonces = range(sum(type(field) is Nonce for field in fields))
-        constants = count(scratch + 3)
-        nonces = count(scratch + 3 + len(self._constants))
-        within: dict[int, int] = {}  # where a slot starts in the call's scratch memory
-        derived: dict[tuple[int, int], int] = {}  # by the number of a start, and how many bytes from there
-        end = scratch + 3 + len(self._constants) + len(self._nonces)
-        self._scratch_bytes = 0
-
-        def item(part: Any) -> int:
-            """The number of a field that differs from run to run."""
-            if type(part) is PlanField:
-                return scratch + 1 + (part.name == "filled")
-            if type(part) is Nonce:
-                return next(nonces)
-            slot, offset = part.slot, part.offset
-            start = results.get(id(slot), scratch) if slot.argument is None else slot.argument
-            if start == scratch:
-                if id(slot) not in within:
-                    within[id(slot)] = aligned_up(self._scratch_bytes)
-                    self._scratch_bytes = within[id(slot)] + slot.nbytes
-                offset += within[id(slot)]
-            return derived.setdefault((start, offset), end + len(derived)) if offset else start
-
-        packers: dict[int, tuple[Any, Any]] = {}  # of structs: what packs one, and what picks that from the items
-        for key, (packer, parts) in zip(structs, split, strict=True):
-            picked = [item(part) if i % 2 else next(constants) for i, part in enumerate(parts)]
-            packers[key] = packer.pack, picker(picked)
-        made: list[Any] = [
-            _Clear(item(step.pointer), step.nbytes) if isinstance(step, Clear)
-            else _Launch(step.kernel.submitter(device), *step.grid, step.cluster, *packers[id(step.params)])
-            for step in program
-        ]  # fmt: skip
-        self._steps: list[Any] = made if len(made) < 2 else _joined(program, made, device)
-        self._derived = list(derived)
-        self._plan_key: Any = next((field.key for field in fields if type(field) is PlanField), None)
-        self._plans = None if self._plan_key is None else PlanMemory(self._library, device)
-        self._scratch = scratch_memory(self._library, device) if within else None
-        graphs = any(type(step) is _Together for step in self._steps)
-        self._ask = driver.runtime().streamIsCapturing if within or graphs or self._plans is not None else _no
+        items = _Items(place.arrays + len(place.results))
+        packers: dict[int, tuple[Any, Any]] = {}  # what packs a struct, and what picks that from the items, by `id`
+        made: list[Any] = []
+        self._plan_key: Any = None
+        for step in place.program:
+            if isinstance(step, Clear):
+                made.append(_Clear(items.number(step.pointer), step.nbytes))
+                continue
+            kernel, grid, params, cluster = step
+            if id(params) not in packers:  # launches may share them
+                packer, fields, between = params.of.split(params.values, OF_A_RUN)
+                picked = [*items.add(between)]
+                for i, field in enumerate(fields):
+                    picked.insert(2 * i + 1, items.number(field))
+                    if type(field) is PlanField:
+                        self._plan_key = field.key
+                packers[id(params)] = packer.pack, picker(picked)
+            made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packers[id(params)]))
+        self._steps: list[Any] = made if len(made) < 2 else _joined(place.program, made, self.device)
+        self._more = items.more
+        self._nonces = items.nonces
+        self._derived = [(number, start, offset) for (start, offset), number in items.derived.items()]
+        self._scratch_bytes = items.scratch_bytes
+        self._plans = self._scratch = None
+        self._ask = _no
+        if self._plan_key is not None:
+            self._plans = PlanMemory(self._library, self.device)
+            self._plan = next(i for i, value in enumerate(values) if type(value) is Plan)
+        if items.within:
+            self._scratch = scratch_memory(self._library, self.device)
+        if self._plans or self._scratch or _Together in map(type, self._steps):
+            self._ask = driver.runtime().streamIsCapturing
 
     def run(self, arrays: Sequence[Any], addresses: Sequence[int], values: Sequence[Any]) -> Any:
         """Make a call.
@@ -294,11 +343,11 @@ class Prepared:
                 start = block[0]
             if self._plans is not None:
                 address, filled, made = self._plans.take(values[self._plan], self._plan_key, stream, capturing)
-            items += start, address, filled, *self._constants
-            for _ in self._nonces:
-                items.append(Nonce.next())
-            for number, offset in self._derived:
-                items.append(items[number] + offset)
+            items += start, address, filled, *self._more
+            for number in self._nonces:
+                items[number] = Nonce.next()
+            for number, base, offset in self._derived:
+                items[number] = items[base] + offset
             for step in self._steps:
                 if type(step) is _Launch:
                     submit, x, y, z, cluster, pack, pick = step

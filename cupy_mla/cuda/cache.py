@@ -57,13 +57,12 @@ def _pack(layout: Layout, latent: Array, rope: Array | None, cache: Array, slots
     size = cache.dtype.itemsize
     row_stride = layout.row_stride if layout.quantized else cache.strides[1] * size
     aligned = latent.aligned(16) and (rope is None or rope.aligned(16)) and (layout.quantized or cache.aligned(16))
-    no_rope = Slot("no RoPE", shape=(layout.d_rope,), dtype=BFLOAT16)  # the same zeros for every token
-    zeros = rope is None and layout.rope_apart
+    zeros = Slot("no RoPE", shape=(layout.d_rope,), dtype=BFLOAT16) if rope is None and layout.rope_apart else None
     params = PACK(
-        latent=latent.ptr, rope=no_rope.ptr if zeros else pointer(rope), cache=cache.ptr, slots=slots.ptr,
+        latent=latent.ptr, rope=pointer(rope or zeros), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
         block_stride=cache.strides[0] * size, row_stride=row_stride,
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens, power_of_two=int(power_of_two),
     )  # fmt: skip
     launch = Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)
-    return [Clear(no_rope.ptr, no_rope.nbytes), launch] if zeros else [launch]
+    return [Clear(zeros.ptr, zeros.nbytes), launch] if zeros else [launch]  # the same zeros for every token

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from ..arrays import Array
 from . import structs
+from .program import Slot
 from .structs import Packed
 
 
@@ -39,8 +40,8 @@ def lens_stride(context_lens: Array) -> int:
     return context_lens.strides[0] if len(context_lens.shape) == 2 else 0
 
 
-def pointer(array: Array | None) -> object:
-    """Where an array starts; null for one that is not there."""
+def pointer(array: Array | Slot | None) -> object:
+    """Where an array or scratch memory starts; null for one that is not there."""
     return 0 if array is None else array.ptr
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -28,21 +29,21 @@ class Slot:
 
     Attributes:
         name: for people.
-        argument: which of the call's arrays it is; None for memory that the call allocates.
+        number: which of the call's arrays it is, results behind the arguments; None for scratch memory.
         shape, dtype: of what the call allocates.
     """
 
-    __slots__ = ("argument", "dtype", "name", "shape")
+    __slots__ = ("dtype", "name", "number", "shape")
     name: str
-    argument: int | None
+    number: int | None
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def __init__(
-        self, name: str, argument: int | None = None, shape: Sequence[int] = (), dtype: np.dtype | None = None
+        self, name: str, number: int | None = None, shape: Sequence[int] = (), dtype: np.dtype | None = None
     ) -> None:
         self.name = name
-        self.argument = argument
+        self.number = number
         self.shape = tuple(shape)
         self.dtype = UINT8 if dtype is None else np.dtype(dtype)
 
@@ -61,6 +62,12 @@ class Slot:
     def ptr(self) -> Pointer:
         """Its first byte."""
         return Pointer(self)
+
+
+@lru_cache(maxsize=1024)
+def argument_slot(name: str, number: int) -> Slot:
+    """The slot of an argument."""
+    return Slot(name, number)
 
 
 class Pointer:

@@ -56,6 +56,7 @@ class Struct:
         # By the field's name, the struct that it is; None: a number. Without the fields of the base, and with them.
         self._own_inner = {field: of if isinstance(of, Struct) else None for field, of in fields.items()}
         self._inner: dict[str, Struct | None] = {**({} if base is None else base._inner), **self._own_inner}
+        self._nests = any(of is not None for of in self._inner.values())
         self._alignment = 1
         end = 0
         if base is not None:
@@ -99,9 +100,15 @@ class Struct:
             TypeError: a field is missing, there is no such field, or the values are of another struct.
         """
         inner = self._own_inner if nested else self._inner
-        if fields.keys() != inner.keys() or any(packed.of is not self._base for packed in nested):
+        if fields.keys() != inner.keys():
             raise self._misfit(nested, fields)
-        values = [value for packed in nested for value in packed.values]
+        if not nested and not self._nests:
+            return Packed(self, tuple([fields[field] for field in inner]))
+        values: list[Any] = []
+        for packed in nested:
+            if packed.of is not self._base:
+                raise self._misfit(nested, fields)
+            values += packed.values
         for field, of in inner.items():
             value = fields[field]
             if of is None:
@@ -133,23 +140,23 @@ class Struct:
         """The struct's bytes with these numbers, one a field, padding included."""
         return self._packer.pack(*values)
 
-    def split(self, values: Sequence[Any], open: frozenset[type]) -> tuple[struct.Struct, list[Any]]:
-        """The struct as a few parts: fields of `open` types, and the bytes of all others between them.
+    def split(self, values: Sequence[Any], open: frozenset[type]) -> tuple[struct.Struct, list[Any], list[bytes]]:
+        """The struct as parts: fields of `open` types, and the bytes of all others before, between and behind them.
 
         Returns:
-            what packs the parts, bytes or numbers in the place of the open fields; and the parts.
+            what packs the parts in their order, with numbers for the open fields; the open fields; and the bytes.
         """
-        numbers = tuple([i for i, value in enumerate(values) if type(value) in open])
-        packer, bounds = _between(self, numbers)
+        numbers: list[int] = []
+        found: list[Any] = []
         known = list(values)
-        for i in numbers:
-            known[i] = 0
-        raw = self.pack(known)
-        parts: list[Any] = []
-        for (start, end), i in zip(bounds, numbers, strict=False):  # there is one stretch more
-            parts += raw[start:end], values[i]
-        parts.append(raw[slice(*bounds[-1])])
-        return packer, parts
+        for i, value in enumerate(values):
+            if type(value) in open:
+                numbers.append(i)
+                found.append(value)
+                known[i] = 0
+        packer, stretches = _between(self, tuple(numbers))
+        raw = self._packer.pack(*known)
+        return packer, found, [raw[start:end] for start, end in stretches]
 
     def asserts(self) -> Iterator[str]:
         """The `static_assert`s that hold the C++ structs to these declarations."""

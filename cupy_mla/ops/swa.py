@@ -12,13 +12,11 @@ Source: DeepSeek-V4; the contracts are those of vLLM's DeepSeek V4 backend.
 
 from __future__ import annotations
 
-import numpy as np
-
 from .. import arrays
 from ..arguments import CombinedLists, SwaWindows
 from ..bridges import bind
 from ..calls.operation import operation
-from ..checks.options import require_integer
+from ..checks.options import LARGEST_INT, require_integer
 from ..checks.values import check_lengths, check_offsets, check_requests
 from ..cuda import swa as cuda
 from ..dtypes import BOOL, INT32
@@ -214,7 +212,7 @@ def combine_topk_swa_indices(
     requests = seq.require(INT32, "R").shape[0]
     starts.require(INT32, requests + 1)
     gather.require(INT32, requests)
-    if requests * M > np.iinfo(np.int32).max:
+    if requests * M > LARGEST_INT:
         raise ValueError(f"M: {requests} requests of {M} workspace rows are more than int32 can count")
     out_ = place.output("out", out_, (tokens, combined_width(topk, window_size)), INT32)
     lens_ = place.output("lens", lens_, (tokens,), INT32)
