@@ -7,7 +7,7 @@ a kernel. With CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
@@ -63,13 +63,13 @@ def choose(problem: Problem) -> Choice:
         ValueError: no kernel has the name that is asked for, or it cannot serve this call, or not so divided.
     """
     of = problem._replace(queries=INVARIANT_QUERIES) if problem.batch_invariant else problem
-    rivals = _timed(of, _candidates(of))
+    rivals = _rivals(of)
     if not rivals:
         raise ValueError(_why_not(problem))
     chosen = min(rivals, key=_time)
     if problem.batch_invariant:
         same = getattr(KERNELS[chosen.kernel], "same_bits", lambda division: [division])
-        rivals = _timed(problem, ((chosen.kernel, division) for division in same(chosen.division)))
+        rivals = [*_timed(problem, chosen.kernel, same(chosen.division), {})]
         chosen = min(rivals, key=_time)
     if explained() == "1":
         others = "".join(f"\n  {rival}" for rival in sorted(rivals, key=_time)[1:])
@@ -81,25 +81,28 @@ def _time(choice: Choice) -> float:
     return choice.us
 
 
-def _candidates(problem: Problem) -> Iterator[tuple[str, Division]]:
-    """All kernels and divisions that may serve."""
+def _rivals(problem: Problem) -> list[Choice]:
+    """All kernels and divisions that may serve, with their times."""
+    exceptions = times.exceptions(problem)
+    found: list[Choice] = []
     for name, kernel in KERNELS.items():
         if problem.kernel in ("", name) and kernel.serves(problem):
-            for division in _forced(problem, kernel) if problem.division else kernel.candidates(problem):
-                yield name, division
-
-
-def _timed(problem: Problem, candidates: Iterable[tuple[str, Division]]) -> list[Choice]:
-    """The candidates with their times."""
-    known, exceptions = times.of(problem.gpu).TIMES, times.exceptions(problem)
-    found = []
-    for kernel, division in candidates:
-        kind, amounts = KERNELS[kernel].work(problem, division)
-        us = times.microseconds(known[kernel][kind], amounts)
-        if exceptions:
-            us *= exceptions.get(f"{kernel} {division}", 1.0)
-        found.append(Choice(kernel, division, us))
+            divisions = _forced(problem, kernel) if problem.division else kernel.candidates(problem)
+            found += _timed(problem, name, divisions, exceptions)
     return found
+
+
+def _timed(
+    problem: Problem, name: str, divisions: Iterable[Division], exceptions: Mapping[str, float]
+) -> Iterator[Choice]:
+    """Divisions of a kernel with their times."""
+    work, known = KERNELS[name].work, times.of(problem.gpu).TIMES[name]
+    for division in divisions:
+        kind, amounts = work(problem, division)
+        us = times.microseconds(known[kind], amounts)
+        if exceptions:
+            us *= exceptions.get(f"{name} {division}", 1.0)
+        yield Choice(name, division, us)
 
 
 def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 from ...layouts import Layout
@@ -12,7 +13,7 @@ TILE_ROWS = 64  # rows of a tile of the kernels for Hopper
 INVARIANT_QUERIES = 32  # for which batch-invariant calls are divided, whatever the batch
 
 
-class Problem(NamedTuple):
+class _Fields(NamedTuple):
     """A call of attention: all that the choice of a kernel and a division depends on.
 
     Attributes:
@@ -48,6 +49,10 @@ class Problem(NamedTuple):
     kernel: str = ""
     division: str = ""
 
+
+class Problem(_Fields):
+    __doc__ = _Fields.__doc__
+
     def __str__(self) -> str:
         lists = f"{self.entries}+{self.extra_entries}" if self.extra_entries else str(self.entries)
         said = {
@@ -66,39 +71,39 @@ class Problem(NamedTuple):
             ]
         )  # fmt: skip
 
-    @property
+    @cached_property
     def asks(self) -> bool:
         """Whether the caller forces a kernel or a division."""
         return bool(self.kernel or self.division)
 
-    @property
+    @cached_property
     def fixed(self) -> bool:
         """Whether the kernel must not depend on the number of queries."""
         return self.batch_invariant and not self.kernel
 
-    @property
+    @cached_property
     def on_hopper(self) -> bool:
         """Whether the kernels for Hopper can read its rows."""
         return self.gpu.capability == 90 and self.aligned
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Entries of both lists."""
         return self.entries + self.extra_entries
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Tiles of a query's rows, at least one."""
         return max(1, -(-self.entries // TILE_ROWS) - (-self.extra_entries // TILE_ROWS))
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """Pairs of tiles of a query's rows, at least one."""
         return (self.tiles + 1) // 2
 
     def items(self, heads: int) -> int:
         """Work items: a query and a tile of so many heads each."""
-        return self.queries * ceil_div(self.heads, heads)
+        return self.queries * -(-self.heads // heads)
 
     def splits(self, invariant_rows: int) -> int:
         """Splits that are asked for; 0: to be chosen.

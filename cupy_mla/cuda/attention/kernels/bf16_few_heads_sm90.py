@@ -60,7 +60,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
             yield Whole(heads)
             yield Whole(16)
     else:
-        yield from splits_of(problem, heads)
+        yield from splits_of(problem, heads, clusters=problem.prefill or not problem.flat)
         if problem.heads > 16 and not many:
             yield from splits_of(problem, 16)
     if (many or problem.division) and problem.num_splits <= 1 and problem.heads <= max(HEADS):

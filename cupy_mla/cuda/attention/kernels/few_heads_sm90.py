@@ -76,15 +76,16 @@ def serves(problem: Problem) -> bool:
 
 
 def candidates(problem: Problem) -> Iterator[Division]:
-    """Whole items, clusters, partial results for `combine.cu`, and shares.
+    """Whole items, clusters, partial results for `combine.cu`, and shares; of flat bf16 rows clusters alone.
 
     Not for more than 16 heads over V32_FP8 or flat bf16 rows: other kernels are faster.
     """
     if problem.heads > 16 and (problem.layout.quantized or problem.flat) and not (problem.asks or problem.fixed):
         return
-    yield from splits_of(problem, block_heads(problem.heads))
+    few = not problem.layout.quantized and problem.flat
+    yield from splits_of(problem, block_heads(problem.heads), apart=not few)
     if problem.heads > 16:
-        yield from splits_of(problem, 16)
+        yield from splits_of(problem, 16, apart=not few)
     if shared_out(problem) and not problem.splits(INVARIANT_ROWS):
         yield Shares(min(block_heads(problem.heads), max(EVEN_HEADS)))
 
@@ -95,10 +96,16 @@ def shared_out(problem: Problem) -> bool:
     return problem.layout == V32_FP8 and bool(few)
 
 
-def splits_of(problem: Problem, heads: int) -> Iterator[Division]:
-    """Whole items, and splits with so many heads a CTA, of this kernel and of `bf16_few_heads_sm90`."""
+def splits_of(problem: Problem, heads: int, apart: bool = True, clusters: bool = True) -> Iterator[Division]:
+    """Whole items, and splits with so many heads a CTA, of this kernel and of `bf16_few_heads_sm90`.
+
+    Args:
+        apart: whole items, and splits that leave partial results for `combine.cu`, too. clusters: those, too. Where
+            the caller asks for something, all are offered.
+    """
+    every = problem.asks or problem.fixed or problem.num_splits > 0
     asked, sms, items = problem.splits(INVARIANT_ROWS), problem.gpu.sms, problem.items(heads)
-    if asked <= 1:
+    if asked <= 1 and (apart or every):
         yield Whole(heads)
     if asked == 1 and not problem.division:
         return
@@ -107,9 +114,13 @@ def splits_of(problem: Problem, heads: int) -> Iterator[Division]:
     numbers = [asked] if asked > 1 else found[-3:] or [2][: bool(problem.division)]
     for n in numbers:
         cluster = largest_cluster(n)
-        if n in numbers[-2:]:
+        if n in numbers[-2:] and (apart or every):
             yield Clusters(heads, n, 1)
-        if cluster > 1 and (asked or problem.division or items * n // cluster <= at_once[cluster - 1]):
+        if (
+            cluster > 1
+            and (clusters or every)
+            and (asked or problem.division or items * n // cluster <= at_once[cluster - 1])
+        ):
             yield Clusters(heads, n, cluster)
 
 
