@@ -174,8 +174,8 @@ class Array:
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
         if 0 in self.shape:
             return self
-        axes = [*zip(reversed(self.strides), reversed(self.shape), strict=True)]
-        if not _is_apart(axes) and not _is_apart(sorted((abs(s), n) for s, n in axes)):
+        axes = zip(self.strides[::-1], self.shape[::-1], strict=True)
+        if not _is_apart(axes) and not _is_apart(sorted(zip(map(abs, self.strides), self.shape, strict=True))):
             raise ValueError(
                 f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written"
             )

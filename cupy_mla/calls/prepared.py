@@ -290,10 +290,11 @@ class Prepared:
                 picked[1::2] = [*map(items.number, fields)]
                 packers[id(params)] = packer.pack, picker(picked)
             made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packers[id(params)]))
-        self._steps: list[Any] = made if len(made) < 2 else _joined(place.program, made, self.device)
+        several = len(made) > 1 and [*map(type, made)].count(_Launch) > 1
+        self._steps: list[Any] = _joined(place.program, made, self.device) if several else made
         self._more = items.more
         self._nonces = items.nonces
-        self._derived = [(number, start, offset) for (start, offset), number in items.derived.items()]
+        self._derived = items.derived
         self._scratch_bytes = items.scratch_bytes
         self._plan_key = items.plan_key
         self._plans = self._scratch = None
@@ -352,7 +353,7 @@ class Prepared:
             items += start, address, filled, *self._more
             for number in self._nonces:
                 items[number] = Nonce.next()
-            for number, base, offset in self._derived:
+            for (base, offset), number in self._derived.items():
                 items[number] = items[base] + offset
             for step in self._steps:
                 if type(step) is _Launch:

@@ -57,7 +57,11 @@ class Struct:
         # By the field's name, the struct that it is; None: a number. Without the fields of the base, and with them.
         self._own_inner = {field: of if isinstance(of, Struct) else None for field, of in fields.items()}
         self._inner: dict[str, Struct | None] = {**({} if base is None else base._inner), **self._own_inner}
-        self._nests = any(of is not None for of in self._inner.values())
+        # The fields that are structs and their places, the last one first.
+        self._own_structs, self._structs = (
+            [(i, of) for i, of in enumerate(inner.values()) if of is not None][::-1]
+            for inner in (self._own_inner, self._inner)
+        )
         self._alignment = 1
         end = 0
         if base is not None:
@@ -100,24 +104,19 @@ class Struct:
         Raises:
             TypeError: a field is missing, there is no such field, or the values are of another struct.
         """
-        inner = self._own_inner if nested else self._inner
+        inner, inner_structs = (self._own_inner, self._own_structs) if nested else (self._inner, self._structs)
         if fields.keys() != inner.keys():
             raise self._misfit(nested, fields)
-        if not nested and not self._nests:
-            return Packed(self, tuple(map(fields.__getitem__, inner)))
-        values: list[Any] = []
+        values = [*map(fields.__getitem__, inner)]
+        for place, of in inner_structs:
+            packed = values[place]
+            if not isinstance(packed, Packed) or packed.of is not of:
+                raise self._misfit(nested, fields)
+            values[place : place + 1] = packed.values
         for packed in nested:
             if packed.of is not self._base:
                 raise self._misfit(nested, fields)
-            values += packed.values
-        for field, of in inner.items():
-            value = fields[field]
-            if of is None:
-                values.append(value)
-            elif isinstance(value, Packed) and value.of is of:
-                values += value.values
-            else:
-                raise self._misfit(nested, fields)
+            values[:0] = packed.values
         return Packed(self, tuple(values))
 
     def _misfit(self, nested: Sequence[Packed], fields: Mapping[str, Any]) -> TypeError:
