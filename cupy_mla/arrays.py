@@ -7,7 +7,8 @@ a call on a GPU (`cupy_mla.calls`) its address is a `cuda.program.Pointer`, sinc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,18 +85,10 @@ class Array:
         wants_gradient: whether autograd follows it.
     """
 
-    __slots__ = (
-        "_dropped", "_stored", "dtype", "may_be", "name", "obj", "place", "ptr", "read", "shape", "strides",
-        "wants_gradient", "written",
-    )  # fmt: skip
-    name: str
-    obj: Any
-    place: Any
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    ptr: int
-    written: bool
+    written = read = wants_gradient = False
+    may_be: Array | None = None
+    _dropped: int | None = None
+    _stored: np.dtype | None = None
 
     def __init__(
         self,
@@ -114,10 +107,6 @@ class Array:
         self.shape = shape
         self.strides = strides
         self.ptr = ptr
-        self.written = self.read = self.wants_gradient = False
-        self.may_be: Array | None = None
-        self._dropped: int | None = None
-        self._stored: np.dtype | None = None
 
     @property
     def kind(self) -> str:
@@ -155,21 +144,28 @@ class Array:
         Raises:
             TypeError: wrong dtype. ValueError: wrong shape or a last axis with gaps. Both name the argument.
         """
-        if self.dtype is not dtype and self.dtype != dtype and not (isinstance(dtype, tuple) and self.dtype in dtype):
+        # NumPy takes long to compare a dtype with a tuple.
+        if self.dtype is not dtype and self.dtype not in (dtype if isinstance(dtype, tuple) else (dtype,)):
             wanted = " or ".join(d.name for d in dtype) if isinstance(dtype, tuple) else np.dtype(dtype).name
             raise TypeError(f"{self.name}: expected dtype {wanted}, got {self.dtype.name}")
-        fits = len(shape) == len(self.shape)
-        for want, got in zip(shape, self.shape, strict=False):
-            if want != got and not isinstance(want, str) and not (isinstance(want, tuple) and got in want):
-                fits = False
-        if not fits:
+        if shape != self.shape and not self._fits(shape):
             wanted = ", ".join(" or ".join(map(str, w)) if isinstance(w, tuple) else str(w) for w in shape)
             raise ValueError(f"{self.name}: expected shape [{wanted}], got {list(self.shape)}")
-        if contiguous and self.strides and self.strides[-1] != 1 and self.shape[-1] > 1 and 0 not in self.shape:
+        strides = self.strides
+        if strides and strides[-1] != 1 and contiguous and self.shape[-1] > 1 and 0 not in self.shape:
             raise ValueError(
                 f"{self.name}: the last axis must be contiguous, got strides {list(self.strides)} (in items)"
             )
         return self
+
+    def _fits(self, shape: Sequence[int | str | tuple[int, ...]]) -> bool:
+        """Whether the shape is one that `require` was asked for."""
+        if len(shape) != len(self.shape):
+            return False
+        for want, got in zip(shape, self.shape, strict=True):
+            if type(want) is not str and want != got and not (isinstance(want, tuple) and got in want):
+                return False
+        return True
 
     def require_writable(self) -> Array:
         """Check that a result can be written here: no read-only memory, no two items in one place; returns itself."""
@@ -178,8 +174,8 @@ class Array:
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
         if 0 in self.shape:
             return self
-        axes = [*zip(reversed(self.strides), reversed(self.shape), strict=True)]
-        if not _is_apart(axes) and not _is_apart(sorted((abs(s), n) for s, n in axes)):
+        axes = zip(self.strides[::-1], self.shape[::-1], strict=True)
+        if not _is_apart(axes) and not _is_apart(sorted(zip(map(abs, self.strides), self.shape, strict=True))):
             raise ValueError(
                 f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written"
             )
@@ -205,12 +201,10 @@ class Array:
         """Bytes from its address to the first byte and to that after the last; both 0 for an array without items."""
         if 0 in self.shape:
             return 0, 0
-        start, end = 0, 1
-        for stride, n in zip(self.strides, self.shape, strict=True):
-            if stride < 0:
-                start += stride * (n - 1)
-            else:
-                end += stride * (n - 1)
+        start, end = 0, 1 + sum(map(mul, self.strides, self.shape)) - sum(self.strides)
+        if self.strides and min(self.strides) < 0:
+            start = sum([stride * (n - 1) for stride, n in zip(self.strides, self.shape, strict=True) if stride < 0])
+            end -= start
         return start * self.dtype.itemsize, end * self.dtype.itemsize
 
     def _as_numpy(self) -> np.ndarray:

@@ -258,12 +258,10 @@ class TorchLibrary(Library):
         return sys.modules["torch"].Tensor.data_ptr
 
     def describe(self, name: str, obj: Any) -> Array:
-        torch = sys.modules["torch"]
-        try:
-            dtype = _torch_dtypes()[0][obj.dtype]
-        except KeyError:
-            raise TypeError(f"{name}: dtype {obj.dtype} is not supported") from None
-        if obj.is_nested or obj.layout is not torch.strided:
+        dtype = _torch_dtypes()[0].get(obj.dtype)
+        if dtype is None:
+            raise TypeError(f"{name}: dtype {obj.dtype} is not supported")
+        if obj.is_nested or obj.layout is not sys.modules["torch"].strided:
             what = "a nested one" if obj.is_nested else f"layout {obj.layout}"
             raise TypeError(f"{name}: expected a dense tensor, got {what}")
         if obj.is_neg() or obj.is_conj():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,15 @@ from ..arrays import HOST, Array, aligned_up, arrays_in, must_be_apart
 from ..bridges import Place, dense_strides, library_of_class, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slot
+from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
 from .plan import PlanMemory
 from .scratch import scratch_memory
 
 OF_A_RUN = frozenset((Pointer, Nonce, Plan, PlanField))  # the types of fields that differ from run to run
+
+
+_OBJ, _READ, _WANTS_GRADIENT = map(attrgetter, ("obj", "read", "wants_gradient"))  # of an `Array`
 
 
 class CallPlace(Place):
@@ -61,11 +65,12 @@ class CallPlace(Place):
         Raises:
             RuntimeError: a tensor wants a gradient, which no launcher can give.
         """
-        for a in arrays_in(arguments):
-            if type(a.obj) is not Slot:
-                if a.wants_gradient:
-                    a.require_no_gradient()
-                self.given.append(a)
+        self.given = arrays_in(arguments)
+        if self.results:
+            self.given = [a for a in self.given if type(a.obj) is not Slot]
+        if True in map(_WANTS_GRADIENT, self.given):
+            for a in self.given:
+                a.require_no_gradient()
         self.program = launcher(driver.gpu(self.device), *arguments)
 
 
@@ -85,20 +90,16 @@ def prepare(
     """
     values = [*args, *kwargs.values()]
     arrays: list[Array] = []
-    given: list[Any] = []
     addresses: list[int] = []
-    numbers: dict[int, int] = {}  # of the arrays that the call may return, by `id`
     on_gpu: Place | None = None
     for i, value in enumerate(values):
         library = library_of_class(type(value))  # type: ignore[arg-type]
         if library is not None:
-            number, name = len(arrays), names[i]
-            array = values[i] = library.describe(name, value)
+            array = values[i] = library.describe(names[i], value)
+            address = array.ptr
+            array.ptr = Pointer(argument_slot(names[i], len(arrays)), 0, address)  # type: ignore[assignment]
             arrays.append(array)
-            given.append(value)
-            addresses.append(array.ptr)
-            numbers.setdefault(id(value), number)
-            array.ptr = Pointer(argument_slot(name, number), 0, array.ptr)  # type: ignore[assignment]
+            addresses.append(address)
             if on_gpu is None and array.place.device != HOST:
                 on_gpu = array.place
     assert on_gpu is not None
@@ -106,12 +107,11 @@ def prepare(
     for array in arrays:
         if array.place is on_gpu:
             array.place = place
-    result = function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    for_others = len(numbers) == len(arrays)
-    for array in arrays:
-        if array.read:
-            for_others = False
-    return Prepared(place, numbers, values, result), given, addresses, for_others
+    result = function(*values[: len(args)], **dict(zip(names[len(args) :], values[len(args) :], strict=True)))
+    given = [*map(_OBJ, arrays)]
+    ids = [*map(id, given)]
+    for_others = len({*ids}) == len(ids) and True not in map(_READ, arrays)
+    return Prepared(place, ids, values, result), given, addresses, for_others
 
 
 # An array that one that is written must not share memory with: its number; bytes from its address to its first byte and
@@ -194,6 +194,7 @@ class _Items:
         derived: the numbers of addresses within memory, by the number of its start and how many bytes from there.
         within: where slots start in the call's scratch memory.
         scratch_bytes: of the call.
+        plan_key: of `PlanField`; None: no field is a plan's.
     """
 
     def __init__(self, first: int) -> None:
@@ -204,6 +205,7 @@ class _Items:
         self.nonces: list[int] = []
         self.derived: dict[tuple[int, int], int] = {}
         self.scratch_bytes = 0
+        self.plan_key: Any = None
 
     def add(self, items: Sequence[Any]) -> range:
         """The numbers of items that are added."""
@@ -213,12 +215,14 @@ class _Items:
 
     def number(self, field: Any) -> int:
         """That of a field that differs from run to run."""
-        if type(field) is PlanField:
-            return self._scratch + 1 + (field.name == "filled")
-        if type(field) is Nonce:
+        if type(field) is not Pointer:
+            if type(field) is PlanField:
+                self.plan_key = field.key
+                return self._scratch + 1 + (field.name == "filled")
             self.nonces += self.add((0,))
             return self.nonces[-1]
-        slot, offset, start = field.slot, field.offset, field.slot.number
+        slot, offset = field.slot, field.offset
+        start = slot.number
         if start is None:
             start = self._scratch
             if slot not in self.within:
@@ -241,12 +245,12 @@ class Prepared:
 
     Args:
         place: of a call, after its body ran.
-        numbers: of the call's arrays, by `id`.
+        given: `id`s of the call's arrays.
         values: all arguments.
         result: what the body returned: arguments, results, constants, or a tuple of these.
     """
 
-    def __init__(self, place: CallPlace, numbers: Mapping[int, int], values: Sequence[Any], result: Any) -> None:
+    def __init__(self, place: CallPlace, given: Sequence[int], values: Sequence[Any], result: Any) -> None:
         self.device: int = place.device
         self._library = place.library
         self._stream = self._library.stream_reader(self.device)
@@ -257,11 +261,14 @@ class Prepared:
         self._returned: list[Any] = []  # constants
         constants = place.arrays + len(place.results)
         for leaf in result if type(result) is tuple else (result,):
-            number = leaf.number if type(leaf) is Slot else numbers.get(id(leaf))
-            if number is None:
-                number = constants + len(self._returned)
+            if type(leaf) is Slot:
+                assert leaf.number is not None, "a body returns no scratch memory"
+                picked.append(leaf.number)
+            elif id(leaf) in given:
+                picked.append(given.index(id(leaf)))
+            else:
+                picked.append(constants + len(self._returned))
                 self._returned.append(leaf)
-            picked.append(number)
         # Makes what the call returns of its arrays, its results and the constants.
         self._result = picker(picked) if type(result) is tuple else itemgetter(*picked)
 
@@ -270,7 +277,6 @@ class Prepared:
         items = _Items(place.arrays + len(place.results))
         packers: dict[int, tuple[Any, Any]] = {}  # what packs a struct, and what picks that from the items, by `id`
         made: list[Any] = []
-        self._plan_key: Any = None
         for step in place.program:
             if isinstance(step, Clear):
                 made.append(_Clear(items.number(step.pointer), step.nbytes))
@@ -278,18 +284,18 @@ class Prepared:
             kernel, grid, params, cluster = step
             if id(params) not in packers:  # launches may share them
                 packer, fields, between = params.of.split(params.values, OF_A_RUN)
-                picked = [*items.add(between)]
-                for i, field in enumerate(fields):
-                    picked.insert(2 * i + 1, items.number(field))
-                    if type(field) is PlanField:
-                        self._plan_key = field.key
+                picked = [0] * (len(fields) + len(between))
+                picked[::2] = items.add(between)
+                picked[1::2] = [*map(items.number, fields)]
                 packers[id(params)] = packer.pack, picker(picked)
             made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packers[id(params)]))
-        self._steps: list[Any] = made if len(made) < 2 else _joined(place.program, made, self.device)
+        several = len(made) > 1 and [*map(type, made)].count(_Launch) > 1
+        self._steps: list[Any] = _joined(place.program, made, self.device) if several else made
         self._more = items.more
         self._nonces = items.nonces
-        self._derived = [(number, start, offset) for (start, offset), number in items.derived.items()]
+        self._derived = items.derived
         self._scratch_bytes = items.scratch_bytes
+        self._plan_key = items.plan_key
         self._plans = self._scratch = None
         self._ask = _no
         if self._plan_key is not None:
@@ -346,7 +352,7 @@ class Prepared:
             items += start, address, filled, *self._more
             for number in self._nonces:
                 items[number] = Nonce.next()
-            for number, base, offset in self._derived:
+            for (base, offset), number in self._derived.items():
                 items[number] = items[base] + offset
             for step in self._steps:
                 if type(step) is _Launch:
@@ -365,13 +371,6 @@ class Prepared:
         finally:
             if block is not None:
                 block[1].append(block)
-
-
-def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Picks the values of these numbers from a tuple or list, as another one."""
-    if len(numbers) > 1:
-        return itemgetter(*numbers)
-    return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
 
 
 def _no(stream: int) -> bool:

@@ -97,8 +97,7 @@ class Pointer:
         """The address modulo `nbytes`, a divisor of `ALIGNMENT`: calls of one key agree on no more."""
         if ALIGNMENT % nbytes:
             raise ValueError(f"alignment to {nbytes} bytes: calls that are alike agree on addresses modulo {ALIGNMENT}")
-        start = 0 if self.address is None else self.address
-        return (start + self.offset) % nbytes
+        return ((self.address or 0) + self.offset) % nbytes
 
     def __repr__(self) -> str:
         return f"{self.slot!r} + {self.offset}"

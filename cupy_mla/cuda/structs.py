@@ -9,8 +9,9 @@ the same names.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 POINTER, INT64, UINT64, INT32, UINT32, FLOAT = "Q", "q", "Q", "i", "I", "f"  # as the module `struct` calls them
@@ -56,7 +57,11 @@ class Struct:
         # By the field's name, the struct that it is; None: a number. Without the fields of the base, and with them.
         self._own_inner = {field: of if isinstance(of, Struct) else None for field, of in fields.items()}
         self._inner: dict[str, Struct | None] = {**({} if base is None else base._inner), **self._own_inner}
-        self._nests = any(of is not None for of in self._inner.values())
+        # The fields that are structs and their places, the last one first.
+        self._own_structs, self._structs = (
+            [(i, of) for i, of in enumerate(inner.values()) if of is not None][::-1]
+            for inner in (self._own_inner, self._inner)
+        )
         self._alignment = 1
         end = 0
         if base is not None:
@@ -99,24 +104,19 @@ class Struct:
         Raises:
             TypeError: a field is missing, there is no such field, or the values are of another struct.
         """
-        inner = self._own_inner if nested else self._inner
+        inner, inner_structs = (self._own_inner, self._own_structs) if nested else (self._inner, self._structs)
         if fields.keys() != inner.keys():
             raise self._misfit(nested, fields)
-        if not nested and not self._nests:
-            return Packed(self, tuple([fields[field] for field in inner]))
-        values: list[Any] = []
+        values = [*map(fields.__getitem__, inner)]
+        for place, of in inner_structs:
+            packed = values[place]
+            if not isinstance(packed, Packed) or packed.of is not of:
+                raise self._misfit(nested, fields)
+            values[place : place + 1] = packed.values
         for packed in nested:
             if packed.of is not self._base:
                 raise self._misfit(nested, fields)
-            values += packed.values
-        for field, of in inner.items():
-            value = fields[field]
-            if of is None:
-                values.append(value)
-            elif isinstance(value, Packed) and value.of is of:
-                values += value.values
-            else:
-                raise self._misfit(nested, fields)
+            values[:0] = packed.values
         return Packed(self, tuple(values))
 
     def _misfit(self, nested: Sequence[Packed], fields: Mapping[str, Any]) -> TypeError:
@@ -140,23 +140,17 @@ class Struct:
         """The struct's bytes with these numbers, one a field, padding included."""
         return self._packer.pack(*values)
 
-    def split(self, values: Sequence[Any], open: frozenset[type]) -> tuple[struct.Struct, list[Any], list[bytes]]:
+    def split(
+        self, values: Sequence[Any], open: frozenset[type]
+    ) -> tuple[struct.Struct, Sequence[Any], Sequence[bytes]]:
         """The struct as parts: fields of `open` types, and the bytes of all others before, between and behind them.
 
         Returns:
             what packs the parts in their order, with numbers for the open fields; the open fields; and the bytes.
         """
-        numbers: list[int] = []
-        found: list[Any] = []
-        known = list(values)
-        for i, value in enumerate(values):
-            if type(value) in open:
-                numbers.append(i)
-                found.append(value)
-                known[i] = 0
-        packer, stretches = _between(self, tuple(numbers))
-        raw = self._packer.pack(*known)
-        return packer, found, [raw[start:end] for start, end in stretches]
+        cut = _cut(self, tuple(map(type, values)), open)
+        between = cut.stretches.unpack(cut.others.pack(*cut.pick_others(values)))
+        return cut.packer, cut.pick_open(values), between
 
     def asserts(self) -> Iterator[str]:
         """The `static_assert`s that hold the C++ structs to these declarations."""
@@ -169,16 +163,48 @@ class Struct:
             yield f"static_assert(__INTADDR__(&(({self.name}*)0)->{field}) == {offset}, {said});"
 
 
+class _Cut(NamedTuple):
+    """How a struct comes apart, whatever its numbers are.
+
+    Attributes:
+        others, pick_others: what packs the whole struct with gaps for its open fields, and picks the other fields.
+        stretches: takes the bytes between open fields from that.
+        packer, pick_open: what packs the struct of these bytes and the open fields in turn, and picks the open fields.
+    """
+
+    others: struct.Struct
+    pick_others: Callable[[Sequence[Any]], Sequence[Any]]
+    stretches: struct.Struct
+    packer: struct.Struct
+    pick_open: Callable[[Sequence[Any]], Sequence[Any]]
+
+
 @lru_cache(maxsize=1024)
-def _between(of: Struct, numbers: tuple[int, ...]) -> tuple[struct.Struct, list[tuple[int, int]]]:
-    """What packs a struct as stretches of bytes and the fields of these numbers between them, and the stretches."""
-    stretches, text, start = [], "=", 0
-    for i in numbers:
-        end = of.offsets[i]
-        stretches.append((start, end))
-        text += f"{end - start}s{of.codes[i]}"
-        start = end + struct.calcsize(f"={of.codes[i]}")
-    return struct.Struct(f"{text}{of.size - start}s"), [*stretches, (start, of.size)]
+def _cut(of: Struct, types: tuple[type, ...], open: frozenset[type]) -> _Cut:
+    """How to take a struct apart whose fields' values have these types."""
+    numbers = [[i for i, kind in enumerate(types) if (kind in open) is is_open] for is_open in (False, True)]
+    others = stretches = packer = "="
+    end = start = 0
+    for code, offset, kind in zip(of.codes, of.offsets, types, strict=True):
+        size = struct.calcsize(f"={code}")
+        others += f"{offset - end}x" + (f"{size}x" if kind in open else code)
+        end = offset + size
+        if kind in open:
+            stretches += f"{offset - start}s{size}x"
+            packer += f"{offset - start}s{code}"
+            start = end
+    others, stretches, packer = f"{others}{of.size - end}x", *(f"{s}{of.size - start}s" for s in (stretches, packer))
+    return _Cut(
+        struct.Struct(others), picker(numbers[False]), struct.Struct(stretches), struct.Struct(packer),
+        picker(numbers[True]),
+    )  # fmt: skip
+
+
+def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Picks the values of these numbers from a tuple or list, as another one."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
 
 
 DIVISOR = Struct("Divisor", value=UINT32, multiplier=UINT32, shift=UINT32)  # rows/block_table.cuh

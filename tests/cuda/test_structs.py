@@ -106,8 +106,8 @@ def test_a_struct_in_parts():
     """Fields that are not known yet, and the bytes of all others and of the padding between them."""
     packed = NESTED(flag=1, pair=PAIR(small=2, large="later"), tail=Later())
     packer, fields, between = NESTED.split(packed.values, frozenset({str, Later}))
-    assert fields == ["later", packed.values[-1]]
-    assert between == [struct.pack("<i4xi4x", 1, 2), b"", bytes(4)]
+    assert list(fields) == ["later", packed.values[-1]]
+    assert list(between) == [struct.pack("<i4xi4x", 1, 2), b"", bytes(4)]
     whole = packer.pack(between[0], 3, between[1], 4, between[2])
     assert whole == pack(NESTED(flag=1, pair=PAIR(small=2, large=3), tail=4))
 
