@@ -40,6 +40,11 @@ Shape = tuple[int, ...]
 Comparison = Callable[[Sequence[Any]], list[int] | None]  # of `Library.comparison`
 
 
+# Made once: to find the names takes longer than to use them.
+_cupy_maker, _torch_maker = cache(private.cupy_empty), cache(private.torch_empty)
+_torch_stream_reader = cache(private.torch_stream_reader)
+
+
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in items, of an array of this shape without gaps in C order."""
     strides: list[int] = []
@@ -214,7 +219,7 @@ class CuPyLibrary(Library):
         return lambda: current(device).ptr
 
     def maker(self) -> Callable[..., Any]:
-        return private.cupy_empty()
+        return _cupy_maker()
 
     def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
         """They share one allocation, which takes the host less time than one for each."""
@@ -331,10 +336,10 @@ class TorchLibrary(Library):
         return sys.modules["torch"].cuda.device(device)
 
     def stream_reader(self, device: int) -> Callable[[], int]:
-        return private.torch_stream_reader(device)
+        return _torch_stream_reader(device)
 
     def maker(self) -> Callable[..., Any]:
-        return private.torch_empty()
+        return _torch_maker()
 
     def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
         make = self.maker()

@@ -21,7 +21,7 @@ from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot
 from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
 from .plan import PlanMemory
-from .scratch import scratch_memory
+from .scratch import ScratchMemory, scratch_memory
 
 OF_A_RUN = frozenset((Pointer, Nonce, Plan, PlanField))  # the types of fields that differ from run to run
 
@@ -107,7 +107,7 @@ def prepare(
     for array in arrays:
         if array.place is on_gpu:
             array.place = place
-    result = function(*values[: len(args)], **dict(zip(names[len(args) :], values[len(args) :], strict=True)))
+    result = function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
     given = [*map(_OBJ, arrays)]
     ids = [*map(id, given)]
     for_others = len({*ids}) == len(ids) and True not in map(_READ, arrays)
@@ -182,60 +182,6 @@ def _joined(program: Program, made: Sequence[Any], device: int) -> list[Any]:
     return joined
 
 
-class _Items:
-    """Numbers the items of runs: see `Prepared`.
-
-    Args:
-        first: the number of the first scratch memory: that of the items before it, addresses of arrays and results.
-
-    Attributes:
-        more: what stands behind the first items: constants, and places for what a run computes.
-        nonces: the numbers of nonces.
-        derived: the numbers of addresses within memory, by the number of its start and how many bytes from there.
-        within: where slots start in the call's scratch memory.
-        scratch_bytes: of the call.
-        plan_key: of `PlanField`; None: no field is a plan's.
-    """
-
-    def __init__(self, first: int) -> None:
-        self._scratch = first
-        self._next = first + 3
-        self.within: dict[Slot, int] = {}
-        self.more: list[Any] = []
-        self.nonces: list[int] = []
-        self.derived: dict[tuple[int, int], int] = {}
-        self.scratch_bytes = 0
-        self.plan_key: Any = None
-
-    def add(self, items: Sequence[Any]) -> range:
-        """The numbers of items that are added."""
-        start = self._next + len(self.more)
-        self.more += items
-        return range(start, start + len(items))
-
-    def number(self, field: Any) -> int:
-        """That of a field that differs from run to run."""
-        if type(field) is not Pointer:
-            if type(field) is PlanField:
-                self.plan_key = field.key
-                return self._scratch + 1 + (field.name == "filled")
-            self.nonces += self.add((0,))
-            return self.nonces[-1]
-        slot, offset = field.slot, field.offset
-        start = slot.number
-        if start is None:
-            start = self._scratch
-            if slot not in self.within:
-                self.within[slot] = aligned_up(self.scratch_bytes)
-                self.scratch_bytes = self.within[slot] + slot.nbytes
-            offset += self.within[slot]
-        if not offset:
-            return start
-        if (start, offset) not in self.derived:
-            (self.derived[start, offset],) = self.add((0,))
-        return self.derived[start, offset]
-
-
 class Prepared:
     """A program ready to run. It holds no array of the call that it was made of.
 
@@ -250,16 +196,24 @@ class Prepared:
         result: what the body returned: arguments, results, constants, or a tuple of these.
     """
 
+    _plans: PlanMemory | None = None
+    _plan_key: Any = None
+    _scratch: ScratchMemory | None = None
+    _scratch_bytes = 0
+
     def __init__(self, place: CallPlace, given: Sequence[int], values: Sequence[Any], result: Any) -> None:
         self.device: int = place.device
         self._library = place.library
         self._stream = self._library.stream_reader(self.device)
+        self._ask: Callable[[int], bool] = _no  # whether a stream is being captured, where it matters
         self._apart = _apart(place.given)
         self._make = self._library.result_maker([(s.shape, s.dtype) for s in place.results]) if place.results else None
-        self._prepare_steps(place, values)
+        constants = place.arrays + len(place.results)
+        self._number_steps(place.program, constants)
+        if self._plan_key is not None:
+            self._plan = next(i for i, value in enumerate(values) if type(value) is Plan)
         picked: list[int] = []
         self._returned: list[Any] = []  # constants
-        constants = place.arrays + len(place.results)
         for leaf in result if type(result) is tuple else (result,):
             if type(leaf) is Slot:
                 assert leaf.number is not None, "a body returns no scratch memory"
@@ -272,39 +226,70 @@ class Prepared:
         # Makes what the call returns of its arrays, its results and the constants.
         self._result = picker(picked) if type(result) is tuple else itemgetter(*picked)
 
-    def _prepare_steps(self, place: CallPlace, values: Sequence[Any]) -> None:
-        """Number the items, and say which of them parameters and steps take."""
-        items = _Items(place.arrays + len(place.results))
+    def _number_steps(self, program: Program, scratch: int) -> None:
+        """Number the items, and say which of them parameters and steps take.
+
+        Args:
+            scratch: the number of the scratch memory's address.
+        """
+        self._numbered = scratch
+        self._within: dict[Slot, int] = {}  # where slots start in the scratch memory
+        self._more: list[Any] = []  # constants, and places for the items that a run computes
+        self._nonces: list[int] = []
+        self._derived: dict[tuple[int, int], int] = {}  # by the number of a start, and how many bytes from there
         packers: dict[int, tuple[Any, Any]] = {}  # what packs a struct, and what picks that from the items, by `id`
         made: list[Any] = []
-        for step in place.program:
+        launches = 0
+        for step in program:
             if isinstance(step, Clear):
-                made.append(_Clear(items.number(step.pointer), step.nbytes))
+                made.append(_Clear(self._number(step.pointer), step.nbytes))
                 continue
             kernel, grid, params, cluster = step
             if id(params) not in packers:  # launches may share them
                 packer, fields, between = params.of.split(params.values, OF_A_RUN)
                 picked = [0] * (len(fields) + len(between))
-                picked[::2] = items.add(between)
-                picked[1::2] = [*map(items.number, fields)]
+                picked[::2] = self._add(between)
+                picked[1::2] = [*map(self._number, fields)]
                 packers[id(params)] = packer.pack, picker(picked)
             made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packers[id(params)]))
-        several = len(made) > 1 and [*map(type, made)].count(_Launch) > 1
-        self._steps: list[Any] = _joined(place.program, made, self.device) if several else made
-        self._more = items.more
-        self._nonces = items.nonces
-        self._derived = items.derived
-        self._scratch_bytes = items.scratch_bytes
-        self._plan_key = items.plan_key
-        self._plans = self._scratch = None
-        self._ask = _no
-        if self._plan_key is not None:
-            self._plans = PlanMemory(self._library, self.device)
-            self._plan = next(i for i, value in enumerate(values) if type(value) is Plan)
-        if items.within:
-            self._scratch = scratch_memory(self._library, self.device)
-        if self._plans or self._scratch or _Together in map(type, self._steps):
-            self._ask = driver.runtime().streamIsCapturing
+            launches += 1
+        self._steps: list[Any] = made
+        if launches > 1:
+            self._steps = _joined(program, made, self.device)
+            if _Together in map(type, self._steps):
+                self._ask = driver.runtime().streamIsCapturing
+
+    def _add(self, items: Sequence[Any]) -> range:
+        """The numbers of items that are added."""
+        start = self._numbered + 3 + len(self._more)
+        self._more += items
+        return range(start, start + len(items))
+
+    def _number(self, field: Any) -> int:
+        """That of a field that differs from run to run."""
+        if type(field) is not Pointer:
+            if type(field) is Nonce:
+                self._nonces += self._add((0,))
+                return self._nonces[-1]
+            if self._plans is None:
+                self._plans, self._plan_key = PlanMemory(self._library, self.device), field.key
+                self._ask = driver.runtime().streamIsCapturing
+            return self._numbered + 1 + (field.name == "filled")
+        slot, offset = field.slot, field.offset
+        start = slot.number
+        if start is None:
+            start = self._numbered
+            if slot not in self._within:
+                self._scratch = scratch_memory(self._library, self.device)
+                self._ask = driver.runtime().streamIsCapturing
+                self._within[slot] = aligned_up(self._scratch_bytes)
+                self._scratch_bytes = self._within[slot] + slot.nbytes
+            offset += self._within[slot]
+        if not offset:
+            return start
+        if (start, offset) not in self._derived:
+            (self._derived[start, offset],) = self._add((0,))
+        return self._derived[start, offset]
 
     def run(self, arrays: Sequence[Any], addresses: Sequence[int], values: Sequence[Any]) -> Any:
         """Make a call.

@@ -62,20 +62,20 @@ def require_cache(cache: Array, layout: Layout, alignment: int = 16) -> Array:
         raise ValueError(f"{cache.name}: expected block_size >= 1, got shape {list(cache.shape)}")
     if num_blocks == 0:
         return cache
-    size = cache.dtype.itemsize
-    if layout.quantized and block_size > 1 and cache.strides[1] != layout.last_axis:
-        raise ValueError(
-            f"{cache.name}: tokens of a block must lie {layout.token_bytes} bytes apart, got {cache.strides[1] * size}"
-        )
-    if layout.quantized and num_blocks > 1 and cache.strides[0] < layout.token_bytes * block_size:
+    if not layout.quantized:
+        return cache
+    if block_size > 1 and cache.strides[1] != layout.last_axis:
+        apart = cache.strides[1] * cache.dtype.itemsize
+        raise ValueError(f"{cache.name}: tokens of a block must lie {layout.token_bytes} bytes apart, got {apart}")
+    if num_blocks > 1 and cache.strides[0] < layout.token_bytes * block_size:
         least = layout.token_bytes * block_size
         raise ValueError(f"{cache.name}: block stride must be at least {least} bytes, got {cache.strides[0]}")
-    if layout.quantized and cache.ptr % alignment:
+    if cache.ptr % alignment:
         raise ValueError(
             f"{cache.name}: must start at a multiple of {alignment} bytes in memory, "
             f"starts {cache.ptr % alignment} bytes after one"
         )
-    if layout.quantized and num_blocks > 1 and cache.strides[0] % alignment:
+    if num_blocks > 1 and cache.strides[0] % alignment:
         raise ValueError(
             f"{cache.name}: block stride must be a multiple of {alignment} bytes (writers of {layout.name} "
             f"pad a block of {block_size} tokens to {layout.block_bytes(block_size)} bytes), got {cache.strides[0]}"
