@@ -14,24 +14,7 @@ INVARIANT_QUERIES = 32  # for which batch-invariant calls are divided, whatever 
 
 
 class _Fields(NamedTuple):
-    """A call of attention: all that the choice of a kernel and a division depends on.
-
-    Attributes:
-        gpu: the GPU.
-        layout: of the cache; flat bf16 rows are one as well.
-        prefill: whether it is a prefill; otherwise a decode.
-        heads: query heads.
-        queries: query tokens.
-        entries, extra_entries: of a query's main list, and of its list in the extra cache.
-        uneven: queries have lengths of their own.
-        aligned: rows and q are, to 16 bytes.
-        flat: one stride leads from every bf16 row to the next, also from block to block, and there is one cache.
-        groupable: `sm_scale` lets query groups mask rows.
-        num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
-        batch_invariant: the choice must not depend on the number of queries.
-        kernel: the name of the kernel that is to run; "": any.
-        division: the division that is to be, or its kind, as text; "": any.
-    """
+    """Those of `Problem`."""
 
     gpu: Gpu
     layout: Layout
@@ -51,7 +34,24 @@ class _Fields(NamedTuple):
 
 
 class Problem(_Fields):
-    __doc__ = _Fields.__doc__
+    """A call of attention: all that the choice of a kernel and a division depends on.
+
+    Attributes:
+        gpu: the GPU.
+        layout: of the cache; flat bf16 rows are one as well.
+        prefill: whether it is a prefill; otherwise a decode.
+        heads: query heads.
+        queries: query tokens.
+        entries, extra_entries: of a query's main list, and of its list in the extra cache.
+        uneven: queries have lengths of their own.
+        aligned: rows and q are, to 16 bytes.
+        flat: one stride leads from every bf16 row to the next, also from block to block, and there is one cache.
+        groupable: `sm_scale` lets query groups mask rows.
+        num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
+        batch_invariant: the choice must not depend on the number of queries.
+        kernel: the name of the kernel that is to run; "": any.
+        division: the division that is to be, or its kind, as text; "": any.
+    """
 
     def __str__(self) -> str:
         lists = f"{self.entries}+{self.extra_entries}" if self.extra_entries else str(self.entries)
