@@ -20,6 +20,7 @@ from ...cases import Paged, assert_decoded, check_decode, decode_oracle, off_zer
 from ...kinds import BF16, NumPy, poisoned
 
 SCALE = 0.05
+PAIR_ROWS = 128  # of a pair of tiles
 
 
 def shares(heads: int, ctas: int = 132, item_cost: int = ITEM_COST, cut_cost: int = 0) -> str:

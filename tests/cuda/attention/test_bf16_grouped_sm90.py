@@ -166,16 +166,17 @@ def test_other_scales_are_for_other_kernels(hopper_gpu, launched, rng, monkeypat
 
 @pytest.mark.parametrize("forced", [True, False])
 @pytest.mark.parametrize("h_q", [8, 32])
-def test_same_bits_every_time(hopper, rng, monkeypatch, h_q, forced):
-    """Forced, and as the call chooses: about half of the groups share enough."""
+def test_same_bits_every_time(hopper, force, rng, monkeypatch, h_q, forced):
+    """All groups; and, by the division alone, those that share enough: about half of them."""
     if not forced:
         monkeypatch.delenv("CUPY_MLA_KERNELS")
+        force(division=f"whole(heads=64, queries={min(64 // h_q, 8)})")
     q, kv, indices = prefill_inputs(rng, 1100, h_q, 576, 3000, 300)
     indices[:500] = local_lists(rng, 500, 300, 3000, 20)
     kv[np.isnan(kv.astype(np.float32))] = 0
     arrays = [hopper.put(a) for a in (q, kv, indices)]
     first, second = ([hopper.take(r) for r in cupy_mla.sparse_prefill(*arrays, 0.05)] for _ in range(2))
-    monkeypatch.setenv("CUPY_MLA_KERNELS", "bf16_few_heads_sm90")
+    force("bf16_few_heads_sm90")
     other = [hopper.take(r) for r in cupy_mla.sparse_prefill(*arrays, 0.05)]
     for a, b, c in zip(first, second, other, strict=True):
         assert a.tobytes() == b.tobytes()

@@ -143,9 +143,10 @@ def test_splits_in_turn(hopper, force, rng, fmt, b, s_q, h_q, topk, extra_topk, 
     main.indices[-1, :, np.arange(topk) // 64 % 4 == 1] = -1  # all tiles of the second of 4 splits
     q, sink = off_zero(fmt, queries(rng, b, s_q, h_q, fmt.d_qk), main, extra), sinks(rng, h_q)
     more = {"sink": sink, "num_splits": num_splits}
-    force(division="clusters")
+    heads = rng.choice([32, 64])
+    force(division=f"clusters(heads={heads})")
     of_clusters = run_decode(hopper, q, main, extra, **more)
-    force(division="segments")
+    force(division=f"segments(heads={heads})")
     in_turn = check_decode(hopper, fmt, q, main, extra, **more)
     assert [r.tobytes() for r in in_turn] == [r.tobytes() for r in of_clusters]
 

@@ -14,9 +14,10 @@ from ...program import Launch, Program
 from ..call import Call
 from ..divide import PARTIAL_BYTES, Clusters, Division, Shares, Whole, split_numbers
 from ..problem import Problem
-from . import combine
+from . import combine, few_heads_sm90, fp8_sm90
 from .work import Work
 
+ON_HOPPER = {*few_heads_sm90.LAYOUTS, *fp8_sm90.LAYOUTS}  # that other kernels read there
 HEADS = (16, 32, 64)  # heads a CTA is built for
 SMALL, LARGE = 99, 163  # KB of shared memory that a CTA of each shape may have: sm_86, 89, 120, 121; sm_80, 90, 100
 STEP_ROWS = 32  # rows of a step, in which work is counted
@@ -83,7 +84,7 @@ def serves(problem: Problem) -> bool:
 
 def candidates(problem: Problem) -> Iterator[Division]:
     """Whole items, partial results for `combine.cu`, and shares; not where kernels for Hopper can serve the call."""
-    if problem.on_hopper and not problem.asks:
+    if problem.on_hopper and problem.layout in ON_HOPPER and not problem.asks:
         return
     heads, asked, sms = block_heads(problem.heads), problem.splits(INVARIANT_ROWS), problem.gpu.sms
     if asked <= 1:
