@@ -85,7 +85,16 @@ class Array:
         wants_gradient: whether autograd follows it.
     """
 
-    written = read = wants_gradient = False
+    name: str
+    obj: Any
+    place: Any
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ptr: int
+    written: bool = False
+    read: bool = False
+    wants_gradient: bool = False
     may_be: Array | None = None
     _dropped: int | None = None
     _stored: np.dtype | None = None

@@ -7,7 +7,7 @@ a kernel. With CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
@@ -39,8 +39,8 @@ KERNELS: dict[str, ModuleType] = {
 }  # fmt: skip
 NAMES = tuple(KERNELS)
 
-asked_kernel = private.environment_reader(VARIABLE)
-explained = private.environment_reader(EXPLAIN)
+asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
+explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
 
 
 class Choice(NamedTuple):
