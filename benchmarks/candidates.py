@@ -26,14 +26,13 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode_batches import bf16_cache, calls, lengths
-from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, replay_times
+from harness import BEGAN, RESULTS, SETS, Call, environment, graph_of, load_kernels, replay_times
 from inputs import normal, random_slots, v4_cache, v32_cache
 from recorded import problem_of
 from rows import decode_sets, local_lists
@@ -53,14 +52,9 @@ from cupy_mla.cuda.attention.divide import (
 )
 from cupy_mla.cuda.attention.kernels import (
     bf16_cluster_sm90,
-    bf16_few_heads_sm90,
     bf16_grouped_sm90,
-    bf16_shares_sm90,
-    bf16_sm90,
-    combine,
     few_heads_sm90,
     fp8_sm90,
-    lists,
     portable,
 )
 from cupy_mla.cuda.attention.problem import Problem
@@ -217,17 +211,6 @@ def portable_ways(rng: random.Random, p: Problem) -> Iterator[Way]:
 # --- measuring ------------------------------------------------------------------------------------------------
 
 
-def compile_all() -> None:
-    """Compile and load what the candidates need."""
-    modules = (
-        bf16_cluster_sm90, bf16_few_heads_sm90, bf16_grouped_sm90, bf16_shares_sm90, bf16_sm90, combine,
-        few_heads_sm90, fp8_sm90, lists, portable,
-    )  # fmt: skip
-    found = [kernel for module in modules for kernel in module.kernels()]
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda kernel: kernel.load(0), found))
-
-
 @cache
 def caches() -> dict[str, Callable[[], torch.Tensor]]:
     """The main caches, and `extra`, made when they are asked for."""
@@ -291,7 +274,7 @@ def main() -> None:
     seed = random.randrange(1 << 31)
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    compile_all()
+    load_kernels("^attention/")
     print(f"compiled after {time.monotonic() - BEGAN:.0f} s", flush=True)
     gpu = driver.gpu(0)
     at_once = {

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import cache_ops
 import torch
-from harness import Call, Options, Record, flash_mla_peer
+from harness import Call, Options, Record, flash_mla_peer, load_kernels
 from inputs import normal, random_slots, v32_cache
 from rows import padded
 
@@ -223,6 +223,7 @@ def main() -> None:
     record = Record("host_overhead", options, "torch us,CuPy us,peer us,its C++,torch new,CuPy new,peer new,target")
     record.note("seed", SEED)
     peer = flash_mla_peer()
+    load_kernels("^(attention|cache|indices)/|indexer/(pack|gather)_keys")
     cases = [
         case for case in (*decode_cases(peer), *prefill_cases(peer), *operation_cases()) if record.wants(case.name)
     ]
