@@ -90,10 +90,13 @@ def test_the_driver_has_no_memory_left(memory, gpu, monkeypatch):
     assert memory.take(1000, 5, False) is kept
 
 
+WITH_SCRATCH = {64: "bf16_cluster_sm90", 16: "bf16_grouped_sm90"}  # kernels that take scratch memory, by heads
+
+
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_an_error_between(gpu, monkeypatch, force, h_q):
     """A call that raises gives its block back."""
-    force("bf16_cluster_sm90" if h_q == 64 else "bf16_grouped_sm90")
+    force(WITH_SCRATCH[h_q])
     s_q = 4 if h_q == 64 else 512
     given = [torch.zeros((s_q, h_q, 576), dtype=torch.bfloat16), torch.zeros((99, 1, 576), dtype=torch.bfloat16)]
     indices = torch.zeros((s_q, 1, 512), dtype=torch.int32)
@@ -160,8 +163,9 @@ SHAPES = pytest.mark.parametrize(("s_q", "h_q"), [(4, 64), (512, 16)])
 @pytest.mark.gpu
 @SHAPES
 @pytest.mark.parametrize("streams", [1, 2])
-def test_threads_and_a_graph(rng, takes, s_q, h_q, streams):
+def test_threads_and_a_graph(rng, takes, force, s_q, h_q, streams):
     """Calls of two threads, on one stream or on one each, and a captured one on another stream, at the same time."""
+    force(WITH_SCRATCH[h_q])
     first, second, replayed = (Calls(rng, s_q, h_q) for _ in range(3))
     replayed()
     torch.cuda.synchronize()
@@ -193,8 +197,9 @@ def test_threads_and_a_graph(rng, takes, s_q, h_q, streams):
 
 @pytest.mark.gpu
 @SHAPES
-def test_two_streams_in_turn(rng, takes, s_q, h_q):
+def test_two_streams_in_turn(rng, takes, force, s_q, h_q):
     """Calls of one thread, whose launches wait behind others."""
+    force(WITH_SCRATCH[h_q])
     sides = [(Calls(rng, s_q, h_q), torch.cuda.Stream()) for _ in range(2)]
     torch.cuda.synchronize()
     for _ in range(20):

@@ -86,9 +86,9 @@ def candidates(problem: Problem) -> Iterator[Division]:
             continue
         yield Shares(heads)
         if every or (problem.uneven and items <= problem.gpu.sms):
-            yield Teams(heads)
-        if problem.tiles <= 2:
-            continue  # a merge takes longer
+            yield Teams(heads, asked)
+        if problem.tiles <= 2 or asked:
+            continue  # of so few tiles a merge takes longer
         for n in fitting(problem, items, problem.tiles, at_once):
             yield Clusters(heads, n, n)
         if not problem.uneven:

@@ -96,7 +96,7 @@ def candidates(problem: Problem) -> Iterator[Division]:
     yield Shares(heads)
     steps, items = ceil_div(problem.rows, STEP_ROWS), problem.items(heads)
     found = [*split_numbers(steps, 2 * sms // max(1, items))][-10:]
-    for n in found or [2][: bool(problem.division)]:
+    for n in [] if asked else found or [2][: bool(problem.division)]:
         yield Clusters(heads, n, 1)
 
 
