@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import cupy
+import recorded
 import torch
 
 from cupy_mla.cuda import all_kernels, driver
@@ -234,6 +235,8 @@ class Record:
         part = ".part" if self.options.quick or self.options.only or self.left_out else ""
         if self.left_out:
             self.note("left_out", self.left_out)
+        for row in self.rows if self.name in recorded.OTHERS else ():
+            row["way"] = recorded.chosen_way(driver.gpu(0), row)
         path = Path(os.environ.get("OUT", RESULTS)) / f"{self.name}{part}.json"
         path.write_text(json.dumps({**environment(), **self.notes, "rows": self.rows}, indent=1) + "\n")
         if self.wrong:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from cases import numbers
 
+from cupy_mla.cuda.attention.choose import choose
 from cupy_mla.cuda.attention.divide import Division, division
 from cupy_mla.cuda.attention.problem import Problem
 from cupy_mla.cuda.driver import Gpu, Launchable
@@ -74,9 +75,12 @@ def way_of(text: str) -> tuple[str, Division]:
     return kernel, division(divided)
 
 
-def candidates(name: str) -> Iterator[Measured]:
-    """The rows of candidates.json of a GPU; none where there is no such record."""
-    path = FOLDERS[name] / "candidates.json"
+def candidates(name: str, record: str = "candidates") -> Iterator[Measured]:
+    """The rows of a record of candidates of a GPU; none where there is no such record.
+
+    `candidates_held_out` has other calls, of another run: no times are fitted to them.
+    """
+    path = FOLDERS[name] / f"{record}.json"
     if not path.exists():
         return
     record = json.loads(path.read_text())
@@ -101,6 +105,13 @@ def other_records(name: str) -> Iterator[tuple[Problem, str, Division, float]]:
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
             if "valid" not in row:  # short lists: nobody knows before
                 yield named_problem(gpu, row["case"]), *way_of(row["way"]), row["ours_us"]
+
+
+def chosen_way(gpu: Gpu, row: dict[str, Any]) -> str:
+    """The kernel and division that the package chooses on a GPU for the call of a row."""
+    kernel = {163: "portable", 99: "portable_99kb"}.get(row.get("shape", 0), "")
+    chosen = choose(named_problem(gpu, row["case"])._replace(kernel=kernel))
+    return f"{chosen.kernel} {chosen.division}"
 
 
 def named_problem(gpu: Gpu, case: str) -> Problem:
