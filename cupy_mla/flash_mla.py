@@ -145,15 +145,15 @@ def flash_mla_with_kvcache(
         raise ValueError(f"num_splits must be None, the schedule lives in tile_scheduler_metadata, got {num_splits!r}")
     if indices is None:
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
-    settings = _Settings(
-        head_dim_v, softmax_scale, causal, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits
-    )
-    out, lse, shapes = _with_kvcache(
-        q, k_cache, indices, meta.plan, tuple(settings), attn_sink=attn_sink, topk_length=topk_length,
-        extra_k_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
-        out=out,
-    )  # fmt: skip
-    meta.shapes = shapes
+    settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits
+    if attn_sink is topk_length is extra_k_cache is extra_indices_in_kvcache is extra_topk_length is out is None:
+        others = {}  # the usual call, which takes the host less time so
+    else:
+        others = {
+            "attn_sink": attn_sink, "topk_length": topk_length, "extra_k_cache": extra_k_cache,
+            "extra_indices": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length, "out": out,
+        }  # fmt: skip
+    out, lse, meta.shapes = _with_kvcache(q, k_cache, indices, meta.plan, settings, **others)
     return out, lse
 
 

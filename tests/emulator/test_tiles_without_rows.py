@@ -72,9 +72,9 @@ def test_decode(kind, emulated, rng, monkeypatch, force, name, where):
 @pytest.mark.long(sample=1)
 @everywhere
 @pytest.mark.parametrize("name", ["bf16_few_heads_sm90", "portable"])
-def test_more_queries_than_sms(kind, emulated, rng, monkeypatch, name, where):
+def test_more_queries_than_sms(kind, emulated, rng, force, name, where):
     """A CTA has work items one after the other."""
-    monkeypatch.setenv(VARIABLE, name)
+    force(name, "whole")
     q, kv, indices = prefill_inputs(rng, 15, 5, 512, 300, int(rng.choice([130, 900])))
     lift_logits(q, kv, SCALE)
     check_prefill(kind, q, kv, emptied(rng, where, indices), SCALE, sinks(rng, 5) + LIFT)
