@@ -69,7 +69,7 @@ def test_the_chosen_candidate_is_hardly_slower_than_the_fastest(name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_calls_that_no_time_was_fitted_to(name):
-    """Of calls of sizes that the fit has not seen few are served by a candidate that is much slower than the fastest."""
+    """Few calls that the fit has not seen are served by a candidate that is much slower than the fastest."""
     rows = list(candidates(name, "candidates_held_out"))
     if not rows:
         pytest.skip(f"no other candidates were measured on an {name}")
