@@ -10,7 +10,7 @@ from ..driver import MAX_CLUSTER, Gpu
 from ..paging import ceil_div
 
 TILE_ROWS = 64  # rows of a tile of the kernels for Hopper
-INVARIANT_QUERIES = 32  # for which batch-invariant calls are divided, whatever the batch
+INVARIANT_QUERIES = 128  # for which batch-invariant calls are divided, whatever the batch: they fill the GPU
 
 
 class _Fields(NamedTuple):
