@@ -154,15 +154,15 @@ class Prefill(NamedTuple):
         out, max_logits, lse: are written.
     """
 
-    q: Any
-    kv: Any
-    indices: Any
+    q: Operand
+    kv: Operand
+    indices: Operand
     sm_scale: float
-    sink: Any
-    length: Any
-    out: Any
-    max_logits: Any
-    lse: Any
+    sink: Operand
+    length: Operand
+    out: Operand
+    max_logits: Operand
+    lse: Operand
 
 
 class Decode(NamedTuple):
@@ -178,15 +178,15 @@ class Decode(NamedTuple):
     """
 
     layout: Layout
-    q: Any
-    cache: Any
-    indices: Any
+    q: Operand
+    cache: Operand
+    indices: Operand
     sm_scale: float
-    sink: Any = None
-    length: Any = None
-    extra: Any = None
-    extra_indices: Any = None
-    extra_length: Any = None
+    sink: Operand = None
+    length: Operand = None
+    extra: Operand = None
+    extra_indices: Operand = None
+    extra_length: Operand = None
     num_splits: int | None = None
-    out: Any = None
-    lse: Any = None
+    out: Operand = None
+    lse: Operand = None

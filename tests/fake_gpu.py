@@ -89,7 +89,9 @@ class FakeGPU:
         )  # fmt: skip
         monkeypatch.setattr(driver, "runtime", lambda: runtime)
         monkeypatch.setattr(driver, "THREAD", driver._Threads())
-        monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, sms, capability, _SHARED_KB[capability]))
+        monkeypatch.setattr(
+            driver, "gpu", cache(lambda device: driver.Gpu(device, sms, capability, _SHARED_KB[capability]))
+        )
         monkeypatch.setattr(driver, "driver_version", lambda: 13000)
         monkeypatch.setattr(driver, "clusters_at_once", lambda kernel, device: clusters_at_once)
         monkeypatch.setattr(driver, "api", lambda: self.graphs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any
 
-from ..bridges import library_of
+from ..bridges import library_of, library_of_class
 from ..cuda.attention.choose import VARIABLE as ATTENTION_KERNELS
 from ..cuda.attention.choose import forced
 from ..cuda.logits import VARIABLE as INDEXER_KERNELS
@@ -44,8 +44,8 @@ def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, list[Any]
     arrays: list[Any] = []
     addresses: list[int] = []
     for value in values:
-        cls = type(value)
-        library = library_of(value)
+        cls: Any = type(value)
+        library = library_of_class(cls)
         if library is not None:
             facts += cls, library.key(value)
             arrays.append(value)

@@ -23,7 +23,7 @@ from .graph import LaunchGraph, launch_graph
 from .plan import PlanMemory
 from .scratch import ScratchMemory, scratch_memory
 
-OF_A_RUN = frozenset((Pointer, Nonce, Plan, PlanField))  # the types of fields that differ from run to run
+OF_A_RUN = frozenset((Pointer, Nonce, PlanField))  # the types of fields that differ from run to run
 
 
 _OBJ, _READ, _WANTS_GRADIENT = map(attrgetter, ("obj", "read", "wants_gradient"))  # of an `Array`

@@ -51,8 +51,7 @@ class Whole(NamedTuple):
         return 1
 
     def grid(self, problem: Problem) -> int:
-        """CTAs that take items in turn."""
-        return min(problem.items(self.heads), problem.gpu.sms)
+        return _in_turn(problem, self.heads)
 
 
 class Clusters(NamedTuple):
@@ -172,8 +171,7 @@ class Segments(NamedTuple):
         return self.splits
 
     def grid(self, problem: Problem) -> int:
-        """CTAs that take items in turn."""
-        return min(problem.items(self.heads), problem.gpu.sms)
+        return _in_turn(problem, self.heads)
 
     def memory(self, problem: Problem, each: int) -> dict[str, Pointer]:
         """Memory for the partial results of a CTA's splits, of so many bytes each."""
@@ -208,6 +206,11 @@ class Teams(NamedTuple):
     def memory(self, problem: Problem, each: int) -> dict[str, Any]:
         """Memory for partial results of a CTA, of so many bytes each."""
         return _left(self.grid(problem), each)
+
+
+def _in_turn(problem: Problem, heads: int) -> int:
+    """CTAs that take items of so many heads in turn."""
+    return min(problem.items(heads), problem.gpu.sms)
 
 
 def _left(ctas: int, each: int) -> dict[str, Any]:
