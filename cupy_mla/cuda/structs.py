@@ -228,6 +228,10 @@ GROUPED = Struct(
     group_lengths=POINTER, left=POINTER, queries=INT32, first_group=INT32, num_groups=INT32, capacity=INT32,
     twice_capacity=INT32, most=FLOAT,
 )  # fmt: skip
+DENSE = Struct(
+    "DenseParams", ATTENTION, table=BLOCK_TABLE, num_blocks=INT32, tokens=INT32, heads=INT32, causal=INT32,
+    window=INT32,
+)  # fmt: skip
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
 COUNT = Struct("CountParams", ATTENTION, counts=POINTER)
 

@@ -1,10 +1,11 @@
-// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by four kernels,
+// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by five kernels,
 // which differ in what the 64 lines of Q and the rows of a work item are, and in what is done with its result:
 //
 //   bf16_sm90.cu           64 heads of a query, all its rows
 //   bf16_cluster_sm90.cu   64 heads of a query; the CTAs of a cluster share its rows and merge their results
 //   bf16_shares_sm90.cu    64 heads of a query; all rows of the call are divided evenly over the CTAs
 //   bf16_grouped_sm90.cu   all heads of several neighbouring queries, the union of their rows
+//   dense_sm90.cu          64 of a request's query tokens and heads; its rows, by the block table
 //
 // Three warpgroups. Tiles of 64 rows go in pairs, an even and an odd one; both are in shared memory at once.
 //
@@ -197,7 +198,8 @@ struct Copier {
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
 //   find_work            what the producers know of a work item, ...
 //   length_of, work_of   ... and the consumers
-//   list_of, line_at                              their list, and the query and head of each line of Q
+//   list_of, load_entry, row_of                   their list, its entries, and the row that one names
+//   line_at                                       the query and head of each line of Q
 //   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
 //   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
 //   Reader, Columns, mask_tile, top_of, count_twice            how softmax applies validity
@@ -216,6 +218,15 @@ struct Default {
     }
     template <typename Params>
     static __device__ __forceinline__ void wait(const Params&, Work&) {}
+    // List entry `entry` of `list`, and where the row stands that one names.
+    template <typename Params>
+    static __device__ __forceinline__ int32_t load_entry(const Params&, const Work&, const int32_t* list, int entry) {
+        return list[entry];
+    }
+    template <typename Params>
+    static __device__ __forceinline__ const uint8_t* row_of(const Params& p, int32_t entry) {
+        return p.main.cache + entry * p.main.row_stride;
+    }
     template <typename K, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params& p, int head_tiles, Act act) {
         auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
@@ -320,7 +331,7 @@ __device__ __forceinline__ void load_slots(const typename K::Params& p, const Wo
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int entry = first + 16 * i;
-        slots[i] = entry < w.length ? list[entry] : -1;
+        slots[i] = entry < w.length ? K::load_entry(p, w, list, entry) : -1;
     }
 }
 
@@ -509,11 +520,12 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
 }
 
 // This thread's chunk of each of its rows, null where a row is not valid.
-__device__ __forceinline__ void find_rows(const AttentionParams& p, const Copier& c, const int32_t (&slots)[4],
+template <typename K>
+__device__ __forceinline__ void find_rows(const typename K::Params& p, const Copier& c, const int32_t (&slots)[4],
                                           const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        rows[i] = is_valid(p, slots[i]) ? p.main.cache + slots[i] * p.main.row_stride + c.lane % 8 * 16 : nullptr;
+        rows[i] = is_valid(p, slots[i]) ? K::row_of(p, slots[i]) + c.lane % 8 * 16 : nullptr;
     }
 }
 
@@ -571,12 +583,12 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
             last = !tiles.go_on(p, w);
             const Follows follows = !any ? ENDED : last ? LAST : MORE;
             const bool copied = any || last;
-            find_rows(p, c, even, rows);
+            find_rows<K>(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
             if (copied) copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, follows, parity & 1);
             load_slots<K>(p, w, c, tiles.take(w), even);
             if (copied) copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, follows, parity & 1);
-            find_rows(p, c, odd, rows);
+            find_rows<K>(p, c, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
             if (copied) copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
             load_slots<K>(p, w, c, tiles.take(w), odd);
