@@ -15,7 +15,7 @@
 
 // What the consumers know of a tile that not all lines see in full.
 struct TileOf {
-    int first, length, first_line;  // position of its first row, the request's length, its work item's first line
+    int first, request, first_line;  // its first row in the request, the request, and its work item's first line
 };
 
 struct State {
@@ -37,17 +37,18 @@ struct Dense : SingleQueries {
     // --- a request's rows -------------------------------------------------------------------------------------
 
     // The rows that any of its lines sees; the first one begins a tile.
-    static __device__ __forceinline__ Sight rows_of(const Params& p, int request) {
-        const int length = p.main.lengths[request], end = max(0, min(length, p.main.topk));
-        return {min(sight_of(p, length, 0).begin, end) & -TILE_ROWS, end};
+    static __device__ __forceinline__ Seen rows_of(const Params& p, int request) {
+        const int end = rows_seen(p, request, p.tokens - 1).end;
+        return {min(rows_seen(p, request, 0).begin, end) & -TILE_ROWS, end};
     }
     static __device__ __forceinline__ int pairs_of(const Params& p, int request) {
-        const Sight rows = rows_of(p, request);
+        const Seen rows = rows_of(p, request);
         return num_pairs(rows.end - rows.begin);
     }
     static __device__ __forceinline__ const int32_t* list_of(const Params&, const Work&) { return nullptr; }
     static __device__ __forceinline__ int32_t load_entry(const Params& p, const Work& w, const int32_t*, int entry) {
-        return slot_of(p, w.query.b, w.first + entry);
+        const int32_t row = w.first + entry, block = load_block(p, w.query.b, row);
+        return slot_in_block(p.table, block, row - divide(row, p.table.block_size) * p.main.block_size);
     }
     static __device__ __forceinline__ const uint8_t* row_of(const Params& p, int32_t slot) {
         const Slot at = find_slot(p.main, slot);
@@ -85,13 +86,17 @@ struct Dense : SingleQueries {
         return state().mine.begins(item) ? 0 : state().mine.begin.pair * 2 * TILE_ROWS;
     }
     static __device__ __forceinline__ int length_of(const Params& p, int item, int) {
-        const Sight rows = rows_of(p, ::query_of_item(p, item));
+        const Seen rows = rows_of(p, ::query_of_item(p, item));
         const int end = state().mine.ends(item) ? rows.end - rows.begin : state().mine.end.pair * 2 * TILE_ROWS;
         return end - first_row(item);
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int item, int, int length) {
         const int request = ::query_of_item(p, item);
-        return {{request, request, 0}, head_tile_of_item(p, item), length, num_pairs(length), item,
+        return {{request, request, 0},
+                head_tile_of_item(p, item),
+                length,
+                num_pairs(length),
+                item,
                 rows_of(p, request).begin + first_row(item)};
     }
     static __device__ __forceinline__ Line line_at(const Params& p, const Work& w, int line) {
@@ -101,19 +106,19 @@ struct Dense : SingleQueries {
     // --- what lines see ---------------------------------------------------------------------------------------
 
     // Of a row: no line sees it, all lines do, or some do, which the consumers find out.
-    enum Seen { BY_NONE = 0, BY_ALL = 1, BY_SOME = 2 };
+    enum Lines { NONE = 0, ALL = 1, SOME = 2 };
 
     static __device__ __forceinline__ void store_validity(const Params& p, const Work& w, const Copier& c, int number,
                                                           int tile, const uint8_t* const (&rows)[4], Validity) {
-        const int first = w.first + number * TILE_ROWS, length = p.main.lengths[w.query.b];
-        const int end = sight_of(p, length, 0).end, begin = sight_of(p, length, p.tokens - 1).begin;
+        const int first = w.first + number * TILE_ROWS, request = w.query.b;
+        const int begin = rows_seen(p, request, p.tokens - 1).begin, end = rows_seen(p, request, 0).end;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = 16 * i + c.row, position = first + row;
-            const Seen seen = position >= begin && position < end ? BY_ALL : BY_SOME;
-            small<Dense>().valid[tile][row] = rows[i] == nullptr ? BY_NONE : seen;
+            const int row = 16 * i + c.row;
+            const Lines seen_by = first + row >= begin && first + row < end ? ALL : SOME;
+            small<Dense>().valid[tile][row] = rows[i] == nullptr ? NONE : seen_by;
         }
-        if (c.row == 0) state().tile[tile] = {first, length, w.head_tile * LINES};
+        if (c.row == 0) state().tile[tile] = {first, request, w.head_tile * LINES};
     }
 
     struct Columns : SingleQueries::Columns {
@@ -127,17 +132,16 @@ struct Dense : SingleQueries {
         if (columns.whole && p.scale_log2 >= 0.0f) return p.scale_log2;
         const TileOf tile = state().tile[columns.tile];
         const int thread = read_thread_index(), line = tile.first_line + thread / 32 % 4 * 16 + thread % 32 / 4;
-        const Sight sights[2] = {sight_of(p, tile.length, line / p.heads),
-                                 sight_of(p, tile.length, (line + 8) / p.heads)};
+        const Seen seen[2] = {rows_seen(p, tile.request, line / p.heads),
+                              rows_seen(p, tile.request, (line + 8) / p.heads)};
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
             const uint32_t two = *reinterpret_cast<const uint16_t*>(columns.valid + 8 * n);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int position = tile.first + 8 * n + columns.column + i % 2;
-                const Sight sight = sights[i / 2];
-                const bool sees = (two >> (i % 2 * 8) & 0xff) != BY_NONE && position >= sight.begin &&
-                                  position < sight.end;
+                const int row = tile.first + 8 * n + columns.column + i % 2;
+                const Seen mine = seen[i / 2];
+                const bool sees = (two >> i % 2 * 8 & 0xff) != NONE && row >= mine.begin && row < mine.end;
                 s[4 * n + i] = sees ? s[4 * n + i] * p.scale_log2 : -INF;
             }
         }

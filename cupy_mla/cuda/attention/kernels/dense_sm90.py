@@ -11,7 +11,7 @@ from ...kernel import Kernel
 from ...paging import ceil_div
 from ...program import Launch, Program, Slot
 from ...structs import Packed
-from ..dense import DenseProblem
+from ..problem import DenseProblem
 from ..divide import CUT_COST, HALF_PARTIAL_BYTES
 from ..problem import TILE_ROWS
 from . import bf16_sm90
