@@ -30,6 +30,10 @@ class Packed(NamedTuple):
             values[self.of.index[name]] = value
         return Packed(self.of, tuple(values))
 
+    def part(self, base: Struct) -> Packed:
+        """The values of a struct whose fields come first in this one: itself, or what it derives from."""
+        return self if self.of is base else Packed(base, self.values[: len(base.index)])
+
 
 class Struct:
     """The layout of a parameter struct, with the alignment that C++ gives it.
@@ -234,6 +238,9 @@ DENSE = Struct(
 )  # fmt: skip
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
 COUNT = Struct("CountParams", ATTENTION, counts=POINTER)
+DENSE = Struct(
+    "DenseParams", ATTENTION, table=BLOCK_TABLE, num_blocks=INT32, tokens=INT32, heads=INT32, causal=INT32, window=INT32
+)
 
 LOGITS_WORK = Struct(
     "LogitsWork", table=BLOCK_TABLE, starts=POINTER, ends=POINTER, lens_stride=INT64, requests=INT32, queries=INT32,

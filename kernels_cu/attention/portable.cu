@@ -344,11 +344,17 @@ __device__ __forceinline__ int find_marked(const Split& w, int n) {
 }
 
 // The list entry of a row of an output warp; -1 where there is none. A lane has row lane % COPIED_ROWS of the warp's,
-// of tile `count` + lane / COPIED_ROWS of the split. `holes`: of the marked ones.
+// of tile `count` + lane / COPIED_ROWS of the split. `holes`: of the marked ones. DENSE: the row's block.
 __device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const WorkItem& w, int count, bool holes) {
     const Role r = Role::here();
-    const int n = count + r.lane / COPIED_ROWS;
-    return load_entry(p, w, w.begin + (holes ? find_marked(w, n) : n), r.warp * COPIED_ROWS + r.lane % COPIED_ROWS);
+    const int n = count + r.lane / COPIED_ROWS, row = r.warp * COPIED_ROWS + r.lane % COPIED_ROWS;
+#if DENSE
+    const int tile = w.begin + n, at = tile * TILE_ROWS + row;
+    if (tile >= w.end || at >= w.main_length) return -1;
+    return load_block(dense(p), w.query.b, w.first_row + at);
+#else
+    return load_entry(p, w, w.begin + (holes ? find_marked(w, n) : n), row);
+#endif
 }
 
 // Look up where an output warp's rows of tiles `count` .. `count` + NOTED_TILES - 1 of the split are, and which are
@@ -358,7 +364,11 @@ __device__ __forceinline__ void note_rows(const AttentionParams& p, const WorkIt
     const Role r = Role::here();
     Small& sm = small();
     const int i = r.lane / COPIED_ROWS, row = r.warp * COPIED_ROWS + r.lane % COPIED_ROWS;
+#if DENSE
+    const Row from = row_in_block<Row>(dense(p), entry, w.first_row + (w.begin + count + i) * TILE_ROWS + row);
+#else
     const Row from = find_row(p, w, (holes ? sm.first_marked : w.begin) + count + i, entry);
+#endif
     __syncwarp();
     if (i < NOTED_TILES) {
         sm.rows[i][row] = from;
@@ -450,7 +460,7 @@ __device__ __forceinline__ void wait_for_first_tiles(int count) {
 // first tiles. Score warps call.
 //
 // -1 if the split begins anew. The tiles that have come in vain are waited for here: once CUT_OFF is passed, the next
-// ones may come to their stages. So it is where fewer tiles are worked on than come.
+// ones may come to their stages. So it is where fewer tiles are worked on than come. DENSE: all tiles are worked on.
 __device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t valid) {
     constexpr int ROUND = SCORE_WARPS * LOOKED_TILES;
     static_assert(MARKED_TILES % ROUND == 0 && ROUND % 32 == 0, "");
@@ -458,6 +468,15 @@ __device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t val
     Small& sm = small();
     const WorkItem& w = sm.work;
     const int all = w.end - w.begin;
+#if DENSE
+    if (r.warp == 0 && r.lane == 0) {
+        sm.tiles = all;
+        sm.holes = sm.anew = false;
+        sm.next_stage = (sm.stage + uint32_t(all)) % STAGES;
+        sm.next_phase = sm.phase ^ ((sm.stage + uint32_t(all)) / STAGES & 1);
+    }
+    return uniform(all);
+#endif
     int end = 0;
 #pragma unroll 1
     for (int begin = 0; begin < all; begin += ROUND) {
@@ -976,10 +995,13 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
     }
 }
 
-// Load Q, and look at this warp's first tiles: what find_valid gives.
+// Load Q, and look at this warp's first tiles: what find_valid gives. DENSE: load Q.
 __device__ __forceinline__ uint32_t load_q_and_look(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
     const int first = Role::here().warp * LOOKED_TILES;
     load_q(p, w, q);
+#if DENSE
+    return 0;
+#endif
     Looks looks;
     load_looks(p, w, first, looks);
     return find_valid(p, w, first, looks);
@@ -1330,8 +1352,14 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
+#if DENSE
+using Params = DenseParams;
+#else
+using Params = AttentionParams;
+#endif
+
 // grid: x = query * head tiles + head tile, y = split; in shares: x = CTAs among which all rows are divided
-extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_constant__ AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_constant__ Params p) {
     Small& sm = small();
     if (threadIdx.x == 0) {
 #pragma unroll 1

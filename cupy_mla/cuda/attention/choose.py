@@ -26,7 +26,7 @@ from .kernels import (
     portable,
     portable_99kb,
 )
-from .problem import INVARIANT_QUERIES, Problem
+from .problem import INVARIANT_QUERIES, DenseProblem, Problem
 
 VARIABLE, EXPLAIN = "CUPY_MLA_KERNELS", "CUPY_MLA_EXPLAIN"
 MAX_CHOICES = 4096  # that are remembered
@@ -38,6 +38,8 @@ KERNELS: dict[str, ModuleType] = {
     )
 }  # fmt: skip
 NAMES = tuple(KERNELS)
+DENSE_NAMES = ("portable", "portable_99kb")  # kernels of dense attention, in the order in which dense.py takes them
+EVERY_NAME = tuple(dict.fromkeys((*NAMES, *DENSE_NAMES)))
 
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
@@ -115,12 +117,9 @@ def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:
 def _why_not(problem: Problem) -> str:
     """What an unknown or unfitting kernel or division is answered with."""
     free = problem._replace(kernel="", division="")
-    by = "kernel" if forced.names[0] or problem.kernel != asked_kernel() else VARIABLE
     able = [name for name, kernel in KERNELS.items() if kernel.serves(free)]
-    if problem.kernel not in ("", *NAMES):
-        return f"{by} must be one of {', '.join(NAMES)}, got {problem.kernel!r}"
     if problem.kernel not in ("", *able):
-        return f"{by} is {problem.kernel}, which cannot serve this call: {free}; {', '.join(able)} can"
+        return why_not_kernel(problem.kernel, free, able)
     offered = dict.fromkeys(
         f"{name} {division}"
         for name in able
@@ -130,6 +129,14 @@ def _why_not(problem: Problem) -> str:
     return (
         f"division is {problem.division}, which does not fit this call: {free}; {', '.join(offered)} do, among others"
     )
+
+
+def why_not_kernel(kernel: str, problem: Problem | DenseProblem, able: Iterable[str]) -> str:
+    """What the name of a kernel is answered with that is unknown, or not among those that can serve a call."""
+    by = "kernel" if forced.names[0] or kernel != asked_kernel() else VARIABLE
+    if kernel not in EVERY_NAME:
+        return f"{by} must be one of {', '.join(EVERY_NAME)}, got {kernel!r}"
+    return f"{by} is {kernel}, which cannot serve this call: {problem}; {', '.join(able)} can"
 
 
 class forced:
@@ -154,8 +161,8 @@ class forced:
     names: tuple[str, str] = ("", "")  # kernel and division
 
     def __init__(self, kernel: str | None = None, division: Division | str | None = None) -> None:
-        if kernel and kernel not in NAMES:
-            raise ValueError(f"kernel must be one of {', '.join(NAMES)}, got {kernel!r}")
+        if kernel and kernel not in EVERY_NAME:
+            raise ValueError(f"kernel must be one of {', '.join(EVERY_NAME)}, got {kernel!r}")
         text = division if isinstance(division, str) else "" if division is None else text_of(division, whole=True)
         if text:
             parse(text)

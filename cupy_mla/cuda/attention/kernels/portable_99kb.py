@@ -36,4 +36,5 @@ def work(problem: Problem, division: Any) -> Work:
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch."""
-    return portable.launched(problem, division, call, portable.SMALL)
+    kernel = portable.kernel(problem.layout, division.heads, portable.SMALL)
+    return portable.launched(problem, division, call.params, kernel)
