@@ -15,13 +15,13 @@ from ..paging import block_table
 from ..program import Program
 from . import choose
 from .call import ALIGNED_ROWS, DECODE, aligned_rows, decode_strides, no_source, params_of
-from .kernels import dense_portable, dense_portable_99kb
+from .kernels import dense_portable, dense_portable_99kb, dense_sm90
 from .problem import DenseProblem
 
 LARGEST = 2**31 - 1  # int32
 # The kernels by their names. A module answers `serves(problem)`, whether the kernel can serve a problem,
 # `launches(problem, params)`, the program with `struct DenseParams`, and `kernels()`, all variants.
-KERNELS: dict[str, ModuleType] = dict(zip(choose.DENSE_NAMES, (dense_portable, dense_portable_99kb), strict=True))
+KERNELS: dict[str, ModuleType] = dict(zip(choose.DENSE_NAMES, (dense_sm90, dense_portable, dense_portable_99kb), strict=True))
 
 
 def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> Program:
