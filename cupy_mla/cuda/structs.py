@@ -234,13 +234,10 @@ GROUPED = Struct(
 )  # fmt: skip
 DENSE = Struct(
     "DenseParams", ATTENTION, table=BLOCK_TABLE, num_blocks=INT32, tokens=INT32, heads=INT32, causal=INT32,
-    window=INT32,
+    window=INT32, num_shares=INT32,
 )  # fmt: skip
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
 COUNT = Struct("CountParams", ATTENTION, counts=POINTER)
-DENSE = Struct(
-    "DenseParams", ATTENTION, table=BLOCK_TABLE, num_blocks=INT32, tokens=INT32, heads=INT32, causal=INT32, window=INT32
-)
 
 LOGITS_WORK = Struct(
     "LogitsWork", table=BLOCK_TABLE, starts=POINTER, ends=POINTER, lens_stride=INT64, requests=INT32, queries=INT32,

@@ -158,11 +158,6 @@ constexpr __device__ bool has_validity(int tile, int region) {
     return region == (K::SKIPS == Skips::VOTED ? 0 : tile);
 }
 
-// Whether rows are mostly read once: by decode with no more list entries than the cache has rows.
-__device__ __forceinline__ bool read_once(const AttentionParams& p) {
-    return p.flags & DECODE && int64_t(p.num_queries) * p.main.topk <= p.main.num_slots;
-}
-
 // A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
 struct Copier {
     int warp, lane, row;
@@ -173,7 +168,7 @@ struct Copier {
     template <typename K>
     static __device__ __forceinline__ Copier here(const typename K::Params& p, int warp) {
         Copier c;
-        if constexpr (K::POLICY) c.policy = read_once(p) ? evict_first() : evict_normal();
+        if constexpr (K::POLICY) c.policy = K::read_once(p) ? evict_first() : evict_normal();
         c.warp = warp;
         c.lane = threadIdx.x % 32;
         c.row = 4 * c.warp + c.lane / 8;
@@ -190,7 +185,7 @@ struct Copier {
 //   Params, EXTRA_BYTES
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
 //   CLUSTER              whether a CTA belongs to a cluster, and has one work item
-//   POLICY               whether rows that are read once leave L2 before others
+//   POLICY, read_once    whether rows that are read once leave L2 before others, and whether they are
 //   SKIPS                how tiles without a valid entry are passed over
 //   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
@@ -242,6 +237,10 @@ struct SingleQueries : Default {
     static constexpr bool EXCLUDES = false;
     static constexpr Skips SKIPS = Skips::MARKED;
 
+    // Whether rows are mostly read once: by decode with no more list entries than the cache has rows.
+    static __device__ __forceinline__ bool read_once(const Params& p) {
+        return p.flags & DECODE && int64_t(p.num_queries) * p.main.topk <= p.main.num_slots;
+    }
     // The query of work item `item`. Mostly a branch saves the division.
     static __device__ __forceinline__ Query query_of_item(const Params& p, uint32_t item, uint32_t head_tiles) {
         return query_by_branch(p, head_tiles == 1 ? item : item / head_tiles);

@@ -30,6 +30,8 @@ struct Dense : SingleQueries {
     static constexpr bool POLICY = true, OVERLAPS = true;
     static constexpr Skips SKIPS = Skips::NONE;
 
+    static __device__ __forceinline__ bool read_once(const Params& p) { return p.h_q <= LINES; }
+
     static __device__ __forceinline__ State& state() {
         return *reinterpret_cast<State*>(shared + SHARED_BYTES<Dense>);
     }
@@ -62,7 +64,7 @@ struct Dense : SingleQueries {
     }
     static __device__ __forceinline__ Boundary split_boundary(const Params& p, uint32_t share) {
         const int item = share / p.num_splits, split = share % p.num_splits;
-        return {item, split == 0 ? 0 : pairs_of(p, ::query_of_item(p, item)) * split / p.num_splits};
+        return {item, split == 0 ? 0 : ceil_div(pairs_of(p, ::query_of_item(p, item)) * split, p.num_splits)};
     }
     static __device__ __forceinline__ void start(const Params& p) {
         const int share = state().share;
@@ -87,8 +89,9 @@ struct Dense : SingleQueries {
     }
     static __device__ __forceinline__ int length_of(const Params& p, int item, int) {
         const Seen rows = rows_of(p, ::query_of_item(p, item));
-        const int end = state().mine.ends(item) ? rows.end - rows.begin : state().mine.end.pair * 2 * TILE_ROWS;
-        return end - first_row(item);
+        const int all = rows.end - rows.begin,
+                  end = state().mine.ends(item) ? all : state().mine.end.pair * 2 * TILE_ROWS;
+        return max(0, min(end, all) - first_row(item));
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int item, int, int length) {
         const int request = ::query_of_item(p, item);

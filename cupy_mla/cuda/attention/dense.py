@@ -49,7 +49,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
     params = params_of(a, main, no_source(), decode_strides(a), rows_aligned * ALIGNED_ROWS | DECODE)
     params = structs.DENSE(
         params.replaced(s_q=s_q, h_q=h_q, num_queries=b * s_q), table=block_table(a.block_table, block_size),
-        num_blocks=num_blocks, tokens=s_q, heads=h_q, causal=int(a.causal), window=a.window,
+        num_blocks=num_blocks, tokens=s_q, heads=h_q, causal=int(a.causal), window=a.window, num_shares=0,
     )  # fmt: skip
     return _chosen(problem).launches(problem, params)
 

@@ -17,7 +17,7 @@ from ..problem import TILE_ROWS
 from . import bf16_sm90
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
-LINES_OF_COMBINER = 2  # that a CTA of dense_combine.cu merges
+COMBINERS = 8  # CTAs of dense_combine.cu an SM, at most
 UNEVEN_ITEM_COST = 8  # what an item costs beside its rows, in eighths of a pair of tiles
 LEAST_SPLIT = 1  # pairs of tiles
 MOST_SPLITS = 256  # of a request's rows
@@ -72,9 +72,9 @@ def launches(problem: DenseProblem, params: Packed) -> Program:
     params = params.replaced(
         s_q=1, h_q=lines, num_queries=problem.requests, num_splits=splits, cluster_parts=memory,
         plan=memory + places * LINES * HALF_PARTIAL_BYTES, least_split=LEAST_SPLIT, cut_cost=shares * CUT_COST,
-        whole_items=ceil_div(items, shares) * shares,
+        whole_items=ceil_div(items, shares) * shares, num_shares=shares,
     )  # fmt: skip
-    merge = (shares, ceil_div(min(lines, LINES), LINES_OF_COMBINER), 1)
+    merged = min(COMBINERS * problem.gpu.sms, min(items, shares) * min(lines, LINES))
     return [
-        Launch(kernel(problem.layout), (shares, 1, 1), params), Launch(combine(), merge, params),
+        Launch(kernel(problem.layout), (shares, 1, 1), params), Launch(combine(), (merged, 1, 1), params),
     ]  # fmt: skip
