@@ -15,8 +15,8 @@ constexpr int WARPS = 8, COMBINERS = 32 * WARPS, LANE_CHUNKS = 2;
 constexpr int AT_ONCE = 4;  // partial results whose chunks a lane loads at a time
 
 struct Shared {
-    Boundary ends[MOST_PARTIALS];    // of the shares, where items are cut anywhere
-    uint16_t firsts[MOST_PARTIALS];  // the shares that begin an item and do not end it
+    Boundary ends[MOST_SHARES];    // of the shares, where items are cut anywhere
+    uint16_t firsts[MOST_SHARES];  // the shares that begin an item and do not end it
     int found[WARPS];                // by each warp
     float ref[WARPS], sum[WARPS];    // of a line that all warps merge
     float o[WARPS][8 * LANE_CHUNKS][32];
@@ -58,7 +58,7 @@ __device__ __forceinline__ Cut cut_of(int n, int lane) {
     const int first = sm.firsts[n], item = sm.ends[first].item;
 #pragma unroll 1
     for (int base = first + 1;; base += 32) {
-        const uint32_t others = __ballot_sync(~0u, sm.ends[min(base + lane, MOST_PARTIALS - 1)].item != item);
+        const uint32_t others = __ballot_sync(~0u, sm.ends[min(base + lane, MOST_SHARES - 1)].item != item);
         if (others != 0) return {item, first, base + __ffs(others) - first};
     }
 }

@@ -1,6 +1,6 @@
 """Dense attention of a decode as a launcher: rows come from a block table, lengths lie on the device.
 
-A call is a `DenseProblem`. The first kernel of `KERNELS` that serves it makes the launches.
+A call is a `DenseProblem`. Of the kernels that serve it, the one that is to take the least time makes the launches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from ..paging import block_table
 from ..program import Program
 from . import choose
 from .call import ALIGNED_ROWS, DECODE, aligned_rows, decode_strides, no_source, params_of
-from .kernels import dense_portable, dense_portable_99kb, dense_sm90
-from .problem import DenseProblem
+from .kernels import dense_cluster_sm90, dense_portable, dense_portable_99kb, dense_sm90
+from .problem import TILE_ROWS, DenseProblem
 
 LARGEST = 2**31 - 1  # int32
-# The kernels by their names. A module answers `serves(problem)`, whether the kernel can serve a problem,
-# `launches(problem, params)`, the program with `struct DenseParams`, and `kernels()`, all variants.
-KERNELS: dict[str, ModuleType] = dict(zip(choose.DENSE_NAMES, (dense_sm90, dense_portable, dense_portable_99kb), strict=True))
+# The kernels by their names. A module answers `serves(problem)`, whether the kernel can serve a problem, `us(problem)`,
+# how many microseconds it is to take, `launches(problem, params)`, the program with `struct DenseParams`, and
+# `kernels()`, all variants.
+KERNELS: dict[str, ModuleType] = dict(
+    zip(choose.DENSE_NAMES, (dense_cluster_sm90, dense_sm90, dense_portable, dense_portable_99kb), strict=True)
+)
 
 
 def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> Program:
@@ -36,8 +39,10 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
     num_blocks, block_size, _ = a.cache.shape
     rows_aligned = aligned_rows(a.layout, a.cache)
     kernel, division = choose.asked()
+    capacity = min(a.block_table.shape[1] * block_size, LARGEST)
+    seen = min(capacity, a.window + s_q + TILE_ROWS) if a.window else capacity
     problem = DenseProblem(
-        gpu, a.layout, h_q, s_q, b, min(a.block_table.shape[1] * block_size, LARGEST), block_size,
+        gpu, a.layout, h_q, s_q, b, capacity, seen, block_size,
         rows_aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, kernel, division,
     )  # fmt: skip
     size = a.cache.dtype.itemsize
@@ -55,7 +60,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
 
 
 def _chosen(problem: DenseProblem) -> ModuleType:
-    """The first kernel that serves the problem, or the one that is asked for.
+    """The kernel that takes the least time, or the one that is asked for.
 
     Raises:
         ValueError: no kernel has that name, or it cannot serve this call.
@@ -63,7 +68,7 @@ def _chosen(problem: DenseProblem) -> ModuleType:
     able = {name: kernel for name, kernel in KERNELS.items() if kernel.serves(problem)}
     if problem.kernel and problem.kernel not in able:
         raise ValueError(choose.why_not_kernel(problem.kernel, problem._replace(kernel="", division=""), able))
-    name = problem.kernel or next(iter(able))
+    name = problem.kernel or min(able, key=lambda name: able[name].us(problem))
     if choose.explained() == "1":
         print(f"cupy_mla: {problem}\n  {name} is chosen", file=sys.stderr)
     return able[name]

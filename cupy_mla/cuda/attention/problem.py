@@ -126,6 +126,7 @@ class DenseProblem(NamedTuple):
         tokens: query tokens of a request.
         requests: of the call.
         capacity: rows that the block table can name for a request.
+        rows: of these, that a request's queries may see.
         block_size: rows of a block.
         aligned: rows and q are, to 16 bytes.
         num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
@@ -140,6 +141,7 @@ class DenseProblem(NamedTuple):
     tokens: int
     requests: int
     capacity: int
+    rows: int
     block_size: int
     aligned: bool = True
     num_splits: int = 0
@@ -150,7 +152,26 @@ class DenseProblem(NamedTuple):
     def __str__(self) -> str:
         return (
             f"dense decode of {self.heads} heads over {self.layout.name} rows of {self.layout.d_qk}, {self.requests} x "
-            f"{self.tokens} queries, {self.capacity} rows at most in blocks of {self.block_size}"
+            f"{self.tokens} queries, {self.rows} rows at most in blocks of {self.block_size}"
             + ("" if self.aligned else ", rows or q not aligned to 16 bytes")
             + f", compute capability {self.gpu.capability / 10}"
         )
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the kernels for Hopper can read its rows."""
+        return self.gpu.capability == 90 and self.aligned and not self.layout.quantized
+
+    @property
+    def lines(self) -> int:
+        """Of a request: query tokens times heads, which share its rows."""
+        return self.tokens * self.heads
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tiles of a request's rows, at least one."""
+        return max(1, ceil_div(self.rows, 2 * TILE_ROWS))
+
+    def items(self, lines: int) -> int:
+        """Work items: a request and a tile of so many of its lines each."""
+        return self.requests * ceil_div(self.lines, lines)

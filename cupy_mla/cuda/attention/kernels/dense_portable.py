@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from ....layouts import ATTENTION_LAYOUTS
 from ...kernel import Kernel
@@ -28,6 +29,11 @@ def kernels() -> Iterator[Kernel]:
 def serves(problem: DenseProblem) -> bool:
     """Any call, on a GPU with as much shared memory as an A100."""
     return problem.gpu.shared_kb >= portable.LARGE
+
+
+def us(problem: DenseProblem) -> float:
+    """Longer than any kernel that is made for one GPU."""
+    return inf
 
 
 def launches(problem: DenseProblem, params: Packed) -> Program:

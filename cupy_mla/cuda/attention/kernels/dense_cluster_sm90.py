@@ -1,0 +1,80 @@
+"""`kernels_cu/attention/dense_cluster_sm90.cu`: dense decode over few bf16 rows on Hopper, a cluster a work item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ....layouts import Layout
+from ... import structs
+from ...driver import MAX_CLUSTER
+from ...kernel import Kernel
+from ...paging import ceil_div
+from ...program import Launch, Program, Slot
+from ...structs import Packed
+from ..divide import HALF_PARTIAL_BYTES, Clusters
+from ..problem import DenseProblem
+from . import bf16_cluster_sm90, bf16_sm90
+
+LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
+
+
+@cache
+def kernel(layout: Layout, lines: int) -> Kernel:
+    """The kernel for rows of one width and so many lines a work item."""
+    return Kernel(
+        "attention/dense_cluster_sm90.cu", structs.DENSE,
+        {**bf16_sm90.defines(layout), "HEADS": lines, "MAX_CLUSTER": MAX_CLUSTER}, archs=("90a",), target="90a",
+        max_cluster=MAX_CLUSTER, overlaps=True,
+    )  # fmt: skip
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in bf16_sm90.LAYOUTS:
+        for lines in LINES:
+            yield kernel(layout, lines)
+
+
+def serves(problem: DenseProblem) -> bool:
+    """Aligned bf16 rows on Hopper, work items that all run at a time."""
+    return _clusters(problem) is not None
+
+
+def us(problem: DenseProblem) -> float:
+    """What the call is to take if all requests are as long as they may be, in microseconds."""
+    division = _clusters(problem)
+    assert division is not None
+    ctas = problem.items(division.heads) * division.splits
+    return 7.5 + 0.15 * division.splits + pair_us(problem, ctas) * ceil_div(problem.pairs, division.splits)
+
+
+def pair_us(problem: DenseProblem, ctas: int) -> float:
+    """What a pair of tiles takes where so many CTAs run: its products, or its rows from memory, which the tiles of a
+    request's lines share."""
+    return max(3.8, 0.055 * ctas / ceil_div(problem.lines, max(LINES)))
+
+
+@cache
+def _clusters(problem: DenseProblem) -> Clusters | None:
+    """The largest clusters that all run at a time and of which each CTA may have a pair of tiles."""
+    if not problem.on_hopper or problem.batch_invariant:
+        return None
+    lines = next((n for n in LINES if problem.lines <= n), max(LINES))
+    at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
+    asked = problem.num_splits or MAX_CLUSTER
+    fitting = [n for n in range(1, 1 + min(asked, MAX_CLUSTER)) if problem.items(lines) <= at_once[n - 1]]
+    if not fitting:
+        return None
+    cluster = min(fitting[-1], problem.pairs)
+    return Clusters(lines, cluster, cluster)
+
+
+def launches(problem: DenseProblem, params: Packed) -> Program:
+    """The launch: a cluster a work item."""
+    division = _clusters(problem)
+    assert division is not None
+    lines, ctas = division.heads, problem.items(division.heads) * division.cluster
+    memory = Slot("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
+    params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests, cluster_parts=memory)
+    return [Launch(kernel(problem.layout, lines), (ctas, 1, 1), params, division.cluster)]
