@@ -6,12 +6,13 @@
 #include "attention/dense.cuh"
 
 // What the consumers know of a tile that not all lines see in full.
-struct TileOf {
+struct alignas(16) TileOf {
     int first, request, first_line;  // its first row in the request, the request, and its work item's first line
 };
 __device__ __forceinline__ TileOf (&tiles())[2] {
-    return *reinterpret_cast<TileOf (*)[2]>(shared + SHARED_BYTES<SingleQueries>);
+    return *reinterpret_cast<TileOf(*)[2]>(shared + SHARED_BYTES<SingleQueries>);
 }
+static_assert(SHARED_BYTES<SingleQueries> % 16 == 0, "TileOf is aligned");
 constexpr int DENSE_SHARED_BYTES = SHARED_BYTES<SingleQueries> + 2 * int(sizeof(TileOf));
 
 // What line `line` of a request is: a token and a head.
