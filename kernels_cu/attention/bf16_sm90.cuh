@@ -193,7 +193,7 @@ struct Copier {
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
 //   find_work            what the producers know of a work item, ...
 //   length_of, work_of   ... and the consumers
-//   list_of, load_entry, row_of                   their list, its entries, and the row that one names
+//   list_of, load_slots, row_of                   their list, its entries, and the row that one names
 //   line_at                                       the query and head of each line of Q
 //   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
 //   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
@@ -213,11 +213,19 @@ struct Default {
     }
     template <typename Params>
     static __device__ __forceinline__ void wait(const Params&, Work&) {}
-    // List entry `entry` of `list`, and where the row stands that one names.
-    template <typename Params>
-    static __device__ __forceinline__ int32_t load_entry(const Params&, const Work&, const int32_t* list, int entry) {
-        return list[entry];
+    // The list entries of a producer thread's rows of one tile; -1 where there is none.
+    template <typename K, typename Params>
+    static __device__ __forceinline__ void load_slots(const Params& p, const Work& w, const Copier& c, int tile,
+                                                      int32_t (&slots)[4]) {
+        const int32_t* list = K::list_of(p, w);
+        const int first = opaque(tile * TILE_ROWS + c.row);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int entry = first + 16 * i;
+            slots[i] = entry < w.length ? list[entry] : -1;
+        }
     }
+    // Where the row stands that an entry names.
     template <typename Params>
     static __device__ __forceinline__ const uint8_t* row_of(const Params& p, int32_t entry) {
         return p.main.cache + entry * p.main.row_stride;
@@ -321,19 +329,6 @@ __device__ __forceinline__ void copy_blocks(const Copier& c, int place, const ui
     }
 }
 
-// The list entries of this thread's rows of one tile; -1 where there is none.
-template <typename K>
-__device__ __forceinline__ void load_slots(const typename K::Params& p, const Work& w, const Copier& c, int tile,
-                                           int32_t (&slots)[4]) {
-    const int32_t* list = K::list_of(p, w);
-    const int first = opaque(tile * TILE_ROWS + c.row);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int entry = first + 16 * i;
-        slots[i] = entry < w.length ? K::load_entry(p, w, list, entry) : -1;
-    }
-}
-
 // Whether a list entry names a row.
 __device__ __forceinline__ bool is_valid(const AttentionParams& p, int32_t slot) {
     return uint32_t(slot) < uint32_t(min(p.main.num_slots, int64_t(0x7fffffff)));
@@ -355,8 +350,8 @@ struct Tiles {
     // Before Q is copied, what is needed first is asked for; behind that it is there.
     __device__ __forceinline__ int32_t ask(const typename K::Params& p, const Work& w, const Copier& c,
                                            int32_t (&even)[4], int32_t (&odd)[4]) {
-        load_slots<K>(p, w, c, 0, even);
-        load_slots<K>(p, w, c, 1, odd);
+        K::template load_slots<K>(p, w, c, 0, even);
+        K::template load_slots<K>(p, w, c, 1, odd);
         return 0;
     }
     // Finds the first two tiles. Returns whether there may be one.
@@ -448,8 +443,8 @@ struct Tiles<K, Skips::MARKED> {
         if (left == 0 && w.length > MARKED * TILE_ROWS) left = 1;  // there may be some behind these
         if (left == 0) w.length = 0;
         const bool any = left != 0;
-        load_slots<K>(p, w, c, take(w), even);
-        load_slots<K>(p, w, c, take(w), odd);
+        K::template load_slots<K>(p, w, c, take(w), even);
+        K::template load_slots<K>(p, w, c, take(w), odd);
         return any;
     }
     // Goes on to tiles behind until one is marked. Returns whether one is.
@@ -585,12 +580,12 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
             find_rows<K>(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
             if (copied) copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, follows, parity & 1);
-            load_slots<K>(p, w, c, tiles.take(w), even);
+            K::template load_slots<K>(p, w, c, tiles.take(w), even);
             if (copied) copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, follows, parity & 1);
             find_rows<K>(p, c, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
             if (copied) copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
-            load_slots<K>(p, w, c, tiles.take(w), odd);
+            K::template load_slots<K>(p, w, c, tiles.take(w), odd);
             if (copied) copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
             if (copied) parity ^= 1;
         }

@@ -16,7 +16,7 @@ struct DenseCluster : RequestRows {
         act(int(blockIdx.x));
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int index, int head_tiles, int length) {
-        const int item = cluster_index(), request = item / head_tiles;
+        const int item = cluster_index(), request = head_tiles == 1 ? item : item / head_tiles;
         return {{request, request, 0}, item - request * head_tiles, length, num_pairs(length), index, 0};
     }
     template <typename>
@@ -41,8 +41,7 @@ struct DenseCluster : RequestRows {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    dense_cluster_sm90(const __grid_constant__ DenseParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_cluster_sm90(const __grid_constant__ DenseParams p) {
     run<DenseCluster>(p);
 }
 

@@ -17,8 +17,8 @@ constexpr int AT_ONCE = 4;  // partial results whose chunks a lane loads at a ti
 struct Shared {
     Boundary ends[MOST_SHARES];    // of the shares, where items are cut anywhere
     uint16_t firsts[MOST_SHARES];  // the shares that begin an item and do not end it
-    int found[WARPS];                // by each warp
-    float ref[WARPS], sum[WARPS];    // of a line that all warps merge
+    int found[WARPS];              // by each warp
+    float ref[WARPS], sum[WARPS];  // of a line that all warps merge
     float o[WARPS][8 * LANE_CHUNKS][32];
 };
 __shared__ Shared sm;

@@ -17,7 +17,7 @@ constexpr int DENSE_SHARED_BYTES = SHARED_BYTES<SingleQueries> + 2 * int(sizeof(
 
 // What line `line` of a request is: a token and a head.
 __device__ __forceinline__ Line line_of_request(const DenseParams& p, int request, int line) {
-    const int token = line / p.heads;
+    const int token = p.tokens == 1 ? 0 : line / p.heads;  // mostly a branch saves the division
     return {{request, request, token}, line < p.h_q ? line - token * p.heads : p.h_q};
 }
 
@@ -38,12 +38,27 @@ struct RequestRows : SingleQueries {
         return num_pairs(rows.end - rows.begin);
     }
 
-    static __device__ __forceinline__ const int32_t* list_of(const Params&, const Work&) { return nullptr; }
-    static __device__ __forceinline__ int32_t load_entry(const Params& p, const Work& w, const int32_t*, int entry) {
-        const int32_t row = w.first + entry, block = load_block(p, w.query.b, row);
+    // The slots of a producer thread's rows of one tile. Mostly a block of the cache has whole tiles.
+    template <typename>
+    static __device__ __forceinline__ void load_slots(const Params& p, const Work& w, const Copier& c, int tile,
+                                                      int32_t (&slots)[4]) {
+        const int first = w.first + tile * TILE_ROWS, end = w.first + w.length, request = w.query.b;
+        const bool whole = p.table.block_size.value % TILE_ROWS == 0;
+        const int32_t start = whole && first < end ? slot_of(p, request, first) : -1;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = c.row + 16 * i;
+            slots[i] = -1;
+            if (first + row < end) slots[i] = !whole ? slot_of(p, request, first + row) : start < 0 ? -1 : start + row;
+        }
+    }
+    static __device__ __forceinline__ int32_t slot_of(const Params& p, int request, int row) {
+        const int32_t block = load_block(p, request, row);
         return slot_in_block(p.table, block, row - divide(row, p.table.block_size) * p.main.block_size);
     }
     static __device__ __forceinline__ const uint8_t* row_of(const Params& p, int32_t slot) {
+        if (p.main.block_stride == p.main.block_size * p.main.row_stride)
+            return p.main.cache + slot * p.main.row_stride;
         const Slot at = find_slot(p.main, slot);
         return at.block + at.offset * p.main.row_stride;
     }

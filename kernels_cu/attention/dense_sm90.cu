@@ -13,13 +13,11 @@
 struct State {
     Share<THREADS> mine;
     float largest[2][LINES];  // of write_partial
-    int share;  // this CTA's
+    int share;                // this CTA's
 };
 
 struct Dense : RequestRows {
-    static __device__ __forceinline__ State& state() {
-        return *reinterpret_cast<State*>(shared + DENSE_SHARED_BYTES);
-    }
+    static __device__ __forceinline__ State& state() { return *reinterpret_cast<State*>(shared + DENSE_SHARED_BYTES); }
 
     // --- splits, numbered by their items ----------------------------------------------------------------------
 

@@ -38,12 +38,8 @@ KERNELS: dict[str, ModuleType] = {
     )
 }  # fmt: skip
 NAMES = tuple(KERNELS)
-DENSE_NAMES = (
-    "dense_cluster_sm90",
-    "dense_sm90",
-    "portable",
-    "portable_99kb",
-)  # kernels of dense attention, in the order in which dense.py takes them
+# The kernels of dense attention.
+DENSE_NAMES = ("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90", "portable", "portable_99kb")
 EVERY_NAME = tuple(dict.fromkeys((*NAMES, *DENSE_NAMES)))
 
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)

@@ -15,7 +15,7 @@ from ..paging import block_table
 from ..program import Program
 from . import choose
 from .call import ALIGNED_ROWS, DECODE, aligned_rows, decode_strides, no_source, params_of
-from .kernels import dense_cluster_sm90, dense_portable, dense_portable_99kb, dense_sm90
+from .kernels import dense_cluster_sm90, dense_portable, dense_portable_99kb, dense_sm90, dense_whole_sm90
 from .problem import TILE_ROWS, DenseProblem
 
 LARGEST = 2**31 - 1  # int32
@@ -23,8 +23,11 @@ LARGEST = 2**31 - 1  # int32
 # how many microseconds it is to take, `launches(problem, params)`, the program with `struct DenseParams`, and
 # `kernels()`, all variants.
 KERNELS: dict[str, ModuleType] = dict(
-    zip(choose.DENSE_NAMES, (dense_cluster_sm90, dense_sm90, dense_portable, dense_portable_99kb), strict=True)
-)
+    zip(
+        choose.DENSE_NAMES, (dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_portable, dense_portable_99kb),
+        strict=True,
+    )
+)  # fmt: skip
 
 
 def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> Program:

@@ -57,16 +57,16 @@ def pair_us(problem: DenseProblem, ctas: int) -> float:
 
 @cache
 def _clusters(problem: DenseProblem) -> Clusters | None:
-    """The largest clusters that all run at a time and of which each CTA may have a pair of tiles."""
+    """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
     if not problem.on_hopper or problem.batch_invariant:
         return None
     lines = next((n for n in LINES if problem.lines <= n), max(LINES))
     at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
     asked = problem.num_splits or MAX_CLUSTER
-    fitting = [n for n in range(1, 1 + min(asked, MAX_CLUSTER)) if problem.items(lines) <= at_once[n - 1]]
-    if not fitting:
+    fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if problem.items(lines) <= at_once[n - 1]]
+    cluster = min(fitting[-1], max(2, problem.pairs)) if fitting else 1
+    if cluster == 1:
         return None
-    cluster = min(fitting[-1], problem.pairs)
     return Clusters(lines, cluster, cluster)
 
 
