@@ -141,12 +141,14 @@ def decode(
     sees: Sees,
     num_splits: int | None,
     batch_invariant: bool = False,
+    is_fp8_kvcache: bool | None = None,
     lengths_name: str = "seq_lens",
 ) -> tuple[Any, Any]:
     """What `dense_decode` does, for the front doors.
 
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
+        is_fp8_kvcache: must agree with `k_cache` where it is given.
         lengths_name: what the front door calls `seq_lens`.
     """
     q, k_cache, block_table, seq_lens, attn_sink, out, lse = given
@@ -166,6 +168,8 @@ def decode(
         sink.require(FLOAT32, h_q)
     if out_ is not None:
         out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
+    if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
+        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
     causal = require_bool("causal", sees.causal)
     window = 0 if sees.window is None else require_integer("window", sees.window, 1)
     batch_invariant = require_bool("batch_invariant", batch_invariant)

@@ -366,7 +366,7 @@ def test_values_are_checked_when_asked(kind, rng, checked, case):
         cupy_mla.dense_decode(**{n: kind.put(a) for n, a in given.items()}, sm_scale=0.04)
 
 
-@pytest.mark.parametrize("sees", [Sees(), Sees(True, 30), Sees(False, 30)], ids=str)
+@pytest.mark.parametrize("sees", [Sees(), Sees(True, 35), Sees(False, 36)], ids=str)
 def test_blocks_that_no_query_sees_may_be_anything(kind, rng, checked, sees):
     """Behind a request, and before its windows: the oldest of them is the first query's."""
     s_q, length, size = 3, 100, 16
