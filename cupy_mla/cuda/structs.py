@@ -233,7 +233,7 @@ GROUPED = Struct(
     twice_capacity=INT32, most=FLOAT,
 )  # fmt: skip
 DENSE = Struct(
-    "DenseParams", ATTENTION, table=BLOCK_TABLE, num_blocks=INT32, tokens=INT32, heads=INT32, causal=INT32,
+    "DenseParams", ATTENTION, table=BLOCK_TABLE, num_blocks=INT32, tokens=INT32, heads=DIVISOR, causal=INT32,
     window=INT32, num_shares=INT32,
 )  # fmt: skip
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)

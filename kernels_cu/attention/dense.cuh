@@ -8,10 +8,11 @@
 struct DenseParams : AttentionParams {
     BlockTable table;
     int32_t num_blocks;
-    int32_t tokens, heads;  // query tokens of a request, query heads
-    int32_t causal;         // a query sees no row behind its own: the queries are the request's last tokens
-    int32_t window;         // rows that a query sees at most, the last ones; 0: all
-    int32_t num_shares;     // CTAs of dense_sm90.cu, whose shares stand in `plan`
+    int32_t tokens;      // query tokens of a request
+    Divisor heads;       // query heads
+    int32_t causal;      // a query sees no row behind its own: the queries are the request's last tokens
+    int32_t window;      // rows that a query sees at most, the last ones; 0: all
+    int32_t num_shares;  // CTAs of dense_sm90.cu, whose shares stand in `plan`
 };
 
 // Rows begin .. end - 1 of a request: those that a query sees and the table can name.

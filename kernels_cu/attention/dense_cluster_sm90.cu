@@ -15,9 +15,9 @@ struct DenseCluster : RequestRows {
     static __device__ __forceinline__ void for_each(const P&, int, Act act) {
         act(int(blockIdx.x));
     }
-    static __device__ __forceinline__ Work work_of(const Params& p, int index, int head_tiles, int length) {
+    static __device__ __forceinline__ Work work_of(const Params&, int index, int head_tiles, int length) {
         const int item = cluster_index(), request = head_tiles == 1 ? item : item / head_tiles;
-        return {{request, request, 0}, item - request * head_tiles, length, num_pairs(length), index, 0};
+        return split_of(request, item - request * head_tiles, index, {}, 0, length);
     }
     template <typename>
     static __device__ __forceinline__ Work find_work(const Params& p, int index, int head_tiles) {
@@ -26,12 +26,10 @@ struct DenseCluster : RequestRows {
     static __device__ __forceinline__ void wait(const Params& p, Work& w) {
         wait_for_earlier_kernels();
         let_next_kernel_start();
-        const Seen rows = rows_of(p, w.query.b);
-        const int all = rows.end - rows.begin, pairs = num_pairs(all), size = cluster_size(), rank = cluster_rank();
-        const int begin = pairs * rank / size * 2 * TILE_ROWS;
-        w.first = rows.begin + begin;
-        w.length = min(pairs * (rank + 1) / size * 2 * TILE_ROWS, all) - begin;
-        w.pairs = num_pairs(w.length);
+        const RowsOf rows = rows_of(p, w.query.b);
+        const int pairs = num_pairs(rows.count()), size = cluster_size(), rank = cluster_rank();
+        const int begin = pairs * rank / size * 2 * TILE_ROWS, end = pairs * (rank + 1) / size * 2 * TILE_ROWS;
+        w = split_of(w.query.b, w.head_tile, w.number, rows, begin, min(end, rows.count()) - begin);
     }
 
     template <typename Total>

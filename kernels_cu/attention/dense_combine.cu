@@ -181,22 +181,21 @@ extern "C" __global__ void __launch_bounds__(COMBINERS) dense_combine(const __gr
     auto find = [&](int n) { return split ? Cut{n, n * p.num_splits, p.num_splits} : cut_of(n, lane); };
     // Items without rows have no partial results.
     auto is_left = [&](const Cut& cut) { return !split || __ldcg(p.plan + cut.first).w > 0; };
-    if (cuts * item_lines <= int(gridDim.x)) {
-        const int unit = blockIdx.x;
-        if (unit >= cuts * item_lines) return;
-        const int line = unit % item_lines;
-        const Cut cut = find(unit / item_lines);
-        const Line of = line_of(p, cut, line);
-        if (of.head < p.h_q && is_left(cut))
-            write_line_together(p, of, line, merge(p, cut, line, warp, WARPS, lane), warp, lane);
-        return;
-    }
+    const int units = cuts * item_lines;
+    const bool together = units <= int(gridDim.x);
+    const int step = together ? int(gridDim.x) : int(gridDim.x) * WARPS;
 #pragma unroll 1
-    for (int unit = blockIdx.x * WARPS + warp; unit < cuts * item_lines; unit += gridDim.x * WARPS) {
+    for (int unit = together ? blockIdx.x : blockIdx.x * WARPS + warp; unit < units; unit += step) {
         const int line = unit % item_lines;
         const Cut cut = find(unit / item_lines);
         const Line of = line_of(p, cut, line);
-        if (of.head < p.h_q && is_left(cut)) write_line(p, of, line, merge(p, cut, line, 0, 1, lane), lane);
+        if (of.head >= p.h_q || !is_left(cut)) continue;
+        const Merged m = merge(p, cut, line, together ? warp : 0, together ? WARPS : 1, lane);
+        if (together) {
+            write_line_together(p, of, line, m, warp, lane);
+        } else {
+            write_line(p, of, line, m, lane);
+        }
     }
 }
 

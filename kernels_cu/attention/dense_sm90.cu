@@ -24,6 +24,9 @@ struct Dense : RequestRows {
     static __device__ __forceinline__ void init(const Params& p) {
         if (threadIdx.x == 0) state().share = share_side_by_side(p);
     }
+    static __device__ __forceinline__ int pairs_of(const Params& p, int request) {
+        return num_pairs(rows_of(p, request).count());
+    }
     static __device__ __forceinline__ Boundary split_boundary(const Params& p, uint32_t share) {
         const int item = share / p.num_splits, split = share % p.num_splits;
         return {item, split == 0 ? 0 : ceil_div(pairs_of(p, ::query_of_item(p, item)) * split, p.num_splits)};
@@ -50,19 +53,13 @@ struct Dense : RequestRows {
         return state().mine.begins(item) ? 0 : state().mine.begin.pair * 2 * TILE_ROWS;
     }
     static __device__ __forceinline__ int length_of(const Params& p, int item, int) {
-        const Seen rows = rows_of(p, ::query_of_item(p, item));
-        const int all = rows.end - rows.begin,
-                  end = state().mine.ends(item) ? all : state().mine.end.pair * 2 * TILE_ROWS;
-        return max(0, min(end, all) - first_row(item));
+        const int all = rows_of(p, ::query_of_item(p, item)).count();
+        const int end = state().mine.ends(item) ? all : min(state().mine.end.pair * 2 * TILE_ROWS, all);
+        return max(0, end - first_row(item));
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int item, int, int length) {
         const int request = ::query_of_item(p, item);
-        return {{request, request, 0},
-                head_tile_of_item(p, item),
-                length,
-                num_pairs(length),
-                item,
-                rows_of(p, request).begin + first_row(item)};
+        return split_of(request, head_tile_of_item(p, item), item, rows_of(p, request), first_row(item), length);
     }
 
     // --- results ----------------------------------------------------------------------------------------------

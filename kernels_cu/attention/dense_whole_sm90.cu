@@ -13,13 +13,11 @@ struct DenseWhole : RequestRows {
         return head_tiles == 1 ? item : item / head_tiles;
     }
     static __device__ __forceinline__ int length_of(const Params& p, int item, int head_tiles) {
-        const Seen rows = rows_of(p, request_of(item, head_tiles));
-        return rows.end - rows.begin;
+        return rows_of(p, request_of(item, head_tiles)).count();
     }
     static __device__ __forceinline__ Work work_of(const Params& p, int item, int head_tiles, int length) {
         const int request = request_of(item, head_tiles);
-        return {{request, request, 0},    item - request * head_tiles, length, num_pairs(length), item,
-                rows_of(p, request).begin};
+        return split_of(request, item - request * head_tiles, item, rows_of(p, request), 0, length);
     }
 
     template <typename Total>

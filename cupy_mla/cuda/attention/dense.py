@@ -11,7 +11,7 @@ from types import ModuleType
 from ...arguments import DenseDecode
 from .. import structs
 from ..driver import Gpu
-from ..paging import block_table
+from ..paging import block_table, divisor
 from ..program import Program
 from . import choose
 from .call import ALIGNED_ROWS, DECODE, aligned_rows, decode_strides, no_source, params_of
@@ -57,7 +57,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
     params = params_of(a, main, no_source(), decode_strides(a), rows_aligned * ALIGNED_ROWS | DECODE)
     params = structs.DENSE(
         params.replaced(s_q=s_q, h_q=h_q, num_queries=b * s_q), table=block_table(a.block_table, block_size),
-        num_blocks=num_blocks, tokens=s_q, heads=h_q, causal=int(a.causal), window=a.window, num_shares=0,
+        num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
     )  # fmt: skip
     return _chosen(problem).launches(problem, params)
 
