@@ -73,14 +73,28 @@ __device__ __forceinline__ int chunk_of_line(int line, int n) {
     return chunk_of(n / 4 % 2, line / 16, line % 8 * 4 + n % 4, line / 8 % 2, n / 8);
 }
 
-// Adds partial results `begin`, begin + step, ... of a cut item.
+// Merges partial results `begin`, begin + step, ... of a line of a cut item, 32 at a time.
 __device__ __forceinline__ Merged merge(const DenseParams& p, const Cut& cut, int line, int begin, int step,
                                         int lane) {
     Merged m;
     const int chunks[LANE_CHUNKS] = {chunk_of_line(line, lane), chunk_of_line(line, lane + 32)};
+    float4 loaded[AT_ONCE][LANE_CHUNKS];
     auto partial = [&](int i) { return partial_of(p, cut.first + i, i + 1 < cut.count); };
+    auto load = [&](int first) {
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+#pragma unroll
+            for (int c = 0; c < LANE_CHUNKS; ++c) {
+                loaded[k][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (first + k * step >= cut.count) continue;
+                const PartialResults<8> of = partial(first + k * step);
+                loaded[k][c] = of.chunk_of(of.rank, chunks[c]);
+            }
+        }
+    };
 #pragma unroll 1
     for (int base = begin; base < cut.count; base += 32 * step) {
+        load(base);  // before they are weighed, so that both are under way at a time
         const int mine = base + lane * step;
         float4 statistics = make_float4(-INF, 0.0f, -INF, 1.0f);
         if (mine < cut.count) {
@@ -97,30 +111,22 @@ __device__ __forceinline__ Merged merge(const DenseParams& p, const Cut& cut, in
             for (int i = 0; i < 8; ++i) m.o[c][i] *= old;
         }
         const float factor = weight * statistics.w;
-        const int count = min(32, ceil_div(cut.count - base, step));
+        const int end = min(cut.count, base + 32 * step);
 #pragma unroll 1
-        for (int n = 0; n < count; n += AT_ONCE) {
-            float4 loaded[AT_ONCE][LANE_CHUNKS];
+        for (int first = base, n = 0; first < end; n += AT_ONCE) {
 #pragma unroll
             for (int k = 0; k < AT_ONCE; ++k) {
-#pragma unroll
-                for (int c = 0; c < LANE_CHUNKS; ++c) {
-                    loaded[k][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (n + k >= count) continue;
-                    const PartialResults<8> of = partial(base + (n + k) * step);
-                    loaded[k][c] = of.chunk_of(of.rank, chunks[c]);
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
-                const float by = __shfl_sync(~0u, factor, (n + k) % 32);
+                const float by = __shfl_sync(~0u, factor, n + k);
 #pragma unroll
                 for (int c = 0; c < LANE_CHUNKS; ++c) add_chunk(m.o[c], by, loaded[k][c]);
             }
+            first += AT_ONCE * step;
+            if (first < end) load(first);
         }
     }
     return m;
 }
+static_assert(32 % AT_ONCE == 0, "they are loaded for 32 partial results");
 
 // The line of the call that is line `line` of an item.
 __device__ __forceinline__ Line line_of(const DenseParams& p, const Cut& cut, int line) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from ....layouts import Layout
+from ....layouts import D_V, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -17,6 +17,11 @@ from ..problem import DenseProblem
 from . import bf16_cluster_sm90, bf16_sm90
 
 LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
+# Measured on an H100, in microseconds: a call beside its rows, by lines; a pair of tiles; and bytes that come and go in one.
+BASE_US = {16: 7.0, 32: 8.0, 64: 10.2}
+PAIR_US, BYTES_US = 3.5, 2.85e6
+# Pairs of tiles that a CTA may have: a longer request might be alone among short ones.
+MOST_PAIRS = 8
 
 
 @cache
@@ -45,14 +50,13 @@ def us(problem: DenseProblem) -> float:
     """What the call is to take if all requests are as long as they may be, in microseconds."""
     division = _clusters(problem)
     assert division is not None
-    ctas = problem.items(division.heads) * division.splits
-    return 7.5 + 0.15 * division.splits + pair_us(problem, ctas) * ceil_div(problem.pairs, division.splits)
+    return BASE_US[division.heads] + max(PAIR_US * ceil_div(problem.pairs, division.splits), memory_us(problem))
 
 
-def pair_us(problem: DenseProblem, ctas: int) -> float:
-    """What a pair of tiles takes where so many CTAs run: its products, or its rows from memory, which the tiles of a
-    request's lines share."""
-    return max(3.8, 0.055 * ctas / ceil_div(problem.lines, max(LINES)))
+def memory_us(problem: DenseProblem) -> float:
+    """What its rows, queries and results take to come and go, in microseconds."""
+    rows, lines = problem.requests * problem.rows, problem.items(max(LINES)) * max(LINES)
+    return (rows * problem.layout.token_bytes + lines * 2 * (problem.layout.d_qk + D_V)) / BYTES_US
 
 
 @cache
@@ -65,7 +69,7 @@ def _clusters(problem: DenseProblem) -> Clusters | None:
     asked = problem.num_splits or MAX_CLUSTER
     fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if problem.items(lines) <= at_once[n - 1]]
     cluster = min(fitting[-1], max(2, problem.pairs)) if fitting else 1
-    if cluster == 1:
+    if cluster == 1 or (ceil_div(problem.pairs, cluster) > MOST_PAIRS and not (problem.kernel or problem.num_splits)):
         return None
     return Clusters(lines, cluster, cluster)
 

@@ -12,7 +12,7 @@ from ...program import Launch
 from ...structs import Packed
 from . import bf16_sm90
 
-CTAS = 8  # of an SM, at most
+CTAS = 2  # of an SM, at most: the next launch waits for them
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 
 

@@ -13,7 +13,8 @@ from ...program import Launch, Program, Slot
 from ...structs import Packed
 from ..divide import CUT_COST, HALF_PARTIAL_BYTES
 from ..problem import DenseProblem
-from . import bf16_sm90, dense_cluster_sm90, dense_combine
+from . import bf16_sm90, dense_combine
+from .dense_cluster_sm90 import PAIR_US, memory_us
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
 UNEVEN_ITEM_COST = 8  # what an item costs beside its rows, in eighths of a pair of tiles
@@ -43,8 +44,8 @@ def us(problem: DenseProblem) -> float:
     """What the call is to take if all requests are as long as they may be, in microseconds."""
     items, sms = problem.items(LINES), problem.gpu.sms
     pairs = items * problem.pairs
-    shares = min(sms, pairs)
-    return 15.0 + dense_cluster_sm90.pair_us(problem, shares) * pairs / shares + 3.0 * items / sms
+    compute = PAIR_US * pairs / min(sms, pairs)
+    return 14.0 + 6.5 * min(1.0, problem.lines / LINES) + 1.5 * items / sms + max(compute, memory_us(problem))
 
 
 def launches(problem: DenseProblem, params: Packed) -> Program:

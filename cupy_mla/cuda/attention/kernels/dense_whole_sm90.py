@@ -12,9 +12,11 @@ from ...paging import ceil_div
 from ...program import Launch, Program
 from ...structs import Packed
 from ..problem import DenseProblem
-from . import bf16_sm90, dense_cluster_sm90
+from . import bf16_sm90
+from .dense_cluster_sm90 import PAIR_US, memory_us
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
+MOST_PAIRS = 16  # of tiles: a longer request might be alone among short ones
 
 
 @cache
@@ -34,14 +36,14 @@ def kernels() -> Iterator[Kernel]:
 
 def serves(problem: DenseProblem) -> bool:
     """Aligned bf16 rows on Hopper, unsplit."""
-    return problem.on_hopper and problem.num_splits <= 1 and not problem.batch_invariant
+    short = problem.pairs <= MOST_PAIRS or bool(problem.kernel) or problem.num_splits == 1
+    return problem.on_hopper and problem.num_splits <= 1 and not problem.batch_invariant and short
 
 
 def us(problem: DenseProblem) -> float:
     """What the call is to take if all requests are as long as they may be, in microseconds."""
-    items, sms = problem.items(LINES), problem.gpu.sms
-    pair = dense_cluster_sm90.pair_us(problem, min(items, sms))
-    return 6.0 + ceil_div(items, sms) * (3.0 + pair * problem.pairs)
+    rounds = ceil_div(problem.items(LINES), problem.gpu.sms)
+    return 6.5 + 3.0 * rounds + max(PAIR_US * rounds * problem.pairs, memory_us(problem))
 
 
 def launches(problem: DenseProblem, params: Packed) -> Program:
