@@ -40,12 +40,13 @@ def some_view(rng: np.random.Generator) -> Sees:
 
 
 def check_products(emulated: EmulatedGPU, fmt: oracle.Format, of: Requests, h_q: int, tile_rows: int) -> None:
-    """No tile was multiplied that has no row of the table which a query sees."""
-    capacity = of.table.shape[1] * of.cache.shape[1]
-    seen = [of.sees.rows(int(n), of.s_q, i) for n in of.lens for i in range(of.s_q)]
-    tiles = sum(-(-max(min(rows.stop, capacity) - rows.start, 0) // tile_rows) for rows in seen)
-    more = emulated.products["portable"] - tiles * mmas_of_tile(h_q, fmt.d_qk, tile_rows)
-    assert more == 0 or (fmt is oracle.V32 and more > 0 and more % mmas_of_lost(h_q, tile_rows) == 0)
+    """No tile was multiplied that has no row of the table which a query sees, and each once for a request's queries."""
+    capacity, lines = of.table.shape[1] * of.cache.shape[1], of.s_q * h_q
+    begins = [of.sees.rows(int(n), of.s_q, 0).start for n in of.lens]
+    ends = [min(of.sees.rows(int(n), of.s_q, of.s_q - 1).stop, capacity) for n in of.lens]
+    tiles = sum(-(-max(end - begin, 0) // tile_rows) for begin, end in zip(begins, ends, strict=True))
+    more = emulated.products["portable"] - tiles * mmas_of_tile(lines, fmt.d_qk, tile_rows)
+    assert more == 0 or (fmt is oracle.V32 and more > 0 and more % mmas_of_lost(lines, tile_rows) == 0)
 
 
 @pytest.mark.long(sample=4)
