@@ -65,7 +65,8 @@ def dense_decode(
     - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row
       of logit s and value 0. The sink does not change lse.
     - A query that sees no row (n_i <= 0) has out 0 and lse +inf, whatever the sink.
-    - NaN and infinity in rows that a query sees reach its results, those in all other rows do not.
+    - NaN and infinity in rows that a query sees reach its results. They may reach those of the request's other queries,
+      which share its rows, but no other request's; those in rows that no query of the request sees reach none.
 
     Lengths are read on the device alone: a captured CUDA graph takes those that lie in `seq_lens` when it is replayed.
     Products are summed in float32; weights are rounded to 16 bits before they meet the values.

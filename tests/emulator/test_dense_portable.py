@@ -12,6 +12,7 @@ from .. import oracle
 from ..cases import queries, sinks
 from ..dense import Requests, Sees, check_dense, in_cache, off_zero, run_dense
 from ..kinds import gapped
+from ..ops import test_dense_decode as of_operation
 from .emulator import EmulatedGPU, needs_compiler
 from .test_portable import TILE_ROWS, mmas_of_lost, mmas_of_tile
 
@@ -40,12 +41,13 @@ def some_view(rng: np.random.Generator) -> Sees:
 
 
 def check_products(emulated: EmulatedGPU, fmt: oracle.Format, of: Requests, h_q: int, tile_rows: int) -> None:
-    """No tile was multiplied that has no row of the table which a query sees."""
-    capacity = of.table.shape[1] * of.cache.shape[1]
-    seen = [of.sees.rows(int(n), of.s_q, i) for n in of.lens for i in range(of.s_q)]
-    tiles = sum(-(-max(min(rows.stop, capacity) - rows.start, 0) // tile_rows) for rows in seen)
-    more = emulated.products["portable"] - tiles * mmas_of_tile(h_q, fmt.d_qk, tile_rows)
-    assert more == 0 or (fmt is oracle.V32 and more > 0 and more % mmas_of_lost(h_q, tile_rows) == 0)
+    """No tile was multiplied that has no row of the table which a query sees, and each once for a request's queries."""
+    capacity, lines = of.table.shape[1] * of.cache.shape[1], of.s_q * h_q
+    begins = [of.sees.rows(int(n), of.s_q, 0).start for n in of.lens]
+    ends = [min(of.sees.rows(int(n), of.s_q, of.s_q - 1).stop, capacity) for n in of.lens]
+    tiles = sum(-(-max(end - begin, 0) // tile_rows) for begin, end in zip(begins, ends, strict=True))
+    more = emulated.products["portable"] - tiles * mmas_of_tile(lines, fmt.d_qk, tile_rows)
+    assert more == 0 or (fmt is oracle.V32 and more > 0 and more % mmas_of_lost(lines, tile_rows) == 0)
 
 
 @pytest.mark.long(sample=4)
@@ -65,6 +67,19 @@ def test_requests(kind, emulated, rng, monkeypatch, force, name, fmt, heads, num
     q = off_zero(fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 8), of)
     check_dense(kind, fmt, q, of, sink=sinks(rng, h_q), num_splits=num_splits, out_gaps=(0, 1, 2, 3))
     check_products(emulated, fmt, of, h_q, TILE_ROWS[name])
+
+
+@pytest.mark.long(sample=2)
+@SHAPES
+@FORMATS
+@of_operation.every_view
+def test_tokens_see_rows_of_their_own(kind, rng, monkeypatch, name, fmt, sees):
+    """Also where a request has fewer rows than tokens, and where none of a split's tiles is seen by some of them."""
+    monkeypatch.setenv(VARIABLE, name)
+    of_operation.test_queries_of_a_request_see_rows_of_their_own(kind, rng, fmt, sees)
+    of = in_cache(rng, fmt, [3, 60, 130], 64, 8, sees)
+    q = off_zero(fmt, queries(rng, 3, 8, 6, fmt.d_qk), of)
+    check_dense(kind, fmt, q, of, num_splits=int(rng.integers(2, 20)))
 
 
 @pytest.mark.long(sample=1)

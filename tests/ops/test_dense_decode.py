@@ -131,7 +131,7 @@ def test_requests_may_share_blocks(kind, rng, fmt):
 @every_format
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_nan_of_a_seen_row(kind, rng, fmt, num_splits):
-    """The last row of a request is NaN: the query that sees it is, and no other."""
+    """The last row of a request is NaN: the query that sees it is, and no other request's."""
     of = in_cache(rng, fmt, [100, 130, 70], 64, 2)
     of.cache[of.table[1, 2], 1] = np.frombuffer(b"\xff" * fmt.token_bytes, of.cache.dtype)
     if fmt is oracle.V4:  # whose rows lie elsewhere in a block

@@ -13,6 +13,7 @@ from ...structs import Packed
 from . import bf16_sm90
 
 CTAS = 2  # of an SM, at most: the next launch waits for them
+SPILL_BYTES = 4  # once a line
 MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 
 
@@ -20,7 +21,9 @@ MOST_SHARES = 512  # of which items are cut anywhere: no GPU has more SMs
 def kernel() -> Kernel:
     """The kernel; it does not depend on the width of rows."""
     defines = {**bf16_sm90.defines(BF16_576), "MOST_SHARES": MOST_SHARES, "UNEVEN_ITEM_COST": 0}
-    return Kernel("attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True)
+    return Kernel(
+        "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True, spill_bytes=SPILL_BYTES
+    )  # fmt: skip
 
 
 def kernels() -> Iterator[Kernel]:

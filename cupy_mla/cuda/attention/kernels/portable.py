@@ -134,11 +134,17 @@ def amounts(problem: Problem, division: Any) -> dict[str, float]:
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: a CTA for each work item and split, or so many CTAs among which all rows are divided evenly."""
-    return launched(problem, division, call.params, kernel(problem.layout, division.heads, LARGE))
+    return merged(problem, division, call, LARGE)
 
 
-def launched(problem: Problem, division: Any, params: Packed, of: Kernel) -> Program:
-    """The launch of a kernel of this module, and of what merges its splits."""
+def merged(problem: Problem, division: Any, call: Call, limit: int) -> Program:
+    """The launch with so many KB of shared memory, and what merges its splits."""
+    launch = launched(problem, division, call.params, kernel(problem.layout, division.heads, limit))
+    return [launch, combine.launch(problem, launch.params)] if division.num_splits > 1 else [launch]
+
+
+def launched(problem: Problem, division: Any, params: Packed, of: Kernel) -> Launch:
+    """The launch of a kernel of this module."""
     heads, splits = division.heads, division.num_splits
     if isinstance(division, Shares):
         steps = ceil_div(problem.rows, STEP_ROWS) * LEAST_SPLIT
@@ -147,6 +153,4 @@ def launched(problem: Problem, division: Any, params: Packed, of: Kernel) -> Pro
     else:
         fields = division.memory(problem, heads * PARTIAL_BYTES) if splits > 1 else {}
         grid = (problem.items(heads), splits, 1)
-    params = params.replaced(num_splits=splits, **fields)
-    launch = Launch(of, grid, params)
-    return [launch, combine.launch(problem, params.part(structs.ATTENTION))] if splits > 1 else [launch]
+    return Launch(of, grid, params.replaced(num_splits=splits, **fields))

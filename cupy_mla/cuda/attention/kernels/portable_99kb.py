@@ -36,5 +36,4 @@ def work(problem: Problem, division: Any) -> Work:
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch."""
-    kernel = portable.kernel(problem.layout, division.heads, portable.SMALL)
-    return portable.launched(problem, division, call.params, kernel)
+    return portable.merged(problem, division, call, portable.SMALL)
