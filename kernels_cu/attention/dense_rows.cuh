@@ -21,16 +21,15 @@ __device__ __forceinline__ Line line_of_request(const DenseParams& p, int reques
     return {{request, request, token}, line < p.h_q ? line - token * int(p.heads.value) : p.h_q};
 }
 
-// The rows of a request that any of its tokens sees: those from `begin` on, a multiple of TILE_ROWS, to `end`, of which
-// the first token sees those before `seen`.
+// The rows of a request that any of its tokens sees, begin .. end - 1, of which the first token sees those before `seen`.
 struct RowsOf {
     int begin, end, seen;
     __device__ __forceinline__ int count() const { return end - begin; }
 };
 __device__ __forceinline__ RowsOf rows_of(const DenseParams& p, int request) {
-    const int length = max(p.main.lengths[request], 0), end = min(length, p.main.topk);
+    const int length = length_of_request(p, request), end = min(length, p.main.topk);
     const int seen = p.causal ? length - p.tokens + 1 : length;
-    return {p.window > 0 ? min(max(seen - p.window, 0), end) & -TILE_ROWS : 0, end, seen};
+    return {p.window > 0 ? min(max(seen - p.window, 0), end) : 0, end, seen};
 }
 
 struct RequestRows : SingleQueries {

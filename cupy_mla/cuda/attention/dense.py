@@ -16,7 +16,7 @@ from ..program import Program
 from . import choose
 from .call import ALIGNED_ROWS, DECODE, aligned_rows, decode_strides, no_source, params_of
 from .kernels import dense_cluster_sm90, dense_portable, dense_portable_99kb, dense_sm90, dense_whole_sm90
-from .problem import TILE_ROWS, DenseProblem
+from .problem import DenseProblem
 
 LARGEST = 2**31 - 1  # int32
 # The kernels by their names. A module answers `serves(problem)`, whether the kernel can serve a problem, `us(problem)`,
@@ -43,7 +43,7 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
     rows_aligned = aligned_rows(a.layout, a.cache)
     kernel, division = choose.asked()
     capacity = min(a.block_table.shape[1] * block_size, LARGEST)
-    seen = min(capacity, a.window + s_q + TILE_ROWS) if a.window else capacity
+    seen = min(capacity, a.window + s_q) if a.window else capacity
     problem = DenseProblem(
         gpu, a.layout, h_q, s_q, b, capacity, seen, block_size,
         rows_aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, kernel, division,

@@ -22,7 +22,8 @@ def kernel() -> Kernel:
     """The kernel; it does not depend on the width of rows."""
     defines = {**bf16_sm90.defines(BF16_576), "MOST_SHARES": MOST_SHARES, "UNEVEN_ITEM_COST": 0}
     return Kernel(
-        "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True, spill_bytes=SPILL_BYTES
+        "attention/dense_combine.cu", structs.DENSE, defines, archs=("90a",), target="90a", overlaps=True,
+        spill_bytes=SPILL_BYTES,
     )  # fmt: skip
 
 
