@@ -176,6 +176,9 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
         compare_attention(f"decode {layout.name} h {h} {kernel} splits {splits}", result, expected)
 
 
+DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
+
+
 def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str) -> None:
     """Requests of all lengths, one beyond the table, and blocks that the cache has not: whole, in splits and shares."""
     cache, gpu_cache = packed(rng, layout, 9, 61)
@@ -187,7 +190,7 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
     os.environ[VARIABLE] = kernel
     for view, sees in (("causal", {}), ("window", {"causal": False, "window": 100})):
         expected = cupy_mla.dense_decode(q, cache, table, lens, scale, **sees)
-        for splits in (None, 1, 3):
+        for splits in DENSE_SPLITS.get(kernel, (None, 1, 3)):
             result = cupy_mla.dense_decode(gpu_q, gpu_cache, gpu_table, gpu_lens, scale, num_splits=splits, **sees)
             compare_attention(f"dense {layout.name} h {h} {kernel} {view} splits {splits}", result, expected)
 
@@ -261,10 +264,14 @@ def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
         yield from ("bf16_few_heads_sm90", *FLAT)
 
 
-def dense_kernels(gpu: driver.Gpu) -> Iterator[str]:
+def dense_kernels(gpu: driver.Gpu, layout: layouts.Layout) -> Iterator[str]:
     """The kernels of dense attention that a GPU can run."""
     for name in DENSE_NAMES:
-        if name != "portable" or gpu.shared_kb >= portable.LARGE:
+        if name.startswith("portable"):
+            runs = name != "portable" or gpu.shared_kb >= portable.LARGE
+        else:
+            runs = gpu.capability == 90 and not layout.quantized
+        if runs:
             yield name
 
 
@@ -389,7 +396,7 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes):
                 name = "bf16 512" if layout is layouts.BF16_512 else layout.name
                 yield f"decode {name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
-            for kernel in dense_kernels(driver.gpu(0)):
+            for kernel in dense_kernels(driver.gpu(0), layout):
                 yield f"dense {name} h {h} {kernel}", partial(dense_case, layout=layout, h=h, kernel=kernel)
 
 

@@ -66,7 +66,8 @@ struct Cluster : SingleQueries {
     template <typename Total>
     static __device__ __forceinline__ void write(const Params& p, const Work& w, int warpgroup, int warp, int lane,
                                                  Total total_of, const float (&o)[128]) {
-        merge_cluster<Cluster>(p, w, w.query.index * num_head_tiles(p) + w.head_tile, warpgroup, warp, lane, total_of, o);
+        merge_cluster<Cluster>(p, w, w.query.index * num_head_tiles(p) + w.head_tile, warpgroup, warp, lane, total_of,
+                               o);
     }
 };
 
