@@ -199,7 +199,7 @@ class DenseDecode(NamedTuple):
         layout: of the cache.
         window: rows that a query sees at most, the last ones; 0: all.
         sink: [h_q], or None.
-        num_splits: splits of each query's rows; None: to be chosen.
+        num_splits: splits of each request's rows; None: to be chosen.
         out, lse: are written.
     """
 

@@ -83,7 +83,7 @@ def dense_decode(
         attn_sink: [h_q] float32, natural-log units.
         out: [b, s_q, h_q, 512] bfloat16, written in place when given.
         lse: [b, h_q, s_q] float32, written in place when given.
-        num_splits: splits of each query's rows, 1 to 1024, whose partial results are merged by lse; default: chosen
+        num_splits: splits of each request's rows, 1 to 1024, whose partial results are merged by lse; default: chosen
             from shapes, on a GPU also from lengths.
         batch_invariant: choose kernel and splits by heads, layout and a request's own length alone, so that the bits of
             a request do not depend on what else is in the batch.
