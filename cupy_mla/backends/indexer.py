@@ -23,6 +23,7 @@ from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_c
 from ..ops.logits import HEADS, D
 from ..ops.topk import MAX_K, select_rows, select_rows_paged
 from ..typing import A, AnyArray, ScaleFormat
+from .steps import Step
 from .workspace import Workspace
 
 
@@ -60,6 +61,7 @@ class IndexerImpl:
             raise ValueError(f"config: the indexer chooses at most {MAX_K} rows, topk is {config.topk}")
         self.config = config
         self.workspace = workspace
+        self._checked: IndexerMetadata | None = None  # all layers of a step are handed the same
         self.scale_format: ScaleFormat = scale_format
         counted = workspace.place.empty((config.topk,), INT32)
         counted[...] = 1
@@ -88,8 +90,9 @@ class IndexerImpl:
             w: [T, H] float32 weights of the heads, from `quantize_indexer_q`.
             kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, as many rows a block as
                 the config's block size has keys; written in place.
-            metadata: of this step, from `IndexerMetadataBuilder`; T is its number of tokens. None for a warm-up, which
-                reserves the workspace of the largest batch with as many heads as q8 has, and chooses nothing.
+            metadata: of this step, from `IndexerMetadataBuilder` with these layers' config; T is its number of tokens.
+                None for a warm-up, which reserves the workspace of the largest batch with as many heads as q8 has, and
+                chooses nothing.
             topk_indices_buffer: [at least T, topk] int32. Row t is given token t's positions in its request, ascending,
                 -1 behind the last: token positions, with compression those of compressed rows. Rows from T on are left
                 as they are.
@@ -190,13 +193,17 @@ class IndexerImpl:
 
     def _check(self, metadata: IndexerMetadata, tokens: int, rows: int) -> None:
         """That arguments fit the config and the batch."""
-        config = self.config
-        expected = (tokens, config.block_size, config.compress_ratio, config.topk)
-        got = (metadata.num_actual_tokens, metadata.block_size, metadata.compress_ratio, metadata.topk_tokens)
-        if got != expected:
-            raise ValueError(
-                f"metadata: expected (tokens, block_size, compress_ratio, topk) {expected} by q8 and config, got {got}"
-            )
+        if metadata is not self._checked:
+            require_instance("metadata", metadata, IndexerMetadata)
+            requests = metadata.num_decodes + metadata.num_prefills
+            step = Step("metadata", requests, metadata.num_actual_tokens, 0, metadata.slot_mapping)
+            step.require(
+                self.config, self.workspace.place, block_size=metadata.block_size, topk=metadata.topk_tokens,
+                compress_ratio=metadata.compress_ratio,
+            )  # fmt: skip
+            self._checked = metadata
+        if tokens != metadata.num_actual_tokens:
+            raise ValueError(f"q8: expected the {metadata.num_actual_tokens} tokens of metadata, got {tokens}")
         if rows < tokens:
             raise ValueError(f"topk_indices_buffer: expected room for {tokens} tokens, got {rows} rows")
 

@@ -22,6 +22,7 @@ from ..ops.attention import planned_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_to_slots_and_ends
 from ..typing import A, AnyArray, CacheLayout, ModelKind
+from .steps import Step
 from .workspace import Workspace
 
 
@@ -118,6 +119,7 @@ class SparseMLAImpl:
         self.config = config
         self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
+        self._checked: SparseMLAMetadata | None = None  # all layers of a step are handed the same
         gathers = config.layout.quantized and not config.use_mixed_batch
         rows = prefill_workspace_size(config.max_model_len) if gathers else 0
         self._scratch(config.max_num_batched_tokens, True, rows)
@@ -167,7 +169,8 @@ class SparseMLAImpl:
                 model without RoPE [T, h, 512], or a pair whose second part is [T, h, 0].
             kv_cache: [num_blocks, block_size, (1,) 576] bfloat16, without RoPE [..., 512], or
                 [num_blocks, block_size, (1,) 656] uint8 or float8_e4m3fn, as the config says.
-            metadata: of this step, from `SparseMLAMetadataBuilder`; T is its number of tokens.
+            metadata: of this step, from `SparseMLAMetadataBuilder` with these layers' config; T is its number of
+                tokens.
             topk_indices: [T, topk] int32 token positions in each token's request, and -1, anywhere, where there are
                 fewer.
             out: [T, h, 512] bfloat16, written in place when given.
@@ -286,10 +289,12 @@ class SparseMLAImpl:
 
     def _check(self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any) -> tuple[Place, Array]:
         """What the operations below cannot know: that arguments fit the config and the batch."""
-        config, tokens = self.config, metadata.num_actual_tokens
         place, (cache, topk) = bind(kv_cache=kv_cache, topk_indices=topk_indices)
         if place != self.workspace.place:
             raise ValueError(f"kv_cache: expected it where the workspace is, {self.workspace.place}, got {place}")
+        if metadata is None or metadata is not self._checked:
+            self._check_step(metadata)
+        config, tokens = self.config, metadata.num_actual_tokens
         parts = [("q", config.d_qk, q)]
         if isinstance(q, tuple):
             if len(q) != 2:
@@ -302,3 +307,19 @@ class SparseMLAImpl:
             cache.without_axis(2)
         dtypes = QUANTIZED if config.layout.quantized else BFLOAT16
         return place, cache.require(dtypes, "num_blocks", config.block_size, config.layout.last_axis)
+
+    def _check_step(self, metadata: SparseMLAMetadata) -> None:
+        """That metadata is of a step of these layers; once a step."""
+        require_instance("metadata", metadata, SparseMLAMetadata)
+        config, extra = self.config, metadata.fp8_extra_metadata
+        step = Step(
+            "metadata", metadata.num_reqs, metadata.num_actual_tokens, metadata.max_seq_len, metadata.block_table
+        )
+        step.require(
+            config, self.workspace.place, block_size=metadata.block_size, topk=metadata.topk_tokens,
+            compress_ratio=metadata.compress_ratio,
+        )  # fmt: skip
+        if (extra is not None) != config.layout.quantized:
+            built_for, wanted = "bf16" if extra is None else "FP8", config.cache_layout
+            raise ValueError(f"metadata: built for {built_for} caches, these layers have {wanted!r} (config)")
+        self._checked = metadata

@@ -12,6 +12,15 @@ LARGEST_INT = int(np.iinfo(np.int32).max)
 LARGEST_SCALE = float(np.finfo(np.float32).max) / 2  # the kernels keep it times log2(e) as float32
 
 
+_SHORT = (bool, int, float, str, bytes, np.generic, type(None))
+
+
+def shown(value: Any) -> str:
+    """A value of the wrong type, for a message; of what may hold arrays its type alone."""
+    kind = type(value).__name__
+    return f"{value!r:.80} of type {kind}" if isinstance(value, _SHORT) else f"an object of type {kind}"
+
+
 def require_integer(name: str, value: Any, least: int, most: int | None = None, meaning: str = "") -> int:
     """Check an integer and its range; returns it as an int.
 
@@ -38,7 +47,8 @@ def require_bool(name: str, value: Any) -> bool:
 def require_instance(name: str, value: Any, wanted: type) -> None:
     """Check the class of an argument."""
     if not isinstance(value, wanted):
-        raise TypeError(f"{name}: expected a {wanted.__name__}, got {value!r} of type {type(value).__name__}")
+        article = "an" if wanted.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name}: expected {article} {wanted.__name__}, got {shown(value)}")
 
 
 def require_together(**arguments: Any) -> None:

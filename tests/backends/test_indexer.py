@@ -291,12 +291,13 @@ def test_errors(rng) -> None:
     cases = [
         ({"k": step.k[:5]}, ValueError, "slot_mapping: expected at most 5 slots, one a token, got 6"),
         ({"q8": step.q8[:, :7]}, ValueError, r"q8: expected shape \[T, .*, 128\]"),
-        ({"q8": step.q8[:5], "w": step.w[:5]}, ValueError, r"metadata: expected .* \(5, 16, 1, 12\) by q8 and config"),
+        ({"q8": step.q8[:5], "w": step.w[:5]}, ValueError, "q8: expected the 6 tokens of metadata, got 5"),
         ({"w": step.w[:5]}, ValueError, r"w: expected shape \[6, 8\]"),
         ({"kv_cache": step.cache[:, :8]}, ValueError, r"kv_cache: expected 16 rows a block \(config\), got 8"),
         ({"kv_cache": step.cache[..., :131]}, (TypeError, ValueError), "kv_cache: "),
-        ({"metadata": longer}, ValueError, r"metadata: expected .*, got \(7, 16, 1, 12\)"),
-        ({"metadata": c4a}, ValueError, r"metadata: expected .*, got \(6, 16, 4, 6\)"),
+        ({"metadata": longer}, ValueError, "q8: expected the 7 tokens of metadata, got 6"),
+        ({"metadata": c4a}, ValueError, "metadata: built for topk 6, these layers have 12"),
+        ({"metadata": step.batch}, TypeError, "metadata: expected an IndexerMetadata, got .*BatchMetadata"),
         ({"topk_indices_buffer": np.zeros((5, 12), np.int32)}, ValueError,
          "topk_indices_buffer: expected room for 6 tokens, got 5 rows"),
         ({"topk_indices_buffer": np.zeros((6, 11), np.int32)}, ValueError, r"topk_indices_buffer: expected shape"),
@@ -309,7 +310,15 @@ def test_errors(rng) -> None:
         IndexerImpl(Model(topk=4097).config(), engine.workspace)
     with pytest.raises(ValueError, match="scale_format"):
         IndexerImpl(model.config(), engine.workspace, "fp8")
+    for name, value in {"block_size": 32, "max_num_seqs": 1, "max_num_batched_tokens": 5}.items():
+        impl = IndexerImpl(dataclasses.replace(model.config(), **{name: value}), engine.workspace)
+        cache = step.cache if name != "block_size" else np.zeros((4, 32, 132), np.uint8)
+        with pytest.raises(ValueError, match=rf"^metadata: (built for {name}|expected at most {value})"):
+            impl.forward(**{**good, "kv_cache": cache})
     torch = pytest.importorskip("torch")
+    elsewhere = IndexerMetadataBuilder(model.config(), Place.of(torch.zeros(1))).build(step.batch)
+    with pytest.raises(ValueError, match="metadata: expected it where the workspace is"):
+        engine.impl.forward(**{**good, "metadata": elsewhere})
     there = {name: torch.from_numpy(good[name].copy()) for name in ("q8", "w", "kv_cache", "topk_indices_buffer")}
     with pytest.raises(ValueError, match="q8: expected it where the workspace is"):
         engine.impl.forward(**{**good, **there, "k": None})
