@@ -164,7 +164,7 @@ class IndexerMetadataBuilder:
         decode_threshold: most query tokens of a decode; decodes of a batch may differ in theirs.
 
     Raises:
-        ValueError: layers of the config have no indexer, or a block of a compressed cache would not hold whole keys.
+        ValueError: layers of the config have no indexer.
 
     Example:
         >>> config = cupy_mla.SparseMLAConfig(16, topk=32, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
@@ -438,7 +438,7 @@ def require_indexed(config: SparseMLAConfig) -> None:
     """Check that the layers of a config have an indexer.
 
     Raises:
-        TypeError, ValueError: it is no config, they have none, or a block would not hold whole keys.
+        TypeError, ValueError: it is no config, or they have none.
     """
     require_instance("config", config, SparseMLAConfig)
     wanted = C4A if config.is_v4 else 1
@@ -446,8 +446,4 @@ def require_indexed(config: SparseMLAConfig) -> None:
         raise ValueError(
             f"config: layers with an indexer of a model of kind {config.model!r} have compress_ratio {wanted}, "
             f"got {config.compress_ratio}"
-        )
-    if config.block_size % config.compress_ratio:
-        raise ValueError(
-            f"block_size: expected a multiple of compress_ratio {config.compress_ratio}, got {config.block_size}"
         )

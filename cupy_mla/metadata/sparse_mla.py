@@ -174,9 +174,6 @@ class SparseMLAMetadataBuilder:
     Attributes:
         config, num_blocks: as given.
         decode_threshold: most query tokens of a decode.
-
-    Raises:
-        ValueError: a block of a compressed cache would not hold whole rows.
     """
 
     def __init__(
