@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
-from .checks.options import require_choice, require_integer
+from .checks.options import LARGEST_INT, require_choice, require_integer
 from .typing import CacheLayout, ModelKind
 
 
@@ -62,6 +62,11 @@ class SparseMLAConfig:
             ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        if self.max_num_seqs * (1 + self.num_speculative_tokens) > LARGEST_INT:
+            raise ValueError(
+                f"num_speculative_tokens: int32 cannot count the query tokens of {self.max_num_seqs} decodes "
+                f"(max_num_seqs) of 1 + {self.num_speculative_tokens} each"
+            )
         if self.d_qk not in (576, 512):
             raise ValueError(f"d_qk must be 576 or 512, got {self.d_qk}")
         if self.d_v != layouts.D_V:

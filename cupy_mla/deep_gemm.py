@@ -55,9 +55,12 @@ def fp8_mqa_logits(
     width = require_integer("max_seqlen_k", max_seqlen_k, 0)
     clean = require_bool("clean_logits", clean_logits)
     keys, scales = _pair("kv", kv)
-    return logits.indexer_logits(
-        q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean, compact_width=width or None
-    )  # fmt: skip
+    try:
+        return logits.indexer_logits(
+            q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean, compact_width=width or None
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise _renamed(error) from error
 
 
 def fp8_paged_mqa_logits(
@@ -88,7 +91,12 @@ def fp8_paged_mqa_logits(
         [[0.0, 0.0, 0.0, -inf]]
     """
     clean = require_bool("clean_logits", clean_logits)
-    return logits.paged_indexer_logits(q, kv_cache, weights, context_lens, block_table, max_context_len, clean=clean)
+    try:
+        return logits.paged_indexer_logits(
+            q, kv_cache, weights, context_lens, block_table, max_context_len, clean=clean
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise _renamed(error) from error
 
 
 def get_paged_mqa_logits_metadata(context_lens: A, block_kv: int, num_sms: int) -> A:
@@ -141,9 +149,23 @@ def fp8_fp4_paged_mqa_logits(
     )
 
 
+# What arguments are called here, by the names that `cupy_mla.ops.logits` has for them.
+_NAMES = {
+    "q8": "q", "k8": "kv[0]", "ks": "kv[1]", "w": "weights", "starts": "cu_seq_len_k_start",
+    "ends": "cu_seq_len_k_end", "compact_width": "max_seqlen_k",
+}  # fmt: skip
+
+
+def _renamed(error: Exception) -> Exception:
+    """An error that names an argument as it is called here."""
+    name, colon, rest = str(error).partition(":")
+    return type(error)(f"{_NAMES.get(name, name)}{colon}{rest}")
+
+
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name}: expected a pair, got {type(value).__name__}")
+        of = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+        raise TypeError(f"{name}: expected a pair of values and scales, got {type(value).__name__}{of}")
     return value[0], value[1]
 
 

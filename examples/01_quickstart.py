@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
-import numpy as np
+try:
+    import ml_dtypes
+    import numpy as np
 
-import cupy_mla
-from cupy_mla import layouts
-from cupy_mla.reference.cache import unpack_rows
+    import cupy_mla
+    from cupy_mla import layouts
+    from cupy_mla.reference.cache import unpack_rows
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.'")
 
 HEADS, D_QK, D_V, TOPK = 128, 576, 512, 2048
 BLOCK_SIZE = 64

@@ -23,25 +23,28 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+try:
+    import ml_dtypes
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
 
-import cupy_mla
-from cupy_mla import (
-    BatchMetadata,
-    IndexerImpl,
-    IndexerMetadataBuilder,
-    Place,
-    SparseMLABackend,
-    SparseMLAConfig,
-    SparseMLAMetadataBuilder,
-    Workspace,
-)
-from cupy_mla.layouts import INDEXER_FP8
-from cupy_mla.reference.cache import unpack_rows
+    import cupy_mla
+    from cupy_mla import (
+        BatchMetadata,
+        IndexerImpl,
+        IndexerMetadataBuilder,
+        Place,
+        SparseMLABackend,
+        SparseMLAConfig,
+        SparseMLAMetadataBuilder,
+        Workspace,
+    )
+    from cupy_mla.layouts import INDEXER_FP8
+    from cupy_mla.reference.cache import unpack_rows
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 ON_GPU = cupy_mla.cuda_available()

@@ -29,11 +29,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import ml_dtypes
-import numpy as np
+try:
+    import ml_dtypes
+    import numpy as np
 
-import cupy_mla
-from cupy_mla import layouts
+    import cupy_mla
+    from cupy_mla import layouts
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.'")
 
 BF16 = ml_dtypes.bfloat16
 HIDDEN, Q_LORA = 1024, 384  # the model: 7168, 1536

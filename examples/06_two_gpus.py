@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
+try:
+    import torch
+    import torch.distributed as dist
 
-import cupy_mla
-from cupy_mla.integrations.distributed import ContextParallel
+    import cupy_mla
+    from cupy_mla.integrations.distributed import ContextParallel
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 BLOCK_SIZE, SCALE = 64, 192**-0.5
 BOUND = 2**-6  # of the norm of the difference, relative: parts are rounded to bfloat16 before they are merged

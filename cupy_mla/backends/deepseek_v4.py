@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from ..bridges import Place, bind, describe
-from ..checks.options import require_instance, require_scale
+from ..checks.options import LARGEST_INT, require_instance, require_scale
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, INT32
@@ -84,6 +84,12 @@ class DeepseekV4Impl:
         self._checked: tuple[SparseSWAMetadata | None, SparseMLAMetadata | None] = (None, None)
         self._topk = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)
         self._rows = config.max_compressed_rows + config.window + config.max_num_batched_tokens
+        if PREFILL_CHUNK_SIZE * self._rows > LARGEST_INT:
+            raise ValueError(
+                f"config: int32 cannot count the workspace rows of {PREFILL_CHUNK_SIZE} prefills, each with those of "
+                f"max_model_len {config.max_model_len}, window {config.window} and max_num_batched_tokens "
+                f"{config.max_num_batched_tokens}"
+            )
 
     def forward(
         self,

@@ -6,11 +6,11 @@ from typing import Any, Literal, overload
 
 from ..arrays import Array
 from ..bridges import Place, bind, describe
-from ..checks.options import require_bool, require_instance, require_integer, require_scale
+from ..checks.options import LARGEST_INT, require_bool, require_choice, require_instance, require_integer, require_scale
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, FLOAT32, INT32
-from ..layouts import D_V
+from ..layouts import D_V, names
 from ..metadata.batch import prefill_workspace_size
 from ..metadata.sparse_mla import (
     FP8KernelMetadata,
@@ -46,11 +46,12 @@ class SparseMLABackend:
     @staticmethod
     def supports_block_size(block_size: int) -> bool:
         """Any block size from 1 up will do."""
-        return block_size >= 1
+        return require_integer("block_size", block_size, -LARGEST_INT) >= 1
 
     @classmethod
     def supports_compute_capability(cls, major: int, minor: int) -> bool:
-        return (major, minor) >= cls.least_compute_capability
+        given = require_integer("major", major, 0), require_integer("minor", minor, 0)
+        return given >= cls.least_compute_capability
 
     @staticmethod
     def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
@@ -70,9 +71,10 @@ class SparseMLABackend:
         cache_dtype: CacheLayout = "auto",
         model: ModelKind | None = None,
     ) -> tuple[int, int, int]:
-        """Shape of the paged cache array, bfloat16 or, for "fp8_ds_mla", uint8.
+        """Shape of the paged cache array, bfloat16 or, of FP8 layouts, uint8.
 
         Args:
+            cache_dtype: what an engine calls the layout, or what `SparseMLAConfig.cache_layout` does.
             model: kind of the model, as of `SparseMLAConfig`.
 
         Raises:
@@ -80,13 +82,16 @@ class SparseMLABackend:
         """
         num_blocks = require_integer("num_blocks", num_blocks, 0)
         block_size = require_integer("block_size", block_size, 1)
-        if num_kv_heads != 1:
+        if require_integer("num_kv_heads", num_kv_heads, 1) != 1:
             raise ValueError(f"num_kv_heads must be 1 (all query heads share a latent row), got {num_kv_heads}")
-        if head_size not in cls.supported_head_sizes:
+        if require_integer("head_size", head_size, 1) not in cls.supported_head_sizes:
             raise ValueError(f"head_size must be one of {cls.supported_head_sizes}, got {head_size}")
-        if cache_dtype not in cls.supported_kv_cache_dtypes:
-            raise ValueError(f"cache_dtype must be one of {cls.supported_kv_cache_dtypes}, got {cache_dtype!r}")
-        config = SparseMLAConfig(1, head_size, block_size=block_size, cache_layout=cache_dtype, model=model)
+        require_choice("cache_dtype", cache_dtype, names())
+        try:
+            config = SparseMLAConfig(1, head_size, block_size=block_size, cache_layout=cache_dtype, model=model)
+        except ValueError as error:
+            given = f"head_size {head_size}, cache_dtype {cache_dtype!r} and model {model!r} do not go together"
+            raise ValueError(f"{given}: {error}") from None
         return num_blocks, block_size, config.layout.last_axis
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import HOST
 from ..bridges import Place
-from ..checks.options import require_instance, require_integer
+from ..checks.options import LARGEST_INT, require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..cuda.driver import gpu
 from ..cuda.logits_sm90 import shares_of_step
@@ -446,4 +446,9 @@ def require_indexed(config: SparseMLAConfig) -> None:
         raise ValueError(
             f"config: layers with an indexer of a model of kind {config.model!r} have compress_ratio {wanted}, "
             f"got {config.compress_ratio}"
+        )
+    if key_workspace_rows(config) > LARGEST_INT:
+        raise ValueError(
+            f"config: int32 cannot count the keys of {PREFILL_WORKSPACE_SEQUENCES} sequences of max_model_len "
+            f"{config.max_model_len}"
         )

@@ -20,6 +20,7 @@ from ..checks.validate import cache_layout, require_cache, require_d_v, require_
 from ..checks.values import check_lists
 from ..cuda import attention as cuda
 from ..cuda import driver
+from ..cuda.attention.choose import require_known
 from ..cuda.attention.divide import MAX_SPLITS
 from ..cuda.attention.problem import Problem
 from ..cuda.program import Plan
@@ -102,6 +103,7 @@ def prefill(
     q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any, out: Any
 ) -> tuple[Any, Any, Any]:
     """What `sparse_prefill` does, for the front doors."""
+    require_known()
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     require_d_v("d_v", d_v)
@@ -258,6 +260,7 @@ def decode(
             lists are full more often than not, and layers of a step end theirs at the same places.
     """
     q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse = given
+    require_known()
     require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError(f"extra_topk_length was given without extra_k_cache and {extra_name}")
@@ -322,6 +325,7 @@ def plan_splits(
         >>> cupy_mla.plan_splits(q, indices)  # on the CPU
         1
     """
+    require_known()
     quantized = require_bool("quantized", quantized)
     batch_invariant = require_bool("batch_invariant", batch_invariant)
     place, (q_, idx) = bind(q=q, indices=indices)

@@ -11,7 +11,7 @@ from ..checks.validate import cache_layout, require_cache, require_slots, tokens
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8
 from ..reference import cache as reference
 from ..typing import AnyArray, ScaleFormat, WritableLayout
 
@@ -19,6 +19,10 @@ __all__ = ["concat_and_cache_mla", "quantize_and_insert_k_cache"]
 
 SCALE_FORMATS = ("fp32", "ue8m0")
 LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if layout not in FP8_OF_V4)  # `concat_and_cache_mla` writes
+WRITERS = {
+    **dict.fromkeys(LAYOUTS, "concat_and_cache_mla"), **dict.fromkeys(FP8_OF_V4, "quantize_and_insert_k_cache"),
+    INDEXER_FP8: "indexer_k_quant_and_cache",
+}  # fmt: skip
 
 
 @operation
@@ -59,7 +63,7 @@ def concat_and_cache_mla(
     if layout is not None:
         require_choice("layout", layout, layouts.names(LAYOUTS))
     place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, LAYOUTS)
+    told = cache_layout(cache, LAYOUTS, WRITERS)
     if layout is not None and layout not in told.names:
         raise ValueError(f"layout: {layout!r} was asked for, kv_cache is {told.name} of {told.d_qk}")
     tokens = tokens_of(kv_c_).require(BFLOAT16, "T", D_V).shape[0]
@@ -93,7 +97,7 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
         [False, True]
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, FP8_OF_V4)
+    told = cache_layout(cache, FP8_OF_V4, WRITERS)
     tokens = tokens_of(k_).require(BFLOAT16, "T", told.d_qk).shape[0]
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
