@@ -49,7 +49,7 @@ class IndexerImpl:
         >>> keys = np.repeat(np.array([[1], [-1], [2]], bfloat16), 128, axis=1)
         >>> q8, w = np.ones((3, 8, 128), float8_e4m3fn), np.ones((3, 8), np.float32)
         >>> chosen = np.zeros((8, 2), np.int32)
-        >>> impl.forward(keys, q8, w, cache, builder.build(batch), chosen)[:3].tolist()
+        >>> impl.forward(keys, q8, w, cache, builder.build(batch), chosen).tolist()
         [[0, -1], [0, 1], [0, 2]]
     """
 
@@ -98,7 +98,8 @@ class IndexerImpl:
                 as they are.
 
         Returns:
-            topk_indices_buffer.
+            topk_indices_buffer[:T], which `SparseMLAImpl.forward_mqa` and `DeepseekV4Layer` take; of a warm-up T is the
+            number of q8's tokens.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, shape, device or strides.
@@ -111,7 +112,7 @@ class IndexerImpl:
         if metadata is None:
             self._reserve(place, heads)
             chosen.obj[...] = -1
-            return topk_indices_buffer
+            return chosen.obj[:tokens]
         require_indexer_cache(cache)
         if cache.shape[1] != self.config.rows_per_block:
             raise ValueError(
@@ -132,7 +133,7 @@ class IndexerImpl:
         if metadata.num_prefills:  # tokens that pad the batch
             last = metadata.prefill_chunks[-1].tokens_slice.stop if metadata.prefill_chunks else 0
             chosen.obj[max(last, metadata.num_decode_tokens) : tokens] = -1
-        return topk_indices_buffer
+        return chosen.obj[:tokens]
 
     def _decode(self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any) -> None:
         """q8 [Td, H, 128], chosen [Td, topk]."""

@@ -12,6 +12,8 @@ from .options import require_integer
 QUANTIZED = (UINT8, E4M3)
 
 MAX_HEADS = 128
+ALIGNMENT = 16  # bytes, of start and blocks of quantized caches
+INDEXER_ALIGNMENT = 4  # of the indexer's: blocks of an odd number of tokens allow no more
 
 
 def require_d_v(name: str, d_v: int) -> None:
@@ -60,7 +62,7 @@ def cache_layout(cache: Array, allowed: Sequence[Layout], others: Mapping[Layout
     )
 
 
-def require_cache(cache: Array, layout: Layout, alignment: int = 16) -> Array:
+def require_cache(cache: Array, layout: Layout, alignment: int = ALIGNMENT) -> Array:
     """Check a paged cache [num_blocks, block_size, (1,) last axis] of a layout; drops the KV-head axis.
 
     Start and block stride of a quantized cache must be multiples of `alignment` bytes.
