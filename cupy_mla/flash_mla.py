@@ -203,7 +203,7 @@ class _Settings(NamedTuple):
 
 @operation
 def _with_kvcache(
-    q: Any, k_cache: Any, indices: Any, plan: Plan, settings: tuple[Any, ...], **others: Any
+    q: Any, k_cache: Any, indices: Any, plan: Plan | None, settings: tuple[Any, ...], **others: Any
 ) -> tuple[Any, Any, Shapes | None]:
     """out, lse, and what the schedule is made for.
 
@@ -223,6 +223,8 @@ def _with_kvcache(
                     f"tile_scheduler_metadata was planned for {name} = {other}, this call has {this}; "
                     "take a fresh one from get_mla_metadata"
                 )
+    if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
+        plan = None  # lengths differ from call to call; without them two lists are equally long
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = attention.decode(
         given, scale, asked.num_splits, asked.batch_invariant, is_fp8_kvcache, plan, "extra_indices_in_kvcache"

@@ -14,7 +14,7 @@ from ..layouts import FP8_OF_V4, Layout
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
-from ..ops.attention import sparse_decode, sparse_prefill
+from ..ops.attention import decode_of_step, sparse_prefill
 from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
@@ -164,11 +164,11 @@ class DeepseekV4Impl:
                 lens=scratch.slot_lens,
             )  # fmt: skip
             extra_indices, extra_lens = scratch.slots[:, None], scratch.slot_lens
-        sparse_decode(
-            q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, attn_sink=layer.attn_sink,
-            topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache, extra_indices=extra_indices,
-            extra_topk_length=extra_lens, out=out,
-            num_splits=swa.schedules[self.config.compress_ratio].num_splits,
+        schedule = swa.schedules[self.config.compress_ratio]
+        decode_of_step(
+            q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, schedule.num_splits, schedule.plan,
+            attn_sink=layer.attn_sink, topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache,
+            extra_indices=extra_indices, extra_topk_length=extra_lens, out=out,
         )  # fmt: skip
 
     def _prefill(

@@ -171,6 +171,13 @@ def _planned_decode(
     return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits)
 
 
+def _decode_of_step(
+    q: Any, k_cache: Any, indices: Any, sm_scale: float, num_splits: int | None, plan: Any, **others: Any
+) -> Any:
+    """Without the plan: a graph makes none."""
+    return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, num_splits=num_splits, **others)
+
+
 # What an operation becomes while a graph is traced, by the name of the function that torch.compile meets.
 TRACED: dict[str, Callable[..., Any]] = {
     **_NAMED,
@@ -178,6 +185,7 @@ TRACED: dict[str, Callable[..., Any]] = {
     "flash_mla_sparse_fwd": _NAMED["sparse_prefill"],
     "_with_kvcache": _with_kvcache,
     "planned_decode": _planned_decode,
+    "decode_of_step": _decode_of_step,
     "split_kv_b_proj": absorb.split_by_head,
     "absorb_q": lambda q_nope, w_uk: absorb.product_by_head("torch", q_nope, w_uk.permute(1, 2, 0)),
     "v_up_proj": lambda x, w_uv: absorb.product_by_head("torch", x, w_uv.swapaxes(0, 1)),

@@ -224,6 +224,20 @@ def planned_decode(
     return decode(Given(q, k_cache, indices, topk_length=ends, out=out), scale, num_splits, plan=plan, alike=True)
 
 
+@operation
+def decode_of_step(
+    q: A, k_cache: AnyArray, indices: AnyArray, sm_scale: float, num_splits: int | None, plan: Plan, **others: Any
+) -> tuple[A, A]:
+    """`sparse_decode` of the layers of one kind in a step, for V4's backend: calls with one plan divide their lists
+    alike, for these end at the same places in all layers.
+
+    Args:
+        others: arrays under the names that `Given` has for them.
+    """
+    scale = require_scale("sm_scale", sm_scale)
+    return decode(Given(q, k_cache, indices, **others), scale, num_splits, plan=plan)
+
+
 class Given(NamedTuple):
     """The arrays of a decode as a front door is given them: those of `sparse_decode`."""
 
@@ -254,7 +268,7 @@ def decode(
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
         is_fp8_kvcache: must agree with `k_cache` where it is given.
-        plan: of the calls that divide their lists alike.
+        plan: of the calls that divide their lists alike, which end at the same places.
         extra_name: what the front door calls `extra_indices`.
         alike: `topk_length` says where lists end, and -1 stands behind; it does not say how the call is to be divided:
             lists are full more often than not, and layers of a step end theirs at the same places.
