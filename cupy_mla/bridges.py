@@ -123,6 +123,18 @@ class Library(ABC):
         """How many GPUs the library sees."""
         return 0
 
+    @abstractmethod
+    def widened(self, obj: Any) -> Any:
+        """The numbers of an array of e4m3, or of its bytes, as float32: a new array."""
+
+    @abstractmethod
+    def rounded(self, obj: Any) -> Any:
+        """A float32 array in bfloat16: a new array."""
+
+    @abstractmethod
+    def repeated(self, obj: Any, times: int, axis: int) -> Any:
+        """Each item so many times along an axis: a new array."""
+
     def native_dtype(self, dtype: np.dtype) -> Any:
         """What the library itself calls a dtype."""
         return dtype
@@ -170,6 +182,15 @@ class NumPyLibrary(Library):
     def host_view(self, obj: Any, dtype: np.dtype) -> np.ndarray:
         return np.asarray(obj)  # a subclass, as np.matrix, behaves otherwise
 
+    def widened(self, obj: Any) -> Any:
+        return obj.view(E4M3).astype(np.float32)
+
+    def rounded(self, obj: Any) -> Any:
+        return obj.astype(BFLOAT16)
+
+    def repeated(self, obj: Any, times: int, axis: int) -> Any:
+        return obj.repeat(times, axis)
+
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return np.empty(shape, dtype)
 
@@ -213,6 +234,16 @@ class CuPyLibrary(Library):
 
     def gpus(self) -> int:
         return sys.modules["cupy"].cuda.runtime.getDeviceCount()
+
+    def widened(self, obj: Any) -> Any:
+        with self.to_device(obj.data.device_id):  # CuPy has no fp8
+            return sys.modules["cupy"].asarray(np.arange(256, dtype=UINT8).view(E4M3).astype(np.float32))[obj]
+
+    def rounded(self, obj: Any) -> Any:
+        return obj.astype(BFLOAT16)
+
+    def repeated(self, obj: Any, times: int, axis: int) -> Any:
+        return obj.repeat(times, axis)
 
     def native_dtype(self, dtype: np.dtype) -> Any:
         dtype = UINT8 if dtype == E4M3 else dtype
@@ -341,6 +372,15 @@ class TorchLibrary(Library):
     def gpus(self) -> int:
         cuda = sys.modules["torch"].cuda
         return cuda.device_count() if cuda.is_available() else 0
+
+    def widened(self, obj: Any) -> Any:
+        return obj.view(self.native_dtype(E4M3)).float()
+
+    def rounded(self, obj: Any) -> Any:
+        return obj.bfloat16()
+
+    def repeated(self, obj: Any, times: int, axis: int) -> Any:
+        return obj.repeat_interleave(times, axis)
 
     def native_dtype(self, dtype: np.dtype) -> Any:
         return _torch_dtypes()[1][np.dtype(dtype)]
