@@ -622,7 +622,11 @@ class Place(_Place):
 
         Raises:
             RuntimeError: the library, or a GPU, is missing.
+            ValueError: no memory can be so large.
         """
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if nbytes > sys.maxsize:
+            raise ValueError(f"place: an array of shape {list(shape)} takes {nbytes} bytes, more than can be addressed")
         if self.kind not in sys.modules:
             (require_cupy if self.kind == "cupy" else require_torch)(f"a {self.kind} array")
         try:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import arrays
 from .bridges import bind
 from .checks.options import require_bool, require_integer
+from .checks.values import check_widths
 from .dtypes import INT32
 from .ops import logits
 from .typing import A, AnyArray
@@ -43,7 +45,8 @@ def fp8_mqa_logits(
         kv: keys [N, 128] and their scales [N].
         clean_logits: write -inf for keys that a token does not see.
         max_seqlen_k: 0, or the width of compressed logits, whose rows start at the first key that a token sees:
-            `compact_width`. At least the longest range.
+            `compact_width`. At least the longest range, which `cupy_mla.set_checks` looks at: keys beyond it are left
+            out.
 
     Example:
         >>> q, keys = np.ones((1, 32, 128), float8_e4m3fn), np.ones((3, 128), float8_e4m3fn)
@@ -56,11 +59,15 @@ def fp8_mqa_logits(
     clean = require_bool("clean_logits", clean_logits)
     keys, scales = _pair("kv", kv)
     try:
-        return logits.indexer_logits(
+        found = logits.indexer_logits(
             q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean, compact_width=width or None
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise _renamed(error) from error
+    if width and arrays.CHECK_VALUES:
+        _, (starts, ends) = bind(cu_seq_len_k_start=cu_seq_len_k_start, cu_seq_len_k_end=cu_seq_len_k_end)
+        check_widths(starts, ends, width)
+    return found
 
 
 def fp8_paged_mqa_logits(

@@ -137,6 +137,49 @@ def prefill(**change: Any) -> Any:
     return cupy_mla.sparse_prefill(**{**given, **change})
 
 
+def decode(schedule: Any = None, **change: Any) -> Any:
+    """`flash_mla_with_kvcache` of a query."""
+    given = {"indices": i32(1, 1, 3), "is_fp8_kvcache": True, "softmax_scale": 0.1, **change}
+    schedule = cupy_mla.get_mla_metadata()[0] if schedule is None else schedule
+    cache = np.zeros((2, 16, 1, 656), np.uint8)
+    return cupy_mla.flash_mla_with_kvcache(bf16(1, 1, 4, 576), cache, None, None, 512, schedule, **given)
+
+
+def unpack(**change: Any) -> Any:
+    return cupy_mla.unpack_rows(**{"cache": np.zeros((2, 8, 656), np.uint8), "slots": np.arange(2), **change})
+
+
+def slots(**change: Any) -> Any:
+    return cupy_mla.slots_of(**{"block_table": i32(2, 3), "positions": np.arange(2), "block_size": 4, **change})
+
+
+def checked(call: Callable[..., Any], **given: Any) -> Any:
+    with cupy_mla.set_checks(True):
+        return call(**given)
+
+
+def within(array: np.ndarray, call: Callable[[np.ndarray], Any]) -> Any:
+    """A call with an array and a part of it."""
+    return call(array)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+def locked() -> Workspace:
+    workspace = Workspace(HOST)
+    workspace.lock()
+    return workspace
+
+
+def torch_zeros(*shape: int) -> Any:
+    import torch
+
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
 BAD = {
     # An engine's step, handed over wrongly.
     "metadata None": Bad(lambda: mla(metadata=None), TypeError, "metadata: expected a SparseMLAMetadata, got None"),
@@ -283,10 +326,178 @@ BAD = {
             bf16(1, 512), np.zeros((2, 16, 656), np.uint8), np.zeros(1, np.int64)
         ), ValueError, "k_cache: expected a paged cache .*; concat_and_cache_mla is for layout v32_fp8",
     ),
+    "schedule with its None": Bad(
+        lambda: decode(schedule=cupy_mla.get_mla_metadata()), TypeError,
+        "tile_scheduler_metadata must come from get_mla_metadata, got tuple",
+    ),
+    "dense": Bad(lambda: decode(indices=None), ValueError, "indices is None, which asks for dense decode"),
+    "an FP8 cache that is none": Bad(lambda: decode(is_fp8_kvcache=False), ValueError, "is_fp8_kvcache is False"),
+    "splits beside a schedule": Bad(
+        lambda: decode(num_splits=10**5000), ValueError, "num_splits must be None, .* got an integer of 16610 bits"
+    ),
+    "fewer logits than keys": Bad(
+        lambda: checked(logits, max_seqlen_k=2, cu_seq_len_k_end=np.array([3], np.int32)), IndexError,
+        r"cu_seq_len_k_end\[0\] is 3, its range has more than 2 keys \(max_seqlen_k\)",
+    ),
     "gathering keys": Bad(
         lambda: cupy_mla.cp_gather_and_upconvert_fp8_kv_cache(
             np.zeros((2, 16, 132), np.uint8), bf16(4, 576), i32(1, 1), i32(1), i32(1)
         ), ValueError, "src_cache: .*; cp_gather_indexer_k_quant_cache is for layout indexer_fp8",
+    ),
+    # What a step's arrays are not.
+    "q in float32": Bad(lambda: mla(q=np.zeros((4, 4, 576), np.float32)), TypeError, "q: expected dtype bfloat16"),
+    "a pair in a list": Bad(
+        lambda: mla(q=[bf16(4, 4, 512), bf16(4, 4, 64)]), TypeError, "q: expected a NumPy, CuPy or torch array, got"
+    ),
+    "three parts": Bad(lambda: mla(q=(bf16(4, 4, 512),) * 3), ValueError, "q: expected an array or a pair of them"),
+    "q of another library": Bad(
+        lambda: mla(q=torch_zeros(4, 4, 576)), TypeError, "q: expected a numpy array as the others are", "torch"
+    ),
+    "chosen in int64": Bad(lambda: mla(topk_indices=np.zeros((4, 8), int)), TypeError, "topk_indices: expected dtype"),
+    "lse a word": Bad(lambda: mla(return_lse="yes"), TypeError, "return_lse: expected True or False, got 'yes'"),
+    "out within q": Bad(
+        lambda: within(bf16(4, 4, 576), lambda q: mla("fp8_ds_mla", q=q, out=q[..., :512])), ValueError,
+        "out: overlaps q in memory",
+    ),
+    "out within the cache": Bad(
+        lambda: within(bf16(10, 16, 576), lambda c: mla(kv_cache=c, out=c.reshape(-1)[:8192].reshape(4, 4, 512))),
+        ValueError, "out: overlaps kv",
+    ),
+    "out read-only": Bad(
+        lambda: mla(out=read_only(bf16(4, 4, 512))), ValueError, "out: expected a writable array, got a read-only one"
+    ),
+    "V4's output is q": Bad(
+        lambda: within(bf16(4, 4, 512), lambda q: swa_layer(q=q, output=q)), ValueError, "out: overlaps q in memory"
+    ),
+    "V4's q of two axes": Bad(lambda: swa_layer(q=bf16(4, 512)), ValueError, r"q: expected shape \[T, 4, 512\]"),
+    "V4's q of more tokens": Bad(
+        lambda: swa_layer(q=bf16(5, 4, 512), output=bf16(5, 4, 512)), ValueError,
+        "q: expected the 4 tokens of swa_metadata, got 5",
+    ),
+    "V4's cache missing": Bad(
+        lambda: swa_layer(layer=DeepseekV4Layer(None, f32(4))), TypeError, r"layer\.swa_k_cache: expected a NumPy"
+    ),
+    "V4's sinks of more heads": Bad(
+        lambda: swa_layer(layer=DeepseekV4Layer(np.zeros((10, 16, 584), np.uint8), f32(5))), ValueError,
+        r"attn_sink: expected shape \[4\], got \[5\]",
+    ),
+    "V4's sinks missing": Bad(
+        lambda: swa_layer(layer=DeepseekV4Layer(np.zeros((10, 16, 584), np.uint8), None)), ValueError,
+        r"layer\.attn_sink: expected one",
+    ),
+    "V4's window another's": Bad(
+        lambda: swa_layer(4, swa_metadata=SparseSWAMetadataBuilder(v4(window=64)).build(batch())), ValueError,
+        "swa_metadata: built for window 64, these layers have 128",
+    ),
+    "keys of fewer tokens": Bad(lambda: index(k=bf16(3, 128)), ValueError, "k: expected the 4 tokens of metadata, got"),
+    "keys of more tokens": Bad(lambda: index(k=bf16(9, 128)), ValueError, "k: expected the 4 tokens of metadata, got"),
+    "keys in a list": Bad(lambda: index(k=[1, 2]), TypeError, "k: expected a NumPy, CuPy or torch array"),
+    "heads that are no eight": Bad(
+        lambda: index(q8=np.zeros((4, 4, 128), E4M3), w=f32(4, 4)), ValueError, r"q8: expected shape \[T, 8 or 16"
+    ),
+    "the indexer's cache read-only": Bad(
+        lambda: index(kv_cache=read_only(np.zeros((10, 16, 132), np.uint8))), ValueError, "kv_cache: expected a writabl"
+    ),
+    "the indexer's buffer read-only": Bad(
+        lambda: index(topk_indices_buffer=read_only(i32(4, 8))), ValueError, "topk_indices_buffer: expected a writable"
+    ),
+    "locked before it is large enough": Bad(
+        lambda: SparseMLAImpl(config(), 0.1, locked()), RuntimeError, "the workspace is locked at 0 bytes"
+    ),
+    "workspace a place": Bad(
+        lambda: SparseMLAImpl(config(), 0.1, HOST), TypeError, "workspace: expected a Workspace, got an object of type"
+    ),
+    "config a dict": Bad(
+        lambda: SparseMLAImpl({"num_heads": 4}, 0.1, Workspace(HOST)), TypeError, "config: expected a SparseMLAConfig"
+    ),
+    "lengths in a list": Bad(
+        lambda: SparseMLAMetadataBuilder(config()).build(batch(), seq_lens=[41, 3]), TypeError,
+        "seq_lens: expected a NumPy, CuPy or torch array",
+    ),
+    "positions in int32": Bad(
+        lambda: SparseMLAMetadataBuilder(config()).build(batch(), positions=i32(4)), TypeError,
+        "positions: expected dtype int64",
+    ),
+    "blocks that the cache has not": Bad(
+        lambda: SparseMLAMetadataBuilder(config(), num_blocks=2).build(batch()), ValueError,
+        "block_table: block 0 of request 0 is 3, the cache has 2 blocks",
+    ),
+    "blocks a fraction": Bad(
+        lambda: SparseMLAMetadataBuilder(config(), num_blocks=2.0), TypeError, "num_blocks: expected an integer, got 2"
+    ),
+    "buffers beyond any memory": Bad(
+        lambda: SparseMLAMetadataBuilder(config(max_num_seqs=2**31 - 1, max_model_len=2**31 - 1, block_size=1)),
+        ValueError, r"place: an array of shape .* more than can be addressed",
+    ),
+    "a batch of words": Bad(lambda: batch(block_table="x"), ValueError, "block_table: expected 2 axes, got shape"),
+    "a batch of fractions": Bad(lambda: batch(positions=[40.0, 0, 1, 2]), TypeError, "positions: expected integers"),
+    "slots beyond int64": Bad(
+        lambda: batch(slot_mapping=[2**70, 1, 2, 3]), TypeError, "slot_mapping: expected integers, got dtype object"
+    ),
+    "a place of another kind": Bad(
+        lambda: SparseMLAMetadataBuilder(config(), ("jax", 0)), ValueError, r"kind must be one of \('numpy', 'cupy'"
+    ),
+    "warming up a word": Bad(
+        lambda: cupy_mla.warmup.warmup("v32"), TypeError, "config: expected a SparseMLAConfig, got 'v32'"
+    ),
+    "a division by number": Bad(
+        lambda: cupy_mla.forced(division=7), TypeError, "division: expected a division or its text, got 7"
+    ),
+    # The helpers.
+    "unpacking a block": Bad(
+        lambda: unpack(cache=np.zeros((8, 656), np.uint8)), ValueError, r"cache: expected shape \[num_blocks, block"
+    ),
+    "unpacking no layout": Bad(
+        lambda: unpack(cache=np.zeros((2, 8, 640), np.uint8)), ValueError, "cache: expected a paged cache"
+    ),
+    "unpacking by a mask": Bad(lambda: unpack(slots=np.ones(2, bool)), TypeError, "slots: expected dtype int32 or"),
+    "unpacking by a list": Bad(lambda: unpack(slots=[1, 2]), TypeError, "slots: expected a NumPy, CuPy or torch array"),
+    "unpacking one slot": Bad(lambda: unpack(slots=np.array(3)), ValueError, r"slots: expected shape \[n\], got \[\]"),
+    "unpacking into bf16": Bad(lambda: unpack(out=bf16(2, 576)), TypeError, "out: expected dtype float32"),
+    "unpacking into the cache": Bad(
+        lambda: within(np.zeros((2, 8, 656), np.uint8), lambda c: unpack(
+            cache=c, out=c.reshape(-1)[: 2 * 576 * 4].view(np.float32).reshape(2, 576)
+        )), ValueError, "out: overlaps cache in memory",
+    ),
+    "slots of an int64 table": Bad(
+        lambda: slots(block_table=np.zeros((2, 3), int)), TypeError, "block_table: expected dtype int32, got int64"
+    ),
+    "slots of more tokens": Bad(lambda: slots(positions=np.arange(3)), ValueError, "positions: block_table gives 2"),
+    "slots over positions": Bad(
+        lambda: within(np.arange(2), lambda p: slots(positions=p, out=p)), ValueError, "out: overlaps positions in mem"
+    ),
+    "slots of blocks of none": Bad(lambda: slots(block_size=0), ValueError, "block_size must be >= 1, got 0"),
+    "slots of requests in int64": Bad(
+        lambda: slots(request_ids=np.zeros(2, int)), TypeError, "request_ids: expected dtype int32, got int64"
+    ),
+    "a cache of no layout": Bad(lambda: cupy_mla.empty_cache("fp4", 2, 8), ValueError, "layout must be one of"),
+    "a cache of True blocks": Bad(
+        lambda: cupy_mla.empty_cache("bf16", True, 4), TypeError, "num_blocks: expected an integer, got True"
+    ),
+    "a cache nowhere": Bad(
+        lambda: cupy_mla.empty_cache("bf16", 1, 4, None), TypeError, "place: expected a kind of array and a device"
+    ),
+    "a cache beyond any memory": Bad(
+        lambda: cupy_mla.empty_cache("bf16", 2**31 - 1, 2**31 - 1), ValueError, "place: an array of shape .* addressed"
+    ),
+    "rows of no width": Bad(
+        lambda: cupy_mla.empty_cache("bf16", 1, 4, d_qk=None), TypeError, "d_qk: expected an integer, got None"
+    ),
+    "FP8 weights alone": Bad(
+        lambda: cupy_mla.split_kv_b_proj(np.zeros((512, 256), E4M3), 1, 128), TypeError,
+        "weight: expected dtype bfloat16 or float32, or scales with it, got float8_e4m3fn alone",
+    ),
+    "scales of bf16 weights": Bad(
+        lambda: cupy_mla.split_kv_b_proj(bf16(512, 256), 1, 128, scales=f32(4, 2)), TypeError,
+        "weight: expected dtype uint8 or float8_e4m3fn, got bfloat16",
+    ),
+    "scales the other way round": Bad(
+        lambda: cupy_mla.split_kv_b_proj(np.zeros((512, 256), E4M3), 1, 128, scales=f32(2, 4)), ValueError,
+        r"scales: expected shape \[4, 2\], got \[2, 4\]",
+    ),
+    "scales of another library": Bad(
+        lambda: cupy_mla.split_kv_b_proj(np.zeros((512, 256), E4M3), 1, 128, scales=torch_zeros(4, 2)), TypeError,
+        "scales: expected a numpy array as the others are", "torch",
     ),
 }  # fmt: skip
 
@@ -306,6 +517,9 @@ def test_the_calls_are_right_but_for_that() -> None:
     assert index()[1].tolist() == [0, *[-1] * 7]  # the first token of a prompt
     assert logits().shape == (1, 3)
     assert prefill()[0].shape == (1, 2, 512)
+    assert decode()[0].shape == (1, 1, 4, 512)
+    assert unpack().shape == (2, 576)
+    assert slots().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("variable", ["CUPY_MLA_KERNELS", "CUPY_MLA_INDEXER_KERNELS"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bridges import Place, bind, describe
+from ..bridges import Place, bind, describe, require_array
 from ..checks.options import require_choice, require_instance
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
@@ -121,6 +121,9 @@ class IndexerImpl:
         place.admit(describe("w", w)).require(FLOAT32, tokens, heads)
         self._check(metadata, tokens, chosen.shape[0])
         if k is not None:
+            require_array("k", k)
+            if k.shape[:1] != (tokens,):
+                raise ValueError(f"k: expected the {tokens} tokens of metadata, got shape {list(k.shape)}")
             indexer_k_quant_and_cache(k, kv_cache, metadata.slot_mapping, self.scale_format)
         places = 0 if metadata.decode is None else _places(metadata.decode)
         rows = max((chunk.num_keys for chunk in metadata.prefill_chunks if not chunk.choose_all), default=0)

@@ -67,6 +67,12 @@ def check_ranges(starts: Array | None, ends: Array | None, width: Any) -> None:
         _refuse(ends.name, values, values > width, f"rows end at {width}")
 
 
+def check_widths(starts: Array, ends: Array, width: int) -> None:
+    """Ranges of at most so many keys."""
+    widths = host(ends).astype(np.int64) - np.maximum(host(starts), 0)
+    _refuse(ends.name, host(ends), widths > width, f"its range has more than {width} keys (max_seqlen_k)")
+
+
 def check_rotations(positions: Array, rows: Any) -> None:
     """Positions that a table of angles has a row for, negative ones aside."""
     values, rows = host(positions), rows

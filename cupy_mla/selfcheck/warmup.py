@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..bridges import Place, require_cupy
+from ..checks.options import require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
 from ..cuda.driver import Gpu
@@ -43,6 +44,7 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
         the kernels loaded on that GPU, those of earlier calls included.
 
     Raises:
+        TypeError, ValueError: an argument is none.
         RuntimeError: CuPy, a GPU or NVRTC is missing.
     """
     from concurrent.futures import ThreadPoolExecutor  # takes long to import
@@ -50,6 +52,8 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     from ..ops.table import Wanted
     from .cases import cases
 
+    require_instance("config", config, SparseMLAConfig)
+    device = require_integer("device", device, 0)
     cupy = require_cupy("warmup")
     with cupy.cuda.Device(device):
         for case in cases(np.random.default_rng(0), Wanted((config.layout,))):

@@ -296,7 +296,7 @@ def test_errors(rng) -> None:
     longer = IndexerMetadataBuilder(model.config()).build(make_step(rng, model, [1, 6]).batch)
     c4a = Engine(NumPy(), C4A).builder.build(make_step(rng, C4A, [1, 5]).batch)
     cases = [
-        ({"k": step.k[:5]}, ValueError, "slot_mapping: expected at most 5 slots, one a token, got 6"),
+        ({"k": step.k[:5]}, ValueError, r"k: expected the 6 tokens of metadata, got shape \[5, 128\]"),
         ({"q8": step.q8[:, :7]}, ValueError, r"q8: expected shape \[T, .*, 128\]"),
         ({"q8": step.q8[:5], "w": step.w[:5]}, ValueError, "q8: expected the 6 tokens of metadata, got 5"),
         ({"w": step.w[:5]}, ValueError, r"w: expected shape \[6, 8\]"),

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ... import private
+from ...checks.options import shown
 from . import times
 from .divide import Division, parse, text_of
 from .kernels import (
@@ -162,6 +163,7 @@ class forced:
             "teams"; fields that are not given are chosen. None: the fastest.
 
     Raises:
+        TypeError: `division` is neither a division nor text.
         ValueError: no kernel has that name, or the text names no division.
     """
 
@@ -169,6 +171,8 @@ class forced:
 
     def __init__(self, kernel: str | None = None, division: Division | str | None = None) -> None:
         _require_name("kernel", kernel)
+        if not isinstance(division, (str, Division, type(None))):
+            raise TypeError(f"division: expected a division or its text, got {shown(division)}")
         text = division if isinstance(division, str) else "" if division is None else text_of(division, whole=True)
         if text:
             parse(text)
