@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .calls.operation import operation
-from .checks.options import require_bool, require_scale
+from .checks.options import require_bool, require_scale, shown
 from .checks.validate import require_d_v
 from .cuda.program import Plan
 from .ops import attention
@@ -55,10 +55,13 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
         batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch, see
             `cupy_mla.sparse_decode`.
 
+    Raises:
+        TypeError: `batch_invariant` is no bool.
+
     Example:
         >>> schedule, _ = cupy_mla.get_mla_metadata()
     """
-    return FlashMLASchedMeta(batch_invariant=batch_invariant), None
+    return FlashMLASchedMeta(batch_invariant=require_bool("batch_invariant", batch_invariant)), None
 
 
 @operation
@@ -142,7 +145,9 @@ def flash_mla_with_kvcache(
     if not isinstance(meta, FlashMLASchedMeta):
         raise TypeError(f"tile_scheduler_metadata must come from get_mla_metadata, got {type(meta).__name__}")
     if num_splits is not None:
-        raise ValueError(f"num_splits must be None, the schedule lives in tile_scheduler_metadata, got {num_splits!r}")
+        raise ValueError(
+            f"num_splits must be None, the schedule lives in tile_scheduler_metadata, got {shown(num_splits)}"
+        )
     if indices is None:
         raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
     settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits
@@ -198,7 +203,7 @@ class _Settings(NamedTuple):
 
 @operation
 def _with_kvcache(
-    q: Any, k_cache: Any, indices: Any, plan: Plan, settings: tuple[Any, ...], **others: Any
+    q: Any, k_cache: Any, indices: Any, plan: Plan | None, settings: tuple[Any, ...], **others: Any
 ) -> tuple[Any, Any, Shapes | None]:
     """out, lse, and what the schedule is made for.
 
@@ -218,6 +223,8 @@ def _with_kvcache(
                     f"tile_scheduler_metadata was planned for {name} = {other}, this call has {this}; "
                     "take a fresh one from get_mla_metadata"
                 )
+    if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
+        plan = None  # lengths differ from call to call; without them two lists are equally long
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = attention.decode(
         given, scale, asked.num_splits, asked.batch_invariant, is_fp8_kvcache, plan, "extra_indices_in_kvcache"

@@ -34,14 +34,17 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's idle threads sleep: spinning, they slow NumPy's down
 
-import torch
-import transformers
-from rich.console import Console
-from rich.progress import Progress
-from transformers import AutoModelForCausalLM, Cache, DeepseekV32Config, DeepseekV32ForCausalLM
+try:
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.progress import Progress
+    from transformers import AutoModelForCausalLM, Cache, DeepseekV32Config, DeepseekV32ForCausalLM
 
-import cupy_mla
-from cupy_mla.integrations.transformers import PagedLatentCache, sparse_attention
+    import cupy_mla
+    from cupy_mla.integrations.transformers import PagedLatentCache, sparse_attention
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 BOUND, RECALL = 1.25, 0.9
 BLOCK_SIZE = 64

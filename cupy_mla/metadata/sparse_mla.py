@@ -28,11 +28,12 @@ from .uploads import Uploads
 
 @dataclass
 class FP8KernelMetadata:
-    """The schedule of one FP8 decode launch, shared by all layers of a step.
+    """The schedule of one FP8 decode launch, shared by all layers of a step; of V4's by all of one kind.
 
     Attributes:
         num_splits: splits of each query's rows that are asked for; None: chosen at each launch.
-        plan: memory on the GPU in which the first layer's launch leaves how it divided its lists, for the other layers.
+        plan: memory on the GPU in which the first layer's launch leaves how it divided its lists, for the other layers,
+            whose lists end at the same places.
     """
 
     num_splits: int | None = None
@@ -174,9 +175,6 @@ class SparseMLAMetadataBuilder:
     Attributes:
         config, num_blocks: as given.
         decode_threshold: most query tokens of a decode.
-
-    Raises:
-        ValueError: a block of a compressed cache would not hold whole rows.
     """
 
     def __init__(

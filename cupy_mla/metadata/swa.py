@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import HOST
 from ..bridges import Place
-from ..checks.options import require_instance, require_integer
+from ..checks.options import require_instance, require_integer, shown
 from ..config import SparseMLAConfig
 from ..dtypes import BOOL, INT32, INT64
 from ..ops.swa import compute_prefill_gather_lens, compute_swa_indices_and_lens
@@ -98,8 +98,13 @@ class SparseSWAMetadataBuilder:
         num_blocks = None if num_blocks is None else require_integer("num_blocks", num_blocks, 0)
         if not config.is_v4:
             raise ValueError(f"config: expected V4 layers, got a model of kind {config.model!r}")
-        self._kinds = tuple(dict.fromkeys(compress_ratios))
-        if not set(self._kinds) <= set(LAYER_KINDS):
+        try:
+            ratios = list(compress_ratios)
+        except TypeError:
+            got = shown(compress_ratios)
+            raise TypeError(f"compress_ratios: expected some of {LAYER_KINDS}, as [4], got {got}") from None
+        self._kinds = tuple(dict.fromkeys(require_integer("compress_ratios", ratio, 1) for ratio in ratios))
+        if not self._kinds or not set(self._kinds) <= set(LAYER_KINDS):
             raise ValueError(f"compress_ratios must be among {LAYER_KINDS}, got {self._kinds}")
         self.config = config
         self.num_blocks = num_blocks
