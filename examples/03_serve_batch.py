@@ -42,6 +42,7 @@ from cupy_mla import (
 )
 from cupy_mla.layouts import INDEXER_FP8
 from cupy_mla.reference.cache import unpack_rows
+from cupy_mla.typing import CacheLayout
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 ON_GPU = cupy_mla.cuda_available()
@@ -117,7 +118,7 @@ class Checked:
 class Layer:
     """One attention layer with its cache, where the work is done."""
 
-    def __init__(self, sizes: Sizes, cache_dtype: str, seed: int | None) -> None:
+    def __init__(self, sizes: Sizes, cache_dtype: CacheLayout, seed: int | None) -> None:
         if ON_GPU:
             import cupy as xp
         else:

@@ -32,11 +32,16 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+def python_of(page: Path) -> list[str]:
+    """The blocks of Python of a page."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
 def programs() -> list[tuple[str, str]]:
     """The Python of each page of docs/, as one program; what uses CuPy, only where there is a GPU."""
     found = []
     for page in (ROOT / "docs").glob("*.md"):
-        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+        blocks = python_of(page)
         on_cpu = [block for block in blocks if "import cupy\n" not in block]
         if blocks:
             found.append((page.name, "".join(on_cpu)))
