@@ -10,8 +10,8 @@ Runs on the GPU at DeepSeek-V3.2's sizes where CuPy finds one, else on the CPU a
 
     python examples/03_serve_batch.py [--cache fp8_ds_mla|bf16] [--requests N] [--seed N]
 
-Needs rich (pip install 'cupy_mla[examples]'). Ends with an error when a sampled token's attention is out of tolerance,
-or its chosen tokens are not those of the largest logits in float64.
+Needs rich (pip install '.[examples]' in the checkout). Ends with an error when a sampled token's attention is out of
+tolerance, or its chosen tokens are not those of the largest logits in float64.
 """
 
 from __future__ import annotations
