@@ -328,9 +328,10 @@ def report(console: Console, sizes: Sizes, layer: Layer, totals: Totals, count: 
 def main() -> int:
     sizes = DEEPSEEK if ON_GPU else SMALL
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", choices=("fp8_ds_mla", "bf16"), default="fp8_ds_mla")
-    parser.add_argument("--requests", type=int, default=sizes.requests)
-    parser.add_argument("--seed", type=int, default=None)
+    caches = ("fp8_ds_mla", "bf16")
+    parser.add_argument("--cache", choices=caches, default=caches[0], help="its layout (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=sizes.requests, help="served in all (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="of weights, values and requests (default: a new one)")
     args = parser.parse_args()
     if args.requests < 1:
         parser.error("--requests must be at least 1")
