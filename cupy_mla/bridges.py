@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from functools import cache, cached_property, lru_cache
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from .arrays import HOST, Array, aligned_up, arrays_in, must_be_apart, with_arra
 from .checks.options import require_choice, require_integer, shown
 from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
 from .typing import AnyArray, LibraryName
+
+if TYPE_CHECKING:
+    import torch
 
 _NARROW: dict[np.dtype, np.dtype] = {
     BFLOAT16: np.dtype(np.int16),
@@ -789,7 +792,7 @@ def to_cupy(array: AnyArray) -> Any:
     return moved.view(BFLOAT16) if a.dtype == BFLOAT16 else moved
 
 
-def to_torch(array: AnyArray, dtype: Any = None) -> Any:
+def to_torch(array: AnyArray, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`array` as a torch tensor over the same memory, on the host or on a GPU (DLPack).
 
     Args:

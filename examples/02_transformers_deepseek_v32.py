@@ -190,7 +190,8 @@ class Comparison:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, default=Path(__file__).resolve().parent.parent / "README.md")
+    readme = Path(__file__).resolve().parent.parent / "README.md"
+    parser.add_argument("--text", type=Path, default=readme, help="what is read (default: the README)")
     parser.add_argument("--prompt", type=int, default=768, help="bytes of the text that are prefilled")
     parser.add_argument("--new", type=int, default=16, help="tokens that are decoded")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the cache's blocks")

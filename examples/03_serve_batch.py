@@ -10,8 +10,8 @@ Runs on the GPU at DeepSeek-V3.2's sizes where CuPy finds one, else on the CPU a
 
     python examples/03_serve_batch.py [--cache fp8_ds_mla|bf16] [--requests N] [--seed N]
 
-Needs rich (pip install 'cupy_mla[examples]'). Ends with an error when a sampled token's attention is out of tolerance,
-or its chosen tokens are not those of the largest logits in float64.
+Needs rich (pip install '.[examples]' in the checkout). Ends with an error when a sampled token's attention is out of
+tolerance, or its chosen tokens are not those of the largest logits in float64.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ try:
         SparseMLAMetadataBuilder,
         Workspace,
     )
+    from cupy_mla.typing import CacheLayout
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
@@ -118,7 +119,7 @@ class Checked:
 class Layer:
     """One attention layer with its cache, where the work is done."""
 
-    def __init__(self, sizes: Sizes, cache_dtype: str, seed: int | None) -> None:
+    def __init__(self, sizes: Sizes, cache_dtype: CacheLayout, seed: int | None) -> None:
         place = Place("cupy", 0) if ON_GPU else Place("numpy", -1)
         if ON_GPU:
             import cupy as xp
@@ -329,9 +330,10 @@ def report(console: Console, sizes: Sizes, layer: Layer, totals: Totals, count: 
 def main() -> int:
     sizes = DEEPSEEK if ON_GPU else SMALL
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", choices=("fp8_ds_mla", "bf16"), default="fp8_ds_mla")
-    parser.add_argument("--requests", type=int, default=sizes.requests)
-    parser.add_argument("--seed", type=int, default=None)
+    caches = ("fp8_ds_mla", "bf16")
+    parser.add_argument("--cache", choices=caches, default=caches[0], help="its layout (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=sizes.requests, help="served in all (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="of weights, values and requests (default: a new one)")
     args = parser.parse_args()
     if args.requests < 1:
         parser.error("--requests must be at least 1")

@@ -183,7 +183,8 @@ def recall(rows: Rows, wanted: Rows) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, default=Path(__file__).resolve().parent.parent / "README.md")
+    readme = Path(__file__).resolve().parent.parent / "README.md"
+    parser.add_argument("--text", type=Path, default=readme, help="what is read (default: the README)")
     parser.add_argument("--prompt", type=int, default=620, help="bytes of the text that are prefilled")
     parser.add_argument("--new", type=int, default=32, help="tokens that are decoded")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")

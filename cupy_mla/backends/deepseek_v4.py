@@ -192,17 +192,16 @@ class DeepseekV4Impl:
         rows = scratch.rows[: end - first]
         combined, combined_lens = scratch.combined[:count], scratch.combined_lens[:count]
         chosen = combined[:, :0]
-        compressed_rows, of_layer = cast(AnyArray, layer.k_cache), cast(Any, layer.topk_indices)
         if metadata is not None:
+            compressed_rows, lens = cast(AnyArray, layer.k_cache), cast(AnyArray, metadata.compressed_seq_lens)
             dequantize_and_gather_k_cache(
-                rows, compressed_rows, metadata.compressed_seq_lens[requests], None, metadata.block_table[requests],
-                config.rows_per_block, 0,
+                rows, compressed_rows, lens[requests], None, metadata.block_table[requests], config.rows_per_block, 0
             )  # fmt: skip
             if config.compress_ratio == C128A:
                 start = tokens.start - swa.num_decode_tokens
-                chosen = metadata.c128a_prefill_topk_indices[start : start + count]
+                chosen = cast(AnyArray, metadata.c128a_prefill_topk_indices)[start : start + count]
             else:
-                chosen = of_layer[tokens]
+                chosen = cast(AnyArray, layer.topk_indices)[tokens]
         dequantize_and_gather_k_cache(
             rows, layer.swa_k_cache, swa.prefill_seq_lens[prefills], swa.prefill_gather_lens[prefills],
             swa.block_table[requests], swa.block_size, config.max_compressed_rows,
@@ -281,8 +280,9 @@ class DeepseekV4Impl:
                 f"metadata: expected the {requests} requests and {tokens} tokens of swa_metadata, got "
                 f"{step.requests} and {step.tokens}"
             )
-        if ratio == C128A:
-            decode_tokens, width = len(metadata.c128a_decode_topk_lens), metadata.c128a_prefill_topk_indices.shape[1]
+        lens, lists = metadata.c128a_decode_topk_lens, metadata.c128a_prefill_topk_indices
+        if lens is not None and lists is not None:  # of C128A layers
+            decode_tokens, width = lens.shape[0], lists.shape[1]
             if decode_tokens != swa.num_decode_tokens:
                 raise ValueError(
                     f"metadata: expected the {swa.num_decode_tokens} decode tokens of swa_metadata, got "

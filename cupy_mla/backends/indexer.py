@@ -141,7 +141,8 @@ class IndexerImpl:
     def _decode(self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any) -> None:
         """q8 [Td, H, 128], chosen [Td, topk]."""
         if decode.choose_all:
-            lens = decode.context_lens.reshape(-1)
+            lens: Any = decode.context_lens
+            lens = lens.reshape(-1)
             self._choose_all(lens[decode.token_rows] if decode.requires_padding else lens, chosen)
             return
         requests = decode.block_table.shape[0]
@@ -162,7 +163,8 @@ class IndexerImpl:
         """Of the whole batch: q8 [T, H, 128], chosen [T, topk]."""
         tokens = chunk.tokens_slice
         if chunk.choose_all:
-            self._choose_all(chunk.ends - chunk.starts, chosen[tokens])
+            ends: Any = chunk.ends
+            self._choose_all(ends - chunk.starts, chosen[tokens])
             return
         keys, scales = keys[: chunk.num_keys], scales[: chunk.num_keys]
         if chunk.gathers:

@@ -11,6 +11,7 @@ from ..arrays import aligned_up
 from ..bridges import Place, as_dtype, describe
 from ..checks.options import require_integer, shown
 from ..dtypes import UINT8
+from ..typing import AnyArray
 
 ALIGNMENT = 256  # bytes, of every view
 
@@ -41,7 +42,7 @@ class Workspace:
         """From now on growing is an error."""
         self.locked = True
 
-    def get_simultaneous(self, *specs: tuple[tuple[int, ...], Any]) -> list[Any]:
+    def get_simultaneous(self, *specs: tuple[tuple[int, ...], Any]) -> list[AnyArray]:
         """Views of the allocation, one for each (shape, dtype), that do not overlap; contents are arbitrary.
 
         Raises:

@@ -47,15 +47,15 @@ class IndexerDecodeMetadata:
         schedule: of these keys, from `paged_indexer_schedule`; None where no kernel takes one.
     """
 
-    block_table: Any
-    context_lens: Any
+    block_table: AnyArray
+    context_lens: AnyArray
     query_len: int
     requires_padding: bool
-    padded_rows: Any
-    token_rows: Any
+    padded_rows: AnyArray
+    token_rows: AnyArray
     max_context_len: int
     choose_all: bool
-    schedule: Any
+    schedule: AnyArray | None
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class IndexerPrefillChunk:
         choose_all: no query token of the chunk sees more keys than it chooses, so nothing is scored.
     """
 
-    block_table: Any
-    cu_seq_lens: Any
+    block_table: AnyArray
+    cu_seq_lens: AnyArray
     num_keys: int
     tokens_slice: slice
-    starts: Any
-    ends: Any
+    starts: AnyArray
+    ends: AnyArray
     gathers: bool
     choose_all: bool
 
@@ -104,7 +104,7 @@ class IndexerMetadata:
     num_decode_tokens: int
     num_prefill_tokens: int
     num_actual_tokens: int
-    slot_mapping: Any
+    slot_mapping: AnyArray
     block_size: int
     compress_ratio: int
     topk_tokens: int

@@ -51,7 +51,7 @@ class FP8DecodeMetadata:
             tokens that pad the batch do not make up whole decodes: each token is then a decode of its own.
     """
 
-    seq_lens: Any
+    seq_lens: AnyArray
     kernel_metadata: FP8KernelMetadata
     decode_query_len: int
 
@@ -69,11 +69,11 @@ class PrefillChunk:
         chunk_tot_seqlen: workspace rows of the chunk.
     """
 
-    seq_lens: Any
+    seq_lens: AnyArray
     tokens_slice: slice
-    block_table: Any
+    block_table: AnyArray
     req_start_idx: int
-    workspace_starts: Any
+    workspace_starts: AnyArray
     chunk_tot_seqlen: int
 
 
@@ -88,9 +88,9 @@ class FP8PrefillMetadata:
         chunks: consecutive prefills that fit the workspace together, in order.
     """
 
-    seq_lens: Any
-    request_ids: Any
-    workspace_starts: Any
+    seq_lens: AnyArray
+    request_ids: AnyArray
+    workspace_starts: AnyArray
     chunks: list[PrefillChunk]
 
 
@@ -133,19 +133,19 @@ class SparseMLAMetadata:
     max_query_len: int
     max_seq_len: int
     num_actual_tokens: int
-    query_start_loc: Any
-    slot_mapping: Any
-    block_table: Any
-    req_id_per_token: Any
+    query_start_loc: AnyArray
+    slot_mapping: AnyArray
+    block_table: AnyArray
+    req_id_per_token: AnyArray
     block_size: int
     topk_tokens: int
     fp8_extra_metadata: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
     fp8_use_mixed_batch: bool = False
     compress_ratio: int = 1
-    compressed_seq_lens: Any = None
-    c128a_global_decode_topk_indices: Any = None
-    c128a_decode_topk_lens: Any = None
-    c128a_prefill_topk_indices: Any = None
+    compressed_seq_lens: AnyArray | None = None
+    c128a_global_decode_topk_indices: AnyArray | None = None
+    c128a_decode_topk_lens: AnyArray | None = None
+    c128a_prefill_topk_indices: AnyArray | None = None
 
 
 @dataclass(frozen=True)

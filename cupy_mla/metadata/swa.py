@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -47,22 +46,22 @@ class SparseSWAMetadata:
         schedules: by compress ratio, the schedule of the decode launches of each kind of layer, shared by its layers.
     """
 
-    block_table: Any
-    slot_mapping: Any
+    block_table: AnyArray
+    slot_mapping: AnyArray
     block_size: int
-    seq_lens: Any
-    query_start_loc: Any
+    seq_lens: AnyArray
+    query_start_loc: AnyArray
     query_start_loc_cpu: np.ndarray
-    is_valid_token: Any
-    token_to_req_indices: Any
-    decode_swa_indices: Any
-    decode_swa_lens: Any
+    is_valid_token: AnyArray
+    token_to_req_indices: AnyArray
+    decode_swa_indices: AnyArray
+    decode_swa_lens: AnyArray
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
     num_prefill_tokens: int
-    prefill_seq_lens: Any
-    prefill_gather_lens: Any
+    prefill_seq_lens: AnyArray
+    prefill_gather_lens: AnyArray
     schedules: dict[int, FP8KernelMetadata]
 
 

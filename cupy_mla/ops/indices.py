@@ -65,6 +65,20 @@ def convert_req_index_to_global_index(
 ) -> tuple[A, A]: ...
 
 
+@overload
+def convert_req_index_to_global_index(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
+    return_valid_counts: bool = False,
+    *,
+    out: A | None = None,
+) -> A | tuple[A, A]: ...
+
+
 @operation
 def convert_req_index_to_global_index(
     req_id: AnyArray,
