@@ -55,8 +55,8 @@ def fingerprints(archs: list[str], sources: tuple[str, ...]) -> list[tuple[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["save", "compare"])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("what", choices=["save", "compare"], help="write the file, or say what differs from it")
+    parser.add_argument("file", type=Path, help="machine code of every kernel, a line each")
     parser.add_argument("--arch", action="append", default=[], help="only these architectures")
     parser.add_argument("--source", action="append", default=[], help="only kernels whose files begin so")
     options = parser.parse_args()

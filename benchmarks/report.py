@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import figures
 from cases import (
     BATCHES,
     CACHE_OPS,
@@ -166,6 +167,27 @@ def performance() -> str:
         new = {"torch tensors": "torch_new_us", "CuPy arrays": "cupy_new_us", "FlashMLA's function": "peer_new_us"}
         parts += ["## Host time", HOST, host_table("call of known sizes", known)]
         parts.append(host_table("call of sizes never seen", new))
+    return "\n\n".join(parts)
+
+
+def absolute() -> str:
+    """Times on each GPU; rates and the share of the ceilings on the first."""
+    parts = []
+    for heading, name, figures_of in (
+        ("Prefill", "sparse_prefill", figures.prefill),
+        ("Decode", "sparse_decode", figures.decode),
+        ("The indexer's logits", "indexer", figures.indexer),
+        ("Packing, gathering, index lists", "cache_ops", figures.cache_ops),
+    ):
+        records = [record for folder in folders() if (record := load(name, folder))["rows"]]
+        times = {card(record): {row["case"]: row["ours_us"] for row in record["rows"]} for record in records}
+        lines = [
+            figure.line({gpu: us[figure.case] for gpu, us in times.items() if figure.case in us})
+            for figure in figures_of(load(name)["rows"])
+        ]
+        if lines:
+            at = ", ".join(f"{card(record)} at {commit(record, record['rows'])}" for record in records)
+            parts.append(f"## {heading}\n\n{figures_of.__doc__} Measured: {at}.\n\n{filled(lines)}")
     return "\n\n".join(parts)
 
 
@@ -333,7 +355,7 @@ def texts() -> dict[Path, str]:
     wanted = {ROOT / "README.md": readme(), RESULTS / "README.md": all_rows()}
     wanted[docs / "performance.md"] = performance()
     wanted |= {docs / "vllm.md": vllm(), docs / "several_gpus.md": context_parallel()}
-    wanted[docs / "portable.md"] = portable_shapes()
+    wanted |= {docs / "portable.md": portable_shapes(), docs / "figures.md": absolute()}
     for kernel, beginning in KERNEL_ROWS.items():
         wanted[docs / "kernels" / f"{kernel}.md"] = beside_copy(beginning)
     if load("thresholds")["rows"]:

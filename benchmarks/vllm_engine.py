@@ -780,8 +780,8 @@ def measure_all(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pack", type=Path)
-    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("pack", type=Path, help="the folder that get_vllm.sh made")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that an engine is divided over")
     parser.add_argument("--limit", type=float, default=130, help="seconds after which nothing more is begun")
     parser.add_argument("--only", default="", help="settings whose name contains this")
     options = parser.parse_args()

@@ -32,16 +32,23 @@ def parser() -> argparse.ArgumentParser:
         "check", parents=[check], description=CHECK, help="say whether this machine is fit (the default)"
     )
     warm = commands.add_parser("warmup", description=WARMUP, help="compile the kernels of a config ahead")
+    layouts = f"cache layouts: {', '.join(names())} (default: v32_fp8)"
     warm.add_argument("--heads", type=int, required=True, help="query heads on a rank")
-    warm.add_argument("--layout", nargs="+", default=["v32_fp8"], help=f"cache layouts: {', '.join(names())}")
-    warm.add_argument("--d-qk", type=int, choices=(576, 512), default=576, help="width of the rows of bf16 caches")
-    warm.add_argument("--topk", type=int, default=2048)
-    warm.add_argument("--block-size", type=int, default=64)
+    warm.add_argument("--layout", nargs="+", default=["v32_fp8"], help=layouts)
+    for name, default, what in (
+        ("--d-qk", 576, "width of the rows of bf16 caches"),
+        ("--topk", 2048, "tokens that the indexer chooses for each query token"),
+        ("--speculative-tokens", 0, "query tokens that a decode has beyond its first"),
+        ("--max-num-seqs", 256, "most requests in a batch"),
+    ):
+        choices = (576, 512) if name == "--d-qk" else None
+        warm.add_argument(name, type=int, default=default, choices=choices, help=f"{what} (default: {default})")
+    warm.add_argument(
+        "--block-size", type=int, help="tokens a block of the cache (default: 64, and 256 for V4's compressed caches)"
+    )  # fmt: skip
     warm.add_argument(
         "--compress-ratio", type=int, nargs="+", default=[1, 4, 128], help="kinds of V4 layers (default: all)"
     )
-    warm.add_argument("--speculative-tokens", type=int, default=0)
-    warm.add_argument("--max-num-seqs", type=int, default=256)
     warm.add_argument("--device", type=int, default=argparse.SUPPRESS, help="the GPU (default: 0)")
     return top
 
@@ -52,8 +59,9 @@ def configs(options: argparse.Namespace) -> Iterator[SparseMLAConfig]:
         require_choice("layout", name, names())
         layout = by_name(name, options.d_qk)
         for ratio in options.compress_ratio if layout in FP8_OF_V4 else [1]:
+            block_size = options.block_size if options.block_size is not None else 256 if ratio > 1 else 64
             yield SparseMLAConfig(
-                options.heads, layout.d_qk, topk=options.topk, block_size=options.block_size, cache_layout=name,
+                options.heads, layout.d_qk, topk=options.topk, block_size=block_size, cache_layout=name,
                 max_num_seqs=options.max_num_seqs, num_speculative_tokens=options.speculative_tokens,
                 compress_ratio=ratio,
             )  # fmt: skip

@@ -19,15 +19,18 @@ from contextlib import AbstractContextManager
 from functools import cache, cached_property, lru_cache
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import private
 from .arrays import HOST, Array, aligned_up, arrays_in, must_be_apart, with_arrays
-from .checks.options import require_choice, require_integer
+from .checks.options import require_choice, require_integer, shown
 from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
 from .typing import AnyArray, LibraryName
+
+if TYPE_CHECKING:
+    import torch
 
 _NARROW: dict[np.dtype, np.dtype] = {
     BFLOAT16: np.dtype(np.int16),
@@ -119,6 +122,22 @@ class Library(ABC):
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A new uninitialised array; fp8 as uint8 in CuPy."""
 
+    def gpus(self) -> int:
+        """How many GPUs the library sees."""
+        return 0
+
+    @abstractmethod
+    def widened(self, obj: Any) -> Any:
+        """The numbers of an array of e4m3, or of its bytes, as float32: a new array."""
+
+    @abstractmethod
+    def rounded(self, obj: Any) -> Any:
+        """A float32 array in bfloat16: a new array."""
+
+    @abstractmethod
+    def repeated(self, obj: Any, times: int, axis: int) -> Any:
+        """Each item so many times along an axis: a new array."""
+
     def native_dtype(self, dtype: np.dtype) -> Any:
         """What the library itself calls a dtype."""
         return dtype
@@ -166,6 +185,15 @@ class NumPyLibrary(Library):
     def host_view(self, obj: Any, dtype: np.dtype) -> np.ndarray:
         return np.asarray(obj)  # a subclass, as np.matrix, behaves otherwise
 
+    def widened(self, obj: Any) -> Any:
+        return obj.view(E4M3).astype(np.float32)
+
+    def rounded(self, obj: Any) -> Any:
+        return obj.astype(BFLOAT16)
+
+    def repeated(self, obj: Any, times: int, axis: int) -> Any:
+        return obj.repeat(times, axis)
+
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return np.empty(shape, dtype)
 
@@ -206,6 +234,19 @@ class CuPyLibrary(Library):
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         with self.to_device(device):
             return self.maker()(shape, self.native_dtype(np.dtype(dtype)))
+
+    def gpus(self) -> int:
+        return sys.modules["cupy"].cuda.runtime.getDeviceCount()
+
+    def widened(self, obj: Any) -> Any:
+        with self.to_device(obj.data.device_id):  # CuPy has no fp8
+            return sys.modules["cupy"].asarray(np.arange(256, dtype=UINT8).view(E4M3).astype(np.float32))[obj]
+
+    def rounded(self, obj: Any) -> Any:
+        return obj.astype(BFLOAT16)
+
+    def repeated(self, obj: Any, times: int, axis: int) -> Any:
+        return obj.repeat(times, axis)
 
     def native_dtype(self, dtype: np.dtype) -> Any:
         dtype = UINT8 if dtype == E4M3 else dtype
@@ -276,11 +317,13 @@ class TorchLibrary(Library):
             raise TypeError(f"{name}: expected a CPU or CUDA tensor, got device {obj.device}")
         try:
             ptr = obj.data_ptr()
-        except RuntimeError:  # under vmap, fake tensors
+        except RuntimeError:  # under vmap
             raise TypeError(
                 f"{name}: expected a tensor with memory of its own, got {type(obj).__name__} without, "
                 "as torch.vmap has it"
             ) from None
+        if ptr == 0 and obj.numel():  # fake tensors outside of torch.compile
+            raise TypeError(f"{name}: expected a tensor with memory of its own, got {type(obj).__name__} without")
         array = Array(name, obj, _place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
         if obj.requires_grad:
             array.wants_gradient = self.wants_gradient(obj)
@@ -328,6 +371,19 @@ class TorchLibrary(Library):
             return sys.modules["torch"].empty(shape, dtype=self.native_dtype(dtype), device="cpu")
         with self.to_device(device):
             return self.maker()(shape, dense_strides(shape), self.native_dtype(dtype))
+
+    def gpus(self) -> int:
+        cuda = sys.modules["torch"].cuda
+        return cuda.device_count() if cuda.is_available() else 0
+
+    def widened(self, obj: Any) -> Any:
+        return obj.view(self.native_dtype(E4M3)).float()
+
+    def rounded(self, obj: Any) -> Any:
+        return obj.bfloat16()
+
+    def repeated(self, obj: Any, times: int, axis: int) -> Any:
+        return obj.repeat_interleave(times, axis)
 
     def native_dtype(self, dtype: np.dtype) -> Any:
         return _torch_dtypes()[1][np.dtype(dtype)]
@@ -400,9 +456,12 @@ def as_dtype(dtype: Any) -> np.dtype:
     try:
         if torch is not None and isinstance(dtype, torch.dtype):
             return _torch_dtypes()[0][dtype]
-        return np.dtype(dtype)
-    except (KeyError, TypeError):
-        raise TypeError(f"dtype: expected one that NumPy or torch has, got {dtype!r}") from None
+        found = np.dtype(dtype)
+    except (KeyError, TypeError, ValueError):
+        found = None
+    if dtype is None or found is None or found.itemsize == 0:  # None would be float64
+        raise TypeError(f"dtype: expected one that NumPy or torch has, got {shown(dtype)}")
+    return found
 
 
 def library_of(array: Any) -> Library | None:
@@ -521,7 +580,9 @@ class Place(_Place):
         try:
             kind, device = place
         except (TypeError, ValueError):
-            raise TypeError(f"place: expected a kind of array and a device, as ('torch', 0), got {place!r}") from None
+            raise TypeError(
+                f"place: expected a kind of array and a device, as ('torch', 0), got {shown(place)}"
+            ) from None
         return cls(kind, device)
 
     @property
@@ -564,10 +625,21 @@ class Place(_Place):
 
         Raises:
             RuntimeError: the library, or a GPU, is missing.
+            ValueError: no memory can be so large.
         """
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if nbytes > sys.maxsize:
+            raise ValueError(f"place: an array of shape {list(shape)} takes {nbytes} bytes, more than can be addressed")
         if self.kind not in sys.modules:
             (require_cupy if self.kind == "cupy" else require_torch)(f"a {self.kind} array")
-        return self.library.empty(self.device, shape, np.dtype(dtype))
+        try:
+            return self.library.empty(self.device, shape, np.dtype(dtype))
+        except (AssertionError, RuntimeError) as error:
+            if not self.on_gpu or self.device < self.library.gpus():
+                raise
+            raise RuntimeError(
+                f"place: there is no {_device_name(self.device)}, {self.kind} sees {self.library.gpus()} GPUs"
+            ) from error
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """A new uninitialised array, described."""
@@ -720,7 +792,7 @@ def to_cupy(array: AnyArray) -> Any:
     return moved.view(BFLOAT16) if a.dtype == BFLOAT16 else moved
 
 
-def to_torch(array: AnyArray, dtype: Any = None) -> Any:
+def to_torch(array: AnyArray, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`array` as a torch tensor over the same memory, on the host or on a GPU (DLPack).
 
     Args:
@@ -759,7 +831,7 @@ def to_torch(array: AnyArray, dtype: Any = None) -> Any:
     if dtype is None:
         return moved
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype: expected a torch dtype, got {dtype!r}")
+        raise TypeError(f"dtype: expected a torch dtype, got {shown(dtype)}")
     if dtype.itemsize != moved.dtype.itemsize:
         raise ValueError(f"dtype: expected one of {moved.dtype.itemsize} bytes an item as {moved.dtype}, got {dtype}")
     return moved.view(dtype)

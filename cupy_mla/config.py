@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
-from .checks.options import require_choice, require_integer
+from .checks.options import LARGEST_INT, require_choice, require_integer
 from .typing import CacheLayout, ModelKind
 
 
@@ -18,14 +18,15 @@ class SparseMLAConfig:
         d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, and models of the V3.2 kind without RoPE).
         d_v: value width, 512.
         topk: KV tokens the indexer chooses for each query token.
-        block_size: tokens a block of the paged cache.
+        block_size: tokens a block of the paged cache; with compression a multiple of `compress_ratio`, for a block
+            holds whole rows.
         cache_layout: "bf16", "v32_fp8" or "v4_fp8"; vLLM's "fp8_ds_mla" is the FP8 layout of the model's kind. Models
             of the V3.2 kind without RoPE keep rows of 512 in bf16, and in FP8 V3.2's rows with a RoPE part of zeros.
         max_num_seqs: most requests in a batch.
         max_num_batched_tokens: most query tokens in a batch.
         max_model_len: longest sequence, in tokens.
         num_speculative_tokens: query tokens a decode has beyond its first.
-        compress_ratio: 1 (no compression), 4 (C4A) or 128 (C128A).
+        compress_ratio: 1 (no compression); of V4 layers also 4 (C4A) or 128 (C128A).
         window: length of the sliding window of V4 layers, in tokens.
         mixed_below_heads: V3.2 layers over an FP8 cache give whole batches to the decode kernel when the rank has fewer
             heads than this; with more, prefills go to the prefill kernel over gathered rows.
@@ -33,7 +34,8 @@ class SparseMLAConfig:
         max_workspace_bytes: most memory that the indexer's logits take at a time.
 
     Raises:
-        TypeError, ValueError: a field is of another type or out of its range; the message names it.
+        TypeError, ValueError: a field is of another type or out of its range, or no model has such layers; the message
+            names it.
     """
 
     num_heads: int
@@ -60,6 +62,11 @@ class SparseMLAConfig:
             ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        if self.max_num_seqs * (1 + self.num_speculative_tokens) > LARGEST_INT:
+            raise ValueError(
+                f"num_speculative_tokens: int32 cannot count the query tokens of {self.max_num_seqs} decodes "
+                f"(max_num_seqs) of 1 + {self.num_speculative_tokens} each"
+            )
         if self.d_qk not in (576, 512):
             raise ValueError(f"d_qk must be 576 or 512, got {self.d_qk}")
         if self.d_v != layouts.D_V:
@@ -73,6 +80,11 @@ class SparseMLAConfig:
             raise ValueError(f"cache_layout: models of kind {self.model!r} have no caches {self.cache_layout!r}")
         if self.compress_ratio not in (1, 4, 128):
             raise ValueError(f"compress_ratio must be 1, 4 or 128, got {self.compress_ratio}")
+        if self.compress_ratio > 1 and not self.is_v4:
+            raise ValueError(f"compress_ratio of models of kind 'v32' must be 1, got {self.compress_ratio}")
+        if self.block_size % self.compress_ratio:
+            ratio = self.compress_ratio
+            raise ValueError(f"block_size: expected a multiple of compress_ratio {ratio}, got {self.block_size}")
 
     @property
     def layout(self) -> layouts.Layout:

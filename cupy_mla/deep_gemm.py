@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import arrays
 from .bridges import bind
 from .checks.options import require_bool, require_integer
+from .checks.values import check_widths
 from .dtypes import INT32
 from .ops import logits
 from .typing import A, AnyArray
@@ -43,7 +45,8 @@ def fp8_mqa_logits(
         kv: keys [N, 128] and their scales [N].
         clean_logits: write -inf for keys that a token does not see.
         max_seqlen_k: 0, or the width of compressed logits, whose rows start at the first key that a token sees:
-            `compact_width`. At least the longest range.
+            `compact_width`. At least the longest range, which `cupy_mla.set_checks` looks at: keys beyond it are left
+            out.
 
     Example:
         >>> q, keys = np.ones((1, 32, 128), float8_e4m3fn), np.ones((3, 128), float8_e4m3fn)
@@ -55,9 +58,16 @@ def fp8_mqa_logits(
     width = require_integer("max_seqlen_k", max_seqlen_k, 0)
     clean = require_bool("clean_logits", clean_logits)
     keys, scales = _pair("kv", kv)
-    return logits.indexer_logits(
-        q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean, compact_width=width or None
-    )  # fmt: skip
+    try:
+        found = logits.indexer_logits(
+            q, keys, scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean=clean, compact_width=width or None
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise _renamed(error) from error
+    if width and arrays.CHECK_VALUES:
+        _, (starts, ends) = bind(cu_seq_len_k_start=cu_seq_len_k_start, cu_seq_len_k_end=cu_seq_len_k_end)
+        check_widths(starts, ends, width)
+    return found
 
 
 def fp8_paged_mqa_logits(
@@ -88,7 +98,12 @@ def fp8_paged_mqa_logits(
         [[0.0, 0.0, 0.0, -inf]]
     """
     clean = require_bool("clean_logits", clean_logits)
-    return logits.paged_indexer_logits(q, kv_cache, weights, context_lens, block_table, max_context_len, clean=clean)
+    try:
+        return logits.paged_indexer_logits(
+            q, kv_cache, weights, context_lens, block_table, max_context_len, clean=clean
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise _renamed(error) from error
 
 
 def get_paged_mqa_logits_metadata(context_lens: A, block_kv: int, num_sms: int) -> A:
@@ -141,9 +156,23 @@ def fp8_fp4_paged_mqa_logits(
     )
 
 
+# What arguments are called here, by the names that `cupy_mla.ops.logits` has for them.
+_NAMES = {
+    "q8": "q", "k8": "kv[0]", "ks": "kv[1]", "w": "weights", "starts": "cu_seq_len_k_start",
+    "ends": "cu_seq_len_k_end", "compact_width": "max_seqlen_k",
+}  # fmt: skip
+
+
+def _renamed(error: Exception) -> Exception:
+    """An error that names an argument as it is called here."""
+    name, colon, rest = str(error).partition(":")
+    return type(error)(f"{_NAMES.get(name, name)}{colon}{rest}")
+
+
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name}: expected a pair, got {type(value).__name__}")
+        of = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+        raise TypeError(f"{name}: expected a pair of values and scales, got {type(value).__name__}{of}")
     return value[0], value[1]
 
 

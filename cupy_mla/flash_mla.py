@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .calls.operation import operation
-from .checks.options import require_bool, require_scale
+from .checks.options import require_bool, require_scale, shown
 from .checks.validate import require_d_v
 from .cuda.program import Plan
 from .ops import attention, dense
@@ -56,10 +56,13 @@ def get_mla_metadata(*args: Any, batch_invariant: bool = False, **kwargs: Any) -
         batch_invariant: calls with this schedule give a request the same bits whatever else is in the batch, see
             `cupy_mla.sparse_decode`.
 
+    Raises:
+        TypeError: `batch_invariant` is no bool.
+
     Example:
         >>> schedule, _ = cupy_mla.get_mla_metadata()
     """
-    return FlashMLASchedMeta(batch_invariant=batch_invariant), None
+    return FlashMLASchedMeta(batch_invariant=require_bool("batch_invariant", batch_invariant)), None
 
 
 @operation
@@ -149,7 +152,9 @@ def flash_mla_with_kvcache(
     if not isinstance(meta, FlashMLASchedMeta):
         raise TypeError(f"tile_scheduler_metadata must come from get_mla_metadata, got {type(meta).__name__}")
     if num_splits is not None:
-        raise ValueError(f"num_splits must be None, the schedule lives in tile_scheduler_metadata, got {num_splits!r}")
+        raise ValueError(
+            f"num_splits must be None, the schedule lives in tile_scheduler_metadata, got {shown(num_splits)}"
+        )
     batch_invariant = meta.batch_invariant
     if enable_batch_invariant is not False:
         batch_invariant |= require_bool("enable_batch_invariant", enable_batch_invariant)
@@ -239,7 +244,7 @@ class _Settings(NamedTuple):
 
 @operation
 def _with_kvcache(
-    q: Any, k_cache: Any, indices: Any, plan: Plan, settings: tuple[Any, ...], **others: Any
+    q: Any, k_cache: Any, indices: Any, plan: Plan | None, settings: tuple[Any, ...], **others: Any
 ) -> tuple[Any, Any, Shapes | None]:
     """out, lse, and what the schedule is made for.
 
@@ -251,6 +256,8 @@ def _with_kvcache(
     is_fp8_kvcache = require_sparse(asked.head_dim_v, asked.causal, asked.is_fp8_kvcache)
     shapes = _shapes(given, is_fp8_kvcache)
     _require_planned(asked.planned, shapes)
+    if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
+        plan = None  # lengths differ from call to call; without them two lists are equally long
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = attention.decode(
         given, scale, asked.num_splits, asked.batch_invariant, is_fp8_kvcache, plan, "extra_indices_in_kvcache"

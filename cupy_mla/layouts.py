@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from .checks.options import require_choice
+from .checks.options import require_bool, require_choice, require_instance, require_integer
 from .dtypes import BFLOAT16, UINT8
 
 D_V = 512  # value width of every DeepSeek sparse layer
@@ -92,6 +92,7 @@ class Layout:
 
     def block_bytes(self, block_size: int) -> int:
         """The block stride that the writers of this layout use, in bytes."""
+        block_size = require_integer("block_size", block_size, 0)
         return -(-self.token_bytes * block_size // self.block_align) * self.block_align
 
     @property
@@ -151,13 +152,20 @@ WritableLayout = Literal["bf16", "bfloat16", "auto", "v32_fp8", "fp8_ds_mla"]
 
 
 def names(of: Iterable[Layout] = ATTENTION_LAYOUTS) -> tuple[str, ...]:
-    """What users and engines call these layouts, each name once."""
+    """What users and engines call these layouts, each name once.
+
+    Raises:
+        TypeError: something else than layouts is given.
+    """
+    of = tuple(of) if isinstance(of, Iterable) else (of,)
+    for layout in of:
+        require_instance("of", layout, Layout)
     return tuple(dict.fromkeys(name for layout in of for name in layout.names))
 
 
 def fp8_of(is_v4: bool) -> Layout:
     """The FP8 layout of V4 models, or of those of the V3.2 kind."""
-    return V4_FP8 if is_v4 else V32_FP8
+    return V4_FP8 if require_bool("is_v4", is_v4) else V32_FP8
 
 
 def of_model(name: str, d_qk: int, is_v4: bool) -> Layout:
@@ -174,14 +182,14 @@ def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
     """The layout called `name`; for "bf16" (or "auto", "bfloat16") `d_qk` says which of its two widths.
 
     Raises:
-        ValueError: no layout has that name, or `d_qk` is neither 576 nor 512.
+        TypeError, ValueError: no layout has that name, or `d_qk` is neither 576 nor 512.
     """
     if isinstance(name, Layout):
         return name
-    if name in BF16_576.names:
-        if d_qk not in (576, 512):
-            raise ValueError(f"d_qk of a bf16 cache must be 576 or 512, got {d_qk}")
-        return BF16_576 if d_qk == 576 else BF16_512
     known = (*ATTENTION_LAYOUTS, INDEXER_FP8)
     require_choice("layout", name, names(known))
+    if name in BF16_576.names:
+        if require_integer("d_qk", d_qk, 1) not in (576, 512):
+            raise ValueError(f"d_qk of a bf16 cache must be 576 or 512, got {d_qk}")
+        return BF16_576 if d_qk == 576 else BF16_512
     return next(layout for layout in known if name in layout.names)

@@ -19,8 +19,14 @@ class AnyArray(Protocol):
     def dtype(self) -> Any:
         """Type of the items, as the library has it."""
 
-    def __dlpack__(self) -> Any:
-        """The array for another library."""
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        """Kind and number of the device, as DLPack has them."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """A part of the array, as the library has it."""
+
+    def __len__(self) -> int:
+        """Length of the first axis."""
 
 
 A = TypeVar("A", bound=AnyArray)

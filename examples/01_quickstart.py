@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
-import numpy as np
+try:
+    import ml_dtypes
+    import numpy as np
 
-import cupy_mla
-from cupy_mla import layouts
-from cupy_mla.reference.cache import unpack_rows
+    import cupy_mla
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.'")
 
 HEADS, D_QK, D_V, TOPK = 128, 576, 512, 2048
 BLOCK_SIZE = 64
@@ -31,6 +32,7 @@ SCALE = 192**-0.5  # DeepSeek-V3.2's: 128 + 64 values of a head before weights a
 BOUNDS = {"decode": (1e-3, 2.01 / 128, 5e-6), "prefill": (8e-4, 3.01 / 128, 7e-6)}
 
 ON_GPU = cupy_mla.cuda_available()
+PLACE = ("cupy", 0) if ON_GPU else ("numpy", -1)
 
 
 def device(array: np.ndarray) -> Any:
@@ -63,11 +65,11 @@ def decode(rng: np.random.Generator) -> tuple[str, np.ndarray, np.ndarray, float
     blocks = [-(-tokens // BLOCK_SIZE) for tokens in CONTEXTS]
     block_tables = np.split(rng.permutation(sum(blocks)), np.cumsum(blocks)[:-1])
     slots = [
-        table[np.arange(tokens) // BLOCK_SIZE] * BLOCK_SIZE + np.arange(tokens) % BLOCK_SIZE
+        cupy_mla.slots_of(table[None].astype(np.int32), np.arange(tokens)[None], BLOCK_SIZE)[0]
         for table, tokens in zip(block_tables, CONTEXTS, strict=True)
     ]
 
-    cache = device(np.zeros((sum(blocks), BLOCK_SIZE, layouts.V32_FP8.token_bytes), np.uint8))
+    cache = cupy_mla.empty_cache("v32_fp8", sum(blocks), BLOCK_SIZE, PLACE)
     latent, rope = random_rows(rng, sum(CONTEXTS), 512), random_rows(rng, sum(CONTEXTS), 64)
     cupy_mla.concat_and_cache_mla(device(latent), device(rope), cache, device(np.concatenate(slots)))
 
@@ -77,8 +79,8 @@ def decode(rng: np.random.Generator) -> tuple[str, np.ndarray, np.ndarray, float
     on_device = device(q), cache, device(indices)
     out, ms = timed(lambda: cupy_mla.sparse_decode(*on_device, SCALE))
 
-    host = cupy_mla.to_numpy(cache)
-    want = np.stack([dense(q[i, 0], unpack_rows(host, layouts.V32_FP8, own)) for i, own in enumerate(chosen)])
+    rows = [cupy_mla.to_numpy(cupy_mla.unpack_rows(cache, device(own))) for own in chosen]  # as the cache holds them
+    want = np.stack([dense(*pair) for pair in zip(q[:, 0], rows, strict=True)])
     return f"{len(CONTEXTS)} queries x {HEADS} heads x {TOPK} FP8 rows", out[:, 0], want, ms
 
 

@@ -34,14 +34,17 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's idle threads sleep: spinning, they slow NumPy's down
 
-import torch
-import transformers
-from rich.console import Console
-from rich.progress import Progress
-from transformers import AutoModelForCausalLM, Cache, DeepseekV32Config, DeepseekV32ForCausalLM
+try:
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.progress import Progress
+    from transformers import AutoModelForCausalLM, Cache, DeepseekV32Config, DeepseekV32ForCausalLM
 
-import cupy_mla
-from cupy_mla.integrations.transformers import PagedLatentCache, sparse_attention
+    import cupy_mla
+    from cupy_mla.integrations.transformers import PagedLatentCache, sparse_attention
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 BOUND, RECALL = 1.25, 0.9
 BLOCK_SIZE = 64
@@ -187,7 +190,8 @@ class Comparison:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, default=Path(__file__).resolve().parent.parent / "README.md")
+    readme = Path(__file__).resolve().parent.parent / "README.md"
+    parser.add_argument("--text", type=Path, default=readme, help="what is read (default: the README)")
     parser.add_argument("--prompt", type=int, default=768, help="bytes of the text that are prefilled")
     parser.add_argument("--new", type=int, default=16, help="tokens that are decoded")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the cache's blocks")

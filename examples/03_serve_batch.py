@@ -10,8 +10,8 @@ Runs on the GPU at DeepSeek-V3.2's sizes where CuPy finds one, else on the CPU a
 
     python examples/03_serve_batch.py [--cache fp8_ds_mla|bf16] [--requests N] [--seed N]
 
-Needs rich (pip install 'cupy_mla[examples]'). Ends with an error when a sampled token's attention is out of tolerance,
-or its chosen tokens are not those of the largest logits in float64.
+Needs rich (pip install '.[examples]' in the checkout). Ends with an error when a sampled token's attention is out of
+tolerance, or its chosen tokens are not those of the largest logits in float64.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+try:
+    import ml_dtypes
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
 
-import cupy_mla
-from cupy_mla import (
-    BatchMetadata,
-    IndexerImpl,
-    IndexerMetadataBuilder,
-    Place,
-    SparseMLABackend,
-    SparseMLAConfig,
-    SparseMLAMetadataBuilder,
-    Workspace,
-)
-from cupy_mla.layouts import INDEXER_FP8
-from cupy_mla.reference.cache import unpack_rows
+    import cupy_mla
+    from cupy_mla import (
+        BatchMetadata,
+        IndexerImpl,
+        IndexerMetadataBuilder,
+        Place,
+        SparseMLABackend,
+        SparseMLAConfig,
+        SparseMLAMetadataBuilder,
+        Workspace,
+    )
+    from cupy_mla.typing import CacheLayout
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 ON_GPU = cupy_mla.cuda_available()
@@ -117,7 +119,8 @@ class Checked:
 class Layer:
     """One attention layer with its cache, where the work is done."""
 
-    def __init__(self, sizes: Sizes, cache_dtype: str, seed: int | None) -> None:
+    def __init__(self, sizes: Sizes, cache_dtype: CacheLayout, seed: int | None) -> None:
+        place = Place("cupy", 0) if ON_GPU else Place("numpy", -1)
         if ON_GPU:
             import cupy as xp
         else:
@@ -129,10 +132,10 @@ class Layer:
             max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.tokens_a_step,
             max_model_len=sizes.prompt[1] + sizes.output[1],
         )  # fmt: skip
-        shape = SparseMLABackend.get_kv_cache_shape(sizes.num_blocks, sizes.block_size, cache_dtype=cache_dtype)
-        self.cache = xp.zeros(shape, self.config.layout.dtype)
-        self.keys = xp.zeros((sizes.num_blocks, sizes.block_size, INDEXER_FP8.last_axis), np.uint8)
-        place = Place.of(self.cache)
+        self.cache, self.keys = (
+            cupy_mla.empty_cache(layout, sizes.num_blocks, sizes.block_size, place)
+            for layout in (self.config.layout, "indexer_fp8")
+        )
         workspace = Workspace(place)
         self.builder = SparseMLAMetadataBuilder(self.config, place, num_blocks=sizes.num_blocks)
         self.index_builder = IndexerMetadataBuilder(self.config, place, num_blocks=sizes.num_blocks)
@@ -153,8 +156,7 @@ class Layer:
             self.random(tokens, self.index_heads, INDEX_D), self.random(tokens, self.index_heads)
         )
         keys, metadata = self.random(tokens, INDEX_D), self.index_builder.build(batch)
-        self.indexer.forward(keys, q8, w, self.keys, metadata, self.topk_indices)
-        return self.topk_indices[:tokens], q8, w
+        return self.indexer.forward(keys, q8, w, self.keys, metadata, self.topk_indices), q8, w
 
     def forward(self, batch: BatchMetadata) -> tuple[Any, Checked]:
         """One step: returns the layer's output, and what it takes to check what led to it."""
@@ -177,10 +179,7 @@ class Layer:
         """Largest difference of a token's attention to float64 over the rows it chose, and if that is in tolerance."""
         chosen = cupy_mla.to_numpy(step.topk_indices[t])
         chosen = chosen[chosen >= 0]
-        block, offset = np.array(request.blocks)[chosen // self.config.block_size], chosen % self.config.block_size
-        stored = cupy_mla.to_numpy(self.cache.view(np.uint8)[self.xp.asarray(block), self.xp.asarray(offset)])
-        one_a_block = stored.view(self.config.layout.dtype)[:, None]
-        rows = unpack_rows(one_a_block, self.config.layout, np.arange(len(stored))).astype(np.float64)
+        rows = self.rows_of(self.cache, request, chosen)
         query = np.concatenate([cupy_mla.to_numpy(part[t]) for part in step.q], axis=-1).astype(np.float64)
         logits = SCALE * query @ rows.T
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -189,17 +188,21 @@ class Layer:
         in_tolerance = bool(((error < ABSOLUTE) | (error < RELATIVE * np.abs(want))).all())
         return float(error.max()), in_tolerance and self.best_chosen(t, position, request, chosen, step)
 
+    def rows_of(self, cache: Any, request: Request, positions: np.ndarray) -> np.ndarray:
+        """The rows of a request's positions as a cache holds them, float64."""
+        table = np.array([request.blocks], np.int32)
+        slots = cupy_mla.slots_of(table, positions[None], self.config.block_size)[0]
+        return cupy_mla.to_numpy(cupy_mla.unpack_rows(cache, self.xp.asarray(slots))).astype(np.float64)
+
     def best_chosen(self, t: int, position: int, request: Request, chosen: np.ndarray, step: Checked) -> bool:
         """If the tokens that a token chose are those of the largest logits in float64, of keys as they are cached."""
         seen = np.arange(position + 1)
-        size, count = self.config.block_size, min(len(seen), self.config.topk)
+        count = min(len(seen), self.config.topk)
         if len(set(chosen.tolist())) != count or not np.isin(chosen, seen).all():
             return False
-        blocks = cupy_mla.to_numpy(self.keys[self.xp.asarray(request.blocks)]).reshape(len(request.blocks), -1)
-        codes = blocks[:, : INDEX_D * size].reshape(-1, INDEX_D)[seen].view(E4M3).astype(np.float64)
-        scales = np.ascontiguousarray(blocks[:, INDEX_D * size :]).view(np.float32).reshape(-1)[seen]
+        keys = self.rows_of(self.keys, request, seen)
         query = cupy_mla.to_numpy(step.q8[t]).view(E4M3).astype(np.float64)
-        logits = scales * (np.maximum(codes @ query.T, 0) @ cupy_mla.to_numpy(step.w[t]).astype(np.float64))
+        logits = np.maximum(keys @ query.T, 0) @ cupy_mla.to_numpy(step.w[t]).astype(np.float64)
         left_out = np.setdiff1d(seen, chosen)
         slack = LOGIT_TOLERANCE * np.abs(logits).max()
         return len(left_out) == 0 or logits[chosen].min() >= logits[left_out].max() - slack
@@ -288,7 +291,7 @@ class Server:
             row[: len(request.blocks)] = request.blocks
             own = np.arange(request.cached, request.cached + count)
             positions.append(own)
-            slots.append(row[own // self.sizes.block_size] * self.sizes.block_size + own % self.sizes.block_size)
+            slots.append(cupy_mla.slots_of(row[None], own[None], self.sizes.block_size)[0])
         counts = [count for _, count in work]
         return BatchMetadata(
             query_start_loc=np.concatenate([[0], np.cumsum(counts)]),
@@ -310,7 +313,7 @@ def report(console: Console, sizes: Sizes, layer: Layer, totals: Totals, count: 
     used = np.array(totals.blocks) / sizes.num_blocks
     table = Table(show_header=False)
     table.add_row("layer", f"{sizes.heads} heads, {layer.config.layout.name} cache")
-    table.add_row("indexer", f"{sizes.index_heads} heads, {sizes.topk} tokens chosen, {INDEXER_FP8.name} cache")
+    table.add_row("indexer", f"{sizes.index_heads} heads, {sizes.topk} tokens chosen, indexer_fp8 cache")
     table.add_row("backend", "CUDA" if ON_GPU else "NumPy")
     table.add_row("served", f"{count} requests in {totals.steps} steps")
     table.add_row("tokens", f"{totals.prompt_tokens} of prompts, {totals.output_tokens} decoded")
@@ -327,9 +330,10 @@ def report(console: Console, sizes: Sizes, layer: Layer, totals: Totals, count: 
 def main() -> int:
     sizes = DEEPSEEK if ON_GPU else SMALL
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", choices=("fp8_ds_mla", "bf16"), default="fp8_ds_mla")
-    parser.add_argument("--requests", type=int, default=sizes.requests)
-    parser.add_argument("--seed", type=int, default=None)
+    caches = ("fp8_ds_mla", "bf16")
+    parser.add_argument("--cache", choices=caches, default=caches[0], help="its layout (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=sizes.requests, help="served in all (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="of weights, values and requests (default: a new one)")
     args = parser.parse_args()
     if args.requests < 1:
         parser.error("--requests must be at least 1")

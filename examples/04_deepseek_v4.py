@@ -34,14 +34,17 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's idle threads sleep: spinning, they slow NumPy's down
 
-import torch
-import transformers
-from rich.console import Console
-from rich.progress import Progress
-from transformers import AutoModelForCausalLM, Cache, DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
+try:
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.progress import Progress
+    from transformers import AutoModelForCausalLM, Cache, DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
-import cupy_mla
-from cupy_mla.integrations.transformers import PagedV4Cache, sparse_attention
+    import cupy_mla
+    from cupy_mla.integrations.transformers import PagedV4Cache, sparse_attention
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 BOUND, RECALL = 1.25, 0.9
 SWA_BLOCK, BLOCK = 64, 256  # tokens a block: of the sliding window's cache, and of the compressed ones
@@ -180,7 +183,8 @@ def recall(rows: Rows, wanted: Rows) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, default=Path(__file__).resolve().parent.parent / "README.md")
+    readme = Path(__file__).resolve().parent.parent / "README.md"
+    parser.add_argument("--text", type=Path, default=readme, help="what is read (default: the README)")
     parser.add_argument("--prompt", type=int, default=620, help="bytes of the text that are prefilled")
     parser.add_argument("--new", type=int, default=32, help="tokens that are decoded")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")

@@ -29,11 +29,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import ml_dtypes
-import numpy as np
+try:
+    import ml_dtypes
+    import numpy as np
 
-import cupy_mla
-from cupy_mla import layouts
+    import cupy_mla
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.'")
 
 BF16 = ml_dtypes.bfloat16
 HIDDEN, Q_LORA = 1024, 384  # the model: 7168, 1536
@@ -45,6 +47,7 @@ CONTEXTS = np.array([300, 650, 411])  # tokens of each request, the one that is 
 FP8_BOUND, STORED_BOUND, RECALL = 0.04, 0.008, 0.9
 
 ON_GPU = cupy_mla.cuda_available()
+PLACE = ("cupy", 0) if ON_GPU else ("numpy", -1)
 
 # nn.Linear weights, [out, in].
 SHAPES = {
@@ -123,13 +126,11 @@ class Caches:
         for row, count in zip(self.block_table, blocks, strict=True):
             row[:count] = [next(order) for _ in range(count)]
         self.rows, self.keys = (
-            device(np.zeros((blocks.sum(), BLOCK_SIZE, layout.token_bytes), np.uint8))
-            for layout in (layouts.V32_FP8, layouts.INDEXER_FP8)
+            cupy_mla.empty_cache(layout, blocks.sum(), BLOCK_SIZE, PLACE) for layout in ("v32_fp8", "indexer_fp8")
         )
 
     def write(self, request: int, positions: np.ndarray, latent: Any, k_pe: Any, key: Any) -> None:
-        block, offset = self.block_table[request, positions // BLOCK_SIZE], positions % BLOCK_SIZE
-        slots = device(block.astype(np.int64) * BLOCK_SIZE + offset)
+        slots = device(cupy_mla.slots_of(self.block_table[[request]], positions[None], BLOCK_SIZE)[0])
         cupy_mla.concat_and_cache_mla(device(latent), device(k_pe), self.rows, slots)
         cupy_mla.indexer_k_quant_and_cache(device(key), self.keys, slots)
 

@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
+try:
+    import torch
+    import torch.distributed as dist
 
-import cupy_mla
-from cupy_mla.integrations.distributed import ContextParallel
+    import cupy_mla
+    from cupy_mla.integrations.distributed import ContextParallel
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: in a checkout of cupy_mla, pip install -e '.[examples]'")
 
 BLOCK_SIZE, SCALE = 64, 192**-0.5
 BOUND = 2**-6  # of the norm of the difference, relative: parts are rounded to bfloat16 before they are merged
@@ -39,13 +43,15 @@ class Caches:
         width = -(-longest // BLOCK_SIZE)
         self.width = width * BLOCK_SIZE
         self.table = torch.arange(requests * width, dtype=torch.int32, device=place).view(requests, width)
-        self.rows = torch.zeros(requests * width, BLOCK_SIZE, 656, dtype=torch.uint8, device=place)
-        self.keys = torch.zeros(requests * width, BLOCK_SIZE, 132, dtype=torch.uint8, device=place)
+        self.rows, self.keys = (
+            cupy_mla.empty_cache(layout, requests * width, BLOCK_SIZE, cupy_mla.Place.of(self.table))
+            for layout in ("v32_fp8", "indexer_fp8")
+        )
         self.lens = torch.zeros(requests, dtype=torch.int32, device=place)
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, request: torch.Tensor, at: torch.Tensor) -> None:
         """Tokens at positions of requests; those at -1 are not written."""
-        slots = cupy_mla.convert_req_index_to_global_index(request, self.table, at[:, None], BLOCK_SIZE)[:, 0].long()
+        slots = cupy_mla.slots_of(self.table, at, BLOCK_SIZE, request_ids=request)
         cupy_mla.concat_and_cache_mla(rows[:, :512], rows[:, 512:], self.rows, slots)
         cupy_mla.indexer_k_quant_and_cache(keys, self.keys, slots)
 
@@ -115,9 +121,9 @@ def main() -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpus = cupy_mla.cuda_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=8 if on_gpus else 2)
+    parser.add_argument("--requests", type=int, default=8 if on_gpus else 2, help="decoded at once")
     parser.add_argument("--length", type=int, default=32768 if on_gpus else 700, help="tokens before the first step")
-    parser.add_argument("--steps", type=int, default=20 if on_gpus else 3)
+    parser.add_argument("--steps", type=int, default=20 if on_gpus else 3, help="tokens that are decoded of each")
     options = parser.parse_args()
     heads, index_heads, topk = (128, 64, 2048) if on_gpus else (8, 8, 128)
     place = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")

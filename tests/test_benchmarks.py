@@ -461,6 +461,25 @@ def test_accuracy_and_host_time_name_card_and_commit(module, monkeypatch, tmp_pa
     assert "| decode b 1 to 9 | H200 | 0123456 | 5.0 | 6.0 |  |" in text
 
 
+def test_absolute_figures(module, monkeypatch, tmp_path):
+    """Products of 2048 queries, rows of 128, at hand-worked rates; shares of 812 TFLOP/s, of a floor, of a copy."""
+    report = module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    prefill = {"case": "prefill h 64 d 576 s_q 2048 s_kv 32768 topk 2048", "ours_us": 1000.0}
+    decode = {"case": "V32 h 64 b 128 s_q 1 topk 2048", "ours_us": 100.0, "floor_us": 55.0}
+    pack = {"case": "pack V4 tokens 1000000", "ours_us": 500.0, "peer_us": 450.0}
+    write_record(tmp_path, "sparse_prefill", "NVIDIA H200", prefill)
+    write_record(tmp_path / "h100", "sparse_prefill", "NVIDIA H100 80GB HBM3", {**prefill, "ours_us": 1100.0})
+    write_record(tmp_path, "sparse_decode", "NVIDIA H200", decode, {**decode, "case": "V32 h 64 b 3 s_q 1 topk 2048"})
+    write_record(tmp_path, "cache_ops", "NVIDIA H200", pack)
+    text = report.absolute()
+    assert "| 64 | 576 | 1,000.0 | 1,100.0 | 584 | 72 |" in text  # 2 * 2048 * 2048 * 64 * 1088
+    assert "| V32 | 64 | 128 x 1 | 2048 | 100.0 | 365 | 1.72 | 55 |" in text  # 2 * 262144 * 64 * 1088; 656 bytes a row
+    assert "| pack V4 tokens 1000000 | 500.0 | 3.22 | 90 |" in text  # 1024 + 584 bytes a token
+    assert "3 x 1" not in text
+    assert "Measured: H200 at 0123456, H100 at 0123456." in text
+
+
 def test_the_readme_shows_eight_groups_of_the_first_gpu(module, monkeypatch, tmp_path):
     report = module("report")
     assert len(re.findall(r"^\| [a-z].* \| \w+ \| [0-9a-f]{7} \|", report.readme(), re.M)) == 8

@@ -78,7 +78,12 @@ def test_kinds_of_models(d_qk, model, cache_layout, layout):
      ({"d_qk": 512, "model": "v32", "cache_layout": "v4_fp8"}, "cache_layout: models of kind 'v32' have no caches"),
      ({"d_qk": 512, "cache_layout": "v32_fp8"}, "cache_layout: models of kind 'v4' have no caches 'v32_fp8'"),
      ({"model": "v3"}, r"model must be one of \('v32', 'v4'\), got 'v3'"),
-     ({"cache_layout": "indexer_fp8"}, "cache_layout must be one of")],
+     ({"cache_layout": "indexer_fp8"}, "cache_layout must be one of"),
+     ({"compress_ratio": 4, "cache_layout": "fp8_ds_mla"}, "compress_ratio of models of kind 'v32' must be 1, got 4"),
+     ({"compress_ratio": 128, "block_size": 128}, "compress_ratio of models of kind 'v32' must be 1, got 128"),
+     ({"compress_ratio": 4, "d_qk": 512, "model": "v32"}, "compress_ratio of models of kind 'v32' must be 1, got 4"),
+     ({"compress_ratio": 4, "d_qk": 512, "block_size": 6}, "block_size: expected a multiple of compress_ratio 4, got"),
+     ({"compress_ratio": 128, "d_qk": 512}, "block_size: expected a multiple of compress_ratio 128, got 64")],
 )  # fmt: skip
 def test_kinds_that_do_not_fit(change, message):
     with pytest.raises(ValueError, match=f"^{message}"):

@@ -203,7 +203,7 @@ def test_what_is_not_there_is_an_error(rng) -> None:
     with pytest.raises(ValueError, match=r"^q: scales were given"):
         deep_gemm.fp8_fp4_mqa_logits((q8, np.zeros((3, 64), np.int32)), (k8, ks), *rest)
     for q, kv, name in ((q8, (k8, ks), "q"), ((q8, None), k8, "kv")):
-        with pytest.raises(TypeError, match=f"^{name}: expected a pair, got ndarray"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a pair of values and scales, got ndarray"):
             deep_gemm.fp8_fp4_mqa_logits(q, kv, *rest)
     of_pages = paged(rng, 2, 1, 64, 64, 90)
     pages = (of_pages["kv_cache"], of_pages["w"], of_pages["context_lens"], of_pages["block_table"], None, 90)

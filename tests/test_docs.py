@@ -32,11 +32,16 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+def python_of(page: Path) -> list[str]:
+    """The blocks of Python of a page."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
 def programs() -> list[tuple[str, str]]:
     """The Python of each page of docs/, as one program; what uses CuPy, only where there is a GPU."""
     found = []
     for page in (ROOT / "docs").glob("*.md"):
-        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+        blocks = python_of(page)
         on_cpu = [block for block in blocks if "import cupy\n" not in block]
         if blocks:
             found.append((page.name, "".join(on_cpu)))
@@ -83,6 +88,7 @@ class Links(HTMLParser):
     def __init__(self, page: Path) -> None:
         super().__init__()
         self.targets: list[str] = []
+        self.loaded: list[str] = []  # scripts, styles, pictures
         self.ids: set[str] = set()
         self.forms: list[str] = []
         self.feed(page.read_text())
@@ -90,6 +96,7 @@ class Links(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = {name: value or "" for name, value in attrs}
         self.targets += [found[name] for name in ("href", "src") if name in found]
+        self.loaded += [found[name] for name in ("href", "src") if name in found and tag != "a"]
         self.ids |= {found["id"]} if "id" in found else set()
         self.forms += [found["action"]] if tag == "form" else []
 
@@ -105,7 +112,10 @@ def test_site(tmp_path: Path) -> None:
     links_lead_somewhere(tmp_path)
     every_page_is_there_and_searches_all(tmp_path)
     every_public_name_is_there(tmp_path)
+    five_entries_lead_to_all(tmp_path)
+    no_internals_are_there(tmp_path)
     formulas_are_set(tmp_path)
+    sources_are_pages(tmp_path)
     code_is_set_as_code(tmp_path)
 
 
@@ -143,12 +153,37 @@ def every_public_name_is_there(site: Path) -> None:
     assert (names | modules) - ids == {"cupy_mla.__version__"}
 
 
+def five_entries_lead_to_all(site: Path) -> None:
+    """In the tree at the side of a page."""
+    page = (site / "README.html").read_text()
+    tree = page[page.index('class="sidebar-tree"') : page.index("</aside>")]
+    assert len(re.findall(r'"toctree-l1[ "]', tree)) == 5
+    for name in ("docs/pipeline_v4", "docs/vllm", "docs/api/attention", "docs/kernels/portable", "benchmarks/log/topk"):
+        assert f'href="{name}.html"' in tree
+
+
+def no_internals_are_there(site: Path) -> None:
+    ids = Links(site / "docs" / "api" / "arrays.html").ids
+    assert {name for name in ids if name.startswith("cupy_mla.Place")} == {"cupy_mla.Place", "cupy_mla.Place.of"}
+
+
 def formulas_are_set(site: Path) -> None:
+    """As MathML, which needs nothing; and no page loads anything from elsewhere."""
     for name in ("lse", "api/attention", "api/cache"):
         page = (site / "docs" / f"{name}.html").read_text()
-        assert 'class="math' in page
-        assert "mathjax" in page
-        assert r"\mathrm" in page
+        assert '<math display="block" xmlns=' in page
+        assert "∑</mo>" in page or "<mfrac>" in page
+        assert r"\mathrm" not in page
+    loaded = {what for page in site.rglob("*.html") for what in Links(page).loaded}
+    assert {what for what in loaded if urlsplit(what).netloc} == set()
+
+
+def sources_are_pages(site: Path) -> None:
+    """A link to a file of the checkout shows it."""
+    assert not (site / "_downloads").exists()
+    assert "sources/examples/05_full_pipeline.py.html" in (site / "docs" / "pipeline.html").read_text()
+    page = (site / "sources" / "examples" / "05_full_pipeline.py.html").read_text()
+    assert 'class="highlight' in page
 
 
 def code_is_set_as_code(site: Path) -> None:

@@ -106,10 +106,28 @@ def test_two_ranks_fail_where_a_part_is_missing(tmp_path: Path) -> None:
         python(*TORCHRUN, str(tmp_path / "spoilt.py"))
 
 
-def test_extras_can_be_hidden() -> None:
-    """So that the test above would fail."""
-    with pytest.raises(AssertionError, match="ModuleNotFoundError"):
-        python("-c", WITHOUT_EXTRAS, "examples/03_serve_batch.py")
+# Runs a program where a module cannot be found, as where it is not installed.
+WITHOUT = """
+import runpy, sys
+sys.modules[sys.argv[2]] = None
+runpy.run_path(sys.argv[1], None, "__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "extra"),
+    [("01_quickstart", "cupy_mla", "."), ("02_transformers_deepseek_v32", "torch", ".[examples]"),
+     ("03_serve_batch", "rich", ".[examples]"), ("04_deepseek_v4", "torch", ".[examples]"),
+     ("05_full_pipeline", "cupy_mla", "."), ("06_two_gpus", "torch", ".[examples]")],
+)  # fmt: skip
+def test_examples_say_what_to_install(program: str, module: str, extra: str) -> None:
+    """No traceback where what they need is missing."""
+    with pytest.raises(AssertionError) as failed:
+        python("-c", WITHOUT, f"examples/{program}.py", module)
+    said = str(failed.value).partition("\nassert")[0]
+    assert "Traceback" not in said
+    assert f"{module}" in said
+    assert f"in a checkout of cupy_mla, pip install -e '{extra}'" in said
 
 
 @pytest.mark.long

@@ -149,6 +149,8 @@ def test_text_on_a_package_index(metadata: Message) -> None:
 def test_editable_install(checkout: Path, tmp_path: Path) -> None:
     site = unpack(build("build_editable", checkout, tmp_path / "wheel"), tmp_path / "site")
     assert found_from(site) == (checkout / "cupy_mla", checkout / "kernels_cu")
+    (named,) = site.glob("*.pth")  # no import hook, which type checkers do not know
+    assert named.read_text().splitlines() == [str(checkout)]
 
 
 def test_bare_checkout(checkout: Path) -> None:

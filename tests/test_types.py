@@ -1,16 +1,24 @@
-"""What type checkers say: of a user's program, of wrong calls, and of every public symbol."""
+"""What type checkers say: of a user's program, of the pages' programs, of wrong calls, and of every public symbol.
+
+They run in a folder outside the checkout and find the package where README's editable install leaves it: by a .pth file
+that names the checkout (`tests/test_package.py` sees that one is written).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .kinds import installed
+from .test_docs import python_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "tests" / "typed_program.py"
@@ -35,23 +43,57 @@ cupy_mla.SparseMLAConfig("16")
 """
 
 
-def run(tool: str, *arguments: object, cwd: Path, path: str = "PYTHONPATH") -> subprocess.CompletedProcess[str]:
-    """A checker, as in a user's folder, which finds the package where it is installed."""
-    env = os.environ | {path: str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", tool, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True
-    )
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment with the package in it, as an editable install leaves it, and this one's libraries."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "editable.pth").write_text(f"{ROOT}\n{Path(np.__file__).parent.parent}\n")
+    return folder / "bin" / "python"
 
 
-def pyright(*arguments: object, cwd: Path) -> dict:
-    result = run("basedpyright", "--pythonpath", sys.executable, "--outputjson", *arguments, cwd=cwd)
-    return json.loads(result.stdout)
+def run(tool: str, *arguments: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """A checker, as in a user's folder."""
+    command = [sys.executable, "-m", tool, *map(str, arguments)]
+    given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    return subprocess.run(command, cwd=cwd, env=given | env, capture_output=True, text=True)
 
 
-def copied(text: str, folder: Path) -> Path:
-    program = folder / "program.py"
-    program.write_text(text)
-    return program
+def errors_of_pyright(interpreter: Path, folder: Path) -> list[tuple[str, int, str]]:
+    """File, line and text of each error in a folder. To basedpyright all that is one to pyright is one, and more."""
+    result = run("basedpyright", "--pythonpath", interpreter, "--outputjson", cwd=folder)
+    found = [d for d in json.loads(result.stdout)["generalDiagnostics"] if d["severity"] == "error"]
+    return [(Path(d["file"]).name, d["range"]["start"]["line"], d["message"]) for d in found]
+
+
+def errors_of_mypy(interpreter: Path, folder: Path, *options: str) -> list[tuple[str, int, str]]:
+    """The same of mypy. It takes torch for untyped: to read it takes 20 s."""
+    libraries = "[mypy-torch.*,cupy.*]\nignore_missing_imports = true\nfollow_imports = skip\n"
+    (folder / "mypy.ini").write_text(f"[mypy]\npython_executable = {interpreter}\n{libraries}")
+    kept = ROOT / ".mypy_cache" / "user"  # of the package's modules
+    result = run("mypy", *options, "--cache-dir", kept, *sorted(p.name for p in folder.glob("*.py")), cwd=folder)
+    assert result.returncode in (0, 1), result.stdout + result.stderr
+    found = [line.split(":", 2) for line in result.stdout.splitlines() if ": error:" in line]
+    return [(name, int(line) - 1, message) for name, line, message in found]
+
+
+def program_in(folder: Path) -> None:
+    (folder / "program.py").write_text("# pyright: strict\n" + PROGRAM.read_text())
+
+
+def pages_in(folder: Path) -> None:
+    """The Python of README and of each page of docs/, as it stands."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        if text := "".join(python_of(page)):
+            (folder / f"page_{page.stem.lower()}.py").write_text(text)
+    assert len([*folder.glob("*.py")]) > 5
+
+
+def wrong_calls_in(folder: Path) -> set[int]:
+    """The lines of the wrong calls."""
+    (folder / "wrong.py").write_text(WRONG_CALLS)
+    return {n for n, line in enumerate(WRONG_CALLS.splitlines()) if line.startswith("cupy_mla.")}
 
 
 def test_the_program_runs() -> None:
@@ -61,38 +103,39 @@ def test_the_program_runs() -> None:
 
 
 @needs_mypy
-def test_mypy_strict(tmp_path: Path) -> None:
+def test_mypy_strict(interpreter: Path, tmp_path: Path) -> None:
     """One run, for it reads the whole package: nothing in a right program, and every wrong call."""
-    (tmp_path / "wrong.py").write_text(WRONG_CALLS)
-    program = copied(PROGRAM.read_text(), tmp_path)
-    kept = ROOT / ".mypy_cache" / "strict"  # of the package's modules
-    result = run("mypy", "--strict", "--cache-dir", kept, program, "wrong.py", cwd=tmp_path, path="MYPYPATH")
-    found = [line.split(":") for line in result.stdout.splitlines() if ": error:" in line]
-    assert not [f for f in found if f[0] == "program.py"], result.stdout
-    wrong = {int(number) - 1 for name, number, *_ in found if name == "wrong.py"}
-    assert wrong == {n for n, line in enumerate(WRONG_CALLS.splitlines()) if line.startswith("cupy_mla.")}
+    program_in(tmp_path)
+    wrong = wrong_calls_in(tmp_path)
+    found = errors_of_mypy(interpreter, tmp_path, "--strict")
+    assert [error for error in found if error[0] != "wrong.py"] == []
+    assert {line for _, line, _ in found} == wrong
+
+
+@needs_mypy
+def test_pages_in_mypy(interpreter: Path, tmp_path: Path) -> None:
+    pages_in(tmp_path)
+    assert errors_of_mypy(interpreter, tmp_path, "--check-untyped-defs") == []
 
 
 @needs_pyright
-def test_pyright(tmp_path: Path) -> None:
-    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
-    found = pyright(copied(PROGRAM.read_text(), tmp_path), cwd=tmp_path)["generalDiagnostics"]
-    assert [(d["range"]["start"]["line"] + 1, d["message"]) for d in found if d["severity"] == "error"] == []
-
-
-@needs_pyright
-def test_pyright_finds_wrong_calls(tmp_path: Path) -> None:
-    found = pyright(copied(WRONG_CALLS, tmp_path), cwd=tmp_path)["generalDiagnostics"]
-    lines = WRONG_CALLS.splitlines()
-    wrong = {d["range"]["start"]["line"] for d in found if d["severity"] == "error"}
-    assert wrong == {n for n, line in enumerate(lines) if line.startswith("cupy_mla.")}
+def test_pyright(interpreter: Path, tmp_path: Path) -> None:
+    """One run, as above."""
+    program_in(tmp_path)
+    pages_in(tmp_path)
+    wrong = wrong_calls_in(tmp_path)
+    found = errors_of_pyright(interpreter, tmp_path)
+    optional = re.compile('Import "(torch|cupy)" could not be resolved')
+    assert [error for error in found if error[0] != "wrong.py" and not optional.match(error[2])] == []
+    assert {line for name, line, _ in found if name == "wrong.py"} == wrong
 
 
 @needs_pyright
 def test_every_public_symbol_has_a_type(tmp_path: Path) -> None:
-    report = pyright("--verifytypes", "cupy_mla", "--ignoreexternal", cwd=tmp_path)["typeCompleteness"]
-    unknown = {
-        s["name"] for s in report["symbols"] if s["isExported"] and not (s["isTypeKnown"] and not s["isTypeAmbiguous"])
-    }
-    assert len(report["symbols"]) > 1000
+    """Here pyright reads no .pth file."""
+    arguments = ("--pythonpath", sys.executable, "--outputjson", "--verifytypes", "cupy_mla", "--ignoreexternal")
+    result = run("basedpyright", *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    symbols = json.loads(result.stdout)["typeCompleteness"]["symbols"]
+    unknown = {s["name"] for s in symbols if s["isExported"] and not (s["isTypeKnown"] and not s["isTypeAmbiguous"])}
+    assert len(symbols) > 1000
     assert unknown == set()

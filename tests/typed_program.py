@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
@@ -17,7 +15,7 @@ from cupy_mla import BatchMetadata, Place, SparseMLABackend, SparseMLAConfig, Sp
 from cupy_mla import SparseMLAMetadataBuilder as Builder
 from cupy_mla.typing import AnyArray, CacheLayout, ScaleFormat
 
-Rows = NDArray[Any]
+Rows = NDArray[np.generic]  # what NumPy's types make of bfloat16
 
 
 def values(rng: np.random.Generator, *shape: int) -> Rows:
@@ -49,6 +47,8 @@ def convert(positions: NDArray[np.int32], table: NDArray[np.int32]) -> None:
     assert_type(slots, NDArray[np.int32])
     both = cupy_mla.convert_req_index_to_global_index(requests, table, positions, 64, return_valid_counts=True)
     assert_type(both, tuple[NDArray[np.int32], NDArray[np.int32]])
+    for counted in (False, True):
+        print(type(cupy_mla.convert_req_index_to_global_index(requests, table, positions, 64, None, None, counted)))
     ended = cupy_mla.convert_to_slots_and_ends(requests, table, positions, 64)
     assert_type(ended, tuple[NDArray[np.int32], NDArray[np.int32]])
 
@@ -91,6 +91,8 @@ def main() -> None:
     batch = BatchMetadata([0, 1], [20], [[0, 1, 2, 3]], [19], np.array([19]))  # sequences of integers or arrays
     assert_type(batch.seq_lens, np.ndarray)
     metadata = Builder(config, place, num_blocks=4).build(batch)
+    assert_type(metadata.slot_mapping, AnyArray)
+    print(cupy_mla.to_numpy(metadata.block_table[:1]).tolist(), metadata.block_table.shape)
     indexer = cupy_mla.IndexerImpl(config, cupy_mla.Workspace(place), scale_format=scale_format)
     index_metadata = cupy_mla.IndexerMetadataBuilder(config, place).build(batch)
     q8, w = cupy_mla.quantize_indexer_q(values(rng, 1, 8, 128), np.ones((1, 8), np.float32))

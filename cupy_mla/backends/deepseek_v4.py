@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from ..bridges import Place, bind, describe
-from ..checks.options import require_instance, require_scale
+from ..checks.options import LARGEST_INT, require_instance, require_scale
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, INT32
@@ -14,11 +14,12 @@ from ..layouts import FP8_OF_V4, Layout
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
-from ..ops.attention import sparse_decode, sparse_prefill
+from ..ops.attention import decode_of_step, sparse_prefill
 from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
 from ..typing import A, AnyArray
+from .steps import Step
 from .workspace import Workspace
 
 PREFILL_CHUNK_SIZE = 4  # prefills whose rows are gathered at a time
@@ -79,8 +80,16 @@ class DeepseekV4Impl:
         self.config = config
         self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
+        # Of the last step: all layers of a kind are handed the same.
+        self._checked: tuple[SparseSWAMetadata | None, SparseMLAMetadata | None] = (None, None)
         self._topk = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)
         self._rows = config.max_compressed_rows + config.window + config.max_num_batched_tokens
+        if PREFILL_CHUNK_SIZE * self._rows > LARGEST_INT:
+            raise ValueError(
+                f"config: int32 cannot count the workspace rows of {PREFILL_CHUNK_SIZE} prefills, each with those of "
+                f"max_model_len {config.max_model_len}, window {config.window} and max_num_batched_tokens "
+                f"{config.max_num_batched_tokens}"
+            )
 
     def forward(
         self,
@@ -155,11 +164,11 @@ class DeepseekV4Impl:
                 lens=scratch.slot_lens,
             )  # fmt: skip
             extra_indices, extra_lens = scratch.slots[:, None], scratch.slot_lens
-        sparse_decode(
-            q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, attn_sink=layer.attn_sink,
-            topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache, extra_indices=extra_indices,
-            extra_topk_length=extra_lens, out=out,
-            num_splits=swa.schedules[self.config.compress_ratio].num_splits,
+        schedule = swa.schedules[self.config.compress_ratio]
+        decode_of_step(
+            q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, schedule.num_splits, schedule.plan,
+            attn_sink=layer.attn_sink, topk_length=swa.decode_swa_lens, extra_k_cache=layer.k_cache,
+            extra_indices=extra_indices, extra_topk_length=extra_lens, out=out,
         )  # fmt: skip
 
     def _prefill(
@@ -183,17 +192,16 @@ class DeepseekV4Impl:
         rows = scratch.rows[: end - first]
         combined, combined_lens = scratch.combined[:count], scratch.combined_lens[:count]
         chosen = combined[:, :0]
-        compressed_rows, of_layer = cast(AnyArray, layer.k_cache), cast(Any, layer.topk_indices)
         if metadata is not None:
+            compressed_rows, lens = cast(AnyArray, layer.k_cache), cast(AnyArray, metadata.compressed_seq_lens)
             dequantize_and_gather_k_cache(
-                rows, compressed_rows, metadata.compressed_seq_lens[requests], None, metadata.block_table[requests],
-                config.rows_per_block, 0,
+                rows, compressed_rows, lens[requests], None, metadata.block_table[requests], config.rows_per_block, 0
             )  # fmt: skip
             if config.compress_ratio == C128A:
                 start = tokens.start - swa.num_decode_tokens
-                chosen = metadata.c128a_prefill_topk_indices[start : start + count]
+                chosen = cast(AnyArray, metadata.c128a_prefill_topk_indices)[start : start + count]
             else:
-                chosen = of_layer[tokens]
+                chosen = cast(AnyArray, layer.topk_indices)[tokens]
         dequantize_and_gather_k_cache(
             rows, layer.swa_k_cache, swa.prefill_seq_lens[prefills], swa.prefill_gather_lens[prefills],
             swa.block_table[requests], swa.block_size, config.max_compressed_rows,
@@ -230,33 +238,67 @@ class DeepseekV4Impl:
         metadata: SparseMLAMetadata | None,
     ) -> None:
         """What the operations below cannot know: that arguments fit the config and the batch."""
+        require_instance("layer", layer, DeepseekV4Layer)
+        if swa is not self._checked[0] or metadata is not self._checked[1]:
+            self._check_step(place, swa, metadata)
+            self._checked = swa, metadata
         config, ratio = self.config, self.config.compress_ratio
         if tokens != swa.num_decode_tokens + swa.num_prefill_tokens:
             batch = swa.num_decode_tokens + swa.num_prefill_tokens
             raise ValueError(f"q: expected the {batch} tokens of swa_metadata, got {tokens}")
-        if ratio not in swa.schedules:
-            kinds = tuple(swa.schedules)
-            raise ValueError(f"swa_metadata: built for compress ratios {kinds}, these layers have {ratio}")
-        window = swa.decode_swa_indices.shape[-1]
-        if window != config.window:
-            raise ValueError(f"swa_metadata: built for a window of {window}, these layers have one of {config.window}")
         compressed = ratio > 1
-        given = {"metadata": metadata, "layer.k_cache": layer.k_cache, "layer.topk_indices": layer.topk_indices}
-        wanted = {"metadata": compressed, "layer.k_cache": compressed, "layer.topk_indices": ratio not in (1, C128A)}
-        for name, value in given.items():
-            if (value is not None) != wanted[name]:
-                what = "one" if wanted[name] else "None"
-                raise ValueError(f"{name}: expected {what} for layers of compress ratio {ratio}")
+        _require_given("layer.attn_sink", layer.attn_sink, True, ratio)
+        _require_given("layer.k_cache", layer.k_cache, compressed, ratio)
+        _require_given("layer.topk_indices", layer.topk_indices, ratio not in (1, C128A), ratio)
         _require_cache(place, config.layout, "layer.swa_k_cache", layer.swa_k_cache, swa.block_size)
         if metadata is None:
             return
         _require_cache(place, config.layout, "layer.k_cache", layer.k_cache, config.rows_per_block)
-        expected = (tokens, config.block_size, ratio)
-        got = (metadata.num_actual_tokens, metadata.block_size, metadata.compress_ratio)
-        if got != expected:
-            raise ValueError(f"metadata: expected (tokens, block_size, compress_ratio) {expected}, got {got}")
         if layer.topk_indices is not None:
             place.admit(describe("layer.topk_indices", layer.topk_indices)).require(INT32, tokens, config.topk)
+
+    def _check_step(self, place: Place, swa: SparseSWAMetadata, metadata: SparseMLAMetadata | None) -> None:
+        """That both metadata are of one step of these layers; once a step."""
+        config, ratio = self.config, self.config.compress_ratio
+        require_instance("swa_metadata", swa, SparseSWAMetadata)
+        requests, tokens = swa.num_decodes + swa.num_prefills, swa.num_decode_tokens + swa.num_prefill_tokens
+        if ratio not in swa.schedules:
+            kinds = tuple(swa.schedules)
+            raise ValueError(f"swa_metadata: built for compress ratios {kinds}, these layers have {ratio}")
+        window = swa.decode_swa_indices.shape[-1]
+        Step("swa_metadata", requests, tokens, 0, swa.slot_mapping).require(config, place, window=window)
+        _require_given("metadata", metadata, ratio > 1, ratio)
+        if metadata is None:
+            return
+        require_instance("metadata", metadata, SparseMLAMetadata)
+        step = Step(
+            "metadata", metadata.num_reqs, metadata.num_actual_tokens, metadata.max_seq_len, metadata.block_table
+        )
+        step.require(config, place, block_size=metadata.block_size, compress_ratio=metadata.compress_ratio)
+        if (step.requests, step.tokens) != (requests, tokens):
+            raise ValueError(
+                f"metadata: expected the {requests} requests and {tokens} tokens of swa_metadata, got "
+                f"{step.requests} and {step.tokens}"
+            )
+        lens, lists = metadata.c128a_decode_topk_lens, metadata.c128a_prefill_topk_indices
+        if lens is not None and lists is not None:  # of C128A layers
+            decode_tokens, width = lens.shape[0], lists.shape[1]
+            if decode_tokens != swa.num_decode_tokens:
+                raise ValueError(
+                    f"metadata: expected the {swa.num_decode_tokens} decode tokens of swa_metadata, got "
+                    f"{decode_tokens}: both are built with the same num_speculative_tokens"
+                )
+            if width != self._topk:
+                longest = config.max_model_len
+                raise ValueError(
+                    f"metadata: built for lists of {width} rows, those of max_model_len {longest} (config) have "
+                    f"{self._topk}"
+                )
+
+
+def _require_given(name: str, value: Any, wanted: bool, ratio: int) -> None:
+    if (value is not None) != wanted:
+        raise ValueError(f"{name}: expected {'one' if wanted else 'None'} for layers of compress ratio {ratio}")
 
 
 def _require_cache(place: Place, layout: Layout, name: str, cache: Any, block_size: int) -> None:

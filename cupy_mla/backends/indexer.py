@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bridges import Place, bind, describe
+from ..bridges import Place, bind, describe, require_array
 from ..checks.options import require_choice, require_instance
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
@@ -23,6 +23,7 @@ from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_c
 from ..ops.logits import HEADS, D
 from ..ops.topk import MAX_K, select_rows, select_rows_paged
 from ..typing import A, AnyArray, ScaleFormat
+from .steps import Step
 from .workspace import Workspace
 
 
@@ -48,7 +49,7 @@ class IndexerImpl:
         >>> keys = np.repeat(np.array([[1], [-1], [2]], bfloat16), 128, axis=1)
         >>> q8, w = np.ones((3, 8, 128), float8_e4m3fn), np.ones((3, 8), np.float32)
         >>> chosen = np.zeros((8, 2), np.int32)
-        >>> impl.forward(keys, q8, w, cache, builder.build(batch), chosen)[:3].tolist()
+        >>> impl.forward(keys, q8, w, cache, builder.build(batch), chosen).tolist()
         [[0, -1], [0, 1], [0, 2]]
     """
 
@@ -60,6 +61,7 @@ class IndexerImpl:
             raise ValueError(f"config: the indexer chooses at most {MAX_K} rows, topk is {config.topk}")
         self.config = config
         self.workspace = workspace
+        self._checked: IndexerMetadata | None = None  # all layers of a step are handed the same
         self.scale_format: ScaleFormat = scale_format
         counted = workspace.place.empty((config.topk,), INT32)
         counted[...] = 1
@@ -88,14 +90,16 @@ class IndexerImpl:
             w: [T, H] float32 weights of the heads, from `quantize_indexer_q`.
             kv_cache: [num_blocks, rows, (1,) 132] uint8 or float8_e4m3fn in layout INDEXER_FP8, as many rows a block as
                 the config's block size has keys; written in place.
-            metadata: of this step, from `IndexerMetadataBuilder`; T is its number of tokens. None for a warm-up, which
-                reserves the workspace of the largest batch with as many heads as q8 has, and chooses nothing.
+            metadata: of this step, from `IndexerMetadataBuilder` with these layers' config; T is its number of tokens.
+                None for a warm-up, which reserves the workspace of the largest batch with as many heads as q8 has, and
+                chooses nothing.
             topk_indices_buffer: [at least T, topk] int32. Row t is given token t's positions in its request, ascending,
                 -1 behind the last: token positions, with compression those of compressed rows. Rows from T on are left
                 as they are.
 
         Returns:
-            topk_indices_buffer.
+            topk_indices_buffer[:T], which `SparseMLAImpl.forward_mqa` and `DeepseekV4Layer` take; of a warm-up T is the
+            number of q8's tokens.
 
         Raises:
             TypeError, ValueError: an argument has the wrong type, shape, device or strides.
@@ -108,7 +112,7 @@ class IndexerImpl:
         if metadata is None:
             self._reserve(place, heads)
             chosen.obj[...] = -1
-            return topk_indices_buffer
+            return chosen.obj[:tokens]
         require_indexer_cache(cache)
         if cache.shape[1] != self.config.rows_per_block:
             raise ValueError(
@@ -117,6 +121,9 @@ class IndexerImpl:
         place.admit(describe("w", w)).require(FLOAT32, tokens, heads)
         self._check(metadata, tokens, chosen.shape[0])
         if k is not None:
+            require_array("k", k)
+            if k.shape[:1] != (tokens,):
+                raise ValueError(f"k: expected the {tokens} tokens of metadata, got shape {list(k.shape)}")
             indexer_k_quant_and_cache(k, kv_cache, metadata.slot_mapping, self.scale_format)
         places = 0 if metadata.decode is None else _places(metadata.decode)
         rows = max((chunk.num_keys for chunk in metadata.prefill_chunks if not chunk.choose_all), default=0)
@@ -129,12 +136,13 @@ class IndexerImpl:
         if metadata.num_prefills:  # tokens that pad the batch
             last = metadata.prefill_chunks[-1].tokens_slice.stop if metadata.prefill_chunks else 0
             chosen.obj[max(last, metadata.num_decode_tokens) : tokens] = -1
-        return topk_indices_buffer
+        return chosen.obj[:tokens]
 
     def _decode(self, decode: IndexerDecodeMetadata, q8: Any, w: Any, kv_cache: Any, padded: Any, chosen: Any) -> None:
         """q8 [Td, H, 128], chosen [Td, topk]."""
         if decode.choose_all:
-            lens = decode.context_lens.reshape(-1)
+            lens: Any = decode.context_lens
+            lens = lens.reshape(-1)
             self._choose_all(lens[decode.token_rows] if decode.requires_padding else lens, chosen)
             return
         requests = decode.block_table.shape[0]
@@ -155,7 +163,8 @@ class IndexerImpl:
         """Of the whole batch: q8 [T, H, 128], chosen [T, topk]."""
         tokens = chunk.tokens_slice
         if chunk.choose_all:
-            self._choose_all(chunk.ends - chunk.starts, chosen[tokens])
+            ends: Any = chunk.ends
+            self._choose_all(ends - chunk.starts, chosen[tokens])
             return
         keys, scales = keys[: chunk.num_keys], scales[: chunk.num_keys]
         if chunk.gathers:
@@ -190,13 +199,17 @@ class IndexerImpl:
 
     def _check(self, metadata: IndexerMetadata, tokens: int, rows: int) -> None:
         """That arguments fit the config and the batch."""
-        config = self.config
-        expected = (tokens, config.block_size, config.compress_ratio, config.topk)
-        got = (metadata.num_actual_tokens, metadata.block_size, metadata.compress_ratio, metadata.topk_tokens)
-        if got != expected:
-            raise ValueError(
-                f"metadata: expected (tokens, block_size, compress_ratio, topk) {expected} by q8 and config, got {got}"
-            )
+        if metadata is not self._checked:
+            require_instance("metadata", metadata, IndexerMetadata)
+            requests = metadata.num_decodes + metadata.num_prefills
+            step = Step("metadata", requests, metadata.num_actual_tokens, 0, metadata.slot_mapping)
+            step.require(
+                self.config, self.workspace.place, block_size=metadata.block_size, topk=metadata.topk_tokens,
+                compress_ratio=metadata.compress_ratio,
+            )  # fmt: skip
+            self._checked = metadata
+        if tokens != metadata.num_actual_tokens:
+            raise ValueError(f"q8: expected the {metadata.num_actual_tokens} tokens of metadata, got {tokens}")
         if rows < tokens:
             raise ValueError(f"topk_indices_buffer: expected room for {tokens} tokens, got {rows} rows")
 

@@ -6,11 +6,11 @@ from typing import Any, Literal, overload
 
 from ..arrays import Array
 from ..bridges import Place, bind, describe
-from ..checks.options import require_bool, require_instance, require_integer, require_scale
+from ..checks.options import LARGEST_INT, require_bool, require_choice, require_instance, require_integer, require_scale
 from ..checks.validate import QUANTIZED
 from ..config import SparseMLAConfig
 from ..dtypes import BFLOAT16, FLOAT32, INT32
-from ..layouts import D_V
+from ..layouts import D_V, names
 from ..metadata.batch import prefill_workspace_size
 from ..metadata.sparse_mla import (
     FP8KernelMetadata,
@@ -22,6 +22,7 @@ from ..ops.attention import planned_decode, sparse_prefill
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..ops.indices import convert_to_slots_and_ends
 from ..typing import A, AnyArray, CacheLayout, ModelKind
+from .steps import Step
 from .workspace import Workspace
 
 
@@ -45,11 +46,12 @@ class SparseMLABackend:
     @staticmethod
     def supports_block_size(block_size: int) -> bool:
         """Any block size from 1 up will do."""
-        return block_size >= 1
+        return require_integer("block_size", block_size, -LARGEST_INT) >= 1
 
     @classmethod
     def supports_compute_capability(cls, major: int, minor: int) -> bool:
-        return (major, minor) >= cls.least_compute_capability
+        given = require_integer("major", major, 0), require_integer("minor", minor, 0)
+        return given >= cls.least_compute_capability
 
     @staticmethod
     def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
@@ -69,9 +71,10 @@ class SparseMLABackend:
         cache_dtype: CacheLayout = "auto",
         model: ModelKind | None = None,
     ) -> tuple[int, int, int]:
-        """Shape of the paged cache array, bfloat16 or, for "fp8_ds_mla", uint8.
+        """Shape of the paged cache array, bfloat16 or, of FP8 layouts, uint8.
 
         Args:
+            cache_dtype: what an engine calls the layout, or what `SparseMLAConfig.cache_layout` does.
             model: kind of the model, as of `SparseMLAConfig`.
 
         Raises:
@@ -79,13 +82,16 @@ class SparseMLABackend:
         """
         num_blocks = require_integer("num_blocks", num_blocks, 0)
         block_size = require_integer("block_size", block_size, 1)
-        if num_kv_heads != 1:
+        if require_integer("num_kv_heads", num_kv_heads, 1) != 1:
             raise ValueError(f"num_kv_heads must be 1 (all query heads share a latent row), got {num_kv_heads}")
-        if head_size not in cls.supported_head_sizes:
+        if require_integer("head_size", head_size, 1) not in cls.supported_head_sizes:
             raise ValueError(f"head_size must be one of {cls.supported_head_sizes}, got {head_size}")
-        if cache_dtype not in cls.supported_kv_cache_dtypes:
-            raise ValueError(f"cache_dtype must be one of {cls.supported_kv_cache_dtypes}, got {cache_dtype!r}")
-        config = SparseMLAConfig(1, head_size, block_size=block_size, cache_layout=cache_dtype, model=model)
+        require_choice("cache_dtype", cache_dtype, names())
+        try:
+            config = SparseMLAConfig(1, head_size, block_size=block_size, cache_layout=cache_dtype, model=model)
+        except ValueError as error:
+            given = f"head_size {head_size}, cache_dtype {cache_dtype!r} and model {model!r} do not go together"
+            raise ValueError(f"{given}: {error}") from None
         return num_blocks, block_size, config.layout.last_axis
 
 
@@ -118,6 +124,7 @@ class SparseMLAImpl:
         self.config = config
         self.scale: float = require_scale("scale", scale)
         self.workspace = workspace
+        self._checked: SparseMLAMetadata | None = None  # all layers of a step are handed the same
         gathers = config.layout.quantized and not config.use_mixed_batch
         rows = prefill_workspace_size(config.max_model_len) if gathers else 0
         self._scratch(config.max_num_batched_tokens, True, rows)
@@ -167,7 +174,8 @@ class SparseMLAImpl:
                 model without RoPE [T, h, 512], or a pair whose second part is [T, h, 0].
             kv_cache: [num_blocks, block_size, (1,) 576] bfloat16, without RoPE [..., 512], or
                 [num_blocks, block_size, (1,) 656] uint8 or float8_e4m3fn, as the config says.
-            metadata: of this step, from `SparseMLAMetadataBuilder`; T is its number of tokens.
+            metadata: of this step, from `SparseMLAMetadataBuilder` with these layers' config; T is its number of
+                tokens.
             topk_indices: [T, topk] int32 token positions in each token's request, and -1, anywhere, where there are
                 fewer.
             out: [T, h, 512] bfloat16, written in place when given.
@@ -286,10 +294,12 @@ class SparseMLAImpl:
 
     def _check(self, q: Any, kv_cache: Any, metadata: SparseMLAMetadata, topk_indices: Any) -> tuple[Place, Array]:
         """What the operations below cannot know: that arguments fit the config and the batch."""
-        config, tokens = self.config, metadata.num_actual_tokens
         place, (cache, topk) = bind(kv_cache=kv_cache, topk_indices=topk_indices)
         if place != self.workspace.place:
             raise ValueError(f"kv_cache: expected it where the workspace is, {self.workspace.place}, got {place}")
+        if metadata is None or metadata is not self._checked:
+            self._check_step(metadata)
+        config, tokens = self.config, metadata.num_actual_tokens
         parts = [("q", config.d_qk, q)]
         if isinstance(q, tuple):
             if len(q) != 2:
@@ -302,3 +312,19 @@ class SparseMLAImpl:
             cache.without_axis(2)
         dtypes = QUANTIZED if config.layout.quantized else BFLOAT16
         return place, cache.require(dtypes, "num_blocks", config.block_size, config.layout.last_axis)
+
+    def _check_step(self, metadata: SparseMLAMetadata) -> None:
+        """That metadata is of a step of these layers; once a step."""
+        require_instance("metadata", metadata, SparseMLAMetadata)
+        config, extra = self.config, metadata.fp8_extra_metadata
+        step = Step(
+            "metadata", metadata.num_reqs, metadata.num_actual_tokens, metadata.max_seq_len, metadata.block_table
+        )
+        step.require(
+            config, self.workspace.place, block_size=metadata.block_size, topk=metadata.topk_tokens,
+            compress_ratio=metadata.compress_ratio,
+        )  # fmt: skip
+        if (extra is not None) != config.layout.quantized:
+            built_for, wanted = "bf16" if extra is None else "FP8", config.cache_layout
+            raise ValueError(f"metadata: built for {built_for} caches, these layers have {wanted!r} (config)")
+        self._checked = metadata

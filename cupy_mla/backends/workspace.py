@@ -9,8 +9,9 @@ import numpy as np
 
 from ..arrays import aligned_up
 from ..bridges import Place, as_dtype, describe
-from ..checks.options import require_integer
+from ..checks.options import require_integer, shown
 from ..dtypes import UINT8
+from ..typing import AnyArray
 
 ALIGNMENT = 256  # bytes, of every view
 
@@ -41,7 +42,7 @@ class Workspace:
         """From now on growing is an error."""
         self.locked = True
 
-    def get_simultaneous(self, *specs: tuple[tuple[int, ...], Any]) -> list[Any]:
+    def get_simultaneous(self, *specs: tuple[tuple[int, ...], Any]) -> list[AnyArray]:
         """Views of the allocation, one for each (shape, dtype), that do not overlap; contents are arbitrary.
 
         Raises:
@@ -74,5 +75,7 @@ def _described(spec: Any) -> tuple[tuple[int, ...], np.dtype]:
         shape, dtype = spec
         lengths = tuple(shape)
     except (TypeError, ValueError):
-        raise TypeError(f"specs: expected pairs of a shape and a dtype, as ((3, 512), 'int32'), got {spec!r}") from None
+        raise TypeError(
+            f"specs: expected pairs of a shape and a dtype, as ((3, 512), 'int32'), got {shown(spec)}"
+        ) from None
     return tuple(require_integer("specs: a length", n, 0) for n in lengths), as_dtype(dtype)

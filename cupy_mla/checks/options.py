@@ -12,6 +12,22 @@ LARGEST_INT = int(np.iinfo(np.int32).max)
 LARGEST_SCALE = float(np.finfo(np.float32).max) / 2  # the kernels keep it times log2(e) as float32
 
 
+_SHORT = (bool, int, float, str, bytes, np.generic, type(None))
+
+
+def number(value: Any) -> str:
+    """A number for a message. Python refuses to write integers of thousands of digits."""
+    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) >> 64 else str(value)
+
+
+def shown(value: Any) -> str:
+    """A value of the wrong type, for a message; of what may hold arrays its type alone."""
+    kind = type(value).__name__
+    if not isinstance(value, _SHORT):
+        return f"an object of type {kind}"
+    return f"{number(value) if type(value) is int else repr(value):.80} of type {kind}"
+
+
 def require_integer(name: str, value: Any, least: int, most: int | None = None, meaning: str = "") -> int:
     """Check an integer and its range; returns it as an int.
 
@@ -20,25 +36,26 @@ def require_integer(name: str, value: Any, least: int, most: int | None = None, 
         meaning: what `most` is, for the message.
     """
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an integer, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name}: expected an integer, got {shown(value)}")
     if not least <= value <= (LARGEST_INT if most is None else most):
         beyond = f">= {least}" if value < least else "small enough for int32"
         wanted = beyond if most is None else f"in {least}..{most}{meaning and ', '}{meaning}"
-        raise ValueError(f"{name} must be {wanted}, got {value}")
+        raise ValueError(f"{name} must be {wanted}, got {number(value)}")
     return int(value)
 
 
 def require_bool(name: str, value: Any) -> bool:
     """Check a flag; returns it as a bool."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected True or False, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name}: expected True or False, got {shown(value)}")
     return bool(value)
 
 
 def require_instance(name: str, value: Any, wanted: type) -> None:
     """Check the class of an argument."""
     if not isinstance(value, wanted):
-        raise TypeError(f"{name}: expected a {wanted.__name__}, got {value!r} of type {type(value).__name__}")
+        article = "an" if wanted.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name}: expected {article} {wanted.__name__}, got {shown(value)}")
 
 
 def require_together(**arguments: Any) -> None:
@@ -53,9 +70,9 @@ def require_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Check a word that must be one of several."""
     choices = tuple(choices)
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {choices}, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name}: expected one of {choices}, got {shown(value)}")
     if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+        raise ValueError(f"{name} must be one of {choices}, got {value!r:.80}")
 
 
 def require_scale(name: str, value: Any) -> float:
@@ -64,8 +81,10 @@ def require_scale(name: str, value: Any) -> float:
         if value is None or isinstance(value, (bool, np.bool_, str, bytes)):
             raise TypeError
         scale = float(value)
+    except OverflowError:
+        scale = math.inf
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name}: expected a number, got {value!r} of type {type(value).__name__}") from None
+        raise TypeError(f"{name}: expected a number, got {shown(value)}") from None
     if not math.fabs(scale) <= LARGEST_SCALE:
-        raise ValueError(f"{name}: expected a finite number that float32 can hold, got {scale}")
+        raise ValueError(f"{name}: expected a finite number that float32 can hold, got {number(value)}")
     return scale

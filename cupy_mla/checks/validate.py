@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16, E4M3, INT64, UINT8
@@ -12,6 +12,8 @@ from .options import require_integer
 QUANTIZED = (UINT8, E4M3)
 
 MAX_HEADS = 128
+ALIGNMENT = 16  # bytes, of start and blocks of quantized caches
+INDEXER_ALIGNMENT = 4  # of the indexer's: blocks of an odd number of tokens allow no more
 
 
 def require_d_v(name: str, d_v: int) -> None:
@@ -37,19 +39,30 @@ def require_slots(slots: Array, tokens: int) -> None:
         raise ValueError(f"{slots.name}: expected at most {tokens} slots, one a token, got {count}")
 
 
-def cache_layout(cache: Array, allowed: Iterable[Layout]) -> Layout:
-    """The layout of a cache array, told by its dtype and last axis."""
+def cache_layout(cache: Array, allowed: Sequence[Layout], others: Mapping[Layout, str] | None = None) -> Layout:
+    """The layout of a cache array, told by its dtype and last axis.
+
+    Args:
+        others: the functions that do the same for other layouts, for the message.
+    """
     last = cache.shape[-1] if cache.shape else 0
-    for layout in allowed:
-        if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED):
-            return layout
+    found = [
+        layout
+        for layout in (*allowed, *(others or ()))
+        if layout.last_axis == last and layout.quantized == (cache.dtype in QUANTIZED)
+    ]
+    if found and found[0] in allowed:
+        return found[0]
+    hint = f"; {others[found[0]]} is for layout {found[0].name}" if others and found else ""
     wanted = ", ".join(
         f"{'uint8 or float8_e4m3fn' if a.quantized else 'bfloat16'} [..., {a.last_axis}]" for a in allowed
     )
-    raise ValueError(f"{cache.name}: expected a paged cache ({wanted}), got {cache.dtype.name} {list(cache.shape)}")
+    raise ValueError(
+        f"{cache.name}: expected a paged cache ({wanted}), got {cache.dtype.name} {list(cache.shape)}{hint}"
+    )
 
 
-def require_cache(cache: Array, layout: Layout, alignment: int = 16) -> Array:
+def require_cache(cache: Array, layout: Layout, alignment: int = ALIGNMENT) -> Array:
     """Check a paged cache [num_blocks, block_size, (1,) last axis] of a layout; drops the KV-head axis.
 
     Start and block stride of a quantized cache must be multiples of `alignment` bytes.

@@ -67,6 +67,12 @@ def check_ranges(starts: Array | None, ends: Array | None, width: Any) -> None:
         _refuse(ends.name, values, values > width, f"rows end at {width}")
 
 
+def check_widths(starts: Array, ends: Array, width: int) -> None:
+    """Ranges of at most so many keys."""
+    widths = host(ends).astype(np.int64) - np.maximum(host(starts), 0)
+    _refuse(ends.name, host(ends), widths > width, f"its range has more than {width} keys (max_seqlen_k)")
+
+
 def check_rotations(positions: Array, rows: Any) -> None:
     """Positions that a table of angles has a row for, negative ones aside."""
     values, rows = host(positions), rows
@@ -98,12 +104,13 @@ def check_lists(indices: Array, rows: Any, length: Array | None) -> None:
     _refuse(indices.name, values, wrong, f"there are {rows} rows")
 
 
-def check_slots(slots: Array, cache: Array) -> None:
-    """Slots of a cache [num_blocks, block_size, ...], each written once; negative ones are skipped."""
+def check_slots(slots: Array, cache: Array, written: bool = True) -> None:
+    """Slots of a cache [num_blocks, block_size, ...], each written once where they are; negative ones are skipped."""
     capacity = cache.shape[0] * cache.shape[1]
     values = host(slots)
     _refuse(slots.name, values, values >= capacity, f"the cache has {capacity} slots")
-    check_written_once(slots.name, values)
+    if written:
+        check_written_once(slots.name, values)
 
 
 def check_written_once(name: str, slots: np.ndarray) -> None:
@@ -131,10 +138,12 @@ def check_prefills(array: Array, starts: Array) -> None:
     _refuse(starts.name, first, first < 0, "a workspace has no such row")
 
 
-def check_positions(array: Array, table: Array, block_size: Any, looked_at: np.ndarray) -> None:
+def check_positions(array: Array, table: Array, block_size: Any, looked_at: np.ndarray | None = None) -> None:
     """Positions [T, K] that the rows of a block table reach, negative ones aside, of tokens `looked_at` [T]."""
     values, reach = host(array), table.shape[1] * block_size
-    wrong = (values >= reach) & looked_at[:, None]
+    wrong = values >= reach
+    if looked_at is not None:
+        wrong &= looked_at[:, None]
     _refuse(array.name, values, wrong, f"a request's row of the block table holds {reach}")
 
 

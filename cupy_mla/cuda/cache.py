@@ -1,4 +1,5 @@
-"""Launches the kernel that packs tokens into a paged cache: `kernels_cu/cache/pack.cu`."""
+"""Launches the kernels that pack tokens into a paged cache, and unpack them: `pack` and `unpack` of
+`kernels_cu/cache`."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from functools import cache
 
 from ..arrays import Array
 from ..dtypes import BFLOAT16
-from ..layouts import ATTENTION_LAYOUTS, D_V, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, INDEXER_FP8, Layout
+from . import structs
 from .driver import Gpu
 from .kernel import Kernel
-from .paging import ceil_div, pointer
+from .paging import ceil_div, integers, pointer
 from .program import Clear, Launch, Program, Slot
 from .structs import INT32, INT64, POINTER, Struct
 
@@ -18,8 +20,13 @@ PACK = Struct(
     "PackParams", latent=POINTER, rope=POINTER, cache=POINTER, slots=POINTER, latent_stride=INT64, rope_stride=INT64,
     block_stride=INT64, row_stride=INT64, num_slots=INT64, block_size=INT32, num_tokens=INT32, power_of_two=INT32,
 )  # fmt: skip
+UNPACK = Struct(
+    "UnpackParams", slots=structs.INTEGERS, cache=POINTER, out=POINTER, block_stride=INT64, row_stride=INT64,
+    out_stride=INT64, num_slots=INT64, num_rows=INT64, block_size=INT32,
+)  # fmt: skip
 
 TOKENS_PER_BLOCK = 32
+ROWS_PER_BLOCK = 8
 
 
 @cache
@@ -29,11 +36,18 @@ def pack_kernel(layout: Layout, aligned: bool) -> Kernel:
     return Kernel("cache/pack.cu", PACK, defines)
 
 
+@cache
+def unpack_kernel(layout: Layout) -> Kernel:
+    """The unpacking kernel for one cache layout."""
+    return Kernel("cache/unpack.cu", UNPACK, {**layout.defines(), "ROWS_PER_BLOCK": ROWS_PER_BLOCK})
+
+
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for layout in ATTENTION_LAYOUTS:
         for aligned in (True, False):
             yield pack_kernel(layout, aligned)
+    yield from map(unpack_kernel, (*ATTENTION_LAYOUTS, INDEXER_FP8))
 
 
 def concat_and_cache_mla(
@@ -49,19 +63,37 @@ def quantize_and_insert_k_cache(gpu: Gpu, layout: Layout, k: Array, cache: Array
     return _pack(layout, k, None, cache, slots, True)
 
 
+def unpack_rows(gpu: Gpu, layout: Layout, cache: Array, slots: Array, out: Array) -> Program:
+    """Twin of `reference.cache.unpack_rows`."""
+    (rows,) = slots.shape
+    num_blocks, block_size, _ = cache.shape
+    if rows == 0:
+        return ()
+    params = UNPACK(
+        slots=integers(slots), cache=cache.ptr, out=out.ptr, block_stride=cache.strides[0] * cache.dtype.itemsize,
+        row_stride=_row_stride(layout, cache), out_stride=out.strides[0], num_slots=num_blocks * block_size,
+        num_rows=rows, block_size=block_size,
+    )  # fmt: skip
+    return [Launch(unpack_kernel(layout), (ceil_div(rows, ROWS_PER_BLOCK), 1, 1), params)]
+
+
+def _row_stride(layout: Layout, cache: Array) -> int:
+    """Bytes from a row's data to the next one's in a block."""
+    return layout.row_stride if layout.quantized else cache.strides[1] * cache.dtype.itemsize
+
+
 def _pack(layout: Layout, latent: Array, rope: Array | None, cache: Array, slots: Array, power_of_two: bool) -> Program:
     (tokens,) = slots.shape
     num_blocks, block_size, _ = cache.shape
     if tokens == 0 or num_blocks == 0:
         return ()
     size = cache.dtype.itemsize
-    row_stride = layout.row_stride if layout.quantized else cache.strides[1] * size
     aligned = latent.aligned(16) and (rope is None or rope.aligned(16)) and (layout.quantized or cache.aligned(16))
     zeros = Slot("no RoPE", shape=(layout.d_rope,), dtype=BFLOAT16) if rope is None and layout.rope_apart else None
     params = PACK(
         latent=latent.ptr, rope=pointer(rope or zeros), cache=cache.ptr, slots=slots.ptr,
         latent_stride=latent.strides[0], rope_stride=rope.strides[0] if rope else 0,
-        block_stride=cache.strides[0] * size, row_stride=row_stride,
+        block_stride=cache.strides[0] * size, row_stride=_row_stride(layout, cache),
         num_slots=num_blocks * block_size, block_size=block_size, num_tokens=tokens, power_of_two=int(power_of_two),
     )  # fmt: skip
     launch = Launch(pack_kernel(layout, aligned), (ceil_div(tokens, TOKENS_PER_BLOCK), 1, 1), params)

@@ -1,15 +1,17 @@
-"""Launches the index conversion: `kernels_cu/indices/convert.cu`."""
+"""Launches the index conversions: `convert` and `slots` of `kernels_cu/indices`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 
 from ..arguments import Conversion
+from ..arrays import Array
 from . import structs
 from .driver import Gpu
 from .kernel import Kernel
-from .paging import block_table, ceil_div, pointer
+from .paging import block_table, ceil_div, integers, pointer
 from .program import Launch, Program
 from .structs import INT32, INT64, POINTER, Struct
 
@@ -18,11 +20,16 @@ CONVERT = Struct(
     prefill_starts=POINTER, out=POINTER, counts=POINTER, ends=POINTER, is_valid=POINTER, positions_stride=INT64,
     out_stride=INT64, num_tokens=INT32, k=INT32, num_prefills=INT32, rows=INT32, aligned=INT32,
 )  # fmt: skip
+SLOTS = Struct(
+    "SlotsParams", table=structs.BLOCK_TABLE, positions=structs.INTEGERS, request_ids=POINTER, out=POINTER,
+    positions_stride=INT64, out_stride=INT64, total=INT64, k=INT64,
+)  # fmt: skip
 
 MAX_TOKENS_PER_BLOCK = 8
 STAGES = (4096, 12000)  # widest block tables that fit the shared memory of a CTA, in entries; 48 KB is the limit
 STAGE_FROM_TOKENS = 3  # tokens a CTA from which copying the table row pays
 BLOCKS_PER_SM = 6  # that run at a time
+POSITIONS_PER_BLOCK = 256
 
 
 @cache
@@ -32,10 +39,17 @@ def convert_kernel(staged: int) -> Kernel:
     return Kernel("indices/convert.cu", CONVERT, defines)
 
 
+@cache
+def slots_kernel() -> Kernel:
+    """The kernel that finds the slots of positions."""
+    return Kernel("indices/slots.cu", SLOTS, {"POSITIONS_PER_BLOCK": POSITIONS_PER_BLOCK})
+
+
 def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     for staged in (0, *STAGES):
         yield convert_kernel(staged)
+    yield slots_kernel()
 
 
 def convert_req_index_to_global_index(gpu: Gpu, a: Conversion) -> Program:
@@ -56,3 +70,18 @@ def convert_req_index_to_global_index(gpu: Gpu, a: Conversion) -> Program:
         num_prefills=starts.shape[0] if starts else 0, rows=tokens_per_block, aligned=int(aligned),
     )  # fmt: skip
     return [Launch(convert_kernel(staged), (ceil_div(tokens, tokens_per_block), 1, 1), params)]
+
+
+def slots_of(
+    gpu: Gpu, table: Array, positions: Array, block_size: int, request_ids: Array | None, out: Array
+) -> Program:
+    """Twin of `reference.indices.slots_of`."""
+    total = math.prod(positions.shape)
+    if total == 0:
+        return ()
+    params = SLOTS(
+        table=block_table(table, block_size), positions=integers(positions), request_ids=pointer(request_ids),
+        out=out.ptr, positions_stride=positions.strides[0], out_stride=out.strides[0], total=total,
+        k=total // positions.shape[0],
+    )  # fmt: skip
+    return [Launch(slots_kernel(), (ceil_div(total, POSITIONS_PER_BLOCK), 1, 1), params)]

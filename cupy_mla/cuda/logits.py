@@ -193,6 +193,20 @@ class Choice(NamedTuple):
     kernel: str
 
 
+def require_known() -> None:
+    """Check the kernel that the environment asks for, also where NumPy serves a call and no kernel is chosen.
+
+    Raises:
+        ValueError: no kernel has that name.
+    """
+    _require_name(asked_kernel())
+
+
+def _require_name(asked: str | None) -> None:
+    if asked and asked not in NAMES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
+
+
 def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
     """The kernel that makes logits: the one that is asked for, else the fastest that can serve the call.
 
@@ -202,8 +216,7 @@ def choose(capability: int, aligned: bool, asked: str | None) -> Choice:
     hopper = capability == 90 and aligned
     if not asked:
         return Choice(SM90 if hopper else PORTABLE)
-    if asked not in NAMES:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, got {asked!r}")
+    _require_name(asked)
     if asked == SM90 and not hopper:
         raise ValueError(
             f"{VARIABLE} is {asked}, which cannot serve this call: compute capability {capability / 10}"

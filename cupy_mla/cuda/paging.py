@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..arrays import Array
+from ..dtypes import INT64
 from . import structs
 from .program import Slot
 from .structs import Packed
@@ -33,6 +34,11 @@ def queries(query_start_loc: Array, seq_lens: Array, num_tokens: int) -> Packed:
     return structs.QUERIES(
         starts=query_start_loc.ptr, seq_lens=seq_lens.ptr, num_requests=seq_lens.shape[0], num_tokens=num_tokens
     )
+
+
+def integers(array: Array) -> Packed:
+    """`struct Integers` of an int32 or int64 array."""
+    return structs.INTEGERS(first=array.ptr, wide=int(array.dtype == INT64))
 
 
 def lens_stride(context_lens: Array) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..checks.options import require_integer
 from ..layouts import D_V
 from ..ops.attention import sparse_decode
 from ..ops.context_parallel import globalize_topk, local_seq_lens, localize_topk, merge_attention, merge_topk
@@ -63,6 +64,7 @@ class ContextParallel:
             interleave: neighbouring tokens of a request that lie on the same rank.
 
         Raises:
+            TypeError, ValueError: `interleave` is no positive integer.
             ValueError: torch.distributed has no such group yet, or does not count this process in.
         """
         if not dist.is_initialized():
@@ -70,7 +72,7 @@ class ContextParallel:
         self.group = group
         self.world_size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
-        self.interleave = interleave
+        self.interleave: int = require_integer("interleave", interleave, 1)
         if self.rank < 0:
             raise ValueError("group: this process is none of its ranks")
 

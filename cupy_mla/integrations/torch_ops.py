@@ -190,6 +190,21 @@ def _planned_decode(
     return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits)
 
 
+def _decode_of_step(
+    q: Any, k_cache: Any, indices: Any, sm_scale: float, num_splits: int | None, plan: Any, **others: Any
+) -> Any:
+    """Without the plan: a graph makes none."""
+    return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, num_splits=num_splits, **others)
+
+
+def _split_kv_b_proj(weight: Any, num_heads: int, d_nope: int, *, scales: Any = None) -> Any:
+    if scales is not None:
+        rows, columns = weight.shape
+        of_values = scales.repeat_interleave(absorb.SCALE_BLOCK, 0).repeat_interleave(absorb.SCALE_BLOCK, 1)
+        weight = (weight.view(torch.float8_e4m3fn).float() * of_values[:rows, :columns]).bfloat16()
+    return absorb.split_by_head(weight, num_heads, d_nope)
+
+
 # What an operation becomes while a graph is traced, by the name of the function that torch.compile meets.
 TRACED: dict[str, Callable[..., Any]] = {
     **_NAMED,
@@ -198,7 +213,8 @@ TRACED: dict[str, Callable[..., Any]] = {
     "_with_kvcache": _with_kvcache,
     "_dense_with_kvcache": _dense_with_kvcache,
     "planned_decode": _planned_decode,
-    "split_kv_b_proj": absorb.split_by_head,
+    "decode_of_step": _decode_of_step,
+    "split_kv_b_proj": _split_kv_b_proj,
     "absorb_q": lambda q_nope, w_uk: absorb.product_by_head("torch", q_nope, w_uk.permute(1, 2, 0)),
     "v_up_proj": lambda x, w_uv: absorb.product_by_head("torch", x, w_uv.swapaxes(0, 1)),
 }

@@ -29,10 +29,11 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from .. import arrays, layouts
+from ..bridges import Place
 from ..flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from ..layouts import INDEXER_FP8, Layout
 from ..ops.absorb import absorb_q, split_kv_b_proj, v_up_proj
-from ..ops.cache import concat_and_cache_mla
+from ..ops.cache import concat_and_cache_mla, empty_cache
 from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from ..ops.indices import convert_req_index_to_global_index
 from ..ops.topk import select_rows, select_rows_paged
@@ -148,12 +149,11 @@ class PagedLatentLayer(DynamicIndexedLayer):
 
     def __init__(self, layout: Layout, tokens: PagedTokens, num_blocks: int, indexed: bool = True) -> None:
         super().__init__()
-        dtype = torch.uint8 if layout.quantized else torch.bfloat16
-        rows, device = (num_blocks, tokens.block_size), tokens.block_table.device
-        self.kv_cache: torch.Tensor = torch.empty(*rows, 1, layout.last_axis, dtype=dtype, device=device)
+        place = Place.of(tokens.block_table)
+        self.kv_cache: torch.Tensor = empty_cache(layout, num_blocks, tokens.block_size, place)[:, :, None]
         self.indexer_cache: torch.Tensor | None = None
         if indexed:
-            self.indexer_cache = torch.empty(*rows, INDEXER_FP8.last_axis, dtype=torch.uint8, device=device)
+            self.indexer_cache = empty_cache(INDEXER_FP8, num_blocks, tokens.block_size, place)
         self.tokens = tokens
 
     def update(self, kv_c: torch.Tensor, k_pe: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ from ..metadata.batch import BatchMetadata
 from ..metadata.indexer import C4A, IndexerMetadata, IndexerMetadataBuilder
 from ..metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from ..metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
-from ..ops.cache import quantize_and_insert_k_cache
+from ..ops.cache import empty_cache, quantize_and_insert_k_cache
 from ..ops.logits import quantize_indexer_q
 
 if TYPE_CHECKING:
@@ -98,14 +98,14 @@ class PagedV4Layer(CacheLayerMixin):
         self.ratio: int = ratio
         self.cache: Any = cache
         swa, compressed = cache.configs[SWA], cache.configs[ratio]
-        self.swa_k_cache: torch.Tensor = _rows(cache, SWA, swa.rows_per_block)
+        place, blocks = Place.of(torch.empty(0, device=cache.device)), cache.num_blocks
+        self.swa_k_cache: torch.Tensor = empty_cache(V4_FP8, blocks[SWA], swa.rows_per_block, place)
         self.k_cache: torch.Tensor | None = None
         self.indexer_cache: torch.Tensor | None = None
         if ratio > 1:
-            self.k_cache = _rows(cache, ratio, compressed.rows_per_block)
+            self.k_cache = empty_cache(V4_FP8, blocks[ratio], compressed.rows_per_block, place)
         if ratio == C4A:
-            shape = (cache.num_blocks[C4A], compressed.rows_per_block, INDEXER_FP8.last_axis)
-            self.indexer_cache = torch.empty(shape, dtype=torch.uint8, device=cache.device)
+            self.indexer_cache = empty_cache(INDEXER_FP8, blocks[C4A], compressed.rows_per_block, place)
         self.reset()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -226,13 +226,6 @@ class PagedV4Cache(Cache):
         first = (self.length - new) // ratio
         group = torch.arange(self.length - new, self.length, device=rows.device) // ratio - first
         return rows[:, group.clamp(max=rows.shape[1] - 1)].flatten(0, 1)
-
-
-def _rows(cache: PagedV4Cache, ratio: int, rows_per_block: int) -> torch.Tensor:
-    """A cache of layout V4_FP8 [num_blocks, rows_per_block, 584], its blocks as far apart as FlashMLA wants them."""
-    blocks, stride = cache.num_blocks[ratio], V4_FP8.block_bytes(rows_per_block)
-    whole = torch.empty(blocks, stride, dtype=torch.uint8, device=cache.device)
-    return whole.as_strided((blocks, rows_per_block, V4_FP8.token_bytes), (stride, V4_FP8.token_bytes, 1))
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor, **rope: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import arrays
 from ..bridges import describe, require_array
-from ..checks.options import require_bool, require_integer
+from ..checks.options import LARGEST_INT, require_bool, require_instance, require_integer, shown
 from ..checks.values import check_written_once, first_of, stray_block
 from ..dtypes import INT32, INT64
 from ..typing import A
@@ -50,9 +50,9 @@ class BatchMetadata:
     All are NumPy arrays (or sequences) of integers; they become int32, `slot_mapping` and `positions` int64.
 
     Raises:
-        TypeError: an array does not hold integers.
-        ValueError: lengths that do not add up, offsets that go down, more query tokens than a sequence is long, or
-            values that do not fit the type.
+        TypeError: an array does not hold integers, or is on a GPU.
+        ValueError: rows of several lengths, lengths that do not add up, offsets that go down, more query tokens than a
+            sequence is long, or values that do not fit the type.
     """
 
     query_start_loc: np.ndarray
@@ -74,7 +74,8 @@ class BatchMetadata:
             object.__setattr__(self, name, _integers(name, values, dtype, ndim))
         starts = self.query_start_loc
         if len(starts) == 0 or starts[0] != 0:
-            raise ValueError(f"query_start_loc: expected R + 1 offsets, the first 0, got {starts[:1].tolist()}")
+            got = f"{starts[0]} as the first of {len(starts)}" if len(starts) else "none"
+            raise ValueError(f"query_start_loc: expected R + 1 offsets from 0 on, got {got}")
         down = np.flatnonzero(self.query_lens < 0)
         if down.size:
             r = int(down[0])
@@ -141,6 +142,7 @@ class BatchMetadata:
             window: tokens that each query token attends, itself included; blocks before them are not looked at.
 
         Raises:
+            TypeError, ValueError: a setting is no integer or out of its range.
             ValueError: the block table is too narrow for a sequence, or a slot or a block of a sequence lies beyond the
                 cache. With `cupy_mla.set_checks(True)` also: two tokens go to one slot, or a token that is written has
                 a position outside its sequence.
@@ -148,6 +150,8 @@ class BatchMetadata:
         block_size = require_integer("block_size", block_size, 1)
         if num_blocks is not None:
             num_blocks = require_integer("num_blocks", num_blocks, 0)
+        if window is not None:
+            window = require_integer("window", window, 1)
         width = self.block_table.shape[1]
         if self.max_seq_len > width * block_size:
             r = int(self.seq_lens.argmax())
@@ -187,7 +191,12 @@ class BatchMetadata:
 def _integers(name: str, values: Any, dtype: np.dtype, ndim: int) -> np.ndarray:
     if isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{name}: expected an array without a mask, got a masked array")
-    given = np.asarray(values)
+    try:
+        given = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name}: expected rows of one length, got {shown(values)}: {error}") from error
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"{name}: expected an array on the host, got {shown(values)}: {error}") from error
     if given.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} axes, got shape {list(given.shape)}")
     if given.size == 0:
@@ -222,6 +231,7 @@ def split_decodes_and_prefills(
         >>> cupy_mla.split_decodes_and_prefills(batch)
         (2, 1, 2, 10)
     """
+    require_instance("batch", batch, BatchMetadata)
     decode_threshold = require_integer("decode_threshold", decode_threshold, 1)
     require_bool("require_uniform", require_uniform)
     lens = batch.query_lens
@@ -281,11 +291,17 @@ def split_prefill_chunks(seq_lens: ArrayLike, workspace_size: int, request_offse
 def prefill_workspace_size(max_model_len: int) -> int:
     """Rows of the workspace that prefills gather their sequences into.
 
+    Raises:
+        TypeError, ValueError: `max_model_len` is no integer, or int32 cannot count the rows.
+
     Example:
         >>> cupy_mla.prefill_workspace_size(max_model_len=4096)
         20480
     """
-    return PREFILL_WORKSPACE_SEQUENCES * require_integer("max_model_len", max_model_len, 1)
+    most = LARGEST_INT // PREFILL_WORKSPACE_SEQUENCES
+    return PREFILL_WORKSPACE_SEQUENCES * require_integer(
+        "max_model_len", max_model_len, 1, most, "so that int32 counts them"
+    )
 
 
 def reshape_query_for_spec_decode(q: A, batch_size: int) -> A:

@@ -26,16 +26,9 @@ class CompressedRows:
     Args:
         config: of layers with compress_ratio > 1.
         place: where the arrays live.
-
-    Raises:
-        ValueError: a block of the cache does not hold whole compressed rows.
     """
 
     def __init__(self, config: SparseMLAConfig, place: Place) -> None:
-        if config.block_size % config.compress_ratio:
-            raise ValueError(
-                f"block_size: expected a multiple of compress_ratio {config.compress_ratio}, got {config.block_size}"
-            )
         self.config = config
         tokens, threshold = config.max_num_batched_tokens, 1 + config.num_speculative_tokens
         self._slots = _filled(place, (tokens,), INT64, -1)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import HOST
 from ..bridges import Place
-from ..checks.options import require_instance, require_integer
+from ..checks.options import LARGEST_INT, require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..cuda.driver import gpu
 from ..cuda.logits_sm90 import shares_of_step
@@ -47,15 +47,15 @@ class IndexerDecodeMetadata:
         schedule: of these keys, from `paged_indexer_schedule`; None where no kernel takes one.
     """
 
-    block_table: Any
-    context_lens: Any
+    block_table: AnyArray
+    context_lens: AnyArray
     query_len: int
     requires_padding: bool
-    padded_rows: Any
-    token_rows: Any
+    padded_rows: AnyArray
+    token_rows: AnyArray
     max_context_len: int
     choose_all: bool
-    schedule: Any
+    schedule: AnyArray | None
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class IndexerPrefillChunk:
         choose_all: no query token of the chunk sees more keys than it chooses, so nothing is scored.
     """
 
-    block_table: Any
-    cu_seq_lens: Any
+    block_table: AnyArray
+    cu_seq_lens: AnyArray
     num_keys: int
     tokens_slice: slice
-    starts: Any
-    ends: Any
+    starts: AnyArray
+    ends: AnyArray
     gathers: bool
     choose_all: bool
 
@@ -104,7 +104,7 @@ class IndexerMetadata:
     num_decode_tokens: int
     num_prefill_tokens: int
     num_actual_tokens: int
-    slot_mapping: Any
+    slot_mapping: AnyArray
     block_size: int
     compress_ratio: int
     topk_tokens: int
@@ -164,7 +164,7 @@ class IndexerMetadataBuilder:
         decode_threshold: most query tokens of a decode; decodes of a batch may differ in theirs.
 
     Raises:
-        ValueError: layers of the config have no indexer, or a block of a compressed cache would not hold whole keys.
+        ValueError: layers of the config have no indexer.
 
     Example:
         >>> config = cupy_mla.SparseMLAConfig(16, topk=32, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
@@ -438,7 +438,7 @@ def require_indexed(config: SparseMLAConfig) -> None:
     """Check that the layers of a config have an indexer.
 
     Raises:
-        TypeError, ValueError: it is no config, they have none, or a block would not hold whole keys.
+        TypeError, ValueError: it is no config, or they have none.
     """
     require_instance("config", config, SparseMLAConfig)
     wanted = C4A if config.is_v4 else 1
@@ -447,7 +447,8 @@ def require_indexed(config: SparseMLAConfig) -> None:
             f"config: layers with an indexer of a model of kind {config.model!r} have compress_ratio {wanted}, "
             f"got {config.compress_ratio}"
         )
-    if config.block_size % config.compress_ratio:
+    if key_workspace_rows(config) > LARGEST_INT:
         raise ValueError(
-            f"block_size: expected a multiple of compress_ratio {config.compress_ratio}, got {config.block_size}"
+            f"config: int32 cannot count the keys of {PREFILL_WORKSPACE_SEQUENCES} sequences of max_model_len "
+            f"{config.max_model_len}"
         )

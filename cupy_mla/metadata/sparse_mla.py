@@ -28,11 +28,12 @@ from .uploads import Uploads
 
 @dataclass
 class FP8KernelMetadata:
-    """The schedule of one FP8 decode launch, shared by all layers of a step.
+    """The schedule of one FP8 decode launch, shared by all layers of a step; of V4's by all of one kind.
 
     Attributes:
         num_splits: splits of each query's rows that are asked for; None: chosen at each launch.
-        plan: memory on the GPU in which the first layer's launch leaves how it divided its lists, for the other layers.
+        plan: memory on the GPU in which the first layer's launch leaves how it divided its lists, for the other layers,
+            whose lists end at the same places.
     """
 
     num_splits: int | None = None
@@ -50,7 +51,7 @@ class FP8DecodeMetadata:
             tokens that pad the batch do not make up whole decodes: each token is then a decode of its own.
     """
 
-    seq_lens: Any
+    seq_lens: AnyArray
     kernel_metadata: FP8KernelMetadata
     decode_query_len: int
 
@@ -68,11 +69,11 @@ class PrefillChunk:
         chunk_tot_seqlen: workspace rows of the chunk.
     """
 
-    seq_lens: Any
+    seq_lens: AnyArray
     tokens_slice: slice
-    block_table: Any
+    block_table: AnyArray
     req_start_idx: int
-    workspace_starts: Any
+    workspace_starts: AnyArray
     chunk_tot_seqlen: int
 
 
@@ -87,9 +88,9 @@ class FP8PrefillMetadata:
         chunks: consecutive prefills that fit the workspace together, in order.
     """
 
-    seq_lens: Any
-    request_ids: Any
-    workspace_starts: Any
+    seq_lens: AnyArray
+    request_ids: AnyArray
+    workspace_starts: AnyArray
     chunks: list[PrefillChunk]
 
 
@@ -132,19 +133,19 @@ class SparseMLAMetadata:
     max_query_len: int
     max_seq_len: int
     num_actual_tokens: int
-    query_start_loc: Any
-    slot_mapping: Any
-    block_table: Any
-    req_id_per_token: Any
+    query_start_loc: AnyArray
+    slot_mapping: AnyArray
+    block_table: AnyArray
+    req_id_per_token: AnyArray
     block_size: int
     topk_tokens: int
     fp8_extra_metadata: FP8KernelMetadata | FP8SeparatePrefillDecode | None = None
     fp8_use_mixed_batch: bool = False
     compress_ratio: int = 1
-    compressed_seq_lens: Any = None
-    c128a_global_decode_topk_indices: Any = None
-    c128a_decode_topk_lens: Any = None
-    c128a_prefill_topk_indices: Any = None
+    compressed_seq_lens: AnyArray | None = None
+    c128a_global_decode_topk_indices: AnyArray | None = None
+    c128a_decode_topk_lens: AnyArray | None = None
+    c128a_prefill_topk_indices: AnyArray | None = None
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,6 @@ class SparseMLAMetadataBuilder:
     Attributes:
         config, num_blocks: as given.
         decode_threshold: most query tokens of a decode.
-
-    Raises:
-        ValueError: a block of a compressed cache would not hold whole rows.
     """
 
     def __init__(

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..arrays import HOST
 from ..bridges import Place
-from ..checks.options import require_instance, require_integer
+from ..checks.options import require_instance, require_integer, shown
 from ..config import SparseMLAConfig
 from ..dtypes import BOOL, INT32, INT64
 from ..ops.swa import compute_prefill_gather_lens, compute_swa_indices_and_lens
@@ -47,22 +46,22 @@ class SparseSWAMetadata:
         schedules: by compress ratio, the schedule of the decode launches of each kind of layer, shared by its layers.
     """
 
-    block_table: Any
-    slot_mapping: Any
+    block_table: AnyArray
+    slot_mapping: AnyArray
     block_size: int
-    seq_lens: Any
-    query_start_loc: Any
+    seq_lens: AnyArray
+    query_start_loc: AnyArray
     query_start_loc_cpu: np.ndarray
-    is_valid_token: Any
-    token_to_req_indices: Any
-    decode_swa_indices: Any
-    decode_swa_lens: Any
+    is_valid_token: AnyArray
+    token_to_req_indices: AnyArray
+    decode_swa_indices: AnyArray
+    decode_swa_lens: AnyArray
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
     num_prefill_tokens: int
-    prefill_seq_lens: Any
-    prefill_gather_lens: Any
+    prefill_seq_lens: AnyArray
+    prefill_gather_lens: AnyArray
     schedules: dict[int, FP8KernelMetadata]
 
 
@@ -98,8 +97,13 @@ class SparseSWAMetadataBuilder:
         num_blocks = None if num_blocks is None else require_integer("num_blocks", num_blocks, 0)
         if not config.is_v4:
             raise ValueError(f"config: expected V4 layers, got a model of kind {config.model!r}")
-        self._kinds = tuple(dict.fromkeys(compress_ratios))
-        if not set(self._kinds) <= set(LAYER_KINDS):
+        try:
+            ratios = list(compress_ratios)
+        except TypeError:
+            got = shown(compress_ratios)
+            raise TypeError(f"compress_ratios: expected some of {LAYER_KINDS}, as [4], got {got}") from None
+        self._kinds = tuple(dict.fromkeys(require_integer("compress_ratios", ratio, 1) for ratio in ratios))
+        if not self._kinds or not set(self._kinds) <= set(LAYER_KINDS):
             raise ValueError(f"compress_ratios must be among {LAYER_KINDS}, got {self._kinds}")
         self.config = config
         self.num_blocks = num_blocks

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..bridges import bind
+from ..bridges import Library, bind
 from ..calls.operation import traceable
 from ..checks.options import require_integer
+from ..checks.validate import QUANTIZED
 from ..dtypes import BFLOAT16, FLOAT32
 from ..layouts import D_V
 from ..typing import A, AnyArray
@@ -24,23 +25,29 @@ from ..typing import A, AnyArray
 __all__ = ["absorb_q", "split_kv_b_proj", "v_up_proj"]
 
 FLOATS = (BFLOAT16, FLOAT32)
+SCALE_BLOCK = 128  # rows and columns of a weight that share a scale
 
 
 @traceable
-def split_kv_b_proj(weight: A, num_heads: int, d_nope: int) -> tuple[A, A]:
+def split_kv_b_proj(weight: A, num_heads: int, d_nope: int, *, scales: AnyArray | None = None) -> tuple[A, A]:
     """Split the weight of `kv_b_proj`, which expands latent rows into keys and values, into its two halves.
 
     Args:
         weight: [512, num_heads * (d_nope + d_v)] bfloat16 or float32, any strides; of a `torch.nn.Linear` that is
-            `kv_b_proj.weight.T`.
+            `kv_b_proj.weight.T`. With `scales` float8_e4m3fn, or uint8, its bytes.
         num_heads: query heads on this rank.
         d_nope: width of a head's key without its RoPE part.
+        scales: [4, W] float32, one for each 128 x 128 values of an FP8 weight, W its columns / 128, rounded up; any
+            strides. Of DeepSeek's checkpoints that is `kv_b_proj.weight_scale_inv.T`. A rank's part of the columns
+            must begin at a multiple of 128.
 
     Returns:
-        w_uk [512, num_heads, d_nope] and w_uv [512, num_heads, d_v], views of `weight`.
+        w_uk [512, num_heads, d_nope] and w_uv [512, num_heads, d_v], views of `weight`; of an FP8 one views of a new
+        bfloat16 array, its values times their scales, rounded once.
 
     Raises:
-        TypeError, ValueError: `weight` has the wrong type or does not split into that many heads.
+        TypeError, ValueError: `weight` or `scales` has the wrong type, shape or place, or `weight` does not split into
+            that many heads.
 
     Example:
         >>> weight = np.zeros((512, 16 * (128 + 128)), np.float32)  # 16 heads, keys and values of 128
@@ -48,12 +55,19 @@ def split_kv_b_proj(weight: A, num_heads: int, d_nope: int) -> tuple[A, A]:
         >>> w_uk.shape, w_uv.shape
         ((512, 16, 128), (512, 16, 128))
     """
-    _, (w,) = bind(weight=weight)
-    _, width = w.require(FLOATS, D_V, "num_heads * (d_nope + d_v)", contiguous=False).shape
+    place, (w,) = bind(weight=weight)
+    (scales_,) = place.optional(scales=scales)
+    if scales_ is None and w.dtype in QUANTIZED:
+        raise TypeError(f"weight: expected dtype bfloat16 or float32, or scales with it, got {w.dtype.name} alone")
+    dtypes = FLOATS if scales_ is None else QUANTIZED
+    _, width = w.require(dtypes, D_V, "num_heads * (d_nope + d_v)", contiguous=False).shape
     num_heads, d_nope = require_integer("num_heads", num_heads, 1), require_integer("d_nope", d_nope, 1)
     if width % num_heads or d_nope >= width // num_heads:
         raise ValueError(f"weight: expected {num_heads} heads of more than {d_nope} columns, got {width} columns")
-    return split_by_head(weight, num_heads, d_nope)
+    if scales_ is None:
+        return split_by_head(weight, num_heads, d_nope)
+    scales_.require(FLOAT32, *(-(-n // SCALE_BLOCK) for n in w.shape), contiguous=False)
+    return split_by_head(dequantized(place.library, w.obj, scales_.obj), num_heads, d_nope)
 
 
 @traceable
@@ -106,6 +120,14 @@ def v_up_proj(x: A, w_uv: AnyArray) -> A:
     h = rows.require(FLOATS, "T", "h", D_V, contiguous=False).shape[1]
     w.require(rows.dtype, D_V, h, "d_v", contiguous=False)
     return product_by_head(place.kind, x, w.obj.swapaxes(0, 1))
+
+
+def dequantized(library: Library, weight: Any, scales: Any) -> Any:
+    """An FP8 weight [m, n], one scale for each block of its values, as bfloat16."""
+    for axis, length in enumerate(weight.shape):
+        scales = library.repeated(scales, SCALE_BLOCK, axis)
+        scales = scales[:length] if axis == 0 else scales[:, :length]
+    return library.rounded(library.widened(weight) * scales)
 
 
 def split_by_head(weight: Any, num_heads: int, d_nope: int) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from ..checks.validate import cache_layout, require_cache, require_d_v, require_
 from ..checks.values import check_lists
 from ..cuda import attention as cuda
 from ..cuda import driver
+from ..cuda.attention.choose import require_known
 from ..cuda.attention.divide import MAX_SPLITS
 from ..cuda.attention.problem import Problem
 from ..cuda.program import Plan
@@ -102,6 +103,7 @@ def prefill(
     q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any, out: Any
 ) -> tuple[Any, Any, Any]:
     """What `sparse_prefill` does, for the front doors."""
+    require_known()
     place, (q_, kv_, idx) = bind(q=q, kv=kv, indices=indices)
     sink, length, out_ = place.optional(attn_sink=attn_sink, topk_length=topk_length, out=out)
     require_d_v("d_v", d_v)
@@ -222,6 +224,20 @@ def planned_decode(
     return decode(Given(q, k_cache, indices, topk_length=ends, out=out), scale, num_splits, plan=plan, alike=True)
 
 
+@operation
+def decode_of_step(
+    q: A, k_cache: AnyArray, indices: AnyArray, sm_scale: float, num_splits: int | None, plan: Plan, **others: Any
+) -> tuple[A, A]:
+    """`sparse_decode` of the layers of one kind in a step, for V4's backend: calls with one plan divide their lists
+    alike, for these end at the same places in all layers.
+
+    Args:
+        others: arrays under the names that `Given` has for them.
+    """
+    scale = require_scale("sm_scale", sm_scale)
+    return decode(Given(q, k_cache, indices, **others), scale, num_splits, plan=plan)
+
+
 class Given(NamedTuple):
     """The arrays of a decode as a front door is given them: those of `sparse_decode`."""
 
@@ -252,12 +268,13 @@ def decode(
     Args:
         scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
         is_fp8_kvcache: must agree with `k_cache` where it is given.
-        plan: of the calls that divide their lists alike.
+        plan: of the calls that divide their lists alike, which end at the same places.
         extra_name: what the front door calls `extra_indices`.
         alike: `topk_length` says where lists end, and -1 stands behind; it does not say how the call is to be divided:
             lists are full more often than not, and layers of a step end theirs at the same places.
     """
     q, k_cache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length, out, lse = given
+    require_known()
     require_together(**{"extra_k_cache": extra_k_cache, extra_name: extra_indices})
     if extra_topk_length is not None and extra_indices is None:
         raise ValueError(f"extra_topk_length was given without extra_k_cache and {extra_name}")
@@ -322,6 +339,7 @@ def plan_splits(
         >>> cupy_mla.plan_splits(q, indices)  # on the CPU
         1
     """
+    require_known()
     quantized = require_bool("quantized", quantized)
     batch_invariant = require_bool("batch_invariant", batch_invariant)
     place, (q_, idx) = bind(q=q, indices=indices)

@@ -1,24 +1,30 @@
-"""Operations on the paged KV cache: packing new tokens into it."""
+"""Operations on the paged KV cache: making one, packing new tokens into it, and unpacking them."""
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from .. import arrays, layouts
-from ..arrays import Array
-from ..bridges import bind
+from ..arrays import HOST, Array
+from ..bridges import Place, bind
 from ..calls.operation import operation
-from ..checks.options import require_choice
-from ..checks.validate import cache_layout, require_cache, require_slots, tokens_of
+from ..checks.options import require_choice, require_integer
+from ..checks.validate import ALIGNMENT, INDEXER_ALIGNMENT, cache_layout, require_cache, require_slots, tokens_of
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
-from ..dtypes import BFLOAT16
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4
+from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8
 from ..reference import cache as reference
-from ..typing import AnyArray, ScaleFormat, WritableLayout
+from ..typing import A, AnyArray, CacheLayout, ScaleFormat, WritableLayout
 
-__all__ = ["concat_and_cache_mla", "quantize_and_insert_k_cache"]
+__all__ = ["concat_and_cache_mla", "empty_cache", "quantize_and_insert_k_cache", "unpack_rows"]
 
 SCALE_FORMATS = ("fp32", "ue8m0")
 LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if layout not in FP8_OF_V4)  # `concat_and_cache_mla` writes
+WRITERS = {
+    **dict.fromkeys(LAYOUTS, "concat_and_cache_mla"), **dict.fromkeys(FP8_OF_V4, "quantize_and_insert_k_cache"),
+    INDEXER_FP8: "indexer_k_quant_and_cache",
+}  # fmt: skip
 
 
 @operation
@@ -59,7 +65,7 @@ def concat_and_cache_mla(
     if layout is not None:
         require_choice("layout", layout, layouts.names(LAYOUTS))
     place, (kv_c_, k_pe_, cache, slots) = bind(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, LAYOUTS)
+    told = cache_layout(cache, LAYOUTS, WRITERS)
     if layout is not None and layout not in told.names:
         raise ValueError(f"layout: {layout!r} was asked for, kv_cache is {told.name} of {told.d_qk}")
     tokens = tokens_of(kv_c_).require(BFLOAT16, "T", D_V).shape[0]
@@ -93,12 +99,92 @@ def quantize_and_insert_k_cache(k: AnyArray, k_cache: AnyArray, slot_mapping: An
         [False, True]
     """
     place, (k_, cache, slots) = bind(k=k, k_cache=k_cache, slot_mapping=slot_mapping)
-    told = cache_layout(cache, FP8_OF_V4)
+    told = cache_layout(cache, FP8_OF_V4, WRITERS)
     tokens = tokens_of(k_).require(BFLOAT16, "T", told.d_qk).shape[0]
     _require_target(cache, told, slots, tokens)
     if arrays.CHECK_VALUES:
         check_slots(slots, cache)
     place.call(cuda.quantize_and_insert_k_cache, reference.quantize_and_insert_k_cache, told, k_, cache, slots)
+
+
+@operation
+def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None) -> A:
+    """Rows of a paged cache of any layout as numbers: what attention, or the indexer, sees in them.
+
+    Args:
+        cache: [num_blocks, block_size, (1,) last axis] in any layout, told by dtype and last axis: bfloat16 of 576 or
+            512 values, uint8 or float8_e4m3fn of 656 bytes (V32_FP8), 584 (V4_FP8) or 132 (INDEXER_FP8).
+        slots: [n] int32 or int64. The row of a slot that is negative or beyond the cache is zeros.
+        out: [n, d_qk] float32, written in place when given.
+
+    Returns:
+        [n, d_qk] float32: 576 or 512 values, of keys of the indexer 128; `float(e4m3) * scale` where they are
+        quantized.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a slot beyond the cache.
+
+    Example:
+        >>> cache = cupy_mla.empty_cache("v4_fp8", num_blocks=2, block_size=64)
+        >>> cupy_mla.quantize_and_insert_k_cache(np.full((1, 512), 3, bfloat16), cache, np.array([65]))
+        >>> rows = cupy_mla.unpack_rows(cache, np.array([65, -1]))
+        >>> rows.shape, rows[:, 0].tolist()
+        ((2, 512), [3.0, 0.0])
+    """
+    place, (cache_, slots_) = bind(cache=cache, slots=slots)
+    (out_,) = place.optional(out=out)
+    layout = cache_layout(cache_, (*ATTENTION_LAYOUTS, INDEXER_FP8))
+    require_cache(cache_, layout, INDEXER_ALIGNMENT if layout is INDEXER_FP8 else ALIGNMENT)
+    (count,) = slots_.require((INT32, INT64), "n").shape
+    out_ = place.output("out", out_, (count, layout.d_qk), FLOAT32)
+    if arrays.CHECK_VALUES:
+        check_slots(slots_, cache_, written=False)
+    place.call(cuda.unpack_rows, reference.unpack_rows, layout, cache_, slots_, out_)
+    return out_.obj
+
+
+def empty_cache(
+    layout: CacheLayout | Literal["indexer_fp8"] | layouts.Layout,
+    num_blocks: int,
+    block_size: int,
+    place: tuple[str, int] = ("numpy", HOST),
+    *,
+    d_qk: int = 576,
+) -> Any:
+    """A paged cache that holds no token yet: zeros, its blocks as far apart as the layout's writers have them.
+
+    Blocks of V4_FP8 begin at multiples of 576 bytes from the first one, as FlashMLA wants them, so there are gaps
+    between them. Those of all other layouts follow one another.
+
+    Args:
+        layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", and
+            "indexer_fp8" for keys of the indexer.
+        num_blocks: blocks of the cache.
+        block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
+        place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an
+            array.
+        d_qk: width of rows in layout "bf16": 576, or 512 of models without RoPE.
+
+    Returns:
+        [num_blocks, block_size, last axis] bfloat16, or uint8 of FP8 layouts.
+
+    Raises:
+        TypeError, ValueError: there is no such layout or place, or a number is none or too small.
+        RuntimeError: the library, or the GPU, is missing.
+
+    Example:
+        >>> cache = cupy_mla.empty_cache("v4_fp8", num_blocks=10, block_size=2)
+        >>> cache.shape, cache.strides  # 2 * 584 bytes, rounded up to a multiple of 576
+        ((10, 2, 584), (1728, 584, 1))
+    """
+    of = layouts.by_name(layout, d_qk)
+    num_blocks = require_integer("num_blocks", num_blocks, 0)
+    block_size = require_integer("block_size", block_size, 1)
+    items, used = of.block_bytes(block_size) // of.dtype.itemsize, block_size * of.last_axis
+    whole = Place.from_pair(place).empty((num_blocks, items), of.dtype)
+    whole[...] = 0
+    return whole[:, :used].reshape(num_blocks, block_size, of.last_axis)
 
 
 def _rope_widths(layout: layouts.Layout) -> int | tuple[int, ...]:

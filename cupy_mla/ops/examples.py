@@ -264,6 +264,13 @@ def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[
             yield Call(f"{scale_format}, blocks of {block_size}", arguments)
 
 
+def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Slots of every second call are int64."""
+    for i, layout in enumerate((*(row.layout for row in _formats(wanted)), INDEXER_FP8)):
+        slots = _slots(rng, wanted).astype(np.int64 if i % 2 else np.int32)
+        yield Call(f"{layout.name} of {layout.d_qk}", {"cache": _full_cache(rng, layout), "slots": slots})
+
+
 # --- gathering ------------------------------------------------------------------------------------------------
 
 
@@ -470,6 +477,16 @@ def convert_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
             "block_size": BLOCK_SIZE,
         }  # fmt: skip
         yield Call(detail, {**arguments, **more})
+
+
+def slots_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    first, end = (-1, 4) if wanted.strays else (0, 3)
+    reach = 2 * BLOCK_SIZE + 3 * wanted.strays
+    table = _block_table(rng, wanted, 2)
+    of_tokens = {"positions": rng.integers(-3, reach, 60), "request_ids": rng.integers(first, end, 60, dtype=np.int32)}
+    of_requests = {"positions": rng.integers(-3, reach, (3, 7), dtype=np.int32)}
+    for detail, arguments in (("of tokens", of_tokens), ("of requests", of_requests)):
+        yield Call(detail, {"block_table": table, "block_size": BLOCK_SIZE, **arguments})
 
 
 def slots_and_ends_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:

@@ -12,11 +12,16 @@ from ..checks.validate import cache_layout, require_cache
 from ..checks.values import check_blocks, check_lengths, check_workspace
 from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32
+from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8
 from ..reference import gather as reference
 from ..typing import AnyArray
 
 __all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_and_gather_k_cache"]
+
+GATHERERS = {
+    **dict.fromkeys(FP8_OF_V32, "cp_gather_and_upconvert_fp8_kv_cache"),
+    **dict.fromkeys(FP8_OF_V4, "dequantize_and_gather_k_cache"), INDEXER_FP8: "cp_gather_indexer_k_quant_cache",
+}  # fmt: skip
 
 
 @operation
@@ -54,7 +59,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     place, (cache, dst_, table, lens, starts) = bind(
         src_cache=src_cache, dst=dst, block_table=block_table, seq_lens=seq_lens, workspace_starts=workspace_starts
     )
-    layout = cache_layout(cache, FP8_OF_V32)
+    layout = cache_layout(cache, FP8_OF_V32, GATHERERS)
     require_cache(cache, layout)
     dst_.require(BFLOAT16, "S", layout.d_qk).require_writable()
     requests = table.require(INT32, "R", "M").shape[0]
@@ -111,7 +116,7 @@ def dequantize_and_gather_k_cache(
     """
     place, (out_, cache, lens, table) = bind(out=out, k_cache=k_cache, seq_lens=seq_lens, block_table=block_table)
     (gather,) = place.optional(gather_lens=gather_lens)
-    layout = cache_layout(cache, FP8_OF_V4)
+    layout = cache_layout(cache, FP8_OF_V4, GATHERERS)
     require_cache(cache, layout)
     block_size = require_integer("block_size", block_size, 1)
     if block_size != cache.shape[1]:

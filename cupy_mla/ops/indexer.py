@@ -12,7 +12,7 @@ from ..arrays import Array
 from ..bridges import bind
 from ..calls.operation import operation
 from ..checks.options import require_choice
-from ..checks.validate import QUANTIZED, cache_layout, require_cache, require_slots, tokens_of
+from ..checks.validate import INDEXER_ALIGNMENT, QUANTIZED, cache_layout, require_cache, require_slots, tokens_of
 from ..checks.values import check_blocks, check_offsets, check_slots
 from ..cuda import indexer as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, UINT8
@@ -23,7 +23,7 @@ from .cache import SCALE_FORMATS
 
 __all__ = ["cp_gather_indexer_k_quant_cache", "indexer_k_quant_and_cache"]
 
-ALIGNMENT = 4  # bytes; blocks of an odd number of tokens allow no more
+ALIGNMENT = INDEXER_ALIGNMENT
 
 
 @operation

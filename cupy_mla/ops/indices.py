@@ -16,11 +16,11 @@ from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_together
 from ..checks.values import check_positions, check_prefills, check_requests, host
 from ..cuda import indices as cuda
-from ..dtypes import INT32
+from ..dtypes import INT32, INT64
 from ..reference import indices as reference
 from ..typing import A, AnyArray
 
-__all__ = ["convert_req_index_to_global_index", "convert_to_slots_and_ends"]
+__all__ = ["convert_req_index_to_global_index", "convert_to_slots_and_ends", "slots_of"]
 
 
 @overload
@@ -63,6 +63,20 @@ def convert_req_index_to_global_index(
     *,
     out: A | None = None,
 ) -> tuple[A, A]: ...
+
+
+@overload
+def convert_req_index_to_global_index(
+    req_id: AnyArray,
+    block_table: AnyArray,
+    token_indices: A,
+    block_size: int,
+    prefill_request_ids: AnyArray | None = None,
+    prefill_workspace_starts: AnyArray | None = None,
+    return_valid_counts: bool = False,
+    *,
+    out: A | None = None,
+) -> A | tuple[A, A]: ...
 
 
 @operation
@@ -159,6 +173,64 @@ def convert_to_slots_and_ends(
     )
     slots, _, ends = _convert(given, ended=True)
     return slots, ends
+
+
+@operation
+def slots_of(
+    block_table: AnyArray,
+    positions: A,
+    block_size: int,
+    *,
+    request_ids: AnyArray | None = None,
+    out: A | None = None,
+) -> A:
+    """Slots of positions in requests: `block_table[r, i // block_size] * block_size + i % block_size` for position i.
+
+    They are what `slot_mapping` holds, of `BatchMetadata` and of the operations that write into caches; index lists of
+    attention, int32, come from `convert_req_index_to_global_index`. -1 where the position is negative or beyond the
+    block table's width, and where the request or its block does not exist (a number negative or too large).
+
+    Args:
+        block_table: [R, M] int32 blocks of each request.
+        positions: [T] or [T, K] int32 or int64. Row t is of request t, or of `request_ids[t]`.
+        block_size: tokens a block.
+        request_ids: [T] int32 request of each row; None: T is R.
+        out: int64 of the shape of `positions`, written in place when given.
+
+    Returns:
+        int64 of the shape of `positions`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a request outside the block table, or a position beyond its row of it.
+
+    Example:
+        >>> block_table = np.array([[3, 7], [4, 9]], np.int32)  # of two requests, blocks of 16 tokens
+        >>> cupy_mla.slots_of(block_table, np.array([17, 2]), 16).tolist()  # a token of each
+        [113, 66]
+        >>> requests, positions = np.array([0, 1, 1, 1], np.int32), np.array([17, 0, 1, 2])
+        >>> cupy_mla.slots_of(block_table, positions, 16, request_ids=requests).tolist()
+        [113, 64, 65, 66]
+    """
+    block_size = require_integer("block_size", block_size, 1)
+    place, (table, positions_) = bind(block_table=block_table, positions=positions)
+    ids, out_ = place.optional(request_ids=request_ids, out=out)
+    requests = table.require(INT32, "R", "M").shape[0]
+    rows, *k = positions_.require((INT32, INT64), *("T", "K")[: max(len(positions_.shape), 1)]).shape
+    if ids is not None:
+        ids.require(INT32, rows)
+    elif rows != requests:
+        raise ValueError(
+            f"positions: block_table gives {requests} rows, one a request, got {rows}; rows of other numbers go with "
+            "request_ids"
+        )
+    out_ = place.output("out", out_, (rows, *k), INT64)
+    if arrays.CHECK_VALUES:
+        if ids is not None:
+            check_requests(ids, requests)
+        check_positions(positions_, table, block_size)
+    place.call(cuda.slots_of, reference.slots_of, table, positions_, block_size, ids, out_)
+    return out_.obj
 
 
 def _convert(given: Conversion, *, counted: bool = False, ended: bool = False) -> tuple[Any, Any, Any]:

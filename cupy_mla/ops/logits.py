@@ -300,6 +300,7 @@ def paged_indexer_schedule(
 
 def require_ragged(of: RaggedKeys) -> tuple[int, int]:
     """Check the arrays of logits over ranges of rows; returns how many queries and keys there are."""
+    cuda.require_known()
     queries, heads, _ = _require_rows(of.q8.require(QUANTIZED, "M", HEADS, D)).shape
     keys, _ = _require_rows(of.k8.require(QUANTIZED, "N", D)).shape
     of.ks.require(FLOAT32, keys)
@@ -321,6 +322,7 @@ def _require_lens(lens: Array, requests: int | str, n: int | str) -> int:
 
 def require_paged(of: PagedKeys, max_context_len: int) -> int:
     """Check the arrays of logits over a paged cache; returns how many queries there are."""
+    cuda.require_known()
     requests, n, heads, _ = _require_rows(of.q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
     require_indexer_cache(of.cache)
     of.w.require(FLOAT32, requests * n, heads)

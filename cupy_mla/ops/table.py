@@ -20,7 +20,7 @@ import numpy as np
 
 from ..bridges import to_numpy
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
-from ..layouts import D_V, FP8_OF_V4, FP8_OF_V32, Layout
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
 from ..typing import A, AnyArray
 from . import (
     attention,
@@ -142,6 +142,12 @@ def _logits_shape(q8: Any, k8: Any, compact_width: int | None = None, **_: Any) 
     return q8.shape[0], k8.shape[0] if compact_width is None else compact_width
 
 
+def _width_of(paged: Any) -> int:
+    """Values of a row of a cache."""
+    known = (*ATTENTION_LAYOUTS, INDEXER_FP8)
+    return next(layout.d_qk for layout in known if layout.last_axis == paged.shape[-1])
+
+
 # --- the table ------------------------------------------------------------------------------------------------
 
 TABLE = (
@@ -175,6 +181,11 @@ TABLE = (
     ),
     Operation(cache.concat_and_cache_mla, examples.mla_packing_calls, written=("kv_cache",), layouts=cache.LAYOUTS),
     Operation(cache.quantize_and_insert_k_cache, examples.v4_packing_calls, written=("k_cache",), layouts=FP8_OF_V4),
+    Operation(
+        cache.unpack_rows,
+        examples.unpacking_calls,
+        results=(Result("out", lambda cache, slots: (slots.shape[0], _width_of(cache)), FLOAT32),),
+    ),
     Operation(indexer.indexer_k_quant_and_cache, examples.indexer_packing_calls, written=("kv_cache",)),
     Operation(indexer.cp_gather_indexer_k_quant_cache, examples.indexer_gather_calls, written=("dst_k", "dst_scale")),
     Operation(
@@ -236,6 +247,11 @@ TABLE = (
             Result("out", lambda token_indices, **_: token_indices.shape, INT32),
             Result("ends", lambda token_indices, **_: token_indices.shape[:1], INT32),
         ),
+    ),
+    Operation(
+        indices.slots_of,
+        examples.slots_calls,
+        results=(Result("out", lambda positions, **_: positions.shape, INT64),),
     ),
     Operation(
         quant.dynamic_per_batched_tensor_quant,

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..arguments import Decode, Prefill
 from ..layouts import D_V
-from .cache import unpack_rows
+from .cache import rows_of
 from .schedule import merge_partials, split_rows
 
 
@@ -28,7 +28,7 @@ def sparse_decode(a: Decode) -> None:
     for i, j in np.ndindex(a.q.shape[:2]):
         rows = np.concatenate(
             [
-                unpack_rows(paged, a.layout, _valid(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]))
+                rows_of(paged, a.layout, _valid(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]))
                 for paged, slots, count in caches
             ]
         )

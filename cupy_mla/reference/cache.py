@@ -64,7 +64,7 @@ def pack_rows(
 
 
 @np.errstate(all="ignore")
-def unpack_rows(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
+def rows_of(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:
     """The rows in the given slots as numbers; other rows are not read.
 
     Args:
@@ -85,6 +85,14 @@ def unpack_rows(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndar
     rows[:, layout.d_nope :] = rope.view(BFLOAT16)
     rows[:, : layout.d_nope].reshape(len(slots), layout.num_scales, layout.scale_tile)[...] *= scales[..., None]
     return rows
+
+
+@np.errstate(all="ignore")
+def unpack_rows(layout: Layout, cache: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
+    """Rows as numbers, zeros for slots that the cache has not; see `cupy_mla.unpack_rows`."""
+    found = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    out[found] = rows_of(cache, layout, slots[found])
+    out[~found] = 0
 
 
 def rope_bits(cache: np.ndarray, layout: Layout, slots: np.ndarray) -> np.ndarray:

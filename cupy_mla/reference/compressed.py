@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arguments import C128aLists, Conversion
-from .indices import LARGEST, convert_req_index_to_global_index, slots_of
+from .indices import LARGEST, convert_req_index_to_global_index, find_slots
 from .swa import positions_of, requests_of
 
 
@@ -27,7 +27,7 @@ def get_compressed_slot_mapping(
     token = np.arange(num_tokens)
     request = requests_of(token, query_start_loc)
     position = positions_of(token, request, query_start_loc, seq_lens)
-    slots = slots_of(block_table, request, position // compress_ratio, block_size)
+    slots = find_slots(block_table, request, position // compress_ratio, block_size)
     out[...] = -1
     out[:num_tokens] = np.where((position >= 0) & ((position + 1) % compress_ratio == 0), slots, -1)
 
@@ -39,7 +39,7 @@ def build_c128a_topk_metadata(a: C128aLists) -> None:
     count[decodes][a.slot_mapping[decodes] < 0] = 0
 
     entry = np.arange(a.decode_indices.shape[1])
-    slots = slots_of(a.block_table, a.token_to_req[decodes, None], entry[None], a.block_size)
+    slots = find_slots(a.block_table, a.token_to_req[decodes, None], entry[None], a.block_size)
     attended = (entry < count[decodes, None]) & (slots >= 0) & (slots <= LARGEST)
     a.decode_indices[decodes] = np.where(attended, slots, -1)
     a.decode_lens[decodes] = count[decodes]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..layouts import Layout
-from .cache import rope_bits, unpack_rows
-from .indices import slots_of
+from .cache import rope_bits, rows_of
+from .indices import find_slots
 
 
 @np.errstate(all="ignore")
@@ -24,9 +24,9 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         if not 0 <= start < len(dst):
             continue
         rows = dst[start : start + max(length, 0)]
-        slots = slots_of(block_table, np.array(r), np.arange(len(rows)), block_size)
+        slots = find_slots(block_table, np.array(r), np.arange(len(rows)), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
-        rows[found] = unpack_rows(src_cache, layout, slots[found])
+        rows[found] = rows_of(src_cache, layout, slots[found])
         rows[found, layout.d_nope :] = rope_bits(src_cache, layout, slots[found])
         rows[~found] = 0
 
@@ -46,9 +46,9 @@ def dequantize_and_gather_k_cache(
     wanted = seq_lens if gather_lens is None else np.minimum(gather_lens, seq_lens)
     for r, (length, count) in enumerate(zip(seq_lens.tolist(), wanted.tolist(), strict=True)):
         rows = out[r, offset : offset + max(count, 0)]
-        slots = slots_of(block_table, np.array(r), length - count + np.arange(len(rows)), block_size)
+        slots = find_slots(block_table, np.array(r), length - count + np.arange(len(rows)), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
-        rows[found] = unpack_rows(k_cache, layout, slots[found])
+        rows[found] = rows_of(k_cache, layout, slots[found])
         rows[found, layout.d_nope :] = rope_bits(k_cache, layout, slots[found])
         rows[~found] = 0
 

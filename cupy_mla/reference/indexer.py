@@ -7,7 +7,7 @@ import numpy as np
 from ..dtypes import E4M3_MAX
 from ..layouts import INDEXER_FP8
 from .cache import AMAX_FLOOR, _ceil_log2, _quantize, _regions, _targets, _tiles
-from .indices import slots_of
+from .indices import find_slots
 
 
 @np.errstate(all="ignore")
@@ -38,7 +38,7 @@ def cp_gather_indexer_k_quant_cache(
         if not 0 <= begin < min(end, len(codes)):
             continue
         rows = slice(begin, min(end, len(codes)))
-        slots = slots_of(block_table, np.array(r), np.arange(rows.stop - begin), block_size)
+        slots = find_slots(block_table, np.array(r), np.arange(rows.stop - begin), block_size)
         found = (slots >= 0) & (slots < num_blocks * block_size)
         block, offset = np.divmod(slots[found], block_size)
         codes[rows][found] = keys[block, offset]

@@ -12,7 +12,7 @@ LARGEST = np.iinfo(np.int32).max
 def convert_req_index_to_global_index(a: Conversion) -> None:
     """Positions in requests to slots or workspace rows; see `cupy_mla.convert_req_index_to_global_index`."""
     positions = a.token_indices.astype(np.int64)
-    rows = slots_of(a.block_table, a.req_id[:, None], positions, a.block_size)
+    rows = find_slots(a.block_table, a.req_id[:, None], positions, a.block_size)
     if a.prefill_request_ids is not None and a.prefill_workspace_starts is not None:
         prefill = a.prefill_request_ids[:, None]
         in_table = (positions >= 0) & (positions // a.block_size < a.block_table.shape[1])
@@ -28,7 +28,7 @@ def convert_req_index_to_global_index(a: Conversion) -> None:
         a.ends[...] = (found * np.arange(1, found.shape[1] + 1)).max(axis=1, initial=0)
 
 
-def slots_of(block_table: np.ndarray, request: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+def find_slots(block_table: np.ndarray, request: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
     """Slot of each position of a request, int64; negative where the request, the column or the block does not exist.
 
     `request` and `positions` are broadcast against each other.
@@ -40,6 +40,16 @@ def slots_of(block_table: np.ndarray, request: np.ndarray, positions: np.ndarray
         return np.full(exists.shape, -1, np.int64)
     block = block_table[np.where(exists, request, 0), np.where(exists, column, 0)].astype(np.int64)
     return np.where(exists & (block >= 0), block * block_size + offset, -1)
+
+
+def slots_of(
+    block_table: np.ndarray, positions: np.ndarray, block_size: int, request_ids: np.ndarray | None, out: np.ndarray
+) -> None:
+    """Slots of positions; see `cupy_mla.slots_of`."""
+    requests = np.arange(len(positions)) if request_ids is None else request_ids
+    out[...] = find_slots(
+        block_table, requests.reshape(-1, *(1,) * (positions.ndim - 1)), positions.astype(np.int64), block_size
+    )  # fmt: skip
 
 
 def _pick(values: np.ndarray, index: np.ndarray) -> np.ndarray:

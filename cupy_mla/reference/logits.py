@@ -8,7 +8,7 @@ from ..arguments import PagedKeys, QuantizeQ, RaggedKeys
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX
 from ..layouts import INDEXER_FP8
 from .cache import _ceil_log2, _regions
-from .indices import slots_of
+from .indices import find_slots
 
 D = INDEXER_FP8.d_qk
 ROPE = 64  # values of a row that are rotated
@@ -74,7 +74,7 @@ def paged_indexer_logits(of: PagedKeys, clean: bool, out: np.ndarray) -> None:
     if clean:
         out[...] = -np.inf
     for r in range(requests):
-        slots = slots_of(of.table, np.array(r), np.arange(lens[r].max(initial=0)), block_size)
+        slots = find_slots(of.table, np.array(r), np.arange(lens[r].max(initial=0)), block_size)
         exists = (slots >= 0) & (slots < num_blocks * block_size)
         block, offset = np.divmod(np.where(exists, slots, 0), block_size)
         if not exists.any():

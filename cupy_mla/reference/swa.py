@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arguments import CombinedLists, SwaWindows
-from .indices import LARGEST, slots_of
+from .indices import LARGEST, find_slots
 
 
 def positions_of(
@@ -35,7 +35,7 @@ def compute_swa_indices_and_lens(a: SwaWindows) -> None:
     window = np.where(a.is_valid_token, np.minimum(position + 1, a.window_size), 0)
     entry = np.arange(a.window_size)
     attended = (position - window + 1)[:, None] + entry
-    slots = slots_of(a.block_table, a.token_to_req[:, None], attended, a.block_size)
+    slots = find_slots(a.block_table, a.token_to_req[:, None], attended, a.block_size)
     a.out[...] = np.where((entry < window[:, None]) & (slots >= 0) & (slots <= LARGEST), slots, -1)
     a.lens[...] = window
 

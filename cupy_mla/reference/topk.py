@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arguments import PagedKeys, RaggedKeys
-from .indices import LARGEST, slots_of
+from .indices import LARGEST, find_slots
 from .logits import indexer_logits, paged_indexer_logits, visible_keys
 
 OUTSIDE = -1  # the order of an entry that is not in its row's range; those of entries that are, are not negative
@@ -86,5 +86,5 @@ def queries_at_once(keys: int, max_workspace_bytes: int) -> int:
 
 def to_slots(positions: np.ndarray, request: np.ndarray, block_table: np.ndarray, block_size: int) -> None:
     """Positions in requests, -1 for none, to slots of the cache, in place."""
-    slots = slots_of(block_table, request[:, None], positions.astype(np.int64), block_size)
+    slots = find_slots(block_table, request[:, None], positions.astype(np.int64), block_size)
     positions[...] = np.where(slots <= LARGEST, slots, -1)

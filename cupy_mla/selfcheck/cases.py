@@ -13,7 +13,7 @@ import numpy as np
 from .. import layouts
 from ..dtypes import BFLOAT16, FLOAT32
 from ..ops.table import ALL, OPERATIONS, TABLE, Call, Operation, Wanted
-from ..reference.cache import unpack_rows
+from ..reference.cache import rows_of
 
 # What two results of attention may differ by, absolutely or relatively: both sides' rounding.
 BOUNDS = {BFLOAT16: (1e-3, 3.01 / 128), FLOAT32: (1e-5, 16.02 / 65536)}
@@ -61,7 +61,7 @@ def float64_error(rng: np.random.Generator) -> float:
     q, cache, indices, scale = (call.arguments[name] for name in ("q", "k_cache", "indices", "sm_scale"))
     out = decode.function(q, cache, indices, scale)[0].astype(np.float64)
     tokens = cache.shape[0] * cache.shape[1]
-    rows = unpack_rows(cache, layout, np.arange(tokens)).astype(np.float64)
+    rows = rows_of(cache, layout, np.arange(tokens)).astype(np.float64)
     ref = np.zeros(out.shape)
     for b, s in np.ndindex(out.shape[:2]):
         entries = indices[b, s]

@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from ..bridges import require_cupy
+from ..bridges import Place, require_cupy
+from ..checks.options import require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
 from ..cuda.paging import ceil_div
 from ..dtypes import BFLOAT16
-from ..layouts import INDEXER_FP8, Layout
+from ..layouts import INDEXER_FP8
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.indexer import C4A
 from ..ops.attention import sparse_decode, sparse_prefill
+from ..ops.cache import empty_cache
 from ..ops.dense import dense_decode
 from ..ops.swa import combined_width
 
@@ -45,6 +47,7 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
         the kernels loaded on that GPU, those of earlier calls included.
 
     Raises:
+        TypeError, ValueError: an argument is none.
         RuntimeError: CuPy, a GPU or NVRTC is missing.
     """
     from concurrent.futures import ThreadPoolExecutor  # takes long to import
@@ -52,6 +55,8 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     from ..ops.table import Wanted
     from .cases import cases
 
+    require_instance("config", config, SparseMLAConfig)
+    device = require_integer("device", device, 0)
     cupy = require_cupy("warmup")
     with cupy.cuda.Device(device):
         for case in cases(np.random.default_rng(0), Wanted((config.layout,))):
@@ -84,7 +89,8 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
     layout, heads, d_qk = config.layout, config.num_heads, config.layout.d_qk
-    cache = _empty_cache(cupy, layout, config.block_size)
+    place = Place.of(cupy.zeros(0, np.float32))
+    cache = empty_cache(layout, 1, config.block_size, place)
     sink = cupy.zeros(heads, np.float32) if config.is_v4 else None
     compressed = {1: 0, C128A: c128a_width(config)}.get(config.compress_ratio, config.topk)  # of a V4 layer's lists
     decode_tokens = config.max_num_seqs * (1 + config.num_speculative_tokens)
@@ -98,7 +104,7 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
         sparse_decode(q, cache, indices, SM_SCALE, **more)
         if config.compress_ratio > 1:
             sparse_decode(
-                q, cache, indices, SM_SCALE, **more, extra_k_cache=_empty_cache(cupy, layout, config.rows_per_block),
+                q, cache, indices, SM_SCALE, **more, extra_k_cache=empty_cache(layout, 1, config.rows_per_block, place),
                 extra_indices=_nothing(cupy, b, 1, compressed), extra_topk_length=length,
             )  # fmt: skip
     width = combined_width(compressed, config.window) if config.is_v4 else config.topk
@@ -138,10 +144,3 @@ def _zeros(cupy: ModuleType, *shape: int) -> Any:
 def _nothing(cupy: ModuleType, *shape: int) -> Any:
     """Index lists without a valid entry."""
     return cupy.broadcast_to(cupy.full(shape[-1:], -1, np.int32), shape)
-
-
-def _empty_cache(cupy: ModuleType, layout: Layout, block_size: int) -> Any:
-    """One block, with the stride that the layout's writers use."""
-    items = layout.block_bytes(block_size) // layout.dtype.itemsize
-    whole = cupy.zeros((1, items), layout.dtype)
-    return whole[:, : block_size * layout.last_axis].reshape(1, block_size, layout.last_axis)

@@ -27,7 +27,7 @@ MADE_UP = layouts.by_name("made_up")
 BLOCKS, BLOCK_SIZE = 4, 16
 SLOTS = BLOCKS * BLOCK_SIZE
 WANTED = Wanted((MADE_UP,), many=4)
-OF_LAYOUT = {"concat_and_cache_mla", "cp_gather_and_upconvert_fp8_kv_cache", "sparse_decode"}
+OF_LAYOUT = {"concat_and_cache_mla", "cp_gather_and_upconvert_fp8_kv_cache", "sparse_decode", "unpack_rows"}
 
 
 def drawn(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -79,6 +79,11 @@ def test_rows_are_gathered(packed) -> None:
     np.testing.assert_array_equal(out.astype(np.float64), rows_of(cache)[slots])
 
 
+def test_rows_are_unpacked(packed) -> None:
+    cache, _ = packed
+    np.testing.assert_array_equal(cupy_mla.unpack_rows(cache, np.arange(SLOTS)), rows_of(cache))
+
+
 def test_rows_are_attended(rng, packed) -> None:
     cache, _ = packed
     q, indices, scale = drawn(rng, 2, 3, 5, 576), rng.integers(-5, SLOTS, (2, 3, 40), dtype=np.int32), 0.1
@@ -121,7 +126,7 @@ def test_graphs_find_the_operation() -> None:
 @needs_nvrtc
 def test_kernels_compile() -> None:
     of_layout = [kernel for kernel in all_kernels() if kernel.defines.get("ROW_READER") == "rows/made_up.cuh"]
-    assert {kernel.name for kernel in of_layout} == {"pack", "gather", "portable"}
+    assert {kernel.name for kernel in of_layout} == {"pack", "unpack", "gather", "portable"}
     (negate,) = (kernel for kernel in all_kernels() if kernel.name == "negate")
     most_heads = [kernel for kernel in of_layout if kernel.defines.get("HEADS", 64) == 64]
     for kernel in (*most_heads, negate):

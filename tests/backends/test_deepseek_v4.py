@@ -6,7 +6,7 @@ that no window of the step reaches, every compressed row that is not complete an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -303,6 +303,7 @@ def test_errors(rng) -> None:
     other = engine.build(make_step(rng, model, [1, 5]))
     wider = SparseSWAMetadataBuilder(Model(window=10).config(1)).build(step.swa_batch)
     few = SparseSWAMetadataBuilder(model.config(1), compress_ratios=[1]).build(step.swa_batch)
+    larger = SparseMLAMetadataBuilder(replace(model.config(4), block_size=256)).build(step.batches[4])
     longer = engine.builders[4].build(make_step(rng, model, [1, 6]).batches[4])
     cases = [
         ({"q": step.q[:5], "output": step.q[:5].copy()}, ValueError, "q: expected the 6 tokens of swa_metadata, got 5"),
@@ -319,9 +320,15 @@ def test_errors(rng) -> None:
         ({"layer": DeepseekV4Layer(c4a.swa_k_cache, c4a.attn_sink, cache, c4a.topk_indices[:5])}, ValueError,
          r"layer\.topk_indices: expected shape \[6, 20\]"),
         ({"metadata": None}, ValueError, "metadata: expected one for layers of compress ratio 4"),
-        ({"metadata": other[1][128]}, ValueError, r"metadata: expected .* \(6, 128, 4\), got \(6, 128, 128\)"),
-        ({"metadata": longer}, ValueError, r"metadata: expected .* \(6, 128, 4\), got \(7, 128, 4\)"),
-        ({"swa_metadata": wider}, ValueError, "swa_metadata: built for a window of 10, these layers have one of 9"),
+        ({"metadata": other[1][128]}, ValueError, "metadata: built for compress_ratio 128, these layers have 4"),
+        ({"metadata": longer}, ValueError,
+         "metadata: expected the 2 requests and 6 tokens of swa_metadata, got 2 and 7"),
+        ({"metadata": larger}, ValueError, "metadata: built for block_size 256, these layers have 128"),
+        ({"swa_metadata": wider}, ValueError, "swa_metadata: built for window 10, these layers have 9"),
+        ({"metadata": swa}, TypeError, "metadata: expected a SparseMLAMetadata, got .*SparseSWAMetadata"),
+        ({"swa_metadata": step.swa_batch}, TypeError, "swa_metadata: expected a SparseSWAMetadata, got .*BatchMeta"),
+        ({"layer": (c4a.swa_k_cache, c4a.attn_sink)}, TypeError, "layer: expected a DeepseekV4Layer, got .*tuple"),
+        ({"layer": replace(c4a, attn_sink=None)}, ValueError, r"layer\.attn_sink: expected one"),
         ({"swa_metadata": few}, ValueError, r"swa_metadata: built for compress ratios \(1,\), these layers have 4"),
     ]  # fmt: skip
     for change, error, message in cases:
@@ -335,6 +342,50 @@ def test_errors(rng) -> None:
     q = torch.zeros((6, 3, 512), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="q: expected it where the workspace is"):
         engine.impls[4].forward(**{**good, "q": q, "output": q})
+
+
+def test_both_metadata_are_of_one_step(rng) -> None:
+    """Of other requests, decodes or maxima: C128A's lists would be those of other tokens, or end too early."""
+    model = Model(speculative=2)
+    engine = Engine(NumPy(), model)
+    step = make_step(rng, model, [3, 3, 5], [300, 200, 390])
+    swa, metadata = engine.build(step)
+    output, layers, torch = np.zeros_like(step.q), engine.layers(step), pytest.importorskip("torch")
+
+    def forward(ratio: int, swa=swa, metadata=metadata, impl=engine.impls) -> None:
+        impl[ratio].forward(step.q, layers[ratio], swa, metadata[ratio], output)
+
+    for ratio in KINDS:
+        forward(ratio)
+    config = model.config(128)
+    for change, message in (
+        ({"num_speculative_tokens": 0}, "expected the 6 decode tokens of swa_metadata, got 0"),
+        ({"max_model_len": 128 * 200}, "built for lists of 256 rows, those of max_model_len 397"),
+        ({"max_model_len": 128 * 300}, "built for lists of 384 rows, those of max_model_len 397"),
+    ):
+        other = SparseMLAMetadataBuilder(replace(config, **change)).build(step.batches[128])
+        with pytest.raises(ValueError, match=f"^metadata: {message}"):
+            forward(128, metadata={128: other})
+    few = {
+        ratio: DeepseekV4Impl(replace(model.config(ratio), max_num_batched_tokens=10), SCALE, engine.workspace)
+        for ratio in KINDS
+    }
+    short = {4: DeepseekV4Impl(replace(model.config(4), max_model_len=389), SCALE, engine.workspace)}
+    with pytest.raises(ValueError, match=r"swa_metadata: expected at most 10 query tokens"):
+        forward(1, impl=few)
+    with pytest.raises(ValueError, match=r"^metadata: expected at most 389 tokens in a sequence .*, got 390"):
+        forward(4, impl=short)
+    split = make_step(rng, model, [3, 3, 3, 2], [300, 200, 390, 100])
+    other = engine.builders[4].build(split.batches[4])
+    with pytest.raises(ValueError, match=r"^metadata: expected the 3 requests and 11 tokens .*, got 4 and 11"):
+        forward(4, metadata={4: other})
+    place = Place.of(torch.zeros(1))
+    for name, given in (
+        ("swa_metadata", {"swa": SparseSWAMetadataBuilder(model.config(1), place).build(step.swa_batch)}),
+        ("metadata", {"metadata": {4: SparseMLAMetadataBuilder(model.config(4), place).build(step.batches[4])}}),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected it where the workspace is"):
+            forward(4, **given)
 
 
 def test_a_locked_workspace_must_have_been_warmed_up(rng) -> None:

@@ -132,6 +132,12 @@ def chosen(step: Step, model: Model) -> np.ndarray:
     return want
 
 
+def is_start(kind, part, whole, rows: int) -> bool:
+    """Whether an array is the first rows of another one."""
+    found = [describe("array", array) for array in (part, whole)]
+    return kind.is_mine(part) and found[0].ptr == found[1].ptr and found[0].shape == (rows, *found[1].shape[1:])
+
+
 class Engine:
     """Builder and backend over one kind of array, after a warm-up."""
 
@@ -144,7 +150,7 @@ class Engine:
         inputs = (poisoned((5, 128), BF16), poisoned((5, model.heads, 128), np.uint8),
                   poisoned((5, model.heads), np.float32), key_cache(1, model.config().rows_per_block))  # fmt: skip
         out = kind.put(np.zeros((6, model.topk), np.int32))
-        assert self.impl.forward(*map(kind.put, inputs), None, out) is out
+        assert is_start(kind, self.impl.forward(*map(kind.put, inputs), None, out), out, len(inputs[1]))
         assert (kind.take(out) == -1).all()
         self.workspace.lock()
 
@@ -166,7 +172,8 @@ class Engine:
         k = kind.put(step.k) if with_keys else None
         q8 = kind.put(step.q8.view(E4M3) if fp8 else step.q8)
         given = cache[:, :, None] if head_axis else cache
-        assert self.impl.forward(k, q8, kind.put(step.w), given, metadata, buffer) is buffer
+        got = self.impl.forward(k, q8, kind.put(step.w), given, metadata, buffer)
+        assert is_start(kind, got, buffer, len(step.q8))
         _, expected = NumPy().put_with_allocation(step.packed)
         np.testing.assert_array_equal(kind.take(whole), expected)
         got = kind.take(buffer)
@@ -289,14 +296,15 @@ def test_errors(rng) -> None:
     longer = IndexerMetadataBuilder(model.config()).build(make_step(rng, model, [1, 6]).batch)
     c4a = Engine(NumPy(), C4A).builder.build(make_step(rng, C4A, [1, 5]).batch)
     cases = [
-        ({"k": step.k[:5]}, ValueError, "slot_mapping: expected at most 5 slots, one a token, got 6"),
+        ({"k": step.k[:5]}, ValueError, r"k: expected the 6 tokens of metadata, got shape \[5, 128\]"),
         ({"q8": step.q8[:, :7]}, ValueError, r"q8: expected shape \[T, .*, 128\]"),
-        ({"q8": step.q8[:5], "w": step.w[:5]}, ValueError, r"metadata: expected .* \(5, 16, 1, 12\) by q8 and config"),
+        ({"q8": step.q8[:5], "w": step.w[:5]}, ValueError, "q8: expected the 6 tokens of metadata, got 5"),
         ({"w": step.w[:5]}, ValueError, r"w: expected shape \[6, 8\]"),
         ({"kv_cache": step.cache[:, :8]}, ValueError, r"kv_cache: expected 16 rows a block \(config\), got 8"),
         ({"kv_cache": step.cache[..., :131]}, (TypeError, ValueError), "kv_cache: "),
-        ({"metadata": longer}, ValueError, r"metadata: expected .*, got \(7, 16, 1, 12\)"),
-        ({"metadata": c4a}, ValueError, r"metadata: expected .*, got \(6, 16, 4, 6\)"),
+        ({"metadata": longer}, ValueError, "q8: expected the 7 tokens of metadata, got 6"),
+        ({"metadata": c4a}, ValueError, "metadata: built for topk 6, these layers have 12"),
+        ({"metadata": step.batch}, TypeError, "metadata: expected an IndexerMetadata, got .*BatchMetadata"),
         ({"topk_indices_buffer": np.zeros((5, 12), np.int32)}, ValueError,
          "topk_indices_buffer: expected room for 6 tokens, got 5 rows"),
         ({"topk_indices_buffer": np.zeros((6, 11), np.int32)}, ValueError, r"topk_indices_buffer: expected shape"),
@@ -309,7 +317,15 @@ def test_errors(rng) -> None:
         IndexerImpl(Model(topk=4097).config(), engine.workspace)
     with pytest.raises(ValueError, match="scale_format"):
         IndexerImpl(model.config(), engine.workspace, "fp8")
+    for name, value in {"block_size": 32, "max_num_seqs": 1, "max_num_batched_tokens": 5}.items():
+        impl = IndexerImpl(dataclasses.replace(model.config(), **{name: value}), engine.workspace)
+        cache = step.cache if name != "block_size" else np.zeros((4, 32, 132), np.uint8)
+        with pytest.raises(ValueError, match=rf"^metadata: (built for {name}|expected at most {value})"):
+            impl.forward(**{**good, "kv_cache": cache})
     torch = pytest.importorskip("torch")
+    elsewhere = IndexerMetadataBuilder(model.config(), Place.of(torch.zeros(1))).build(step.batch)
+    with pytest.raises(ValueError, match="metadata: expected it where the workspace is"):
+        engine.impl.forward(**{**good, "metadata": elsewhere})
     there = {name: torch.from_numpy(good[name].copy()) for name in ("q8", "w", "kv_cache", "topk_indices_buffer")}
     with pytest.raises(ValueError, match="q8: expected it where the workspace is"):
         engine.impl.forward(**{**good, **there, "k": None})

@@ -6,7 +6,7 @@ oracle see the same numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,7 @@ from cupy_mla.backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from cupy_mla.backends.workspace import Workspace
 from cupy_mla.bridges import Place, describe
 from cupy_mla.metadata.batch import BatchMetadata
+from cupy_mla.metadata.indexer import IndexerMetadataBuilder
 from cupy_mla.metadata.sparse_mla import SparseMLAMetadataBuilder
 from cupy_mla.ops.attention import planned_decode
 from tests import oracle
@@ -318,6 +319,38 @@ def test_errors(rng) -> None:
         })  # fmt: skip
     with pytest.raises(ValueError, match=r"config: expected layers of a model of kind 'v32', got 'v4'"):
         SparseMLAImpl(SparseMLAConfig(4, d_qk=512), SCALE, engine.workspace)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_metadata_of_other_layers(rng, path: str) -> None:
+    """Metadata that was built for another config, or is none. Blocks of another size gave wrong results."""
+    step = make_step(rng, 4, [1, 5])
+    engine = Engine(NumPy(), path, 4)
+    config, torch = engine.impl.config, pytest.importorskip("torch")
+    builders = {
+        "built for block_size 16, these layers have 8": replace(config, block_size=16),
+        "built for topk 19, these layers have 20": replace(config, topk=19),
+        "built for (bf16|FP8) caches, these layers have": replace(
+            config, cache_layout="bf16" if path != "bf16" else "v32_fp8"
+        ),
+    }
+    for message, other in builders.items():
+        metadata = SparseMLAMetadataBuilder(other).build(step.batch)
+        with pytest.raises(ValueError, match=f"^metadata: {message}"):
+            engine.impl.forward_mqa(step.q, step.caches[engine.layout], metadata, step.topk_indices)
+    for field, most in {"max_num_seqs": 1, "max_num_batched_tokens": 5, "max_model_len": 1}.items():
+        impl = SparseMLAImpl(replace(config, **{field: most}), SCALE, Workspace(engine.workspace.place))
+        with pytest.raises(ValueError, match=rf"^metadata: expected at most {most} "):
+            impl.forward_mqa(
+                step.q, step.caches[engine.layout], engine.builder.build(step.batch), step.topk_indices
+            )  # fmt: skip
+    elsewhere = SparseMLAMetadataBuilder(config, Place.of(torch.zeros(1))).build(step.batch)
+    with pytest.raises(ValueError, match=r"^metadata: expected it where the workspace is"):
+        engine.impl.forward_mqa(step.q, step.caches[engine.layout], elsewhere, step.topk_indices)
+    for other in (None, step.batch, (1, 2), IndexerMetadataBuilder(config).build(step.batch)):
+        with pytest.raises(TypeError, match=r"^metadata: expected a SparseMLAMetadata, got "):
+            engine.impl.forward_mqa(step.q, step.caches[engine.layout], other, step.topk_indices)
+    assert_result(engine.run(step), step.want)
 
 
 @pytest.mark.parametrize("path", ["bf16", "mixed", "separate"])

@@ -103,6 +103,42 @@ def test_layers_of_the_backend_share_a_plan(monkeypatch, mixed):
     assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
 
 
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_layers_of_a_kind_share_a_plan(monkeypatch, ratio):
+    """Of V4's backend: that of the kind in the step's sliding-window metadata."""
+    forget_calls()
+    settings = {
+        "d_qk": 512, "cache_layout": "v4_fp8", "topk": 512, "max_num_seqs": 67, "max_num_batched_tokens": 67,
+        "max_model_len": 4096, "block_size": 256,
+    }  # fmt: skip
+    plain, own = (cupy_mla.SparseMLAConfig(64, **settings, compress_ratio=r) for r in (1, ratio))
+    lens = np.linspace(1, 4096, 67).astype(int)
+    table = np.zeros((67, 16), int)
+    batch = cupy_mla.BatchMetadata(np.arange(68), lens, table, -np.ones(67, int), lens - 1)
+    windows = cupy_mla.SparseSWAMetadataBuilder(plain, ("torch", HOST))
+    compressed = cupy_mla.SparseMLAMetadataBuilder(own, ("torch", HOST))
+    steps = [(windows.build(batch), compressed.build(batch) if ratio > 1 else None) for _ in range(2)]
+    gpu = FakeGPU(monkeypatch)
+    q = torch.zeros((67, 64, 512), dtype=torch.bfloat16)
+    layer = cupy_mla.DeepseekV4Layer(
+        torch.zeros((1, 256, 584), dtype=torch.uint8), torch.zeros(64),
+        torch.zeros((1, own.rows_per_block, 584), dtype=torch.uint8) if ratio > 1 else None,
+        torch.zeros((67, 512), dtype=torch.int32) if ratio == 4 else None,
+    )  # fmt: skip
+    impl = cupy_mla.DeepseekV4Impl(own, 0.1, cupy_mla.Workspace(cupy_mla.Place.of(q)))
+    found = []
+    with cupy_mla.forced("fp8_sm90", "shares"):
+        for swa, metadata in (steps[0], steps[0], steps[0], steps[1], steps[1]):
+            gpu.log.clear()
+            impl.forward(q, layer, swa, metadata, torch.empty_like(q))
+            found.append(plan_of(gpu))
+    forget_calls()
+    gc.collect()
+    assert [filled for filled, _ in found] == [0, 1, 1, 0, 1]
+    addresses = [address for _, address in found]
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
+
+
 def test_other_sizes_are_planned_anew(gpu):
     """Here by a schedule that forgets its shapes."""
     made = schedule()

@@ -36,3 +36,11 @@ def test_plans_of_lists_with_ends(kind, emulated, rng, monkeypatch, force, kerne
     force(division=evenly.shares(heads, ctas=7))
     evenly.check_plans_of_lists_with_ends(kind, rng, oracle.V32, 8, [(1, 700), (5, 390)])
     assert kernel in emulated.launched
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_plans_of_lists_with_lengths(kind, emulated, rng, monkeypatch, force, heads):
+    monkeypatch.setenv(VARIABLE, "fp8_sm90")
+    force(division=evenly.shares(heads, ctas=5))
+    evenly.check_plans_of_lists_with_lengths(kind, rng, oracle.V4, 8, [(3, 128, 300)])
+    assert "fp8_sm90" in emulated.launched

@@ -15,7 +15,7 @@ from cupy_mla.ops.attention import planned_decode
 from tests import kinds, oracle
 from tests.cases import normal, queries
 from tests.dense import in_cache
-from tests.kinds import NumPy
+from tests.kinds import E4M3, NumPy
 from tests.operations import OPERATIONS, Call
 
 torch = pytest.importorskip("torch")
@@ -176,6 +176,14 @@ def test_planned_decode_in_a_graph(kind, rng):
     assert torch.equal(out, want)
     assert torch.equal(lse, want_lse)
     assert plan.made == ()
+
+
+def test_fp8_weights_are_split_in_a_graph(kind, rng):
+    weight, scales = kind.put(rng.standard_normal((512, 320)).astype(E4M3)), kind.put(rng.random((4, 3), np.float32))
+    want = cupy_mla.split_kv_b_proj(weight, 2, 96, scales=scales)
+    split = torch.compile(cupy_mla.split_kv_b_proj, fullgraph=True, backend="aot_eager")
+    for got, part in zip(split(weight, 2, 96, scales=scales), want, strict=True):
+        assert torch.equal(got, part)
 
 
 def test_weight_absorption_in_a_graph(kind, rng):

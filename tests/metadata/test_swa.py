@@ -132,8 +132,6 @@ def test_configs_of_other_layers_are_refused() -> None:
         SparseSWAMetadataBuilder(SparseMLAConfig(8))
     with pytest.raises(ValueError, match=r"compress_ratios must be among \(1, 4, 128\), got \(1, 2\)"):
         SparseSWAMetadataBuilder(config(), compress_ratios=[1, 2])
-    with pytest.raises(ValueError, match="block_size: expected a multiple of compress_ratio 128, got 64"):
-        SparseMLAMetadataBuilder(config(compress_ratio=128, block_size=64))
 
 
 # --- the compressed caches ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from cupy_mla import absorb_q, split_kv_b_proj, v_up_proj
 
-from ..kinds import BF16, NumPy, gapped
+from ..kinds import BF16, E4M3, NumPy, gapped
 
 T, H, D_NOPE, D_V, LATENT = 5, 3, 24, 16, 512
 # One rounding of the result to bfloat16; sums of 512 float32 products stay far below it.
@@ -53,6 +53,43 @@ def test_split_gives_views(rng: np.random.Generator) -> None:
     assert w_uv.shape == (LATENT, H, D_V)
     assert np.shares_memory(w_uk, weight)
     assert np.shares_memory(w_uv, weight)
+
+
+@pytest.mark.parametrize("linear_order", [False, True], ids=["latent-first", "torch-Linear"])
+@pytest.mark.parametrize("dtype", [E4M3, np.dtype(np.uint8)], ids=str)
+@pytest.mark.parametrize(("heads", "d_nope", "d_v"), [(2, 128, 128), (3, 24, 16), (1, 192, 256)])
+def test_fp8_weights(kind, rng, linear_order: bool, dtype: np.dtype, heads: int, d_nope: int, d_v: int) -> None:
+    """Each 128 x 128 values under a scale, as checkpoints have them; a head need not begin where a block does."""
+    width = heads * (d_nope + d_v)
+    weight = rng.standard_normal((LATENT, width)).astype(E4M3)
+    scales = rng.uniform(1e-3, 2, (4, -(-width // 128))).astype(np.float32)
+    want = np.empty((LATENT, width))
+    for i, j in np.ndindex(want.shape):
+        want[i, j] = np.float32(weight[i, j]) * scales[i // 128, j // 128]
+    want = want.astype(np.float32).astype(BF16).reshape(LATENT, heads, d_nope + d_v)
+    given = weight.view(dtype)
+    if linear_order:  # the strides of `linear.weight.T`
+        given, scales = (np.ascontiguousarray(a.T).T for a in (given, scales))
+    w_uk, w_uv = split_kv_b_proj(kind.put(given), heads, d_nope, scales=kind.put(scales))
+    for got, part in ((w_uk, want[..., :d_nope]), (w_uv, want[..., d_nope:])):
+        assert kind.is_mine(got)
+        np.testing.assert_array_equal(kind.take(got).view(np.uint16), part.view(np.uint16))
+    assert absorb_q(kind.put(values(rng, T, heads, d_nope)), w_uk).shape == (T, heads, LATENT)
+
+
+def test_fp8_weights_and_scales_go_together(kind, rng) -> None:
+    weight, scales = rng.standard_normal((LATENT, 256)).astype(E4M3), np.ones((4, 2), np.float32)
+    for w, s, error, message in (
+        (weight, None, TypeError, "weight: expected dtype bfloat16 or float32, or scales with it, got .*8.* alone"),
+        (weight.astype(BF16), scales, TypeError, "weight: expected dtype uint8 or float8_e4m3fn, got bfloat16"),
+        (weight, scales[:, :1], ValueError, r"scales: expected shape \[4, 2\], got \[4, 1\]"),
+        (weight, scales.T, ValueError, r"scales: expected shape \[4, 2\], got \[2, 4\]"),
+        (weight, scales.astype(np.float64), TypeError, "scales: expected dtype float32"),
+        (weight, 1.0, TypeError, "scales: expected a NumPy, CuPy or torch array"),
+    ):
+        given = kind.put(s) if isinstance(s, np.ndarray) else s
+        with pytest.raises(error, match=f"^{message}"):
+            split_kv_b_proj(kind.put(w), 2, 64, scales=given)
 
 
 def test_no_tokens(rng: np.random.Generator) -> None:

@@ -17,7 +17,7 @@ def test_none_is_left_out() -> None:
     """Every public function that takes arrays and is no wrapper of another's stands in the table."""
     others = {
         "absorb_q", "v_up_proj", "split_kv_b_proj",  # products of the caller's library
-        "plan_splits", "to_cupy", "to_numpy", "to_torch", "cuda_available", "get_mla_metadata",
+        "empty_cache", "plan_splits", "to_cupy", "to_numpy", "to_torch", "cuda_available", "get_mla_metadata",
         "prefill_workspace_size", "reshape_attn_output_for_spec_decode", "reshape_query_for_spec_decode",
         "split_decodes_and_prefills", "split_prefill_chunks",
     }  # fmt: skip

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import cupy_mla
 from cupy_mla.cuda.paging import divisor
-from cupy_mla.ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends
+from cupy_mla.ops.indices import convert_req_index_to_global_index, convert_to_slots_and_ends, slots_of
 from tests import oracle_indices
 from tests.kinds import gapped
 
@@ -163,3 +164,93 @@ def test_divisor(rng) -> None:
         for n in {m * value + d for m in multiples for d in (-1, 0, 1)} | {0, 2**31 - 1}:
             if 0 <= n < 2**31:
                 assert n * multiplier >> shift == n // value
+
+
+# --- slots of positions ---------------------------------------------------------------------------------------
+
+
+def check_slots(kind, rng, tokens: int, k: int, requests: int, width: int) -> None:
+    """Of rows of requests in any order, and of one row a request; k 0: positions [T]."""
+    block_size = int(rng.choice([1, 3, 64]))
+    shape = (tokens, k) if k else (tokens,)
+    for dtype in (np.int32, np.int64):
+        table = gapped(hostile(rng, rng.integers(0, 1000, (requests, width)), 0.1), 0, int(rng.integers(0, 3)))
+        ids = hostile(rng, rng.integers(0, max(requests, 1), tokens), 0.1)
+        positions = hostile(rng, rng.integers(-1, block_size * (width + 1) + 1, shape), 0.1).astype(dtype)
+        if dtype is np.int64 and tokens:
+            positions.reshape(-1)[0] = rng.choice([2**40, 2**62, -(2**62), 2**32])
+        rows = positions if k else positions[:, None]
+        want = np.array(
+            [[slot(table, int(r), int(i), block_size) for i in row] for r, row in zip(ids, rows, strict=True)]
+        )
+        want = want.reshape(shape).astype(np.int64)
+        if k:
+            positions = gapped(positions, 0, int(rng.integers(0, 3)))
+        got = slots_of(kind.put(table), kind.put(positions), block_size, request_ids=kind.put(ids))
+        assert kind.is_mine(got)
+        assert kind.take(got).dtype == np.int64
+        np.testing.assert_array_equal(kind.take(got), want)
+        out = kind.put(gapped(np.full(shape, 77), *(0, 2)[: len(shape)]))
+        assert slots_of(kind.put(table), kind.put(positions), block_size, request_ids=kind.put(ids), out=out) is out
+        np.testing.assert_array_equal(kind.take(out), want)
+        exists = (ids >= 0) & (ids < requests)
+        own = np.where(exists[:, None], table[np.where(exists, ids, 0)] if requests else -1, -1).astype(np.int32)
+        np.testing.assert_array_equal(kind.take(slots_of(kind.put(own), kind.put(positions), block_size)), want)
+
+
+def slot(table: np.ndarray, request: int, position: int, block_size: int) -> int:
+    """As of the oracle, without its end at int32."""
+    column, offset = divmod(position, block_size)
+    if not (0 <= request < len(table) and 0 <= column < table.shape[1]) or table[request, column] < 0:
+        return -1
+    return int(table[request, column]) * block_size + offset
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "requests", "width"),
+    [(1, 0, 1, 1), (5, 0, 3, 4), (5, 7, 3, 4), (9, 32, 2, 300), (300, 0, 5, 17), (3, 2049, 2, 9), (0, 0, 2, 3),
+     (4, 1, 2, 0)],
+)  # fmt: skip
+def test_slots(kind, rng, tokens: int, k: int, requests: int, width: int) -> None:
+    check_slots(kind, rng, tokens, k, requests, width)
+
+
+def test_slots_are_those_of_the_conversion(kind, rng) -> None:
+    """Where they fit int32, in which index lists are."""
+    table, positions = (
+        kind.put(rng.integers(0, 9, (3, 4), dtype=np.int32)),
+        kind.put(np.arange(-3, 9, dtype=np.int32).reshape(3, 4)),
+    )
+    ids = kind.put(np.arange(3, dtype=np.int32))
+    want = convert_req_index_to_global_index(ids, table, positions, 2)
+    np.testing.assert_array_equal(kind.take(slots_of(table, positions, 2)), kind.take(want))
+
+
+def test_slots_beyond_int32(kind) -> None:
+    table = kind.put(np.array([[2**31 - 1]], np.int32))
+    assert kind.take(slots_of(table, kind.put(np.array([[255]])), 256)).tolist() == [[2**39 - 1]]
+
+
+def test_slots_errors(kind) -> None:
+    good = {"block_table": np.zeros((2, 3), np.int32), "positions": np.zeros(2, np.int64), "block_size": 4}
+    ids = np.zeros(2, np.int32)
+    for change, error, message in (
+        ({"block_table": np.zeros(3, np.int32)}, ValueError, r"block_table: expected shape \[R, M\]"),
+        ({"positions": np.zeros(3, np.int64)}, ValueError, "positions: block_table gives 2 rows, one a request, got 3"),
+        ({"positions": np.zeros((2, 1, 1), np.int64)}, ValueError, r"positions: expected shape \[T, K\]"),
+        ({"positions": np.zeros((), np.int64)}, ValueError, r"positions: expected shape \[T\]"),
+        ({"positions": np.zeros(2, np.float32)}, TypeError, "positions: expected dtype int32 or int64"),
+        ({"request_ids": ids[:1]}, ValueError, r"request_ids: expected shape \[2\]"),
+        ({"request_ids": ids.astype(np.int64)}, TypeError, "request_ids: expected dtype int32"),
+        ({"block_size": 0}, ValueError, "block_size must be >= 1"),
+        ({"out": np.zeros(2, np.int32)}, TypeError, "out: expected dtype int64"),
+    ):
+        arguments = {n: kind.put(v) if isinstance(v, np.ndarray) else v for n, v in {**good, **change}.items()}
+        with pytest.raises(error, match=f"^{message}"):
+            slots_of(**arguments)
+    with cupy_mla.set_checks(True):
+        table, positions = kind.put(good["block_table"]), kind.put(np.array([11, 12]))
+        with pytest.raises(IndexError, match=r"^positions\[1\] is 12, a request's row of the block table holds 12"):
+            slots_of(table, positions, 4)
+        with pytest.raises(IndexError, match=r"^request_ids\[0\] is 2, there are 2 requests"):
+            slots_of(table, kind.put(np.array([1, 2])), 4, request_ids=kind.put(np.array([2, 0], np.int32)))

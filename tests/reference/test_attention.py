@@ -35,8 +35,8 @@ def test_rows_that_no_entry_names_are_not_unpacked(rng, monkeypatch):
         unpacked.append(len(slots))
         return unpack(cache, layout, slots)
 
-    unpack = attention.unpack_rows
-    monkeypatch.setattr(attention, "unpack_rows", counted)
+    unpack = attention.rows_of
+    monkeypatch.setattr(attention, "rows_of", counted)
     indices = np.array([[[5, -1, 7, 7, 99999, 3]]], np.int32)
     cupy_mla.sparse_decode(
         normal(rng, 1, 1, 2, 576),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_mla import layouts
-from cupy_mla.reference.cache import unpack_rows
+from cupy_mla.reference.cache import rows_of
 
 from .. import oracle
 from ..cases import empty_cache, paged_rows, some
@@ -29,7 +29,7 @@ def test_rows_are_those_of_the_oracle(seed, fmt, num_blocks, block_size, gap):
     live = some(rng, num_blocks * block_size)
     cache = paged_rows(rng, fmt, num_blocks, block_size, live, gap)
     slots = rng.choice(live, 50)
-    got = unpack_rows(cache, LAYOUTS[fmt], slots)
+    got = rows_of(cache, LAYOUTS[fmt], slots)
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, oracle.named_rows(fmt, cache, slots).astype(np.float32))
 
@@ -44,16 +44,16 @@ def test_every_code_and_every_exponent(rng, fmt):
     slots = rng.permutation(192)
     with np.errstate(over="ignore", invalid="ignore"):
         want = oracle.named_rows(fmt, cache, slots).astype(np.float32)
-    np.testing.assert_array_equal(unpack_rows(cache, LAYOUTS[fmt], slots), want)
+    np.testing.assert_array_equal(rows_of(cache, LAYOUTS[fmt], slots), want)
 
 
 def test_cache_of_fp8_items(rng):
     cache = paged_rows(rng, oracle.V4, 2, 8, np.arange(16))
     slots = rng.permutation(16)
-    got = unpack_rows(cache.view(E4M3), layouts.V4_FP8, slots)
-    np.testing.assert_array_equal(got, unpack_rows(cache, layouts.V4_FP8, slots))
+    got = rows_of(cache.view(E4M3), layouts.V4_FP8, slots)
+    np.testing.assert_array_equal(got, rows_of(cache, layouts.V4_FP8, slots))
 
 
 @pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
 def test_no_rows(fmt):
-    assert unpack_rows(empty_cache(fmt, 2, 8), LAYOUTS[fmt], np.zeros(0, np.int32)).shape == (0, fmt.d_qk)
+    assert rows_of(empty_cache(fmt, 2, 8), LAYOUTS[fmt], np.zeros(0, np.int32)).shape == (0, fmt.d_qk)

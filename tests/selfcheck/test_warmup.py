@@ -53,6 +53,14 @@ def test_of_a_gpu_that_is_not_there(monkeypatch, capsys):
     assert "no GPU 1: this machine has 1, counted from 0" in capsys.readouterr().err
 
 
+def test_the_command_line_names_every_kind_of_v4_layer():
+    """Blocks of compressed caches hold whole rows by default: those of 64 tokens have none for 128 to one."""
+    made = list(__main__.configs(__main__.parser().parse_args(["warmup", "--heads", "64", "--layout", "v4_fp8"])))
+    assert [(config.compress_ratio, config.rows_per_block) for config in made] == [(1, 64), (4, 64), (128, 2)]
+    asked = __main__.parser().parse_args(["warmup", "--heads", "64", "--layout", "v4_fp8", "--block-size", "128"])
+    assert [config.block_size for config in __main__.configs(asked)] == [128] * 3
+
+
 @pytest.fixture
 def stand_in(monkeypatch) -> None:
     """NumPy in the place of CuPy; no kernel is loaded."""

@@ -69,9 +69,8 @@ def sparse_decode(
     aligned = _aligned_caches(a.layout, a.cache, a.extra)
     params = params_of(a, main, extra, decode_strides(a), aligned * ALIGNED_ROWS | DECODE | alike * ALIKE)
     params = params.replaced(s_q=s_q, h_q=h_q, num_queries=b * s_q)
-    planned = plan if a.extra is None and not problem.uneven else None
     num_slots = a.cache.shape[0] * a.cache.shape[1]
-    return _program(problem, Call(params, problem.entries, num_slots, length, ends, planned))
+    return _program(problem, Call(params, problem.entries, num_slots, length, ends, plan))
 
 
 def decode_problem(gpu: Gpu, a: Decode, batch_invariant: bool, length: Array | None) -> Problem:

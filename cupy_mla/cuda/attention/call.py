@@ -40,7 +40,7 @@ class Call(NamedTuple):
         """Fields of work that is divided over so many CTAs as the plan says."""
         if self.plan is None:
             return self.ended()
-        key = ctas, heads, problem.heads, problem.queries, self.topk
+        key = ctas, heads, problem.heads, problem.queries, self.topk, problem.extra_entries
         plan = {"plan": PlanField(self.plan, key, "address"), "plan_filled": PlanField(self.plan, key, "filled")}
         return {**self.ended(), **plan}
 

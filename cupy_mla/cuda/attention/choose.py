@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ... import private
+from ...checks.options import shown
 from . import times
 from .divide import Division, parse, text_of
 from .kernels import (
@@ -115,6 +116,21 @@ def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:
     return (division for division in made if kernel.fits(problem, division))
 
 
+def require_known() -> None:
+    """Check the kernel that the environment asks for, also where NumPy serves a call and no kernel is chosen.
+
+    Raises:
+        ValueError: no kernel has that name.
+    """
+    if not forced.names[0]:
+        _require_name(VARIABLE, asked_kernel())
+
+
+def _require_name(by: str, name: str | None) -> None:
+    if name and name not in EVERY_NAME:
+        raise ValueError(f"{by} must be one of {', '.join(EVERY_NAME)}, got {name!r}")
+
+
 def _why_not(problem: Problem) -> str:
     """What an unknown or unfitting kernel or division is answered with."""
     free = problem._replace(kernel="", division="")
@@ -133,10 +149,13 @@ def _why_not(problem: Problem) -> str:
 
 
 def why_not_kernel(kernel: str, problem: Problem | DenseProblem, able: Iterable[str]) -> str:
-    """What the name of a kernel is answered with that is unknown, or not among those that can serve a call."""
+    """What the name of a kernel is answered with that is not among those that can serve a call.
+
+    Raises:
+        ValueError: no kernel has that name.
+    """
     by = "kernel" if forced.names[0] or kernel != asked_kernel() else VARIABLE
-    if kernel not in EVERY_NAME:
-        return f"{by} must be one of {', '.join(EVERY_NAME)}, got {kernel!r}"
+    _require_name(by, kernel)
     return f"{by} is {kernel}, which cannot serve this call: {problem}; {', '.join(able)} can"
 
 
@@ -156,14 +175,16 @@ class forced:
             "teams"; fields that are not given are chosen. None: the fastest.
 
     Raises:
+        TypeError: `division` is neither a division nor text.
         ValueError: no kernel has that name, or the text names no division.
     """
 
     names: tuple[str, str] = ("", "")  # kernel and division
 
     def __init__(self, kernel: str | None = None, division: Division | str | None = None) -> None:
-        if kernel and kernel not in EVERY_NAME:
-            raise ValueError(f"kernel must be one of {', '.join(EVERY_NAME)}, got {kernel!r}")
+        _require_name("kernel", kernel)
+        if not isinstance(division, (str, Division, type(None))):
+            raise TypeError(f"division: expected a division or its text, got {shown(division)}")
         text = division if isinstance(division, str) else "" if division is None else text_of(division, whole=True)
         if text:
             parse(text)

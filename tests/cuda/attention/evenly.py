@@ -13,7 +13,7 @@ import pytest
 import cupy_mla
 from cupy_mla.cuda.attention.divide import CUT_COST, ITEM_COST
 from cupy_mla.cuda.program import Plan
-from cupy_mla.ops.attention import planned_decode
+from cupy_mla.ops.attention import decode_of_step, planned_decode
 
 from ... import oracle
 from ...cases import Paged, assert_decoded, check_decode, decode_oracle, off_zero, paged, queries, sinks
@@ -95,6 +95,45 @@ def check_plans_of_lists_with_ends(
         assert bits[0] == bits[1]
         for main, result in zip(layers, results, strict=True):
             assert_decoded(kind, result, decode_oracle(fmt, q, main, sm_scale=SCALE))
+
+
+def check_plans_of_lists_with_lengths(
+    kind: NumPy, rng: np.random.Generator, fmt: oracle.Format, h_q: int, sizes: Iterable[tuple[int, int, int]]
+) -> None:
+    """Layers of a step over two caches, of these requests and entries of both lists: the same bits as without a plan
+    where lists end at the same places, and right results where they do not."""
+    steps = (
+        ([5000], [0], True), ([128], [5000, 60], True), ([5000, 0, 64], [65, 5000], True),
+        ([5000], [5000], False), ([0], [0], False),
+    )  # fmt: skip
+    for b, topk, extra_topk in sizes:
+        q, sink = queries(rng, b, 1, h_q, fmt.d_qk), sinks(rng, h_q)
+        plan = Plan()
+        for main_ends, extra_ends, alike in steps:
+            if alike:
+                plan = Plan()
+            main = paged(rng, fmt, b, 1, topk, 64, lengths=True)
+            extra = paged(rng, fmt, b, 1, extra_topk, 2, lengths=True)
+            main.length[:], extra.length[:] = np.resize(main_ends, b), np.resize(extra_ends, b)
+            given = {
+                "attn_sink": sink, "topk_length": main.length, "extra_k_cache": extra.cache,
+                "extra_indices": extra.indices, "extra_topk_length": extra.length,
+            }  # fmt: skip
+            others, arrays = (
+                {n: kind.put(a) for n, a in given.items()},
+                [kind.put(a) for a in (q, main.cache, main.indices)],
+            )
+            want, bits = decode_oracle(fmt, q, main, extra, sm_scale=SCALE, sink=sink), []
+            for of_call in (None, plan, plan):
+                if of_call is None:
+                    result = cupy_mla.sparse_decode(*arrays, SCALE, **others)
+                else:
+                    result = decode_of_step(*arrays, SCALE, None, of_call, **others)
+                assert_decoded(kind, result, want)
+                bits.append([kind.take(a).tobytes() for a in result])
+            assert plan.made
+            assert bits[1] == bits[2]
+            assert not alike or bits[0] == bits[1]
 
 
 def check_items_stay_whole(

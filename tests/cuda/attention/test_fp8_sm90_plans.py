@@ -98,6 +98,12 @@ def test_layers_whose_lists_end(hopper, rng, fmt):
 
 
 @FORMATS
+def test_layers_of_one_kind_in_a_step(hopper, rng, fmt):
+    """Lists with lengths in two caches, which a backend says are alike."""
+    divided.check_plans_of_lists_with_lengths(hopper, rng, fmt, 64, [(1, 300, 3000), (7, 128, 700), (133, 128, 512)])
+
+
+@FORMATS
 def test_lengths(hopper, rng, fmt):
     """They differ from call to call, and each call divides its own lists."""
     main, extra = paged(rng, fmt, 70, 2, 300, 64, lengths=True), paged(rng, fmt, 70, 2, 130, 2, lengths=True)

@@ -1,0 +1,61 @@
+// Unpacks rows of a paged cache into float32; compiled for one layout.
+//
+//   one warp     a row: one division of its slot; lane l takes the values l, l + 32, ...; the loads of a row are under
+//                way together, and those of neighbouring lanes stand side by side, as do their stores
+//
+// A value is a byte or two bytes, so rows may start anywhere. Slots that are negative or beyond the cache become rows of
+// zeros. No shared memory.
+#include "rows/integers.cuh"
+#include "rows/place.cuh"
+#include "rows/scales.cuh"
+
+// The launcher declares the same fields.
+struct UnpackParams {
+    Integers slots;  // [num_rows]
+    const uint8_t* cache;
+    float* out;            // [num_rows, D_QK]
+    int64_t block_stride;  // bytes
+    int64_t row_stride;    // bytes
+    int64_t out_stride;    // items
+    int64_t num_slots;
+    int64_t num_rows;
+    int32_t block_size;
+    int32_t unused;
+};
+
+constexpr int THREADS = 32 * ROWS_PER_BLOCK;
+
+#if NUM_SCALES == 0
+
+__device__ __forceinline__ float value_at(const uint8_t* data, const uint8_t*, int value) {
+    return bf16_to_float(reinterpret_cast<const bf16*>(data)[value]);
+}
+
+#else
+
+__device__ __forceinline__ float value_at(const uint8_t* data, const uint8_t* scales, int value) {
+    if (value >= D_NOPE) return bf16_to_float(reinterpret_cast<const bf16*>(data + ROPE_OFFSET)[value - D_NOPE]);
+    float v[4];
+    e4m3x4_to_float(data[value], v);
+    return multiply_exactly(v[0], load_scale(scales, value / SCALE_TILE));
+}
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ UnpackParams p) {
+    const int lane = threadIdx.x % 32;
+    const int64_t row = int64_t(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / 32;
+    if (row >= p.num_rows) return;
+    const int64_t slot = load_integer(p.slots, row);
+    const auto from = place_of_slot(slot, p.num_slots, p.block_size, p.block_stride, p.row_stride);
+    float* to = p.out + row * p.out_stride;
+#pragma unroll
+    for (int i = 0; i < D_QK / 32; ++i) {
+        const int value = i * 32 + lane;
+        to[value] = from.data < 0 ? 0.0f : value_at(p.cache + from.data, p.cache + from.scales, value);
+    }
+}
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = 0;
