@@ -118,12 +118,10 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
 
 def _dense(cupy: ModuleType, config: SparseMLAConfig) -> None:
     """Decodes over all rows, of requests that are as long as they may be by their block tables, and have no row."""
-    layout, n, width = (
-        config.layout,
-        1 + config.num_speculative_tokens,
-        ceil_div(config.max_model_len, config.block_size),
-    )
-    cache, table = _empty_cache(cupy, layout, config.block_size), cupy.zeros(width, np.int32)
+    layout, n = config.layout, 1 + config.num_speculative_tokens
+    width = ceil_div(config.max_model_len, config.block_size)
+    cache = empty_cache(layout, 1, config.block_size, Place.of(cupy.zeros(0, np.float32)))
+    table = cupy.zeros(width, np.int32)
     for b in query_tokens(config.max_num_seqs):
         q = _zeros(cupy, b, n, config.num_heads, layout.d_qk)
         dense_decode(q, cache, cupy.broadcast_to(table, (b, width)), cupy.zeros(b, np.int32), SM_SCALE)
