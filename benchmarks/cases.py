@@ -12,6 +12,7 @@ Row = dict[str, Any]
 # Measured on an H200: bytes a second that a gather of random rows reaches, and bf16 multiplications.
 GATHER = {"V32": 3.1e12, "V4": 3.1e12, "bf16": 4.25e12}
 GATHER_L2, L2_BYTES = 8.5e12, 50e6
+COPY = 4.25e12  # of a copy, read and written
 FLOPS = 812e12
 
 TOKEN_BYTES = {"V32": 656, "V4": 584, "bf16": 1152}
@@ -34,6 +35,20 @@ def decode_floor_us(case: str, sets: int) -> float:
     size = rows * TOKEN_BYTES[layout]
     gather = size / (GATHER_L2 if sets * size < L2_BYTES else GATHER[layout])
     return 1e6 * max(gather, 2 * rows * n["h"] * (D_QK[layout] + 512) / FLOPS)
+
+
+def dense_floor_us(tokens: list[int], lines: int) -> tuple[float, str]:
+    """Microseconds that the rows of a dense decode take to copy, or their products at the tensor cores' rate, and which
+    of both that is: "bytes" or "arithmetic".
+
+    Args:
+        tokens: rows of each input set in rotation; where all fit into L2, the rate is that of L2.
+        lines: query tokens times heads of a request.
+    """
+    size = sum(tokens) * TOKEN_BYTES["bf16"]
+    copy = size / (GATHER_L2 if size < L2_BYTES else COPY)
+    multiply = 2 * sum(tokens) * lines * (D_QK["bf16"] + 512) / FLOPS
+    return 1e6 * max(copy, multiply) / len(tokens), "bytes" if copy > multiply else "arithmetic"
 
 
 class Group(NamedTuple):
@@ -173,6 +188,11 @@ INDEXER = [
     Group("indexer: prefill selection, logits to slots", "indexer", _beginning("select_prefill"), 1.3, 1.1),
     Group("indexer: decode selection, logits to slots", "indexer", _beginning("select_decode"), 1.3, 1.1),
     Group("indexer: portable kernel's logits", "indexer", _beginning("portable_"), 0.35, 0.25),
+]
+DENSE = [
+    Group("dense decode, bf16", "dense_decode", lambda case, n: n["h"] > 0, 1.15),
+    Group("dense decode, bf16, 1 to 4 requests", "dense_decode", lambda case, n: n["b"] <= 4, 1.25, 1.05),
+    Group("dense decode, bf16, 2 to 4 query tokens", "dense_decode", lambda case, n: n["s_q"] >= 2, 1.1),
 ]
 
 

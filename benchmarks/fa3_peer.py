@@ -1,4 +1,5 @@
-"""FlashAttention 3 as the peer of bf16 sparse decode: a cache of pages of one row, whose page tables are the lists.
+"""FlashAttention 3 as the peer of bf16 decode: of sparse decode with pages of one row, whose page tables are the lists;
+of dense decode with pages of 64 rows.
 
 Its library is `fa3.so.xz` (shared/peers/get_fa3.sh) in the folder CUPY_MLA_PEER_FA3, by default .peer-fa3.
 """
@@ -64,6 +65,38 @@ def _call(s: Set, planned: list[torch.Tensor | None], plans: bool) -> Callable[[
             q_rope, rows[..., D_V:], rows[..., :D_V], None, None, q_nope, None, starts, None, None, None, lengths, 1,
             topk, lists, None, None, None, None, None, None, None, None, d**-0.5, True, -1, -1, 0.0, True, planned[0],
             0, None, 0, None, 1, 0, None,
+        )  # fmt: skip
+        return out.view(b, s_q, h, D_V)
+
+    return run
+
+
+def fa3_dense_calls(sets: list[Set]) -> list[Call]:
+    """One dense decode a set, [b, s_q, h, 512]. All calls share one schedule, which is planned in the first."""
+    planned: list[torch.Tensor | None] = [None]
+    return [_dense_call(s, planned, number == 0) for number, s in enumerate(sets)]
+
+
+def _dense_call(s: Set, planned: list[torch.Tensor | None], plans: bool) -> Callable[[], torch.Tensor]:
+    q, rows, table, lengths = s["q"], s["k_cache"], s["table"], s["lengths"]
+    (b, s_q, h, d), (_, page, _, _) = q.shape, rows.shape
+    lines, longest = q.flatten(0, 1), table.shape[1] * page
+    q_nope, q_rope = lines[..., :D_V], lines[..., D_V:]
+    starts = s_q * torch.arange(b + 1, device=q.device, dtype=torch.int32)
+    ops = fa3_peer()
+
+    def run() -> torch.Tensor:
+        if plans:
+            planned[:] = [
+                ops.get_scheduler_metadata(
+                    b, s_q, longest, h, 1, d - D_V, D_V, q.dtype, lengths, starts, None, None, None, None, page, 0,
+                    True, -1, -1, False, 0, None, 0,
+                )
+            ]  # fmt: skip
+        out, *_ = ops.fwd(
+            q_rope, rows[..., D_V:], rows[..., :D_V], None, None, q_nope, None, starts, None, None, None, lengths,
+            s_q, longest, table, None, None, None, None, None, None, None, None, d**-0.5, True, -1, -1, 0.0, True,
+            planned[0], 0, None, 0, None, 1, 0, None,
         )  # fmt: skip
         return out.view(b, s_q, h, D_V)
 

@@ -453,6 +453,30 @@ def plot_batches(record: Path) -> Path:
     return _save(figure, record.with_suffix(".png"))
 
 
+def plot_dense(record: Path) -> Path:
+    """Time against the floor on logarithmic axes, ours and both peers'; a panel for rows that bytes bound, one for
+    those that arithmetic does."""
+    pyplot = _pyplot()
+    rows = json.loads(record.read_text())["rows"]
+    figure, grid = pyplot.subplots(1, 2, figsize=(11, 4.5), squeeze=False)
+    marks = {"flash_mla_us": ("FlashMLA", "s", "tab:gray"), "fa3_us": ("FlashAttention 3", "^", "tab:orange")}
+    marks["ours_us"] = "cupy_mla", "o", "tab:green"
+    for axes, bound in zip(grid[0], ("bytes", "arithmetic"), strict=True):
+        shown = [row for row in rows if row["bound"] == bound]
+        floors = [row["floor_us"] for row in shown]
+        for column, (label, marker, color) in marks.items():
+            axes.plot(floors, [row[column] for row in shown], marker, label=label, color=color, markersize=4)
+        if floors:
+            axes.plot([min(floors), max(floors)], [min(floors), max(floors)], "--", label="floor", color="tab:red")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(f"dense decode, bound by {bound}", fontsize=9)
+        axes.set_xlabel("floor, µs", fontsize=8)
+        axes.set_ylabel("µs", fontsize=8)
+        axes.legend(fontsize=8)
+    return _save(figure, record.with_suffix(".png"))
+
+
 def plot_prefill(record: Path) -> Path:
     """Time of a query, ours and FlashMLA's: a panel a number of heads, a pair of bars a row."""
     pyplot = _pyplot()

@@ -24,7 +24,7 @@ from cupy_mla import layouts
 from cupy_mla.calls import scratch
 from cupy_mla.calls.operation import forget_calls
 from cupy_mla.cuda import driver, logits_sm90, topk
-from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.attention.choose import DENSE_NAMES, VARIABLE
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import portable
 from cupy_mla.cuda.kernel import Kernel
@@ -176,6 +176,27 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
         compare_attention(f"decode {layout.name} h {h} {kernel} splits {splits}", result, expected)
 
 
+DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
+
+
+def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str) -> None:
+    """Requests of all lengths, one beyond the table, and blocks that the cache has not: whole, in splits and shares."""
+    cache, gpu_cache = packed(rng, layout, 9, 61)
+    q = (10 * rng.standard_normal((6, 2, h, layout.d_qk))).astype(BF16)
+    table, lens = rng.integers(0, 9, (6, 15), dtype=np.int32), np.array([1, 0, 915, 64, 940, 3], np.int32)
+    table[2, 3:7], table[4, :2] = -1, 9
+    scale = SM_SCALES[layout.d_qk]
+    gpu_q, gpu_table, gpu_lens = on_gpu(q, table, lens)
+    os.environ[VARIABLE] = kernel
+    for tokens, sees in ((2, {}), (1, {"causal": False, "window": 100})):
+        expected = cupy_mla.dense_decode(q[:, :tokens], cache, table, lens, scale, **sees)
+        for splits in DENSE_SPLITS.get(kernel, (None, 1, 3)):
+            result = cupy_mla.dense_decode(
+                gpu_q[:, :tokens], gpu_cache, gpu_table, gpu_lens, scale, num_splits=splits, **sees
+            )
+            compare_attention(f"dense {layout.name} h {h} {kernel} {tokens} tokens splits {splits}", result, expected)
+
+
 def cluster_case(rng: np.random.Generator, layout: layouts.Layout, heads: int) -> None:
     """`bf16_cluster_sm90`, so many heads a work item."""
     with cupy_mla.forced(division=f"clusters(heads={heads})"):
@@ -243,6 +264,17 @@ def decode_kernels(layout: layouts.Layout) -> Iterator[str]:
         yield "fp8_sm90"
     else:
         yield from ("bf16_few_heads_sm90", *FLAT)
+
+
+def dense_kernels(gpu: driver.Gpu, layout: layouts.Layout) -> Iterator[str]:
+    """The kernels of dense attention that a GPU can run."""
+    for name in DENSE_NAMES:
+        if name.startswith("portable"):
+            runs = name != "portable" or gpu.shared_kb >= portable.LARGE
+        else:
+            runs = gpu.capability == 90 and not layout.quantized
+        if runs:
+            yield name
 
 
 # Heads, and query tokens of a request: one for each tile of `logits_sm90`.
@@ -366,6 +398,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
             for kernel in (*(decode_kernels(layout) if hopper else ()), *shapes):
                 name = "bf16 512" if layout is layouts.BF16_512 else layout.name
                 yield f"decode {name} h {h} {kernel}", partial(decode_case, layout=layout, h=h, kernel=kernel)
+            for kernel in dense_kernels(driver.gpu(0), layout):
+                yield f"dense {name} h {h} {kernel}", partial(dense_case, layout=layout, h=h, kernel=kernel)
 
 
 def is_named(name: str, starts: Sequence[str]) -> bool:

@@ -33,6 +33,7 @@ from .ops.attention import *
 from .ops.cache import *
 from .ops.compressed import *
 from .ops.context_parallel import *
+from .ops.dense import *
 from .ops.gather import *
 from .ops.indexer import *
 from .ops.indices import *
@@ -96,6 +97,7 @@ __all__ += [
         _ops.cache,
         _ops.compressed,
         _ops.context_parallel,
+        _ops.dense,
         _ops.gather,
         _ops.indexer,
         _ops.indices,

@@ -190,3 +190,28 @@ class Decode(NamedTuple):
     num_splits: int | None = None
     out: Operand = None
     lse: Operand = None
+
+
+class DenseDecode(NamedTuple):
+    """Of `dense_decode`: shapes and dtypes are those of `cupy_mla.dense_decode`, without axes of length 1.
+
+    Attributes:
+        layout: of the cache.
+        window: rows that a query sees at most, the last ones; 0: all.
+        sink: [h_q], or None.
+        num_splits: splits of each request's rows; None: to be chosen.
+        out, lse: are written.
+    """
+
+    layout: Layout
+    q: Operand
+    cache: Operand
+    block_table: Operand
+    seq_lens: Operand
+    sm_scale: float
+    causal: bool
+    window: int
+    sink: Operand
+    num_splits: int | None
+    out: Operand
+    lse: Operand

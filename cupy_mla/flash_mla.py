@@ -3,9 +3,10 @@
     from cupy_mla import flash_mla          # instead of: import flash_mla
 
 Takes torch, CuPy and NumPy arrays. Beyond FlashMLA: any head count from 1 to 128, any topk and block size, lengths
-and an extra cache for the V3.2 layout as well, sparse decode on a bf16 paged cache, GPUs from sm_80 on, and CPUs.
+and an extra cache for the V3.2 layout as well, sparse decode on a bf16 paged cache, dense decode over FP8 rows and with
+an attention sink, GPUs from sm_80 on, and CPUs.
 
-Source: FlashMLA's Python interface as it ships in vLLM 0.22.1.
+Source: FlashMLA's Python interface as it ships in vLLM 0.22.1, and the newest one's `enable_batch_invariant`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .calls.operation import operation
 from .checks.options import require_bool, require_scale, shown
 from .checks.validate import require_d_v
 from .cuda.program import Plan
-from .ops import attention
+from .ops import attention, dense
 from .typing import A, AnyArray
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -107,29 +108,35 @@ def flash_mla_with_kvcache(
     topk_length: AnyArray | None = None,
     extra_topk_length: AnyArray | None = None,
     out: A | None = None,
+    enable_batch_invariant: bool = False,
 ) -> tuple[A, A]:
-    """Sparse decode on a paged cache: see `cupy_mla.sparse_decode` for what is computed, shapes, dtypes and results.
+    """Decode on a paged cache: with `indices` sparse, as `cupy_mla.sparse_decode`; without them dense, as
+    `cupy_mla.dense_decode`. They say what is computed, shapes, dtypes and results.
 
-    `lse = log(sum_j exp(softmax_scale * q . row_j))`, natural logarithm, over a token's valid slots of both caches;
-    `attn_sink` scales out alone; a token without a valid slot has out 0 and lse +inf.
+    `lse = log(sum_j exp(softmax_scale * q . row_j))`, natural logarithm, over a token's valid slots of both caches, or
+    over the rows of its request: where `causal`, query i of s_q sees the first `cache_seqlens - s_q + 1 + i`, else all.
+    `attn_sink` scales out alone; a token without a row has out 0 and lse +inf.
 
     Args:
-        block_table, cache_seqlens: ignored in sparse mode (`indices` given).
+        block_table: [b, width] int32 blocks of each request; ignored in sparse mode (`indices` given).
+        cache_seqlens: [b] int32 rows of each request; ignored in sparse mode.
         head_dim_v: value width, 512.
         tile_scheduler_metadata: from `get_mla_metadata`; a call with other shapes than the one it was planned for
             is an error.
         num_splits: must be None; kept for FlashMLA's signature.
         softmax_scale: default `d_qk ** -0.5`, as in FlashMLA. DeepSeek-V3.2's is another: see
             `cupy_mla.sparse_prefill`.
-        causal: must be False in sparse mode.
+        causal: of dense mode, whether a query sees no row behind its own; must be False in sparse mode.
         is_fp8_kvcache: whether `k_cache` holds FP8 rows; must agree with `k_cache`.
-        indices: [b, s_q, topk] int32 slots. Without it the call asks for dense attention, which is not there yet.
+        indices: [b, s_q, topk] int32 slots; None: dense mode, which takes neither lengths of lists nor an extra cache.
+        enable_batch_invariant: as `get_mla_metadata(batch_invariant=True)`.
 
     Returns:
         out [b, s_q, h_q, 512] bfloat16, lse [b, h_q, s_q] float32.
 
     Raises:
-        TypeError, ValueError: as `cupy_mla.sparse_decode`, and for a schedule planned for other shapes.
+        TypeError, ValueError: as `cupy_mla.sparse_decode` or `cupy_mla.dense_decode`, and for a schedule planned for
+            other shapes.
 
     Example:
         >>> q, cache = np.zeros((1, 1, 64, 576), bfloat16), np.zeros((4, 64, 1, 656), np.uint8)
@@ -148,9 +155,23 @@ def flash_mla_with_kvcache(
         raise ValueError(
             f"num_splits must be None, the schedule lives in tile_scheduler_metadata, got {shown(num_splits)}"
         )
+    batch_invariant = meta.batch_invariant
+    if enable_batch_invariant is not False:
+        batch_invariant |= require_bool("enable_batch_invariant", enable_batch_invariant)
+    settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, meta.shapes, meta.num_splits
     if indices is None:
-        raise ValueError("indices is None, which asks for dense decode: cupy_mla has sparse decode only so far")
-    settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, meta.batch_invariant, meta.shapes, meta.num_splits
+        _require_no_lists(
+            topk_length=topk_length, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+            extra_topk_length=extra_topk_length,
+        )  # fmt: skip
+        if block_table is None or cache_seqlens is None:
+            raise ValueError(
+                "indices is None, which asks for dense decode: block_table and cache_seqlens must be given"
+            )
+        sink = {} if attn_sink is None else {"attn_sink": attn_sink}
+        given = sink if out is None else {**sink, "out": out}
+        out, lse, meta.shapes = _dense_with_kvcache(q, k_cache, block_table, cache_seqlens, settings, **given)
+        return out, lse
     if attn_sink is topk_length is extra_k_cache is extra_indices_in_kvcache is extra_topk_length is out is None:
         others = {}  # the usual call, which takes the host less time so
     else:
@@ -163,18 +184,38 @@ def flash_mla_with_kvcache(
 
 
 # What a schedule is made for: the axes of q, and others of a call's arrays; -1 for a cache that is not there.
-FACTS = ("q", "q", "q", "q", "block_size", "is_fp8_kvcache", "topk", "extra_block_size", "extra_topk")
+FACTS = ("q", "q", "q", "q", "block_size", "is_fp8_kvcache", "topk", "extra_block_size", "extra_topk", "causal")
 
 
-def _shapes(q: Any, k_cache: Any, indices: Any, extra_k_cache: Any, extra_indices: Any, is_fp8: bool) -> Shapes | None:
-    """The values of `FACTS` for a call; None for arguments that the checks refuse."""
+def _shapes(given: attention.Given, is_fp8: bool, causal: bool = False) -> Shapes | None:
+    """The values of `FACTS` for a call, -1 for lists that it has not; None for arguments that the checks refuse."""
     try:
-        b, s_q, h_q, d_qk = q.shape
-        extra_block = -1 if extra_k_cache is None else extra_k_cache.shape[1]
-        extra_topk = -1 if extra_indices is None else extra_indices.shape[-1]
-        return b, s_q, h_q, d_qk, k_cache.shape[1], int(is_fp8), indices.shape[-1], extra_block, extra_topk
+        b, s_q, h_q, d_qk = given.q.shape
+        topk, extra_topk = (-1 if a is None else a.shape[-1] for a in (given.indices, given.extra_indices))
+        extra_block = -1 if given.extra_k_cache is None else given.extra_k_cache.shape[1]
+        return b, s_q, h_q, d_qk, given.k_cache.shape[1], int(is_fp8), topk, extra_block, extra_topk, int(causal)
     except (AttributeError, IndexError, ValueError):
         return None
+
+
+def _require_planned(planned: Shapes | None, shapes: Shapes | None) -> None:
+    """Check that a schedule was planned for such a call, if it was planned."""
+    if planned is None or shapes is None:
+        return
+    for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):
+        if value != planned_for:
+            this, other = (shapes[:4], planned[:4]) if name == "q" else (value, planned_for)
+            raise ValueError(
+                f"tile_scheduler_metadata was planned for {name} = {other}, this call has {this}; "
+                "take a fresh one from get_mla_metadata"
+            )
+
+
+def _require_no_lists(**given: Any) -> None:
+    """Check that a dense decode is given nothing that goes with index lists."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} was given, but indices is None, which asks for dense decode: that has no lists")
 
 
 def require_sparse(head_dim_v: Any, causal: Any, is_fp8_kvcache: Any) -> bool:
@@ -211,22 +252,38 @@ def _with_kvcache(
         settings: the values of `_Settings`.
         others: the other fields of `ops.attention.Given`.
     """
-    asked = _Settings(*settings)
-    planned, given = asked.planned, attention.Given(q, k_cache, indices, **others)
+    asked, given = _Settings(*settings), attention.Given(q, k_cache, indices, **others)
     is_fp8_kvcache = require_sparse(asked.head_dim_v, asked.causal, asked.is_fp8_kvcache)
-    shapes = _shapes(q, k_cache, indices, given.extra_k_cache, given.extra_indices, is_fp8_kvcache)
-    if planned is not None and shapes is not None:
-        for name, value, planned_for in zip(FACTS, shapes, planned, strict=True):
-            if value != planned_for:
-                this, other = (shapes[:4], planned[:4]) if name == "q" else (value, planned_for)
-                raise ValueError(
-                    f"tile_scheduler_metadata was planned for {name} = {other}, this call has {this}; "
-                    "take a fresh one from get_mla_metadata"
-                )
+    shapes = _shapes(given, is_fp8_kvcache)
+    _require_planned(asked.planned, shapes)
     if not given.topk_length is given.extra_topk_length is given.extra_k_cache is None:
         plan = None  # lengths differ from call to call; without them two lists are equally long
     scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
     out, lse = attention.decode(
         given, scale, asked.num_splits, asked.batch_invariant, is_fp8_kvcache, plan, "extra_indices_in_kvcache"
     )
+    return out, lse, shapes
+
+
+@operation
+def _dense_with_kvcache(
+    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, settings: tuple[Any, ...], **others: Any
+) -> tuple[Any, Any, Shapes | None]:
+    """out, lse, and what the schedule is made for.
+
+    Args:
+        settings: the values of `_Settings`.
+        others: the other fields of `ops.dense.Given`.
+    """
+    asked = _Settings(*settings)
+    require_d_v("head_dim_v", asked.head_dim_v)
+    causal = require_bool("causal", asked.causal)
+    is_fp8_kvcache = require_bool("is_fp8_kvcache", asked.is_fp8_kvcache)
+    shapes = _shapes(attention.Given(q, k_cache, None), is_fp8_kvcache, causal)
+    _require_planned(asked.planned, shapes)
+    scale = None if asked.softmax_scale is None else require_scale("softmax_scale", asked.softmax_scale)
+    out, lse = dense.decode(
+        dense.Given(q, k_cache, block_table, cache_seqlens, **others), scale, dense.Sees(causal), asked.num_splits,
+        asked.batch_invariant, is_fp8_kvcache, "cache_seqlens",
+    )  # fmt: skip
     return out, lse, shapes

@@ -23,7 +23,7 @@ import pytest
 
 from cupy_mla.cuda import all_kernels
 from cupy_mla.ops.table import TABLE
-from cupy_mla.reference import attention, logits, topk
+from cupy_mla.reference import attention, dense, logits, topk
 
 from .kinds import make
 
@@ -143,7 +143,7 @@ def test_small_cases_run_every_kernel(module, monkeypatch, rng, gpu):
     monkeypatch.setattr(small_cases, "compare", lambda *results: None)
     for twins, names in (
         (attention, ("sparse_prefill", "sparse_decode")), (logits, ("indexer_logits", "paged_indexer_logits")),
-        (topk, ("topk_indices",)),
+        (topk, ("topk_indices",)), (dense, ("dense_decode",)),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(twins, name, lambda *arguments: None)

@@ -14,9 +14,10 @@ from cupy_mla.calls.prepared import CallPlace
 
 from . import oracle
 from .cases import Paged, assert_decoded, decode_oracle, entries, flat_rows, off_zero, paged, queries, sinks, some
-from .kinds import BF16, NumPy, poisoned
+from .dense import Requests, Sees, assert_dense, dense_oracle, in_cache
+from .kinds import BF16, NumPy, make, poisoned
 
-# Names and defaults of FlashMLA's Python interface, as vLLM 0.22.1 ships it.
+# Names and defaults of FlashMLA's Python interface, as vLLM 0.22.1 ships it; the newest one has enable_batch_invariant.
 REQUIRED = inspect.Parameter.empty
 SPARSE_FWD = {
     "q": REQUIRED, "kv": REQUIRED, "indices": REQUIRED, "sm_scale": REQUIRED, "d_v": 512, "attn_sink": None,
@@ -27,6 +28,7 @@ WITH_KVCACHE = {
     "tile_scheduler_metadata": REQUIRED, "num_splits": None, "softmax_scale": None, "causal": False,
     "is_fp8_kvcache": False, "indices": None, "attn_sink": None, "extra_k_cache": None,
     "extra_indices_in_kvcache": None, "topk_length": None, "extra_topk_length": None, "out": None,
+    "enable_batch_invariant": False,
 }  # fmt: skip
 
 
@@ -119,6 +121,111 @@ def test_block_table_and_lengths_are_ignored(kind, rng):
     check(kind, oracle.V32, results, q, main)
 
 
+# --- dense decode ---------------------------------------------------------------------------------------------
+
+
+def dense_call(kind: NumPy, q: np.ndarray, of: Requests, meta: flash_mla.FlashMLASchedMeta, **more: object) -> tuple:
+    """`flash_mla_with_kvcache` without `indices`, as FlashMLA's callers write it."""
+    arguments = {"is_fp8_kvcache": of.cache.dtype == np.uint8, "causal": of.sees.causal} | more
+    arrays = map(kind.put, (q, of.cache[:, :, None], of.table, of.lens))
+    return flash_mla.flash_mla_with_kvcache(*arrays, 512, meta, **arguments)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
+def test_dense(kind, rng, fmt, causal):
+    """By the schedule that the old `get_mla_metadata` was asked for with lengths and heads, under FlashMLA's scale."""
+    of, q = in_cache(rng, fmt, [130, 0, 64], 64, 2, Sees(causal)), queries(rng, 3, 2, 16, fmt.d_qk)
+    meta, num_splits = flash_mla.get_mla_metadata(kind.put(of.lens), 2 * 16 // 1, 1)
+    scale = fmt.d_qk**-0.5
+    for _ in range(2):
+        out, lse = dense_call(kind, q, of, meta, num_splits=num_splits)
+        assert kind.is_mine(out)
+        assert_dense((kind.take(out), kind.take(lse)), dense_oracle(fmt, q, of, sm_scale=scale))
+    sink, place = sinks(rng, 16), kind.put(poisoned((3, 2, 16, 512), BF16))
+    got = dense_call(kind, q, of, meta, softmax_scale=0.03, attn_sink=kind.put(sink), out=place)
+    assert got[0] is place
+    assert_dense(tuple(map(kind.take, got)), dense_oracle(fmt, q, of, sink, sm_scale=0.03))
+
+
+def test_dense_is_not_causal_unless_asked(kind, rng):
+    of, q = in_cache(rng, oracle.BF16_576, [70, 33], 64, 3, Sees(False)), queries(rng, 2, 3, 8, 576)
+    arrays = map(kind.put, (q, of.cache[:, :, None], of.table, of.lens))
+    got = flash_mla.flash_mla_with_kvcache(*arrays, 512, flash_mla.get_mla_metadata()[0], None, 0.04)
+    assert_dense(tuple(map(kind.take, got)), dense_oracle(oracle.BF16_576, q, of, sm_scale=0.04))
+
+
+@pytest.mark.parametrize("by", ["schedule", "argument"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_batch_invariant_calls(kind, rng, by, dense):
+    """Asked for in either way, a request has the same bits alone and beside others."""
+    b = 200 if kind.on_gpu else 4
+    schedule, argument = {"batch_invariant": by == "schedule"}, {"enable_batch_invariant": by == "argument"}
+    q = queries(rng, b, 1, 16, 576)
+    of = in_cache(rng, oracle.V32, rng.integers(1, 400, b), 64) if dense else paged(rng, oracle.V32, b, 1, 300, 64)
+
+    def run(n):
+        meta, _ = flash_mla.get_mla_metadata(**schedule)
+        if not dense:
+            return call(kind, q[:n], Paged(of.cache, of.indices[:n]), meta, **argument)
+        return dense_call(kind, q[:n], Requests(of.cache, of.table[:n], of.lens[:n], 1, of.sees), meta, **argument)
+
+    (out, lse), (one, one_lse) = (map(kind.take, run(n)) for n in (b, 1))
+    assert (one.tobytes(), one_lse.tobytes()) == (out[:1].tobytes(), lse[:1].tobytes())
+
+
+def test_batch_invariance_is_asked_of_the_kernels(monkeypatch, gpu, rng):
+    """Splits of a small call are then not those that are fastest."""
+    kind = make("torch")
+    of, q = in_cache(rng, oracle.V32, [300], 64), queries(rng, 1, 1, 16, 576)
+    grids = []
+    for more in ({}, {"enable_batch_invariant": True}):
+        dense_call(kind, q, of, flash_mla.get_mla_metadata()[0], **more)
+        grids.append([launch.grid for launch in gpu.log])
+        gpu.log.clear()
+    dense_call(kind, q, of, flash_mla.get_mla_metadata(batch_invariant=True)[0])
+    assert grids[0] != grids[1] == [launch.grid for launch in gpu.log]
+
+
+@pytest.mark.parametrize("library", ["torch", pytest.param("torch_cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("h_q", [16, 32, 64, 128])
+@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("length", [4096, 8192])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.long(sample=4)
+def test_cases_of_flash_mla(rng, library, causal, h_q, s_q, length, varlen):
+    """The sizes, inputs and bounds of FlashMLA's own test of dense decode; on the CPU fewer and shorter requests."""
+    kind = make(library)
+    torch = kind.torch
+    b, mean = (128, length) if kind.on_gpu else (3, length // 32)
+    lens = np.maximum(rng.normal(mean, mean / 2, b), s_q) if varlen else np.full(b, mean)
+    lens = lens.astype(np.int32)
+    width = -(-int(lens.max()) // 64)
+    generator = torch.Generator(kind.device).manual_seed(int(rng.integers(2**31)))
+    new = {"generator": generator, "device": kind.device}
+    q = torch.randn(b, s_q, h_q, 576, **new).bfloat16()
+    cache = torch.randn(b * width, 64, 1, 576, **new).bfloat16()
+    table = torch.randperm(b * width, **new).int().view(b, width)
+    for i, n in enumerate(lens.tolist()):
+        rows = cache[table[i].long()]
+        rows.view(-1, 576)[n:] = torch.nan
+        cache[table[i].long()] = rows
+    meta, _ = flash_mla.get_mla_metadata(kind.put(lens), s_q * h_q, 1)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, kind.put(lens), 512, meta, causal=causal)
+    for i, n in enumerate(lens.tolist()):
+        rows = cache[table[i].long()].view(-1, 576)[:n].double()
+        logits = torch.einsum("shd,nd->hsn", q[i].double(), rows) * 576**-0.5
+        if causal:
+            hidden = torch.ones(s_q, n, dtype=torch.bool, device=kind.device).tril(n - s_q).logical_not()
+            logits = logits.masked_fill(hidden, -torch.inf)
+        want_lse = logits.logsumexp(-1)
+        want = torch.einsum("hsn,nd->shd", (logits - want_lse[..., None]).exp(), rows[:, :512])
+        assert torch.allclose(lse[i].double(), want_lse, rtol=1e-5, atol=1e-6)
+        x = out[i].double()
+        assert 1 - 2 * (x * want).sum() / (x * x + want * want).sum() < 5e-4
+
+
 # --- the schedule ---------------------------------------------------------------------------------------------
 
 
@@ -184,6 +291,24 @@ def test_schedule_refuses_other_shapes(rng, name, shapes):
     call(NumPy(), *other, flash_mla.get_mla_metadata()[0], **more)
 
 
+def test_schedule_of_dense_calls(rng):
+    """It refuses other shapes, the other mode and the other mask, and takes other lengths and wider tables."""
+    of, q = in_cache(rng, oracle.V32, [70, 33], 64, 2), queries(rng, 2, 2, 8, 576)
+    meta, _ = flash_mla.get_mla_metadata()
+    dense_call(NumPy(), q, of, meta)
+    planned = meta.shapes
+    of.lens[:], of.table = 20, np.pad(of.table, ((0, 0), (0, 3)))
+    dense_call(NumPy(), q, of, meta)
+    for name, wrong_call in {
+        "q": lambda: dense_call(NumPy(), q[:, :, :4], of, meta),
+        "causal": lambda: dense_call(NumPy(), q, of, meta, causal=False),
+        "topk": lambda: call(NumPy(), q, paged(rng, oracle.V32, 2, 2, 9, 64), meta),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^tile_scheduler_metadata was planned for {name} = "):
+            wrong_call()
+    assert meta.shapes == planned
+
+
 def test_schedule_of_a_failed_call_stays_empty(rng):
     meta, _ = flash_mla.get_mla_metadata()
     main, q = paged(rng, oracle.V32, 2, 1, 70, 64), queries(rng, 2, 1, 8, 576)
@@ -193,6 +318,9 @@ def test_schedule_of_a_failed_call_stays_empty(rng):
 
 
 # --- hostile inputs -------------------------------------------------------------------------------------------
+
+
+DENSE = {"block_table": np.zeros((2, 3), np.int32), "cache_seqlens": np.full(2, 9, np.int32)}
 
 
 def wrong(rng: np.random.Generator, **change: object) -> dict[str, object]:
@@ -207,7 +335,25 @@ def wrong(rng: np.random.Generator, **change: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"indices": None}, ValueError, r"^indices is None.*dense"),
+        ({"indices": None}, ValueError, r"^indices is None.*dense decode: block_table and cache_seqlens must be given"),
+        ({"indices": None, "cache_seqlens": np.zeros(2, np.int32)}, ValueError, r"^indices is None.*dense"),
+        (
+            {"indices": None, **DENSE, "topk_length": np.zeros(2, np.int32)},
+            ValueError,
+            r"^topk_length was given, but indices is None",
+        ),
+        (
+            {"indices": None, **DENSE, "extra_k_cache": np.zeros((2, 64, 656), np.uint8)},
+            ValueError,
+            r"^extra_k_cache was given, but indices is None",
+        ),
+        ({"indices": None, **DENSE, "is_fp8_kvcache": False}, ValueError, r"^is_fp8_kvcache is False"),
+        ({"indices": None, **DENSE, "head_dim_v": 128}, ValueError, r"^head_dim_v must be 512, got 128"),
+        ({"indices": None, **DENSE, "causal": 1}, TypeError, r"^causal\b"),
+        ({"indices": None, **DENSE, "cache_seqlens": np.zeros(2, np.int64)}, TypeError, r"^cache_seqlens\b"),
+        ({"indices": None, **DENSE, "block_table": np.zeros((3, 2), np.int32)}, ValueError, r"^block_table\b"),
+        ({"indices": None, **DENSE, "num_splits": 2}, ValueError, r"^num_splits\b"),
+        ({"enable_batch_invariant": 1}, TypeError, r"^enable_batch_invariant\b"),
         ({"causal": True}, ValueError, r"^causal\b"),
         ({"num_splits": 2}, ValueError, r"^num_splits\b"),
         ({"head_dim_v": 128}, ValueError, r"^head_dim_v must be 512, got 128"),

@@ -200,7 +200,14 @@ HEADERS = {
     "ptx": ("ptx",),
     "rows": ("ptx", "rows"),
     "tile": ("ptx", "rows", "tile"),
-    "attention/division": ("ptx", "rows", "tile", "attention/params.cuh", "attention/division"),
+    "attention/division": (
+        "ptx",
+        "rows",
+        "tile",
+        "attention/params.cuh",
+        "attention/dense.cuh",
+        "attention/division",
+    ),
     **{
         stages: ("ptx", "rows", "tile", "attention/division", "attention/role.cuh", stages)
         for stages in ("attention/fp8_sm90", "attention/few_heads_sm90")

@@ -30,6 +30,13 @@ def attend(q: Rows, cache: NDArray[np.uint8], indices: NDArray[np.int32]) -> Row
         q, cache, None, None, 512, schedule, softmax_scale=192**-0.5, is_fp8_kvcache=True, indices=indices
     )
     assert out.shape == again.shape
+    lens, table = np.array([2], np.int32), np.array([[0]], np.int32)
+    dense, _ = cupy_mla.dense_decode(q, cache, table, lens, 192**-0.5, causal=False, window=1)
+    assert_type(dense, Rows)
+    same, _ = flash_mla.flash_mla_with_kvcache(
+        q, cache, table, lens, 512, flash_mla.get_mla_metadata()[0], causal=True, is_fp8_kvcache=True
+    )
+    assert same.shape == dense.shape
     assert lse.shape == (1, 4, 1)
     return out
 

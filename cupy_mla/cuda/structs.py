@@ -30,6 +30,10 @@ class Packed(NamedTuple):
             values[self.of.index[name]] = value
         return Packed(self.of, tuple(values))
 
+    def part(self, base: Struct) -> Packed:
+        """The values of a struct whose fields come first in this one: itself, or what it derives from."""
+        return self if self.of is base else Packed(base, self.values[: len(base.index)])
+
 
 class Struct:
     """The layout of a parameter struct, with the alignment that C++ gives it.
@@ -228,6 +232,10 @@ GROUPED = Struct(
     "GroupedParams", ATTENTION, list_lengths=POINTER, rows=POINTER, excluded=POINTER, twice=POINTER,
     group_lengths=POINTER, left=POINTER, queries=INT32, first_group=INT32, num_groups=INT32, capacity=INT32,
     twice_capacity=INT32, most=FLOAT,
+)  # fmt: skip
+DENSE = Struct(
+    "DenseParams", ATTENTION, table=BLOCK_TABLE, num_blocks=INT32, tokens=INT32, heads=DIVISOR, causal=INT32,
+    window=INT32, num_shares=INT32,
 )  # fmt: skip
 SORT = Struct("SortParams", ATTENTION, sorted=POINTER, segments=INT32, shift=INT32)
 COUNT = Struct("CountParams", ATTENTION, counts=POINTER)

@@ -21,6 +21,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import torch
 
+from ..checks.options import require_bool
+from ..checks.validate import require_d_v
 from ..flash_mla import require_sparse
 from ..ops import absorb
 from ..ops.table import TABLE, Operation
@@ -154,14 +156,31 @@ _NAMED = {operation.name: _traced(operation) for operation in TABLE}
 def _with_kvcache(q: Any, k_cache: Any, indices: Any, plan: Any, settings: tuple[Any, ...], **others: Any) -> Any:
     """As in `cupy_mla.flash_mla`. A given schedule is followed; none is made: each run of a graph chooses splits."""
     head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits = settings
-    is_fp8_kvcache = require_sparse(head_dim_v, causal, is_fp8_kvcache)
-    if is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
-        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
+    _require_kind(k_cache, require_sparse(head_dim_v, causal, is_fp8_kvcache))
     results = _NAMED["sparse_decode"](
         q, k_cache, indices, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale,
         num_splits=num_splits, batch_invariant=batch_invariant, **others,
     )  # fmt: skip
     return *results, planned
+
+
+def _dense_with_kvcache(
+    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, settings: tuple[Any, ...], **others: Any
+) -> Any:
+    """As in `cupy_mla.flash_mla`; a schedule says nothing but splits."""
+    head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, planned, num_splits = settings
+    require_d_v("head_dim_v", head_dim_v)
+    _require_kind(k_cache, require_bool("is_fp8_kvcache", is_fp8_kvcache))
+    results = _NAMED["dense_decode"](
+        q, k_cache, block_table, cache_seqlens, int(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=causal, num_splits=num_splits, batch_invariant=batch_invariant, **others,
+    )  # fmt: skip
+    return *results, planned
+
+
+def _require_kind(k_cache: Any, is_fp8_kvcache: bool) -> None:
+    if is_fp8_kvcache != (k_cache.dtype in (torch.uint8, torch.float8_e4m3fn)):
+        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has dtype {k_cache.dtype}")
 
 
 def _planned_decode(
@@ -192,6 +211,7 @@ TRACED: dict[str, Callable[..., Any]] = {
     **{operation.writer.__name__: _NAMED[operation.name] for operation in TABLE if operation.writer},
     "flash_mla_sparse_fwd": _NAMED["sparse_prefill"],
     "_with_kvcache": _with_kvcache,
+    "_dense_with_kvcache": _dense_with_kvcache,
     "planned_decode": _planned_decode,
     "decode_of_step": _decode_of_step,
     "split_kv_b_proj": _split_kv_b_proj,

@@ -203,6 +203,32 @@ def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
                 yield Call(f"{detail}, two caches", arguments | more)
 
 
+def dense_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Few requests and many, of all lengths that their blocks hold, short and long. With strays some lengths are
+    negative or longer, and some blocks do not exist."""
+    every = True
+    for layout, _, _ in _formats(wanted):
+        of_layout, cache_ = f"{layout.name} of {layout.d_qk}", _full_cache(rng, layout)
+        for heads, b, s_q in ((16, 3, 2), (64, 2, 1), (128, 2, 3), (8, wanted.many, 1), (32, wanted.many // 2, 4)):
+            width = 1 if s_q == 4 else 5
+            first, end = (-1, BLOCKS + 1) if wanted.strays else (0, BLOCKS)
+            most, stray = width * BLOCK_SIZE, 3 * wanted.strays
+            arguments = {
+                "q": _normal(rng, b, s_q, heads, layout.d_qk, size=10), "k_cache": cache_,
+                "block_table": rng.integers(first, end, (b, width), dtype=np.int32),
+                "seq_lens": rng.integers(-stray, most + 1 + stray, b, dtype=np.int32),
+                "sm_scale": SM_SCALES[layout.d_qk],
+            }  # fmt: skip
+            detail = f"{of_layout}, {heads} heads, {b} x {s_q} queries"
+            if every:
+                more = {"attn_sink": rng.standard_normal(heads, np.float32), "window": 40, "num_splits": 3}
+                yield Call(f"{detail}, every argument", arguments | more)
+                every = False
+            yield Call(detail, arguments)
+            if s_q > 1:
+                yield Call(f"{detail}, not causal, a window", arguments | {"causal": False, "window": 40})
+
+
 # --- packing --------------------------------------------------------------------------------------------------
 
 

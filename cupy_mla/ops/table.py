@@ -27,6 +27,7 @@ from . import (
     cache,
     compressed,
     context_parallel,
+    dense,
     examples,
     gather,
     indexer,
@@ -163,6 +164,15 @@ TABLE = (
     Operation(
         attention.sparse_decode,
         examples.decode_calls,
+        results=(
+            Result("out", lambda q, **_: (*q.shape[:3], D_V), BFLOAT16),
+            Result("lse", lambda q, **_: (q.shape[0], q.shape[2], q.shape[1]), FLOAT32),
+        ),
+        exact=False,
+    ),
+    Operation(
+        dense.dense_decode,
+        examples.dense_calls,
         results=(
             Result("out", lambda q, **_: (*q.shape[:3], D_V), BFLOAT16),
             Result("lse", lambda q, **_: (q.shape[0], q.shape[2], q.shape[1]), FLOAT32),

@@ -32,11 +32,18 @@ def sparse_decode(a: Decode) -> None:
                 for paged, slots, count in caches
             ]
         )
-        heads = a.q[i, j].astype(np.float32)
-        splits = split_rows(len(rows), a.num_splits or 1)
-        parts = [_attend(heads, rows[start:stop], a.sm_scale) for start, stop in splits]
-        merged = merge_partials([part for part, _, _ in parts], [part_lse for _, _, part_lse in parts])
-        a.out[i, j], a.lse[i, :, j] = _finish(*merged, a.sink)
+        a.out[i, j], a.lse[i, :, j] = attend_in_splits(a.q[i, j], rows, a.sm_scale, a.num_splits, a.sink)
+
+
+def attend_in_splits(
+    q: np.ndarray, rows: np.ndarray, scale: float, num_splits: int | None, sink: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """out [h, 512] and lse [h] of a query's heads [h, d_qk] over rows [n, d_qk] in splits that are merged."""
+    heads = q.astype(np.float32)
+    splits = split_rows(len(rows), num_splits or 1)
+    parts = [_attend(heads, rows[start:stop], scale) for start, stop in splits]
+    merged = merge_partials([part for part, _, _ in parts], [part_lse for _, _, part_lse in parts])
+    return _finish(*merged, sink)
 
 
 def _valid(

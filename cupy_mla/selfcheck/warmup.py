@@ -14,12 +14,14 @@ from ..config import SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
+from ..cuda.paging import ceil_div
 from ..dtypes import BFLOAT16
 from ..layouts import INDEXER_FP8
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.indexer import C4A
 from ..ops.attention import sparse_decode, sparse_prefill
 from ..ops.cache import empty_cache
+from ..ops.dense import dense_decode
 from ..ops.swa import combined_width
 
 SM_SCALE = 1.0  # no kernel depends on it
@@ -32,9 +34,10 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     """Compile (or take from CuPy's disk cache) and load the kernels that layers of a config need, on one GPU.
 
     Calls their operations once each, and attention at all small numbers of query tokens and every power of two up to
-    the config's maxima, with index lists without a valid entry. Which kernel runs depends on such numbers; whatever
-    these calls load is ready afterwards in this process, and on disk for others. Where layers have an indexer, every
-    kernel is loaded that its steps may run. Uses a few hundred MB of GPU memory for a moment.
+    the config's maxima, with index lists without a valid entry, and over all rows of requests that have none. Which
+    kernel runs depends on such numbers; whatever these calls load is ready afterwards in this process, and on disk for
+    others. Where layers have an indexer, every kernel is loaded that its steps may run. Uses a few hundred MB of GPU
+    memory for a moment.
 
     Args:
         config: the layers and the engine's maxima.
@@ -57,9 +60,10 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
     cupy = require_cupy("warmup")
     with cupy.cuda.Device(device):
         for case in cases(np.random.default_rng(0), Wanted((config.layout,))):
-            if case.operation.function not in (sparse_decode, sparse_prefill):
+            if case.operation.function not in (sparse_decode, sparse_prefill, dense_decode):
                 case.run(cupy.asarray)
         _attention(cupy, config)
+        _dense(cupy, config)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             list(pool.map(lambda kernel: kernel.load(device), indexer_kernels(driver.gpu(device), config)))
         cupy.cuda.Device(device).synchronize()
@@ -110,6 +114,17 @@ def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:
             _zeros(cupy, tokens, heads, d_qk), _zeros(cupy, 1, 1, d_qk), _nothing(cupy, tokens, 1, width),
             SM_SCALE, attn_sink=sink, topk_length=length,
         )  # fmt: skip
+
+
+def _dense(cupy: ModuleType, config: SparseMLAConfig) -> None:
+    """Decodes over all rows, of requests that are as long as they may be by their block tables, and have no row."""
+    layout, n = config.layout, 1 + config.num_speculative_tokens
+    width = ceil_div(config.max_model_len, config.block_size)
+    cache = empty_cache(layout, 1, config.block_size, Place.of(cupy.zeros(0, np.float32)))
+    table = cupy.zeros(width, np.int32)
+    for b in query_tokens(config.max_num_seqs):
+        q = _zeros(cupy, b, n, config.num_heads, layout.d_qk)
+        dense_decode(q, cache, cupy.broadcast_to(table, (b, width)), cupy.zeros(b, np.int32), SM_SCALE)
 
 
 def query_tokens(most: int) -> list[int]:

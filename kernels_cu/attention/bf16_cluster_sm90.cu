@@ -63,26 +63,11 @@ struct Cluster : SingleQueries {
         return true;
     }
 
-    // Writes this CTA's partial result and merges a share of the cluster's.
     template <typename Total>
     static __device__ __forceinline__ void write(const Params& p, const Work& w, int warpgroup, int warp, int lane,
                                                  Total total_of, const float (&o)[128]) {
-        const int warps = num_line_warps(p, w);
-        const ClusterResults<8> partials(p, w.query.index * num_head_tiles(p) + w.head_tile, warps * CHUNKS_OF_WARP);
-        // Both in the space of Q.
-        auto& largest = *reinterpret_cast<float (*)[2][LINES]>(shared);
-        auto* weights = reinterpret_cast<float*>(shared + sizeof(largest));
-        write_partial(partials, largest, warps, warpgroup, warp, lane, total_of, o);
-        auto finish = [&](int local, bool write, float ref, float sum, float max) {
-            return finish_merged_head(p, w.query, w.head_tile * HEADS + local, write, ref, sum, max);
-        };
-        auto store = [&](int local, int column, const float (&v)[8]) {
-            const int head = w.head_tile * HEADS + local;
-            if (head >= p.h_q) return;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) write_output(p, w.query, head, column + 8 * i, v[2 * i], v[2 * i + 1]);
-        };
-        partials.merge<CONSUMERS>(weights, line_of_chunk, column_of_chunk, finish, [] { sync_consumers(); }, store);
+        merge_cluster<Cluster>(p, w, w.query.index * num_head_tiles(p) + w.head_tile, warpgroup, warp, lane, total_of,
+                               o);
     }
 };
 

@@ -59,3 +59,26 @@ __device__ __forceinline__ void write_partial(const PartialResults<8>& partials,
         }
     }
 }
+
+// Writes the partial result of a CTA of cluster `index` and merges a share of the cluster's.
+template <typename K, typename Total>
+__device__ __forceinline__ void merge_cluster(const typename K::Params& p, const Work& w, int index, int warpgroup,
+                                              int warp, int lane, Total total_of, const float (&o)[128]) {
+    const int warps = num_line_warps(p, w);
+    const ClusterResults<8> partials(p, index, warps * CHUNKS_OF_WARP);
+    // Both in the space of Q.
+    auto& largest = *reinterpret_cast<float (*)[2][LINES]>(shared);
+    auto* weights = reinterpret_cast<float*>(shared + sizeof(largest));
+    write_partial(partials, largest, warps, warpgroup, warp, lane, total_of, o);
+    auto finish = [&](int local, bool write, float ref, float sum, float max) {
+        const Line line = K::line_at(p, w, w.head_tile * HEADS + local);
+        return finish_merged_head(p, line.query, line.head, write, ref, sum, max);
+    };
+    auto store = [&](int local, int column, const float (&v)[8]) {
+        const Line line = K::line_at(p, w, w.head_tile * HEADS + local);
+        if (line.head >= p.h_q) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) write_output(p, line.query, line.head, column + 8 * i, v[2 * i], v[2 * i + 1]);
+    };
+    partials.merge<CONSUMERS>(weights, line_of_chunk, column_of_chunk, finish, [] { sync_consumers(); }, store);
+}

@@ -1,10 +1,11 @@
-// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by four kernels,
+// Sparse attention of flat bf16 rows on Hopper: wgmma, persistent CTAs, 64 heads at a time. Shared by five kernels,
 // which differ in what the 64 lines of Q and the rows of a work item are, and in what is done with its result:
 //
 //   bf16_sm90.cu           64 heads of a query, all its rows
 //   bf16_cluster_sm90.cu   64 heads of a query; the CTAs of a cluster share its rows and merge their results
 //   bf16_shares_sm90.cu    64 heads of a query; all rows of the call are divided evenly over the CTAs
 //   bf16_grouped_sm90.cu   all heads of several neighbouring queries, the union of their rows
+//   dense_sm90.cu          64 of a request's query tokens and heads; its rows, by the block table
 //
 // Three warpgroups. Tiles of 64 rows go in pairs, an even and an odd one; both are in shared memory at once.
 //
@@ -157,11 +158,6 @@ constexpr __device__ bool has_validity(int tile, int region) {
     return region == (K::SKIPS == Skips::VOTED ? 0 : tile);
 }
 
-// Whether rows are mostly read once: by decode with no more list entries than the cache has rows.
-__device__ __forceinline__ bool read_once(const AttentionParams& p) {
-    return p.flags & DECODE && int64_t(p.num_queries) * p.main.topk <= p.main.num_slots;
-}
-
 // A producer thread copies 16-byte chunk `lane % 8` of rows row + 16 i, i = 0 .. 3, of every column block.
 struct Copier {
     int warp, lane, row;
@@ -172,7 +168,7 @@ struct Copier {
     template <typename K>
     static __device__ __forceinline__ Copier here(const typename K::Params& p, int warp) {
         Copier c;
-        if constexpr (K::POLICY) c.policy = read_once(p) ? evict_first() : evict_normal();
+        if constexpr (K::POLICY) c.policy = K::read_once(p) ? evict_first() : evict_normal();
         c.warp = warp;
         c.lane = threadIdx.x % 32;
         c.row = 4 * c.warp + c.lane / 8;
@@ -189,7 +185,7 @@ struct Copier {
 //   Params, EXTRA_BYTES
 //   KEPT                 steps of k whose part of Q a consumer warpgroup keeps in registers
 //   CLUSTER              whether a CTA belongs to a cluster, and has one work item
-//   POLICY               whether rows that are read once leave L2 before others
+//   POLICY, read_once    whether rows that are read once leave L2 before others, and whether they are
 //   SKIPS                how tiles without a valid entry are passed over
 //   load_last, shorten   VOTED: what tells whether the list ends with a row, and making it end there
 //   OVERLAPS, start      whether the launch overlaps the one before, and what is done once that has ended
@@ -197,7 +193,8 @@ struct Copier {
 //   for_each             deals work items out to CTAs; by num_items, find_item where it is not the kernel's own
 //   find_work            what the producers know of a work item, ...
 //   length_of, work_of   ... and the consumers
-//   list_of, line_at                              their list, and the query and head of each line of Q
+//   list_of, load_slots, row_of                   their list, its entries, and the row that one names
+//   line_at                                       the query and head of each line of Q
 //   VALIDITY_LANES, Validity, load_validity, store_validity    what is known of a tile's rows besides their values
 //   EXCLUDES, exclude                             whether Q . K gets one more step, and that step
 //   Reader, Columns, mask_tile, top_of, count_twice            how softmax applies validity
@@ -216,6 +213,23 @@ struct Default {
     }
     template <typename Params>
     static __device__ __forceinline__ void wait(const Params&, Work&) {}
+    // The list entries of a producer thread's rows of one tile; -1 where there is none.
+    template <typename K, typename Params>
+    static __device__ __forceinline__ void load_slots(const Params& p, const Work& w, const Copier& c, int tile,
+                                                      int32_t (&slots)[4]) {
+        const int32_t* list = K::list_of(p, w);
+        const int first = opaque(tile * TILE_ROWS + c.row);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int entry = first + 16 * i;
+            slots[i] = entry < w.length ? list[entry] : -1;
+        }
+    }
+    // Where the row stands that an entry names.
+    template <typename Params>
+    static __device__ __forceinline__ const uint8_t* row_of(const Params& p, int32_t entry) {
+        return p.main.cache + entry * p.main.row_stride;
+    }
     template <typename K, typename Params, typename Act>
     static __device__ __forceinline__ void for_each(const Params& p, int head_tiles, Act act) {
         auto find = [&](int item) { return K::find_item(p, item, head_tiles); };
@@ -231,6 +245,10 @@ struct SingleQueries : Default {
     static constexpr bool EXCLUDES = false;
     static constexpr Skips SKIPS = Skips::MARKED;
 
+    // Whether rows are mostly read once: by decode with no more list entries than the cache has rows.
+    static __device__ __forceinline__ bool read_once(const Params& p) {
+        return p.flags & DECODE && int64_t(p.num_queries) * p.main.topk <= p.main.num_slots;
+    }
     // The query of work item `item`. Mostly a branch saves the division.
     static __device__ __forceinline__ Query query_of_item(const Params& p, uint32_t item, uint32_t head_tiles) {
         return query_by_branch(p, head_tiles == 1 ? item : item / head_tiles);
@@ -311,19 +329,6 @@ __device__ __forceinline__ void copy_blocks(const Copier& c, int place, const ui
     }
 }
 
-// The list entries of this thread's rows of one tile; -1 where there is none.
-template <typename K>
-__device__ __forceinline__ void load_slots(const typename K::Params& p, const Work& w, const Copier& c, int tile,
-                                           int32_t (&slots)[4]) {
-    const int32_t* list = K::list_of(p, w);
-    const int first = opaque(tile * TILE_ROWS + c.row);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int entry = first + 16 * i;
-        slots[i] = entry < w.length ? list[entry] : -1;
-    }
-}
-
 // Whether a list entry names a row.
 __device__ __forceinline__ bool is_valid(const AttentionParams& p, int32_t slot) {
     return uint32_t(slot) < uint32_t(min(p.main.num_slots, int64_t(0x7fffffff)));
@@ -345,8 +350,8 @@ struct Tiles {
     // Before Q is copied, what is needed first is asked for; behind that it is there.
     __device__ __forceinline__ int32_t ask(const typename K::Params& p, const Work& w, const Copier& c,
                                            int32_t (&even)[4], int32_t (&odd)[4]) {
-        load_slots<K>(p, w, c, 0, even);
-        load_slots<K>(p, w, c, 1, odd);
+        K::template load_slots<K>(p, w, c, 0, even);
+        K::template load_slots<K>(p, w, c, 1, odd);
         return 0;
     }
     // Finds the first two tiles. Returns whether there may be one.
@@ -438,8 +443,8 @@ struct Tiles<K, Skips::MARKED> {
         if (left == 0 && w.length > MARKED * TILE_ROWS) left = 1;  // there may be some behind these
         if (left == 0) w.length = 0;
         const bool any = left != 0;
-        load_slots<K>(p, w, c, take(w), even);
-        load_slots<K>(p, w, c, take(w), odd);
+        K::template load_slots<K>(p, w, c, take(w), even);
+        K::template load_slots<K>(p, w, c, take(w), odd);
         return any;
     }
     // Goes on to tiles behind until one is marked. Returns whether one is.
@@ -509,11 +514,12 @@ __device__ __forceinline__ void copy_region(const typename K::Params& p, const W
 }
 
 // This thread's chunk of each of its rows, null where a row is not valid.
-__device__ __forceinline__ void find_rows(const AttentionParams& p, const Copier& c, const int32_t (&slots)[4],
+template <typename K>
+__device__ __forceinline__ void find_rows(const typename K::Params& p, const Copier& c, const int32_t (&slots)[4],
                                           const uint8_t* (&rows)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        rows[i] = is_valid(p, slots[i]) ? p.main.cache + slots[i] * p.main.row_stride + c.lane % 8 * 16 : nullptr;
+        rows[i] = is_valid(p, slots[i]) ? K::row_of(p, slots[i]) + c.lane % 8 * 16 : nullptr;
     }
 }
 
@@ -571,15 +577,15 @@ __device__ __forceinline__ void copy_all(const typename K::Params& p) {
             last = !tiles.go_on(p, w);
             const Follows follows = !any ? ENDED : last ? LAST : MORE;
             const bool copied = any || last;
-            find_rows(p, c, even, rows);
+            find_rows<K>(p, c, even, rows);
             const typename K::Validity even_validity = K::load_validity(p, w, c, 2 * pair);
             if (copied) copy_region<K, 0, 0>(p, w, c, pair, rows, even_validity, follows, parity & 1);
-            load_slots<K>(p, w, c, tiles.take(w), even);
+            K::template load_slots<K>(p, w, c, tiles.take(w), even);
             if (copied) copy_region<K, 0, 1>(p, w, c, pair, rows, even_validity, follows, parity & 1);
-            find_rows(p, c, odd, rows);
+            find_rows<K>(p, c, odd, rows);
             const typename K::Validity odd_validity = K::load_validity(p, w, c, 2 * pair + 1);
             if (copied) copy_region<K, 1, 0>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
-            load_slots<K>(p, w, c, tiles.take(w), odd);
+            K::template load_slots<K>(p, w, c, tiles.take(w), odd);
             if (copied) copy_region<K, 1, 1>(p, w, c, pair, rows, odd_validity, follows, parity & 1);
             if (copied) parity ^= 1;
         }

@@ -53,6 +53,10 @@
 // bit. Only the first MARKED_TILES of a split have one, for more do not fit; those behind are worked on up to the last
 // that has a valid entry.
 //
+// DENSE: rows come from a block table. A query is a request, and its heads are the request's lines: its query tokens times
+// their heads, which share its rows. All tiles are worked on; in those that not all tokens see in full, logits of lines
+// that do not see a row become -inf.
+//
 // The rows that come meanwhile are those of the list's first COPIED_BEFORE tiles. If there is one among them that is
 // passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the
 // first marked tiles are brought. What has come in vain stays in its stages, which count as used.
@@ -162,7 +166,7 @@ struct SmallOf {
     bool anew, holes;  // this split is to begin anew; some of its tiles are passed over
     alignas(4) bool next_ends_item;
     int first_marked;  // w.begin, as it were: with it, marked tiles of the extra list begin at w.main_tiles
-    alignas(4) uint8_t marks[MARKED_TILES / 8];   // bits of tiles; a lane reads a word
+    alignas(4) uint8_t marks[DENSE ? 4 : MARKED_TILES / 8];  // bits of tiles; a lane reads a word
     int partials;                                 // partial results of other CTAs that are merged with the split's
     float top[HEADS], factor_of_partials[HEADS];  // of the merge: reference, and factor of all O relative to it
     Share<THREADS> share;
@@ -229,6 +233,22 @@ struct Role {
 };
 
 __device__ __forceinline__ int first_head() { return small().work.first_head; }
+
+#if DENSE
+// The query token and the head of a request's line `head`.
+__device__ __forceinline__ int token_of(const AttentionParams& p, int head) {
+    return uint32_t(head) / uint32_t(dense(p).heads);
+}
+__device__ __forceinline__ Query query_at(const AttentionParams& p, const Query& request, int head) {
+    return {request.index, request.b, token_of(p, head)};
+}
+__device__ __forceinline__ int head_at(const AttentionParams& p, int head) {
+    return head - token_of(p, head) * dense(p).heads;
+}
+#else
+__device__ __forceinline__ const Query& query_at(const AttentionParams&, const Query& query, int) { return query; }
+__device__ __forceinline__ const int& head_at(const AttentionParams&, const int& head) { return head; }
+#endif
 
 // Where a tile is.
 __device__ __forceinline__ uint32_t stage_address(int stage) { return shared_address(shared) + stage * STAGE_BYTES; }
@@ -344,11 +364,17 @@ __device__ __forceinline__ int find_marked(const Split& w, int n) {
 }
 
 // The list entry of a row of an output warp; -1 where there is none. A lane has row lane % COPIED_ROWS of the warp's,
-// of tile `count` + lane / COPIED_ROWS of the split. `holes`: of the marked ones.
+// of tile `count` + lane / COPIED_ROWS of the split. `holes`: of the marked ones. DENSE: the row's block.
 __device__ __forceinline__ int32_t load_entries(const AttentionParams& p, const WorkItem& w, int count, bool holes) {
     const Role r = Role::here();
     const int n = count + r.lane / COPIED_ROWS;
+#if DENSE
+    const int tile = w.begin + n, at = tile * TILE_ROWS + r.warp * COPIED_ROWS + r.lane % COPIED_ROWS;
+    if (tile >= w.end || at >= w.main_length) return -1;
+    return load_block(dense(p), w.query.b, w.first_row + at);
+#else
     return load_entry(p, w, w.begin + (holes ? find_marked(w, n) : n), r.warp * COPIED_ROWS + r.lane % COPIED_ROWS);
+#endif
 }
 
 // Look up where an output warp's rows of tiles `count` .. `count` + NOTED_TILES - 1 of the split are, and which are
@@ -358,7 +384,11 @@ __device__ __forceinline__ void note_rows(const AttentionParams& p, const WorkIt
     const Role r = Role::here();
     Small& sm = small();
     const int i = r.lane / COPIED_ROWS, row = r.warp * COPIED_ROWS + r.lane % COPIED_ROWS;
+#if DENSE
+    const Row from = row_in_block<Row>(dense(p), entry, w.first_row + (w.begin + count + i) * TILE_ROWS + row);
+#else
     const Row from = find_row(p, w, (holes ? sm.first_marked : w.begin) + count + i, entry);
+#endif
     __syncwarp();
     if (i < NOTED_TILES) {
         sm.rows[i][row] = from;
@@ -450,7 +480,7 @@ __device__ __forceinline__ void wait_for_first_tiles(int count) {
 // first tiles. Score warps call.
 //
 // -1 if the split begins anew. The tiles that have come in vain are waited for here: once CUT_OFF is passed, the next
-// ones may come to their stages. So it is where fewer tiles are worked on than come.
+// ones may come to their stages. So it is where fewer tiles are worked on than come. DENSE: all tiles are worked on.
 __device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t valid) {
     constexpr int ROUND = SCORE_WARPS * LOOKED_TILES;
     static_assert(MARKED_TILES % ROUND == 0 && ROUND % 32 == 0, "");
@@ -458,6 +488,15 @@ __device__ __forceinline__ int find_tiles(const AttentionParams& p, uint32_t val
     Small& sm = small();
     const WorkItem& w = sm.work;
     const int all = w.end - w.begin;
+#if DENSE
+    if (r.warp == 0 && r.lane == 0) {
+        sm.tiles = all;
+        sm.holes = sm.anew = false;
+        sm.next_stage = (sm.stage + uint32_t(all)) % STAGES;
+        sm.next_phase = sm.phase ^ ((sm.stage + uint32_t(all)) / STAGES & 1);
+    }
+    return uniform(all);
+#endif
     int end = 0;
 #pragma unroll 1
     for (int begin = 0; begin < all; begin += ROUND) {
@@ -601,7 +640,8 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int head = w.first_head + 16 * r.tile_of_cta(m) + r.g + 8 * i;
-            lines[m][i] = q_of(p, w.query, min(head, p.h_q - 1)) + 2 * r.t;
+            const int line = min(head, p.h_q - 1);
+            lines[m][i] = q_of(p, query_at(p, w.query, line), head_at(p, line)) + 2 * r.t;
         }
     }
     const int columns = r.slice() * (D_V / SLICES), last_columns = D_V + r.slice() * ((D_QK - D_V) / SLICES);
@@ -835,8 +875,35 @@ struct Probabilities {
     OwnScores s;
     float top[2], rescale[2];
 
+#if DENSE
+    // -inf where a line does not see a row of the split's tile `tile`.
+    __device__ __forceinline__ void hide(const DenseParams& p, int tile) {
+        const WorkItem& w = small().work;
+        const int least_end = w.last_end - (p.causal ? p.tokens - 1 : 0);  // of the first token
+        const int first = w.first_row + (w.begin + tile) * TILE_ROWS;
+        const bool whole = first <= least_end - TILE_ROWS && (p.window == 0 || first >= w.last_end - p.window);
+        if (whole || p.tokens == 1) return;
+        const Role r = Role::here();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int line = first_head() + 16 * r.own_tile() + r.g + 8 * i;
+            const Seen seen = seen_of_length(p, w.last_end, token_of(p, line));
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int row = first + 8 * n + 2 * r.t + j;
+                    if (row < seen.begin || row >= seen.end) s[n][2 * i + j] = -INF;
+                }
+            }
+        }
+    }
+#endif
+
     // Scale the logits, -inf where a row is not valid. Find the highest.
-    __device__ __forceinline__ void mask(float scale_log2, const uint8_t* valid) {
+    __device__ __forceinline__ void mask(const AttentionParams& p, int tile) {
+        const float scale_log2 = p.scale_log2;
+        const uint8_t* valid = small().valid[tile % VALID_TILES];
         const Role r = Role::here();
         const bool masked = !MASK_IF_NEEDED || !__all_sync(~0u, valid[r.lane % TILE_ROWS]);
 #pragma unroll
@@ -852,6 +919,9 @@ struct Probabilities {
                 for (int i = 0; i < 4; ++i) s[n][i] = (i % 2 ? both >> 8 : both & 1) ? s[n][i] : -INF;
             }
         }
+#if DENSE
+        hide(dense(p), tile);
+#endif
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             top[i] = -INF;
@@ -956,8 +1026,12 @@ __device__ __forceinline__ void finish_heads(const AttentionParams& p, const Sof
         float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
         if (head < p.h_q) {
             if (in_shares(p) || p.num_splits == 1) {
-                if (sum != 0.0f) factor *= sink_factor(p, head, result.lse);
+                if (sum != 0.0f) factor *= sink_factor(p, head_at(p, head), result.lse);
+#if DENSE
+                write_statistics(p, query_at(p, sm.work.query, head), head_at(p, head), result);
+#else
                 write_statistics(p, sm.work.query, head, result);
+#endif
             } else {
                 write_partial_statistics(p, partial_index(p, blockIdx.y, sm.work.query, head), result);
             }
@@ -976,10 +1050,13 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const WorkItem&
     }
 }
 
-// Load Q, and look at this warp's first tiles: what find_valid gives.
+// Load Q, and look at this warp's first tiles: what find_valid gives. DENSE: load Q.
 __device__ __forceinline__ uint32_t load_q_and_look(const AttentionParams& p, const WorkItem& w, QRegisters& q) {
     const int first = Role::here().warp * LOOKED_TILES;
     load_q(p, w, q);
+#if DENSE
+    return 0;
+#endif
     Looks looks;
     load_looks(p, w, first, looks);
     return find_valid(p, w, first, looks);
@@ -1007,7 +1084,7 @@ __device__ __forceinline__ void run_score_warp(const AttentionParams& p, QRegist
         named_barrier_sync(P_EMPTY + buffer, THREADS);
         Probabilities probabilities;
         add_parts(s, buffer, probabilities.s);
-        probabilities.mask(p.scale_log2, small().valid[tile % VALID_TILES]);
+        probabilities.mask(p, tile);
         softmax.take_up();
         probabilities.exponentiate(softmax);
         probabilities.write(buffer, softmax);
@@ -1152,7 +1229,7 @@ __device__ __forceinline__ void write_tile(const AttentionParams& p, int m, cons
                           [&](int at, float x, float y) { *reinterpret_cast<float2*>(to + at) = make_float2(x, y); });
             continue;
         }
-        bf16* to = out_of(p, query, head, column);
+        bf16* to = out_of(p, query_at(p, query, head), head_at(p, head), column);
         if (p.flags & ALIGNED_OUT) {
             write_columns(o, i, factor[i], [&](int at, float x, float y) {
                 *reinterpret_cast<uint32_t*>(to + at) = pack_bf16x2(x, y);
@@ -1330,8 +1407,14 @@ __device__ __forceinline__ void run_output_warp(const AttentionParams& p, int32_
 
 // --- the kernel -----------------------------------------------------------------------------------------------
 
+#if DENSE
+using Params = DenseParams;
+#else
+using Params = AttentionParams;
+#endif
+
 // grid: x = query * head tiles + head tile, y = split; in shares: x = CTAs among which all rows are divided
-extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_constant__ AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) portable(const __grid_constant__ Params p) {
     Small& sm = small();
     if (threadIdx.x == 0) {
 #pragma unroll 1

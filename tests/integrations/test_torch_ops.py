@@ -12,8 +12,9 @@ import cupy_mla
 from cupy_mla import flash_mla
 from cupy_mla.cuda.program import Plan
 from cupy_mla.ops.attention import planned_decode
-from tests import kinds
-from tests.cases import normal
+from tests import kinds, oracle
+from tests.cases import normal, queries
+from tests.dense import in_cache
 from tests.kinds import E4M3, NumPy
 from tests.operations import OPERATIONS, Call
 
@@ -139,6 +140,26 @@ def test_schedule_in_a_graph(kind, rng):
     assert torch.equal(decode(three)[0], cupy_mla.sparse_decode(q, cache, indices, scale, num_splits=3)[0])
     with pytest.raises(ValueError, match=r"^is_fp8_kvcache is False"):
         flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, empty, indices=indices)
+
+
+def test_dense_front_door_in_a_graph(kind, rng):
+    of, q = in_cache(rng, oracle.V32, [70, 33], 64, 2), queries(rng, 2, 2, 8, 576)
+    arrays = [*map(kind.put, (q, of.cache, of.table, of.lens))]
+    empty, _ = flash_mla.get_mla_metadata()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def decode(**more: Any) -> Any:
+        return flash_mla.flash_mla_with_kvcache(*arrays, 512, empty, causal=True, is_fp8_kvcache=True, **more)
+
+    for got, want in zip(decode(), cupy_mla.dense_decode(*arrays, 576**-0.5), strict=True):
+        assert torch.equal(got, want)
+    out = torch.empty_like(arrays[0][..., :512])
+    sink = torch.zeros(8, device=out.device)
+    returned, _ = decode(attn_sink=sink, out=out, softmax_scale=0.04)
+    assert returned is out
+    assert torch.equal(out, cupy_mla.dense_decode(*arrays, 0.04, attn_sink=sink)[0])
+    with pytest.raises(ValueError, match=r"^is_fp8_kvcache is False"):
+        flash_mla.flash_mla_with_kvcache(*arrays, 512, empty, causal=True)
 
 
 def test_planned_decode_in_a_graph(kind, rng):

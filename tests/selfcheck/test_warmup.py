@@ -132,6 +132,7 @@ def test_no_step_needs_another_kernel(gpu, monkeypatch, rng, name, heads):
     for tokens in {1, 67, 133, 199, most, *rng.integers(1, most + 1, 40).tolist()}:
         layer.decode(tokens)
         layer.prefill(tokens)
+        layer.dense(int(rng.integers(1, 257)), int(rng.integers(1, 3000)))
         layer.choose(tokens, int(rng.integers(layer.config.topk + 1, 100_000)))
     layer.prefill(int(rng.integers(most, 2049)))
     assert set(gpu.kernels.values()) == ready <= set(all_kernels())
@@ -190,6 +191,13 @@ class Layer:
         width = combined_width(self._chosen, config.window) if config.is_v4 else config.topk
         rows = self._put(np.zeros((5000, 1, config.layout.d_qk), BF16))
         cupy_mla.sparse_prefill(q, rows, self._zeros(np.int32, tokens, 1, width), 0.1, **self._of_v4(tokens))
+
+    def dense(self, requests, width):
+        """Over all rows of so many requests, which have at most so many blocks."""
+        config = self.config
+        q = self._zeros(BF16, requests, 1 + config.num_speculative_tokens, config.num_heads, config.d_qk)
+        table, lens = (self._put(np.zeros(shape, np.int32)) for shape in ((requests, width), requests))
+        cupy_mla.dense_decode(q, self._cache(config.layout, config.block_size), table, lens, 0.1)
 
     def choose(self, tokens, keys):
         """Of so many keys, in decode and in prefill; for layers without an indexer nothing."""

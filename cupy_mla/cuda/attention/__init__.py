@@ -6,8 +6,6 @@ kernel's module in `kernels/` makes launches of them.
 
 from __future__ import annotations
 
-import math
-
 from ...arguments import Decode, Prefill
 from ...arrays import Array
 from ...layouts import Layout, by_name
@@ -17,7 +15,7 @@ from ..paging import pointer
 from ..program import Plan, Program
 from ..structs import Packed
 from . import choose
-from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, ALIKE, DECODE, WIDE_OUT, Call, no_source
+from .call import ALIGNED_ROWS, ALIKE, DECODE, Call, aligned_rows, decode_strides, no_source, params_of
 from .divide import Whole
 from .kernels.bf16_grouped_sm90 import LEAST_SCALE
 from .problem import Problem
@@ -44,7 +42,7 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
         "q_b": a.q.strides[0], "q_s": 0, "q_h": a.q.strides[1], "out_b": a.out.strides[0], "out_s": 0,
         "out_h": a.out.strides[1], "lse_b": a.lse.strides[0], "lse_s": 0, "lse_h": a.lse.strides[1],
     }  # fmt: skip
-    params = _params(a, main, no_source(), strides, aligned * ALIGNED_ROWS)
+    params = params_of(a, main, no_source(), strides, aligned * ALIGNED_ROWS)
     params = params.replaced(max_logits=a.max_logits.ptr, s_q=1, h_q=h_q, num_queries=s_q)
     return _program(problem, Call(params, topk, s_kv, a.length))
 
@@ -68,13 +66,8 @@ def sparse_decode(
     main, extra = _paged(a.cache, a.indices, length), no_source()
     if a.extra is not None and a.extra_indices is not None:
         extra = _paged(a.extra, a.extra_indices, a.extra_length)
-    q, out, lse = a.q.strides, a.out.strides, a.lse.strides
-    strides = {
-        "q_b": q[0], "q_s": q[1], "q_h": q[2], "out_b": out[0], "out_s": out[1], "out_h": out[2], "lse_b": lse[0],
-        "lse_s": lse[2], "lse_h": lse[1],
-    }  # fmt: skip
     aligned = _aligned_caches(a.layout, a.cache, a.extra)
-    params = _params(a, main, extra, strides, aligned * ALIGNED_ROWS | DECODE | alike * ALIKE)
+    params = params_of(a, main, extra, decode_strides(a), aligned * ALIGNED_ROWS | DECODE | alike * ALIKE)
     params = params.replaced(s_q=s_q, h_q=h_q, num_queries=b * s_q)
     num_slots = a.cache.shape[0] * a.cache.shape[1]
     return _program(problem, Call(params, problem.entries, num_slots, length, ends, plan))
@@ -105,17 +98,6 @@ def _program(problem: Problem, call: Call) -> Program:
     return choose.KERNELS[chosen.kernel].launches(problem, chosen.division, call)
 
 
-def _params(a: Prefill | Decode, main: Packed, extra: Packed, strides: dict[str, int], flags: int) -> Packed:
-    """struct AttentionParams without sizes and memory."""
-    flags |= ALIGNED_Q * a.q.aligned(4) | ALIGNED_OUT * a.out.aligned(4) | WIDE_OUT * a.out.aligned(16)
-    return structs.ATTENTION(
-        main=main, extra=extra, q=a.q.ptr, out=a.out.ptr, lse=a.lse.ptr, max_logits=0, part_out=0, part_lse=0,
-        part_max=0, cluster_parts=0, sink=pointer(a.sink), scale_log2=a.sm_scale * math.log2(math.e), s_q=0, h_q=0,
-        num_queries=0, num_splits=1, flags=flags, order=0, ready=0, nonce=0, least_split=0, item_cost=0, cut_cost=0,
-        whole_items=0, plan_filled=0, plan=0, **strides,
-    )  # fmt: skip
-
-
 def _flat_rows(cache: Array, extra: Array | None) -> bool:
     """True when one stride leads from each row to the next, also from block to block, and there is one cache."""
     num_blocks, block_size, _ = cache.shape
@@ -134,11 +116,4 @@ def _paged(cache: Array, indices: Array, length: Array | None) -> Packed:
 
 
 def _aligned_caches(layout: Layout, cache: Array, extra: Array | None) -> bool:
-    return _aligned_rows(layout, cache) and (extra is None or _aligned_rows(layout, extra))
-
-
-def _aligned_rows(layout: Layout, cache: Array) -> bool:
-    """True when every row of a paged cache starts at a multiple of 16 bytes. FP8 rows stand where the layout says."""
-    if not layout.quantized:
-        return cache.aligned(16)
-    return cache.ptr % 16 == 0 and layout.row_stride % 16 == 0 and (cache.shape[0] <= 1 or cache.strides[0] % 16 == 0)
+    return aligned_rows(layout, cache) and (extra is None or aligned_rows(layout, extra))

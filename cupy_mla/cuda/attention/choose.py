@@ -27,7 +27,7 @@ from .kernels import (
     portable,
     portable_99kb,
 )
-from .problem import INVARIANT_QUERIES, Problem
+from .problem import INVARIANT_QUERIES, DenseProblem, Problem
 
 VARIABLE, EXPLAIN = "CUPY_MLA_KERNELS", "CUPY_MLA_EXPLAIN"
 MAX_CHOICES = 4096  # that are remembered
@@ -39,6 +39,9 @@ KERNELS: dict[str, ModuleType] = {
     )
 }  # fmt: skip
 NAMES = tuple(KERNELS)
+# The kernels of dense attention.
+DENSE_NAMES = ("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90", "portable", "portable_99kb")
+EVERY_NAME = tuple(dict.fromkeys((*NAMES, *DENSE_NAMES)))
 
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
@@ -124,18 +127,16 @@ def require_known() -> None:
 
 
 def _require_name(by: str, name: str | None) -> None:
-    if name and name not in NAMES:
-        raise ValueError(f"{by} must be one of {', '.join(NAMES)}, got {name!r}")
+    if name and name not in EVERY_NAME:
+        raise ValueError(f"{by} must be one of {', '.join(EVERY_NAME)}, got {name!r}")
 
 
 def _why_not(problem: Problem) -> str:
     """What an unknown or unfitting kernel or division is answered with."""
     free = problem._replace(kernel="", division="")
-    by = "kernel" if forced.names[0] or problem.kernel != asked_kernel() else VARIABLE
     able = [name for name, kernel in KERNELS.items() if kernel.serves(free)]
-    _require_name(by, problem.kernel)
     if problem.kernel not in ("", *able):
-        return f"{by} is {problem.kernel}, which cannot serve this call: {free}; {', '.join(able)} can"
+        return why_not_kernel(problem.kernel, free, able)
     offered = dict.fromkeys(
         f"{name} {division}"
         for name in able
@@ -145,6 +146,17 @@ def _why_not(problem: Problem) -> str:
     return (
         f"division is {problem.division}, which does not fit this call: {free}; {', '.join(offered)} do, among others"
     )
+
+
+def why_not_kernel(kernel: str, problem: Problem | DenseProblem, able: Iterable[str]) -> str:
+    """What the name of a kernel is answered with that is not among those that can serve a call.
+
+    Raises:
+        ValueError: no kernel has that name.
+    """
+    by = "kernel" if forced.names[0] or kernel != asked_kernel() else VARIABLE
+    _require_name(by, kernel)
+    return f"{by} is {kernel}, which cannot serve this call: {problem}; {', '.join(able)} can"
 
 
 class forced:

@@ -114,3 +114,64 @@ class Problem(_Fields):
         if self.num_splits or not self.batch_invariant:
             return self.num_splits
         return max(1, min(ceil_div(self.rows, invariant_rows), MAX_CLUSTER))
+
+
+class DenseProblem(NamedTuple):
+    """A call of dense attention: all that the choice of a kernel and a division depends on.
+
+    Attributes:
+        gpu: the GPU.
+        layout: of the cache.
+        heads: query heads.
+        tokens: query tokens of a request.
+        requests: of the call.
+        capacity: rows that the block table can name for a request.
+        rows: of these, that a request's queries may see.
+        block_size: rows of a block.
+        aligned: rows and q are, to 16 bytes.
+        num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
+        batch_invariant: the choice must not depend on the number of requests or the table's width.
+        kernel: the name of the kernel that is to run; "": any.
+        division: the division that is to be, or its kind, as text; "": any.
+    """
+
+    gpu: Gpu
+    layout: Layout
+    heads: int
+    tokens: int
+    requests: int
+    capacity: int
+    rows: int
+    block_size: int
+    aligned: bool = True
+    num_splits: int = 0
+    batch_invariant: bool = False
+    kernel: str = ""
+    division: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"dense decode of {self.heads} heads over {self.layout.name} rows of {self.layout.d_qk}, {self.requests} x "
+            f"{self.tokens} queries, {self.rows} rows at most in blocks of {self.block_size}"
+            + ("" if self.aligned else ", rows or q not aligned to 16 bytes")
+            + f", compute capability {self.gpu.capability / 10}"
+        )
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the kernels for Hopper can read its rows."""
+        return self.gpu.capability == 90 and self.aligned and not self.layout.quantized
+
+    @property
+    def lines(self) -> int:
+        """Of a request: query tokens times heads, which share its rows."""
+        return self.tokens * self.heads
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tiles of a request's rows, at least one."""
+        return max(1, ceil_div(self.rows, 2 * TILE_ROWS))
+
+    def items(self, lines: int) -> int:
+        """Work items: a request and a tile of so many of its lines each."""
+        return self.requests * ceil_div(self.lines, lines)

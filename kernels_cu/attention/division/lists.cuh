@@ -1,15 +1,39 @@
 // The index lists of a query, in tiles of TILE_ROWS entries: those of the main list, then those of the extra list.
+//
+// DENSE: there are no lists. A query is a request, and it is as if its main list had an entry for each row that one of
+// its query tokens sees.
 #pragma once
+#include "attention/dense.cuh"
 #include "attention/params.cuh"
 #include "rows/reader.cuh"
 
 struct Lists {
     Query query;
     int main_length, extra_length, main_tiles;
+#if DENSE
+    int first_row;  // of the request, that a token sees
+    int last_end;   // of the rows that the last token sees, whether the table has them or not
+#endif
 };
+
+#if DENSE
+// The parameter of the launch.
+__device__ __forceinline__ const DenseParams& dense(const AttentionParams& p) {
+    return static_cast<const DenseParams&>(p);
+}
+#endif
 
 // Fills the lengths of a query's lists. Returns the tiles of both.
 __device__ __forceinline__ int find_lists(const AttentionParams& p, Lists& w) {
+#if DENSE
+    const int last = dense(p).tokens - 1;
+    w.last_end = length_of_request(dense(p), w.query.b);
+    w.first_row = seen_of_length(dense(p), w.last_end, 0).begin;
+    w.main_length = max(seen_of_length(dense(p), w.last_end, last).end - w.first_row, 0);
+    w.extra_length = 0;
+    w.main_tiles = uint32_t(w.main_length + uint32_t(TILE_ROWS - 1)) / TILE_ROWS;
+    return w.main_tiles;
+#endif
     w.main_length = list_length(p.main, w.query.b);
     w.extra_length = p.extra.topk == 0 ? 0 : list_length(p.extra, w.query.b);
     w.main_tiles = ceil_div(w.main_length, TILE_ROWS);

@@ -11,7 +11,7 @@ import pytest
 
 import cupy_mla
 from cupy_mla.cuda import driver
-from cupy_mla.cuda.attention.choose import EXPLAIN, KERNELS, NAMES, VARIABLE, asked, choose
+from cupy_mla.cuda.attention.choose import EVERY_NAME, EXPLAIN, KERNELS, VARIABLE, asked, choose
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90, fp8_sm90
 from cupy_mla.cuda.attention.problem import Problem
@@ -189,7 +189,7 @@ def test_forcing_ends_with_its_block(force, monkeypatch):
 
 @pytest.mark.parametrize("name", ["few_heads", "sm90", "Portable", "portable ", "0"])
 def test_a_name_that_does_not_exist_is_an_error(name):
-    with pytest.raises(ValueError, match=rf"^kernel must be one of {', '.join(NAMES)}, got '{name}'$"):
+    with pytest.raises(ValueError, match=rf"^kernel must be one of {', '.join(EVERY_NAME)}, got '{name}'$"):
         cupy_mla.forced(name)
     with pytest.raises(ValueError, match=r"^kernel must be one of .*portable"):
         choose(decode(V32_FP8, 64, 1, kernel=name))

@@ -11,6 +11,7 @@ from ... import structs
 from ...kernel import PORTABLE, Kernel
 from ...paging import ceil_div
 from ...program import Launch, Program
+from ...structs import Packed
 from ..call import Call
 from ..divide import PARTIAL_BYTES, Clusters, Division, Shares, Whole, split_numbers
 from ..problem import Problem
@@ -58,15 +59,16 @@ def shape(layout: Layout, heads: int, limit: int) -> Shape:
 
 
 @cache
-def kernel(layout: Layout, heads: int, limit: int) -> Kernel:
-    """The kernel for one cache layout, heads of a CTA, and KB of shared memory."""
+def kernel(layout: Layout, heads: int, limit: int, dense: bool = False) -> Kernel:
+    """The kernel for one cache layout, heads of a CTA, and KB of shared memory; over index lists, or `dense`: over rows
+    of a block table."""
     rows, q_in_shared = shape(layout, heads, limit)
     defines = {
         **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": rows, "Q_IN_SHARED": q_in_shared,
-        "SHARED_LIMIT": 1024 * limit, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
+        "SHARED_LIMIT": 1024 * limit, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST, "DENSE": int(dense),
     }  # fmt: skip
     archs = PORTABLE if limit == SMALL else ("80", "90", "100")
-    return Kernel("attention/portable.cu", structs.ATTENTION, defines, archs=archs)
+    return Kernel("attention/portable.cu", structs.DENSE if dense else structs.ATTENTION, defines, archs=archs)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -132,11 +134,17 @@ def amounts(problem: Problem, division: Any) -> dict[str, float]:
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch: a CTA for each work item and split, or so many CTAs among which all rows are divided evenly."""
-    return launched(problem, division, call, LARGE)
+    return merged(problem, division, call, LARGE)
 
 
-def launched(problem: Problem, division: Any, call: Call, limit: int) -> Program:
-    """The launch, with so many KB of shared memory."""
+def merged(problem: Problem, division: Any, call: Call, limit: int) -> Program:
+    """The launch with so many KB of shared memory, and what merges its splits."""
+    launch = launched(problem, division, call.params, kernel(problem.layout, division.heads, limit))
+    return [launch, combine.launch(problem, launch.params)] if division.num_splits > 1 else [launch]
+
+
+def launched(problem: Problem, division: Any, params: Packed, of: Kernel) -> Launch:
+    """The launch of a kernel of this module."""
     heads, splits = division.heads, division.num_splits
     if isinstance(division, Shares):
         steps = ceil_div(problem.rows, STEP_ROWS) * LEAST_SPLIT
@@ -145,6 +153,4 @@ def launched(problem: Problem, division: Any, call: Call, limit: int) -> Program
     else:
         fields = division.memory(problem, heads * PARTIAL_BYTES) if splits > 1 else {}
         grid = (problem.items(heads), splits, 1)
-    params = call.params.replaced(num_splits=splits, **fields)
-    launch = Launch(kernel(problem.layout, heads, limit), grid, params)
-    return [launch, combine.launch(problem, params)] if splits > 1 else [launch]
+    return Launch(of, grid, params.replaced(num_splits=splits, **fields))

@@ -36,4 +36,4 @@ def work(problem: Problem, division: Any) -> Work:
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:
     """The launch."""
-    return portable.launched(problem, division, call, portable.SMALL)
+    return portable.merged(problem, division, call, portable.SMALL)

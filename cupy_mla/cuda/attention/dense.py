@@ -1,0 +1,77 @@
+"""Dense attention of a decode as a launcher: rows come from a block table, lengths lie on the device.
+
+A call is a `DenseProblem`. Of the kernels that serve it, the one that is to take the least time makes the launches.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from ...arguments import DenseDecode
+from .. import structs
+from ..driver import Gpu
+from ..paging import block_table, divisor
+from ..program import Program
+from . import choose
+from .call import ALIGNED_ROWS, DECODE, aligned_rows, decode_strides, no_source, params_of
+from .kernels import dense_cluster_sm90, dense_portable, dense_portable_99kb, dense_sm90, dense_whole_sm90
+from .problem import DenseProblem
+
+LARGEST = 2**31 - 1  # int32
+# The kernels by their names. A module answers `serves(problem)`, whether the kernel can serve a problem, `us(problem)`,
+# how many microseconds it is to take, `launches(problem, params)`, the program with `struct DenseParams`, and
+# `kernels()`, all variants.
+KERNELS: dict[str, ModuleType] = dict(
+    zip(
+        choose.DENSE_NAMES, (dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_portable, dense_portable_99kb),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> Program:
+    """Twin of `reference.dense.dense_decode`.
+
+    Args:
+        batch_invariant: as for `ops.dense.dense_decode`.
+    """
+    b, s_q, h_q, _ = a.q.shape
+    if b == 0 or s_q == 0:
+        return ()
+    num_blocks, block_size, _ = a.cache.shape
+    rows_aligned = aligned_rows(a.layout, a.cache)
+    kernel, division = choose.asked()
+    capacity = min(a.block_table.shape[1] * block_size, LARGEST)
+    seen = min(capacity, a.window + s_q) if a.window else capacity
+    problem = DenseProblem(
+        gpu, a.layout, h_q, s_q, b, capacity, seen, block_size,
+        rows_aligned and a.q.aligned(16), a.num_splits or 0, batch_invariant, kernel, division,
+    )  # fmt: skip
+    size = a.cache.dtype.itemsize
+    main = structs.SOURCE(
+        cache=a.cache.ptr, indices=0, lengths=a.seq_lens.ptr, block_stride=a.cache.strides[0] * size,
+        row_stride=a.cache.strides[1] * size, index_stride_b=0, index_stride_s=0, num_slots=num_blocks * block_size,
+        topk=problem.capacity, block_size=block_size,
+    )  # fmt: skip
+    params = params_of(a, main, no_source(), decode_strides(a), rows_aligned * ALIGNED_ROWS | DECODE)
+    params = structs.DENSE(
+        params.replaced(s_q=s_q, h_q=h_q, num_queries=b * s_q), table=block_table(a.block_table, block_size),
+        num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
+    )  # fmt: skip
+    return _chosen(problem).launches(problem, params)
+
+
+def _chosen(problem: DenseProblem) -> ModuleType:
+    """The kernel that takes the least time, or the one that is asked for.
+
+    Raises:
+        ValueError: no kernel has that name, or it cannot serve this call.
+    """
+    able = {name: kernel for name, kernel in KERNELS.items() if kernel.serves(problem)}
+    if problem.kernel and problem.kernel not in able:
+        raise ValueError(choose.why_not_kernel(problem.kernel, problem._replace(kernel="", division=""), able))
+    name = problem.kernel or min(able, key=lambda name: able[name].us(problem))
+    if choose.explained() == "1":
+        print(f"cupy_mla: {problem}\n  {name} is chosen", file=sys.stderr)
+    return able[name]

@@ -1,0 +1,86 @@
+"""`kernels_cu/attention/dense_cluster_sm90.cu`: dense decode over few bf16 rows on Hopper, a cluster a work item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ....layouts import D_V, Layout
+from ... import structs
+from ...driver import MAX_CLUSTER
+from ...kernel import Kernel
+from ...paging import ceil_div
+from ...program import Launch, Program, Slot
+from ...structs import Packed
+from ..divide import HALF_PARTIAL_BYTES, Clusters
+from ..problem import DenseProblem
+from . import bf16_cluster_sm90, bf16_sm90
+
+LINES = bf16_cluster_sm90.HEADS  # of a work item: query tokens times heads
+# Measured on an H100, in microseconds: a call beside its rows, by lines; and a pair of tiles. Bytes that come and go in
+# a microsecond.
+BASE_US = {16: 7.0, 32: 8.0, 64: 10.2}
+PAIR_US, BYTES_US = 3.5, 2.85e6
+# Pairs of tiles that a CTA may have: a longer request might be alone among short ones.
+MOST_PAIRS = 8
+SPILL_BYTES = 8  # once a work item
+
+
+@cache
+def kernel(layout: Layout, lines: int) -> Kernel:
+    """The kernel for rows of one width and so many lines a work item."""
+    return Kernel(
+        "attention/dense_cluster_sm90.cu", structs.DENSE,
+        {**bf16_sm90.defines(layout), "HEADS": lines, "MAX_CLUSTER": MAX_CLUSTER}, archs=("90a",), target="90a",
+        max_cluster=MAX_CLUSTER, overlaps=True, spill_bytes=SPILL_BYTES,
+    )  # fmt: skip
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in bf16_sm90.LAYOUTS:
+        for lines in LINES:
+            yield kernel(layout, lines)
+
+
+def serves(problem: DenseProblem) -> bool:
+    """Aligned bf16 rows on Hopper, work items that all run at a time."""
+    return _clusters(problem) is not None
+
+
+def us(problem: DenseProblem) -> float:
+    """What the call is to take if all requests are as long as they may be, in microseconds."""
+    division = _clusters(problem)
+    assert division is not None
+    return BASE_US[division.heads] + max(PAIR_US * ceil_div(problem.pairs, division.splits), memory_us(problem))
+
+
+def memory_us(problem: DenseProblem) -> float:
+    """What its rows, queries and results take to come and go, in microseconds."""
+    rows, lines = problem.requests * problem.rows, problem.items(max(LINES)) * max(LINES)
+    return (rows * problem.layout.token_bytes + lines * 2 * (problem.layout.d_qk + D_V)) / BYTES_US
+
+
+@cache
+def _clusters(problem: DenseProblem) -> Clusters | None:
+    """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
+    if not problem.on_hopper or problem.batch_invariant:
+        return None
+    lines = next((n for n in LINES if problem.lines <= n), max(LINES))
+    at_once = problem.gpu.clusters_at_once(bf16_cluster_sm90.cluster_kernel())
+    asked = problem.num_splits or MAX_CLUSTER
+    fitting = [n for n in range(2, 1 + min(asked, MAX_CLUSTER)) if problem.items(lines) <= at_once[n - 1]]
+    cluster = min(fitting[-1], max(2, problem.pairs)) if fitting else 1
+    if cluster == 1 or (ceil_div(problem.pairs, cluster) > MOST_PAIRS and not (problem.kernel or problem.num_splits)):
+        return None
+    return Clusters(lines, cluster, cluster)
+
+
+def launches(problem: DenseProblem, params: Packed) -> Program:
+    """The launch: a cluster a work item."""
+    division = _clusters(problem)
+    assert division is not None
+    lines, ctas = division.heads, problem.items(division.heads) * division.cluster
+    memory = Slot("partial results", shape=(ctas * lines * HALF_PARTIAL_BYTES,)).ptr
+    params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests, cluster_parts=memory)
+    return [Launch(kernel(problem.layout, lines), (ctas, 1, 1), params, division.cluster)]

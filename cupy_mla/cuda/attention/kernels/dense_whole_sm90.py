@@ -1,0 +1,52 @@
+"""`kernels_cu/attention/dense_whole_sm90.cu`: dense decode over bf16 rows on Hopper, whole requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from ....layouts import Layout
+from ... import structs
+from ...kernel import Kernel
+from ...paging import ceil_div
+from ...program import Launch, Program
+from ...structs import Packed
+from ..problem import DenseProblem
+from . import bf16_sm90
+from .dense_cluster_sm90 import PAIR_US, memory_us
+
+LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
+MOST_PAIRS = 16  # of tiles: a longer request might be alone among short ones
+
+
+@cache
+def kernel(layout: Layout) -> Kernel:
+    """The kernel for rows of one width."""
+    return Kernel(
+        "attention/dense_whole_sm90.cu", structs.DENSE, bf16_sm90.defines(layout), archs=("90a",), target="90a",
+        overlaps=True,
+    )  # fmt: skip
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel variant of this module, for the compile tests and for warming up."""
+    for layout in bf16_sm90.LAYOUTS:
+        yield kernel(layout)
+
+
+def serves(problem: DenseProblem) -> bool:
+    """Aligned bf16 rows on Hopper, unsplit."""
+    short = problem.pairs <= MOST_PAIRS or bool(problem.kernel) or problem.num_splits == 1
+    return problem.on_hopper and problem.num_splits <= 1 and not problem.batch_invariant and short
+
+
+def us(problem: DenseProblem) -> float:
+    """What the call is to take if all requests are as long as they may be, in microseconds."""
+    rounds = ceil_div(problem.items(LINES), problem.gpu.sms)
+    return 6.5 + 3.0 * rounds + max(PAIR_US * rounds * problem.pairs, memory_us(problem))
+
+
+def launches(problem: DenseProblem, params: Packed) -> Program:
+    """The launch: CTAs that take work items in turn."""
+    params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
+    return [Launch(kernel(problem.layout), (min(problem.items(LINES), problem.gpu.sms), 1, 1), params)]

@@ -1,0 +1,195 @@
+"""Dense attention of a decode: `dense_decode`, over all rows of each request in a paged cache.
+
+Source: DeepSeek-V3 (Multi-head Latent Attention with absorbed weights); which rows a query sees is FlashMLA's contract.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import arrays, layouts
+from ..arguments import DenseDecode
+from ..arrays import Array
+from ..bridges import bind
+from ..calls.operation import operation
+from ..checks.options import require_bool, require_integer, require_scale
+from ..checks.validate import cache_layout, require_cache, require_heads
+from ..checks.values import check_blocks, check_lengths
+from ..cuda.attention import dense as cuda
+from ..cuda.attention.divide import MAX_SPLITS
+from ..dtypes import BFLOAT16, FLOAT32, INT32
+from ..layouts import D_V
+from ..reference import dense as reference
+from ..typing import A, AnyArray
+from .attention import HEAD_DIMS
+
+__all__ = ["dense_decode"]
+
+
+@operation
+def dense_decode(
+    q: A,
+    k_cache: AnyArray,
+    block_table: AnyArray,
+    seq_lens: AnyArray,
+    sm_scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    attn_sink: AnyArray | None = None,
+    out: A | None = None,
+    lse: A | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+) -> tuple[A, A]:
+    """Attention of query tokens over all rows of their requests in a paged KV cache (V32_FP8, V4_FP8, bf16), split-KV.
+
+    Query i of a request's s_q sees rows 0 to n_i - 1 of the request; with `window` only the last `window` of these::
+
+        n_i = seq_len - s_q + 1 + i    if causal: the s_q queries are the request's last tokens
+        n_i = seq_len                  otherwise
+
+    For each query token and head, over the rows j that it sees, row_j being the cache's row as numbers
+    (`float(e4m3) * scale`, RoPE values as they are)::
+
+        logit[j] = sm_scale * dot(q, row_j)
+        lse      = log(sum_j exp(logit[j]))
+        out      = sum_j exp(logit[j] - lse) * row_j[:512]
+
+    - Row j of a request is row `j % block_size` of block `block_table[request, j // block_size]`.
+    - Rows beyond the block table (j >= width * block_size), and rows of a block that the cache has not (negative, or
+      num_blocks and more), are never read and contribute nothing.
+    - With a sink s the head's out is multiplied by `1 / (1 + exp(s - lse))`, as if the softmax had one more row
+      of logit s and value 0. The sink does not change lse.
+    - A query that sees no row (n_i <= 0) has out 0 and lse +inf, whatever the sink.
+    - NaN and infinity in rows that a query sees reach its results. They may reach those of the request's other queries,
+      which share its rows, but no other request's; those in rows that no query of the request sees reach none.
+
+    Lengths are read on the device alone: a captured CUDA graph takes those that lie in `seq_lens` when it is replayed.
+    Products are summed in float32; weights are rounded to 16 bits before they meet the values.
+
+    Args:
+        q: [b, s_q, h_q, d_qk] bfloat16, h_q 1 to 128; s_q > 1 serves speculative decoding.
+        k_cache: [num_blocks, block_size, (1,) 656 | 584] uint8 or float8_e4m3fn, or [..., 576 | 512] bfloat16.
+            The block stride may exceed the block; for FP8 rows it must be a multiple of 16 bytes.
+        block_table: [b, width] int32 blocks of each request.
+        seq_lens: [b] int32 rows of each request, those of its s_q query tokens included.
+        sm_scale: factor on the dot products before the softmax, the model's: see `sparse_prefill`.
+        causal: whether a query sees no row behind its own.
+        window: rows that a query sees at most, at least 1; None: all.
+        attn_sink: [h_q] float32, natural-log units.
+        out: [b, s_q, h_q, 512] bfloat16, written in place when given.
+        lse: [b, h_q, s_q] float32, written in place when given.
+        num_splits: splits of each request's rows, 1 to 1024, whose partial results are merged by lse; default: chosen
+            from shapes, on a GPU also from lengths.
+        batch_invariant: choose kernel and splits by heads, layout and a request's own length alone, so that the bits of
+            a request do not depend on what else is in the batch.
+
+    Returns:
+        out [b, s_q, h_q, 512] bfloat16 and lse [b, h_q, s_q] float32 (natural logarithm).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, device or strides; nothing is written.
+        IndexError: under `cupy_mla.set_checks`: a length below 0 or beyond the block table, or a block that a query
+            sees rows of and the cache has not.
+        RuntimeError: CUDA arrays, and CuPy, a driver or NVRTC is missing.
+
+    Example:
+        >>> cache = np.zeros((4, 64, 576), bfloat16)  # 4 blocks of 64 rows
+        >>> cache[2] = 1
+        >>> cache[3] = 2
+        >>> q = np.zeros((1, 1, 16, 576), bfloat16)  # 1 request, 1 query token, 16 heads, for which rows weigh the same
+        >>> table, lens = np.array([[2, 3]], np.int32), np.array([128], np.int32)
+        >>> out, lse = cupy_mla.dense_decode(q, cache, table, lens, sm_scale=192**-0.5)
+        >>> out.shape, float(out[0, 0, 0, 0])  # the mean of both blocks
+        ((1, 1, 16, 512), 1.5)
+        >>> lse.shape, round(float(lse[0, 0, 0]), 4)  # log 128
+        ((1, 16, 1), 4.852)
+        >>> out, lse = cupy_mla.dense_decode(q, cache, table, lens, sm_scale=192**-0.5, window=32)
+        >>> float(out[0, 0, 0, 0])
+        2.0
+    """
+    scale = require_scale("sm_scale", sm_scale)
+    given = Given(q, k_cache, block_table, seq_lens, attn_sink, out, lse)
+    return decode(given, scale, Sees(causal, window), num_splits, batch_invariant)
+
+
+class Given(NamedTuple):
+    """The arrays of a dense decode as a front door is given them: those of `dense_decode`."""
+
+    q: Any
+    k_cache: Any
+    block_table: Any
+    seq_lens: Any
+    attn_sink: Any = None
+    out: Any = None
+    lse: Any = None
+
+
+class Sees(NamedTuple):
+    """Which rows of its request a query sees, as `dense_decode` is given it."""
+
+    causal: Any = True
+    window: Any = None
+
+
+def decode(
+    given: Given,
+    scale: float | None,
+    sees: Sees,
+    num_splits: int | None,
+    batch_invariant: bool = False,
+    is_fp8_kvcache: bool | None = None,
+    lengths_name: str = "seq_lens",
+) -> tuple[Any, Any]:
+    """What `dense_decode` does, for the front doors.
+
+    Args:
+        scale: `sm_scale`, checked; None: FlashMLA's default, `d_qk ** -0.5`.
+        is_fp8_kvcache: must agree with `k_cache` where it is given.
+        lengths_name: what the front door calls `seq_lens`.
+    """
+    q, k_cache, block_table, seq_lens, attn_sink, out, lse = given
+    place, (q_, cache, table, lens) = bind(
+        **{"q": q, "k_cache": k_cache, "block_table": block_table, lengths_name: seq_lens}
+    )
+    sink, out_, lse_ = place.optional(attn_sink=attn_sink, out=out, lse=lse)
+    b, s_q, h_q, d_qk = q_.require(BFLOAT16, "b", "s_q", "h_q", HEAD_DIMS).shape
+    require_heads(h_q)
+    layout = cache_layout(cache, layouts.ATTENTION_LAYOUTS)
+    if layout.d_qk != d_qk:
+        raise ValueError(f"k_cache: layout {layout.name} holds rows of {layout.d_qk}, q has d_qk {d_qk}")
+    require_cache(cache, layout)
+    table.require(INT32, b, "width")
+    lens.require(INT32, b)
+    if sink is not None:
+        sink.require(FLOAT32, h_q)
+    if out_ is not None:
+        out_.require(BFLOAT16, b, s_q, h_q, D_V).require_writable()
+    if is_fp8_kvcache is not None and is_fp8_kvcache != layout.quantized:
+        raise ValueError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has the layout {layout.name}")
+    causal = require_bool("causal", sees.causal)
+    window = 0 if sees.window is None else require_integer("window", sees.window, 1)
+    batch_invariant = require_bool("batch_invariant", batch_invariant)
+    if num_splits is not None:
+        num_splits = require_integer("num_splits", num_splits, 1, MAX_SPLITS)
+    if arrays.CHECK_VALUES:
+        _check_rows(table, lens, cache, window, s_q if causal else 1)
+    out_ = place.output("out", out_, (b, s_q, h_q, D_V), BFLOAT16)
+    lse_ = place.output("lse", lse_, (b, h_q, s_q), FLOAT32)
+    scale = layout.d_qk**-0.5 if scale is None else scale
+    launcher = partial(cuda.dense_decode, batch_invariant=batch_invariant)
+    arguments = DenseDecode(layout, q_, cache, table, lens, scale, causal, window, sink, num_splits, out_, lse_)
+    place.call(launcher, reference.dense_decode, arguments)
+    return out_.obj, lse_.obj
+
+
+def _check_rows(table: Array, lens: Array, cache: Array, window: int, tokens: int) -> None:
+    """That the cache has every row that a request's queries see, of which the first sees `tokens` - 1 rows less than
+    the last."""
+    end = check_lengths(lens)
+    first = np.maximum(end - (tokens - 1) - window, 0) if window else np.zeros_like(end)
+    check_blocks(table, first, end, cache, lens.name)

@@ -1,0 +1,90 @@
+// Dense attention of bf16 rows on Hopper: a work item is 64 lines of a request, its query tokens times its heads, which
+// share the request's rows. All rows of the call are divided evenly over the CTAs, wherever in an item a share ends, or
+// each item into equal splits. Pipeline and shared memory: bf16_sm90.cuh.
+//
+//   all rows of the call   |request 0   |request 1   |request 2   |          (and once more for each further 64 lines)
+//   shares of the CTAs     |CTA 0  |CTA 1  |CTA 2  |CTA 3  |CTA 4  |
+//
+//   whole in a share: the CTA writes the results        cut: each CTA leaves a partial result; dense_combine.cu merges
+//
+// grid: x CTAs.
+#include "attention/dense_partials.cuh"
+
+struct State {
+    Share<THREADS> mine;
+    float largest[2][LINES];  // of write_partial
+    int share;                // this CTA's
+};
+
+struct Dense : RequestRows {
+    static __device__ __forceinline__ State& state() { return *reinterpret_cast<State*>(shared + DENSE_SHARED_BYTES); }
+
+    // --- splits, numbered by their items ----------------------------------------------------------------------
+
+    static __device__ __forceinline__ void init(const Params& p) {
+        if (threadIdx.x == 0) state().share = share_side_by_side(p);
+    }
+    static __device__ __forceinline__ int pairs_of(const Params& p, int request) {
+        return num_pairs(rows_of(p, request).count());
+    }
+    static __device__ __forceinline__ Boundary split_boundary(const Params& p, uint32_t share) {
+        const int item = share / p.num_splits, split = share % p.num_splits;
+        return {item, split == 0 ? 0 : ceil_div(pairs_of(p, ::query_of_item(p, item)) * split, p.num_splits)};
+    }
+    static __device__ __forceinline__ void start(const Params& p) {
+        const int share = state().share;
+        Share<THREADS>& mine = state().mine;
+        if (p.num_splits > 1) {
+            if (threadIdx.x < 2) (threadIdx.x == 0 ? mine.begin : mine.end) = split_boundary(p, share + threadIdx.x);
+            __syncthreads();
+        } else {
+            find_uneven_share(p, share, mine, [&](int request) { return pairs_of(p, request); });
+        }
+        leave_share(p, share, mine);
+    }
+    template <typename, typename P, typename Act>
+    static __device__ __forceinline__ void for_each(const P&, int, Act act) {
+        const int last = state().mine.last_item();
+#pragma unroll 1
+        for (int item = state().mine.begin.item; item <= last; ++item) act(item);
+    }
+    // The first of the rows of this CTA's split, counted from rows_of(..).begin.
+    static __device__ __forceinline__ int first_row(int item) {
+        return state().mine.begins(item) ? 0 : state().mine.begin.pair * 2 * TILE_ROWS;
+    }
+    static __device__ __forceinline__ int length_of(const Params& p, int item, int) {
+        const int all = rows_of(p, ::query_of_item(p, item)).count();
+        const int end = state().mine.ends(item) ? all : min(state().mine.end.pair * 2 * TILE_ROWS, all);
+        return max(0, end - first_row(item));
+    }
+    static __device__ __forceinline__ Work work_of(const Params& p, int item, int, int length) {
+        const int request = ::query_of_item(p, item);
+        return split_of(request, head_tile_of_item(p, item), item, rows_of(p, request), first_row(item), length);
+    }
+
+    // --- results ----------------------------------------------------------------------------------------------
+
+    template <typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& of, int warpgroup, int warp, int lane,
+                                                 Total total_of, const float (&o)[128]) {
+        // Found anew, so that it takes no registers before.
+        const Work w = work_of(p, opaque(of.number), num_head_tiles(p), 0);
+        warp = opaque(warp);
+        const Share<THREADS>& mine = state().mine;
+        const bool ends = mine.ends(w.number);
+        if (ends && mine.begins(w.number)) {
+            write_lines<Dense>(p, w, warpgroup, warp, lane, total_of, o);
+            return;
+        }
+        const PartialResults<8> partial = partial_of(p, state().share, !ends);
+        write_partial(partial, state().largest, num_line_warps(p, w), warpgroup, warp, lane, total_of, o);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_sm90(const __grid_constant__ DenseParams p) {
+    run<Dense>(p);
+}
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = DENSE_SHARED_BYTES + int(sizeof(State));

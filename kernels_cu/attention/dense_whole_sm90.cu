@@ -1,0 +1,36 @@
+// Dense attention of bf16 rows on Hopper: a work item is 64 lines of a request and all its rows. For many short requests.
+// Rows: dense_rows.cuh. Pipeline and shared memory: bf16_sm90.cuh.
+//
+// grid: x persistent CTAs over requests x tiles of their lines.
+#include "attention/dense_rows.cuh"
+
+struct DenseWhole : RequestRows {
+    static __device__ __forceinline__ int num_items(const Params& p, int head_tiles) {
+        return p.num_queries * head_tiles;
+    }
+    static __device__ __forceinline__ int find_item(const Params&, int item, int) { return item; }
+    static __device__ __forceinline__ int request_of(int item, int head_tiles) {
+        return head_tiles == 1 ? item : item / head_tiles;
+    }
+    static __device__ __forceinline__ int length_of(const Params& p, int item, int head_tiles) {
+        return rows_of(p, request_of(item, head_tiles)).count();
+    }
+    static __device__ __forceinline__ Work work_of(const Params& p, int item, int head_tiles, int length) {
+        const int request = request_of(item, head_tiles);
+        return split_of(request, item - request * head_tiles, item, rows_of(p, request), 0, length);
+    }
+
+    template <typename Total>
+    static __device__ __forceinline__ void write(const Params& p, const Work& w, int warpgroup, int warp, int lane,
+                                                 Total total_of, const float (&o)[128]) {
+        write_lines<DenseWhole>(p, w, warpgroup, warp, lane, total_of, o);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_whole_sm90(const __grid_constant__ DenseParams p) {
+    run<DenseWhole>(p);
+}
+
+// Read by the launcher.
+extern "C" __device__ int kernel_threads = THREADS;
+extern "C" __device__ int kernel_shared_bytes = DENSE_SHARED_BYTES;

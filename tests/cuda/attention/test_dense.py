@@ -1,0 +1,155 @@
+"""Dense attention: which kernel serves a call, how its work is divided, and what is forced. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_mla
+from cupy_mla.calls.operation import forget_calls
+from cupy_mla.cuda.attention.choose import VARIABLE
+from cupy_mla.cuda.kernel import Kernel
+from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, V32_FP8, Layout
+
+from ...fake_gpu import FakeGPU
+from ...kinds import BF16, Torch
+
+WIDTH = 100
+
+
+@pytest.fixture(autouse=True)
+def not_forced(monkeypatch) -> Iterator[None]:
+    """Nor remembered from other GPUs."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    forget_calls()
+    with cupy_mla.forced():
+        yield
+    forget_calls()
+
+
+def on(monkeypatch: pytest.MonkeyPatch, capability: int, sms: int = 108) -> FakeGPU:
+    return FakeGPU(monkeypatch, sms, capability)
+
+
+def decode(layout: Layout, b: int, heads: int, s_q: int = 1, width: int = WIDTH, **more: Any) -> None:
+    kind = Torch()
+    q, cache = np.zeros((b, s_q, heads, layout.d_qk), BF16), np.zeros((3, 64, layout.last_axis), layout.dtype)
+    table, lens = np.zeros((b, width), np.int32), np.zeros(b, np.int32)
+    cupy_mla.dense_decode(*map(kind.put, (q, cache, table, lens)), 0.04, **more)
+
+
+def launched(gpu: FakeGPU) -> list[tuple[Kernel, tuple[int, ...]]]:
+    """Kernels and grids since it was last asked."""
+    found = [(of.kernel, of.grid[:3]) for of in gpu.log if of.kernel is not None]
+    gpu.log.clear()
+    return found
+
+
+@pytest.mark.parametrize(("capability", "limit"), [(80, 163), (86, 99), (89, 99), (100, 163), (120, 99)])
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS, ids=lambda layout: f"{layout.name} {layout.d_qk}")
+def test_every_gpu_and_layout_is_served(monkeypatch, capability, limit, layout):
+    """By the portable kernel in the shape that fits the GPU, over rows of a block table."""
+    gpu = on(monkeypatch, capability)
+    for heads, s_q, tile in ((1, 1, 16), (5, 3, 16), (17, 1, 32), (8, 4, 32), (16, 3, 64), (64, 1, 64), (128, 2, 64)):
+        for b in (1, 7, 200):
+            decode(layout, b, heads, s_q)
+            kernel = launched(gpu)[0][0]
+            assert kernel.name == "portable"
+            assert kernel.defines["DENSE"] == 1
+            assert (kernel.defines["HEADS"], kernel.defines["SHARED_LIMIT"]) == (tile, 1024 * limit)
+            assert str(capability) in kernel.archs
+
+
+def test_lengths_are_not_known_to_the_host(monkeypatch):
+    """A large batch may have one long request: shares of its rows are found on the GPU, no CTA has whole items."""
+    gpu = on(monkeypatch, 80)
+    for b in (108, 216, 250, 1000):
+        decode(BF16_576, b, 64)
+        (_, grid), *more = launched(gpu)
+        assert grid == (108, 1, 1), b
+        assert not more
+
+
+def test_asked_splits(monkeypatch):
+    gpu = on(monkeypatch, 80)
+    decode(BF16_576, 3, 128, 2, num_splits=5)
+    assert [(kernel.name, grid) for kernel, grid in launched(gpu)] == [
+        ("portable", (3 * 2 * 2, 5, 1)), ("combine", (6, 128, 1))
+    ]  # fmt: skip
+    decode(BF16_576, 3, 128, 2, num_splits=1)
+    assert [grid for _, grid in launched(gpu)] == [(12, 1, 1)]
+
+
+def test_batch_invariant_calls_are_split_alike(monkeypatch):
+    """Whatever the batch and the width of the block table."""
+    gpu = on(monkeypatch, 80)
+    splits = set()
+    for b, width in ((1, 1), (1, 4000), (7, 100), (300, 20)):
+        decode(V32_FP8, b, 16, 2, width, batch_invariant=True)
+        (_, grid), _ = launched(gpu)
+        assert grid[0] == b
+        splits.add(grid[1])
+    assert len(splits) == 1
+
+
+def test_more_rows_than_shares_can_count(monkeypatch):
+    """They are worked on as whole items."""
+    gpu = on(monkeypatch, 80)
+    decode(BF16_576, 1, 64, 5, width=2**25)
+    assert [grid for _, grid in launched(gpu)] == [(5, 1, 1)]
+
+
+@pytest.mark.parametrize("name", ["portable", "portable_99kb"])
+@pytest.mark.parametrize("by", ["forced", "environment"])
+def test_a_kernel_that_is_asked_for_runs(monkeypatch, name, by):
+    gpu = on(monkeypatch, 80)
+    if by == "environment":
+        monkeypatch.setenv(VARIABLE, name)
+    else:
+        cupy_mla.forced(name)
+    decode(BF16_576, 3, 16)
+    kernel = launched(gpu)[0][0]
+    assert kernel.defines["SHARED_LIMIT"] == 1024 * {"portable": 163, "portable_99kb": 99}[name]
+
+
+@pytest.mark.parametrize(
+    ("division", "grid"), [("whole", (3, 1, 1)), ("shares(ctas=5)", (5, 1, 1)), ("clusters(splits=4)", (3, 4, 1))]
+)
+def test_a_division_that_is_asked_for_is_taken(monkeypatch, division, grid):
+    gpu = on(monkeypatch, 80)
+    cupy_mla.forced(division=division)
+    decode(BF16_576, 3, 16)
+    assert launched(gpu)[0][1] == grid
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "division", "message"),
+    [
+        (80, "fp8_sm90", None, "^kernel is fp8_sm90, which cannot serve this call: dense decode of 16 heads over bf16"),
+        (86, "portable", None, r"^kernel is portable, which cannot serve .* capability 8.6; portable_99kb can$"),
+        (80, None, "teams", "^division is teams, which does not fit this call"),
+    ],
+)
+def test_what_cannot_serve_a_call_is_an_error(monkeypatch, capability, name, division, message):
+    gpu = on(monkeypatch, capability)
+    cupy_mla.forced(name, division)
+    with pytest.raises(ValueError, match=message):
+        decode(BF16_576, 3, 16)
+    assert not gpu.log
+
+
+def test_an_unknown_name_in_the_environment_is_an_error(monkeypatch):
+    on(monkeypatch, 80)
+    monkeypatch.setenv(VARIABLE, "dense")
+    with pytest.raises(ValueError, match=rf"^{VARIABLE} must be one of .*portable_99kb.*, got 'dense'"):
+        decode(BF16_576, 3, 16)
+
+
+def test_the_choice_is_explained(monkeypatch, capsys):
+    on(monkeypatch, 80)
+    monkeypatch.setenv("CUPY_MLA_EXPLAIN", "1")
+    decode(BF16_576, 3, 16, 2)
+    assert "dense decode of 16 heads over bf16 rows of 576, 3 x 2 queries, 6400 rows" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""Requests in a paged cache for `dense_decode`, its oracle from the definition, and checks of a call against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import cupy_mla
+
+from . import oracle
+from .cases import Output, as_uint8, check_result, paged_rows, poisoned_outputs, scale_of
+from .kinds import BF16, NumPy, gapped
+
+STRAYS = np.array([-1, -2, -(2**31), 2**30, 2**31 - 1])  # blocks that no cache has
+
+
+@dataclass(frozen=True)
+class Sees:
+    """Which rows of its request a query sees."""
+
+    causal: bool = True
+    window: int | None = None
+
+    def rows(self, length: int, s_q: int, i: int) -> range:
+        """Of query i of s_q."""
+        end = length - s_q + 1 + i if self.causal else length
+        return range(0 if self.window is None else max(end - self.window, 0), max(end, 0))
+
+    def keywords(self) -> dict[str, Any]:
+        return {"causal": self.causal} | ({} if self.window is None else {"window": self.window})
+
+
+@dataclass
+class Requests:
+    """Requests in a cache. All rows that no query of a request sees hold NaN, and blocks behind its last are strays."""
+
+    cache: np.ndarray
+    table: np.ndarray
+    lens: np.ndarray
+    s_q: int
+    sees: Sees
+
+    def slots(self, request: int, i: int) -> list[int]:
+        """The slots of the rows that a query sees, in order, but for rows that table or cache have not."""
+        num_blocks, block_size, _ = self.cache.shape
+        table = [int(block) for block in self.table[request]]
+        rows = [divmod(row, block_size) for row in self.sees.rows(int(self.lens[request]), self.s_q, i)[: 10**6]]
+        named = [(table[column], offset) for column, offset in rows if column < len(table)]
+        return [block * block_size + offset for block, offset in named if 0 <= block < num_blocks]
+
+
+def in_cache(
+    rng: np.random.Generator,
+    fmt: oracle.Format,
+    lens: Any,
+    block_size: int,
+    s_q: int = 1,
+    sees: Sees | None = None,
+    gap: int = 0,
+) -> Requests:
+    """Requests of these lengths, their blocks in any order, some blocks and columns of the table more than they need.
+
+    Args:
+        gap: of the cache's blocks, in units of the format, and of the table's rows.
+    """
+    lens, sees = np.array(lens, np.int32), sees or Sees()
+    counts = [-(-max(int(n), 0) // block_size) for n in lens]
+    width = max(counts, default=0) + int(rng.integers(3))
+    num_blocks = sum(counts) + int(rng.integers(1, 4))
+    table = rng.choice(np.append(STRAYS, num_blocks), (len(lens), width)).astype(np.int32)
+    free = iter(rng.permutation(num_blocks))
+    for request, count in enumerate(counts):
+        table[request, :count] = [next(free) for _ in range(count)]
+    requests = Requests(np.empty((num_blocks, block_size, 0)), gapped(table, 0, gap), lens, s_q, sees)
+    live = sorted({slot for r in range(len(lens)) for i in range(s_q) for slot in requests.slots(r, i)})
+    requests.cache = paged_rows(rng, fmt, num_blocks, block_size, np.array(live, np.int64), gap)
+    return requests
+
+
+def dense_oracle(
+    fmt: oracle.Format, q: np.ndarray, of: Requests, sink: np.ndarray | None = None, sm_scale: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `dense_decode` should give, in float64."""
+    b, s_q, heads, _ = q.shape
+    out, lse = np.empty((b, s_q, heads, 512)), np.empty((b, heads, s_q))
+    for r, i in np.ndindex(b, s_q):
+        rows = oracle.named_rows(fmt, as_uint8(of.cache), of.slots(r, i))
+        out[r, i], _, lse[r, :, i] = oracle.attend(q[r, i], rows, scale_of(q, sm_scale), sink)
+    return out, lse
+
+
+def run_dense(
+    kind: NumPy, q: np.ndarray, of: Requests, *, sm_scale: float | None = None, sink: np.ndarray | None = None,
+    **more: Any,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Run `dense_decode` over one kind of array; returns the results as NumPy."""
+    with poisoned_outputs():
+        out, lse = cupy_mla.dense_decode(
+            *map(kind.put, (q, of.cache, of.table, of.lens)), scale_of(q, sm_scale), attn_sink=kind.put(sink),
+            **of.sees.keywords(), **more,
+        )  # fmt: skip
+    return check_result(kind, out, BF16), check_result(kind, lse, np.dtype(np.float32))
+
+
+def check_dense(
+    kind: NumPy, fmt: oracle.Format, q: np.ndarray, of: Requests, *, sink: np.ndarray | None = None,
+    sm_scale: float | None = None, out_gaps: tuple[int, ...] | None = None, **more: Any,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Run `dense_decode` and compare it with the oracle; returns the results."""
+    out = None if out_gaps is None else Output(kind, (*q.shape[:3], 512), out_gaps)
+    given = {} if out is None else {"out": out.array}
+    got = run_dense(kind, q, of, sm_scale=sm_scale, sink=sink, **given, **more)
+    if out is not None:
+        out.check_gaps()
+    assert_dense(got, dense_oracle(fmt, q, of, sink, sm_scale))
+    return got
+
+
+def assert_dense(got: tuple[np.ndarray, np.ndarray], want: tuple[np.ndarray, np.ndarray]) -> None:
+    for result, a, b in zip(("out", "lse"), got, want, strict=True):
+        oracle.assert_close(a, b, f"decode {result}")
+
+
+def off_zero(fmt: oracle.Format, q: np.ndarray, of: Requests, **more: Any) -> np.ndarray:
+    """As `cases.off_zero`, for the heads of a dense decode whose lse is near 0."""
+    lse = dense_oracle(fmt, q, of, **more)[1]
+    q = q.copy()
+    q[np.abs(lse).swapaxes(1, 2) < 0.03] = 0
+    return q

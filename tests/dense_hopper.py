@@ -1,0 +1,70 @@
+"""Tests of the Hopper kernels of dense decode that hold for each of them, on an emulated GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import oracle
+from .cases import queries, sinks
+from .dense import Requests, Sees, check_dense, in_cache, off_zero, run_dense
+from .kinds import gapped
+
+FORMATS = (oracle.BF16_576, oracle.BF16_512)
+
+
+def some_lengths(rng: np.random.Generator, b: int) -> np.ndarray:
+    """Mostly short ones, 0 among them, and one that is far longer."""
+    lens = rng.integers(0, 200, b)
+    lens[rng.integers(b)] = rng.integers(300, 1500)
+    return lens
+
+
+def some_view(rng: np.random.Generator) -> Sees:
+    return Sees(bool(rng.integers(2)), [None, None, 1, 30, 200][rng.integers(5)])
+
+
+def some_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, **options: Any) -> None:
+    """Lengths, tokens, heads, views and strides as they come."""
+    fmt, block_size = FORMATS[rng.integers(2)], int(rng.choice([1, 16, 48, 64, 128, 256]))
+    s_q, h_q = int(rng.choice([1, 2, 5])), int(rng.integers(1, heads + 1))
+    of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, some_view(rng), gap=8 * int(rng.integers(3)))
+    q = off_zero(fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 8), of)
+    check_dense(kind, fmt, q, of, sink=sinks(rng, h_q), out_gaps=(0, 1, 2, 8), **options)
+
+
+def blocks_that_are_not_there(kind: Any, rng: np.random.Generator, b: int) -> None:
+    """Some are strays, whole tiles of them; the table is too narrow for some requests; a length is negative."""
+    fmt, lens = FORMATS[rng.integers(2)], [300, 200, 400, 64, 90][:b]
+    of = in_cache(rng, fmt, lens, 16, 3, some_view(rng))
+    strays = np.where(rng.random(of.table.shape) < 0.3, of.cache.shape[0] + rng.integers(0, 9), of.table)
+    of.table = strays.astype(np.int32)
+    of.table[0, 4:12] = -1
+    of.table[1, :] = -(2**31)
+    of.table = of.table[:, :20]
+    of.lens[-1] = -5
+    out, _ = check_dense(kind, fmt, off_zero(fmt, queries(rng, b, 3, 20, fmt.d_qk), of), of)
+    assert not out[[1, b - 1]].astype(np.float32).any()
+
+
+def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int) -> None:
+    """Nothing of a call stays from the one before: lengths are those that then lie in the arrays."""
+    fmt = FORMATS[rng.integers(2)]
+    of = in_cache(rng, fmt, some_lengths(rng, b), 64, 2)
+    q, longest = queries(rng, b, 2, 16, fmt.d_qk), of.lens
+    for _ in range(3):
+        check_dense(kind, fmt, off_zero(fmt, q, of), of)
+        of.lens = rng.integers(0, longest + 1, dtype=np.int32)
+
+
+def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int) -> None:
+    """They depend on nothing else in the batch, nor on the table's width, where a call asks for that."""
+    fmt = FORMATS[rng.integers(2)]
+    of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), queries(rng, b, 2, 16, fmt.d_qk)
+    out, lse = run_dense(kind, q, of, batch_invariant=True)
+    r = int(rng.integers(b))
+    table = np.pad(of.table[r : r + 1], ((0, 0), (0, int(rng.integers(200)))), constant_values=-1)
+    got = run_dense(kind, q[r : r + 1], Requests(of.cache, table, of.lens[r : r + 1], 2, of.sees), batch_invariant=True)
+    assert got[0].tobytes() == out[r].tobytes()
+    assert got[1].tobytes() == lse[r].tobytes()

@@ -1,0 +1,27 @@
+"""`dense_combine` on an emulated GPU: items that many shares have a part of, and many items that few have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupy_mla.cuda.attention.choose import VARIABLE
+
+from .. import oracle
+from ..cases import queries, sinks
+from ..dense import check_dense, in_cache, off_zero
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+
+
+@pytest.mark.long(sample=2)
+@pytest.mark.parametrize("emulated", [2, 13, 40], indirect=True)
+@pytest.mark.parametrize("lens", [[6000], [700, 5000], [400, 0, 300, 129, 500, 350, 1]], ids=len)
+def test_lines_of_cut_items(kind, rng, monkeypatch, lens):
+    """Fewer lines than CTAs, which a CTA's warps merge together, and more, which a warp merges."""
+    monkeypatch.setenv(VARIABLE, "dense_sm90")
+    fmt = oracle.BF16_576
+    of = in_cache(rng, fmt, np.array(lens), 64, 2)
+    h_q = int(rng.choice([1, 3, 20]))
+    check_dense(kind, fmt, off_zero(fmt, queries(rng, len(lens), 2, h_q, 576), of), of, sink=sinks(rng, h_q))

@@ -1,0 +1,34 @@
+"""`dense_whole_sm90` on an emulated GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_mla.cuda.attention.choose import VARIABLE
+
+from .. import dense_hopper
+from .emulator import needs_compiler
+
+pytestmark = needs_compiler
+REQUESTS = 5
+
+
+@pytest.fixture(autouse=True)
+def runs_it(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "dense_whole_sm90")
+
+
+@pytest.mark.long(sample=2)
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_requests(kind, rng, heads):
+    dense_hopper.some_requests(kind, rng, REQUESTS, heads)
+
+
+@pytest.mark.long(sample=1)
+def test_blocks_that_are_not_there(kind, rng):
+    dense_hopper.blocks_that_are_not_there(kind, rng, REQUESTS)
+
+
+@pytest.mark.long(sample=1)
+def test_a_call_again_with_other_lengths(kind, rng):
+    dense_hopper.a_call_again_with_other_lengths(kind, rng, REQUESTS)
