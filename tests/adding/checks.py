@@ -27,7 +27,9 @@ MADE_UP = layouts.by_name("made_up")
 BLOCKS, BLOCK_SIZE = 4, 16
 SLOTS = BLOCKS * BLOCK_SIZE
 WANTED = Wanted((MADE_UP,), many=4)
-OF_LAYOUT = {"concat_and_cache_mla", "cp_gather_and_upconvert_fp8_kv_cache", "sparse_decode", "unpack_rows"}
+OF_LAYOUT = {
+    "concat_and_cache_mla", "cp_gather_and_upconvert_fp8_kv_cache", "sparse_decode", "dense_decode", "unpack_rows",
+}  # fmt: skip
 
 
 def drawn(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -94,6 +96,12 @@ def test_rows_are_attended(rng, packed) -> None:
         np.testing.assert_allclose(lse[b, :, s], np.log(p.sum(-1)), rtol=1e-5, atol=1e-5)
         want = (p / p.sum(-1, keepdims=True)) @ rows[:, :512]
         np.testing.assert_allclose(out[b, s].astype(np.float64), want, rtol=2**-7, atol=1e-3)
+    table, lens = np.array([[3, 1], [2, 0]], np.int32), np.array([20, 32], np.int32)
+    dense = cupy_mla.dense_decode(q, cache, table, lens, scale, causal=False)
+    lists = table[:, np.arange(32) // 16] * 16 + np.arange(32) % 16
+    lists = np.where(np.arange(32) < lens[:, None], lists, -1)[:, None].repeat(3, axis=1).astype(np.int32)
+    for of_rows, of_lists in zip(dense, cupy_mla.sparse_decode(q, cache, lists, scale), strict=True):
+        np.testing.assert_array_equal(of_rows, of_lists)
 
 
 def test_front_doors_take_the_layout(rng, packed) -> None:

@@ -61,7 +61,7 @@ def test_requests(kind, emulated, rng, monkeypatch, force, name, fmt, heads, num
     if num_splits == "shares":
         force(division="shares")
         num_splits = None
-    b, s_q, h_q = int(rng.integers(1, 6)), int(rng.choice([1, 2, 5])), int(rng.integers(heads // 2 + 1, heads + 1))
+    b, s_q, h_q = int(rng.choice([1, 2, 5, 17])), int(rng.choice([1, 2, 5])), int(rng.integers(heads // 2, heads) + 1)
     block_size, sees = int(rng.choice([1, 16, 48, 64, 256])), some_view(rng)
     of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, sees, gap=int(rng.integers(3)))
     q = off_zero(fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 8), of)
