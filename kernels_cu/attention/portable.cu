@@ -236,14 +236,12 @@ __device__ __forceinline__ int first_head() { return small().work.first_head; }
 
 #if DENSE
 // The query token and the head of a request's line `head`.
-__device__ __forceinline__ int token_of(const AttentionParams& p, int head) {
-    return uint32_t(head) / uint32_t(dense(p).heads);
-}
+__device__ __forceinline__ int token_of(const AttentionParams& p, int head) { return divide(head, dense(p).heads); }
 __device__ __forceinline__ Query query_at(const AttentionParams& p, const Query& request, int head) {
     return {request.index, request.b, token_of(p, head)};
 }
 __device__ __forceinline__ int head_at(const AttentionParams& p, int head) {
-    return head - token_of(p, head) * dense(p).heads;
+    return head - token_of(p, head) * int(dense(p).heads.value);
 }
 #else
 __device__ __forceinline__ const Query& query_at(const AttentionParams&, const Query& query, int) { return query; }
