@@ -24,7 +24,8 @@ FULL_HEADS = (*portable.HEADS, 128)
 
 
 @pytest.fixture(autouse=True)
-def runs_portable(emulated):
+def runs_portable(emulated, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "portable")
     yield
     assert "portable" in emulated.launched
 
