@@ -53,13 +53,13 @@
 // bit. Only the first MARKED_TILES of a split have one, for more do not fit; those behind are worked on up to the last
 // that has a valid entry.
 //
-// DENSE: rows come from a block table. A query is a request, and its heads are the request's lines: its query tokens times
-// their heads, which share its rows. All tiles are worked on; in those that not all tokens see in full, logits of lines
-// that do not see a row become -inf.
-//
 // The rows that come meanwhile are those of the list's first COPIED_BEFORE tiles. If there is one among them that is
 // passed over, and marked ones behind it, the split begins anew: all warps leave it and take it again, and now the
 // first marked tiles are brought. What has come in vain stays in its stages, which count as used.
+//
+// DENSE: rows come from a block table. A query is a request, and its heads are the request's lines: its query tokens times
+// their heads, which share its rows. All tiles are worked on; in those that not all tokens see in full, logits of lines
+// that do not see a row become -inf.
 #include "attention/division/partials.cuh"
 #include "attention/division/results.cuh"
 #include "attention/division/shares.cuh"

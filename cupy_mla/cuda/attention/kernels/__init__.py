@@ -9,5 +9,6 @@ A module answers, for a `Problem`:
     launches(problem, division, call)    the program
     kernels()                            all variants, for the compile tests and for warming up
 
-Some of them have `same_bits(division)`: the divisions that give the same bits.
+Some of them have `same_bits(division)`: the divisions that give the same bits. `dense.py` says what a module of dense
+attention answers, for a `DenseProblem`.
 """
