@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from operator import mul
+from itertools import compress, repeat
+from operator import is_, mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,13 +278,13 @@ class Array:
 
 def arrays_in(arguments: Iterable[Any]) -> list[Array]:
     """The arrays among the arguments of a call, those in tuples too."""
-    found: list[Array] = []
+    flat: list[Any] = []
     for a in arguments:
-        if isinstance(a, Array):
-            found.append(a)
-        elif isinstance(a, tuple):
-            found += arrays_in(a)
-    return found
+        if isinstance(a, tuple):
+            flat += arrays_in(a)
+        else:
+            flat.append(a)
+    return [*compress(flat, map(is_, map(type, flat), repeat(Array)))]
 
 
 def must_be_apart(arrays: Iterable[Array]) -> list[tuple[Array, list[Array]]]:

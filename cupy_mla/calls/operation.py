@@ -8,17 +8,17 @@ so whatever is repeated has been checked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import arrays
 from ..bridges import Comparison, library_of
-from ..cuda.program import ALIGNMENT, Plan
+from ..cuda.program import ALIGNMENT
 from .graph import launch_graph
-from .key import Key, Remembered, can_be_found, key_of, process_settings
-from .prepared import picker, prepare
+from .key import Key, Remembered, key_of, process_settings, sorted_by_type
+from .prepared import prepare
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
@@ -91,40 +91,39 @@ def operation(function: Operation) -> Operation:
         if traced_by_torch():
             return in_graph(name)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        now = process_settings()
+        head = process_settings(), len(args), *kwargs
         if recents and not arrays.CHECK_VALUES:
-            seen = [*kwargs, *map(type, values)]
-            for recent in recents:
-                if recent.seen == seen and recent.settings_of(values) == recent.settings and recent.now == now:
-                    given = recent.arrays_of(values)
-                    addresses = recent.addresses_of(given)
+            types = [*map(type, values)]
+            for like, alike, settings, settings_of, arrays_of, addresses_of, run in recents:
+                if like == head and alike == types and settings_of(values) == settings:
+                    given = arrays_of(values)
+                    addresses = addresses_of(given)
                     if addresses is not None:
-                        return recent.run(given, addresses, values)
-        return calls.call((now, len(args), *kwargs), values, args, kwargs)
+                        return run(given, addresses, values)
+        return calls.call(head, values, args, kwargs)
 
     return call  # type: ignore[return-value]
 
 
-class _Recent:
+class _Recent(NamedTuple):
     """A call on a GPU, to compare others with.
 
     Attributes:
-        now: of `process_settings`.
-        seen: names of arguments by keyword, and the types of all arguments.
+        head: as for `key_of`.
+        types: of all arguments.
         settings: the values of those that are neither arrays nor plans.
-        arrays_of, settings_of: pick from the arguments the arrays, and what are neither arrays nor plans.
+        settings_of, arrays_of: pick from the arguments what are neither arrays nor plans, and the arrays.
         addresses_of: of arrays that are like those of the call, None of others (`Library.comparison`).
         run: of what was prepared.
     """
 
-    def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], addresses_of: Comparison, run: Any) -> None:
-        given = [i for i, value in enumerate(values) if library_of(value) is not None]
-        self.now, _, *names = head  # that of arguments by place follows from the other numbers
-        self.arrays_of = picker(given)
-        self.settings_of = picker([i for i, v in enumerate(values) if i not in given and type(v) is not Plan])
-        self.seen = [*names, *map(type, values)]
-        self.settings = self.settings_of(values)
-        self.addresses_of, self.run = addresses_of, run
+    head: tuple[Any, ...]
+    types: list[type]
+    settings: Sequence[Any]
+    settings_of: Callable[[Sequence[Any]], Sequence[Any]]
+    arrays_of: Callable[[Sequence[Any]], Sequence[Any]]
+    addresses_of: Comparison
+    run: Callable[..., Any]
 
 
 class Calls:
@@ -151,30 +150,33 @@ class Calls:
     ) -> Any:
         """Make a call that is not like the last ones."""
         key: Key | None = None
-        prepared = None
+        given = prepared = None
         if not arrays.CHECK_VALUES:  # the body does that
             try:
-                key, given, addresses = key_of(head, values)
+                key, given = key_of(head, values)
                 prepared = self.known.get(key)
             except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
-                key = None
-        if prepared is None:
-            return self._first(key, values, args, kwargs)
-        addresses_of = library_of(given[0]).comparison(given, ALIGNMENT)  # type: ignore[union-attr]
-        if addresses_of is not None and addresses_of(given) is not None:
-            self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[: RECENT - 1]]
-        return prepared.run(given, addresses, values)
-
-    def _first(self, key: Key | None, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make a call of a key that is not known, and remember it where it has one."""
+                key = given = None
+        if prepared is not None and given is not None:
+            self._compare_with(head, values, given.arrays, prepared.run)
+            return prepared.run(given.arrays, given.addresses, values)
         if len(args) > len(self._positional) or not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
         names = (*self._positional[: len(args)], *kwargs)
-        prepared, given, addresses, for_others = prepare(self._function, names, args, kwargs)
-        result = prepared.run(given, addresses, values)
-        if key is not None and for_others and can_be_found(values):
+        prepared, given, for_others = prepare(self._function, names, values, len(kwargs), given)
+        result = prepared.run(given.arrays, given.addresses, values)
+        if key is not None and for_others:
             self.known.put(key, prepared)
         return result
+
+    def _compare_with(self, head: tuple[Any, ...], values: tuple[Any, ...], given: Sequence[Any], run: Any) -> None:
+        """Compare the next calls with a known one, where that is faster than to look for it."""
+        types = [*map(type, values)]
+        _, library, arrays_of, settings_of, _ = sorted_by_type(tuple(types))
+        addresses_of = None if library is None else library.comparison(given, ALIGNMENT)
+        if addresses_of is not None and addresses_of(given) is not None:
+            recent = _Recent(head, types, settings_of(values), settings_of, arrays_of, addresses_of, run)
+            self.recents[:] = [recent, *self.recents[: RECENT - 1]]
 
 
 def _on_gpu(value: Any) -> bool:
