@@ -15,7 +15,7 @@ from cupy_mla.cuda.attention.choose import EXPLAIN, KERNELS, NAMES, VARIABLE, as
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90, fp8_sm90
 from cupy_mla.cuda.attention.problem import Problem
-from cupy_mla.cuda.attention.times import of
+from cupy_mla.cuda.attention.times import of, text_of
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, V4_FP8, V32_FP8, Layout
 
@@ -77,8 +77,8 @@ def test_all_kinds_of_work_have_times():
         for name, kernel in KERNELS.items():
             if kernel.serves(problem):
                 for division in kernel.candidates(problem._replace(kernel=name, division="any")):
-                    kind, _ = kernel.work(problem, division)
-                    assert of(problem.gpu).TIMES[name][kind], (name, kind)
+                    words, _, _ = kernel.work(problem, division)
+                    assert of(problem.gpu).TIMES[name][text_of(words)], (name, words)
 
 
 @pytest.mark.parametrize("gpu", [A100, L40], ids=["A100", "L40"])
