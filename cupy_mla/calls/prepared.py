@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import compress, groupby, repeat
 from operator import add, attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ OF_A_RUN = frozenset((Pointer, Nonce, PlanField))  # the types of fields that di
 
 
 # Of an `Array`, and of a place.
-_PLACE, _READ, _WRITTEN, _WANTS_GRADIENT = map(attrgetter, ("place", "read", "written", "wants_gradient"))
+_NAME, _PLACE, _READ, _WRITTEN = map(attrgetter, ("name", "place", "read", "written"))
+_WANTS_GRADIENT = attrgetter("wants_gradient")
 _ON_GPU = attrgetter("on_gpu")
 
 
@@ -103,9 +104,9 @@ def prepare(
         given = Given(objs, (), [array.ptr for array in arrays])
     on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
     place, values = CallPlace.at(on_gpu, len(arrays)), [*values]
-    for number, array, slot in zip(numbers, arrays, argument_slots(names_of_arrays), strict=True):
-        values[number] = array
-        array.ptr = Pointer(slot, 0, array.ptr)  # type: ignore[assignment]
+    pointers = map(Pointer, argument_slots(names_of_arrays), repeat(0), given.addresses)
+    for number, array, pointer in zip(numbers, arrays, pointers, strict=True):
+        values[number], array.ptr = array, pointer  # type: ignore[assignment]
         if array.place is on_gpu:
             array.place = place
     by_place = len(values) - keywords
@@ -124,23 +125,21 @@ class _Apart:
     """
 
     def __init__(self, arrays: int, given: Sequence[Array]) -> None:
+        given = [a for a in given if type(a.obj) is not Slot]
+        numbers = [a.ptr.slot.number for a in given]  # type: ignore[attr-defined]
+        self._names = [*zip(numbers, map(_NAME, given), strict=True)]
         # Bytes from an array's address to its first byte, and to that behind its last one.
         self._firsts, self._ends = [0] * arrays, [0] * arrays
-        self._names: list[tuple[int, str]] = []
+        for number, extent in zip(numbers, map(Array.extent, given), strict=True):
+            self._firsts[number], self._ends[number] = extent
         # Numbers of an array that is written, of the one that it may be, and of that or itself where they are alike.
         self._written: list[tuple[int, int | None, int]] = []
-        for a in given:
-            number = a.ptr.slot.number  # type: ignore[attr-defined]
-            if number >= arrays:
-                continue  # a result
-            self._firsts[number], self._ends[number] = a.extent()
-            self._names.append((number, a.name))
-            if a.written:
-                may_be, twin = None, number
-                if a.may_be is not None:
-                    may_be = a.may_be.ptr.slot.number  # type: ignore[attr-defined]
-                    twin = may_be if (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides) else number
-                self._written.append((number, may_be, twin))
+        for a in compress(given, map(_WRITTEN, given)):
+            may_be, twin = None, a.ptr.slot.number  # type: ignore[attr-defined]
+            if a.may_be is not None:
+                may_be = a.may_be.ptr.slot.number  # type: ignore[attr-defined]
+                twin = may_be if (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides) else twin
+            self._written.append((a.ptr.slot.number, may_be, twin))  # type: ignore[attr-defined]
 
     def require(self, arrays: Sequence[Any], addresses: Sequence[int]) -> None:
         """Raise ValueError where one overlaps another."""

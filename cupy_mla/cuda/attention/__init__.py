@@ -7,6 +7,7 @@ kernel's module in `kernels/` makes launches of them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ...arguments import Decode, Prefill
 from ...arrays import Array
@@ -17,10 +18,12 @@ from ..paging import pointer
 from ..program import Plan, Program
 from ..structs import Packed
 from . import choose
-from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, ALIKE, DECODE, WIDE_OUT, Call, no_source
+from .call import ALIGNED_OUT, ALIGNED_Q, ALIGNED_ROWS, ALIKE, DECODE, NO_SOURCE, WIDE_OUT, Call
 from .divide import Whole
 from .kernels.bf16_grouped_sm90 import LEAST_SCALE
 from .problem import Problem
+
+LOG2_E: float = math.log2(math.e)
 
 
 def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
@@ -40,12 +43,12 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
         row_stride=2 * a.kv.strides[0], index_stride_b=a.indices.strides[0], index_stride_s=0, num_slots=s_kv,
         topk=topk, block_size=max(s_kv, 1),
     )  # fmt: skip
-    strides = {
-        "q_b": a.q.strides[0], "q_s": 0, "q_h": a.q.strides[1], "out_b": a.out.strides[0], "out_s": 0,
-        "out_h": a.out.strides[1], "lse_b": a.lse.strides[0], "lse_s": 0, "lse_h": a.lse.strides[1],
+    q, out, lse = a.q.strides, a.out.strides, a.lse.strides
+    fields = {
+        "q_b": q[0], "q_s": 0, "q_h": q[1], "out_b": out[0], "out_s": 0, "out_h": out[1], "lse_b": lse[0], "lse_s": 0,
+        "lse_h": lse[1], "max_logits": a.max_logits.ptr, "s_q": 1, "h_q": h_q, "num_queries": s_q,
     }  # fmt: skip
-    params = _params(a, main, no_source(), strides, aligned * ALIGNED_ROWS)
-    params = params.replaced(max_logits=a.max_logits.ptr, s_q=1, h_q=h_q, num_queries=s_q)
+    params = _params(problem, a, main, NO_SOURCE, fields, aligned * ALIGNED_ROWS)
     return _program(problem, Call(params, topk, s_kv, a.length))
 
 
@@ -65,17 +68,16 @@ def sparse_decode(
     ends = a.length if alike else None
     length = None if alike else a.length
     problem = decode_problem(gpu, a, batch_invariant, length)
-    main, extra = _paged(a.cache, a.indices, length), no_source()
+    main, extra = _paged(a.cache, a.indices, length), NO_SOURCE
     if a.extra is not None and a.extra_indices is not None:
         extra = _paged(a.extra, a.extra_indices, a.extra_length)
     q, out, lse = a.q.strides, a.out.strides, a.lse.strides
-    strides = {
+    fields = {
         "q_b": q[0], "q_s": q[1], "q_h": q[2], "out_b": out[0], "out_s": out[1], "out_h": out[2], "lse_b": lse[0],
-        "lse_s": lse[2], "lse_h": lse[1],
+        "lse_s": lse[2], "lse_h": lse[1], "max_logits": 0, "s_q": s_q, "h_q": h_q, "num_queries": b * s_q,
     }  # fmt: skip
-    aligned = _aligned_caches(a.layout, a.cache, a.extra)
-    params = _params(a, main, extra, strides, aligned * ALIGNED_ROWS | DECODE | alike * ALIKE)
-    params = params.replaced(s_q=s_q, h_q=h_q, num_queries=b * s_q)
+    aligned = problem.aligned or _aligned_caches(a.layout, a.cache, a.extra)
+    params = _params(problem, a, main, extra, fields, aligned * ALIGNED_ROWS | DECODE | alike * ALIKE)
     planned = plan if a.extra is None and not problem.uneven else None
     num_slots = a.cache.shape[0] * a.cache.shape[1]
     return _program(problem, Call(params, problem.entries, num_slots, length, ends, planned))
@@ -106,14 +108,27 @@ def _program(problem: Problem, call: Call) -> Program:
     return choose.KERNELS[chosen.kernel].launches(problem, chosen.division, call)
 
 
-def _params(a: Prefill | Decode, main: Packed, extra: Packed, strides: dict[str, int], flags: int) -> Packed:
-    """struct AttentionParams without sizes and memory."""
-    flags |= ALIGNED_Q * a.q.aligned(4) | ALIGNED_OUT * a.out.aligned(4) | WIDE_OUT * a.out.aligned(16)
+# Fields of struct AttentionParams that depend on kernel and division.
+DIVIDED: dict[str, int] = {
+    **dict.fromkeys(("part_out", "part_lse", "part_max", "cluster_parts", "order", "ready", "nonce"), 0),
+    **dict.fromkeys(("least_split", "item_cost", "cut_cost", "whole_items", "plan_filled", "plan"), 0), "num_splits": 1,
+}  # fmt: skip
+
+
+def _params(
+    problem: Problem, a: Prefill | Decode, main: Packed, extra: Packed, fields: dict[str, Any], flags: int
+) -> Packed:
+    """struct AttentionParams, but for what depends on kernel and division.
+
+    Args:
+        fields: strides and sizes.
+    """
+    wide_out = a.out.aligned(16)
+    flags |= WIDE_OUT * wide_out | ALIGNED_OUT * (wide_out or a.out.aligned(4))
+    flags |= ALIGNED_Q * (problem.aligned or a.q.aligned(4))
     return structs.ATTENTION(
-        main=main, extra=extra, q=a.q.ptr, out=a.out.ptr, lse=a.lse.ptr, max_logits=0, part_out=0, part_lse=0,
-        part_max=0, cluster_parts=0, sink=pointer(a.sink), scale_log2=a.sm_scale * math.log2(math.e), s_q=0, h_q=0,
-        num_queries=0, num_splits=1, flags=flags, order=0, ready=0, nonce=0, least_split=0, item_cost=0, cut_cost=0,
-        whole_items=0, plan_filled=0, plan=0, **strides,
+        **DIVIDED, **fields, main=main, extra=extra, q=a.q.ptr, out=a.out.ptr, lse=a.lse.ptr, sink=pointer(a.sink),
+        scale_log2=a.sm_scale * LOG2_E, flags=flags,
     )  # fmt: skip
 
 

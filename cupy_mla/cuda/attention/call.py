@@ -45,6 +45,5 @@ class Call(NamedTuple):
         return {} if self.ends is None else {"main.lengths": self.ends.ptr}
 
 
-def no_source() -> Packed:
-    """`struct Source` of a cache that is not there."""
-    return structs.SOURCE(**{name: int(name == "block_size") for name in structs.SOURCE.index})
+# `struct Source` of a cache that is not there.
+NO_SOURCE = structs.SOURCE(**{name: int(name == "block_size") for name in structs.SOURCE.index})

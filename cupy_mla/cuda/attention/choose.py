@@ -7,9 +7,9 @@ a kernel. With CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from operator import attrgetter
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -44,7 +44,8 @@ asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
 
 
-_TIME = attrgetter("us")
+Rival = tuple[str, Division, float]  # as a `Choice`, which takes longer to make
+_TIME = itemgetter(2)
 
 
 class Choice(NamedTuple):
@@ -70,26 +71,26 @@ def choose(problem: Problem) -> Choice:
     rivals = _rivals(of)
     if not rivals:
         raise ValueError(_why_not(problem))
-    chosen = min(rivals, key=_TIME)
+    chosen = Choice._make(min(rivals, key=_TIME))
     if problem.batch_invariant:
         same = getattr(KERNELS[chosen.kernel], "same_bits", lambda division: [division])
-        rivals = [_timed(problem, chosen.kernel, division) for division in same(chosen.division)]
-        chosen = min(rivals, key=_TIME)
+        rivals = _timed(problem, chosen.kernel, same(chosen.division))
+        chosen = Choice._make(min(rivals, key=_TIME))
     if explained() == "1":
-        others = "".join(f"\n  {rival}" for rival in sorted(rivals, key=_TIME)[1:])
+        others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=_TIME)[1:])
         print(f"cupy_mla: {problem}\n  {chosen} is chosen{others}", file=sys.stderr)
     return chosen
 
 
-def _rivals(problem: Problem) -> list[Choice]:
+def _rivals(problem: Problem) -> list[Rival]:
     """All kernels and divisions that may serve, with their times."""
-    rivals: list[Choice] = []
+    rivals: list[Rival] = []
     for name, kernel in _serving(problem.kind):
         divisions = _forced(problem, kernel) if problem.division else kernel.candidates(problem)
-        rivals += [_timed(problem, name, division) for division in divisions]
+        rivals += _timed(problem, name, divisions)
     exceptions = times.exceptions(problem)
     if exceptions:
-        rivals = [rival._replace(us=rival.us * exceptions.get(f"{rival[0]} {rival[1]}", 1.0)) for rival in rivals]
+        rivals = [(name, of, us * exceptions.get(f"{name} {of}", 1.0)) for name, of, us in rivals]
     return rivals
 
 
@@ -100,9 +101,10 @@ def _serving(kind: tuple[Any, ...]) -> list[tuple[str, ModuleType]]:
     return [(name, kernel) for name, kernel in KERNELS.items() if some.kernel in ("", name) and kernel.serves(some)]
 
 
-def _timed(problem: Problem, name: str, division: Division) -> Choice:
-    """A division of a kernel with its time."""
-    return Choice(name, division, times.microseconds(problem.gpu, name, KERNELS[name].work(problem, division)))
+def _timed(problem: Problem, name: str, divisions: Iterable[Division]) -> list[Rival]:
+    """Divisions of a kernel with their times."""
+    gpu, work, microseconds = problem.gpu, KERNELS[name].work, times.microseconds
+    return [(name, division, microseconds(gpu, name, work(problem, division))) for division in divisions]
 
 
 def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:
