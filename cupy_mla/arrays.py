@@ -277,9 +277,9 @@ class Array:
 
 def arrays_in(arguments: Iterable[Any]) -> list[Array]:
     """The arrays among the arguments of a call, and in tuples that are arguments."""
-    flat: list[Any] = []
-    for a in arguments:
-        flat += a if isinstance(a, tuple) else (a,)
+    flat = [*arguments]
+    if True in map(isinstance, flat, repeat(tuple)):
+        flat = [a for one in flat for a in (one if isinstance(one, tuple) else (one,))]
     return [*compress(flat, map(is_, map(type, flat), repeat(Array)))]
 
 

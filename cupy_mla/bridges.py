@@ -46,12 +46,13 @@ _cupy_maker, _torch_maker = cache(private.cupy_empty), cache(private.torch_empty
 _torch_stream_reader = cache(private.torch_stream_reader)
 
 # What is read of many arrays at a time, without a frame of Python's for each.
-_DTYPE, _SHAPE, _STRIDES, _PLACE = map(attrgetter, ("dtype", "shape", "strides", "place"))
+_NAME, _PLACE, _DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("name", "place", "dtype", "shape", "strides"))
 _TORCH_FACTS, _WANTING, _NESTED = (
     attrgetter("dtype", "device", "layout", "shape"),
     attrgetter("requires_grad"),
     attrgetter("is_nested"),
 )
+_NATIVE = attrgetter("isnative")
 _CUPY_FACTS, _CUPY_ADDRESS = attrgetter("dtype", "data.device_id", "shape", "strides"), attrgetter("data.ptr")
 
 
@@ -77,10 +78,19 @@ class Library(ABC):
         """The description of an array of this library."""
 
     def described(
-        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], addresses: Sequence[int]
-    ) -> list[Array]:
-        """As `describe`, of a call's arrays on a GPU, whose `facts` and `addresses` were read."""
-        return [*map(self.describe, names, arrays)]
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+    ) -> list[Array] | None:
+        """As `describe`, of a call's arrays on a GPU whose `facts` were read, at once; None where that cannot be.
+
+        Args:
+            place, pointers: of the descriptions.
+        """
+        return None
+
+    def place_of(self, obj: Any) -> Place | None:
+        """Where an array lies; None where the package cannot use it."""
+        device = self.device_of(obj)
+        return None if device is None else _place(self.name, device)
 
     def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """All that a call depends on of its arrays on a GPU, but for their classes and addresses.
@@ -189,6 +199,16 @@ class CuPyLibrary(Library):
     def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(map(_CUPY_FACTS, arrays))
 
+    def described(
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+    ) -> list[Array] | None:
+        dtypes, devices, shapes, in_bytes = zip(*facts, strict=True)
+        strides = [(*map(floordiv, s, repeat(t.itemsize or 1)),) for s, t in zip(in_bytes, dtypes, strict=True)]
+        gaps = [(*map(mul, s, repeat(t.itemsize)),) for s, t in zip(strides, dtypes, strict=True)] != [*in_bytes]
+        if gaps or len({*devices}) > 1 or False in map(_NATIVE, dtypes):
+            return None
+        return [*map(Array, names, arrays, repeat(place), dtypes, shapes, strides, pointers)]
+
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
         return [*map(_CUPY_ADDRESS, arrays)]
 
@@ -271,16 +291,15 @@ class TorchLibrary(Library):
         return [*map(sys.modules["torch"].Tensor.data_ptr, arrays)]
 
     def described(
-        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], addresses: Sequence[int]
-    ) -> list[Array]:
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+    ) -> list[Array] | None:
         torch, (read, strides, negative, wants) = sys.modules["torch"], facts
         of_torch, devices, layouts, shapes = zip(*read, strict=True)
-        dtypes, device = [*map(_torch_dtypes()[0].get, of_torch)], self.device_of(arrays[0])
-        plain = None not in dtypes and {*layouts} == {torch.strided} and len({*devices}) == 1 and device is not None
+        dtypes = [*map(_torch_dtypes()[0].get, of_torch)]
+        plain = None not in dtypes and {*layouts} == {torch.strided} and len({*devices}) == 1 and place.on_gpu
         if not plain or wants or True in negative or True in map(torch.Tensor.is_conj, arrays):
-            return super().described(names, arrays, facts, addresses)  # which says what is wrong
-        places = repeat(_place("torch", device))
-        return [*map(Array, names, arrays, places, dtypes, map(tuple, shapes), strides, addresses)]
+            return None
+        return [*map(Array, names, arrays, repeat(place), dtypes, map(tuple, shapes), strides, pointers)]
 
     def describe(self, name: str, obj: Any) -> Array:
         dtype = _torch_dtypes()[0].get(obj.dtype)
@@ -670,13 +689,9 @@ def bind(**arguments: Any) -> tuple[Place, list[Array]]:
         TypeError: something is no array, or kinds are mixed.
         ValueError: devices are mixed. Both name the argument.
     """
-    described: list[Array] = []
-    for name, value in arguments.items():
-        if type(value) is Array:  # of a call on a GPU, as for `describe`
-            value.name = name
-            described.append(value)
-        else:
-            described.append(describe(name, value))
+    described = [*arguments.values()]
+    if {*map(type, described)} != {Array} or [*map(_NAME, described)] != [*arguments]:
+        described = [*map(describe, arguments, described)]
     place = described[0].place
     if len({*map(_PLACE, described)}) > 1:
         for array in described:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import compress, groupby, repeat
+from itertools import groupby, repeat
 from operator import add, attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, aligned_up, arrays_in
+from ..arrays import Array, aligned_up, arrays_in, must_be_apart
 from ..bridges import Place, dense_strides, describe, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slots
@@ -29,7 +29,7 @@ OF_A_RUN = frozenset((Pointer, Nonce, PlanField))  # the types of fields that di
 
 
 # Of an `Array`, and of a place.
-_NAME, _PLACE, _READ, _WRITTEN = map(attrgetter, ("name", "place", "read", "written"))
+_PLACE, _READ, _WRITTEN = map(attrgetter, ("place", "read", "written"))
 _WANTS_GRADIENT = attrgetter("wants_gradient")
 _ON_GPU = attrgetter("on_gpu")
 
@@ -96,24 +96,32 @@ def prepare(
     """
     numbers, library, arrays_of, _, _ = sorted_by_type(tuple(map(type, values)))
     names_of_arrays = arrays_of(names)
+    slots, arrays, on_gpu = argument_slots(names_of_arrays), None, None
     if given is not None and library is not None:
-        arrays = library.described(names_of_arrays, *given)
-    else:  # by their own libraries
+        on_gpu = library.place_of(given.arrays[0])
+    if given is not None and on_gpu is not None and on_gpu.on_gpu:
+        place = CallPlace.at(on_gpu, len(slots))
+        pointers = [*map(Pointer, slots, repeat(0), given.addresses)]
+        arrays = on_gpu.library.described(names_of_arrays, given.arrays, given.facts, place, pointers)
+    if arrays is None or given is None:  # one by one, which says what is wrong
         objs = arrays_of(values)
         arrays = [*map(describe, names_of_arrays, objs)]
         given = Given(objs, (), [array.ptr for array in arrays])
-    on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
-    place, values = CallPlace.at(on_gpu, len(arrays)), [*values]
-    pointers = map(Pointer, argument_slots(names_of_arrays), repeat(0), given.addresses)
-    for number, array, pointer in zip(numbers, arrays, pointers, strict=True):
-        values[number], array.ptr = array, pointer  # type: ignore[assignment]
-        if array.place is on_gpu:
-            array.place = place
+        on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
+        place = CallPlace.at(on_gpu, len(arrays))
+        for array, slot in zip(arrays, slots, strict=True):
+            array.ptr = Pointer(slot, 0, array.ptr)  # type: ignore[assignment]
+            array.place = place if array.place is on_gpu else array.place
+    values = [*values]
+    for number, array in zip(numbers, arrays, strict=True):
+        values[number] = array
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
     ids = [*map(id, given.arrays)]
     for_others = len({*ids}) == len(ids) and True not in map(_READ, arrays)
-    return Prepared(place, ids, values, result), given, for_others
+    prepared = Prepared(place, ids, values, result)
+    place.given, place.results = [], []  # whose place it is: what refers to itself is left to the garbage collector
+    return prepared, given, for_others
 
 
 class _Apart:
@@ -125,39 +133,33 @@ class _Apart:
     """
 
     def __init__(self, arrays: int, given: Sequence[Array]) -> None:
-        given = [a for a in given if type(a.obj) is not Slot]
-        numbers = [a.ptr.slot.number for a in given]  # type: ignore[attr-defined]
-        self._names = [*zip(numbers, map(_NAME, given), strict=True)]
+        self._given = [a for a in given if a.ptr.slot.number < arrays]  # type: ignore[attr-defined]
         # Bytes from an array's address to its first byte, and to that behind its last one.
         self._firsts, self._ends = [0] * arrays, [0] * arrays
-        for number, extent in zip(numbers, map(Array.extent, given), strict=True):
-            self._firsts[number], self._ends[number] = extent
-        # Numbers of an array that is written, of the one that it may be, and of that or itself where they are alike.
-        self._written: list[tuple[int, int | None, int]] = []
-        for a in compress(given, map(_WRITTEN, given)):
-            may_be, twin = None, a.ptr.slot.number  # type: ignore[attr-defined]
-            if a.may_be is not None:
-                may_be = a.may_be.ptr.slot.number  # type: ignore[attr-defined]
-                twin = may_be if (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides) else twin
-            self._written.append((a.ptr.slot.number, may_be, twin))  # type: ignore[attr-defined]
+        self._written: list[tuple[int, int]] = []  # numbers of arrays, and of the inputs that they may be, or -1
+        for a in self._given:
+            a.obj, number = None, a.ptr.slot.number  # type: ignore[attr-defined]
+            self._firsts[number], self._ends[number] = a.extent()
+            if a.written:
+                alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
+                self._written.append((number, a.may_be.ptr.slot.number if alike else -1))  # type: ignore
 
     def require(self, arrays: Sequence[Any], addresses: Sequence[int]) -> None:
         """Raise ValueError where one overlaps another."""
         firsts, ends = [*map(add, addresses, self._firsts)], [*map(add, addresses, self._ends)]
         in_order, ends_in_order = sorted(firsts), sorted(ends)
-        for number, _, twin in self._written:
-            # Those that begin before its end, but for those that end before it begins: itself, and what it meets.
+        for number, may_be in self._written:
+            # All that begin before its end, less those that end before it begins: itself, and what it meets.
             meets = bisect_left(in_order, ends[number]) - bisect_right(ends_in_order, firsts[number])
-            if meets > 1 + (addresses[twin] == addresses[number] and twin != number):
+            if meets > 1 and not (meets == 2 and may_be >= 0 and addresses[may_be] == addresses[number]):
                 self._look_at_items(arrays)
+                return
 
     def _look_at_items(self, arrays: Sequence[Any]) -> None:
-        others = [*self._names]
-        for number, may_be, _ in self._written:
-            name = next(name for other, name in others if other == number)
-            others.remove((number, name))
-            for other, other_name in others:
-                require_apart(name, arrays[number], other_name, arrays[other], other == may_be)
+        for written, others in must_be_apart(self._given):
+            for other in others:
+                a, b = (arrays[x.ptr.slot.number] for x in (written, other))  # type: ignore[attr-defined]
+                require_apart(written.name, a, other.name, b, written.may_be is other)
 
 
 class _Launch(NamedTuple):

@@ -45,7 +45,7 @@ explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
 
 
 Rival = tuple[str, Division, float]  # as a `Choice`, which takes longer to make
-_TIME = itemgetter(2)
+_TIME: Callable[[Any], float] = itemgetter(2)
 
 
 class Choice(NamedTuple):
@@ -71,11 +71,11 @@ def choose(problem: Problem) -> Choice:
     rivals = _rivals(of)
     if not rivals:
         raise ValueError(_why_not(problem))
-    chosen = Choice._make(min(rivals, key=_TIME))
+    chosen = Choice(*min(rivals, key=_TIME))
     if problem.batch_invariant:
         same = getattr(KERNELS[chosen.kernel], "same_bits", lambda division: [division])
         rivals = _timed(problem, chosen.kernel, same(chosen.division))
-        chosen = Choice._make(min(rivals, key=_TIME))
+        chosen = Choice(*min(rivals, key=_TIME))
     if explained() == "1":
         others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=_TIME)[1:])
         print(f"cupy_mla: {problem}\n  {chosen} is chosen{others}", file=sys.stderr)
