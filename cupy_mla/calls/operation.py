@@ -8,10 +8,10 @@ so whatever is repeated has been checked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from .. import arrays
 from ..bridges import Comparison, library_of
@@ -91,39 +91,39 @@ def operation(function: Operation) -> Operation:
         if traced_by_torch():
             return in_graph(name)(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
-        head = process_settings(), len(args), *kwargs
+        now = process_settings()
         if recents and not arrays.CHECK_VALUES:
-            types = [*map(type, values)]
-            for like, alike, settings, settings_of, arrays_of, addresses_of, run in recents:
-                if like == head and alike == types and settings_of(values) == settings:
-                    given = arrays_of(values)
-                    addresses = addresses_of(given)
+            seen = [*kwargs, *map(type, values)]
+            for recent in recents:
+                if recent.seen == seen and recent.settings_of(values) == recent.settings and recent.now == now:
+                    given = recent.arrays_of(values)
+                    addresses = recent.addresses_of(given)
                     if addresses is not None:
-                        return run(given, addresses, values)
-        return calls.call(head, values, args, kwargs)
+                        return recent.run(given, addresses, values)
+        return calls.call((now, len(args), *kwargs), values, args, kwargs)
 
     return call  # type: ignore[return-value]
 
 
-class _Recent(NamedTuple):
+class _Recent:
     """A call on a GPU, to compare others with.
 
     Attributes:
-        head: as for `key_of`.
-        types: of all arguments.
+        now: of `process_settings`.
+        seen: names of arguments by keyword, and the types of all arguments.
         settings: the values of those that are neither arrays nor plans.
-        settings_of, arrays_of: pick from the arguments what are neither arrays nor plans, and the arrays.
+        arrays_of, settings_of: pick from the arguments the arrays, and what are neither arrays nor plans.
         addresses_of: of arrays that are like those of the call, None of others (`Library.comparison`).
         run: of what was prepared.
     """
 
-    head: tuple[Any, ...]
-    types: list[type]
-    settings: Sequence[Any]
-    settings_of: Callable[[Sequence[Any]], Sequence[Any]]
-    arrays_of: Callable[[Sequence[Any]], Sequence[Any]]
-    addresses_of: Comparison
-    run: Callable[..., Any]
+    def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], addresses_of: Comparison, run: Any) -> None:
+        types = tuple(map(type, values))
+        _, _, self.arrays_of, self.settings_of, _ = sorted_by_type(types)
+        self.now, _, *names = head  # that of arguments by place follows from the other numbers
+        self.seen = [*names, *types]
+        self.settings = self.settings_of(values)
+        self.addresses_of, self.run = addresses_of, run
 
 
 class Calls:
@@ -158,7 +158,9 @@ class Calls:
             except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
                 key = given = None
         if prepared is not None and given is not None:
-            self._compare_with(head, values, given.arrays, prepared.run)
+            addresses_of = library_of(given.arrays[0]).comparison(given.arrays, ALIGNMENT)  # type: ignore[union-attr]
+            if addresses_of is not None and addresses_of(given.arrays) is not None:
+                self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[: RECENT - 1]]
             return prepared.run(given.arrays, given.addresses, values)
         if len(args) > len(self._positional) or not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
@@ -168,15 +170,6 @@ class Calls:
         if key is not None and for_others:
             self.known.put(key, prepared)
         return result
-
-    def _compare_with(self, head: tuple[Any, ...], values: tuple[Any, ...], given: Sequence[Any], run: Any) -> None:
-        """Compare the next calls with a known one, where that is faster than to look for it."""
-        types = [*map(type, values)]
-        _, library, arrays_of, settings_of, _ = sorted_by_type(tuple(types))
-        addresses_of = None if library is None else library.comparison(given, ALIGNMENT)
-        if addresses_of is not None and addresses_of(given) is not None:
-            recent = _Recent(head, types, settings_of(values), settings_of, arrays_of, addresses_of, run)
-            self.recents[:] = [recent, *self.recents[: RECENT - 1]]
 
 
 def _on_gpu(value: Any) -> bool:

@@ -7,15 +7,14 @@ program comes to: the bytes of parameter structs between the fields that differ 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import groupby, repeat
-from operator import add, attrgetter, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, aligned_up, arrays_in, must_be_apart
+from ..arrays import Array, aligned_up, arrays_in
 from ..bridges import Place, dense_strides, describe, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slots
@@ -124,42 +123,25 @@ def prepare(
     return prepared, given, for_others
 
 
-class _Apart:
-    """The check of a call that no array that is written shares memory with another one, by addresses.
+# An array: its number; bytes from its address to its first byte, and to that behind its last; its name.
+_Span = tuple[int, int, int, str]
+
+
+def _apart(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
+    """Every array that is written, the number of the input that it may be, or -1, and those it must not overlap.
 
     Args:
-        arrays: how many the call has.
-        given: those that its launcher got, among them results.
+        given: what the launcher of a call got, results among it.
     """
-
-    def __init__(self, arrays: int, given: Sequence[Array]) -> None:
-        self._given = [a for a in given if a.ptr.slot.number < arrays]  # type: ignore[attr-defined]
-        # Bytes from an array's address to its first byte, and to that behind its last one.
-        self._firsts, self._ends = [0] * arrays, [0] * arrays
-        self._written: list[tuple[int, int]] = []  # numbers of arrays, and of the inputs that they may be, or -1
-        for a in self._given:
-            a.obj, number = None, a.ptr.slot.number  # type: ignore[attr-defined]
-            self._firsts[number], self._ends[number] = a.extent()
-            if a.written:
-                alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
-                self._written.append((number, a.may_be.ptr.slot.number if alike else -1))  # type: ignore
-
-    def require(self, arrays: Sequence[Any], addresses: Sequence[int]) -> None:
-        """Raise ValueError where one overlaps another."""
-        firsts, ends = [*map(add, addresses, self._firsts)], [*map(add, addresses, self._ends)]
-        in_order, ends_in_order = sorted(firsts), sorted(ends)
-        for number, may_be in self._written:
-            # All that begin before its end, less those that end before it begins: itself, and what it meets.
-            meets = bisect_left(in_order, ends[number]) - bisect_right(ends_in_order, firsts[number])
-            if meets > 1 and not (meets == 2 and may_be >= 0 and addresses[may_be] == addresses[number]):
-                self._look_at_items(arrays)
-                return
-
-    def _look_at_items(self, arrays: Sequence[Any]) -> None:
-        for written, others in must_be_apart(self._given):
-            for other in others:
-                a, b = (arrays[x.ptr.slot.number] for x in (written, other))  # type: ignore[attr-defined]
-                require_apart(written.name, a, other.name, b, written.may_be is other)
+    given = [a for a in given if type(a.obj) is not Slot]
+    others: list[_Span] = [(a.ptr.slot.number, *a.extent(), a.name) for a in given]  # type: ignore[attr-defined]
+    found = []
+    for a, span in [*zip(given, others, strict=True)]:
+        if a.written:
+            others.remove(span)
+            alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
+            found.append((span, a.may_be.ptr.slot.number if alike else -1, [*others]))  # type: ignore[union-attr]
+    return found
 
 
 class _Launch(NamedTuple):
@@ -227,7 +209,7 @@ class Prepared:
         self._library = place.library
         self._stream = self._library.stream_reader(self.device)
         self._ask: Callable[[int], bool] = _no  # whether a stream is being captured, where it matters
-        self._require_apart = _Apart(place.arrays, place.given).require if True in map(_WRITTEN, place.given) else None
+        self._apart = _apart(place.given) if True in map(_WRITTEN, place.given) else ()
         self._make = self._library.result_maker(place.results) if place.results else None
         constants = place.arrays + len(place.results)
         self._number_steps(place.program, constants)
@@ -331,8 +313,13 @@ class Prepared:
         if driver.THREAD.current_device() != self.device:
             with self._library.to_device(self.device):
                 return self.run(arrays, addresses, values)
-        if self._require_apart is not None:
-            self._require_apart(arrays, addresses)
+        for (written, start, end, name), may_be, others in self._apart:
+            start += (at := addresses[written])
+            end += at
+            for other, other_start, other_end, other_name in others:
+                address = addresses[other]
+                if start < address + other_end and address + other_start < end and (other != may_be or address != at):
+                    require_apart(name, arrays[written], other_name, arrays[other], other == may_be)
         items = [*addresses]
         results: Sequence[Any] = ()
         if self._make is not None:
