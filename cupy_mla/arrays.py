@@ -283,15 +283,6 @@ def arrays_in(arguments: Iterable[Any]) -> list[Array]:
     return [*compress(flat, map(is_, map(type, flat), repeat(Array)))]
 
 
-def must_be_apart(arrays: Iterable[Array]) -> list[tuple[Array, list[Array]]]:
-    """Each array that is written, with those that must not share its memory; each two are there once."""
-    found, others = [], list(arrays)
-    for written in [a for a in others if a.written]:
-        others.remove(written)
-        found.append((written, others.copy()))
-    return found
-
-
 def with_arrays(arguments: tuple[Any, ...], to: Callable[[Array], Any]) -> tuple[Any, ...]:
     """The arguments of a call, those in named tuples too, with `to(array)` in the place of each array."""
     return tuple(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import private
-from .arrays import HOST, Array, aligned_up, arrays_in, must_be_apart, with_arrays
+from .arrays import HOST, Array, aligned_up, arrays_in, with_arrays
 from .checks.options import require_choice, require_integer
 from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
 from .typing import AnyArray, LibraryName
@@ -46,9 +46,9 @@ _cupy_maker, _torch_maker = cache(private.cupy_empty), cache(private.torch_empty
 _torch_stream_reader = cache(private.torch_stream_reader)
 
 # What is read of many arrays at a time, without a frame of Python's for each.
-_NAME, _PLACE, _DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("name", "place", "dtype", "shape", "strides"))
+_NAME, _PLACE, _WRITTEN = map(attrgetter, ("name", "place", "written"))
+_DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("dtype", "shape", "strides"))
 _TORCH_FACTS, _WANTING = attrgetter("dtype", "device", "layout", "shape"), attrgetter("requires_grad")
-_NATIVE = attrgetter("isnative")
 _CUPY_FACTS, _CUPY_ADDRESS = attrgetter("dtype", "data.device_id", "shape", "strides"), attrgetter("data.ptr")
 
 
@@ -82,11 +82,6 @@ class Library(ABC):
             place, pointers: of the descriptions.
         """
         return None
-
-    def place_of(self, obj: Any) -> Place | None:
-        """Where an array lies; None where the package cannot use it."""
-        device = self.device_of(obj)
-        return None if device is None else _place(self.name, device)
 
     def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """All that a call depends on of its arrays on a GPU, but for their classes and addresses.
@@ -175,7 +170,7 @@ class NumPyLibrary(Library):
     def describe(self, name: str, obj: Any) -> Array:
         if isinstance(obj, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got a masked one, whose mask nothing looks at")
-        return _described_by_bytes(name, obj, _place("numpy", HOST), obj.__array_interface__["data"][0])
+        return _described_by_bytes(name, obj, place_at("numpy", HOST), obj.__array_interface__["data"][0])
 
     def writable(self, obj: Any) -> bool:
         return obj.flags.writeable
@@ -194,16 +189,6 @@ class CuPyLibrary(Library):
 
     def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(map(_CUPY_FACTS, arrays))
-
-    def described(
-        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
-    ) -> list[Array] | None:
-        dtypes, devices, shapes, in_bytes = zip(*facts, strict=True)
-        strides = [(*map(floordiv, s, repeat(t.itemsize or 1)),) for s, t in zip(in_bytes, dtypes, strict=True)]
-        gaps = [(*map(mul, s, repeat(t.itemsize)),) for s, t in zip(strides, dtypes, strict=True)] != [*in_bytes]
-        if gaps or len({*devices}) > 1 or False in map(_NATIVE, dtypes):
-            return None
-        return [*map(Array, names, arrays, repeat(place), dtypes, shapes, strides, pointers)]
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
         return [*map(_CUPY_ADDRESS, arrays)]
@@ -227,7 +212,7 @@ class CuPyLibrary(Library):
         return obj.data.device_id
 
     def describe(self, name: str, obj: Any) -> Array:
-        return _described_by_bytes(name, obj, _place("cupy", obj.data.device_id), obj.data.ptr)
+        return _described_by_bytes(name, obj, place_at("cupy", obj.data.device_id), obj.data.ptr)
 
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         with self.to_device(device):
@@ -320,7 +305,7 @@ class TorchLibrary(Library):
                 f"{name}: expected a tensor with memory of its own, got {type(obj).__name__} without, "
                 "as torch.vmap has it"
             ) from None
-        array = Array(name, obj, _place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
+        array = Array(name, obj, place_at("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
         if obj.requires_grad:
             array.wants_gradient = self.wants_gradient(obj)
         return array
@@ -636,7 +621,9 @@ class Place(_Place):
         given = arrays_in(arguments)
         for a in given:
             a.require_no_gradient()
-        for written, others in must_be_apart(given):
+        others = [*given]
+        for written in filter(_WRITTEN, given):
+            others.remove(written)
             for other in others:
                 written.require_apart(other)
         reference(*with_arrays(arguments, Array.numpy))
@@ -655,7 +642,7 @@ class Place(_Place):
 
 
 @cache
-def _place(kind: LibraryName, device: int) -> Place:
+def place_at(kind: LibraryName, device: int) -> Place:
     """The place of arrays that are there, whose arguments need no check again."""
     return Place(kind, device)
 

@@ -64,20 +64,11 @@ def sorted_by_type(types: tuple[Any, ...]) -> Sorted:
     )  # fmt: skip
 
 
-class Given(NamedTuple):
-    """What a call's key has of its arrays, with their addresses.
-
-    Attributes:
-        facts: of `Library.facts`.
-    """
-
-    arrays: Sequence[Any]
-    facts: tuple[Any, ...]
-    addresses: list[int]
+Given = tuple[Sequence[Any], tuple[Any, ...], list[int]]  # a call's arrays, their facts, and their addresses
 
 
 def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, Given]:
-    """A call's key, and its arrays.
+    """A call's key, and what was read of its arrays.
 
     Args:
         head: what `process_settings` says, how many arguments came by place, and the names of the others.
@@ -96,7 +87,7 @@ def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, Given]:
         raise TypeError("arrays of several libraries")
     inner = [tuple(map(type, values[i])) for i in tuples]
     key = head, types, settings_of(values), *inner, facts, *map(mod, addresses, repeat(ALIGNMENT))
-    return key, Given(arrays, facts, addresses)
+    return key, (arrays, facts, addresses)
 
 
 class Remembered:

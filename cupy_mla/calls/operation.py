@@ -158,15 +158,16 @@ class Calls:
             except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
                 key = given = None
         if prepared is not None and given is not None:
-            addresses_of = library_of(given.arrays[0]).comparison(given.arrays, ALIGNMENT)  # type: ignore[union-attr]
-            if addresses_of is not None and addresses_of(given.arrays) is not None:
+            found, _, addresses = given
+            addresses_of = library_of(found[0]).comparison(found, ALIGNMENT)  # type: ignore[union-attr]
+            if addresses_of is not None and addresses_of(found) is not None:
                 self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[: RECENT - 1]]
-            return prepared.run(given.arrays, given.addresses, values)
+            return prepared.run(found, addresses, values)
         if len(args) > len(self._positional) or not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
         names = (*self._positional[: len(args)], *kwargs)
-        prepared, given, for_others = prepare(self._function, names, values, len(kwargs), given)
-        result = prepared.run(given.arrays, given.addresses, values)
+        prepared, found, addresses, for_others = prepare(self._function, names, values, len(kwargs), given)
+        result = prepared.run(found, addresses, values)
         if key is not None and for_others:
             self.known.put(key, prepared)
         return result

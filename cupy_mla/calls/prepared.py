@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, aligned_up, arrays_in
-from ..bridges import Place, dense_strides, describe, require_apart
+from ..bridges import Place, dense_strides, describe, place_at, require_apart
 from ..cuda import driver
 from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slots
 from ..cuda.structs import picker
@@ -79,7 +79,7 @@ class CallPlace(Place):
 
 def prepare(
     function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: Given | None
-) -> tuple[Prepared, Given, bool]:
+) -> tuple[Prepared, Sequence[Any], list[int], bool]:
     """Run an operation's body for a call with an array on a GPU, and prepare its program.
 
     Args:
@@ -87,25 +87,23 @@ def prepare(
         names: of the arguments.
         values: all arguments.
         keywords: how many of them, the last ones, come by name.
-        given: the call's arrays, where its key was made.
+        given: what was read of the call's arrays, where its key was made.
 
     Returns:
-        what makes the call; its arrays; and whether it makes the other calls of this key: not where the body looked at
-        what an array holds, and not where one array has two names, for which another call may have two arrays.
+        what makes the call; its arrays and their addresses; and whether it makes the other calls of this key: not where
+        the body looked at what an array holds, and not where one array has two names, for which another call may have
+        two arrays.
     """
     numbers, library, arrays_of, _, _ = sorted_by_type(tuple(map(type, values)))
-    names_of_arrays = arrays_of(names)
-    slots, arrays, on_gpu = argument_slots(names_of_arrays), None, None
-    if given is not None and library is not None:
-        on_gpu = library.place_of(given.arrays[0])
-    if given is not None and on_gpu is not None and on_gpu.on_gpu:
-        place = CallPlace.at(on_gpu, len(slots))
-        pointers = [*map(Pointer, slots, repeat(0), given.addresses)]
-        arrays = on_gpu.library.described(names_of_arrays, given.arrays, given.facts, place, pointers)
-    if arrays is None or given is None:  # one by one, which says what is wrong
-        objs = arrays_of(values)
+    names_of_arrays, objs = arrays_of(names), arrays_of(values)
+    slots, arrays = argument_slots(names_of_arrays), None
+    if given is not None and library is not None and library.on_gpu(objs[0]):
+        _, facts, addresses = given
+        place = CallPlace.at(place_at(library.name, library.device_of(objs[0])), len(slots))
+        arrays = library.described(names_of_arrays, objs, facts, place, [*map(Pointer, slots, repeat(0), addresses)])
+    if arrays is None:  # one by one, which says what is wrong
         arrays = [*map(describe, names_of_arrays, objs)]
-        given = Given(objs, (), [array.ptr for array in arrays])
+        addresses = [array.ptr for array in arrays]
         on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
         place = CallPlace.at(on_gpu, len(arrays))
         for array, slot in zip(arrays, slots, strict=True):
@@ -116,11 +114,11 @@ def prepare(
         values[number] = array
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
-    ids = [*map(id, given.arrays)]
+    ids = [*map(id, objs)]
     for_others = len({*ids}) == len(ids) and True not in map(_READ, arrays)
     prepared = Prepared(place, ids, values, result)
     place.given, place.results = [], []  # whose place it is: what refers to itself is left to the garbage collector
-    return prepared, given, for_others
+    return prepared, objs, addresses, for_others
 
 
 # An array: its number; bytes from its address to its first byte, and to that behind its last; its name.

@@ -229,6 +229,23 @@ def test_results_of_cupy_share_memory_and_nothing_else_does(gpu, rng):
     assert len({id(a.data.mem) for a in results}) == 1
 
 
+@every_operation
+def test_first_calls_leave_nothing_to_the_garbage_collector(gpu, rng, kind, name):
+    """What refers to itself would be looked at by the calls that come later."""
+    call = OPERATIONS[name](rng)
+    arrays = put(kind, call)
+    submit(gpu, call, arrays)  # kernels are made
+    gc.collect()
+    gc.disable()
+    try:
+        forget_calls()
+        gpu.used = 0
+        call.operation(**arrays, **call.settings)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 # --- graphs of launches -----------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,17 @@ def test_every_call_has_a_choice_that_its_kernel_is_built_for():
         assert 0 <= us < float("inf"), problem
 
 
+def test_whether_a_kernel_serves_does_not_depend_on_sizes():
+    """It is looked up by all else."""
+    rng = random.Random(4)
+    for _ in range(500):
+        problem = any_problem(rng)
+        other = problem._replace(queries=rng.randint(1, 300), entries=rng.randint(0, 3000), extra_entries=0)
+        assert other.kind == problem.kind
+        for name, kernel in KERNELS.items():
+            assert kernel.serves(problem) == kernel.serves(other), name
+
+
 def test_all_kinds_of_work_have_times():
     """Of every kernel that is asked for, in all its divisions."""
     rng = random.Random(1)

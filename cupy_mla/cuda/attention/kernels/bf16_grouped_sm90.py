@@ -82,7 +82,7 @@ def kernels() -> Iterator[Kernel]:
 def serves(problem: Problem) -> bool:
     """Prefill of few heads, unsplit."""
     few = problem.prefill and problem.heads <= MAX_HEADS and problem.num_splits <= 1
-    return problem.on_hopper and few and problem.groupable and problem.queries > 0
+    return problem.on_hopper and few and problem.groupable
 
 
 def full(problem: Problem) -> float:

@@ -121,9 +121,8 @@ def work(problem: Problem, division: Any) -> Work:
         kind = "shares"
         names, amounts = shares(problem, items, shared)
     elif isinstance(division, Segments):  # each split takes as long as an item does
-        names, (launch, rounds, *more) = whole(
-            problem, items, -(-tiles // division.splits) / 2 * division.splits, shared
-        )
+        pairs = -(-tiles // division.splits) / 2 * division.splits
+        names, (launch, rounds, *more) = whole(problem, items, pairs, shared)
         amounts = launch, rounds * division.splits, *more
     else:
         kind = "teams" if isinstance(division, Teams) else "clusters"  # shares of each item are alike
