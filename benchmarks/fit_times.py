@@ -22,7 +22,7 @@ import numpy as np
 from recorded import FOLDERS, Measured, candidates, other_records
 
 from cupy_mla.cuda.attention.choose import KERNELS
-from cupy_mla.cuda.attention.times import size_of
+from cupy_mla.cuda.attention.times import size_of, text_of
 
 TIMES = Path(__file__).resolve().parent.parent / "cupy_mla" / "cuda" / "attention" / "times"
 LIKE = "h100"
@@ -63,9 +63,9 @@ class Candidates:
                 for division in kernel.candidates(problem)
             }
             for way, us in row.us.items():
-                kind, amounts = KERNELS[way[0]].work(row.problem, way[1])
-                key = way[0], kind
-                for name, amount in amounts.items():
+                words, of_work, amounts = KERNELS[way[0]].work(row.problem, way[1])
+                key = way[0], text_of(words)
+                for name, amount in zip(of_work, amounts, strict=True):
                     entries.append((len(listed), names.setdefault((*key, name), len(names)), amount))
                 listed.append((us, number, kinds.setdefault(key, len(kinds)), way in offered))
                 self.ways.append(way)
@@ -167,8 +167,9 @@ def scaled(fitted: Fitted, name: str) -> Fitted:
     shares: dict[str, list[tuple[float, float, float]]] = {}
     for problem, kernel, division, us in other_records(name):
         if not problem.prefill:
-            kind, amounts = KERNELS[kernel].work(problem, division)
-            each = {n: amount * fitted[kernel][kind].get(n, 0.0) for n, amount in amounts.items()}
+            words, of_work, amounts = KERNELS[kernel].work(problem, division)
+            known = fitted[kernel][text_of(words)]
+            each = {n: amount * known.get(n, 0.0) for n, amount in zip(of_work, amounts, strict=True)}
             load = sum(value for n, value in each.items() if at_load(n))
             shares.setdefault(kernel, []).append((load, sum(each.values()) - load, us))
     scales: dict[str, Any] = {}

@@ -7,8 +7,10 @@ a call on a GPU (`cupy_mla.calls`) its address is a `cuda.program.Pointer`, sinc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from operator import mul
+from collections.abc import Callable, Iterable
+from itertools import compress, repeat
+from math import gcd
+from operator import ge, is_, mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,34 +159,31 @@ class Array:
         if self.dtype is not dtype and self.dtype not in (dtype if isinstance(dtype, tuple) else (dtype,)):
             wanted = " or ".join(d.name for d in dtype) if isinstance(dtype, tuple) else np.dtype(dtype).name
             raise TypeError(f"{self.name}: expected dtype {wanted}, got {self.dtype.name}")
-        if shape != self.shape and not self._fits(shape):
-            wanted = ", ".join(" or ".join(map(str, w)) if isinstance(w, tuple) else str(w) for w in shape)
-            raise ValueError(f"{self.name}: expected shape [{wanted}], got {list(self.shape)}")
+        if shape != self.shape:
+            fits = len(shape) == len(self.shape)
+            for want, got in zip(shape, self.shape, strict=False):
+                if want != got and type(want) is not str and not (type(want) is tuple and got in want):
+                    fits = False
+            if not fits:
+                wanted = ", ".join(" or ".join(map(str, w)) if isinstance(w, tuple) else str(w) for w in shape)
+                raise ValueError(f"{self.name}: expected shape [{wanted}], got {list(self.shape)}")
         strides = self.strides
-        if strides and strides[-1] != 1 and contiguous and self.shape[-1] > 1 and 0 not in self.shape:
+        if strides[-1:] != (1,) and strides and contiguous and self.shape[-1] > 1 and 0 not in self.shape:
             raise ValueError(
                 f"{self.name}: the last axis must be contiguous, got strides {list(self.strides)} (in items)"
             )
         return self
-
-    def _fits(self, shape: Sequence[int | str | tuple[int, ...]]) -> bool:
-        """Whether the shape is one that `require` was asked for."""
-        if len(shape) != len(self.shape):
-            return False
-        for want, got in zip(shape, self.shape, strict=True):
-            if type(want) is not str and want != got and not (isinstance(want, tuple) and got in want):
-                return False
-        return True
 
     def require_writable(self) -> Array:
         """Check that a result can be written here: no read-only memory, no two items in one place; returns itself."""
         self.written = True
         if not self.library.writable(self.obj):
             raise ValueError(f"{self.name}: expected a writable array, got a read-only one")
-        if 0 in self.shape:
+        shape, strides = self.shape, self.strides
+        if strides[-1:] == (1,) and all(map(ge, strides, map(mul, strides[1:], shape[1:]))):  # the usual case
             return self
-        axes = zip(self.strides[::-1], self.shape[::-1], strict=True)
-        if not _is_apart(axes) and not _is_apart(sorted(zip(map(abs, self.strides), self.shape, strict=True))):
+        axes = sorted(zip(map(abs, strides), shape, strict=True))
+        if 0 not in shape and not _is_apart(axes):
             raise ValueError(
                 f"{self.name}: items overlap in memory (strides {list(self.strides)}), nothing can be written"
             )
@@ -261,11 +260,12 @@ class Array:
         """True when the first item of every row along the last axis starts at a multiple of `nbytes`."""
         if self.ptr % nbytes:
             return False
-        size = self.dtype.itemsize
-        for stride, length in zip(self.strides[:-1], self.shape[:-1], strict=True):
-            if length > 1 and stride * size % nbytes:
-                return False
-        return True
+        size, strides = self.dtype.itemsize, self.strides[:-1]
+        if not gcd(*strides) * size % nbytes:
+            return True
+        return not any(
+            length > 1 and stride * size % nbytes for stride, length in zip(strides, self.shape, strict=False)
+        )
 
     def numpy(self) -> np.ndarray:
         """The same host memory as a NumPy array, no copy."""
@@ -276,23 +276,11 @@ class Array:
 
 
 def arrays_in(arguments: Iterable[Any]) -> list[Array]:
-    """The arrays among the arguments of a call, those in tuples too."""
-    found: list[Array] = []
-    for a in arguments:
-        if isinstance(a, Array):
-            found.append(a)
-        elif isinstance(a, tuple):
-            found += arrays_in(a)
-    return found
-
-
-def must_be_apart(arrays: Iterable[Array]) -> list[tuple[Array, list[Array]]]:
-    """Each array that is written, with those that must not share its memory; each two are there once."""
-    found, others = [], list(arrays)
-    for written in [a for a in others if a.written]:
-        others.remove(written)
-        found.append((written, others.copy()))
-    return found
+    """The arrays among the arguments of a call, and in tuples that are arguments."""
+    flat = [*arguments]
+    if True in map(isinstance, flat, repeat(tuple)):
+        flat = [a for one in flat for a in (one if isinstance(one, tuple) else (one,))]
+    return [*compress(flat, map(is_, map(type, flat), repeat(Array)))]
 
 
 def with_arrays(arguments: tuple[Any, ...], to: Callable[[Array], Any]) -> tuple[Any, ...]:

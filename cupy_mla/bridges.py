@@ -16,15 +16,16 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, cached_property, lru_cache
-from operator import attrgetter
+from functools import cache, lru_cache
+from itertools import accumulate, repeat
+from operator import attrgetter, floordiv, mod, mul
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import private
-from .arrays import HOST, Array, aligned_up, arrays_in, must_be_apart, with_arrays
+from .arrays import HOST, Array, aligned_up, arrays_in, with_arrays
 from .checks.options import require_choice, require_integer, shown
 from .dtypes import BFLOAT16, E4M3, E8M0, UINT8
 from .typing import AnyArray, LibraryName
@@ -47,15 +48,16 @@ Comparison = Callable[[Sequence[Any]], list[int] | None]  # of `Library.comparis
 _cupy_maker, _torch_maker = cache(private.cupy_empty), cache(private.torch_empty)
 _torch_stream_reader = cache(private.torch_stream_reader)
 
+# What is read of many arrays at a time, without a frame of Python's for each.
+_NAME, _PLACE, _WRITTEN = map(attrgetter, ("name", "place", "written"))
+_DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("dtype", "shape", "strides"))
+_TORCH_FACTS, _WANTING = attrgetter("dtype", "device", "layout", "shape"), attrgetter("requires_grad")
+_CUPY_FACTS, _CUPY_ADDRESS = attrgetter("dtype", "data.device_id", "shape", "strides"), attrgetter("data.ptr")
+
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in items, of an array of this shape without gaps in C order."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step = step * length
-    return tuple(reversed(strides))
+    return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
 
 
 # --- the libraries --------------------------------------------------------------------------------------------
@@ -74,24 +76,34 @@ class Library(ABC):
     def describe(self, name: str, obj: Any) -> Array:
         """The description of an array of this library."""
 
-    def key(self, obj: Any) -> tuple[Any, ...]:
-        """All that a call depends on of an array on a GPU, but for its class and its address.
+    def described(
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+    ) -> list[Array] | None:
+        """As `describe`, of a call's arrays on a GPU whose `facts` were read, at once; None where that cannot be.
+
+        Args:
+            place, pointers: of the descriptions.
+        """
+        return None
+
+    def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """All that a call depends on of its arrays on a GPU, but for their classes and addresses.
 
         Raises:
-            RuntimeError: it has no strides, as a sparse tensor.
+            RuntimeError: one has no strides, as a sparse tensor.
         """
         raise self._no_gpu()
 
-    def address(self, obj: Any) -> int:
-        """Where an array on a GPU begins.
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        """Where arrays on a GPU begin.
 
         Raises:
-            RuntimeError: it has no memory of its own.
+            RuntimeError: one has no memory of its own.
         """
         raise self._no_gpu()
 
     def comparison(self, arrays: Sequence[Any], alignment: int) -> Comparison | None:
-        """A function of a call's arrays. It tells their addresses where they have the classes and keys of these arrays
+        """A function of a call's arrays. It tells their addresses where they have the classes and facts of these arrays
         and the addresses are multiples of `alignment`, a power of two, and None for others.
 
         None where that is not faster than to compare keys.
@@ -154,8 +166,8 @@ class Library(ABC):
         """Makes arrays on the current GPU: of shape, strides and native dtype, or of shape, native dtype, memory."""
         raise self._no_gpu()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
-        """Makes the results of a call on the current GPU, of these shapes and dtypes, and their addresses."""
+    def result_maker(self, results: Sequence[Array]) -> Callable[[], tuple[list[Any], list[int]]]:
+        """Makes the results of a call on the current GPU, which are so described, and their addresses."""
         raise self._no_gpu()
 
     def scratch_allocator(self) -> Callable[[int], tuple[int, Any]]:
@@ -177,7 +189,7 @@ class NumPyLibrary(Library):
     def describe(self, name: str, obj: Any) -> Array:
         if isinstance(obj, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got a masked one, whose mask nothing looks at")
-        return _described_by_bytes(name, obj, _place("numpy", HOST), obj.__array_interface__["data"][0])
+        return _described_by_bytes(name, obj, place_at("numpy", HOST), obj.__array_interface__["data"][0])
 
     def writable(self, obj: Any) -> bool:
         return obj.flags.writeable
@@ -203,22 +215,21 @@ class CuPyLibrary(Library):
 
     name = "cupy"
 
-    def key(self, obj: Any) -> tuple[Any, ...]:
-        return obj.dtype, obj.data.device_id, obj.shape, obj.strides
+    def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(map(_CUPY_FACTS, arrays))
 
-    @cached_property
-    def address(self) -> Callable[[Any], int]:  # without a frame of Python's
-        return attrgetter("data.ptr")
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        return [*map(_CUPY_ADDRESS, arrays)]
 
     def comparison(self, arrays: Sequence[Any], alignment: int) -> Comparison:
-        keys = [*map(self.key, arrays)]
+        facts = [*map(_CUPY_FACTS, arrays)]
 
         def addresses_of(arrays: Sequence[Any]) -> list[int] | None:
             addresses = []
-            for array, key in zip(arrays, keys, strict=True):
+            for array, fact in zip(arrays, facts, strict=True):
                 data = array.data
                 address = data.ptr
-                if address % alignment or (array.dtype, data.device_id, array.shape, array.strides) != key:
+                if address % alignment or (array.dtype, data.device_id, array.shape, array.strides) != fact:
                     return None
                 addresses.append(address)
             return addresses
@@ -229,7 +240,7 @@ class CuPyLibrary(Library):
         return obj.data.device_id
 
     def describe(self, name: str, obj: Any) -> Array:
-        return _described_by_bytes(name, obj, _place("cupy", obj.data.device_id), obj.data.ptr)
+        return _described_by_bytes(name, obj, place_at("cupy", obj.data.device_id), obj.data.ptr)
 
     def empty(self, device: int, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         with self.to_device(device):
@@ -262,15 +273,15 @@ class CuPyLibrary(Library):
     def maker(self) -> Callable[..., Any]:
         return _cupy_maker()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
+    def result_maker(self, results: Sequence[Array]) -> Callable[[], tuple[list[Any], list[int]]]:
         """They share one allocation, which takes the host less time than one for each."""
         allocate, make = sys.modules["cupy"].cuda.alloc, self.maker()
         made: list[tuple[Shape, Any, int]] = []
         end = 0
-        for shape, dtype in results:
+        for array in results:
             start = aligned_up(end)
-            made.append((shape, self.native_dtype(dtype), start))
-            end = start + math.prod(shape) * dtype.itemsize
+            made.append((array.shape, self.native_dtype(array.dtype), start))
+            end = start + math.prod(array.shape) * array.dtype.itemsize
 
         def make_results() -> tuple[list[Any], list[int]]:
             memory = allocate(end)
@@ -295,13 +306,26 @@ class TorchLibrary(Library):
 
     name = "torch"
 
-    def key(self, obj: Any) -> tuple[Any, ...]:
-        wants = obj.requires_grad and self.wants_gradient(obj)
-        return obj.dtype, obj.get_device(), obj.layout, wants, obj.is_neg(), obj.shape, obj.stride()
+    def facts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        torch = sys.modules["torch"]
+        strides, negative = tuple(map(torch.Tensor.stride, arrays)), tuple(map(torch.Tensor.is_neg, arrays))
+        wanting = tuple(map(_WANTING, arrays))
+        wants = wanting if True in wanting and torch.is_grad_enabled() else ()
+        return tuple(map(_TORCH_FACTS, arrays)), strides, negative, wants
 
-    @cached_property
-    def address(self) -> Callable[[Any], int]:  # without a frame of Python's
-        return sys.modules["torch"].Tensor.data_ptr
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        return [*map(sys.modules["torch"].Tensor.data_ptr, arrays)]
+
+    def described(
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+    ) -> list[Array] | None:
+        torch, (read, strides, negative, wants) = sys.modules["torch"], facts
+        of_torch, devices, layouts, shapes = zip(*read, strict=True)
+        dtypes = [*map(_torch_dtypes()[0].get, of_torch)]
+        plain = None not in dtypes and {*layouts} == {torch.strided} and len({*devices}) == 1 and place.on_gpu
+        if not plain or wants or True in negative or True in map(torch.Tensor.is_conj, arrays):
+            return None
+        return [*map(Array, names, arrays, repeat(place), dtypes, map(tuple, shapes), strides, pointers)]
 
     def describe(self, name: str, obj: Any) -> Array:
         dtype = _torch_dtypes()[0].get(obj.dtype)
@@ -324,7 +348,7 @@ class TorchLibrary(Library):
             ) from None
         if ptr == 0 and obj.numel():  # fake tensors outside of torch.compile
             raise TypeError(f"{name}: expected a tensor with memory of its own, got {type(obj).__name__} without")
-        array = Array(name, obj, _place("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
+        array = Array(name, obj, place_at("torch", device), dtype, tuple(obj.shape), obj.stride(), ptr)
         if obj.requires_grad:
             array.wants_gradient = self.wants_gradient(obj)
         return array
@@ -333,11 +357,11 @@ class TorchLibrary(Library):
         alike = private.torch_guards(arrays)
         if alike is None:
             return None
-        wanting, wants = any(a.requires_grad for a in arrays), self.wants_gradient
+        torch, wanting = sys.modules["torch"], True in map(_WANTING, arrays)
 
         def addresses_of(tensors: Sequence[Any]) -> list[int] | None:
             addresses, bits = [], 0
-            for tensor in tensors:
+            for tensor in tensors:  # with plain loops a call of a known size takes less time than with map
                 if tensor.is_nested:  # guards ask for strides, which it has not, and that ends the process
                     return None
                 try:
@@ -346,9 +370,7 @@ class TorchLibrary(Library):
                     return None
                 addresses.append(address)
                 bits |= address
-            if bits % alignment:
-                return None
-            if not alike(*tensors) or (wanting and any(map(wants, tensors))):
+            if bits % alignment or not alike(*tensors) or (wanting and torch.is_grad_enabled()):
                 return None
             return addresses
 
@@ -397,14 +419,14 @@ class TorchLibrary(Library):
     def maker(self) -> Callable[..., Any]:
         return _torch_maker()
 
-    def result_maker(self, results: Sequence[tuple[Shape, np.dtype]]) -> Callable[[], tuple[list[Any], list[int]]]:
-        make = self.maker()
-        shapes = [shape for shape, _ in results]
-        strides, dtypes = [*map(dense_strides, shapes)], [self.native_dtype(dtype) for _, dtype in results]
+    def result_maker(self, results: Sequence[Array]) -> Callable[[], tuple[list[Any], list[int]]]:
+        make, address = self.maker(), sys.modules["torch"].Tensor.data_ptr
+        shapes, strides = [*map(_SHAPE, results)], [*map(_STRIDES, results)]
+        dtypes = [*map(_torch_dtypes()[1].__getitem__, map(_DTYPE, results))]
 
         def make_results() -> tuple[list[Any], list[int]]:
             results = [*map(make, shapes, strides, dtypes)]
-            return results, [result.data_ptr() for result in results]
+            return results, [*map(address, results)]
 
         return make_results
 
@@ -429,12 +451,10 @@ def _described_by_bytes(name: str, obj: Any, place: Place, ptr: int) -> Array:
     size = dtype.itemsize
     if size == 0:
         raise TypeError(f"{name}: expected items of at least a byte, got dtype {dtype}")
-    strides = []
-    for stride in obj.strides:
-        if stride % size:
-            raise ValueError(f"{name}: strides {obj.strides} bytes are no multiples of the item size {size}")
-        strides.append(stride // size)
-    return Array(name, obj, place, dtype, obj.shape, tuple(strides), ptr)
+    strides = obj.strides
+    if any(map(mod, strides, repeat(size))):
+        raise ValueError(f"{name}: strides {strides} bytes are no multiples of the item size {size}")
+    return Array(name, obj, place, dtype, obj.shape, tuple(map(floordiv, strides, repeat(size))), ptr)
 
 
 @cache
@@ -615,10 +635,7 @@ class Place(_Place):
 
     def optional(self, **arguments: Any) -> list[Array | None]:
         """Describe the arguments that a call may leave out, as `bind` does the others; None stays None."""
-        described: list[Array | None] = []
-        for name, value in arguments.items():
-            described.append(None if value is None else self.admit(describe(name, value)))
-        return described
+        return [None if value is None else self.admit(describe(name, value)) for name, value in arguments.items()]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A new uninitialised array of the caller's kind, on the caller's device and stream; fp8 as uint8 in CuPy.
@@ -676,7 +693,9 @@ class Place(_Place):
         given = arrays_in(arguments)
         for a in given:
             a.require_no_gradient()
-        for written, others in must_be_apart(given):
+        others = [*given]
+        for written in filter(_WRITTEN, given):
+            others.remove(written)
             for other in others:
                 written.require_apart(other)
         reference(*with_arrays(arguments, Array.numpy))
@@ -695,7 +714,7 @@ class Place(_Place):
 
 
 @cache
-def _place(kind: LibraryName, device: int) -> Place:
+def place_at(kind: LibraryName, device: int) -> Place:
     """The place of arrays that are there, whose arguments need no check again."""
     return Place(kind, device)
 
@@ -732,16 +751,12 @@ def bind(**arguments: Any) -> tuple[Place, list[Array]]:
         TypeError: something is no array, or kinds are mixed.
         ValueError: devices are mixed. Both name the argument.
     """
-    described: list[Array] = []
-    for name, value in arguments.items():
-        if type(value) is Array:  # of a call on a GPU, as for `describe`
-            value.name = name
-            described.append(value)
-        else:
-            described.append(describe(name, value))
+    described = [*arguments.values()]
+    if {*map(type, described)} != {Array} or [*map(_NAME, described)] != [*arguments]:
+        described = [*map(describe, arguments, described)]
     place = described[0].place
-    for array in described:
-        if array.place is not place:
+    if len({*map(_PLACE, described)}) > 1:
+        for array in described:
             place.admit(array)
     return place, described
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import repeat
+from operator import mod
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..bridges import library_of, library_of_class
+from ..bridges import Library, library_of_class
 from ..cuda.attention.choose import VARIABLE as ATTENTION_KERNELS
 from ..cuda.attention.choose import forced
 from ..cuda.logits import VARIABLE as INDEXER_KERNELS
 from ..cuda.program import ALIGNMENT, Plan
+from ..cuda.structs import picker
 from ..private import environment_snapshots
 
 Key = tuple[Any, ...]
@@ -30,42 +34,60 @@ def process_settings() -> tuple[Any, ...]:
     return forced.names, _kernels()
 
 
-def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, list[Any], list[int]]:
-    """A call's key, its arrays, and their addresses.
+class Sorted(NamedTuple):
+    """Which of a call's arguments are arrays and which are settings, all but plans.
+
+    Attributes:
+        numbers: of the arrays.
+        library: theirs; None: there are none, or several libraries'.
+        arrays_of, settings_of: pick them from the arguments.
+        tuples: the numbers of settings that are tuples.
+    """
+
+    numbers: tuple[int, ...]
+    library: Library | None
+    arrays_of: Callable[[Sequence[Any]], Sequence[Any]]
+    settings_of: Callable[[Sequence[Any]], Sequence[Any]]
+    tuples: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def sorted_by_type(types: tuple[Any, ...]) -> Sorted:
+    """Which arguments are what, by the types of all."""
+    libraries = [*map(library_of_class, types)]
+    numbers = tuple(i for i, library in enumerate(libraries) if library is not None)
+    theirs = {libraries[i] for i in numbers}
+    settings = [i for i, cls in enumerate(types) if i not in numbers and cls is not Plan]
+    return Sorted(
+        numbers, theirs.pop() if len(theirs) == 1 else None, picker(numbers), picker(settings),
+        tuple(i for i in settings if types[i] is tuple),
+    )  # fmt: skip
+
+
+Given = tuple[Sequence[Any], tuple[Any, ...], list[int]]  # a call's arrays, their facts, and their addresses
+
+
+def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, Given]:
+    """A call's key, and what was read of its arrays.
 
     Args:
         head: what `process_settings` says, how many arguments came by place, and the names of the others.
         values: of all arguments, in that order.
 
     Raises:
-        TypeError: an array lies in host memory. RuntimeError: a tensor has no strides, or no memory.
+        TypeError: an array lies in host memory, or arrays are several libraries'. RuntimeError: a tensor has no
+            strides, or no memory.
     """
-    facts: list[Any] = [head]
-    arrays: list[Any] = []
-    addresses: list[int] = []
-    for value in values:
-        cls: Any = type(value)
-        library = library_of_class(cls)
-        if library is not None:
-            facts += cls, library.key(value)
-            arrays.append(value)
-            addresses.append(library.address(value))
-        elif cls is Plan:
-            facts.append(cls)
-        elif cls is tuple:
-            facts += cls, value, tuple(map(type, value))
-        else:
-            facts += cls, value
-    facts += [address % ALIGNMENT for address in addresses]
-    return tuple(facts), arrays, addresses
-
-
-def can_be_found(values: Sequence[Any]) -> bool:
-    """Whether settings equal themselves, as NaN does not: a key with another one would never be found again."""
-    return all(
-        can_be_found(value) if type(value) is tuple else library_of(value) is not None or bool(value == value)
-        for value in values
-    )
+    types = tuple(map(type, values))
+    numbers, library, arrays_of, settings_of, tuples = sorted_by_type(types)
+    arrays, facts, addresses = arrays_of(values), (), []
+    if library is not None:
+        facts, addresses = library.facts(arrays), library.addresses(arrays)
+    elif numbers:
+        raise TypeError("arrays of several libraries")
+    inner = [tuple(map(type, values[i])) for i in tuples]
+    key = head, types, settings_of(values), *inner, facts, *map(mod, addresses, repeat(ALIGNMENT))
+    return key, (arrays, facts, addresses)
 
 
 class Remembered:

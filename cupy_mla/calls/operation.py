@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from .. import arrays
 from ..bridges import Comparison, library_of
-from ..cuda.program import ALIGNMENT, Plan
+from ..cuda.program import ALIGNMENT
 from .graph import launch_graph
-from .key import Key, Remembered, can_be_found, key_of, process_settings
-from .prepared import picker, prepare
+from .key import Key, Remembered, key_of, process_settings, sorted_by_type
+from .prepared import prepare
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
@@ -118,11 +118,10 @@ class _Recent:
     """
 
     def __init__(self, head: tuple[Any, ...], values: tuple[Any, ...], addresses_of: Comparison, run: Any) -> None:
-        given = [i for i, value in enumerate(values) if library_of(value) is not None]
+        types = tuple(map(type, values))
+        _, _, self.arrays_of, self.settings_of, _ = sorted_by_type(types)
         self.now, _, *names = head  # that of arguments by place follows from the other numbers
-        self.arrays_of = picker(given)
-        self.settings_of = picker([i for i, v in enumerate(values) if i not in given and type(v) is not Plan])
-        self.seen = [*names, *map(type, values)]
+        self.seen = [*names, *types]
         self.settings = self.settings_of(values)
         self.addresses_of, self.run = addresses_of, run
 
@@ -151,28 +150,25 @@ class Calls:
     ) -> Any:
         """Make a call that is not like the last ones."""
         key: Key | None = None
-        prepared = None
+        given = prepared = None
         if not arrays.CHECK_VALUES:  # the body does that
             try:
-                key, given, addresses = key_of(head, values)
+                key, given = key_of(head, values)
                 prepared = self.known.get(key)
             except (RuntimeError, TypeError):  # what has no key: a setting without hash, a tensor without memory
-                key = None
-        if prepared is None:
-            return self._first(key, values, args, kwargs)
-        addresses_of = library_of(given[0]).comparison(given, ALIGNMENT)  # type: ignore[union-attr]
-        if addresses_of is not None and addresses_of(given) is not None:
-            self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[: RECENT - 1]]
-        return prepared.run(given, addresses, values)
-
-    def _first(self, key: Key | None, values: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make a call of a key that is not known, and remember it where it has one."""
+                key = given = None
+        if prepared is not None and given is not None:
+            found, _, addresses = given
+            addresses_of = library_of(found[0]).comparison(found, ALIGNMENT)  # type: ignore[union-attr]
+            if addresses_of is not None and addresses_of(found) is not None:
+                self.recents[:] = [_Recent(head, values, addresses_of, prepared.run), *self.recents[: RECENT - 1]]
+            return prepared.run(found, addresses, values)
         if len(args) > len(self._positional) or not any(map(_on_gpu, values)):
             return self._function(*args, **kwargs)
         names = (*self._positional[: len(args)], *kwargs)
-        prepared, given, addresses, for_others = prepare(self._function, names, args, kwargs)
-        result = prepared.run(given, addresses, values)
-        if key is not None and for_others and can_be_found(values):
+        prepared, found, addresses, for_others = prepare(self._function, names, values, len(kwargs), given)
+        result = prepared.run(found, addresses, values)
+        if key is not None and for_others:
             self.known.put(key, prepared)
         return result
 

@@ -7,26 +7,30 @@ program comes to: the bytes of parameter structs between the fields that differ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from itertools import groupby, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import HOST, Array, aligned_up, arrays_in, must_be_apart
-from ..bridges import Place, dense_strides, library_of_class, require_apart
+from ..arrays import Array, aligned_up, arrays_in
+from ..bridges import Place, dense_strides, describe, place_at, require_apart
 from ..cuda import driver
-from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slot
+from ..cuda.program import Clear, Nonce, Plan, PlanField, Pointer, Program, Slot, Step, argument_slots
 from ..cuda.structs import picker
 from .graph import LaunchGraph, launch_graph
+from .key import Given, sorted_by_type
 from .plan import PlanMemory
 from .scratch import ScratchMemory, scratch_memory
 
 OF_A_RUN = frozenset((Pointer, Nonce, PlanField))  # the types of fields that differ from run to run
 
 
-_OBJ, _READ, _WANTS_GRADIENT = map(attrgetter, ("obj", "read", "wants_gradient"))  # of an `Array`
+# Of an `Array`, and of a place.
+_PLACE, _READ, _WRITTEN = map(attrgetter, ("place", "read", "written"))
+_WANTS_GRADIENT = attrgetter("wants_gradient")
+_ON_GPU = attrgetter("on_gpu")
 
 
 class CallPlace(Place):
@@ -41,7 +45,7 @@ class CallPlace(Place):
 
     program: Program
     arrays: int
-    results: list[Slot]
+    results: list[Array]
     given: list[Array]
 
     @classmethod
@@ -53,8 +57,9 @@ class CallPlace(Place):
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         slot = Slot(name, self.arrays + len(self.results), shape, dtype)
-        self.results.append(slot)
-        return Array(name, slot, self, slot.dtype, slot.shape, dense_strides(slot.shape), slot.ptr)  # type: ignore[arg-type]
+        array = Array(name, slot, self, dtype, shape, dense_strides(shape), slot.ptr)  # type: ignore[arg-type]
+        self.results.append(array)
+        return array
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         raise TypeError("a call on a GPU has results by `new`, and its launcher scratch memory by `Slot`")
@@ -66,8 +71,6 @@ class CallPlace(Place):
             RuntimeError: a tensor wants a gradient, which no launcher can give.
         """
         self.given = arrays_in(arguments)
-        if self.results:
-            self.given = [a for a in self.given if type(a.obj) is not Slot]
         if True in map(_WANTS_GRADIENT, self.given):
             for a in self.given:
                 a.require_no_gradient()
@@ -75,69 +78,67 @@ class CallPlace(Place):
 
 
 def prepare(
-    function: Callable[..., Any], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Prepared, list[Any], list[int], bool]:
+    function: Callable[..., Any], names: Sequence[str], values: Sequence[Any], keywords: int, given: Given | None
+) -> tuple[Prepared, Sequence[Any], list[int], bool]:
     """Run an operation's body for a call with an array on a GPU, and prepare its program.
 
     Args:
         function: the operation's body.
         names: of the arguments.
+        values: all arguments.
+        keywords: how many of them, the last ones, come by name.
+        given: what was read of the call's arrays, where its key was made.
 
     Returns:
-        what makes the call; the call's arrays and their addresses; and whether it makes the other calls of this key:
-        not where the body looked at what an array holds, and not where one array has two names, for which another call
-        may have two arrays.
+        what makes the call; its arrays and their addresses; and whether it makes the other calls of this key: not where
+        the body looked at what an array holds, and not where one array has two names, for which another call may have
+        two arrays.
     """
-    values = [*args, *kwargs.values()]
-    arrays: list[Array] = []
-    addresses: list[int] = []
-    on_gpu: Place | None = None
-    for i, value in enumerate(values):
-        library = library_of_class(type(value))  # type: ignore[arg-type]
-        if library is not None:
-            array = values[i] = library.describe(names[i], value)
-            address = array.ptr
-            array.ptr = Pointer(argument_slot(names[i], len(arrays)), 0, address)  # type: ignore[assignment]
-            arrays.append(array)
-            addresses.append(address)
-            if on_gpu is None and array.place.device != HOST:
-                on_gpu = array.place
-    assert on_gpu is not None
-    place = CallPlace.at(on_gpu, len(arrays))
-    for array in arrays:
-        if array.place is on_gpu:
-            array.place = place
-    result = function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    given = [*map(_OBJ, arrays)]
-    ids = [*map(id, given)]
+    numbers, library, arrays_of, _, _ = sorted_by_type(tuple(map(type, values)))
+    names_of_arrays, objs = arrays_of(names), arrays_of(values)
+    slots, arrays = argument_slots(names_of_arrays), None
+    if given is not None and library is not None and library.on_gpu(objs[0]):
+        _, facts, addresses = given
+        place = CallPlace.at(place_at(library.name, library.device_of(objs[0])), len(slots))
+        arrays = library.described(names_of_arrays, objs, facts, place, [*map(Pointer, slots, repeat(0), addresses)])
+    if arrays is None:  # one by one, which says what is wrong
+        arrays = [*map(describe, names_of_arrays, objs)]
+        addresses = [array.ptr for array in arrays]
+        on_gpu = next(filter(_ON_GPU, map(_PLACE, arrays)))
+        place = CallPlace.at(on_gpu, len(arrays))
+        for array, slot in zip(arrays, slots, strict=True):
+            array.ptr = Pointer(slot, 0, array.ptr)  # type: ignore[assignment]
+            array.place = place if array.place is on_gpu else array.place
+    values = [*values]
+    for number, array in zip(numbers, arrays, strict=True):
+        values[number] = array
+    by_place = len(values) - keywords
+    result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
+    ids = [*map(id, objs)]
     for_others = len({*ids}) == len(ids) and True not in map(_READ, arrays)
-    return Prepared(place, ids, values, result), given, addresses, for_others
+    prepared = Prepared(place, ids, values, result)
+    place.given, place.results = [], []  # whose place it is: what refers to itself is left to the garbage collector
+    return prepared, objs, addresses, for_others
 
 
-# An array that one that is written must not share memory with: its number; bytes from its address to its first byte and
-# to that behind its last; whether the one that is written is this one, whole, where it has its address, as it may be;
-# whether it may be this one; both names.
-_Other = tuple[int, int, int, bool, bool, tuple[str, str]]
+# An array: its number; bytes from its address to its first byte, and to that behind its last; its name.
+_Span = tuple[int, int, int, str]
 
 
-def _apart(given: Sequence[Array]) -> list[tuple[int, int, int, list[_Other]]]:
-    """Of every array that is written its number, its first byte and that behind its last, and the others.
+def _apart(given: Sequence[Array]) -> list[tuple[_Span, int, list[_Span]]]:
+    """Every array that is written, the number of the input that it may be, or -1, and those it must not overlap.
 
     Args:
-        given: a call's arrays.
+        given: what the launcher of a call got, results among it.
     """
-    pairs = must_be_apart(given)
-    if not pairs:
-        return []
-    memory = {a: (a.ptr.slot.number, *a.extent()) for a in given}  # type: ignore[attr-defined]
+    given = [a for a in given if type(a.obj) is not Slot]
+    others: list[_Span] = [(a.ptr.slot.number, *a.extent(), a.name) for a in given]  # type: ignore[attr-defined]
     found = []
-    for written, others in pairs:
-        apart: list[_Other] = []
-        for other in others:
-            may_be = written.may_be is other
-            alike = may_be and written.shape == other.shape and written.strides == other.strides
-            apart.append((*memory[other], alike, may_be, (written.name, other.name)))
-        found.append((*memory[written], apart))
+    for a, span in [*zip(given, others, strict=True)]:
+        if a.written:
+            others.remove(span)
+            alike = a.may_be is not None and (a.shape, a.strides) == (a.may_be.shape, a.may_be.strides)
+            found.append((span, a.may_be.ptr.slot.number if alike else -1, [*others]))  # type: ignore[union-attr]
     return found
 
 
@@ -206,8 +207,8 @@ class Prepared:
         self._library = place.library
         self._stream = self._library.stream_reader(self.device)
         self._ask: Callable[[int], bool] = _no  # whether a stream is being captured, where it matters
-        self._apart = _apart(place.given)
-        self._make = self._library.result_maker([(s.shape, s.dtype) for s in place.results]) if place.results else None
+        self._apart = _apart(place.given) if True in map(_WRITTEN, place.given) else ()
+        self._make = self._library.result_maker(place.results) if place.results else None
         constants = place.arrays + len(place.results)
         self._number_steps(place.program, constants)
         if self._plan_key is not None:
@@ -267,7 +268,11 @@ class Prepared:
 
     def _number(self, field: Any) -> int:
         """That of a field that differs from run to run."""
-        if type(field) is not Pointer:
+        if type(field) is Pointer:
+            start = field.slot.number
+            if start is not None and not field.offset:
+                return start
+        else:
             if type(field) is Nonce:
                 self._nonces += self._add((0,))
                 return self._nonces[-1]
@@ -276,7 +281,6 @@ class Prepared:
                 self._ask = driver.runtime().streamIsCapturing
             return self._numbered + 1 + (field.name == "filled")
         slot, offset = field.slot, field.offset
-        start = slot.number
         if start is None:
             start = self._numbered
             if slot not in self._within:
@@ -307,13 +311,13 @@ class Prepared:
         if driver.THREAD.current_device() != self.device:
             with self._library.to_device(self.device):
                 return self.run(arrays, addresses, values)
-        for written, start, end, others in self._apart:
+        for (written, start, end, name), may_be, others in self._apart:
             start += (at := addresses[written])
             end += at
-            for other, other_start, other_end, alike, may_be, names in others:
+            for other, other_start, other_end, other_name in others:
                 address = addresses[other]
-                if start < address + other_end and address + other_start < end and not (alike and address == at):
-                    require_apart(names[0], arrays[written], names[1], arrays[other], may_be)
+                if start < address + other_end and address + other_start < end and (other != may_be or address != at):
+                    require_apart(name, arrays[written], other_name, arrays[other], other == may_be)
         items = [*addresses]
         results: Sequence[Any] = ()
         if self._make is not None:

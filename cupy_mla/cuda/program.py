@@ -65,9 +65,9 @@ class Slot:
 
 
 @lru_cache(maxsize=1024)
-def argument_slot(name: str, number: int) -> Slot:
-    """The slot of an argument."""
-    return Slot(name, number)
+def argument_slots(names: tuple[str, ...]) -> tuple[Slot, ...]:
+    """The slots of a call's arrays."""
+    return tuple(Slot(name, number) for number, name in enumerate(names))
 
 
 class Pointer:

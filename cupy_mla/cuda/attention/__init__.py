@@ -15,7 +15,7 @@ from ..paging import pointer
 from ..program import Plan, Program
 from ..structs import Packed
 from . import choose
-from .call import ALIGNED_ROWS, ALIKE, DECODE, Call, aligned_rows, decode_strides, no_source, params_of
+from .call import ALIGNED_ROWS, ALIKE, DECODE, NO_SOURCE, Call, aligned_rows, decode_fields, params_of
 from .divide import Whole
 from .kernels.bf16_grouped_sm90 import LEAST_SCALE
 from .problem import Problem
@@ -38,12 +38,12 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
         row_stride=2 * a.kv.strides[0], index_stride_b=a.indices.strides[0], index_stride_s=0, num_slots=s_kv,
         topk=topk, block_size=max(s_kv, 1),
     )  # fmt: skip
-    strides = {
-        "q_b": a.q.strides[0], "q_s": 0, "q_h": a.q.strides[1], "out_b": a.out.strides[0], "out_s": 0,
-        "out_h": a.out.strides[1], "lse_b": a.lse.strides[0], "lse_s": 0, "lse_h": a.lse.strides[1],
+    q, out, lse = a.q.strides, a.out.strides, a.lse.strides
+    fields = {
+        "q_b": q[0], "q_s": 0, "q_h": q[1], "out_b": out[0], "out_s": 0, "out_h": out[1], "lse_b": lse[0], "lse_s": 0,
+        "lse_h": lse[1], "max_logits": a.max_logits.ptr, "s_q": 1, "h_q": h_q, "num_queries": s_q,
     }  # fmt: skip
-    params = params_of(a, main, no_source(), strides, aligned * ALIGNED_ROWS)
-    params = params.replaced(max_logits=a.max_logits.ptr, s_q=1, h_q=h_q, num_queries=s_q)
+    params = params_of(problem, a, main, NO_SOURCE, fields, aligned * ALIGNED_ROWS)
     return _program(problem, Call(params, topk, s_kv, a.length))
 
 
@@ -57,18 +57,18 @@ def sparse_decode(
         plan: of calls that divide their lists alike.
         alike: as for `ops.attention.decode`.
     """
-    b, s_q, h_q, _ = a.q.shape
+    b, s_q = a.q.shape[:2]
     if b == 0 or s_q == 0:
         return ()
     ends = a.length if alike else None
     length = None if alike else a.length
     problem = decode_problem(gpu, a, batch_invariant, length)
-    main, extra = _paged(a.cache, a.indices, length), no_source()
+    main, extra = _paged(a.cache, a.indices, length), NO_SOURCE
     if a.extra is not None and a.extra_indices is not None:
         extra = _paged(a.extra, a.extra_indices, a.extra_length)
-    aligned = _aligned_caches(a.layout, a.cache, a.extra)
-    params = params_of(a, main, extra, decode_strides(a), aligned * ALIGNED_ROWS | DECODE | alike * ALIKE)
-    params = params.replaced(s_q=s_q, h_q=h_q, num_queries=b * s_q)
+    aligned = problem.aligned or _aligned_caches(a.layout, a.cache, a.extra)
+    flags = aligned * ALIGNED_ROWS | DECODE | alike * ALIKE
+    params = params_of(problem, a, main, extra, decode_fields(a), flags)
     num_slots = a.cache.shape[0] * a.cache.shape[1]
     return _program(problem, Call(params, problem.entries, num_slots, length, ends, plan))
 

@@ -12,7 +12,9 @@ from .. import structs
 from ..paging import pointer
 from ..program import Plan, PlanField
 from ..structs import Packed
-from .problem import Problem
+from .problem import DenseProblem, Problem
+
+LOG2_E: float = math.log2(math.e)
 
 # Flags of struct AttentionParams; kernels_cu/attention/params.cuh
 ALIGNED_ROWS, ALIGNED_Q, ALIGNED_OUT, WIDE_OUT, SOME_DONE, DECODE, ALIKE = 1, 2, 4, 8, 16, 32, 64
@@ -49,30 +51,45 @@ class Call(NamedTuple):
         return {} if self.ends is None else {"main.lengths": self.ends.ptr}
 
 
-def no_source() -> Packed:
-    """`struct Source` of a cache that is not there."""
-    return structs.SOURCE(**{name: int(name == "block_size") for name in structs.SOURCE.index})
+# `struct Source` of a cache that is not there.
+NO_SOURCE = structs.SOURCE(**{name: int(name == "block_size") for name in structs.SOURCE.index})
+
+# Fields of struct AttentionParams that depend on kernel and division.
+DIVIDED: dict[str, int] = {
+    **dict.fromkeys(("part_out", "part_lse", "part_max", "cluster_parts", "order", "ready", "nonce"), 0),
+    **dict.fromkeys(("least_split", "item_cost", "cut_cost", "whole_items", "plan_filled", "plan"), 0), "num_splits": 1,
+}  # fmt: skip
 
 
-def decode_strides(a: Decode | DenseDecode) -> dict[str, int]:
-    """The fields of `struct AttentionParams` that say where the queries and results of a decode are."""
+def decode_fields(a: Decode | DenseDecode) -> dict[str, Any]:
+    """The fields of `struct AttentionParams` that say how many the queries of a decode are, and where they stand."""
+    b, s_q, h_q, _ = a.q.shape
     q, out, lse = a.q.strides, a.out.strides, a.lse.strides
     return {
         "q_b": q[0], "q_s": q[1], "q_h": q[2], "out_b": out[0], "out_s": out[1], "out_h": out[2], "lse_b": lse[0],
-        "lse_s": lse[2], "lse_h": lse[1],
+        "lse_s": lse[2], "lse_h": lse[1], "max_logits": 0, "s_q": s_q, "h_q": h_q, "num_queries": b * s_q,
     }  # fmt: skip
 
 
 def params_of(
-    a: Prefill | Decode | DenseDecode, main: Packed, extra: Packed, strides: dict[str, int], flags: int
+    problem: Problem | DenseProblem,
+    a: Prefill | Decode | DenseDecode,
+    main: Packed,
+    extra: Packed,
+    fields: dict[str, Any],
+    flags: int,
 ) -> Packed:
-    """`struct AttentionParams` without sizes and memory."""
-    flags |= ALIGNED_Q * a.q.aligned(4) | ALIGNED_OUT * a.out.aligned(4) | WIDE_OUT * a.out.aligned(16)
+    """`struct AttentionParams`, but for what depends on kernel and division.
+
+    Args:
+        fields: strides and sizes.
+    """
+    wide_out = a.out.aligned(16)
+    flags |= WIDE_OUT * wide_out | ALIGNED_OUT * (wide_out or a.out.aligned(4))
+    flags |= ALIGNED_Q * (problem.aligned or a.q.aligned(4))
     return structs.ATTENTION(
-        main=main, extra=extra, q=a.q.ptr, out=a.out.ptr, lse=a.lse.ptr, max_logits=0, part_out=0, part_lse=0,
-        part_max=0, cluster_parts=0, sink=pointer(a.sink), scale_log2=a.sm_scale * math.log2(math.e), s_q=0, h_q=0,
-        num_queries=0, num_splits=1, flags=flags, order=0, ready=0, nonce=0, least_split=0, item_cost=0, cut_cost=0,
-        whole_items=0, plan_filled=0, plan=0, **strides,
+        **DIVIDED, **fields, main=main, extra=extra, q=a.q.ptr, out=a.out.ptr, lse=a.lse.ptr, sink=pointer(a.sink),
+        scale_log2=a.sm_scale * LOG2_E, flags=flags,
     )  # fmt: skip
 
 

@@ -7,10 +7,11 @@ a kernel. With CUPY_MLA_EXPLAIN=1 each choice is printed with its rivals when it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from operator import itemgetter
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import private
 from ...checks.options import shown
@@ -47,6 +48,10 @@ asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)
 explained: Callable[[], str | None] = private.environment_reader(EXPLAIN)
 
 
+Rival = tuple[str, Division, float]  # as a `Choice`, which takes longer to make
+_TIME: Callable[[Any], float] = itemgetter(2)
+
+
 class Choice(NamedTuple):
     """A kernel, by its name, and a division; the time that they are to take in microseconds."""
 
@@ -70,43 +75,40 @@ def choose(problem: Problem) -> Choice:
     rivals = _rivals(of)
     if not rivals:
         raise ValueError(_why_not(problem))
-    chosen = min(rivals, key=_time)
+    chosen = Choice(*min(rivals, key=_TIME))
     if problem.batch_invariant:
         same = getattr(KERNELS[chosen.kernel], "same_bits", lambda division: [division])
-        rivals = [*_timed(problem, chosen.kernel, same(chosen.division), {})]
-        chosen = min(rivals, key=_time)
+        rivals = _timed(problem, chosen.kernel, same(chosen.division))
+        chosen = Choice(*min(rivals, key=_TIME))
     if explained() == "1":
-        others = "".join(f"\n  {rival}" for rival in sorted(rivals, key=_time)[1:])
+        others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=_TIME)[1:])
         print(f"cupy_mla: {problem}\n  {chosen} is chosen{others}", file=sys.stderr)
     return chosen
 
 
-def _time(choice: Choice) -> float:
-    return choice.us
-
-
-def _rivals(problem: Problem) -> list[Choice]:
+def _rivals(problem: Problem) -> list[Rival]:
     """All kernels and divisions that may serve, with their times."""
+    rivals: list[Rival] = []
+    for name, kernel in _serving(problem.kind):
+        divisions = _forced(problem, kernel) if problem.division else kernel.candidates(problem)
+        rivals += _timed(problem, name, divisions)
     exceptions = times.exceptions(problem)
-    found: list[Choice] = []
-    for name, kernel in KERNELS.items():
-        if problem.kernel in ("", name) and kernel.serves(problem):
-            divisions = _forced(problem, kernel) if problem.division else kernel.candidates(problem)
-            found += _timed(problem, name, divisions, exceptions)
-    return found
+    if exceptions:
+        rivals = [(name, of, us * exceptions.get(f"{name} {of}", 1.0)) for name, of, us in rivals]
+    return rivals
 
 
-def _timed(
-    problem: Problem, name: str, divisions: Iterable[Division], exceptions: Mapping[str, float]
-) -> Iterator[Choice]:
+@lru_cache(maxsize=1024)
+def _serving(kind: tuple[Any, ...]) -> list[tuple[str, ModuleType]]:
+    """The kernels that may serve problems of a kind, by their names."""
+    some = Problem(*kind[:4], 1, 1, 0, *kind[4:])
+    return [(name, kernel) for name, kernel in KERNELS.items() if some.kernel in ("", name) and kernel.serves(some)]
+
+
+def _timed(problem: Problem, name: str, divisions: Iterable[Division]) -> list[Rival]:
     """Divisions of a kernel with their times."""
-    work, known = KERNELS[name].work, times.of(problem.gpu).TIMES[name]
-    for division in divisions:
-        kind, amounts = work(problem, division)
-        us = times.microseconds(known[kind], amounts)
-        if exceptions:
-            us *= exceptions.get(f"{name} {division}", 1.0)
-        yield Choice(name, division, us)
+    gpu, work, microseconds = problem.gpu, KERNELS[name].work, times.microseconds
+    return [(name, division, microseconds(gpu, name, work(problem, division))) for division in divisions]
 
 
 def _forced(problem: Problem, kernel: ModuleType) -> Iterator[Division]:

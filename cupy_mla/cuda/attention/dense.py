@@ -14,7 +14,7 @@ from ..driver import Gpu
 from ..paging import block_table, divisor
 from ..program import Program
 from . import choose
-from .call import ALIGNED_ROWS, DECODE, aligned_rows, decode_strides, no_source, params_of
+from .call import ALIGNED_ROWS, DECODE, NO_SOURCE, aligned_rows, decode_fields, params_of
 from .kernels import dense_cluster_sm90, dense_portable, dense_portable_99kb, dense_sm90, dense_whole_sm90
 from .problem import DenseProblem
 
@@ -54,9 +54,9 @@ def dense_decode(gpu: Gpu, a: DenseDecode, *, batch_invariant: bool = False) -> 
         row_stride=a.cache.strides[1] * size, index_stride_b=0, index_stride_s=0, num_slots=num_blocks * block_size,
         topk=problem.capacity, block_size=block_size,
     )  # fmt: skip
-    params = params_of(a, main, no_source(), decode_strides(a), rows_aligned * ALIGNED_ROWS | DECODE)
+    flags = rows_aligned * ALIGNED_ROWS | DECODE
     params = structs.DENSE(
-        params.replaced(s_q=s_q, h_q=h_q, num_queries=b * s_q), table=block_table(a.block_table, block_size),
+        params_of(problem, a, main, NO_SOURCE, decode_fields(a), flags), table=block_table(a.block_table, block_size),
         num_blocks=num_blocks, tokens=s_q, heads=divisor(h_q), causal=int(a.causal), window=a.window, num_shares=0,
     )  # fmt: skip
     return _chosen(problem).launches(problem, params)

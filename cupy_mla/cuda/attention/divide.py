@@ -12,7 +12,7 @@ for what partial results need, as fields of `struct AttentionParams`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from ...layouts import D_V
@@ -224,17 +224,20 @@ KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Whole, C
 _TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
-def split_numbers(parts: int, most: int) -> Iterator[int]:
+@lru_cache(maxsize=4096)
+def split_numbers(parts: int, most: int) -> tuple[int, ...]:
     """Numbers of splits that are worth a look, from 2 to `most`: each is the least with so few parts a split."""
-    splits = 2
+    found, splits = [], 2
     while splits <= min(parts, most):
-        yield splits
+        found.append(splits)
         each = -(-parts // splits)
         if each == 1:
-            return
+            break
         splits = -(-parts // (each - 1))
+    return tuple(found)
 
 
+@cache
 def largest_cluster(splits: int) -> int:
     """CTAs of the largest clusters of which so many splits are a whole number."""
     return next(n for n in range(min(splits, MAX_CLUSTER), 0, -1) if splits % n == 0)

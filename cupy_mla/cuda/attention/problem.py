@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from ...layouts import Layout
 from ..driver import MAX_CLUSTER, Gpu
@@ -51,7 +51,42 @@ class Problem(_Fields):
         batch_invariant: the choice must not depend on the number of queries.
         kernel: the name of the kernel that is to run; "": any.
         division: the division that is to be, or its kind, as text; "": any.
+        asks: whether the caller forces a kernel or a division.
+        fixed: whether the kernel must not depend on the number of queries.
+        on_hopper: whether the kernels for Hopper can read its rows.
+        rows: entries of both lists.
+        tiles, pairs: tiles of a query's rows, and pairs of these, at least one.
+        phase, lists: "prefill" and "uneven", or "".
     """
+
+    asks: bool
+    fixed: bool
+    on_hopper: bool
+    rows: int
+    tiles: int
+    pairs: int
+    phase: str
+    lists: str
+
+    def __new__(cls, *fields: Any, **more: Any) -> Problem:
+        made = super().__new__(cls, *fields, **more)
+        gpu, _, prefill, _, _, entries, extra, uneven, aligned, _, _, _, invariant, kernel, division = made
+        made.asks, made.fixed = kernel != "" or division != "", invariant and not kernel
+        made.on_hopper = aligned and gpu.capability == 90
+        made.rows = entries + extra
+        made.tiles = tiles = -(-entries // TILE_ROWS) - (-extra // TILE_ROWS) or 1
+        made.pairs = (tiles + 1) // 2
+        made.phase, made.lists = "prefill" if prefill else "", "uneven" if uneven else ""
+        return made
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Problem:  # type: ignore[override]  # what `_replace` makes one by
+        return cls(*iterable)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All but how many queries and entries there are."""
+        return self[:4] + self[7:]
 
     def __str__(self) -> str:
         lists = f"{self.entries}+{self.extra_entries}" if self.extra_entries else str(self.entries)
@@ -70,36 +105,6 @@ class Problem(_Fields):
                 f"{self.gpu.sms} SMs of compute capability {self.gpu.capability / 10}",
             ]
         )  # fmt: skip
-
-    @cached_property
-    def asks(self) -> bool:
-        """Whether the caller forces a kernel or a division."""
-        return bool(self.kernel or self.division)
-
-    @cached_property
-    def fixed(self) -> bool:
-        """Whether the kernel must not depend on the number of queries."""
-        return self.batch_invariant and not self.kernel
-
-    @cached_property
-    def on_hopper(self) -> bool:
-        """Whether the kernels for Hopper can read its rows."""
-        return self.gpu.capability == 90 and self.aligned
-
-    @cached_property
-    def rows(self) -> int:
-        """Entries of both lists."""
-        return self.entries + self.extra_entries
-
-    @cached_property
-    def tiles(self) -> int:
-        """Tiles of a query's rows, at least one."""
-        return max(1, -(-self.entries // TILE_ROWS) - (-self.extra_entries // TILE_ROWS))
-
-    @cached_property
-    def pairs(self) -> int:
-        """Pairs of tiles of a query's rows, at least one."""
-        return (self.tiles + 1) // 2
 
     def items(self, heads: int) -> int:
         """Work items: a query and a tile of so many heads each."""

@@ -15,7 +15,7 @@ from cupy_mla.cuda.attention.choose import EVERY_NAME, EXPLAIN, KERNELS, VARIABL
 from cupy_mla.cuda.attention.divide import Clusters, Segments, Shares, Teams, Whole
 from cupy_mla.cuda.attention.kernels import bf16_grouped_sm90, fp8_sm90
 from cupy_mla.cuda.attention.problem import Problem
-from cupy_mla.cuda.attention.times import of
+from cupy_mla.cuda.attention.times import of, text_of
 from cupy_mla.cuda.driver import Gpu
 from cupy_mla.layouts import ATTENTION_LAYOUTS, BF16_576, V4_FP8, V32_FP8, Layout
 
@@ -69,6 +69,17 @@ def test_every_call_has_a_choice_that_its_kernel_is_built_for():
         assert 0 <= us < float("inf"), problem
 
 
+def test_whether_a_kernel_serves_does_not_depend_on_sizes():
+    """It is looked up by all else."""
+    rng = random.Random(4)
+    for _ in range(500):
+        problem = any_problem(rng)
+        other = problem._replace(queries=rng.randint(1, 300), entries=rng.randint(0, 3000), extra_entries=0)
+        assert other.kind == problem.kind
+        for name, kernel in KERNELS.items():
+            assert kernel.serves(problem) == kernel.serves(other), name
+
+
 def test_all_kinds_of_work_have_times():
     """Of every kernel that is asked for, in all its divisions."""
     rng = random.Random(1)
@@ -77,8 +88,8 @@ def test_all_kinds_of_work_have_times():
         for name, kernel in KERNELS.items():
             if kernel.serves(problem):
                 for division in kernel.candidates(problem._replace(kernel=name, division="any")):
-                    kind, _ = kernel.work(problem, division)
-                    assert of(problem.gpu).TIMES[name][kind], (name, kind)
+                    words, _, _ = kernel.work(problem, division)
+                    assert of(problem.gpu).TIMES[name][text_of(words)], (name, words)
 
 
 @pytest.mark.parametrize("gpu", [A100, L40], ids=["A100", "L40"])

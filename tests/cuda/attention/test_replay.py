@@ -13,7 +13,7 @@ from statistics import geometric_mean, mean, median
 import pytest
 
 from cupy_mla.cuda.attention.choose import KERNELS, choose
-from cupy_mla.cuda.attention.times import exceptions, microseconds, of
+from cupy_mla.cuda.attention.times import exceptions, microseconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from recorded import FOLDERS, Measured, candidates, other_records
@@ -36,9 +36,8 @@ def replayed(row: Measured) -> tuple[float, float]:
     problem = row.problem._replace(kernel=row.kernel)
     times = {}
     for kernel, division in row.us:
-        kind, amounts = KERNELS[kernel].work(problem, division)
         factor = exceptions(problem).get(f"{kernel} {division}", 1.0)
-        times[kernel, division] = factor * microseconds(of(problem.gpu).TIMES[kernel][kind], amounts)
+        times[kernel, division] = factor * microseconds(problem.gpu, kernel, KERNELS[kernel].work(problem, division))
     offered = {
         (name, division)
         for name, kernel in KERNELS.items()
@@ -100,8 +99,7 @@ def test_times_are_those_of_other_records(name):
     errors: dict[str, list[float]] = {}
     for problem, kernel, division, us in other_records(name):
         if not problem.prefill:
-            kind, amounts = KERNELS[kernel].work(problem, division)
-            expected = microseconds(of(problem.gpu).TIMES[kernel][kind], amounts)
+            expected = microseconds(problem.gpu, kernel, KERNELS[kernel].work(problem, division))
             errors.setdefault(kernel, []).append(abs(expected / us - 1))
     assert len(errors) >= 6
     for kernel, found in errors.items():

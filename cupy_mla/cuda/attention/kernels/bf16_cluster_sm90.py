@@ -14,8 +14,9 @@ from ...program import Launch, Program
 from ..call import Call
 from ..divide import HALF_PARTIAL_BYTES, Clusters, Division
 from ..problem import Problem
+from ..times import Work
 from . import bf16_sm90
-from .work import Work, fitting, rounds_of, split
+from .work import fitting, rounds_of, split
 
 HEADS = (16, 32, bf16_sm90.HEADS)  # of a work item
 
@@ -70,10 +71,10 @@ def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
     heads, splits, pairs = division.heads, division.splits, problem.pairs
     items = problem.items(heads)
-    amounts = split(problem, items * splits, splits, -(-pairs // splits), problem.heads > heads)
+    names, amounts = split(problem, items * splits, splits, -(-pairs // splits), problem.heads > heads)
     rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1])
-    amounts = {name: rounds * amount for name, amount in amounts.items()} if rounds > 1 else amounts
-    return f"{heads}{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}", amounts
+    amounts = tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
+    return (heads, problem.phase, problem.lists), names, amounts
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

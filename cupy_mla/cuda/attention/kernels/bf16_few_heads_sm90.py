@@ -14,10 +14,11 @@ from ...program import Launch, Program
 from ..call import Call
 from ..divide import PARTIAL_BYTES, Division, Whole
 from ..problem import TILE_ROWS, Problem
+from ..times import Work
 from . import bf16_sm90, combine
 from .few_heads_sm90 import HEADS, block_heads, of_splits, splits_of
 from .lists import longest_first
-from .work import Work, whole
+from .work import whole
 
 CONSUMERS = 2  # consumer warpgroups of a CTA
 
@@ -76,11 +77,13 @@ def fits(problem: Problem, division: Any) -> bool:
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
-    kind = f"{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}"
-    if isinstance(division, Whole) and division.queries == 2:
-        twos = -(-problem.items(division.heads) // 2)
-        return f"two queries {division.heads}{kind}", whole(problem, twos, problem.pairs)
-    return f"{type(division).__name__.lower()} {division.heads}{kind}", of_splits(problem, division, CONSUMERS)
+    kind, words = "clusters", (division.heads, problem.phase, problem.lists)
+    if isinstance(division, Whole):
+        if division.queries == 2:
+            twos = -(-problem.items(division.heads) // 2)
+            return ("two queries", *words), *whole(problem, twos, problem.pairs)
+        kind = "whole"
+    return (kind, *words), *of_splits(problem, division, CONSUMERS)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -20,10 +20,11 @@ from ...program import Launch, Program, Slot
 from ..call import SOME_DONE, Call
 from ..divide import Division, Whole
 from ..problem import Problem
+from ..times import Work
 from . import bf16_few_heads_sm90, bf16_sm90
 from .few_heads_sm90 import block_heads
 from .lists import sorted_by_place
-from .work import Work, shares
+from .work import shares
 
 MAX_QUERIES = 8  # of a group
 MAX_HEADS = 32  # of a call
@@ -81,7 +82,7 @@ def kernels() -> Iterator[Kernel]:
 def serves(problem: Problem) -> bool:
     """Prefill of few heads, unsplit."""
     few = problem.prefill and problem.heads <= MAX_HEADS and problem.num_splits <= 1
-    return problem.on_hopper and few and problem.groupable and problem.queries > 0
+    return problem.on_hopper and few and problem.groupable
 
 
 def full(problem: Problem) -> float:
@@ -104,7 +105,8 @@ def fits(problem: Problem, division: Any) -> bool:
 def work(problem: Problem, division: Any) -> Work:
     """What takes time, for lists of which some are grouped and some are not."""
     items = ceil_div(problem.queries, division.queries)
-    return f"groups of {max(n for n in (2, 4, 8) if n <= division.queries)}", shares(problem, items)
+    size = 8 if division.queries >= 8 else 4 if division.queries >= 4 else 2
+    return ("groups of", size), *shares(problem, items)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

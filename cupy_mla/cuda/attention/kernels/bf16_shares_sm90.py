@@ -13,8 +13,9 @@ from ...program import Launch, Program
 from ..call import Call
 from ..divide import HALF_PARTIAL_BYTES, Division, Shares
 from ..problem import Problem
+from ..times import Work
 from . import bf16_sm90
-from .work import Work, shares, split
+from .work import shares, split
 
 UNEVEN_ITEM_COST = 8  # of lists that are not equally long, in eighths of a pair of tiles
 LEAST_SPLIT = 1  # pairs of tiles
@@ -67,11 +68,12 @@ def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
     heads = division.heads
     items, shared = problem.items(heads), problem.heads > heads
-    kind = f"{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}"
+    words = problem.phase, problem.lists
     if division.splits:
         pairs = -(-problem.pairs // division.splits)
-        return f"splits{kind}", split(problem, items * division.splits, division.splits, pairs, shared)
-    return f"shares{kind}", shares(problem, items, shared)
+        counted = split(problem, items * division.splits, division.splits, pairs, shared)
+        return ("splits", *words), *counted
+    return ("shares", *words), *shares(problem, items, shared)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

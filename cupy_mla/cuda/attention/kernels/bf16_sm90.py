@@ -13,8 +13,9 @@ from ...program import Launch, Program
 from ..call import Call
 from ..divide import Division, Whole
 from ..problem import TILE_ROWS, Problem
+from ..times import Work
 from .lists import counted, longest_first
-from .work import Work, whole
+from .work import whole
 
 HEADS = 64
 COUNTED_ROUNDS = 8  # of work items, from which on looking for the ends of lists takes less than 1 % of the time
@@ -62,8 +63,8 @@ def fits(problem: Problem, division: Any) -> bool:
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
-    amounts = whole(problem, problem.items(HEADS), problem.pairs, problem.heads > HEADS)
-    return f"whole{' prefill' if problem.prefill else ''}{' uneven' if problem.uneven else ''}", amounts
+    counted = whole(problem, problem.items(HEADS), problem.pairs, problem.heads > HEADS)
+    return ("whole", problem.phase, problem.lists), *counted
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

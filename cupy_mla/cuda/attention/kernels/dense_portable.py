@@ -64,7 +64,7 @@ def as_sparse(problem: DenseProblem, name: str) -> Problem:
     """The problem as one of index lists with lengths. A query is a request, its heads are the request's lines, query
     tokens times heads; a list names all rows that there may be."""
     return Problem(
-        problem.gpu, problem.layout, False, problem.tokens * problem.heads, problem.requests, problem.capacity,
+        problem.gpu, problem.layout, False, problem.tokens * problem.heads, problem.requests, problem.rows,
         uneven=True, aligned=problem.aligned, num_splits=problem.num_splits, kernel=name, division=problem.division,
     )  # fmt: skip
 
@@ -81,6 +81,6 @@ def division_of(problem: DenseProblem, of: Problem) -> Any:
     division = choose.choose(of).division
     if problem.num_splits or problem.division:
         return division
-    if of.items(heads) * problem.capacity > MOST_ROWS:
+    if of.items(heads) * problem.rows > MOST_ROWS:
         return Whole(heads)
     return Shares(heads) if isinstance(division, Whole) else division

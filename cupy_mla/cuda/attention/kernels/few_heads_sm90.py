@@ -19,8 +19,9 @@ from ...program import Launch, Program
 from ..call import Call
 from ..divide import PARTIAL_BYTES, Clusters, Division, Shares, Whole, largest_cluster, split_numbers
 from ..problem import TILE_ROWS, Problem
+from ..times import Work
 from . import combine
-from .work import Work, rounds_of, shares
+from .work import Counted, rounds_of, shares
 
 LAYOUTS = (BF16_576, BF16_512, V32_FP8)  # that the kernel can read
 CONSUMERS = {8: 3, 16: 3, 32: 2}  # consumer warpgroups of a CTA, by its heads
@@ -31,6 +32,13 @@ INVARIANT_ROWS = 512  # of a split of a batch-invariant call
 
 SHARES, SPLITS = 2, 5  # how work is divided over CTAs: kernels_cu/attention/division/division.cuh
 EVEN_HEADS = (8, 16)  # heads a CTA that takes an equal share is built for
+# What takes time in whole items and splits: where a CTA reads rows of its own, and where several read the same.
+AMOUNTS = tuple(
+    (
+        "launch", "items", "tiles", "rounds", "mean", f"{of}mean tiles", "load", f"{of}tiles at load", "merges",
+        "combine", "results",
+    ) for of in ("", "shared ")
+)  # fmt: skip
 MOST_SHARES = 144  # CTAs among which rows are divided evenly: there is space for the weights of as many results
 
 
@@ -137,13 +145,12 @@ def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
     heads = division.heads
     if isinstance(division, Shares):
-        key = f"{problem.layout.name} shares {heads}{' uneven' if problem.uneven else ''}"
-        return key, shares(problem, problem.items(heads))
-    kind = f"{problem.layout.name} {type(division).__name__.lower()} {heads}{' prefill' if problem.prefill else ''}"
-    return kind, of_splits(problem, division, CONSUMERS[heads])
+        return (problem.layout.name, "shares", heads, problem.lists), *shares(problem, problem.items(heads))
+    kind = "whole" if isinstance(division, Whole) else "clusters"
+    return (problem.layout.name, kind, heads, problem.phase), *of_splits(problem, division, CONSUMERS[heads])
 
 
-def of_splits(problem: Problem, division: Any, consumers: int) -> dict[str, float]:
+def of_splits(problem: Problem, division: Any, consumers: int) -> Counted:
     """What takes time in whole items, or splits with so many consumer warpgroups a CTA.
 
     A round is a tile for each of them.
@@ -155,13 +162,11 @@ def of_splits(problem: Problem, division: Any, consumers: int) -> dict[str, floa
     turns = rounds_of(clusters, at_once)
     last = min(1.0, max(0.0, clusters * cluster / problem.gpu.sms - turns + 1))  # how full the last round is
     mean, load = turns - 1 + last, turns - 1 + last**2
-    shared = problem.heads > division.heads  # several CTAs read the same rows
-    return {
-        "launch": 1, "items": turns, "tiles": turns * each, "rounds": turns * -(-each // consumers), "mean": mean,
-        "shared mean tiles" if shared else "mean tiles": mean * each, "load": load,
-        "shared tiles at load" if shared else "tiles at load": load * each, "merges": turns * (cluster > 1),
-        "combine": partials > 1, "results": problem.queries * problem.heads * partials / 1000 if partials > 1 else 0,
-    }  # fmt: skip
+    results = problem.queries * problem.heads * partials / 1000 if partials > 1 else 0
+    return AMOUNTS[problem.heads > division.heads], (
+        1, turns, turns * each, turns * -(-each // consumers), mean, mean * each, load, load * each,
+        turns * (cluster > 1), partials > 1, results,
+    )  # fmt: skip
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

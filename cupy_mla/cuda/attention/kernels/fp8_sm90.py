@@ -16,7 +16,8 @@ from ...program import Launch, Program
 from ..call import Call
 from ..divide import HALF_PARTIAL_BYTES, ITEM_COST, Clusters, Division, Segments, Shares, Teams, Whole, split_numbers
 from ..problem import TILE_ROWS, Problem
-from .work import Work, fitting, rounds_of, shares, split, whole
+from ..times import Work
+from .work import fitting, rounds_of, shares, split, whole
 
 LAYOUTS = (V32_FP8, V4_FP8)  # that the kernel can read
 HEADS = (32, 64)  # heads a CTA is built for
@@ -113,17 +114,18 @@ def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division, see `work.py`."""
     heads, sms, tiles = division.heads, problem.gpu.sms, problem.tiles
     items, shared = problem.items(heads), problem.heads > heads
-    kind: Any = type(division)
-    amounts: dict[str, float]
+    kind = "whole"
     if isinstance(division, Whole):
-        amounts = whole(problem, items, problem.pairs, shared)
+        names, amounts = whole(problem, items, problem.pairs, shared)
     elif isinstance(division, Shares) and not division.splits:
-        amounts = shares(problem, items, shared)
+        kind = "shares"
+        names, amounts = shares(problem, items, shared)
     elif isinstance(division, Segments):  # each split takes as long as an item does
-        kind, amounts = Whole, whole(problem, items, -(-tiles // division.splits) / 2 * division.splits, shared)
-        amounts["items"] *= division.splits
+        pairs = -(-tiles // division.splits) / 2 * division.splits
+        names, (launch, rounds, *more) = whole(problem, items, pairs, shared)
+        amounts = launch, rounds * division.splits, *more
     else:
-        kind = Teams if isinstance(division, Teams) else Clusters  # shares of each item are alike
+        kind = "teams" if isinstance(division, Teams) else "clusters"  # shares of each item are alike
         splits = division.splits
         if not splits:  # half of the lists are short: CTAs that serve one item have half a split to spare
             splits = min(max(2 * sms / items - 1, 1.0), MAX_CLUSTER)
@@ -132,13 +134,12 @@ def work(problem: Problem, division: Any) -> Work:
             each = max(1.0, tiles / splits)
         else:
             each = -(-tiles // splits)
-        amounts = split(problem, int(items * splits), splits, each / 2, shared)
-        amounts["splits longer than the ring"] = float(each > RING[heads])
+        names, amounts = split(problem, int(items * splits), splits, each / 2, shared)
+        names, amounts = (*names, "splits longer than the ring"), (*amounts, each > RING[heads])
         clustered = isinstance(division, Clusters)
-        at_once = problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms
-        rounds = rounds_of(items, at_once)
-        amounts = {name: rounds * amount for name, amount in amounts.items()} if rounds > 1 else amounts
-    return f"{problem.layout.name} {kind.__name__.lower()} {heads}{' uneven' if problem.uneven else ''}", amounts
+        rounds = rounds_of(items, problem.gpu.clusters_at_once(cluster_kernel())[splits - 1] if clustered else sms)
+        amounts = tuple(rounds * amount for amount in amounts) if rounds > 1 else amounts
+    return (problem.layout.name, kind, heads, problem.lists), names, amounts
 
 
 def same_bits(division: Division) -> Iterator[Division]:

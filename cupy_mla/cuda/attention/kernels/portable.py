@@ -15,8 +15,9 @@ from ...structs import Packed
 from ..call import Call
 from ..divide import PARTIAL_BYTES, Clusters, Division, Shares, Whole, split_numbers
 from ..problem import Problem
+from ..times import Work
 from . import combine, few_heads_sm90, fp8_sm90
-from .work import Work
+from .work import Counted
 
 ON_HOPPER = {*few_heads_sm90.LAYOUTS, *fp8_sm90.LAYOUTS}  # that other kernels read there
 HEADS = (16, 32, 64)  # heads a CTA is built for
@@ -113,23 +114,22 @@ def fits(problem: Problem, division: Any) -> bool:
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division."""
-    return f"{LARGE} KB", amounts(problem, division)
+    return (LARGE, "KB"), *counted(problem, division)
 
 
-def amounts(problem: Problem, division: Any) -> dict[str, float]:
+def counted(problem: Problem, division: Any) -> Counted:
     """What takes time in a division, in the kernel's steps."""
     items, sms = problem.items(division.heads), problem.gpu.sms
     steps = max(1, ceil_div(problem.rows, STEP_ROWS))
-    heads, share = division.heads, items / sms
+    share, of_steps, of_items = items / sms, f"steps of {division.heads}", f"items of {division.heads}"
     if isinstance(division, Shares):
-        return {
-            "shares": 1, f"steps of {heads}": share * steps, f"items of {heads}": share,
-            "partial results": max(0.0, 1 / max(share, 1 / sms) - 1),
-        }  # fmt: skip
+        partials = max(0.0, 1 / max(share, 1 / sms) - 1)
+        return ("shares", of_steps, of_items, "partial results"), (1, share * steps, share, partials)
     splits = division.num_splits
     rounds = ceil_div(items * splits, sms)
-    merged = {"merge": 1, "splits": splits, "splits of all": splits * items} if splits > 1 else {}
-    return {f"steps of {heads}": rounds * ceil_div(steps, splits), f"items of {heads}": rounds, **merged}
+    merged = (1, splits, splits * items) if splits > 1 else (0, 0, 0)
+    names = of_steps, of_items, "merge", "splits", "splits of all"
+    return names, (rounds * ceil_div(steps, splits), rounds, *merged)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -9,8 +9,8 @@ from ...program import Program
 from ..call import Call
 from ..divide import Division
 from ..problem import Problem
+from ..times import Work
 from . import portable
-from .work import Work
 
 
 def serves(problem: Problem) -> bool:
@@ -31,7 +31,7 @@ def fits(problem: Problem, division: Any) -> bool:
 
 def work(problem: Problem, division: Any) -> Work:
     """What takes time in a division."""
-    return f"{portable.SMALL} KB", portable.amounts(problem, division)
+    return (portable.SMALL, "KB"), *portable.counted(problem, division)
 
 
 def launches(problem: Problem, division: Any, call: Call) -> Program:

@@ -7,12 +7,24 @@ CTAs of the last round by the share of the GPU that they fill.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from math import inf
+from operator import ge
 
 from ..divide import split_numbers
 from ..problem import Problem
 
-Work = tuple[str, dict[str, float]]  # what it is called in `times`, and amounts by name
+Counted = tuple[tuple[str, ...], tuple[float, ...]]  # what takes time, and how much of it there is
+
+# What takes time in each: where a CTA reads rows of its own, and where several read the same.
+WHOLE, SPLIT, SHARES = (
+    (names, (*names[:at], f"shared {names[at]}", *names[at + 1 :]))
+    for at, names in (
+        (6, ("launch", "items", "pairs", "pairs of later rounds", "mean pairs", "load", "pairs at load")),
+        (4, ("launch", "splits", "pairs", "load", "pairs at load")),
+        (2, ("launch", "items", "pairs", "partial results")),
+    )
+)
 
 
 def rounds_of(ctas: int, at_once: int) -> float:
@@ -26,7 +38,7 @@ def longest(problem: Problem) -> float:
     return problem.queries / (problem.queries + 1) if problem.uneven else 1.0
 
 
-def whole(problem: Problem, items: int, pairs: float, shared: bool = False) -> dict[str, float]:
+def whole(problem: Problem, items: int, pairs: float, shared: bool = False) -> Counted:
     """Work items of so many pairs of tiles, one CTA each.
 
     Args:
@@ -35,36 +47,26 @@ def whole(problem: Problem, items: int, pairs: float, shared: bool = False) -> d
     share = items / problem.gpu.sms
     rounds = -(-items // problem.gpu.sms)
     load = rounds - 1 + (share - rounds + 1) ** 2
-    return {
-        "launch": 1, "items": rounds, "pairs": pairs * longest(problem), "pairs of later rounds": (rounds - 1) * pairs,
-        "mean pairs": share * pairs, "load": load, "shared pairs at load" if shared else "pairs at load": load * pairs,
-    }  # fmt: skip
+    amounts = 1, rounds, pairs * longest(problem), (rounds - 1) * pairs, share * pairs, load, load * pairs
+    return WHOLE[shared], amounts
 
 
-def split(problem: Problem, ctas: int, splits: float, pairs: float, shared: bool = False) -> dict[str, float]:
+def split(problem: Problem, ctas: int, splits: float, pairs: float, shared: bool = False) -> Counted:
     """Splits of so many pairs of tiles, one CTA each, which all run at a time and are merged."""
     load = min(1.0, ctas / problem.gpu.sms)
-    return {
-        "launch": 1, "splits": splits, "pairs": pairs * longest(problem), "load": load,
-        "shared pairs at load" if shared else "pairs at load": load * pairs,
-    }  # fmt: skip
+    return SPLIT[shared], (1, splits, pairs * longest(problem), load, load * pairs)
 
 
-def shares(problem: Problem, items: int, shared: bool = False) -> dict[str, float]:
+def shares(problem: Problem, items: int, shared: bool = False) -> Counted:
     """Equal shares of work items."""
     share = items / problem.gpu.sms
-    return {
-        "launch": 1, "items": share, "shared pairs" if shared else "pairs": share * problem.pairs,
-        "partial results": max(0.0, 1 / share - 1) if items else 0,
-    }  # fmt: skip
+    return SHARES[shared], (1, share, share * problem.pairs, max(0.0, 1 / share - 1) if items else 0)
 
 
 def fitting(problem: Problem, items: int, parts: int, at_once: Sequence[int]) -> list[int]:
     """The two largest numbers of splits that are worth a look and whose clusters all run at a time, for lists of so
     many parts; where these are not equally long, the largest number of all, too. No smaller one was ever the fastest.
     """
-    most = min(parts, len(at_once))
-    while most > 1 and items > at_once[most - 1]:
-        most -= 1
-    found = [n for n in split_numbers(parts, most) if items <= at_once[n - 1]][-2:]
+    most = sum(map(ge, at_once[:parts], repeat(items)))  # the more CTAs a cluster has, the fewer run
+    found = [*split_numbers(parts, most)[-2:]]
     return [*found, most] if problem.uneven and most > 1 and found[-1:] != [most] else found

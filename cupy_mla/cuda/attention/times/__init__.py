@@ -13,12 +13,19 @@ divisions compare on any GPU of that kind as on this one.
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from math import inf
+from operator import mul
 from types import ModuleType
 
 from ...driver import Gpu
 from ..problem import Problem
+
+# What a kind of work is called, by words and numbers of which some are ""; names of amounts; and these.
+Words = tuple[str | int, ...]
+Work = tuple[Words, tuple[str, ...], Sequence[float]]
 
 NEAREST = "h200"
 
@@ -44,10 +51,19 @@ def exceptions(problem: Problem) -> dict[str, float]:
     return of(problem.gpu).EXCEPTIONS.get(size_of(problem), {})
 
 
-def microseconds(each: dict[str, float], amounts: dict[str, float]) -> float:
-    """How long amounts of work take, of which some take no time."""
-    us = 0.0
-    for name, amount in amounts.items():
-        if name in each:
-            us += amount * each[name]
-    return us
+@cache
+def each(gpu: Gpu, kernel: str, words: Words, names: tuple[str, ...]) -> tuple[float, ...]:
+    """What each amount of work of these names takes, of which some take no time."""
+    known = of(gpu).TIMES[kernel][text_of(words)]
+    return tuple(known.get(name, 0.0) for name in names)
+
+
+def text_of(words: Words) -> str:
+    """What TIMES call a kind of work."""
+    return " ".join(str(word) for word in words if word != "")
+
+
+def microseconds(gpu: Gpu, kernel: str, work: Work) -> float:
+    """How long work takes; without end where a GPU never has done it."""
+    words, names, amounts = work
+    return inf if inf in amounts else sum(map(mul, each(gpu, kernel, words, names), amounts))
