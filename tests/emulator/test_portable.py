@@ -148,7 +148,7 @@ def test_many_holes(kind, emulated, rng, monkeypatch, fmt, marked, name):
         lists = cache.indices.reshape(2, -1)
         kept = rng.random((2, -(-lists.shape[1] // rows))) < 0.02
         kept[:, MARKED_TILES + 10 :] = False
-        kept[0, MARKED_TILES - 1 : MARKED_TILES + 5] = [True, False, False, False, True, False][
+        kept[0, MARKED_TILES - 1 : MARKED_TILES + 5] = [True, True, False, False, True, False][
             : kept[0, MARKED_TILES - 1 :].size
         ]
         lists[~np.repeat(kept, rows, axis=1)[:, : lists.shape[1]]] = -1
