@@ -88,10 +88,10 @@ def unpack_row(fmt: Format, block: bytes, block_size: int, t: int) -> np.ndarray
         token = block[576 * t : 576 * (t + 1)]
         codes, rope = token[:448], token[448:576]
         start = 576 * block_size + 8 * t
-        scales = np.array([2.0 ** (byte - 127) for byte in block[start : start + 7]])
+        scales = np.ldexp(1.0, np.frombuffer(block[start : start + 7], np.uint8).astype(int) - 127)
     row = np.empty(fmt.d_qk)
     with np.errstate(invalid="ignore"):  # 0 * inf
-        row[: fmt.nope] = E4M3[list(codes)] * np.repeat(scales, fmt.tile)
+        row[: fmt.nope] = E4M3[np.frombuffer(codes, np.uint8)] * np.repeat(scales, fmt.tile)
     row[fmt.nope :] = bf16_values(rope)
     return row
 
@@ -100,18 +100,14 @@ def pack_row(fmt: Format, row: np.ndarray, scale_format: str = "fp32") -> tuple[
     """A bf16 row [d_qk] as (data bytes, scale bytes) of its token; V32's scales lie inside the data."""
     if not fmt.quantized:
         return row.tobytes(), b""
-    nope, rope = row[: fmt.nope].astype(np.float32), row[fmt.nope :].tobytes()
-    codes, scales = [], []
-    for tile in nope.reshape(-1, fmt.tile):
-        magnitudes = np.abs(tile)
-        amax = np.float32(max((m for m in magnitudes if not math.isnan(m)), default=0.0))
-        scale = _scale(fmt, amax, scale_format)
-        codes.append(e4m3_code(tile / scale).tobytes())
-        scales.append(scale)
+    tiles, rope = row[: fmt.nope].astype(np.float32).reshape(-1, fmt.tile), row[fmt.nope :].tobytes()
+    largest = np.where(np.isnan(tiles), 0, np.abs(tiles)).max(1)
+    scales = np.array([_scale(fmt, amax, scale_format) for amax in largest], "<f4")
+    codes = e4m3_code(tiles / scales[:, None]).tobytes()
     if fmt is V32:
-        return b"".join(codes) + np.array(scales, "<f4").tobytes() + rope, b""
+        return codes + scales.tobytes() + rope, b""
     exponents = bytes(min(max(round(math.log2(s)) + 127, 0), 255) for s in scales)
-    return b"".join(codes) + rope, exponents + b"\0"
+    return codes + rope, exponents + b"\0"
 
 
 def _scale(fmt: Format, amax: np.float32, scale_format: str) -> np.float32:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from functools import cmp_to_key
 from itertools import accumulate
 
 import numpy as np
@@ -113,8 +112,9 @@ def compared(a: float, b: float) -> int:
 def topk(row: np.ndarray, k: int, start: int, end: int) -> np.ndarray:
     """Positions of the k largest entries of a row's range from its start, ascending, -1 behind the last."""
     begin, stop = max(start, 0), min(end, len(row))
-    values = [float(x) for x in row[begin:stop]] if begin < stop else []
-    by_size = sorted(range(len(values)), key=cmp_to_key(lambda i, j: compared(values[i], values[j])))  # is stable
+    values = row[begin:stop].astype(np.float64).tolist() if begin < stop else []
+    sizes = [(1, 0.0) if math.isnan(x) else (0, -x) for x in values]  # larger ones first, NaN last
+    by_size = sorted(range(len(values)), key=sizes.__getitem__)  # is stable
     chosen = sorted(by_size[:k])
     return np.array(chosen + [-1] * (k - len(chosen)), np.int32)
 

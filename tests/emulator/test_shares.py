@@ -15,17 +15,18 @@ pytestmark = needs_compiler
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kernel", "heads", "fmt"),
+    ("kernel", "heads", "fmt", "cases"),
     [
-        ("fp8_sm90", 64, oracle.V32),
-        ("fp8_sm90", 32, oracle.V4),
-        ("few_heads_sm90", 16, oracle.V32),
-        ("bf16_shares_sm90", 64, oracle.BF16_576),
+        ("fp8_sm90", 64, oracle.V32, evenly.CUT_OF_FEW_ROWS),
+        ("fp8_sm90", 32, oracle.V4, evenly.CUT_OF_FEW_ROWS),
+        ("few_heads_sm90", 16, oracle.V32, evenly.CUT),
+        ("bf16_shares_sm90", 64, oracle.BF16_576, evenly.CUT_OF_FEW_ROWS),
     ],
+    ids=["fp8_sm90-64", "fp8_sm90-32", "few_heads_sm90", "bf16_shares_sm90"],
 )
-def test_items_stay_whole(kind, emulated, rng, monkeypatch, force, kernel, heads, fmt):
+def test_items_stay_whole(kind, emulated, rng, monkeypatch, force, kernel, heads, fmt, cases):
     monkeypatch.setenv(VARIABLE, kernel)
-    evenly.check_items_stay_whole(kind, rng, force, fmt, heads)
+    evenly.check_items_stay_whole(kind, rng, force, fmt, heads, cases)
     assert kernel in emulated.launched
 
 

@@ -136,23 +136,29 @@ def check_plans_of_lists_with_lengths(
             assert not alike or bits[0] == bits[1]
 
 
+CUT = (
+    ([1024, 1024, 1024], False),
+    ([1024, 1100, 960], False),  # up to topk; as many pairs of tiles
+    ([1024, 1024], True),
+    ([1024, 100, 0], True),
+    ([200] * 5, False),  # a CTA has two
+    ([1024] * 5, True),
+)
+"""Lengths of lists, and whether 4 CTAs cut their items."""
+CUT_OF_FEW_ROWS = [(lengths, cut) for lengths, cut in CUT if sum(lengths) < 2500]
+
+
 def check_items_stay_whole(
     kind: NumPy,
     rng: np.random.Generator,
     force: type[cupy_mla.forced],
     fmt: oracle.Format,
     heads: int,
+    cases: Iterable[tuple[list[int], bool]] = CUT,
 ) -> None:
     """Items of lists with lengths, of 4 CTAs, are cut where the longest share then gets shorter by enough."""
     always, never = 0, 1 << 20
-    for lengths, cut in (
-        ([1024, 1024, 1024], False),
-        ([1024, 1100, 960], False),  # up to topk; as many pairs of tiles
-        ([1024, 1024], True),
-        ([1024, 100, 0], True),
-        ([200] * 5, False),  # a CTA has two
-        ([1024] * 5, True),
-    ):
+    for lengths, cut in cases:
         main = paged(rng, fmt, len(lengths), 1, 1024, 64, lengths=True)
         main.length[:] = lengths
         q = off_zero(fmt, queries(rng, len(lengths), 1, heads, fmt.d_qk), main)
