@@ -104,7 +104,7 @@ def test_small_cases_are_of_every_operation(module, monkeypatch, rng):
         asarray=np.asarray, asnumpy=np.asarray, cuda=SimpleNamespace(Device=lambda: device)
     )  # fmt: skip
     monkeypatch.setattr(small_cases, "cupy", stand_in)
-    monkeypatch.setattr(small_cases.driver, "gpu", lambda _: SimpleNamespace(shared_kb=227))
+    monkeypatch.setattr(small_cases.driver, "gpu", lambda _: SimpleNamespace(shared_kb=227, capability=90))
     acts = dict(small_cases.cases())
     assert len(acts) == len([*small_cases.cases()])
     for operation in TABLE:

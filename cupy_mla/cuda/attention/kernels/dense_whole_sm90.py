@@ -16,6 +16,7 @@ from . import bf16_sm90
 from .dense_cluster_sm90 import PAIR_US, memory_us
 
 LINES = bf16_sm90.HEADS  # of a work item: query tokens times heads
+SPILL_BYTES = 4  # once a work item
 MOST_PAIRS = 16  # of tiles: a longer request might be alone among short ones
 
 
@@ -24,7 +25,7 @@ def kernel(layout: Layout) -> Kernel:
     """The kernel for rows of one width."""
     return Kernel(
         "attention/dense_whole_sm90.cu", structs.DENSE, bf16_sm90.defines(layout), archs=("90a",), target="90a",
-        overlaps=True,
+        overlaps=True, spill_bytes=SPILL_BYTES,
     )  # fmt: skip
 
 
