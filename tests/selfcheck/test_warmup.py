@@ -66,6 +66,7 @@ def stand_in(monkeypatch) -> None:
     """NumPy in the place of CuPy; no kernel is loaded."""
     monkeypatch.setattr(warmup_module, "require_cupy", lambda why: StandIn())
     monkeypatch.setattr(warmup_module, "indexer_kernels", lambda gpu, config: [])
+    monkeypatch.setattr(warmup_module, "dense_kernels", lambda gpu, layout: [])
     monkeypatch.setattr(driver, "gpu", lambda device: driver.Gpu(device, 132, 90, 227))
 
 
