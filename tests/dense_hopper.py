@@ -60,8 +60,8 @@ def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int)
 
 def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int) -> None:
     """They depend on nothing else in the batch, nor on the table's width, where a call asks for that."""
-    fmt = FORMATS[rng.integers(2)]
-    of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), queries(rng, b, 2, 16, fmt.d_qk)
+    fmt, h_q = FORMATS[rng.integers(2)], int(rng.choice([1, 16]))  # few lines alone, more than CTAs with all
+    of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), queries(rng, b, 2, h_q, fmt.d_qk)
     out, lse = run_dense(kind, q, of, batch_invariant=True)
     r = int(rng.integers(b))
     table = np.pad(of.table[r : r + 1], ((0, 0), (0, int(rng.integers(200)))), constant_values=-1)

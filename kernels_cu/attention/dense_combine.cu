@@ -3,8 +3,9 @@
 //   out = sum_i 2^(ref_i - ref) O_i / sum_i 2^(ref_i - ref) sum_i
 //
 //   1. A CTA finds the items that are cut: those that a share begins and does not end.
-//   2. A line of them is merged by a warp, or, where there are few, by all warps of a CTA. A lane has two chunks of 8
-//      columns of each partial result. A warp takes 32 partial results at a time, or every WARPS-th.
+//   2. A line of them is merged by a warp, or, where items are cut anywhere and lines are few, by all warps of a CTA. A
+//      lane has two chunks of 8 columns of each partial result. A warp takes 32 partial results at a time, or every
+//      WARPS-th.
 //
 // Partial results are added in the order of shares: the bits do not depend on who was first.
 //
@@ -188,7 +189,8 @@ extern "C" __global__ void __launch_bounds__(COMBINERS) dense_combine(const __gr
     // Items without rows have no partial results.
     auto is_left = [&](const Cut& cut) { return !split || __ldcg(p.plan + cut.first).w > 0; };
     const int units = cuts * item_lines;
-    const bool together = units <= int(gridDim.x);
+    // Equal splits are those of batch-invariant calls, too, whose bits do not depend on how many lines there are.
+    const bool together = !split && units <= int(gridDim.x);
     const int step = together ? int(gridDim.x) : int(gridDim.x) * WARPS;
 #pragma unroll 1
     for (int unit = together ? blockIdx.x : blockIdx.x * WARPS + warp; unit < units; unit += step) {
