@@ -18,6 +18,7 @@ from cases import (
     BATCHES,
     CACHE_OPS,
     DECODE,
+    DENSE,
     INDEXER,
     PORTABLE,
     PREFILL,
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
-GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *CACHE_OPS, *PORTABLE, *INDEXER]
+GROUPS = [*PREFILL, *SMALL_PREFILL, *DECODE, *BATCHES, *DENSE, *CACHE_OPS, *PORTABLE, *INDEXER]
 NOT_MEASURED = "Not measured yet."
 KERNEL_ROWS = {
     "localize": "localize topk", "globalize": "globalize topk", "merge_topk": "merge topk",
@@ -58,6 +59,7 @@ PLOTS = {
     "sparse_prefill": "![prefill: time of a query](../benchmarks/results/sparse_prefill.png)",
     "indexer": "![indexer: time of every row, and the best peer's](../benchmarks/results/indexer.png)",
 }  # by the record that a plot is made of
+DENSE_PLOT = "![dense decode: time against the floor of its bytes and of its arithmetic](../{})"
 ACCURACY = (
     "Distance to float64 on the same (dequantized) rows, ‖out − ref‖ / ‖ref‖, and the largest error of lse. FP8\n"
     "decode of V3.2's layout and bf16 prefill, 128 heads."
@@ -73,6 +75,11 @@ def load(name: str, folder: Path | None = None) -> dict[str, Any]:
     """A record; one without rows where it was never written. Those of another GPU stand in a folder of their own."""
     path = (folder or RESULTS) / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {"rows": []}
+
+
+def dense_records() -> list[Path]:
+    """The records of dense decode, one a GPU."""
+    return [path for folder in folders() if (path := folder / "dense_decode.json").exists()]
 
 
 def card(record: dict[str, Any]) -> str:
@@ -159,6 +166,7 @@ def performance() -> str:
     """Every group on every GPU with plots, then accuracy and host time."""
     parts = ["## Ratios", ratio_table(GROUPS)]
     parts += [text for record, text in PLOTS.items() if load(record)["rows"]]
+    parts += [DENSE_PLOT.format(path.relative_to(ROOT).with_suffix(".png")) for path in dense_records()]
     if load("accuracy")["rows"]:
         parts += ["## Accuracy", ACCURACY, accuracy_table()]
     if load("host_overhead")["rows"]:
@@ -565,6 +573,8 @@ def write() -> None:
         plot_prefill(RESULTS / "sparse_prefill.json")
     if load("indexer")["rows"]:
         plot_indexer(RESULTS / "indexer.json")
+    for path in dense_records():
+        plot_dense(path)
 
 
 def take_part(path: Path) -> None:

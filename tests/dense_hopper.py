@@ -60,7 +60,7 @@ def a_call_again_with_other_lengths(kind: Any, rng: np.random.Generator, b: int)
 
 def bits_of_a_request(kind: Any, rng: np.random.Generator, b: int) -> None:
     """They depend on nothing else in the batch, nor on the table's width, where a call asks for that."""
-    fmt, h_q = FORMATS[rng.integers(2)], int(rng.choice([1, 16]))  # few lines alone, more than CTAs with all
+    fmt, h_q = FORMATS[rng.integers(2)], int(rng.choice([3, 16]))  # few lines alone, more than CTAs with all
     of, q = in_cache(rng, fmt, some_lengths(rng, b), 64, 2), queries(rng, b, 2, h_q, fmt.d_qk)
     out, lse = run_dense(kind, q, of, batch_invariant=True)
     r = int(rng.integers(b))

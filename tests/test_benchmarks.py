@@ -95,6 +95,31 @@ def test_floors(module):
     assert floor("V32 h 16 b 1 s_q 1 topk 2048", 4) == pytest.approx(2048 * 656 / 8.5e6, rel=0.01)
 
 
+def test_rows_of_dense_decode(harness, module):
+    """Of each number of heads, within the ranges that targets name; each in a group that it is judged with."""
+    program, cases = module("dense_decode"), module("cases")
+    for seed in range(3):
+        rows = [*program.rows(random.Random(seed), False)]
+        assert Counter(row["h"] for row in rows) == dict.fromkeys(program.HEADS, program.DRAWN)
+        for row in rows:
+            assert 1 <= row["b"] <= 264
+            assert 64 <= row["length"] <= 131072
+            assert 1 <= row["s_q"] <= 4
+        for group in cases.DENSE:
+            held = [row for row in rows if group.holds(name := program.name_of(row), cases.numbers(name))]
+            assert len(held) >= 15
+
+
+def test_floor_of_dense_decode(module):
+    """Copying the rows, or multiplying them, whichever takes longer; rows that fit into L2 come from there."""
+    floor = module("cases").dense_floor_us
+    us, bound = floor([1_000_000, 1_000_000], 16)
+    assert (round(us), bound) == (271, "bytes")  # 1.152 GB at 4.25 TB/s
+    us, bound = floor([1_000_000], 512)
+    assert (round(us), bound) == (1372, "arithmetic")  # 2 x 10^6 x 512 x 1088 at 812 TFLOP/s
+    assert floor([1000], 16)[0] < floor([100_000], 16)[0] / 180
+
+
 def test_small_cases_are_of_every_operation(module, monkeypatch, rng):
     """Those of the table, with NumPy in the place of CuPy."""
     pytest.importorskip("cupy")
