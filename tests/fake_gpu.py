@@ -98,7 +98,6 @@ class FakeGPU:
         monkeypatch.setattr(driver, "allocate", lambda nbytes: self.malloc(nbytes).ptr)
         monkeypatch.setattr(prepared, "scratch_memory", cache(scratch_memory.__wrapped__))
         monkeypatch.setattr(Kernel, "load", load)
-        monkeypatch.setattr(Kernel, "submitter", lambda kernel, device: load(kernel, device).submit)
         for library in (TorchLibrary, CuPyLibrary):
             monkeypatch.setattr(library, "to_device", lambda library, device: nullcontext())
             monkeypatch.setattr(library, "stream_reader", lambda library, device: lambda: self.stream)
