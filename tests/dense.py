@@ -32,6 +32,11 @@ class Sees:
         return {"causal": self.causal} | ({} if self.window is None else {"window": self.window})
 
 
+def some_view(rng: np.random.Generator) -> Sees:
+    """Causal or not, mostly with a window."""
+    return Sees(bool(rng.integers(2)), [None, None, 1, 30, 200][rng.integers(5)])
+
+
 @dataclass
 class Requests:
     """Requests in a cache. All rows that no query of a request sees hold NaN, and blocks behind its last are strays."""

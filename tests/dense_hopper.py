@@ -8,7 +8,7 @@ import numpy as np
 
 from . import oracle
 from .cases import queries, sinks
-from .dense import Requests, Sees, check_dense, in_cache, off_zero, run_dense
+from .dense import Requests, check_dense, in_cache, off_zero, run_dense, some_view
 from .kinds import gapped
 
 FORMATS = (oracle.BF16_576, oracle.BF16_512)
@@ -19,10 +19,6 @@ def some_lengths(rng: np.random.Generator, b: int) -> np.ndarray:
     lens = rng.integers(0, 200, b)
     lens[rng.integers(b)] = rng.integers(300, 1500)
     return lens
-
-
-def some_view(rng: np.random.Generator) -> Sees:
-    return Sees(bool(rng.integers(2)), [None, None, 1, 30, 200][rng.integers(5)])
 
 
 def some_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, **options: Any) -> None:

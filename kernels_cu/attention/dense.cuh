@@ -27,9 +27,6 @@ __device__ __forceinline__ Seen seen_of_length(const DenseParams& p, int length,
     const int end = length - (p.causal ? p.tokens - 1 - token : 0);
     return {p.window > 0 ? max(end - p.window, 0) : 0, min(end, p.main.topk)};
 }
-__device__ __forceinline__ Seen rows_seen(const DenseParams& p, int request, int token) {
-    return seen_of_length(p, length_of_request(p, request), token);
-}
 
 // The block that holds a request's row; -1 if the table has no such row. Whether the cache has it is not looked at.
 __device__ __forceinline__ int32_t load_block(const DenseParams& p, int request, int32_t row) {

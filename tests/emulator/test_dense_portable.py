@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from cupy_mla.cuda.attention.choose import VARIABLE
-from cupy_mla.cuda.attention.kernels import portable
 
 from .. import oracle
 from ..cases import queries, sinks
-from ..dense import Requests, Sees, check_dense, in_cache, off_zero, run_dense
+from ..dense import Requests, check_dense, in_cache, off_zero, run_dense, some_view
 from ..kinds import gapped
 from ..ops import test_dense_decode as of_operation
 from .emulator import EmulatedGPU, needs_compiler
@@ -20,7 +19,6 @@ pytestmark = needs_compiler
 
 SHAPES = pytest.mark.parametrize("name", TILE_ROWS)
 FORMATS = pytest.mark.parametrize("fmt", oracle.FORMATS, ids=lambda fmt: fmt.name)
-FULL_HEADS = (*portable.HEADS, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +33,6 @@ def some_lengths(rng: np.random.Generator, b: int) -> np.ndarray:
     lens = rng.integers(0, 100, b)
     lens[rng.integers(b)] = rng.integers(200, 900)
     return lens
-
-
-def some_view(rng: np.random.Generator) -> Sees:
-    return Sees(bool(rng.integers(2)), [None, None, 1, 30, 200][rng.integers(5)])
 
 
 def check_products(emulated: EmulatedGPU, fmt: oracle.Format, of: Requests, h_q: int, tile_rows: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 from ....layouts import D_V, Layout
 from ... import structs
@@ -61,7 +61,7 @@ def memory_us(problem: DenseProblem) -> float:
     return (rows * problem.layout.token_bytes + lines * 2 * (problem.layout.d_qk + D_V)) / BYTES_US
 
 
-@cache
+@lru_cache(maxsize=1024)  # sizes have no end
 def _clusters(problem: DenseProblem) -> Clusters | None:
     """The largest clusters that all run at a time and of which each CTA may have a pair of tiles, but two."""
     if not problem.on_hopper or problem.batch_invariant:
