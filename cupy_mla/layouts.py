@@ -27,7 +27,7 @@ class Layout:
     """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
 
     Attributes:
-        name: "bf16", "v32_fp8", "v4_fp8" or "indexer_fp8".
+        name: "bf16", "v32_fp8", "v4_fp8", "indexer_fp8" or "indexer_mxfp4".
         d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
         d_nope, d_rope: values without and with rotary embedding; the former are the quantized ones.
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
@@ -142,7 +142,13 @@ INDEXER_FP8 = Layout(
     scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
 )  # fmt: skip
 
+INDEXER_MXFP4 = Layout(  # two e2m1 values a byte
+    "indexer_mxfp4", 128, 128, 0, token_bytes=68, row_stride=64, rope_offset=64,
+    scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=4,
+)  # fmt: skip
+
 ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8)  # told apart by dtype and last axis
+INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # likewise
 FP8_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and layout.rope_apart)
 FP8_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.rope_apart)
 
@@ -186,7 +192,7 @@ def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
     """
     if isinstance(name, Layout):
         return name
-    known = (*ATTENTION_LAYOUTS, INDEXER_FP8)
+    known = (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS)
     require_choice("layout", name, names(known))
     if name in BF16_576.names:
         if require_integer("d_qk", d_qk, 1) not in (576, 512):

@@ -12,7 +12,7 @@ from ..checks.validate import cache_layout, require_cache
 from ..checks.values import check_blocks, check_lengths, check_workspace
 from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8
+from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_LAYOUTS
 from ..reference import gather as reference
 from ..typing import AnyArray
 
