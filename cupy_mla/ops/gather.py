@@ -20,7 +20,8 @@ __all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_a
 
 GATHERERS = {
     **dict.fromkeys(FP8_OF_V32, "cp_gather_and_upconvert_fp8_kv_cache"),
-    **dict.fromkeys(FP8_OF_V4, "dequantize_and_gather_k_cache"), INDEXER_FP8: "cp_gather_indexer_k_quant_cache",
+    **dict.fromkeys(FP8_OF_V4, "dequantize_and_gather_k_cache"),
+    **dict.fromkeys(INDEXER_LAYOUTS, "cp_gather_indexer_k_quant_cache"),
 }  # fmt: skip
 
 

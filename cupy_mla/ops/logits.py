@@ -195,8 +195,8 @@ def widen_mxfp4(codes: A, scales: AnyArray, weights: AnyArray | None = None) -> 
 
     GPUs below sm_100 cannot multiply e2m1. A row's four scales become one: `factor` is the largest of them times 2**-6,
     and a value becomes `e2m1 * 2**(6 - below)` where its group's scale is `2**-below` of the largest. The numbers are
-    the same up to `below = 14`. Values of groups further below are rounded to multiples of 2**-15 times the largest scale,
-    and a factor below 2**-126 is zero.
+    the same up to `below = 14`. Values of groups further below are rounded to multiples of 2**-15 times the largest
+    scale, and a factor below 2**-126 is zero.
 
     Args:
         codes: [N, 64] or [T, H, 64] uint8, two values a byte, rows at multiples of 4 bytes.
