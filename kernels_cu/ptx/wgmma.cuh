@@ -163,6 +163,10 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
     }
 
 template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[16], uint64_t a, uint64_t b) {
+    WGMMA_E4M3("n32", R16, C16, "%16, %17, %18");
+}
+template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[32], uint64_t a, uint64_t b) {
     WGMMA_E4M3("n64", R32, C32, "%32, %33, %34");
 }
@@ -177,6 +181,39 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[96], uint64_t a, uint64_t 
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[128], uint64_t a, uint64_t b) {
     WGMMA_E4M3("n256", R128, C128, "%128, %129, %130");
+}
+
+// ... or A in registers.
+#define WGMMA_E4M3_REGISTERS_AS(shape, registers, outputs, inputs)                                               \
+    asm volatile("wgmma.mma_async.sync.aligned.m64" shape "k32.f32.e4m3.e4m3 {" registers "}, " inputs ", 1, 1;" \
+                 : outputs                                                                                       \
+                 : A_REGISTERS, "l"(b), "n"(SUM == Sum::ADD))
+#define WGMMA_E4M3_REGISTERS(shape, registers, outputs, inputs)           \
+    if constexpr (SUM == Sum::SET) {                                      \
+        WGMMA_E4M3_REGISTERS_AS(shape, registers, outputs("=f"), inputs); \
+    } else {                                                              \
+        WGMMA_E4M3_REGISTERS_AS(shape, registers, outputs("+f"), inputs); \
+    }
+
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3_REGISTERS("n32", R16, C16, "{%16, %17, %18, %19}, %20, %21");
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3_REGISTERS("n64", R32, C32, "{%32, %33, %34, %35}, %36, %37");
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3_REGISTERS("n128", R64, C64, "{%64, %65, %66, %67}, %68, %69");
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[96], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3_REGISTERS("n192", R96, C96, "{%96, %97, %98, %99}, %100, %101");
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3_REGISTERS("n256", R128, C128, "{%128, %129, %130, %131}, %132, %133");
 }
 
 #undef C4_AT
@@ -200,4 +237,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[128], uint64_t a, uint64_t
 #undef WGMMA
 #undef WGMMA_E4M3_AS
 #undef WGMMA_E4M3
+#undef WGMMA_E4M3_REGISTERS_AS
+#undef WGMMA_E4M3_REGISTERS
 #undef A_REGISTERS
