@@ -58,6 +58,12 @@ __device__ __forceinline__ Query query_by_branch(const AttentionParams& p, int i
     return p.s_q == 1 ? Query{index, index, 0} : query_of(p, index);
 }
 
+// The query and head that a line of a work item's Q, S and O belongs to.
+struct Line {
+    Query query;
+    int head;  // h_q or more: the line is padding
+};
+
 // Whether list lengths are read from memory, where the launch before may have written them.
 __device__ __forceinline__ bool has_lengths(const AttentionParams& p) {
     return p.main.lengths != nullptr || p.extra.lengths != nullptr;
