@@ -70,10 +70,10 @@ def _chosen(problem: DenseProblem) -> Division | None:
 def _candidates(problem: DenseProblem) -> Iterator[Division]:
     """Whole items, clusters and shares, or what is asked for."""
     kind, fields = parse(problem.division) if problem.division else (None, {})
-    for division in _offered(problem):
-        made = division._replace(**fields) if isinstance(division, kind or type(division)) else None
-        if made is not None and _fits(problem, made):
-            yield made
+    for offered in _offered(problem):
+        division: Any = offered
+        if kind in (None, type(division)) and _fits(division._replace(**fields)):
+            yield division._replace(**fields)
 
 
 def _offered(problem: DenseProblem) -> Iterator[Division]:
@@ -96,7 +96,7 @@ def _offered(problem: DenseProblem) -> Iterator[Division]:
             yield Clusters(lines, fitting[-1], fitting[-1])
 
 
-def _fits(problem: DenseProblem, division: Any) -> bool:
+def _fits(division: Any) -> bool:
     """Whether the kernel is built for a division of a kind that it has."""
     if division.heads not in LINES:
         return False
