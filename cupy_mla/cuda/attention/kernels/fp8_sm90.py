@@ -32,15 +32,26 @@ MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA mer
 SPILL_BYTES = {WHOLE: 0, CLUSTERS: 0, SHARES: 0, SEGMENTS: 20, TEAMS: 0}
 
 
+def defines(layout: Layout, lines: int, division: int, dense: bool = False) -> dict[str, int | str]:
+    """The constants that the pipeline is compiled with.
+
+    Args:
+        lines: of a work item.
+        division: of `kernels_cu/attention/division/division.cuh`.
+        dense: rows come from a block table.
+    """
+    return {
+        **layout.defines(), "D_V": D_V, "HEADS": lines, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
+        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
+        "DENSE": int(dense),
+    }  # fmt: skip
+
+
 @cache
 def kernel(layout: Layout, heads: int, division: int) -> Kernel:
     """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`."""
-    defines = {
-        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
-        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
-    }  # fmt: skip
     return Kernel(
-        "attention/fp8_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        "attention/fp8_sm90.cu", structs.ATTENTION, defines(layout, heads, division), archs=("90a",), target="90a",
         spill_bytes=SPILL_BYTES[division], max_cluster=MAX_CLUSTER if division == CLUSTERS else 1, overlaps=True,
     )  # fmt: skip
 
