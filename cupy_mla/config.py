@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
-from .checks.options import LARGEST_INT, require_choice, require_integer
+from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
 from .typing import CacheLayout, ModelKind
 
 
@@ -32,6 +32,9 @@ class SparseMLAConfig:
             heads than this; with more, prefills go to the prefill kernel over gathered rows.
         model: kind of the model, "v32" or "v4"; None becomes "v4" where d_qk is 512, else "v32".
         max_workspace_bytes: most memory that the indexer's logits take at a time.
+        dense_when_short: of V3.2 layers, whose index lists name every token that a query token sees where these are at
+            most `topk`, as an indexer's do. Decodes of such contexts then attend over all rows, without lists, where
+            that is faster: see `SparseMLAMetadata.dense_decodes`.
 
     Raises:
         TypeError, ValueError: a field is of another type or out of its range, or no model has such layers; the message
@@ -53,6 +56,7 @@ class SparseMLAConfig:
     mixed_below_heads: int = 64
     model: ModelKind | None = None
     max_workspace_bytes: int = 512 << 20
+    dense_when_short: bool = False
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -62,6 +66,7 @@ class SparseMLAConfig:
             ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        require_bool("dense_when_short", self.dense_when_short)
         if self.max_num_seqs * (1 + self.num_speculative_tokens) > LARGEST_INT:
             raise ValueError(
                 f"num_speculative_tokens: int32 cannot count the query tokens of {self.max_num_seqs} decodes "
@@ -78,6 +83,8 @@ class SparseMLAConfig:
             raise ValueError(f"d_qk of a V4 model must be 512, got {self.d_qk}")
         if self.layout.quantized and self.layout.rope_apart == self.is_v4:
             raise ValueError(f"cache_layout: models of kind {self.model!r} have no caches {self.cache_layout!r}")
+        if self.is_v4 and self.dense_when_short:
+            raise ValueError("dense_when_short: layers of models of kind 'v4' have no lists of all tokens")
         if self.compress_ratio not in (1, 4, 128):
             raise ValueError(f"compress_ratio must be 1, 4 or 128, got {self.compress_ratio}")
         if self.compress_ratio > 1 and not self.is_v4:
