@@ -6,7 +6,6 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 
-
 // --- a work item ----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void release_q(const Role& r) {

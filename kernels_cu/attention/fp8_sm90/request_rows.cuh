@@ -13,7 +13,8 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
     const int count = w.count();
     const int tiles = max(ceil_div(count, UNIT_TILES) * UNIT_TILES, 1);  // with those that have no rows
     // Lanes 0 .. 15 have a row each.
-    const int own = STAGE_ROWS * stage_of_copier(lane / WARP_ROWS, warp) + warp % COPIERS * WARP_ROWS + lane % WARP_ROWS;
+    const int own =
+        STAGE_ROWS * stage_of_copier(lane / WARP_ROWS, warp) + warp % COPIERS * WARP_ROWS + lane % WARP_ROWS;
     auto row_of = [&](int n) { return w.tile(n) * TILE_ROWS + own; };
     auto load = [&](int n) {
         const bool there = lane < 16 && n < count && row_of(n) < w.main_length;

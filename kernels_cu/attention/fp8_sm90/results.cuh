@@ -232,7 +232,8 @@ __device__ __forceinline__ void merge_partials(const AttentionParams& p, const Q
         const Line line = line_at(p, query, first_head + local);
         if (line.head >= p.h_q) return;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) write_output(p, line.query, line.head, column + COLUMNS_APART * i, v[2 * i], v[2 * i + 1]);
+        for (int i = 0; i < 4; ++i)
+            write_output(p, line.query, line.head, column + COLUMNS_APART * i, v[2 * i], v[2 * i + 1]);
     };
     partials.merge_share<CONSUMERS>(weights, line_of_chunk, column_of_chunk, finish, sync_consumers, store);
 }
