@@ -13,10 +13,12 @@ Operand: TypeAlias = Any  # an `Array`, or a NumPy view
 
 
 class QuantizeQ(NamedTuple):
-    """Of `quantize_indexer_q`, which has them under the same names.
+    """Of `quantize_indexer_q` and `quantize_indexer_q_mxfp4`, which have them under the same names.
 
     Attributes:
-        q8, w: the results.
+        scale_format: "fp32", "ue8m0" or "mxfp4".
+        codes, w: the results; codes are e4m3, or with `scales` e2m1.
+        scales: a result as well, or None.
     """
 
     q: Operand
@@ -26,8 +28,9 @@ class QuantizeQ(NamedTuple):
     rope_first: bool
     interleaved: bool
     scale_format: str
-    q8: Operand
+    codes: Operand
     w: Operand
+    scales: Operand | None = None
 
 
 class RaggedKeys(NamedTuple):
