@@ -35,8 +35,8 @@ A = TypeVar("A", bound=AnyArray)
 ScaleFormat = Literal["fp32", "ue8m0"]
 """How scales of FP8 rows are chosen: any float32, or powers of two."""
 
-ModelKind = Literal["v32", "v4"]
-"""Kinds of models: DeepSeek-V3.2 and those like it, DeepSeek-V4."""
+ModelKind = Literal["v32", "v4", "v41"]
+"""Kinds of models: DeepSeek-V3.2 and those like it, DeepSeek-V4, DeepSeek-V4.1."""
 
 LibraryName = Literal["numpy", "cupy", "torch"]
 """Kinds of arrays."""
