@@ -13,10 +13,12 @@ Operand: TypeAlias = Any  # an `Array`, or a NumPy view
 
 
 class QuantizeQ(NamedTuple):
-    """Of `quantize_indexer_q`, which has them under the same names.
+    """Of `quantize_indexer_q` and `quantize_indexer_q_mxfp4`, which have them under the same names.
 
     Attributes:
-        q8, w: the results.
+        scale_format: "fp32", "ue8m0" or "mxfp4".
+        codes, w: the results; codes are e4m3, or with `scales` e2m1.
+        scales: a result as well, or None.
     """
 
     q: Operand
@@ -26,8 +28,9 @@ class QuantizeQ(NamedTuple):
     rope_first: bool
     interleaved: bool
     scale_format: str
-    q8: Operand
+    codes: Operand
     w: Operand
+    scales: Operand | None = None
 
 
 class RaggedKeys(NamedTuple):
@@ -83,6 +86,9 @@ class SwaWindows(NamedTuple):
     block_table: Operand
     block_size: int
     window_size: int
+    replay_start: Operand | None
+    left_visible: Operand | None
+    right_visible: Operand | None
     out: Operand
     lens: Operand
 
@@ -92,6 +98,8 @@ class CombinedLists(NamedTuple):
 
     Attributes:
         rows, compressed_rows: of a request in the workspace; M and N there.
+        left_visible, right_visible: [T] int32, or None.
+        most: entries that a window may have.
         out, lens: the results.
     """
 
@@ -104,8 +112,33 @@ class CombinedLists(NamedTuple):
     topk: int
     rows: int
     compressed_rows: int
+    left_visible: Operand | None
+    right_visible: Operand | None
+    most: int
     out: Operand
     lens: Operand
+
+
+class CompressedSlots(NamedTuple):
+    """Of `get_compressed_slot_mapping`, which has most of them under the same names.
+
+    Attributes:
+        slot_mapping: [at least num_tokens] int64, or None.
+        world_size, rank, interleave: the ranks that share the rows out, and which of them this is.
+        out: the result.
+    """
+
+    num_tokens: int
+    query_start_loc: Operand
+    seq_lens: Operand
+    block_table: Operand
+    block_size: int
+    compress_ratio: int
+    slot_mapping: Operand | None
+    world_size: int
+    rank: int
+    interleave: int
+    out: Operand
 
 
 class C128aLists(NamedTuple):
@@ -128,6 +161,7 @@ class Conversion(NamedTuple):
     """Of `convert_req_index_to_global_index` and its relatives, which have the first seven under the same names.
 
     Attributes:
+        block_stride_rows: rows from a block's first row to the next block's; None: `block_size`.
         valid_counts: [T] int32, how many entries of each row are not -1; None: nobody asks.
         ends: [T] int32, the place behind each row's last entry that is not -1; None: nobody asks.
         is_valid_token: [T] bool; tokens that are not valid count 0. None: all are.
@@ -140,6 +174,7 @@ class Conversion(NamedTuple):
     prefill_request_ids: Operand | None
     prefill_workspace_starts: Operand | None
     out: Operand
+    block_stride_rows: int | None = None
     valid_counts: Operand | None = None
     ends: Operand | None = None
     is_valid_token: Operand | None = None

@@ -27,7 +27,7 @@ class Layout:
     """How one token's latent KV row lies in a paged cache. All offsets and sizes are in bytes, widths in values.
 
     Attributes:
-        name: "bf16", "v32_fp8", "v4_fp8", "plain_fp8" or "indexer_fp8".
+        name: "bf16", "v32_fp8", "v4_fp8", "plain_fp8", "indexer_fp8" or "indexer_mxfp4".
         d_qk: values a row has for Q.K (its first `D_V` values are V); 576 or 512 (128 for the indexer).
         d_nope, d_rope: the values that are quantized, and the bf16 ones behind them (the RoPE part of V3.2 and V4).
         token_bytes: bytes a token takes in the cache array (its last axis times the item size).
@@ -160,8 +160,14 @@ INDEXER_FP8 = Layout(
     scale_kind="fp32", scale_tile=128, scale_offset=-1, scale_stride=4,
 )  # fmt: skip
 
+INDEXER_MXFP4 = Layout(  # two e2m1 values a byte
+    "indexer_mxfp4", 128, 128, 0, token_bytes=68, row_stride=64, rope_offset=64,
+    scale_kind="ue8m0", scale_tile=32, scale_offset=-1, scale_stride=4,
+)  # fmt: skip
+
 # Told apart by dtype and last axis.
 ATTENTION_LAYOUTS = (BF16_576, BF16_512, V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)
+INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_MXFP4)  # likewise
 FP8_OF_V32 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.quantized and not layout.of_v4)
 FP8_OF_V4 = tuple(layout for layout in ATTENTION_LAYOUTS if layout.of_v4)
 
@@ -207,7 +213,7 @@ def by_name(name: str | Layout, d_qk: int = 576) -> Layout:
     """
     if isinstance(name, Layout):
         return name
-    known = (*ATTENTION_LAYOUTS, INDEXER_FP8)
+    known = (*ATTENTION_LAYOUTS, *INDEXER_LAYOUTS)
     require_choice("layout", name, names(known))
     widths = {layout.d_qk: layout for layout in known if name in layout.names}
     if len(widths) == 1:

@@ -213,7 +213,9 @@ def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 DIVISOR = Struct("Divisor", value=UINT32, multiplier=UINT32, shift=UINT32)  # rows/block_table.cuh
 INTEGERS = Struct("Integers", first=POINTER, wide=INT32)
-BLOCK_TABLE = Struct("BlockTable", blocks=POINTER, stride=INT64, num_requests=INT32, width=INT32, block_size=DIVISOR)
+BLOCK_TABLE = Struct(
+    "BlockTable", blocks=POINTER, stride=INT64, num_requests=INT32, width=INT32, block_size=DIVISOR, block_stride=INT32
+)
 OWNERSHIP = Struct("Ownership", interleave=DIVISOR, turn=DIVISOR, rank=INT32)  # indices/ownership.cuh
 QUERIES = Struct("Queries", starts=POINTER, seq_lens=POINTER, num_requests=INT32, num_tokens=INT32)
 

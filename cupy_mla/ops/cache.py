@@ -13,7 +13,7 @@ from ..checks.validate import ALIGNMENT, INDEXER_ALIGNMENT, cache_layout, requir
 from ..checks.values import check_slots
 from ..cuda import cache as cuda
 from ..dtypes import BFLOAT16, FLOAT32, INT32, INT64
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8
+from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, INDEXER_FP8, INDEXER_LAYOUTS
 from ..reference import cache as reference
 from ..typing import A, AnyArray, CacheLayout, CallScale, ScaleFormat, WritableLayout
 from .scales import scale_of_rows
@@ -24,7 +24,7 @@ SCALE_FORMATS = ("fp32", "ue8m0")
 LAYOUTS = tuple(layout for layout in ATTENTION_LAYOUTS if layout not in FP8_OF_V4)  # `concat_and_cache_mla` writes
 WRITERS = {
     **dict.fromkeys(LAYOUTS, "concat_and_cache_mla"), **dict.fromkeys(FP8_OF_V4, "quantize_and_insert_k_cache"),
-    INDEXER_FP8: "indexer_k_quant_and_cache",
+    **dict.fromkeys(INDEXER_LAYOUTS, "indexer_k_quant_and_cache"),
 }  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def unpack_rows(cache: A, slots: AnyArray, *, out: A | None = None, k_scale: Cal
 
 
 def empty_cache(
-    layout: CacheLayout | Literal["indexer_fp8"] | layouts.Layout,
+    layout: CacheLayout | Literal["indexer_fp8", "indexer_mxfp4"] | layouts.Layout,
     num_blocks: int,
     block_size: int,
     place: tuple[str, int] = ("numpy", HOST),
@@ -169,7 +169,7 @@ def empty_cache(
 
     Args:
         layout: one of `cupy_mla.layouts`, or its name: "bf16", "v32_fp8" (vLLM: "fp8_ds_mla"), "v4_fp8", "plain_fp8"
-            (vLLM: "fp8", "fp8_e4m3"), and "indexer_fp8" for keys of the indexer.
+            (vLLM: "fp8", "fp8_e4m3"), and "indexer_fp8" or "indexer_mxfp4" for keys of the indexer.
         num_blocks: blocks of the cache.
         block_size: rows a block: tokens, or of a compressed cache `block_size // compress_ratio` of its config.
         place: where it lives: (kind of array, device), for instance ("torch", 0); `Place.of(array)` gives that of an

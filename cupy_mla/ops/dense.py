@@ -13,15 +13,18 @@ import numpy as np
 from .. import arrays, layouts
 from ..arguments import DenseDecode
 from ..arrays import Array
-from ..bridges import bind
+from ..bridges import Place, bind
 from ..calls.operation import operation
 from ..checks.options import require_bool, require_integer, require_scale
 from ..checks.validate import cache_layout, require_cache, require_heads
 from ..checks.values import check_blocks, check_lengths
+from ..cuda import driver
 from ..cuda.attention import dense as cuda
+from ..cuda.attention.choose import asked
 from ..cuda.attention.divide import MAX_SPLITS
+from ..cuda.attention.problem import DenseProblem
 from ..dtypes import BFLOAT16, FLOAT32, INT32
-from ..layouts import D_V
+from ..layouts import D_V, Layout
 from ..reference import dense as reference
 from ..typing import A, AnyArray, CallScale
 from .attention import HEAD_DIMS
@@ -199,6 +202,26 @@ def decode(
     )
     place.call(launcher, reference.dense_decode, arguments)
     return out_.obj, lse_.obj
+
+
+def faster_than_lists(place: Place, layout: Layout, shape: tuple[int, int, int], width: int, block_size: int) -> bool:
+    """Whether decodes that may see all their rows take less time by `dense_decode` than by index lists that name them.
+
+    On a GPU that follows from what both are to take, and is no where a kernel or a division is forced. On the CPU it
+    is so always.
+
+    Args:
+        place: where the arrays are.
+        layout: of the cache.
+        shape: requests, query tokens of each, and heads.
+        width, block_size: blocks that a request may have, and their rows.
+    """
+    if not place.on_gpu:
+        return True
+    requests, tokens, heads = shape
+    rows = width * block_size
+    problem = DenseProblem(driver.gpu(place.device), layout, heads, tokens, requests, rows, rows, block_size)
+    return asked() == ("", "") and cuda.faster_than_lists(problem)
 
 
 def _check_rows(table: Array, lens: Array, cache: Array, window: int, tokens: int) -> None:

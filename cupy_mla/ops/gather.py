@@ -12,7 +12,7 @@ from ..checks.validate import cache_layout, require_cache
 from ..checks.values import check_blocks, check_lengths, check_workspace
 from ..cuda import gather as cuda
 from ..dtypes import BFLOAT16, INT32
-from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8
+from ..layouts import BF16_576, FP8_OF_V4, FP8_OF_V32, INDEXER_LAYOUTS
 from ..reference import gather as reference
 from ..typing import AnyArray, CallScale
 from .scales import scale_of_rows
@@ -21,7 +21,8 @@ __all__ = ["concat_mla_q", "cp_gather_and_upconvert_fp8_kv_cache", "dequantize_a
 
 GATHERERS = {
     **dict.fromkeys(FP8_OF_V32, "cp_gather_and_upconvert_fp8_kv_cache"),
-    **dict.fromkeys(FP8_OF_V4, "dequantize_and_gather_k_cache"), INDEXER_FP8: "cp_gather_indexer_k_quant_cache",
+    **dict.fromkeys(FP8_OF_V4, "dequantize_and_gather_k_cache"),
+    **dict.fromkeys(INDEXER_LAYOUTS, "cp_gather_indexer_k_quant_cache"),
 }  # fmt: skip
 
 
