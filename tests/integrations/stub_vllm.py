@@ -75,6 +75,7 @@ SOURCES = {
         @dataclass
         class CommonAttentionMetadata:
             query_start_loc: Any
+            query_start_loc_cpu: Any
             seq_lens: Any
             num_reqs: int
             num_actual_tokens: int
