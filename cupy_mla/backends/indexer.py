@@ -19,7 +19,7 @@ from ..metadata.indexer import (
     require_indexed,
 )
 from ..ops.cache import SCALE_FORMATS
-from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, require_indexer_cache
+from ..ops.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache, indexer_layout
 from ..ops.logits import HEADS, D
 from ..ops.topk import MAX_K, select_rows, select_rows_paged
 from ..typing import A, AnyArray, ScaleFormat
@@ -114,7 +114,7 @@ class IndexerImpl:
             self._reserve(place, heads)
             chosen.obj[...] = -1
             return chosen.obj[:tokens]
-        require_indexer_cache(cache)
+        indexer_layout(cache)
         if cache.shape[1] != self.config.rows_per_block:
             raise ValueError(
                 f"kv_cache: expected {self.config.rows_per_block} rows a block (config), got {cache.shape[1]}"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ..bridges import to_numpy
-from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
+from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64, UINT8
 from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
 from ..typing import A, AnyArray
 from . import (
@@ -194,6 +194,23 @@ TABLE = (
         results=(Result("q8", lambda q, **_: q.shape, E4M3), Result("w", lambda weights, **_: weights.shape, FLOAT32)),
     ),
     Operation(
+        logits.quantize_indexer_q_mxfp4,
+        examples.quantize_q_mxfp4_calls,
+        results=(
+            Result("q4", lambda q, **_: (*q.shape[:2], q.shape[2] // 2), UINT8),
+            Result("scales", lambda q, **_: (*q.shape[:2], logits.SCALES), UINT8),
+            Result("w", lambda weights, **_: weights.shape, FLOAT32),
+        ),
+    ),
+    Operation(
+        logits.widen_mxfp4,
+        examples.widen_mxfp4_calls,
+        results=(
+            Result("values", lambda codes, **_: (*codes.shape[:-1], logits.D), E4M3),
+            Result("factors", lambda codes, **_: codes.shape[:-1], FLOAT32),
+        ),
+    ),
+    Operation(
         logits.indexer_logits,
         examples.logits_calls,
         results=(Result("out", _logits_shape, FLOAT32),),
@@ -262,7 +279,14 @@ TABLE = (
         swa.compute_swa_indices_and_lens,
         examples.swa_calls,
         results=(
-            Result("out", lambda token_to_req, window_size, **_: (token_to_req.shape[0], window_size), INT32),
+            Result(
+                "out",
+                lambda token_to_req, window_size, max_image_tokens=0, **_: (
+                    token_to_req.shape[0],
+                    swa.window_width(window_size, max_image_tokens),
+                ),
+                INT32,
+            ),
             Result("lens", lambda token_to_req, **_: token_to_req.shape, INT32),
         ),
         layouts=FP8_OF_V4,
@@ -279,9 +303,9 @@ TABLE = (
         results=(
             Result(
                 "out",
-                lambda topk_indices, topk, window_size, **_: (
+                lambda topk_indices, topk, window_size, max_image_tokens=0, **_: (
                     topk_indices.shape[0],
-                    swa.combined_width(topk, window_size),
+                    swa.combined_width(topk, window_size, max_image_tokens),
                 ),
                 INT32,
             ),

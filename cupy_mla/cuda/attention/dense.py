@@ -16,7 +16,14 @@ from ..paging import block_table, divisor
 from ..program import Program
 from . import choose
 from .call import ALIGNED_ROWS, DECODE, NO_SOURCE, aligned_rows, decode_fields, params_of
-from .kernels import dense_cluster_sm90, dense_portable, dense_portable_99kb, dense_sm90, dense_whole_sm90
+from .kernels import (
+    dense_cluster_sm90,
+    dense_fp8_sm90,
+    dense_portable,
+    dense_portable_99kb,
+    dense_sm90,
+    dense_whole_sm90,
+)
 from .problem import DenseProblem, Problem
 
 LARGEST = 2**31 - 1  # int32
@@ -27,7 +34,8 @@ LISTS_US, LIST_US = 2.0, 0.006
 # `kernels()`, all variants.
 KERNELS: dict[str, ModuleType] = dict(
     zip(
-        choose.DENSE_NAMES, (dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_portable, dense_portable_99kb),
+        choose.DENSE_NAMES,
+        (dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90, dense_portable, dense_portable_99kb),
         strict=True,
     )
 )  # fmt: skip
