@@ -65,9 +65,11 @@ def as_torch(array: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mode", "place"), [(None, "CUSTOM"), ("", "CUSTOM"), ("custom", "CUSTOM"), ("override", "FLASHMLA_SPARSE")]
-)
-def test_registers(vllm, monkeypatch, mode: str | None, place: str) -> None:
+    ("mode", "place", "path"),
+    [*((mode, "CUSTOM", "custom.sparse_mla") for mode in (None, "", "custom")),
+     ("override", "FLASHMLA_SPARSE", "sparse_mla.CupyMLASparseBackend")],
+)  # fmt: skip
+def test_registers(vllm, monkeypatch, mode: str | None, place: str, path: str) -> None:
     """The class that it names is the backend; asking for it is what imports the adapter."""
     monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
     if mode is not None:
@@ -75,7 +77,7 @@ def test_registers(vllm, monkeypatch, mode: str | None, place: str) -> None:
     plugin.register()
     plugin.register()
     registered = loaded("vllm.v1.attention.backends.registry").registered
-    assert registered == {place: "cupy_mla.integrations.vllm.sparse_mla.CupyMLASparseBackend"}
+    assert registered == {place: f"cupy_mla.integrations.vllm.{path}"}
     assert f"{plugin.__name__}.sparse_mla" not in sys.modules
     assert "vllm.v1.attention.backends.mla.flashmla_sparse" not in sys.modules
 
@@ -84,7 +86,7 @@ def test_registers_in_a_later_vllm(vllm_33, monkeypatch, caplog) -> None:
     monkeypatch.delenv("CUPY_MLA_VLLM", raising=False)
     plugin.register()
     registered = loaded("vllm.v1.attention.backends.registry").registered
-    assert registered == {"CUSTOM": "cupy_mla.integrations.vllm.sparse_mla_common.CupyMLASparseBackend"}
+    assert registered == {"CUSTOM": "cupy_mla.integrations.vllm.custom.sparse_mla_common"}
     assert caplog.records == []
 
 
@@ -199,11 +201,13 @@ def test_another_vllm_is_left_alone(package, tmp_path, vllm, monkeypatch, caplog
 
 def test_the_stand_ins_are_what_the_adapter_needs(package) -> None:
     assert plugin.missing(package, plugin.FLASHMLA_SPARSE) == []
+    assert plugin.missing(package, plugin.DENSE_MLA) == []
     assert plugin.missing(package, plugin.DEEPSEEK_V4) == []
 
 
 def test_the_later_stand_ins_are_what_the_adapter_needs(package_33) -> None:
     assert plugin.missing(package_33, plugin.SPARSE_MLA_COMMON) == []
+    assert plugin.missing(package_33, plugin.DENSE_MLA) == []
     assert plugin.missing(package_33, plugin.DEEPSEEK_V4) == []
 
 
