@@ -124,6 +124,9 @@ class SwaWindows(NamedTuple):
     block_table: Operand
     block_size: int
     window_size: int
+    replay_start: Operand | None
+    left_visible: Operand | None
+    right_visible: Operand | None
     out: Operand
     lens: Operand
 
@@ -133,6 +136,8 @@ class CombinedLists(NamedTuple):
 
     Attributes:
         rows, compressed_rows: of a request in the workspace; M and N there.
+        left_visible, right_visible: [T] int32, or None.
+        most: entries that a window may have.
         out, lens: the results.
     """
 
@@ -145,8 +150,33 @@ class CombinedLists(NamedTuple):
     topk: int
     rows: int
     compressed_rows: int
+    left_visible: Operand | None
+    right_visible: Operand | None
+    most: int
     out: Operand
     lens: Operand
+
+
+class CompressedSlots(NamedTuple):
+    """Of `get_compressed_slot_mapping`, which has most of them under the same names.
+
+    Attributes:
+        slot_mapping: [at least num_tokens] int64, or None.
+        world_size, rank, interleave: the ranks that share the rows out, and which of them this is.
+        out: the result.
+    """
+
+    num_tokens: int
+    query_start_loc: Operand
+    seq_lens: Operand
+    block_table: Operand
+    block_size: int
+    compress_ratio: int
+    slot_mapping: Operand | None
+    world_size: int
+    rank: int
+    interleave: int
+    out: Operand
 
 
 class C128aLists(NamedTuple):
@@ -169,6 +199,7 @@ class Conversion(NamedTuple):
     """Of `convert_req_index_to_global_index` and its relatives, which have the first seven under the same names.
 
     Attributes:
+        block_stride_rows: rows from a block's first row to the next block's; None: `block_size`.
         valid_counts: [T] int32, how many entries of each row are not -1; None: nobody asks.
         ends: [T] int32, the place behind each row's last entry that is not -1; None: nobody asks.
         is_valid_token: [T] bool; tokens that are not valid count 0. None: all are.
@@ -181,6 +212,7 @@ class Conversion(NamedTuple):
     prefill_request_ids: Operand | None
     prefill_workspace_starts: Operand | None
     out: Operand
+    block_stride_rows: int | None = None
     valid_counts: Operand | None = None
     ends: Operand | None = None
     is_valid_token: Operand | None = None
@@ -190,15 +222,20 @@ class Prefill(NamedTuple):
     """Of `sparse_prefill`: shapes and dtypes are those of `cupy_mla.sparse_prefill`, without axes of length 1.
 
     Attributes:
+        layout: of the rows.
+        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
         sink: [h_q], or None.
         length: [s_q], or None.
         out, max_logits, lse: are written.
     """
 
+    layout: Layout
     q: Operand
     kv: Operand
     indices: Operand
     sm_scale: float
+    q_scale: Operand
+    k_scale: Operand
     sink: Operand
     length: Operand
     out: Operand
@@ -211,6 +248,7 @@ class Decode(NamedTuple):
 
     Attributes:
         layout: of the caches.
+        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
         sink: [h_q], or None.
         length: [b], of the main lists, or None.
         extra, extra_indices, extra_length: of the second cache, or None.
@@ -223,6 +261,8 @@ class Decode(NamedTuple):
     cache: Operand
     indices: Operand
     sm_scale: float
+    q_scale: Operand = 1.0
+    k_scale: Operand = 1.0
     sink: Operand = None
     length: Operand = None
     extra: Operand = None
@@ -238,6 +278,7 @@ class DenseDecode(NamedTuple):
 
     Attributes:
         layout: of the cache.
+        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
         window: rows that a query sees at most, the last ones; 0: all.
         sink: [h_q], or None.
         num_splits: splits of each request's rows; None: to be chosen.
@@ -250,6 +291,8 @@ class DenseDecode(NamedTuple):
     block_table: Operand
     seq_lens: Operand
     sm_scale: float
+    q_scale: Operand
+    k_scale: Operand
     causal: bool
     window: int
     sink: Operand

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
-from .checks.options import LARGEST_INT, require_choice, require_integer
+from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
 from .typing import CacheLayout, ModelKind
+
+C128A = 128  # compress ratio of V4 layers that attend every complete compressed row
+RATIOS = {"v32": (1,), "v4": (1, 4, C128A), "v41": (0, 1, 2)}  # compress ratios of the layers of each kind of model
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class SparseMLAConfig:
 
     Attributes:
         num_heads: query heads on this rank, 1 to 128.
-        d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, and models of the V3.2 kind without RoPE).
+        d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, V4.1, and models of the V3.2 kind without RoPE).
         d_v: value width, 512.
         topk: KV tokens the indexer chooses for each query token.
         block_size: tokens a block of the paged cache; with compression a multiple of `compress_ratio`, for a block
@@ -26,12 +29,17 @@ class SparseMLAConfig:
         max_num_batched_tokens: most query tokens in a batch.
         max_model_len: longest sequence, in tokens.
         num_speculative_tokens: query tokens a decode has beyond its first.
-        compress_ratio: 1 (no compression); of V4 layers also 4 (C4A) or 128 (C128A).
-        window: length of the sliding window of V4 layers, in tokens.
+        compress_ratio: tokens that a row of the compressed cache stands for. What it may be, and what 1 means, the
+            model says: "v32" 1 (no compression); "v4" 1 (a sliding window alone), 4 (C4A) or 128 (C128A); "v41" 0 (a
+            sliding window alone), 1 (C1A: a compressed cache with one row a token) or 2 (C2A).
+        window: length of the sliding window of V4 and V4.1 layers, in tokens.
         mixed_below_heads: V3.2 layers over an FP8 cache give whole batches to the decode kernel when the rank has fewer
             heads than this; with more, prefills go to the prefill kernel over gathered rows.
-        model: kind of the model, "v32" or "v4"; None becomes "v4" where d_qk is 512, else "v32".
+        model: kind of the model, "v32", "v4" or "v41"; None becomes "v4" where d_qk is 512, else "v32".
         max_workspace_bytes: most memory that the indexer's logits take at a time.
+        dense_when_short: of V3.2 layers, whose index lists name every token that a query token sees where these are at
+            most `topk`, as an indexer's do. Decodes of such contexts then attend over all rows, without lists, where
+            that is faster: see `SparseMLAMetadata.dense_decodes`.
 
     Raises:
         TypeError, ValueError: a field is of another type or out of its range, or no model has such layers; the message
@@ -53,15 +61,17 @@ class SparseMLAConfig:
     mixed_below_heads: int = 64
     model: ModelKind | None = None
     max_workspace_bytes: int = 512 << 20
+    dense_when_short: bool = False
 
     def __post_init__(self) -> None:
         for name, least, most in (
             ("num_heads", 1, 128), ("d_qk", 1, None), ("d_v", 1, None), ("topk", 1, None), ("block_size", 1, None),
             ("max_num_seqs", 1, None), ("max_num_batched_tokens", 1, None), ("max_model_len", 1, None),
-            ("num_speculative_tokens", 0, None), ("compress_ratio", 1, None), ("window", 1, None),
+            ("num_speculative_tokens", 0, None), ("compress_ratio", 0, None), ("window", 1, None),
             ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        require_bool("dense_when_short", self.dense_when_short)
         if self.max_num_seqs * (1 + self.num_speculative_tokens) > LARGEST_INT:
             raise ValueError(
                 f"num_speculative_tokens: int32 cannot count the query tokens of {self.max_num_seqs} decodes "
@@ -71,19 +81,20 @@ class SparseMLAConfig:
             raise ValueError(f"d_qk must be 576 or 512, got {self.d_qk}")
         if self.d_v != layouts.D_V:
             raise ValueError(f"d_v must be {layouts.D_V}, got {self.d_v}")
-        if self.model is None:
-            object.__setattr__(self, "model", "v4" if self.d_qk == 512 else "v32")
-        require_choice("model", self.model, ("v32", "v4"))
+        kind = self.model if self.model is not None else "v4" if self.d_qk == 512 else "v32"
+        require_choice("model", kind, tuple(RATIOS))
+        object.__setattr__(self, "model", kind)
         if self.is_v4 and self.d_qk != 512:
-            raise ValueError(f"d_qk of a V4 model must be 512, got {self.d_qk}")
+            raise ValueError(f"d_qk of a {'V4' if kind == 'v4' else 'V4.1'} model must be 512, got {self.d_qk}")
         if self.layout.quantized and self.layout.rope_apart == self.is_v4:
-            raise ValueError(f"cache_layout: models of kind {self.model!r} have no caches {self.cache_layout!r}")
-        if self.compress_ratio not in (1, 4, 128):
-            raise ValueError(f"compress_ratio must be 1, 4 or 128, got {self.compress_ratio}")
-        if self.compress_ratio > 1 and not self.is_v4:
-            raise ValueError(f"compress_ratio of models of kind 'v32' must be 1, got {self.compress_ratio}")
-        if self.block_size % self.compress_ratio:
-            ratio = self.compress_ratio
+            raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
+        if self.is_v4 and self.dense_when_short:
+            raise ValueError(f"dense_when_short: layers of models of kind {kind!r} have no lists of all tokens")
+        ratio, ratios = self.compress_ratio, RATIOS[kind]
+        if ratio not in ratios:
+            listed = " or ".join(", ".join(map(str, ratios)).rsplit(", ", 1))
+            raise ValueError(f"compress_ratio of models of kind {kind!r} must be {listed}, got {ratio}")
+        if self.block_size % self.tokens_per_row:
             raise ValueError(f"block_size: expected a multiple of compress_ratio {ratio}, got {self.block_size}")
 
     @property
@@ -93,23 +104,39 @@ class SparseMLAConfig:
 
     @property
     def is_v4(self) -> bool:
-        """True for layers of DeepSeek V4."""
-        return self.model == "v4"
+        """True for layers of DeepSeek V4 and V4.1: with a sliding window, and rows whose RoPE part is in V."""
+        return self.model != "v32"
+
+    @property
+    def has_compressed_rows(self) -> bool:
+        """True for layers that attend a compressed cache beside their sliding window."""
+        return self.compress_ratio > (0 if self.model == "v41" else 1)
+
+    @property
+    def has_topk(self) -> bool:
+        """True for layers whose rows are chosen, by their own indexer or by another layer's: all of V3.2's kind, C4A of
+        V4, C1A and C2A of V4.1."""
+        return not self.is_v4 or (self.has_compressed_rows and self.compress_ratio != C128A)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that a row of the layers' cache (of a compressed layer's compressed cache) stands for."""
+        return max(self.compress_ratio, 1)
 
     @property
     def rows_per_block(self) -> int:
         """Rows a block of the cache holds: tokens, or compressed rows."""
-        return self.block_size // self.compress_ratio
+        return self.block_size // self.tokens_per_row
 
     @property
     def max_compressed_rows(self) -> int:
         """Most compressed rows of a sequence, a row that is not complete yet included; 0 without compression."""
-        return -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
+        return -(-self.max_model_len // self.tokens_per_row) if self.has_compressed_rows else 0
 
     @property
     def max_index_keys(self) -> int:
         """Most keys that the indexer has of a sequence: its tokens, or its complete compressed rows."""
-        return self.max_model_len // self.compress_ratio
+        return self.max_model_len // self.tokens_per_row
 
     @property
     def use_mixed_batch(self) -> bool:

@@ -290,8 +290,10 @@ def select_rows_paged(gpu: Gpu, of: PagedKeys, chosen: Selection, max_context_le
     for chunk in range(int(ceil_div(requests, step))):
         first = chunk * step
         count = min(step, requests - first)
-        part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=all_chosen(k, blocks))
-        program += paged_logits(gpu, of, part, max_context_len)
+        least = all_chosen(k, blocks)
+        if max_context_len > least:  # else all keys are chosen, whatever their logits are
+            part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=least)
+            program += paged_logits(gpu, of, part, max_context_len)
         bounds = Bounds(0, _item(of.lens, first), lens_stride(of.lens), n)
         to = block_table(of.table, of.cache.shape[1], first, count) if slots else NO_TABLE
         logits = Logits(workspace.ptr, stride, count * n, max_context_len, False, True)

@@ -616,13 +616,21 @@ def swa_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for block_size, width in BLOCKS_OF_V4:
         table = _block_table(rng, wanted, width)
         arguments = {**batch, "block_table": table, "block_size": block_size, "window_size": WINDOW}
+        images = {**_images(rng), "replay_start": np.array([30, 0, 7], np.int32)}
+        yield Call(f"blocks of {block_size}, images", {**arguments, **images})
         yield Call(f"blocks of {block_size}", arguments)
+
+
+def _images(rng: np.random.Generator) -> dict[str, Any]:
+    """Tokens of images among the 60 of a batch."""
+    visible = {side: rng.integers(0, 40, 60, dtype=np.int32) for side in ("left_visible", "right_visible")}
+    return {**visible, "max_image_tokens": 50}
 
 
 def gather_lens_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
-    for decodes in (1, 0):
-        yield Call(f"{decodes} decodes", {**batch, "num_decodes": decodes, "window_size": WINDOW})
+    for decodes, more in ((1, {"replay_start": np.array([30, 0, 7], np.int32)}), (0, {})):
+        yield Call(f"{decodes} decodes", {**batch, "num_decodes": decodes, "window_size": WINDOW, **more})
 
 
 def combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -633,6 +641,7 @@ def combine_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         "gather_lens": query_lens + np.minimum(batch["seq_lens"] - query_lens, WINDOW - 1),
         "window_size": WINDOW, "compress_ratio": RATIO, "topk": TOPK, "M": 200, "N": 64,
     }  # fmt: skip
+    yield Call("images", {**arguments, **_images(rng)})
     yield Call("", arguments)
 
 
@@ -650,7 +659,10 @@ def slot_mapping_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
     batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
     for block_size, width in BLOCKS_OF_V4:
         table = {"block_table": _block_table(rng, wanted, width), "block_size": block_size}
-        yield Call(f"blocks of {block_size}", {**batch, **table, "num_tokens": 63, "compress_ratio": RATIO})
+        own = {"slot_mapping": np.where(rng.random(70) < 0.8, 7, -1)}
+        arguments = {**batch, **table, "num_tokens": 63, "compress_ratio": RATIO}
+        yield Call(f"blocks of {block_size}, of a rank", {**arguments, **own, "dcp_world_size": 2, "dcp_rank": 1})
+        yield Call(f"blocks of {block_size}", arguments)
 
 
 def c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:

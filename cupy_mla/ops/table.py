@@ -300,7 +300,14 @@ TABLE = (
         swa.compute_swa_indices_and_lens,
         examples.swa_calls,
         results=(
-            Result("out", lambda token_to_req, window_size, **_: (token_to_req.shape[0], window_size), INT32),
+            Result(
+                "out",
+                lambda token_to_req, window_size, max_image_tokens=0, **_: (
+                    token_to_req.shape[0],
+                    swa.window_width(window_size, max_image_tokens),
+                ),
+                INT32,
+            ),
             Result("lens", lambda token_to_req, **_: token_to_req.shape, INT32),
         ),
         layouts=FP8_OF_V4,
@@ -317,9 +324,9 @@ TABLE = (
         results=(
             Result(
                 "out",
-                lambda topk_indices, topk, window_size, **_: (
+                lambda topk_indices, topk, window_size, max_image_tokens=0, **_: (
                     topk_indices.shape[0],
-                    swa.combined_width(topk, window_size),
+                    swa.combined_width(topk, window_size, max_image_tokens),
                 ),
                 INT32,
             ),

@@ -192,14 +192,14 @@ inline void wgmma(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
     }
 }
 
-// On e4m3, K-major, both operands in shared memory.
+// On e4m3, K-major. A in shared memory, ...
 template <Sum SUM, int N>
 inline void wgmma_e4m3(float (&c)[N], uint64_t a, uint64_t b) {
     static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
     emu::issue<emu::E4m3Item, SUM, false, Major::K, Major::K>(c, a, b);
 }
 
-// ... or A in registers.
+// ... or in registers.
 template <Sum SUM, int N>
 inline void wgmma_e4m3(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
     static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128, "");
@@ -209,6 +209,6 @@ inline void wgmma_e4m3(float (&c)[N], const uint32_t (&a)[4], uint64_t b) {
         for (int i = 0; i < 2; ++i)
             for (int k = 0; k < 16; ++k)
                 product.a_registers[32 * i + 16 * half + k] =
-                    emu::e4m3_value(uint8_t(all[k / 4] >> (32 * i + 8 * (k % 4))));
+                    emu::E4m3Item::value(uint8_t(all[k / 4] >> (32 * i + 8 * (k % 4))));
     }
 }
