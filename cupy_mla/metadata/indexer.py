@@ -100,6 +100,10 @@ class IndexerMetadata:
         topk_tokens: keys chosen for each query token.
         decode: None without decode tokens.
         prefill_chunks: in order; they hold every prefill token once.
+        seen: [T] int32 keys that each query token sees, 0 for tokens that pad.
+        req_id: [T] int32 request of each query token, 0 for tokens that pad.
+        block_table: [R, M] int32 of all requests.
+        short: in this step no query token sees more keys than it chooses, by the host's upper bounds.
     """
 
     num_decodes: int
@@ -113,6 +117,10 @@ class IndexerMetadata:
     topk_tokens: int
     decode: IndexerDecodeMetadata | None
     prefill_chunks: list[IndexerPrefillChunk]
+    seen: AnyArray
+    req_id: AnyArray
+    block_table: AnyArray
+    short: bool
 
 
 class _Chunk(NamedTuple):
@@ -200,6 +208,8 @@ class IndexerMetadataBuilder:
                 "query_start_loc": ((requests + 1,), INT32),
                 "token_to_req": ((tokens,), INT64),
                 "from_end": ((tokens,), INT32),
+                "req_id": ((tokens,), INT32),
+                "seen": ((tokens,), INT32),
                 "starts": ((tokens,), INT32),
                 "ends": ((tokens,), INT32),
                 "block_table": ((requests, width), INT32),  # last: only its used rows go up
@@ -246,6 +256,10 @@ class IndexerMetadataBuilder:
             topk_tokens=config.topk,
             decode=self._decode(split) if split.counts[2] else None,
             prefill_chunks=self._prefill(split),
+            seen=self._buffers.arrays["seen"][:tokens],
+            req_id=self._buffers.arrays["req_id"][:tokens],
+            block_table=self._buffers.arrays["block_table"][: batch.num_reqs],
+            short=bool(split.seen.max(initial=0) <= config.topk),
         )
 
     def _split(self, batch: BatchMetadata) -> _Split:
@@ -308,6 +322,8 @@ class IndexerMetadataBuilder:
         fill(host["ends"], split.key_starts + split.seen[:tokens], 0)
         fill(host["query_start_loc"], batch.query_start_loc, batch.num_actual_tokens)
         fill(host["token_to_req"], split.request, 0)
+        fill(host["req_id"], split.request, 0)
+        fill(host["seen"], split.seen, 0)
         fill(host["from_end"], np.arange(tokens) - batch.query_start_loc[split.request + 1] + 1, 0)
         return fill_table(host["block_table"], batch)
 
@@ -317,6 +333,7 @@ class IndexerMetadataBuilder:
         decode_tokens = min(split.counts[2], tokens)
         lens = seq_lens[device["token_to_req"][:tokens]] + device["from_end"][:tokens]
         seen = lens // config.compress_ratio
+        device["seen"][:tokens] = seen
         device["ends"][:tokens] = device["starts"][:tokens] + seen
         device["context_lens"][device["token_rows"][:decode_tokens]] = seen[:decode_tokens]
         if config.compress_ratio > 1:
