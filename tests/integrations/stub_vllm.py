@@ -9,6 +9,59 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
+# What dense MLA backends share, which is the same in 0.22 and 0.33.
+DENSE_MLA = """
+        from dataclasses import dataclass
+        from enum import Enum
+        from typing import Any
+
+        from vllm.v1.attention.backend import AttentionBackend, AttentionImplBase
+
+        class QueryLenSupport(Enum):
+            SINGLE_ONLY = 1
+            UNIFORM = 2
+
+        class MLACommonBackend(AttentionBackend):
+            @staticmethod
+            def get_name():
+                return "TRITON_MLA"
+
+            @staticmethod
+            def get_builder_cls():
+                return MLACommonMetadataBuilder
+
+            @classmethod
+            def get_supported_head_sizes(cls):
+                return [320, 576]
+
+            @classmethod
+            def is_mla(cls):
+                return True
+
+        @dataclass
+        class MLACommonDecodeMetadata:
+            block_table: Any
+            seq_lens: Any
+            dcp_tot_seq_lens: Any = None
+
+        @dataclass
+        class MLACommonMetadata:
+            num_decodes: int
+            num_decode_tokens: int
+            decode: Any = None
+
+        class MLACommonMetadataBuilder:
+            query_len_support = QueryLenSupport.SINGLE_ONLY
+            reorder_batch_threshold = 1
+
+        class MLACommonImpl(AttentionImplBase):
+            def __init__(self, scale):
+                self.scale = scale
+
+            def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+                raise NotImplementedError
+        """
+
 SOURCES = {
     "__init__": "",
     "envs": "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 1\n",
@@ -17,11 +70,22 @@ SOURCES = {
         def eager_break_during_capture(function):
             return function
         """,
-    "config": """
+    "config/__init__": """
         current = None
 
         def get_current_vllm_config():
             return current
+
+        def get_current_vllm_config_or_none():
+            return current
+        """,
+    "config/vllm": """
+        class VllmConfig:
+            model_config: object
+        """,
+    "config/model": """
+        class ModelConfig:
+            hf_text_config: object
         """,
     "forward_context": """
         from types import SimpleNamespace
@@ -70,11 +134,37 @@ SOURCES = {
     "v1/attention/__init__": "",
     "v1/attention/backend": """
         from dataclasses import dataclass
+        from enum import Enum
         from typing import Any
+
+        class AttentionCGSupport(Enum):
+            UNIFORM_BATCH = 2
+
+        class AttentionBackend:
+            supported_dtypes = []
+            supported_kv_cache_dtypes = []
+
+            @staticmethod
+            def get_impl_cls():
+                raise NotImplementedError
+
+            @classmethod
+            def supports_compute_capability(cls, capability):
+                return True
+
+        class AttentionLayer:
+            _q_scale: Any
+            _k_scale: Any
+
+        class AttentionImplBase:
+            can_return_lse_for_decode = False
+            need_to_return_lse_for_decode = False
+            scale: float
 
         @dataclass
         class CommonAttentionMetadata:
             query_start_loc: Any
+            query_start_loc_cpu: Any
             seq_lens: Any
             num_reqs: int
             num_actual_tokens: int
@@ -323,6 +413,8 @@ SOURCES = {
                 return self._forward_method(*args, **kwargs)
         """,
     "model_executor/layers/__init__": "",
+    "model_executor/layers/attention/__init__": "",
+    "model_executor/layers/attention/mla_attention": DENSE_MLA,
     "model_executor/layers/sparse_attn_indexer": """
         from vllm.model_executor.custom_op import CustomOp
         from vllm.utils.import_utils import has_deep_gemm
@@ -379,16 +471,34 @@ SOURCES = {
 SOURCES_33 = {
     name: source
     for name, source in SOURCES.items()
-    if name.startswith(("model_executor/models", "models", "utils"))
+    if name.startswith(("model_executor/models", "models", "utils", "config"))
     or name.endswith(("__init__", "envs", "config", "registry", "custom_op"))
 } | {
     "v1/attention/backend": """
         from enum import Enum
+        from typing import Any
 
         class AttentionCGSupport(Enum):
             UNIFORM_BATCH = 2
 
+        class AttentionBackend:
+            supported_dtypes = []
+            supported_kv_cache_dtypes = []
+
+            @staticmethod
+            def get_impl_cls():
+                raise NotImplementedError
+
+            @classmethod
+            def supports_compute_capability(cls, capability):
+                return True
+
+        class AttentionLayer:
+            _q_scale: Any
+            _k_scale: Any
+
         class AttentionImplBase:
+            scale: float
             can_return_lse_for_decode: bool = False
             lse_base_on_e: bool = True
             need_to_return_lse_for_decode: bool = False
@@ -431,8 +541,8 @@ SOURCES_33 = {
             def supports_compute_capability(cls, capability):
                 return capability.major in (9, 10)
         """,
-    "model_executor/layers/attention/__init__": "",
-    "model_executor/layers/attention/mla_attention": """
+    "model_executor/layers/attention/mla_attention": DENSE_MLA
+    + """
         from vllm.v1.attention.backend import MLAAttentionImpl
 
         class MLACommonBaseImpl(MLAAttentionImpl):
