@@ -177,6 +177,7 @@ def decode_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel
 
 
 DENSE_SPLITS = {"dense_cluster_sm90": (None, 3), "dense_whole_sm90": (None, 1)}
+DENSE_DIVISIONS = {"dense_fp8_sm90": ("whole", "clusters", "shares")}
 
 
 def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel: str) -> None:
@@ -195,6 +196,10 @@ def dense_case(rng: np.random.Generator, layout: layouts.Layout, h: int, kernel:
                 gpu_q[:, :tokens], gpu_cache, gpu_table, gpu_lens, scale, num_splits=splits, **sees
             )
             compare_attention(f"dense {layout.name} h {h} {kernel} {tokens} tokens splits {splits}", result, expected)
+        for division in DENSE_DIVISIONS.get(kernel, ()):
+            with cupy_mla.forced(division=division):
+                result = cupy_mla.dense_decode(gpu_q[:, :tokens], gpu_cache, gpu_table, gpu_lens, scale, **sees)
+            compare_attention(f"dense {layout.name} h {h} {kernel} {tokens} tokens {division}", result, expected)
 
 
 def cluster_case(rng: np.random.Generator, layout: layouts.Layout, heads: int) -> None:
@@ -272,7 +277,7 @@ def dense_kernels(gpu: driver.Gpu, layout: layouts.Layout) -> Iterator[str]:
         if name.startswith("portable"):
             runs = name != "portable" or gpu.shared_kb >= portable.LARGE
         else:
-            runs = gpu.capability == 90 and not layout.quantized
+            runs = gpu.capability == 90 and layout.quantized == (name in DENSE_DIVISIONS)
         if runs:
             yield name
 

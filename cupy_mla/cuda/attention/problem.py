@@ -134,6 +134,7 @@ class DenseProblem(NamedTuple):
         rows: of these, that a request's queries may see.
         block_size: rows of a block.
         aligned: rows and q are, to 16 bytes.
+        e4m3_q: queries are float8_e4m3fn.
         num_splits: splits of a query's rows that the caller asks for; 0: to be chosen.
         batch_invariant: the choice must not depend on the number of requests or the table's width.
         kernel: the name of the kernel that is to run; "": any.
@@ -149,6 +150,7 @@ class DenseProblem(NamedTuple):
     rows: int
     block_size: int
     aligned: bool = True
+    e4m3_q: bool = False
     num_splits: int = 0
     batch_invariant: bool = False
     kernel: str = ""
@@ -158,6 +160,7 @@ class DenseProblem(NamedTuple):
         return (
             f"dense decode of {self.heads} heads over {self.layout.name} rows of {self.layout.d_qk}, {self.requests} x "
             f"{self.tokens} queries, {self.rows} rows at most in blocks of {self.block_size}"
+            + (", q in e4m3" if self.e4m3_q else "")
             + ("" if self.aligned else ", rows or q not aligned to 16 bytes")
             + f", compute capability {self.gpu.capability / 10}"
         )

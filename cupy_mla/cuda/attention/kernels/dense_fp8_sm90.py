@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import Any
 
-from ....layouts import V4_FP8, V32_FP8, Layout
+from ....layouts import PLAIN_FP8_512, PLAIN_FP8_576, V4_FP8, V32_FP8, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -18,7 +18,7 @@ from ..problem import DenseProblem
 from . import dense_combine, fp8_sm90
 from .dense_cluster_sm90 import memory_us
 
-LAYOUTS = (V32_FP8, V4_FP8)  # that the kernel can read
+LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)  # that the kernel can read
 LINES = (32, 64)  # of a work item: query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
 # In microseconds, by lines: a pair of tiles, and the call beside them. From the sparse kernel's times on an H100.
@@ -34,11 +34,11 @@ SPILL_BYTES = 0
 
 
 @cache
-def kernel(layout: Layout, lines: int, division: int) -> Kernel:
-    """The kernel for one cache layout, lines of a work item, and a division's number."""
+def kernel(layout: Layout, lines: int, division: int, e4m3_q: bool = False) -> Kernel:
+    """The kernel for one cache layout, lines of a work item, a division's number, and queries in bfloat16 or e4m3."""
+    defines = fp8_sm90.defines(layout, lines, division, dense=True, e4m3_q=e4m3_q)
     return Kernel(
-        "attention/dense_fp8_sm90.cu", structs.DENSE, fp8_sm90.defines(layout, lines, division, dense=True),
-        archs=("90a",), target="90a", spill_bytes=SPILL_BYTES,
+        "attention/dense_fp8_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a", spill_bytes=SPILL_BYTES,
         max_cluster=MAX_CLUSTER if division == DIVISIONS[Clusters] else 1, overlaps=True,
     )  # fmt: skip
 
@@ -48,7 +48,8 @@ def kernels() -> Iterator[Kernel]:
     for layout in LAYOUTS:
         for lines in LINES:
             for division in DIVISIONS.values():
-                yield kernel(layout, lines, division)
+                for e4m3_q in (False, True) if layout.scale_of_call else (False,):
+                    yield kernel(layout, lines, division, e4m3_q)
 
 
 def serves(problem: DenseProblem) -> bool:
@@ -124,7 +125,7 @@ def launches(problem: DenseProblem, params: Packed) -> Program:
     """The launch; of shares another one merges items that are cut."""
     division: Any = _chosen(problem)
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
-    of = kernel(problem.layout, lines, DIVISIONS[type(division)])
+    of = kernel(problem.layout, lines, DIVISIONS[type(division)], problem.e4m3_q)
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     each = lines * HALF_PARTIAL_BYTES
     if isinstance(division, Whole):
