@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...arguments import Decode, Prefill
 from ...arrays import Array
-from ...layouts import Layout, by_name
+from ...layouts import Layout
 from .. import structs
 from ..driver import Gpu
 from ..paging import pointer
@@ -17,8 +17,11 @@ from ..structs import Packed
 from . import choose
 from .call import ALIGNED_ROWS, ALIKE, DECODE, NO_SOURCE, Call, aligned_rows, decode_fields, params_of
 from .divide import Whole
+from .kernels import bf16_sm90
 from .kernels.bf16_grouped_sm90 import LEAST_SCALE
 from .problem import Problem
+
+FLAT: dict[int, Layout] = {layout.d_qk: layout for layout in bf16_sm90.LAYOUTS}  # of flat rows, by their width
 
 
 def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
@@ -30,7 +33,7 @@ def sparse_prefill(gpu: Gpu, a: Prefill) -> Program:
     s_kv, topk = a.kv.shape[0], a.indices.shape[1]
     aligned = a.kv.aligned(16)
     problem = Problem(
-        gpu, by_name("bf16", d_qk), True, h_q, s_q, topk, uneven=a.length is not None,
+        gpu, FLAT[d_qk], True, h_q, s_q, topk, uneven=a.length is not None,
         aligned=aligned and a.q.aligned(16), groupable=a.sm_scale >= LEAST_SCALE, kernel=kernel, division=division,
     )  # fmt: skip
     main = structs.SOURCE(
