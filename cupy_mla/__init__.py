@@ -31,6 +31,7 @@ from .metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from .ops.absorb import *
 from .ops.attention import *
 from .ops.cache import *
+from .ops.candidates import *
 from .ops.compressed import *
 from .ops.context_parallel import *
 from .ops.dense import *
@@ -95,6 +96,7 @@ __all__ += [
         _ops.absorb,
         _ops.attention,
         _ops.cache,
+        _ops.candidates,
         _ops.compressed,
         _ops.context_parallel,
         _ops.dense,

@@ -102,7 +102,10 @@ class TorchOperation:
         arguments = [f"Tensor(out{i}!) {result}" for i, result in enumerate(given)]
         letters = iter("abcdefgh")
         for name in self._parameters:
-            kind = f"Tensor({next(letters)}!)" if name in self._operation.written else _kind(self._operation, name)
+            if name in self._operation.written:
+                kind = f"Tensor({next(letters)}!){'?' if self._operation.is_optional(name) else ''}"
+            else:
+                kind = _kind(self._operation, name)
             arguments.append(f"{kind} {name}{_default(self._operation.parameters[name])}")
         return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * made)})"
 

@@ -402,19 +402,28 @@ def select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         }  # fmt: skip
         for limit in (512 << 20, 4 * 5 * keys):
             arguments = {**_ragged(rng, wanted, queries, keys, heads), "k": 50, **table, "max_workspace_bytes": limit}
+            arguments["blocks"] = _unwritten((queries, 8), np.int32)
             yield Call(f"{queries} x {keys}, {heads} heads, slots, {limit} bytes", arguments)
         yield Call(f"{queries} x {keys}, {heads} heads", {**_ragged(rng, wanted, queries, keys, heads), "k": 50})
 
 
-def _paged(rng: np.random.Generator, wanted: Wanted, n: int, heads: int, block_size: int) -> dict[str, Any]:
+def _simple_keys(rng: np.random.Generator, layout: Layout, block_size: int) -> np.ndarray:
+    """A cache of few ones and minus ones under powers of two."""
+    keys = _few_ones(rng, BLOCKS * block_size, 4, 32).view(E4M3)
+    sizes = np.exp2(rng.integers(-4, 4, (BLOCKS * block_size, 4 if layout is INDEXER_MXFP4 else 1, 1)))
+    rows = (keys * sizes).astype(BFLOAT16).reshape(-1, 128)
+    cache = _empty_cache(layout, BLOCKS, block_size)
+    reference_indexer.indexer_k_quant_and_cache(layout, rows, cache, np.arange(len(rows)), "ue8m0")
+    return cache
+
+
+def _paged(
+    rng: np.random.Generator, wanted: Wanted, n: int, heads: int, block_size: int, layout: Layout = INDEXER_FP8
+) -> dict[str, Any]:
     """Three requests, of at most 95 keys; with strays of at most 100, of which their blocks hold 90 or so."""
-    keys = _few_ones(rng, BLOCKS, block_size, 128)
-    cache = _empty_cache(INDEXER_FP8, BLOCKS, block_size).reshape(BLOCKS, -1)
-    cache[:, : block_size * 128] = keys.reshape(BLOCKS, -1)
-    cache[:, block_size * 128 :] = np.exp2(rng.integers(-4, 4, (BLOCKS, block_size))).astype(np.float32).view(np.uint8)
     longest, held = (100, 90) if wanted.strays else (95, 95)
     return {
-        "q8": _few_ones(rng, 3, n, heads, 128), "kv_cache": cache.reshape(BLOCKS, block_size, -1),
+        "q8": _few_ones(rng, 3, n, heads, 128), "kv_cache": _simple_keys(rng, layout, block_size),
         "w": _simple(rng, 3 * n, heads), "context_lens": rng.integers(0, longest + 1, 3, dtype=np.int32),
         "block_table": _block_table(rng, wanted, -(-held // block_size)), "max_context_len": 95,
     }  # fmt: skip
@@ -437,6 +446,7 @@ def paged_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
         arguments = _paged(rng, wanted, n, heads, block_size)
         yield Call(f"{detail}, scheduled", _scheduled(arguments, 4))
         yield Call(detail, arguments)
+        yield Call(f"{detail}, MXFP4", _paged(rng, wanted, n, heads, block_size, INDEXER_MXFP4))
 
 
 def schedule_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -456,6 +466,7 @@ def schedule_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 def paged_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for n, heads, block_size in PAGED:
         arguments = {**_scheduled(_paged(rng, wanted, n, heads, block_size), 4), "k": 40}
+        arguments["blocks"] = _unwritten((3 * n, 9), np.int32)
         yield Call(f"{n} queries of {heads} heads, blocks of {block_size}, scheduled", arguments)
         for slots in (True, False):
             arguments = {
@@ -466,6 +477,50 @@ def paged_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Cal
             }
             detail = f"{n} queries of {heads} heads, blocks of {block_size}{', slots' * slots}"
             yield Call(detail, arguments)
+
+
+def candidate_blocks_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """With plateaus, NaN, and ranges that begin anywhere."""
+    for rows, width, count in ((3, 5000, 128), (150, 900, 60), (2, 41, 1)):
+        logits = np.maximum(rng.standard_normal((rows, width), np.float32), 0.5)
+        logits[1, width // 3] = np.nan
+        yield Call(
+            f"{rows} x {width}, {count}", {"logits": logits, "count": count, **_ranges(rng, wanted, rows, width)}
+        )
+        yield Call(f"{rows} x {width}, {count}, whole rows", {"logits": logits, "count": count})
+
+
+def _candidates(
+    rng: np.random.Generator, wanted: Wanted, heads: int, block_size: int, layout: Layout
+) -> dict[str, Any]:
+    """Nine tokens of three requests; some have more blocks than the 7 candidates, some fewer."""
+    of_requests = _paged(rng, wanted, 3, heads, block_size, layout)
+    lens = rng.integers(0, 96, 9, dtype=np.int32)
+    lens[:2] = 0, 41
+    candidates = np.full((9, 7), -1, np.int32)
+    for row, blocks in enumerate((-(-lens // 8)).tolist()):
+        some = np.sort(rng.permutation(max(blocks - 1, 0))[:6])
+        candidates[row, : min(blocks, 7)] = np.append(some, blocks - 1)[: min(blocks, 7)]
+    first, end = (-1, 4) if wanted.strays else (0, 3)
+    return {
+        "q8": of_requests["q8"].reshape(9, heads, 128), "kv_cache": of_requests["kv_cache"], "w": of_requests["w"],
+        "candidates": candidates, "lens": lens, "req_id": rng.integers(first, end, 9, dtype=np.int32),
+        "block_table": of_requests["block_table"],
+    }  # fmt: skip
+
+
+def candidate_logits_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for layout in INDEXER_LAYOUTS:
+        for _, heads, block_size in PAGED:
+            detail = f"{layout.name}, {heads} heads, blocks of {block_size}"
+            yield Call(detail, _candidates(rng, wanted, heads, block_size, layout))
+
+
+def candidate_select_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for call in candidate_logits_calls(rng, wanted):
+        yield call._replace(arguments={**call.arguments, "k": 20})
+        arguments = {**call.arguments, "k": 60, "max_workspace_bytes": 4 * 56 * 2}
+        yield Call(f"{call.detail}, chunks", arguments)
 
 
 def topk_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:

@@ -25,6 +25,7 @@ from ..typing import A, AnyArray
 from . import (
     attention,
     cache,
+    candidates,
     compressed,
     context_parallel,
     dense,
@@ -37,6 +38,7 @@ from . import (
     swa,
     topk,
 )
+from .candidates import BLOCK
 from .examples import ALL, Call, Wanted
 
 
@@ -65,7 +67,7 @@ class Operation:
             if its default is None; every other parameter is a setting.
         examples: yields its example calls. Shapes and settings depend on the `Wanted` alone, values on the generator.
             The first call gives every array that the caller may give, but for results.
-        written: the arrays that it writes in place.
+        written: the arrays that it writes in place, if they are given.
         results: the arrays that it allocates and returns, in order.
         optional: arrays that may be None though the parameter has no default.
         layouts: the cache layouts that it is for; (): all of them, or none in particular.
@@ -120,7 +122,7 @@ class Operation:
         }
         returned = self.function(**arguments)
         results = returned if isinstance(returned, tuple) else (returned,)
-        written = [arguments[name] for name in self.written]
+        written = [arguments.get(name) for name in self.written]
         return [to_numpy(array) for array in (*written, *results) if array is not None]
 
 
@@ -231,12 +233,31 @@ TABLE = (
         results=(Result("out", lambda logits, k, **_: (logits.shape[0], k), INT32),),
     ),
     Operation(
-        topk.select_rows, examples.select_calls, results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),)
+        topk.select_rows,
+        examples.select_calls,
+        written=("blocks",),
+        results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),),
     ),
     Operation(
         topk.select_rows_paged,
         examples.paged_select_calls,
+        written=("blocks",),
         results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),),
+    ),
+    Operation(
+        candidates.candidate_blocks,
+        examples.candidate_blocks_calls,
+        results=(Result("out", lambda logits, count, **_: (logits.shape[0], count), INT32),),
+    ),
+    Operation(
+        candidates.candidate_logits,
+        examples.candidate_logits_calls,
+        results=(Result("out", lambda candidates, **_: (candidates.shape[0], BLOCK * candidates.shape[1]), FLOAT32),),
+    ),
+    Operation(
+        candidates.select_candidate_rows,
+        examples.candidate_select_calls,
+        results=(Result("out", lambda candidates, k, **_: (candidates.shape[0], k), INT32),),
     ),
     Operation(
         gather.cp_gather_and_upconvert_fp8_kv_cache, examples.mla_gather_calls, written=("dst",), layouts=FP8_OF_V32
