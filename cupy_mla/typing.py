@@ -35,6 +35,9 @@ A = TypeVar("A", bound=AnyArray)
 ScaleFormat = Literal["fp32", "ue8m0"]
 """How scales of FP8 rows are chosen: any float32, or powers of two."""
 
+GradientDtype = Literal["bfloat16", "float32"]
+"""Dtypes of gradients."""
+
 ModelKind = Literal["v32", "v4"]
 """Kinds of models: DeepSeek-V3.2 and those like it, DeepSeek-V4."""
 

@@ -14,7 +14,7 @@ from .schedule import merge_partials, split_rows
 def sparse_prefill(a: Prefill) -> None:
     """Attention over flat rows kv [s_kv, d_qk], indices [s_q, topk]; see `cupy_mla.sparse_prefill`."""
     for i in range(len(a.q)):
-        rows = a.kv[_valid(a.indices, i, a.length, i, len(a.kv))].astype(np.float32)
+        rows = a.kv[valid_entries(a.indices, i, a.length, i, len(a.kv))].astype(np.float32)
         part, a.max_logits[i], part_lse = _attend(a.q[i].astype(np.float32), rows, a.sm_scale)
         a.out[i], a.lse[i] = _finish(part, part_lse, a.sink)
 
@@ -28,7 +28,7 @@ def sparse_decode(a: Decode) -> None:
     for i, j in np.ndindex(a.q.shape[:2]):
         rows = np.concatenate(
             [
-                rows_of(paged, a.layout, _valid(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]))
+                rows_of(paged, a.layout, valid_entries(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]))
                 for paged, slots, count in caches
             ]
         )
@@ -46,7 +46,7 @@ def attend_in_splits(
     return _finish(*merged, sink)
 
 
-def _valid(
+def valid_entries(
     indices: np.ndarray,
     query: int | tuple[int, int],
     length: np.ndarray | None,

@@ -744,7 +744,7 @@ def test_gradients(seen):
     """A parameter that wants one is served where autograd is off."""
     wanting = prefill()["q"].requires_grad_()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^q requires a gradient, and cupy_mla has no backward: call under"):
+        with pytest.raises(RuntimeError, match=r"^q requires a gradient, and this call has no backward: call under"):
             cupy_mla.sparse_prefill(**prefill(q=wanting))
         with torch.no_grad():
             for _ in range(3):
