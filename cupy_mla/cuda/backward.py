@@ -135,10 +135,11 @@ class Workspace:
         self.step: int = max(1, min(s_q, left // of_query, MOST_ITEMS // max(topk * blocks, 1)))
         if self.step >= s_q:
             self.total = None
-        self.contributions = Slot("contributions", shape=(self.step, topk, blocks, d_qk), dtype=BFLOAT16)
-        self.rows, self.spare = (Slot(name, shape=(self.step, topk), dtype=INTEGERS) for name in ("rows", "spare"))
-        self.counts = Slot("counts", shape=(self.step,), dtype=INTEGERS)
-        self.starts = Slot("starts", shape=(self.step, ranges + 1), dtype=INTEGERS)
+        self.contributions: Slot = Slot("contributions", shape=(self.step, topk, blocks, d_qk), dtype=BFLOAT16)
+        self.rows: Slot = Slot("rows", shape=(self.step, topk), dtype=INTEGERS)
+        self.spare: Slot = Slot("rows, half sorted", shape=(self.step, topk), dtype=INTEGERS)
+        self.counts: Slot = Slot("counts", shape=(self.step,), dtype=INTEGERS)
+        self.starts: Slot = Slot("starts of ranges", shape=(self.step, ranges + 1), dtype=INTEGERS)
 
 
 def sparse_prefill_backward(gpu: Gpu, a: PrefillBackward) -> Program:
