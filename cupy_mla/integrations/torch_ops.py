@@ -5,9 +5,9 @@ so do those of `cupy_mla.flash_mla`. Import this module to find them in `torch.o
 
 An operation that allocates its results is there twice: `torch.ops.cupy_mla.sparse_decode(q, ...)` returns new tensors,
 `sparse_decode_out(out, q, ...)` writes those that the public function takes and returns the others. Operations that
-write into caches and workspaces declare it and return nothing. CPU tensors go to the NumPy reference. `sparse_prefill` has
-a backward, the custom op `sparse_prefill_backward`; asking another operation for one is an error. A result that a call
-leaves out, as `d_sink` without sinks, is an empty tensor of the custom op, and None of the function.
+write into caches and workspaces declare it and return nothing. CPU tensors go to the NumPy reference. `sparse_prefill`
+has a backward, the custom op `sparse_prefill_backward`; asking another operation for one is an error. A result that a
+call leaves out, as `d_sink` without sinks, is an empty tensor of the custom op, and None of the function.
 
 Schemas and results follow from the table of operations (`cupy_mla.ops.table`) and the functions' signatures.
 """

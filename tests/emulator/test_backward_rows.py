@@ -40,3 +40,4 @@ def test_same_lists_and_rows(kind, rng):
 
 def test_accumulate(kind, rng):
     of_operation.test_accumulate(kind, rng)
+    of_operation.test_accumulated_bits(kind, rng)

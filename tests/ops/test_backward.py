@@ -167,6 +167,18 @@ def test_accumulate(kind, rng):
     np.testing.assert_allclose(kind.take(dkv) - start, whole, rtol=1e-4, atol=1e-5)
 
 
+def test_accumulated_bits(kind, rng):
+    """Parts in their order, from zero: those of one call."""
+    a = inputs(rng, 7, 12, 576, 40, 30)
+    out, lse = backward.forward(a)
+    dkv = kind.put(np.zeros(a.kv.shape, np.float32))
+    for part in (slice(3), slice(3, 4), slice(4, None)):
+        of_part = a._replace(q=a.q[part], indices=a.indices[part], dout=a.dout[part])
+        backward.run(kind, of_part, (out[part], lse[part]), dkv=dkv, accumulate=True)
+    whole = kind.take(backward.run(kind, a, (out, lse), dkv_dtype="float32")[1])
+    assert kind.take(dkv).tobytes() == whole.tobytes()
+
+
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
