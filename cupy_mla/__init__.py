@@ -30,6 +30,7 @@ from .metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from .metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from .ops.absorb import *
 from .ops.attention import *
+from .ops.backward import *
 from .ops.cache import *
 from .ops.candidates import *
 from .ops.compressed import *
@@ -95,6 +96,7 @@ __all__ += [
     for module in (
         _ops.absorb,
         _ops.attention,
+        _ops.backward,
         _ops.cache,
         _ops.candidates,
         _ops.compressed,
