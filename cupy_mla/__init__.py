@@ -9,6 +9,7 @@ from . import ops as _ops
 from ._version import __version__
 from .arrays import set_checks
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
+from .backends.index_groups import IndexGroups, PhysicalTopk, layer_sources
 from .backends.indexer import IndexerImpl
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
@@ -57,9 +58,11 @@ __all__ = [
     "DeepseekV4Impl",
     "DeepseekV4Layer",
     "FlashMLASchedMeta",
+    "IndexGroups",
     "IndexerImpl",
     "IndexerMetadata",
     "IndexerMetadataBuilder",
+    "PhysicalTopk",
     "Place",
     "SparseMLABackend",
     "SparseMLAConfig",
@@ -77,6 +80,7 @@ __all__ = [
     "flash_mla_with_kvcache",
     "forced",
     "get_mla_metadata",
+    "layer_sources",
     "layouts",
     "prefill_workspace_size",
     "reshape_attn_output_for_spec_decode",

@@ -28,7 +28,7 @@ class SparseMLAConfig:
         num_heads: query heads on this rank, 1 to 128.
         d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, V4.1, and models of the V3.2 kind without RoPE).
         d_v: value width, 512.
-        topk: KV tokens the indexer chooses for each query token.
+        topk: KV tokens the indexer chooses for each query token; with `kpool` a multiple of it.
         block_size: tokens a block of the paged cache; with compression a multiple of `compress_ratio`, for a block
             holds whole rows.
         cache_layout: "bf16", "v32_fp8" or "v4_fp8"; vLLM's "fp8_ds_mla" is the FP8 layout of the model's kind. Models
@@ -47,6 +47,8 @@ class SparseMLAConfig:
         max_workspace_bytes: most memory that the indexer's logits take at a time.
         max_image_tokens: tokens of the longest image, of V4.1 models that see images: these tokens see one another in
             both directions, which widens the sliding window's lists by so many.
+        kpool: tokens that a key of the indexer stands for, of V3.2 layers whose indexer chooses pools of tokens
+            (GLM-5.3-Flash); a query token also attends the tokens of its sequence that make no whole pool.
 
     Raises:
         TypeError, ValueError: a field is of another type or out of its range, or no model has such layers; the message
@@ -69,13 +71,15 @@ class SparseMLAConfig:
     model: ModelKind | None = None
     max_workspace_bytes: int = 512 << 20
     max_image_tokens: int = 0
+    kpool: int = 1
 
     def __post_init__(self) -> None:
         for name, least, most in (
             ("num_heads", 1, 128), ("d_qk", 1, None), ("d_v", 1, None), ("topk", 1, None), ("block_size", 1, None),
             ("max_num_seqs", 1, None), ("max_num_batched_tokens", 1, None), ("max_model_len", 1, None),
             ("num_speculative_tokens", 0, None), ("compress_ratio", 0, None), ("window", 1, None),
-            ("max_image_tokens", 0, None), ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None),
+            ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None), ("max_image_tokens", 0, None),
+            ("kpool", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
         if self.max_num_seqs * (1 + self.num_speculative_tokens) > LARGEST_INT:
@@ -98,6 +102,11 @@ class SparseMLAConfig:
         if ratio not in RATIOS[kind]:
             listed = one_of(RATIOS[kind])
             raise ValueError(f"compress_ratio of models of kind {kind!r} must be {listed}, got {ratio}")
+        if self.kpool > 1 and self.is_v4:
+            raise ValueError(f"kpool of models of kind {kind!r} must be 1, got {self.kpool}")
+        for field in ("topk", "block_size"):
+            if getattr(self, field) % self.kpool:
+                raise ValueError(f"{field}: expected a multiple of kpool {self.kpool}, got {getattr(self, field)}")
         if self.block_size % self.tokens_per_row:
             raise ValueError(f"block_size: expected a multiple of compress_ratio {ratio}, got {self.block_size}")
 
@@ -123,6 +132,11 @@ class SparseMLAConfig:
         return self.compress_ratio in CHOSEN[self.model]
 
     @property
+    def topk_width(self) -> int:
+        """Entries of a query token's list: what the indexer chooses and, with pools, tokens that make no whole one."""
+        return self.topk + self.kpool - 1
+
+    @property
     def tokens_per_row(self) -> int:
         """Tokens that a row of the layers' cache (of a compressed layer's compressed cache) stands for."""
         return max(self.compress_ratio, 1)
@@ -139,8 +153,8 @@ class SparseMLAConfig:
 
     @property
     def max_index_keys(self) -> int:
-        """Most keys that the indexer has of a sequence: its tokens, or its complete compressed rows."""
-        return self.max_model_len // self.tokens_per_row
+        """Most keys that the indexer has of a sequence: its tokens, its complete compressed rows or whole pools."""
+        return self.max_model_len // (self.tokens_per_row * self.kpool)
 
     @property
     def use_mixed_batch(self) -> bool:

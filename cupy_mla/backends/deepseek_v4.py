@@ -15,10 +15,10 @@ from ..metadata.compressed import compressed_list_width
 from ..metadata.sparse_mla import SparseMLAMetadata
 from ..metadata.swa import SparseSWAMetadata
 from ..ops.attention import decode_of_step, sparse_prefill
-from ..ops.compressed import compute_global_topk_indices_and_lens
 from ..ops.gather import dequantize_and_gather_k_cache
 from ..ops.swa import combine_topk_swa_indices, combined_width
 from ..typing import A, AnyArray
+from .index_groups import PhysicalTopk, decode_slots
 from .steps import Step
 from .workspace import Workspace
 
@@ -35,13 +35,14 @@ class DeepseekV4Layer:
         k_cache: the same of one row for every compress_ratio tokens; None for layers of the sliding window alone. In
             V4.1 several layers read the compressed cache of one: each is given that cache.
         topk_indices: [T, topk] int32 compressed positions that the indexer chose in each token's request, the complete
-            ones first, -1 after them; of C4A (V4), C1A and C2A (V4.1). In V4.1 they may be another layer's.
+            ones first, -1 after them; of C4A (V4), C1A and C2A (V4.1). In V4.1 they may be another layer's: what
+            `IndexGroups.get` returns is not converted again.
     """
 
     swa_k_cache: AnyArray
     attn_sink: AnyArray
     k_cache: AnyArray | None = None
-    topk_indices: AnyArray | None = None
+    topk_indices: AnyArray | PhysicalTopk | None = None
 
 
 class Scratch(NamedTuple):
@@ -157,18 +158,18 @@ class DeepseekV4Impl:
         out: Any,
     ) -> None:
         """q and out [Td, 1, h, 512]."""
-        tokens = swa.num_decode_tokens
-        extra_indices = extra_lens = None
+        extra_indices: Any = None
+        extra_lens: Any = None
         chosen: Any = layer.topk_indices
         if metadata is not None and not self.config.has_topk:
             extra_indices, extra_lens = metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
         elif metadata is not None:
-            compute_global_topk_indices_and_lens(
-                chosen[:tokens], swa.token_to_req_indices[:tokens], metadata.block_table,
-                self.config.rows_per_block, swa.is_valid_token[:tokens], out=scratch.slots,
-                lens=scratch.slot_lens,
-            )  # fmt: skip
-            extra_indices, extra_lens = scratch.slots[:, None], scratch.slot_lens
+            if isinstance(chosen, PhysicalTopk):
+                slots, extra_lens = chosen.physical_topk_indices, chosen.lens
+            else:
+                slots, extra_lens = scratch.slots, scratch.slot_lens
+                decode_slots(self.config, swa, metadata, chosen, slots, extra_lens)
+            extra_indices = slots[:, None]
         schedule = swa.schedules[self.config.compress_ratio]
         decode_of_step(
             q, layer.swa_k_cache, swa.decode_swa_indices, self.scale, schedule.num_splits, schedule.plan,
@@ -205,7 +206,9 @@ class DeepseekV4Impl:
                 start = tokens.start - swa.num_decode_tokens
                 chosen = cast(AnyArray, metadata.c128a_prefill_topk_indices)[start : start + count]
             else:
-                chosen = cast(AnyArray, layer.topk_indices)[tokens]
+                shared = isinstance(layer.topk_indices, PhysicalTopk)
+                lists: Any = layer.topk_indices
+                chosen = (lists.logical_topk_indices if shared else lists)[tokens]
         dequantize_and_gather_k_cache(
             rows, layer.swa_k_cache, swa.prefill_seq_lens[prefills], swa.prefill_gather_lens[prefills],
             swa.block_table[requests], swa.block_size, compressed,
@@ -265,8 +268,11 @@ class DeepseekV4Impl:
         if metadata is None:
             return
         _require_cache(place, config.layout, "layer.k_cache", layer.k_cache, config.rows_per_block)
-        if layer.topk_indices is not None:
-            place.admit(describe("layer.topk_indices", layer.topk_indices)).require(INT32, tokens, config.topk)
+        chosen = layer.topk_indices
+        if isinstance(chosen, PhysicalTopk):
+            chosen = chosen.of(metadata).logical_topk_indices
+        if chosen is not None:
+            place.admit(describe("layer.topk_indices", chosen)).require(INT32, tokens, config.topk)
 
     def _check_step(self, place: Place, swa: SparseSWAMetadata, metadata: SparseMLAMetadata | None) -> None:
         """That both metadata are of one step of these layers; once a step."""

@@ -214,6 +214,7 @@ def planned_decode(
     out: A,
     num_splits: int | None,
     plan: Plan,
+    attn_sink: AnyArray | None = None,
 ) -> tuple[A, A]:
     """`sparse_decode` of the layers of a step, for the backends: calls with one plan divide their lists alike.
 
@@ -221,7 +222,8 @@ def planned_decode(
         ends: [b] int32, where each request's lists end; -1 stands behind.
     """
     scale = require_scale("sm_scale", sm_scale)
-    return decode(Given(q, k_cache, indices, topk_length=ends, out=out), scale, num_splits, plan=plan, alike=True)
+    given = Given(q, k_cache, indices, attn_sink, topk_length=ends, out=out)
+    return decode(given, scale, num_splits, plan=plan, alike=True)
 
 
 @operation
