@@ -121,8 +121,8 @@ class IndexGroups:
         require_instance("config", config, SparseMLAConfig)
         if not config.has_topk:
             raise ValueError(f"config: layers of compress ratio {config.compress_ratio} have no chosen rows")
-        self.config = config
-        self.sources = tuple(sources)
+        self.config: SparseMLAConfig = config
+        self.sources: tuple[int | None, ...] = tuple(sources)
         self._place = Place.from_pair(place)
         tokens = config.max_num_batched_tokens
         if config.is_v4:

@@ -298,7 +298,7 @@ class SparseMLAImpl:
             return
         _, found = planned_decode(
             q[:, None], kv_cache, lists.slots[:, None], lists.ends, self.scale, out[:, None], kernel.num_splits,
-            kernel.plan, lists.sinks,
+            kernel.plan, attn_sink=lists.sinks,
         )  # fmt: skip
         if lse is not None:
             lse[...] = found[..., 0]

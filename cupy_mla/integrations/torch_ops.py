@@ -192,11 +192,11 @@ def _planned_decode(
     out: Any,
     num_splits: int | None,
     plan: Any,
-    attn_sink: Any = None,
+    **others: Any,
 ) -> Any:
     """Without the plan: a graph makes none."""
     return _NAMED["sparse_decode"](
-        q, k_cache, indices, sm_scale, attn_sink=attn_sink, topk_length=ends, out=out, num_splits=num_splits
+        q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits, **others
     )
 
 

@@ -10,9 +10,9 @@ struct CombineSwaParams {
     const int32_t* gather_lens;  // [num_requests]
     const int32_t* left;         // [num_tokens] positions of an image before and behind a token, or null
     const int32_t* right;
-    int32_t* out;                // [num_tokens, width]
-    int32_t* lens;               // [num_tokens]
-    int64_t chosen_stride;       // items
+    int32_t* out;           // [num_tokens, width]
+    int32_t* lens;          // [num_tokens]
+    int64_t chosen_stride;  // items
     int64_t out_stride;
     int32_t window;
     int32_t most;   // entries that a window may have
@@ -51,8 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_swa(const __grid_c
             if (uint32_t(entry) < uint32_t(p.compressed_rows)) row = first_row + entry;
         } else if (i < compressed + window) {
             const int64_t gathered = tail + (i - compressed);
-            if (gathered < p.rows - p.compressed_rows)
-                row = first_row + p.compressed_rows + int32_t(gathered);
+            if (gathered < p.rows - p.compressed_rows) row = first_row + p.compressed_rows + int32_t(gathered);
         }
         out[i] = row;
     }

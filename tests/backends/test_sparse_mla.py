@@ -279,9 +279,9 @@ def test_attention_is_told_where_lists_end(rng, monkeypatch: pytest.MonkeyPatch,
     step = make_step(rng, 8, [1] * 7)
     told = []
 
-    def record(q, cache, indices, ends, *args):
+    def record(q, cache, indices, ends, *args, **others):
         told.extend(ends.tolist())
-        return planned_decode(q, cache, indices, ends, *args)
+        return planned_decode(q, cache, indices, ends, *args, **others)
 
     monkeypatch.setattr(sparse_mla, "planned_decode", record)
     assert_result(Engine(NumPy(), path, 8).run(step), step.want)
@@ -313,9 +313,9 @@ def test_counts_of_the_caller(kind, rng, monkeypatch: pytest.MonkeyPatch, path: 
     step.topk_indices[behind] = rng.integers(0, MAX_MODEL_LEN, behind.sum())
     engine, put, told = Engine(kind, path, 8), kind.put, []
 
-    def record(q, cache, indices, ends, *args):
+    def record(q, cache, indices, ends, *args, **others):
         told.extend(kind.take(ends).tolist())
-        return planned_decode(q, cache, indices, ends, *args)
+        return planned_decode(q, cache, indices, ends, *args, **others)
 
     monkeypatch.setattr(sparse_mla, "planned_decode", record)
     arguments = (put(step.q), put(step.caches[engine.layout]), engine.builder.build(step.batch), put(step.topk_indices))
