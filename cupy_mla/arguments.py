@@ -13,10 +13,12 @@ Operand: TypeAlias = Any  # an `Array`, or a NumPy view
 
 
 class QuantizeQ(NamedTuple):
-    """Of `quantize_indexer_q`, which has them under the same names.
+    """Of `quantize_indexer_q` and `quantize_indexer_q_mxfp4`, which have them under the same names.
 
     Attributes:
-        q8, w: the results.
+        scale_format: "fp32", "ue8m0" or "mxfp4".
+        codes, w: the results; codes are e4m3, or with `scales` e2m1.
+        scales: a result as well, or None.
     """
 
     q: Operand
@@ -26,8 +28,9 @@ class QuantizeQ(NamedTuple):
     rope_first: bool
     interleaved: bool
     scale_format: str
-    q8: Operand
+    codes: Operand
     w: Operand
+    scales: Operand | None = None
 
 
 class RaggedKeys(NamedTuple):
@@ -181,15 +184,20 @@ class Prefill(NamedTuple):
     """Of `sparse_prefill`: shapes and dtypes are those of `cupy_mla.sparse_prefill`, without axes of length 1.
 
     Attributes:
+        layout: of the rows.
+        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
         sink: [h_q], or None.
         length: [s_q], or None.
         out, max_logits, lse: are written.
     """
 
+    layout: Layout
     q: Operand
     kv: Operand
     indices: Operand
     sm_scale: float
+    q_scale: Operand
+    k_scale: Operand
     sink: Operand
     length: Operand
     out: Operand
@@ -202,6 +210,7 @@ class Decode(NamedTuple):
 
     Attributes:
         layout: of the caches.
+        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
         sink: [h_q], or None.
         length: [b], of the main lists, or None.
         extra, extra_indices, extra_length: of the second cache, or None.
@@ -214,6 +223,8 @@ class Decode(NamedTuple):
     cache: Operand
     indices: Operand
     sm_scale: float
+    q_scale: Operand = 1.0
+    k_scale: Operand = 1.0
     sink: Operand = None
     length: Operand = None
     extra: Operand = None
@@ -229,6 +240,7 @@ class DenseDecode(NamedTuple):
 
     Attributes:
         layout: of the cache.
+        q_scale, k_scale: what an e4m3 q and rows of layout PLAIN_FP8 are multiplied by: a float, or one float32.
         window: rows that a query sees at most, the last ones; 0: all.
         sink: [h_q], or None.
         num_splits: splits of each request's rows; None: to be chosen.
@@ -241,6 +253,8 @@ class DenseDecode(NamedTuple):
     block_table: Operand
     seq_lens: Operand
     sm_scale: float
+    q_scale: Operand
+    k_scale: Operand
     causal: bool
     window: int
     sink: Operand

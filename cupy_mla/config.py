@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import layouts
-from .checks.options import LARGEST_INT, require_choice, require_integer
+from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
 from .typing import CacheLayout, ModelKind
 
 C4A, C128A = 4, 128  # compress ratios of V4: rows chosen by an indexer, and every complete row
@@ -45,6 +45,9 @@ class SparseMLAConfig:
             heads than this; with more, prefills go to the prefill kernel over gathered rows.
         model: kind of the model, "v32", "v4" or "v41"; None becomes "v4" where d_qk is 512, else "v32".
         max_workspace_bytes: most memory that the indexer's logits take at a time.
+        dense_when_short: of V3.2 layers, whose index lists name every token that a query token sees where these are at
+            most `topk`, as an indexer's do. Decodes of such contexts then attend over all rows, without lists, where
+            that is faster: see `SparseMLAMetadata.dense_decodes`.
         max_image_tokens: tokens of the longest image, of V4.1 models that see images: these tokens see one another in
             both directions, which widens the sliding window's lists by so many.
         kpool: tokens that a key of the indexer stands for, of V3.2 layers whose indexer chooses pools of tokens
@@ -70,6 +73,7 @@ class SparseMLAConfig:
     mixed_below_heads: int = 64
     model: ModelKind | None = None
     max_workspace_bytes: int = 512 << 20
+    dense_when_short: bool = False
     max_image_tokens: int = 0
     kpool: int = 1
 
@@ -82,6 +86,7 @@ class SparseMLAConfig:
             ("kpool", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
+        require_bool("dense_when_short", self.dense_when_short)
         if self.max_num_seqs * (1 + self.num_speculative_tokens) > LARGEST_INT:
             raise ValueError(
                 f"num_speculative_tokens: int32 cannot count the query tokens of {self.max_num_seqs} decodes "
@@ -98,6 +103,8 @@ class SparseMLAConfig:
             raise ValueError(f"d_qk of a {'V4' if kind == 'v4' else 'V4.1'} model must be 512, got {self.d_qk}")
         if self.layout.quantized and self.layout.rope_apart == self.is_v4:
             raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
+        if self.is_v4 and self.dense_when_short:
+            raise ValueError(f"dense_when_short: layers of models of kind {kind!r} have no lists of all tokens")
         ratio = self.compress_ratio
         if ratio not in RATIOS[kind]:
             listed = one_of(RATIOS[kind])

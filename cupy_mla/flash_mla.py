@@ -87,7 +87,8 @@ def flash_mla_sparse_fwd(
         >>> out.shape, float(out[0, 0, 0])
         ((1, 64, 512), 1.0)
     """
-    return attention.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+    given = attention.GivenPrefill(q, kv, indices, attn_sink, topk_length, out)
+    return attention.prefill(given, sm_scale, d_v)
 
 
 def flash_mla_with_kvcache(

@@ -220,13 +220,16 @@ class IndexGroups:
             cuda.runtime.eventRecord(self._ready.ptr, self._stream)
 
 
-def to_slots(metadata: SparseMLAMetadata, chosen: Any, valid_counts: Any, slots: Any, ends: Any) -> Any:
+def to_slots(
+    metadata: SparseMLAMetadata, chosen: Any, valid_counts: Any, slots: Any, ends: Any, tokens: slice = slice(None)
+) -> Any:
     """Write the slots of positions [T, K] that were chosen for layers of V3.2's kind.
 
     Args:
         valid_counts: [T] where each token's list ends; None: to be found.
         slots: [T, K], written.
         ends: [T], written unless `valid_counts` are given.
+        tokens: those that are converted.
 
     Returns:
         [T] int32 where each list ends.
@@ -234,14 +237,14 @@ def to_slots(metadata: SparseMLAMetadata, chosen: Any, valid_counts: Any, slots:
     extra = metadata.fp8_extra_metadata
     prefill = extra.prefill if isinstance(extra, FP8SeparatePrefillDecode) else None
     given = (
-        metadata.req_id_per_token, metadata.block_table, chosen, metadata.block_size,
-        prefill.request_ids if prefill else None, prefill.workspace_starts if prefill else None,
+        metadata.req_id_per_token[tokens], metadata.block_table, chosen[tokens], metadata.block_size,
+        prefill.request_ids[tokens] if prefill else None, prefill.workspace_starts if prefill else None,
     )  # fmt: skip
     if valid_counts is not None:
-        convert_req_index_to_global_index(*given, out=slots)
+        convert_req_index_to_global_index(*given, out=slots[tokens])
         return valid_counts
     # Where lists end, not how many entries are valid: -1 may stand anywhere in a list.
-    convert_to_slots_and_ends(*given, out=slots, ends=ends)
+    convert_to_slots_and_ends(*given, out=slots[tokens], ends=ends[tokens])
     return ends
 
 

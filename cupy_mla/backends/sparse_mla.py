@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
 from ..arrays import Array
@@ -13,12 +14,14 @@ from ..dtypes import BFLOAT16, FLOAT32, INT32
 from ..layouts import D_V, names
 from ..metadata.batch import prefill_workspace_size
 from ..metadata.sparse_mla import (
+    DenseDecodes,
     FP8KernelMetadata,
     FP8SeparatePrefillDecode,
     SparseMLAMetadata,
     SparseMLAMetadataBuilder,
 )
 from ..ops.attention import planned_decode, sparse_prefill
+from ..ops.dense import dense_decode
 from ..ops.gather import concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache
 from ..typing import A, AnyArray, CacheLayout, ModelKind
 from .index_groups import PhysicalTopk, to_slots
@@ -121,6 +124,9 @@ class SparseMLAImpl:
     graph's own; with CuPy, warm up and capture under `cupy.cuda.using_allocator` of a pool that lives as long as
     the graph. Replays allocate nothing.
 
+    Where metadata has `dense_decodes`, these attend over all rows of their requests by `cupy_mla.dense_decode`. Their
+    index lists are neither converted nor read.
+
     Models without RoPE (d_qk 512) attend over their rows of 512 in bf16. In an FP8 cache their rows are V3.2's, whose
     RoPE part must be finite (`concat_and_cache_mla` writes zeros): it meets zeros beside the query.
 
@@ -189,6 +195,7 @@ class SparseMLAImpl:
     ) -> A | tuple[A, A]:
         """Attention of a step's query tokens over their chosen KV tokens, which the cache must already hold.
 
+        Decodes of short contexts take the dense way where the metadata says so. All else goes over index lists.
         bf16 cache: one launch over slots; batches of decodes alone go to the decode kernel, which splits rows to fill
         the GPU, others to the prefill kernel over the flattened cache (to the decode kernel, too, when the cache's
         blocks have gaps between them). FP8 cache: as the metadata says, see `FP8SeparatePrefillDecode`.
@@ -237,18 +244,43 @@ class SparseMLAImpl:
         if padded:
             concatenated[..., :D_V], concatenated[..., D_V:] = queries, 0
             queries = concatenated
+        dense = self._dense(place, metadata)
+        listed = slice(0 if dense is None else dense.num_tokens, tokens)
+        if dense is not None:
+            self._attend_all(queries, kv_cache, dense, sinks, result, lse)
+        if listed.start == tokens:
+            return result if lse is None else (result, lse)
         if isinstance(topk_indices, PhysicalTopk):
             slots, ends = topk_indices.physical_topk_indices, topk_indices.lens
         else:
-            ends = to_slots(metadata, topk_indices, valid_counts, slots, ends)
+            ends = to_slots(metadata, topk_indices, valid_counts, slots, ends, listed)
         lists = _Lists(slots, ends, sinks)
         if isinstance(extra, FP8SeparatePrefillDecode):
+            if dense is not None:
+                extra = replace(extra, decode=None)
             self._forward_separate(queries, kv_cache, extra, lists, workspace, result, lse)
         elif isinstance(extra, FP8KernelMetadata):
             self._decode(queries, kv_cache, lists, extra, result, lse)
         else:
             self._forward_bf16(queries, kv_cache, cache, metadata, lists, result, lse)
         return result if lse is None else (result, lse)
+
+    def _dense(self, place: Place, metadata: SparseMLAMetadata) -> DenseDecodes | None:
+        """The decodes that take the dense way. In a graph that must hold at every replay."""
+        dense, always = metadata.dense_decodes, self.config.max_model_len <= self.config.topk
+        if dense is None or always or not (place.on_gpu and place.is_capturing()):
+            return dense
+        return None
+
+    def _attend_all(self, q: Any, kv_cache: Any, dense: DenseDecodes, sinks: Any, out: Any, lse: Any) -> None:
+        """Attention of decodes over all rows of their requests."""
+        shape, end = (len(dense.seq_lens), dense.query_len), dense.num_tokens
+        _, found = dense_decode(
+            q[:end].reshape(*shape, *q.shape[1:]), kv_cache, dense.block_table, dense.seq_lens, self.scale,
+            attn_sink=sinks, out=out[:end].reshape(*shape, *out.shape[1:]),
+        )  # fmt: skip
+        if lse is not None:
+            lse[:end].reshape(*shape, -1)[...] = found.swapaxes(1, 2)
 
     def _forward_bf16(
         self,

@@ -24,9 +24,10 @@ from .program import Launch, Pointer, Program
 from .structs import FLOAT, INT32, INT64, POINTER, Packed, Struct
 
 QUANTIZE_Q = Struct(
-    "QuantizeQParams", q=POINTER, weights=POINTER, positions=POINTER, cos_sin=POINTER, q8=POINTER, w=POINTER, q_t=INT64,
-    q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32, heads=INT32,
-    bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32, factor=FLOAT,
+    "QuantizeQParams", q=POINTER, weights=POINTER, positions=POINTER, cos_sin=POINTER, codes=POINTER, scales=POINTER,
+    w=POINTER, q_t=INT64, q_h=INT64, weights_stride=INT64, positions_end=INT64, cos_sin_stride=INT64, tokens=INT32,
+    heads=INT32, bf16_weights=INT32, bf16_cos_sin=INT32, rope_first=INT32, interleaved=INT32, power_of_two=INT32,
+    factor=FLOAT,
 )  # fmt: skip
 SCHEDULE = Struct("ScheduleParams", structs.LOGITS_WORK, out=POINTER, out_stride=INT64)
 
@@ -45,9 +46,11 @@ SPILL_BYTES = 16  # keys fill the registers; some compilers put what is needed o
 
 
 @cache
-def quantize_kernel(aligned: bool) -> Kernel:
-    """The kernel that quantizes queries, for rows that allow wide accesses or do not."""
-    return Kernel("indexer/quantize_q.cu", QUANTIZE_Q, {"ALIGNED": int(aligned)})
+def quantize_kernel(aligned: bool, mxfp4: bool, widen: bool) -> Kernel:
+    """The kernel that quantizes queries, for rows that allow wide accesses or do not; to e4m3, or to MXFP4, as it is or
+    widened to e4m3."""
+    defines = {"ALIGNED": int(aligned), "MXFP4": int(mxfp4), "WIDEN": int(widen)}
+    return Kernel("indexer/quantize_q.cu", QUANTIZE_Q, defines)
 
 
 @cache
@@ -71,7 +74,8 @@ def kernels() -> Iterator[Kernel]:
     """Every kernel variant of this module, for the compile tests and for warming up."""
     yield schedule_kernel()
     for aligned in (True, False):
-        yield quantize_kernel(aligned)
+        for mxfp4, widen in ((False, False), (True, False), (True, True)):
+            yield quantize_kernel(aligned, mxfp4, widen)
     for heads in HEADS:
         for compact in (False, True):
             yield logits_kernel(heads, TILE_ROWS, False, True, compact)
@@ -87,14 +91,16 @@ def quantize_indexer_q(gpu: Gpu, a: QuantizeQ) -> Program:
     if tokens == 0:
         return ()
     params = QUANTIZE_Q(
-        q=q.ptr, weights=weights.ptr, positions=pointer(a.positions), cos_sin=pointer(cos_sin), q8=a.q8.ptr, w=a.w.ptr,
-        q_t=q.strides[0], q_h=q.strides[1], weights_stride=weights.strides[0],
+        q=q.ptr, weights=weights.ptr, positions=pointer(a.positions), cos_sin=pointer(cos_sin), codes=a.codes.ptr,
+        scales=pointer(a.scales), w=a.w.ptr, q_t=q.strides[0], q_h=q.strides[1], weights_stride=weights.strides[0],
         positions_end=cos_sin.shape[0] if cos_sin else 0, cos_sin_stride=cos_sin.strides[0] if cos_sin else 0,
         tokens=tokens, heads=heads, bf16_weights=int(weights.dtype.itemsize == 2),
         bf16_cos_sin=int(cos_sin is not None and cos_sin.dtype.itemsize == 2), rope_first=int(a.rope_first),
         interleaved=int(a.interleaved), power_of_two=int(a.scale_format == "ue8m0"), factor=(int(heads) * D) ** -0.5,
     )  # fmt: skip
-    return [Launch(quantize_kernel(q.aligned(16)), (ceil_div(tokens * (heads // HEADS_PER_WARP), WARPS), 1, 1), params)]
+    mxfp4 = a.scale_format == "mxfp4"
+    kernel = quantize_kernel(q.aligned(16), mxfp4, mxfp4 and a.scales is None)
+    return [Launch(kernel, (ceil_div(tokens * (heads // HEADS_PER_WARP), WARPS), 1, 1), params)]
 
 
 class Part(NamedTuple):

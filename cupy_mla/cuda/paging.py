@@ -45,6 +45,13 @@ def integers(array: Array) -> Packed:
     return structs.INTEGERS(first=array.ptr, wide=int(array.dtype == INT64))
 
 
+def call_scale(scale: Array | float) -> Packed:
+    """`struct CallScale` of a scale that a call brings."""
+    if isinstance(scale, Array):
+        return structs.CALL_SCALE(on_device=scale.ptr, known=0.0)
+    return structs.CALL_SCALE(on_device=0, known=scale)
+
+
 def lens_stride(context_lens: Array) -> int:
     """From request to request of context lengths [B, n]; 0, the kernels' mark of one length a request, of [B]."""
     return context_lens.strides[0] if len(context_lens.shape) == 2 else 0

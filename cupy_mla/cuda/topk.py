@@ -277,8 +277,9 @@ def select_rows_paged(
     for chunk in range(int(ceil_div(requests, step))):
         first = chunk * step
         count = min(step, requests - first)
-        part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=k)
-        program += paged_logits(gpu, of, part, max_context_len)
+        if max_context_len > k:  # else all keys are chosen, whatever their logits are
+            part = Part(first, count, workspace.ptr, stride, clean=False, all_chosen=k)
+            program += paged_logits(gpu, of, part, max_context_len)
         bounds = Bounds(0, _item(of.lens, first), lens_stride(of.lens), n)
         to = block_table(of.table, of.cache.shape[1], first, count) if slots else NO_TABLE
         program += _launches(

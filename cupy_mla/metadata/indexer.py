@@ -43,6 +43,8 @@ class IndexerDecodeMetadata:
         token_rows: [Td] int64 the place in [B, n] of each decode token.
         max_context_len: keys of the longest sequence, by the config.
         choose_all: no sequence can have more keys than a query token chooses.
+        short: in this step none of them has, by the host's upper bounds. No logits are computed then, but in a captured
+            CUDA graph, which must hold for longer sequences, too.
         schedule: of these keys, from `paged_indexer_schedule`; None where no kernel takes one.
     """
 
@@ -54,6 +56,7 @@ class IndexerDecodeMetadata:
     token_rows: AnyArray
     max_context_len: int
     choose_all: bool
+    short: bool
     schedule: AnyArray | None
 
 
@@ -363,6 +366,7 @@ class IndexerMetadataBuilder:
             token_rows=device["token_rows"][:tokens],
             max_context_len=self.config.max_index_keys,
             choose_all=self._choose_all,
+            short=bool(split.seen[:tokens].max(initial=0) <= self.config.topk),
             schedule=self._scheduled(lens, table, n),
         )
 

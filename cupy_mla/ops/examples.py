@@ -13,7 +13,16 @@ import numpy as np
 
 from .. import layouts
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
-from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
+from ..layouts import (
+    ATTENTION_LAYOUTS,
+    D_V,
+    FP8_OF_V4,
+    FP8_OF_V32,
+    INDEXER_FP8,
+    INDEXER_LAYOUTS,
+    INDEXER_MXFP4,
+    Layout,
+)
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from ..reference import logits as reference_logits
@@ -121,8 +130,8 @@ def _full_cache(
     """A cache full of rows of size 0.1."""
     paged, slots = _empty_cache(layout, blocks, block_size), np.arange(blocks * block_size)
     rows = _normal(rng, len(slots), layout.d_qk, size=0.1)
-    if layout is INDEXER_FP8:
-        reference_indexer.indexer_k_quant_and_cache(rows, paged, slots, "fp32")
+    if layout in INDEXER_LAYOUTS:
+        reference_indexer.indexer_k_quant_and_cache(layout, rows, paged, slots, "fp32")
     else:
         reference_cache.pack_rows(layout, rows, paged, slots)
     return paged
@@ -256,12 +265,12 @@ def v4_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
 def indexer_packing_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
     for block_size in (32, 15):  # blocks of 15 tokens allow 4-byte stores only
         tokens = BLOCKS * block_size
-        for scale_format in cache.SCALE_FORMATS:
+        for layout, scale_format in ((INDEXER_FP8, "fp32"), (INDEXER_FP8, "ue8m0"), (INDEXER_MXFP4, "ue8m0")):
             arguments = {
-                "k": _rows(rng, tokens, 128), "kv_cache": _empty_cache(INDEXER_FP8, BLOCKS, block_size),
+                "k": _rows(rng, tokens, 128), "kv_cache": _empty_cache(layout, BLOCKS, block_size),
                 "slot_mapping": _slots(rng, wanted, tokens), "scale_format": scale_format,
             }  # fmt: skip
-            yield Call(f"{scale_format}, blocks of {block_size}", arguments)
+            yield Call(f"{layout.name}, {scale_format}, blocks of {block_size}", arguments)
 
 
 def unpacking_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -303,14 +312,15 @@ def v4_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
 
 
 def indexer_gather_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
-    for block_size in (32, 15):
-        starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
-        arguments = {
-            "kv_cache": _full_cache(rng, INDEXER_FP8, BLOCKS, block_size), "dst_k": _unwritten((60, 128), np.uint8),
-            "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, wanted, 4),
-            "cu_seq_lens": starts,
-        }  # fmt: skip
-        yield Call(f"blocks of {block_size}", arguments)
+    for layout, width in ((INDEXER_FP8, 128), (INDEXER_MXFP4, 64), (INDEXER_MXFP4, 128)):
+        for block_size in (32, 15):
+            starts = np.append(0, _lens(rng, wanted).cumsum()).astype(np.int32)
+            arguments = {
+                "kv_cache": _full_cache(rng, layout, BLOCKS, block_size), "dst_k": _unwritten((60, width), np.uint8),
+                "dst_scale": _unwritten((60,), np.float32), "block_table": _block_table(rng, wanted, 4),
+                "cu_seq_lens": starts,
+            }  # fmt: skip
+            yield Call(f"{layout.name} to {width} bytes, blocks of {block_size}", arguments)
 
 
 # --- the indexer's selection ----------------------------------------------------------------------------------
@@ -330,6 +340,24 @@ def quantize_q_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]
         yield Call(f"{heads} heads, {scale_format}, unaligned rows", arguments, unaligned=("q",))
     plain = {"q": _rows(rng, tokens, 8, 128), "weights": _normal(rng, tokens, 8)}
     yield Call("without RoPE", plain)
+    yield Call("mxfp4", {**plain, "scale_format": logits.MXFP4})
+
+
+def quantize_q_mxfp4_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for call in quantize_q_calls(rng, wanted):
+        arguments = {name: value for name, value in call.arguments.items() if name != "scale_format"}
+        yield call._replace(arguments=arguments)
+
+
+def widen_mxfp4_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Scales of a row lie up to 2^25 apart."""
+    for rows in ((40,), (7, 24)):
+        arguments = {
+            "codes": rng.integers(0, 256, (*rows, 64), dtype=np.uint8),
+            "scales": rng.integers(110, 136, (*rows, 4), dtype=np.uint8),
+        }  # fmt: skip
+        yield Call(f"{len(rows)} axes", arguments)
+        yield Call(f"{len(rows)} axes, weighted", {**arguments, "weights": rng.standard_normal(rows, np.float32)})
 
 
 def _few_ones(rng: np.random.Generator, *shape: int) -> np.ndarray:

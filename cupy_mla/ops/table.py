@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ..bridges import to_numpy
-from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64
+from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32, INT64, UINT8
 from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8, Layout
 from ..typing import A, AnyArray
 from . import (
@@ -192,6 +192,23 @@ TABLE = (
         logits.quantize_indexer_q,
         examples.quantize_q_calls,
         results=(Result("q8", lambda q, **_: q.shape, E4M3), Result("w", lambda weights, **_: weights.shape, FLOAT32)),
+    ),
+    Operation(
+        logits.quantize_indexer_q_mxfp4,
+        examples.quantize_q_mxfp4_calls,
+        results=(
+            Result("q4", lambda q, **_: (*q.shape[:2], q.shape[2] // 2), UINT8),
+            Result("scales", lambda q, **_: (*q.shape[:2], logits.SCALES), UINT8),
+            Result("w", lambda weights, **_: weights.shape, FLOAT32),
+        ),
+    ),
+    Operation(
+        logits.widen_mxfp4,
+        examples.widen_mxfp4_calls,
+        results=(
+            Result("values", lambda codes, **_: (*codes.shape[:-1], logits.D), E4M3),
+            Result("factors", lambda codes, **_: codes.shape[:-1], FLOAT32),
+        ),
     ),
     Operation(
         logits.indexer_logits,

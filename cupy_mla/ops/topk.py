@@ -167,7 +167,8 @@ def select_rows_paged(
     `paged_indexer_logits`.
 
     Args:
-        q8, kv_cache, w, context_lens, block_table, max_context_len: as for `paged_indexer_logits`.
+        q8, kv_cache, w, context_lens, block_table: as for `paged_indexer_logits`.
+        max_context_len: keys beyond it are not looked at. Where it is at most `k` no logits are computed.
         k: 1 to 4096.
         slots: return slots by the same block table and block size, instead of positions in the request.
         max_workspace_bytes: most memory that logits take; more requests are worked on in chunks, of one request at

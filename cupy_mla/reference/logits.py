@@ -7,6 +7,7 @@ import numpy as np
 from ..arguments import PagedKeys, QuantizeQ, RaggedKeys
 from ..dtypes import BFLOAT16, E4M3, E4M3_MAX
 from ..layouts import INDEXER_FP8
+from . import mxfp4
 from .cache import _ceil_log2, _regions
 from .indices import find_slots
 
@@ -20,18 +21,24 @@ AMAX_FLOOR = np.float32(1e-10)
 
 @np.errstate(all="ignore")
 def quantize_indexer_q(a: QuantizeQ) -> None:
-    """RoPE, quantization and weights; see `cupy_mla.quantize_indexer_q`."""
+    """RoPE, quantization and weights; see `cupy_mla.quantize_indexer_q` and `cupy_mla.quantize_indexer_q_mxfp4`."""
     values = a.q.astype(np.float32)
     if a.positions is not None and a.cos_sin_cache is not None:
         start = 0 if a.rope_first else D - ROPE
         part = values[..., start : start + ROPE]
         part[...] = _rotated(part, a.positions, a.cos_sin_cache.astype(np.float32), a.interleaved)
         values = values.astype(BFLOAT16).astype(np.float32)
-    amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
-    scales = np.maximum(amax, AMAX_FLOOR) / np.float32(E4M3_MAX)
-    if a.scale_format == "ue8m0":
-        scales = np.ldexp(np.float32(1), _ceil_log2(scales))
-    a.q8.view(E4M3)[...] = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3)
+    scales = np.ones(values.shape[:-1], np.float32)
+    if a.scales is not None:
+        a.codes[...], a.scales[...] = mxfp4.quantize(values)
+    elif a.scale_format == "mxfp4":
+        a.codes.view(E4M3)[...], scales = mxfp4.widen(*mxfp4.quantize(values))
+    else:
+        amax = np.fmax.reduce(np.abs(values), axis=-1, initial=np.float32(0))
+        scales = np.maximum(amax, AMAX_FLOOR) / np.float32(E4M3_MAX)
+        if a.scale_format == "ue8m0":
+            scales = np.ldexp(np.float32(1), _ceil_log2(scales))
+        a.codes.view(E4M3)[...] = np.clip(values / scales[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3)
     a.w[...] = a.weights.astype(np.float32) * scales * np.float32((a.q.shape[1] * D) ** -0.5)
 
 

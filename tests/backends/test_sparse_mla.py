@@ -80,8 +80,12 @@ def make_step(
     *,
     block_gap: int = 0,
     rope: bool = True,
+    all_listed: bool = False,
 ) -> Step:
-    """A batch over caches of random rows; without `rope` every RoPE part is zeros."""
+    """A batch over caches of random rows; without `rope` every RoPE part is zeros.
+
+    Index lists name random tokens, some none; where `all_listed` as many as there are room for.
+    """
     requests, tokens = len(query_lens), sum(query_lens)
     if seq_lens is None:
         seq_lens = [int(rng.integers(max(n, 1), MAX_MODEL_LEN + 1)) for n in query_lens]
@@ -104,7 +108,7 @@ def make_step(
         for position in range(seq_len - query_len, seq_len):
             t = len(positions)
             chosen = rng.permutation(position + 1)[:TOPK]
-            if rng.random() < 0.1:
+            if rng.random() < 0.1 and not all_listed:
                 chosen = chosen[:0]
             places = rng.permutation(TOPK)[: len(chosen)]  # -1 anywhere, not at the end alone
             topk_indices[t, places] = chosen

@@ -41,7 +41,7 @@ KERNELS: dict[str, ModuleType] = {
 }  # fmt: skip
 NAMES = tuple(KERNELS)
 # The kernels of dense attention.
-DENSE_NAMES = ("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90", "portable", "portable_99kb")
+DENSE_NAMES = ("dense_cluster_sm90", "dense_whole_sm90", "dense_sm90", "dense_fp8_sm90", "portable", "portable_99kb")
 EVERY_NAME = tuple(dict.fromkeys((*NAMES, *DENSE_NAMES)))
 
 asked_kernel: Callable[[], str | None] = private.environment_reader(VARIABLE)

@@ -165,7 +165,7 @@ class DenseProblem(NamedTuple):
     @property
     def on_hopper(self) -> bool:
         """Whether the kernels for Hopper can read its rows."""
-        return self.gpu.capability == 90 and self.aligned and not self.layout.quantized
+        return self.gpu.capability == 90 and self.aligned
 
     @property
     def lines(self) -> int:

@@ -17,12 +17,12 @@ constexpr bool V32 = Row::FOLDED_SCALES != 0;  // else V4_FP8
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
 using Division = DivisionOf<THREADS>;
 constexpr End END = Division::END;
-constexpr bool ONE_TURN = Division::ONE_TURN, FOUND_EARLY = Division::FOUND_EARLY;
+constexpr bool ONE_TURN = Division::ONE_TURN, FOUND_EARLY = Division::FOUND_EARLY && !DENSE;
 constexpr bool IN_TURN =
     Division::EQUAL_SPLITS && TILES_IN_TURN;  // an item's tiles are dealt out to its splits in turn
 // Whether the consumers find the ends of the lists of a CTA's first turns. Full lists of V4_FP8 would take 1 to 4 %
 // longer, segments 1 to 2 %.
-constexpr bool CONSUMERS_LOOK = V32 && END != End::KEEP;
+constexpr bool CONSUMERS_LOOK = V32 && END != End::KEEP && !DENSE;
 constexpr int FIRST_TURNS = 4;  // so many turns
 // COPIERS producer warps copy WARP_ROWS rows each of a stage. With four a stage is full sooner; one takes fewer
 // instructions.
@@ -64,6 +64,10 @@ struct Attended {
     Query query;
     int first_head;
     bool begins_item, ends_item;
+#if DENSE
+    int first_row, last_end;  // of the request: the split's first row; the end of what its last token sees
+    int step;
+#endif
 };
 
 template <int STAGES>
@@ -84,6 +88,9 @@ struct alignas(16) SmallOf {
     // each producer warp for a later one.
     int first_ends[FIRST_TURNS][8], ends[4];
     Attended attended[2];
+#if DENSE
+    int seen[HEADS], step;  // request_lines.cuh
+#endif
     int partials;  // results that are merged
     Division::State division;
 };
@@ -120,6 +127,15 @@ struct Work : Division::Turn {
     int turn;
     uint32_t stage;
 };
+
+__device__ __forceinline__ Attended attended_of(const Work& w) {
+#if DENSE
+    const int first_row = w.first_row + w.begin * TILE_ROWS;
+    return {w.query, w.first_head, w.begin == 0, w.ends_item, first_row, w.last_end, w.step};
+#else
+    return {w.query, w.first_head, w.begin == 0, w.ends_item};
+#endif
+}
 
 __device__ __forceinline__ int num_turns(const AttentionParams& p) { return Division::num_turns(p, small().division); }
 

@@ -1,6 +1,10 @@
 // Of fp8_sm90: Q in the order of the products, S^T = K . Q^T, and the softmax.
 #pragma once
-#include "attention/fp8_sm90/producer.cuh"
+#if DENSE
+#include "attention/fp8_sm90/request_rows.cuh"
+#else
+#include "attention/fp8_sm90/list_rows.cuh"
+#endif
 #include "ptx/arithmetic.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -326,11 +330,11 @@ __device__ __forceinline__ RowScales multiply_qk_v4(uint32_t row, int t, float l
     return result;
 }
 
-// S^T of the tile whose first stage is `stage`, which has come: each warp its 16 rows. Rows that are not valid will get
-// a P of 0.
-__device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, float logit_scale,
-                                                 float (&s)[HEADS / 2]) {
-    stage += r.warp;
+// S^T of the tile that has come, `stages` behind the first of the split: each warp its 16 rows. What a line does not see
+// will get a P of 0.
+__device__ __forceinline__ RowScales multiply_qk(const AttentionParams& p, const Role& r, uint32_t first,
+                                                 uint32_t stages, float logit_scale, float (&s)[HEADS / 2]) {
+    const uint32_t stage = first + stages + r.warp;
     const uint32_t row = stage_address(stage) + r.g * STRIDE;
     RowScales scales;
     if constexpr (V32) {
@@ -338,16 +342,8 @@ __device__ __forceinline__ RowScales multiply_qk(const Role& r, uint32_t stage, 
     } else {
         scales = multiply_qk_v4(row, r.t, logit_scale, s);
     }
-    const uint32_t valid = small().marks[place_of(stage)];
-    if ((valid & ALL_VALID) != ALL_VALID) {
-        const float mask = logit_scale < 0.0f ? INF : -INF;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (valid >> valid_bit(r.g + 8 * i) & 1) continue;
-#pragma unroll
-            for (int c = 0; c < OWN_HEADS; ++c) s[element(i, c)] = mask;
-        }
-    }
+    const uint32_t marks = small().marks[place_of(stage)];
+    if (!all_seen(marks)) mask_rows(p, r, stages, marks, logit_scale < 0.0f ? INF : -INF, s);
     return scales;
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,26 @@ MOST_SPLITS = 256  # of a work item in shares: as many partial results a CTA mer
 SPILL_BYTES = {WHOLE: 0, CLUSTERS: 0, SHARES: 0, SEGMENTS: 20, TEAMS: 0}
 
 
+def defines(layout: Layout, lines: int, division: int, dense: bool = False) -> dict[str, int | str]:
+    """The constants that the pipeline is compiled with.
+
+    Args:
+        lines: of a work item.
+        division: of `kernels_cu/attention/division/division.cuh`.
+        dense: rows come from a block table.
+    """
+    return {
+        **layout.defines(), "D_V": D_V, "HEADS": lines, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
+        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
+        "DENSE": int(dense),
+    }  # fmt: skip
+
+
 @cache
 def kernel(layout: Layout, heads: int, division: int) -> Kernel:
     """The kernel for one cache layout, heads of a CTA, and one of `DIVISIONS`."""
-    defines = {
-        **layout.defines(), "D_V": D_V, "HEADS": heads, "TILE_ROWS": TILE_ROWS, "DIVISION": division,
-        "MAX_CLUSTER": MAX_CLUSTER, "MOST_SPLITS": MOST_SPLITS, "UNEVEN_ITEM_COST": UNEVEN_ITEM_COST,
-    }  # fmt: skip
     return Kernel(
-        "attention/fp8_sm90.cu", structs.ATTENTION, defines, archs=("90a",), target="90a",
+        "attention/fp8_sm90.cu", structs.ATTENTION, defines(layout, heads, division), archs=("90a",), target="90a",
         spill_bytes=SPILL_BYTES[division], max_cluster=MAX_CLUSTER if division == CLUSTERS else 1, overlaps=True,
     )  # fmt: skip
 
@@ -175,13 +187,13 @@ def launches(problem: Problem, division: Any, call: Call) -> Program:
     return [Launch(kernel(problem.layout, heads, variant), (ctas, 1, 1), params)]
 
 
-# Of a share with 64 heads, in the time of a pair of tiles, from clocks within the kernel: Q and first rows of each
-# item, results, and the partial results that it leaves and merges.
-SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 0.96, 0.63, 0.56, 0.81
+# Of a share with 64 heads, in hundredths of the time of a pair of tiles, from clocks within the kernel: Q and first
+# rows of each item, results, and the partial results that it leaves and merges.
+SHARE_ITEM, SHARE_RESULTS, SHARE_LEFT, SHARE_MERGED = 96, 63, 56, 81
 PAIR_COST = 8  # kernels_cu/attention/division/shares.cuh
 # Item costs below this are tried. Where a share is less than an item, none above ITEM_COST: CTAs wait for each other's
-# partial results, which the times above leave out. SHARE_GAIN: what another one than ITEM_COST must gain.
-SHARE_COSTS, SHARE_GAIN = 21, 0.01
+# partial results, which the times above leave out. SHARE_GAIN: the percent that another one than ITEM_COST must gain.
+SHARE_COSTS, SHARE_GAIN = 21, 1
 
 
 @lru_cache(maxsize=1024)
@@ -194,24 +206,22 @@ def item_cost(items: int, pairs: int, ctas: int) -> int:
         items: of 64 heads, each of so many pairs of tiles.
         ctas: shares.
     """
-    (usual,) = _slowest_shares(np.array([[ITEM_COST]]), items, pairs, ctas)
-    least = items / ctas * (pairs + SHARE_ITEM + SHARE_RESULTS)
-    if least >= (1.0 - SHARE_GAIN) * usual:
-        return ITEM_COST
-    costs = np.arange(SHARE_COSTS if items >= ctas else ITEM_COST + 1)[:, None]
-    slowest = _slowest_shares(costs, items, pairs, ctas)
-    nearest = np.lexsort((abs(costs[:, 0] - ITEM_COST), slowest))[0]
-    return int(costs[nearest, 0]) if slowest[nearest] < (1.0 - SHARE_GAIN) * usual else ITEM_COST
+    costs = np.arange(SHARE_COSTS if items >= ctas else ITEM_COST + 1)
+    alike = gcd(items, ctas)  # so many times the same shares come again
+    item, rest = np.divmod(np.arange(0, items // alike * ctas + 1, items), ctas)
+    rest = rest * (costs + PAIR_COST * pairs)[:, None] // ctas - costs[:, None]
+    pair = (np.maximum(rest, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as in shares.cuh
+    whole, begin, end = _times_within(pairs)
+    slowest = ((item[1:] - item[:-1]) * whole + end[pair[:, 1:]] - begin[pair[:, :-1]]).max(axis=1)
+    nearest = (slowest * SHARE_COSTS + abs(costs - ITEM_COST)).argmin()
+    return int(nearest) if 100 * slowest[nearest] < (100 - SHARE_GAIN) * slowest[ITEM_COST] else ITEM_COST
 
 
-def _slowest_shares(costs: np.ndarray, items: int, pairs: int, ctas: int) -> np.ndarray:
-    """The time of the slowest share for each item cost [n, 1], in that of a pair of tiles: [n]."""
-    of_item = costs + PAIR_COST * pairs
-    item, at = np.divmod(items * of_item * np.arange(ctas + 1) // ctas, of_item)
-    pair = (np.maximum(at - costs, 0) + PAIR_COST // 2) // PAIR_COST  # before which a share begins, as in shares.cuh
-    late, early = pairs - pair < LEAST_SPLIT, pair < LEAST_SPLIT
-    item = item + (late & ~early)
-    pair = np.where(late | early, 0, pair)
-    time = np.diff(item * pairs + pair) + (SHARE_ITEM + SHARE_RESULTS) * np.diff(item)
-    time = time + (SHARE_ITEM + SHARE_LEFT) * (pair[:, 1:] > 0) + SHARE_MERGED * (pair[:, :-1] > 0)
-    return time.max(axis=1)
+@lru_cache(maxsize=64)
+def _times_within(pairs: int) -> tuple[int, np.ndarray, np.ndarray]:
+    """The time of an item of so many pairs, what of it is over for a share that begins before each pair, and what of it
+    a share has that ends there. Splits are not shorter than LEAST_SPLIT: items are cut farther ahead, or not at all."""
+    pair, whole = np.arange(pairs + 1), 100 * pairs + SHARE_ITEM + SHARE_RESULTS
+    ends = [pair < LEAST_SPLIT, pair > pairs - LEAST_SPLIT]
+    begin = np.select(ends, [0, whole], 100 * pair - SHARE_MERGED)
+    return whole, begin, np.select(ends, [0, whole], 100 * pair + SHARE_ITEM + SHARE_LEFT)
