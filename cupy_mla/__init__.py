@@ -39,6 +39,7 @@ from .ops.gather import *
 from .ops.indexer import *
 from .ops.indices import *
 from .ops.logits import *
+from .ops.pools import *
 from .ops.quant import *
 from .ops.swa import *
 from .ops.topk import *
@@ -106,6 +107,7 @@ __all__ += [
         _ops.indexer,
         _ops.indices,
         _ops.logits,
+        _ops.pools,
         _ops.quant,
         _ops.swa,
         _ops.topk,
