@@ -9,6 +9,7 @@ from . import ops as _ops
 from ._version import __version__
 from .arrays import set_checks
 from .backends.deepseek_v4 import DeepseekV4Impl, DeepseekV4Layer
+from .backends.index_groups import IndexGroups, PhysicalTopk, layer_sources
 from .backends.indexer import IndexerImpl
 from .backends.sparse_mla import SparseMLABackend, SparseMLAImpl
 from .backends.workspace import Workspace
@@ -40,6 +41,7 @@ from .ops.gather import *
 from .ops.indexer import *
 from .ops.indices import *
 from .ops.logits import *
+from .ops.pools import *
 from .ops.quant import *
 from .ops.swa import *
 from .ops.topk import *
@@ -59,9 +61,11 @@ __all__ = [
     "DeepseekV4Impl",
     "DeepseekV4Layer",
     "FlashMLASchedMeta",
+    "IndexGroups",
     "IndexerImpl",
     "IndexerMetadata",
     "IndexerMetadataBuilder",
+    "PhysicalTopk",
     "Place",
     "SparseMLABackend",
     "SparseMLAConfig",
@@ -79,6 +83,7 @@ __all__ = [
     "flash_mla_with_kvcache",
     "forced",
     "get_mla_metadata",
+    "layer_sources",
     "layouts",
     "prefill_workspace_size",
     "reshape_attn_output_for_spec_decode",
@@ -106,6 +111,7 @@ __all__ += [
         _ops.indexer,
         _ops.indices,
         _ops.logits,
+        _ops.pools,
         _ops.quant,
         _ops.swa,
         _ops.topk,

@@ -110,6 +110,23 @@ class Selection(NamedTuple):
     blocks: Operand | None = None
 
 
+class PooledKeys(NamedTuple):
+    """Of `kpool_compress`, which has them under the same names.
+
+    Attributes:
+        out: the result.
+    """
+
+    k: Operand
+    gate: Operand
+    ape: Operand
+    tail: Operand
+    tail_blocks: Operand
+    query_start_loc: Operand
+    seq_lens: Operand
+    out: Operand
+
+
 class SwaWindows(NamedTuple):
     """Of `compute_swa_indices_and_lens`, which has them under the same names.
 

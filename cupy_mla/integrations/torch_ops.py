@@ -228,10 +228,20 @@ def _require_kind(k_cache: Any, is_fp8_kvcache: bool) -> None:
 
 
 def _planned_decode(
-    q: Any, k_cache: Any, indices: Any, ends: Any, sm_scale: float, out: Any, num_splits: int | None, plan: Any
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    ends: Any,
+    sm_scale: float,
+    out: Any,
+    num_splits: int | None,
+    plan: Any,
+    **others: Any,
 ) -> Any:
     """Without the plan: a graph makes none."""
-    return _NAMED["sparse_decode"](q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits)
+    return _NAMED["sparse_decode"](
+        q, k_cache, indices, sm_scale, topk_length=ends, out=out, num_splits=num_splits, **others
+    )
 
 
 def _decode_of_step(

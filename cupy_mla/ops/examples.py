@@ -700,6 +700,28 @@ def c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         yield Call(f"blocks of {block_size}", arguments)
 
 
+# --- pooled keys ----------------------------------------------------------------------------------------------
+
+
+def pool_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
+    for kpool, ring in ((4, 8), (3, 5)):
+        arguments = {
+            **batch, "k": _normal(rng, 62, 128), "gate": _normal(rng, 62, 128),
+            "ape": rng.standard_normal((kpool, 128), np.float32), "tail": _normal(rng, 4, 2, ring, 128),
+            "tail_blocks": np.array([3, 0, 9 if wanted.strays else 2], np.int32),
+        }  # fmt: skip
+        yield Call(f"pools of {kpool}", arguments)
+
+
+def expand_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for kpool, n in ((4, 300), (3, 7)):
+        seen = rng.integers(-3 if wanted.strays else 0, 2 * n * kpool, 20, dtype=np.int32)
+        pools = np.stack([rng.permutation(2 * n)[:n] for _ in seen]).astype(np.int32)
+        pools[rng.random(pools.shape) < 0.2] = -1
+        yield Call(f"pools of {kpool}", {"pool_ids": pools, "seq_lens": seen, "kpool": kpool})
+
+
 # --- context parallelism --------------------------------------------------------------------------------------
 
 RANKS = ((2, 0, 1), (3, 2, 4))  # world size, rank, interleave

@@ -35,6 +35,7 @@ from . import (
     indexer,
     indices,
     logits,
+    pools,
     quant,
     swa,
     topk,
@@ -321,6 +322,25 @@ TABLE = (
         indices.slots_of,
         examples.slots_calls,
         results=(Result("out", lambda positions, **_: positions.shape, INT64),),
+    ),
+    Operation(
+        pools.kpool_compress,
+        examples.pool_calls,
+        written=("tail",),
+        results=(Result("out", lambda k, **_: k.shape, BFLOAT16),),
+        exact=False,
+    ),
+    Operation(
+        pools.expand_pools_and_append_tail,
+        examples.expand_calls,
+        results=(
+            Result(
+                "out",
+                lambda pool_ids, kpool, **_: (pool_ids.shape[0], pool_ids.shape[1] * kpool + kpool - 1),
+                INT32,
+            ),
+            Result("lens", lambda pool_ids, **_: pool_ids.shape[:1], INT32),
+        ),
     ),
     Operation(
         quant.dynamic_per_batched_tensor_quant,
