@@ -101,6 +101,30 @@ def merge_case(rng: np.random.Generator) -> None:
         compare_attention(f"attention of ranks {call.detail}", results, references)
 
 
+def backward_case(rng: np.random.Generator, h: int, dtype: str, d_qk: int = 576) -> None:
+    """Gradients of a prefill, in one chunk and in several, which must give the same bits."""
+    q = (10 * rng.standard_normal((9, h, d_qk))).astype(BF16)
+    kv = (0.1 * rng.standard_normal((300, 1, d_qk))).astype(BF16)
+    indices = rng.integers(-5, 310, (9, 1, 200), dtype=np.int32)
+    dout, sink = rng.standard_normal((9, h, 512)).astype(BF16), rng.standard_normal(h).astype(np.float32)
+    length, d_lse = rng.integers(0, 201, 9, dtype=np.int32), rng.standard_normal((9, h), np.float32)
+    length[:3] = 0, 33, 200
+    out, _, lse = cupy_mla.sparse_prefill(q, kv, indices, 0.04, attn_sink=sink, topk_length=length)
+    of_forward = (q, kv, indices, out, lse, dout)
+    gpu, more = on_gpu(*of_forward), {"dq_dtype": dtype, "dkv_dtype": dtype}
+    arrays = {"attn_sink": sink, "topk_length": length, "d_lse": d_lse}
+    on = dict(zip(arrays, on_gpu(*arrays.values()), strict=True))
+    expected = cupy_mla.sparse_prefill_backward(*of_forward, 0.04, **arrays, **more)
+    whole = cupy_mla.sparse_prefill_backward(*gpu, 0.04, **on, **more)
+    chunks = cupy_mla.sparse_prefill_backward(*gpu, 0.04, **on, **more, max_workspace_bytes=1 << 20)
+    for part, ours, others, reference in zip(("dq", "dkv", "d_sink"), whole, chunks, expected, strict=True):
+        name = f"backward h {h} d_qk {d_qk} {dtype} {part}"
+        got, want = (cupy.asnumpy(x).astype(np.float32) for x in (ours, reference))
+        # Sums of dS, which are differences, and of P: their errors go with the largest of them.
+        assert np.abs(got - want).max() <= 0.02 * np.abs(want).max(), name
+        compare(f"{name}, chunks", cupy.asarray(others).view(np.uint8), cupy.asnumpy(ours).view(np.uint8))
+
+
 @contextmanager
 def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
     """While it lasts, names of a module that choices depend on have other values."""
@@ -375,6 +399,8 @@ def cases() -> Iterator[tuple[str, Callable[[np.random.Generator], None]]]:
                 partial(logits_case, heads=heads, queries=queries, kernel=kernel),
             )
     yield "attention of ranks", merge_case
+    for h, dtype, d_qk in ((7, "float32", 576), (32, "bfloat16", 512), (64, "bfloat16", 576), (70, "float32", 576)):
+        yield f"backward h {h} d_qk {d_qk}", partial(backward_case, h=h, dtype=dtype, d_qk=d_qk)
     for rows, width in ((200, 5000), (200, 20000), (900, 8000), (600, 17000), (3, 20000), (2, 200000), (100, 40000)):
         yield f"topk {rows} x {width}", partial(topk_case, rows=rows, width=width)
     tables = {"many": topk.MANY, "few": topk.FEW, "clusters": topk.CLUSTERS}

@@ -163,6 +163,10 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const uint32_t (&a)[4], u
     }
 
 template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[16], uint64_t a, uint64_t b) {
+    WGMMA_E4M3("n32", R16, C16, "%16, %17, %18", "l"(a));
+}
+template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[32], uint64_t a, uint64_t b) {
     WGMMA_E4M3("n64", R32, C32, "%32, %33, %34", "l"(a));
 }
@@ -188,6 +192,18 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[16], const uint32_t (&a)[4
 template <Sum SUM>
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {
     WGMMA_E4M3("n64", R32, C32, "{%32, %33, %34, %35}, %36, %37", A_REGISTERS);
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3("n128", R64, C64, "{%64, %65, %66, %67}, %68, %69", A_REGISTERS);
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[96], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3("n192", R96, C96, "{%96, %97, %98, %99}, %100, %101", A_REGISTERS);
+}
+template <Sum SUM>
+__device__ __forceinline__ void wgmma_e4m3(float (&c)[128], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA_E4M3("n256", R128, C128, "{%128, %129, %130, %131}, %132, %133", A_REGISTERS);
 }
 
 #undef C4_AT

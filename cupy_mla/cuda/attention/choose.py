@@ -91,8 +91,7 @@ def _rivals(problem: Problem) -> list[Rival]:
     """All kernels and divisions that may serve, with their times."""
     rivals: list[Rival] = []
     for name, kernel in _serving(problem.kind):
-        divisions = _forced(problem, kernel) if problem.division else kernel.candidates(problem)
-        rivals += _timed(problem, name, divisions)
+        rivals += _timed(problem, name, _forced(problem, kernel) if problem.division else kernel.candidates(problem))
     exceptions = times.exceptions(problem)
     if exceptions:
         rivals = [(name, of, us * exceptions.get(f"{name} {of}", 1.0)) for name, of, us in rivals]
