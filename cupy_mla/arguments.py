@@ -110,6 +110,23 @@ class Selection(NamedTuple):
     blocks: Operand | None = None
 
 
+class PooledKeys(NamedTuple):
+    """Of `kpool_compress`, which has them under the same names.
+
+    Attributes:
+        out: the result.
+    """
+
+    k: Operand
+    gate: Operand
+    ape: Operand
+    tail: Operand
+    tail_blocks: Operand
+    query_start_loc: Operand
+    seq_lens: Operand
+    out: Operand
+
+
 class SwaWindows(NamedTuple):
     """Of `compute_swa_indices_and_lens`, which has them under the same names.
 
@@ -271,6 +288,34 @@ class Decode(NamedTuple):
     num_splits: int | None = None
     out: Operand = None
     lse: Operand = None
+
+
+class PrefillBackward(NamedTuple):
+    """Of `sparse_prefill_backward`: shapes and dtypes are those of `cupy_mla.sparse_prefill_backward`, but kv
+    [s_kv, d_qk] and indices [s_q, topk].
+
+    Attributes:
+        sink: [h_q], or None. length: [s_q], or None.
+        d_lse: [s_q, h_q], or None.
+        accumulate: add to what dkv holds.
+        dq, dkv, d_sink: are written; d_sink is None without a sink.
+    """
+
+    q: Operand
+    kv: Operand
+    indices: Operand
+    out: Operand
+    lse: Operand
+    dout: Operand
+    sm_scale: float
+    sink: Operand
+    length: Operand
+    d_lse: Operand
+    accumulate: bool
+    max_workspace_bytes: int
+    dq: Operand
+    dkv: Operand
+    d_sink: Operand
 
 
 class DenseDecode(NamedTuple):

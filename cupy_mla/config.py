@@ -8,8 +8,16 @@ from . import layouts
 from .checks.options import LARGEST_INT, require_bool, require_choice, require_integer
 from .typing import CacheLayout, ModelKind
 
-C128A = 128  # compress ratio of V4 layers that attend every complete compressed row
-RATIOS = {"v32": (1,), "v4": (1, 4, C128A), "v41": (0, 1, 2)}  # compress ratios of the layers of each kind of model
+C4A, C128A = 4, 128  # compress ratios of V4: rows chosen by an indexer, and every complete row
+# Compress ratios of the layers of each kind of model, in V4's that of a sliding window alone first; and of those layers
+# whose rows are chosen.
+RATIOS: dict[ModelKind | None, tuple[int, ...]] = {"v32": (1,), "v4": (1, C4A, C128A), "v41": (0, 1, 2)}
+CHOSEN: dict[ModelKind | None, tuple[int, ...]] = {"v32": (1,), "v4": (C4A,), "v41": (1, 2)}
+
+
+def one_of(values: tuple[int, ...]) -> str:
+    """Numbers for a message: "1, 4 or 128"."""
+    return " or ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,7 @@ class SparseMLAConfig:
         num_heads: query heads on this rank, 1 to 128.
         d_qk: row width for Q.K: 576 (V3.2, GLM-5), 512 (V4, V4.1, and models of the V3.2 kind without RoPE).
         d_v: value width, 512.
-        topk: KV tokens the indexer chooses for each query token.
+        topk: KV tokens the indexer chooses for each query token; with `kpool` a multiple of it.
         block_size: tokens a block of the paged cache; with compression a multiple of `compress_ratio`, for a block
             holds whole rows.
         cache_layout: "bf16", "v32_fp8" or "v4_fp8"; vLLM's "fp8_ds_mla" is the FP8 layout of the model's kind. Models
@@ -40,6 +48,10 @@ class SparseMLAConfig:
         dense_when_short: of V3.2 layers, whose index lists name every token that a query token sees where these are at
             most `topk`, as an indexer's do. Decodes of such contexts then attend over all rows, without lists, where
             that is faster: see `SparseMLAMetadata.dense_decodes`.
+        max_image_tokens: tokens of the longest image, of V4.1 models that see images: these tokens see one another in
+            both directions, which widens the sliding window's lists by so many.
+        kpool: tokens that a key of the indexer stands for, of V3.2 layers whose indexer chooses pools of tokens
+            (GLM-5.3-Flash); a query token also attends the tokens of its sequence that make no whole pool.
 
     Raises:
         TypeError, ValueError: a field is of another type or out of its range, or no model has such layers; the message
@@ -62,13 +74,16 @@ class SparseMLAConfig:
     model: ModelKind | None = None
     max_workspace_bytes: int = 512 << 20
     dense_when_short: bool = False
+    max_image_tokens: int = 0
+    kpool: int = 1
 
     def __post_init__(self) -> None:
         for name, least, most in (
             ("num_heads", 1, 128), ("d_qk", 1, None), ("d_v", 1, None), ("topk", 1, None), ("block_size", 1, None),
             ("max_num_seqs", 1, None), ("max_num_batched_tokens", 1, None), ("max_model_len", 1, None),
             ("num_speculative_tokens", 0, None), ("compress_ratio", 0, None), ("window", 1, None),
-            ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None),
+            ("mixed_below_heads", 0, None), ("max_workspace_bytes", 1, None), ("max_image_tokens", 0, None),
+            ("kpool", 1, None),
         ):  # fmt: skip
             object.__setattr__(self, name, require_integer(name, getattr(self, name), least, most))
         require_bool("dense_when_short", self.dense_when_short)
@@ -82,7 +97,7 @@ class SparseMLAConfig:
         if self.d_v != layouts.D_V:
             raise ValueError(f"d_v must be {layouts.D_V}, got {self.d_v}")
         kind = self.model if self.model is not None else "v4" if self.d_qk == 512 else "v32"
-        require_choice("model", kind, tuple(RATIOS))
+        require_choice("model", kind, ("v32", "v4", "v41"))
         object.__setattr__(self, "model", kind)
         if self.is_v4 and self.d_qk != 512:
             raise ValueError(f"d_qk of a {'V4' if kind == 'v4' else 'V4.1'} model must be 512, got {self.d_qk}")
@@ -90,10 +105,15 @@ class SparseMLAConfig:
             raise ValueError(f"cache_layout: models of kind {kind!r} have no caches {self.cache_layout!r}")
         if self.is_v4 and self.dense_when_short:
             raise ValueError(f"dense_when_short: layers of models of kind {kind!r} have no lists of all tokens")
-        ratio, ratios = self.compress_ratio, RATIOS[kind]
-        if ratio not in ratios:
-            listed = " or ".join(", ".join(map(str, ratios)).rsplit(", ", 1))
+        ratio = self.compress_ratio
+        if ratio not in RATIOS[kind]:
+            listed = one_of(RATIOS[kind])
             raise ValueError(f"compress_ratio of models of kind {kind!r} must be {listed}, got {ratio}")
+        if self.kpool > 1 and self.is_v4:
+            raise ValueError(f"kpool of models of kind {kind!r} must be 1, got {self.kpool}")
+        for field in ("topk", "block_size"):
+            if getattr(self, field) % self.kpool:
+                raise ValueError(f"{field}: expected a multiple of kpool {self.kpool}, got {getattr(self, field)}")
         if self.block_size % self.tokens_per_row:
             raise ValueError(f"block_size: expected a multiple of compress_ratio {ratio}, got {self.block_size}")
 
@@ -110,13 +130,18 @@ class SparseMLAConfig:
     @property
     def has_compressed_rows(self) -> bool:
         """True for layers that attend a compressed cache beside their sliding window."""
-        return self.compress_ratio > (0 if self.model == "v41" else 1)
+        return self.compress_ratio > RATIOS[self.model][0]
 
     @property
     def has_topk(self) -> bool:
         """True for layers whose rows are chosen, by their own indexer or by another layer's: all of V3.2's kind, C4A of
         V4, C1A and C2A of V4.1."""
-        return not self.is_v4 or (self.has_compressed_rows and self.compress_ratio != C128A)
+        return self.compress_ratio in CHOSEN[self.model]
+
+    @property
+    def topk_width(self) -> int:
+        """Entries of a query token's list: what the indexer chooses and, with pools, tokens that make no whole one."""
+        return self.topk + self.kpool - 1
 
     @property
     def tokens_per_row(self) -> int:
@@ -135,8 +160,8 @@ class SparseMLAConfig:
 
     @property
     def max_index_keys(self) -> int:
-        """Most keys that the indexer has of a sequence: its tokens, or its complete compressed rows."""
-        return self.max_model_len // self.tokens_per_row
+        """Most keys that the indexer has of a sequence: its tokens, its complete compressed rows or whole pools."""
+        return self.max_model_len // (self.tokens_per_row * self.kpool)
 
     @property
     def use_mixed_batch(self) -> bool:

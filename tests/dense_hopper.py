@@ -11,6 +11,7 @@ from . import oracle
 from .cases import queries, sinks
 from .dense import (
     Requests,
+    Sees,
     assert_dense,
     check_dense,
     dense_oracle,
@@ -41,6 +42,15 @@ def some_requests(
     of = in_cache(rng, fmt, some_lengths(rng, b), block_size, s_q, some_view(rng), gap=8 * int(rng.integers(3)))
     q = off_zero(fmt, gapped(queries(rng, b, s_q, h_q, fmt.d_qk), 0, 0, 1, 8), of)
     check_dense(kind, fmt, q, of, sink=sinks(rng, h_q), out_gaps=(0, 1, 2, 8), **options)
+
+
+def full_tiles_that_some_lines_see(kind: Any, rng: np.random.Generator, b: int, formats: Any = FORMATS) -> None:
+    """All rows of a tile are there, but the first query does not see its last rows, nor the last one its first."""
+    fmt, s_q = formats[rng.integers(len(formats))], int(rng.integers(2, 6))
+    for window in (None, 65 - s_q, 193 - s_q):
+        lens = 64 * rng.integers(1, 9, b) if window is None else rng.integers(250, 500, b)
+        of = in_cache(rng, fmt, lens, 64, s_q, Sees(True, window))
+        check_dense(kind, fmt, off_zero(fmt, queries(rng, b, s_q, 8, fmt.d_qk), of), of)
 
 
 def plain_requests(kind: Any, rng: np.random.Generator, b: int, heads: int, e4m3_q: bool, **options: Any) -> None:

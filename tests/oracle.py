@@ -260,5 +260,19 @@ def assert_close(got: np.ndarray, want: np.ndarray, result: str) -> None:
         assert difference < cosine, f"{result}: cosine difference {difference:.3g}, allowed {cosine:.3g}"
 
 
+def assert_close_to_sum(got: np.ndarray, want: np.ndarray, squares: np.ndarray, cosine: float, result: str) -> None:
+    """Every element within `2**-7` of its value and 3 % of the root of the sum of its summands' squares; and the cosine
+    difference, where the sums do not cancel to less than 1e-5 of their summands."""
+    got = np.asarray(got, np.float64)
+    assert got.shape == want.shape, f"{result}: shape {got.shape}, expected {want.shape}"
+    assert np.isfinite(got).all(), f"{result}: {(~np.isfinite(got)).sum()} of {got.size} not finite"
+    error, allowed = np.abs(got - want), 2.0**-7 * np.abs(want) + 0.03 * np.sqrt(squares)
+    bad = error > allowed
+    assert not bad.any(), f"{result}: {bad.sum()} of {bad.size} elements out of bounds, first at {_first(bad)}"
+    difference = cosine_difference(got, want)
+    if np.linalg.norm(error) > 1e-5 * np.sqrt(squares.sum()):
+        assert difference < cosine, f"{result}: cosine difference {difference:.3g}, allowed {cosine:.3g}"
+
+
 def _first(where: np.ndarray) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(where)[0])

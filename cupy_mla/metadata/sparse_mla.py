@@ -1,8 +1,8 @@
 """Metadata of sparse MLA layers: what a batch means to the attention backend, as device arrays.
 
-For DeepSeek V3.2's layers, and next to `swa` for the compressed caches of V4's. Built once a step and shared by all
-layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the config's
-maxima, so that a captured CUDA graph can read it at every replay.
+For DeepSeek V3.2's layers, and next to `swa` for the compressed caches of V4's and V4.1's. Built once a step and shared
+by all layers. Every device array is a view of a buffer that is allocated once, at a fixed address, and sized by the
+config's maxima, so that a captured CUDA graph can read it at every replay.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class SparseMLAMetadata:
     Attributes:
         num_reqs, max_query_len, max_seq_len, num_actual_tokens: as of the batch.
         query_start_loc: [R + 1] int32.
-        slot_mapping: [T] int64, where this step's tokens go; with compression, where the rows go that they complete,
-            -1 for tokens that complete none.
+        slot_mapping: [T] int64, where this step's tokens go; of a compressed cache, where the rows go that they
+            complete, -1 for tokens that complete none or pad the batch.
         block_table: [R, M] int32, M fixed by the config; -1 past the blocks that the batch gave.
         req_id_per_token: [T] int32, the request of each token; 0 for tokens that pad the batch.
         block_size: tokens a block.
@@ -150,8 +150,8 @@ class SparseMLAMetadata:
             dense way where it is faster. In batches with prefills so do the decodes that are launched apart from these,
             as in separate mode. In a captured CUDA graph they take it only where no sequence can be longer than topk
             (the config's `max_model_len`), since the choice must hold at every replay.
-        compress_ratio: tokens that a row of the cache stands for.
-        compressed_seq_lens: [R] int32 complete compressed rows of each sequence; None without compression.
+        compress_ratio: of the config.
+        compressed_seq_lens: [R] int32 complete compressed rows of each sequence; None without a compressed cache.
         c128a_global_decode_topk_indices: [Td, 1, W] int32 slots of all rows that a decode token attends, -1 past them,
             W the rows of the longest sequence, rounded up to a multiple of 128; None unless compressed 128:1.
         c128a_decode_topk_lens: [Td] int32 how many these are, 0 for tokens that pad the batch.
@@ -227,7 +227,7 @@ class SparseMLAMetadataBuilder:
         width = -(-config.max_model_len // config.block_size)
         self._dense_width: int = min(width, -(-config.topk // config.block_size))  # blocks of the longest
         place = Place.from_pair(place)
-        self._compressed = CompressedRows(config, place) if config.compress_ratio > 1 else None
+        self._compressed = CompressedRows(config, place) if config.has_compressed_rows else None
         self._buffers = Uploads(
             place,
             {
@@ -270,7 +270,7 @@ class SparseMLAMetadataBuilder:
         self._buffers.put(known)
         if "seq_lens" in known and dense is not None:
             self._buffers.put({"dense_lens": known["seq_lens"][: dense.live]})
-        if "seq_lens" in known and config.compress_ratio > 1:
+        if "seq_lens" in known and config.has_compressed_rows:
             self._buffers.put({"compressed_seq_lens": known["seq_lens"] // config.compress_ratio})
 
         device, requests, tokens = self._buffers.arrays, batch.num_reqs, batch.num_actual_tokens
@@ -351,7 +351,7 @@ class SparseMLAMetadataBuilder:
         num_decodes = requests if mode is None else mode.counts[0]
         fill(host["prefill_request_ids"], np.maximum(req_id - num_decodes, -1), -1)
         fill(host["positions"], batch.positions, 0)
-        fill(host["compressed_seq_lens"], batch.seq_lens // self.config.compress_ratio, 0)
+        fill(host["compressed_seq_lens"], batch.seq_lens // self.config.tokens_per_row, 0)
         fill(host["prefill_workspace_starts"], () if mode is None else mode.workspace_starts, 0)
         return fill_table(host["block_table"], batch)
 

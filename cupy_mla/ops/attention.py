@@ -14,7 +14,7 @@ from .. import arrays, layouts
 from ..arguments import Decode, Prefill
 from ..arrays import Array
 from ..bridges import bind
-from ..calls.operation import operation
+from ..calls.operation import differentiable, operation
 from ..checks.options import require_bool, require_integer, require_scale, require_together
 from ..checks.validate import QUANTIZED, cache_layout, require_cache, require_d_v, require_heads, require_rows
 from ..checks.values import check_lists
@@ -36,6 +36,7 @@ HEAD_DIMS = (576, 512)
 
 
 @operation
+@differentiable
 def sparse_prefill(
     q: A,
     kv: AnyArray,
@@ -249,14 +250,17 @@ def planned_decode(
     out: A,
     num_splits: int | None,
     plan: Plan,
+    **others: Any,
 ) -> tuple[A, A]:
     """`sparse_decode` of the layers of a step, for the backends: calls with one plan divide their lists alike.
 
     Args:
         ends: [b] int32, where each request's lists end; -1 stands behind.
+        others: arrays under the names that `Given` has for them.
     """
     scale = require_scale("sm_scale", sm_scale)
-    return decode(Given(q, k_cache, indices, topk_length=ends, out=out), scale, num_splits, plan=plan, alike=True)
+    given = Given(q, k_cache, indices, topk_length=ends, out=out, **others)
+    return decode(given, scale, num_splits, plan=plan, alike=True)
 
 
 @operation

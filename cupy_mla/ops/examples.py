@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import layouts
+from ..arguments import Prefill
 from ..dtypes import BFLOAT16, E4M3, FLOAT32, INT32
 from ..layouts import (
     ATTENTION_LAYOUTS,
@@ -23,6 +24,7 @@ from ..layouts import (
     INDEXER_MXFP4,
     Layout,
 )
+from ..reference import attention as reference_attention
 from ..reference import cache as reference_cache
 from ..reference import indexer as reference_indexer
 from ..reference import logits as reference_logits
@@ -182,6 +184,27 @@ def prefill_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
         for heads, s_q in ((16, 3), (64, wanted.many), (128, wanted.many // 2)):
             detail = f"{heads} heads of {kv.shape[-1]}, {s_q} queries"
             yield Call(detail, _prefill_arguments(rng, wanted, kv, heads, s_q))
+
+
+def backward_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    """Of the results of the same calls of the forward."""
+    for number, call in enumerate(prefill_calls(rng, wanted)):
+        arguments = dict(call.arguments)
+        s_q, heads, _ = arguments["q"].shape
+        out, lse = _unwritten((s_q, heads, D_V), BFLOAT16), np.empty((s_q, heads), np.float32)
+        reference_attention.sparse_prefill(
+            Prefill(
+                layouts.by_name("bf16", arguments["kv"].shape[-1]), arguments["q"], arguments["kv"][:, 0],
+                arguments["indices"][:, 0], arguments["sm_scale"], 1.0, 1.0, arguments.get("attn_sink"),
+                arguments.get("topk_length"), out, np.empty_like(lse), lse,
+            )
+        )  # fmt: skip
+        arguments |= {"out": out, "lse": lse, "dout": _normal(rng, s_q, heads, D_V)}
+        if number == 0:
+            arguments["d_lse"] = rng.standard_normal((s_q, heads), np.float32)
+        yield Call(call.detail, arguments)
+        if number == 1:
+            yield Call(f"{call.detail}, float32", arguments | {"dq_dtype": "float32", "dkv_dtype": "float32"})
 
 
 def decode_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
@@ -675,6 +698,28 @@ def c128a_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
             "decode_lens": _unwritten((22,), np.int32), "prefill_indices": _unwritten((43, 70), np.int32),
         }  # fmt: skip
         yield Call(f"blocks of {block_size}", arguments)
+
+
+# --- pooled keys ----------------------------------------------------------------------------------------------
+
+
+def pool_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    batch = _Batch.draw(rng, wanted).take("query_start_loc", "seq_lens")
+    for kpool, ring in ((4, 8), (3, 5)):
+        arguments = {
+            **batch, "k": _normal(rng, 62, 128), "gate": _normal(rng, 62, 128),
+            "ape": rng.standard_normal((kpool, 128), np.float32), "tail": _normal(rng, 4, 2, ring, 128),
+            "tail_blocks": np.array([3, 0, 9 if wanted.strays else 2], np.int32),
+        }  # fmt: skip
+        yield Call(f"pools of {kpool}", arguments)
+
+
+def expand_calls(rng: np.random.Generator, wanted: Wanted) -> Iterator[Call]:
+    for kpool, n in ((4, 300), (3, 7)):
+        seen = rng.integers(-3 if wanted.strays else 0, 2 * n * kpool, 20, dtype=np.int32)
+        pools = np.stack([rng.permutation(2 * n)[:n] for _ in seen]).astype(np.int32)
+        pools[rng.random(pools.shape) < 0.2] = -1
+        yield Call(f"pools of {kpool}", {"pool_ids": pools, "seq_lens": seen, "kpool": kpool})
 
 
 # --- context parallelism --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ the long ones stand in `ops/examples.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
@@ -24,6 +24,7 @@ from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8
 from ..typing import A, AnyArray
 from . import (
     attention,
+    backward,
     cache,
     candidates,
     compressed,
@@ -34,6 +35,7 @@ from . import (
     indexer,
     indices,
     logits,
+    pools,
     quant,
     swa,
     topk,
@@ -49,13 +51,33 @@ class Result(NamedTuple):
 
     Attributes:
         shape: its shape, a function of the operation's arguments by name.
+        dtype: its dtype, or the one that it has by default.
         setting: the bool setting without which it is not returned; "" when it always is.
+        of: the optional array without which None is returned in its place; "" when it always is there.
+        dtype_setting: the setting that names the dtype, if there is one.
     """
 
     name: str
     shape: Callable[..., tuple[int, ...]]
     dtype: np.dtype
     setting: str = ""
+    of: str = ""
+    dtype_setting: str = ""
+
+    def is_made(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments has it."""
+        return (not self.setting or bool(arguments.get(self.setting))) and self.is_there(arguments)
+
+    def is_there(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the array is given without which there is none."""
+        return not self.of or arguments.get(self.of) is not None
+
+    def dtype_in(self, arguments: Mapping[str, Any]) -> np.dtype:
+        """Its dtype in a call with these arguments."""
+        return NAMED[arguments.get(self.dtype_setting, self.dtype.name)]
+
+
+NAMED = {dtype.name: dtype for dtype in (BFLOAT16, E4M3, FLOAT32, INT32, INT64)}
 
 
 @dataclass(frozen=True)
@@ -160,6 +182,16 @@ TABLE = (
             Result("out", lambda q, **_: (*q.shape[:2], D_V), BFLOAT16),
             Result("max_logits", lambda q, **_: q.shape[:2], FLOAT32),
             Result("lse", lambda q, **_: q.shape[:2], FLOAT32),
+        ),
+        exact=False,
+    ),
+    Operation(
+        backward.sparse_prefill_backward,
+        examples.backward_calls,
+        results=(
+            Result("dq", lambda q, **_: q.shape, BFLOAT16, dtype_setting="dq_dtype"),
+            Result("dkv", lambda kv, **_: kv.shape, BFLOAT16, dtype_setting="dkv_dtype"),
+            Result("d_sink", lambda q, **_: q.shape[1:2], FLOAT32, of="attn_sink"),
         ),
         exact=False,
     ),
@@ -290,6 +322,25 @@ TABLE = (
         indices.slots_of,
         examples.slots_calls,
         results=(Result("out", lambda positions, **_: positions.shape, INT64),),
+    ),
+    Operation(
+        pools.kpool_compress,
+        examples.pool_calls,
+        written=("tail",),
+        results=(Result("out", lambda k, **_: k.shape, BFLOAT16),),
+        exact=False,
+    ),
+    Operation(
+        pools.expand_pools_and_append_tail,
+        examples.expand_calls,
+        results=(
+            Result(
+                "out",
+                lambda pool_ids, kpool, **_: (pool_ids.shape[0], pool_ids.shape[1] * kpool + kpool - 1),
+                INT32,
+            ),
+            Result("lens", lambda pool_ids, **_: pool_ids.shape[:1], INT32),
+        ),
     ),
     Operation(
         quant.dynamic_per_batched_tensor_quant,

@@ -38,6 +38,12 @@ def test_requests(kind, rng, division, heads):
     dense_hopper.some_requests(kind, rng, REQUESTS[division], heads, FP8_FORMATS)
 
 
+@pytest.mark.long(sample=1)
+@divided
+def test_full_tiles_that_some_lines_see(kind, rng, division):
+    dense_hopper.full_tiles_that_some_lines_see(kind, rng, REQUESTS[division], FP8_FORMATS)
+
+
 @pytest.mark.long(sample=2)
 @divided
 @pytest.mark.parametrize("heads", [16, 64])

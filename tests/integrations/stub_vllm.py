@@ -50,6 +50,10 @@ DENSE_MLA = """
             num_decode_tokens: int
             decode: Any = None
 
+        @dataclass
+        class MLADims:
+            qk_rope_head_dim: int
+
         class MLACommonMetadataBuilder:
             query_len_support = QueryLenSupport.SINGLE_ONLY
             reorder_batch_threshold = 1
@@ -79,13 +83,22 @@ SOURCES = {
         def get_current_vllm_config_or_none():
             return current
         """,
+    "config/attention": """
+        class AttentionConfig:
+            hisparse_config = None
+        """,
     "config/vllm": """
         class VllmConfig:
+            attention_config: object
             model_config: object
+            parallel_config: object
         """,
     "config/model": """
         class ModelConfig:
             hf_text_config: object
+
+            def get_num_attention_heads(self, parallel_config):
+                raise NotImplementedError
         """,
     "forward_context": """
         from types import SimpleNamespace
@@ -172,6 +185,7 @@ SOURCES = {
             max_seq_len: int
             block_table_tensor: Any
             slot_mapping: Any
+            causal: bool = True
 
         class AttentionMetadataBuilder:
             reorder_batch_threshold = None
@@ -475,11 +489,28 @@ SOURCES_33 = {
     or name.endswith(("__init__", "envs", "config", "registry", "custom_op"))
 } | {
     "v1/attention/backend": """
+        from dataclasses import dataclass
         from enum import Enum
         from typing import Any
 
+        @dataclass
+        class CommonAttentionMetadata:
+            query_start_loc: Any
+            query_start_loc_cpu: Any
+            seq_lens: Any
+            num_reqs: int
+            num_actual_tokens: int
+            max_query_len: int
+            max_seq_len: int
+            block_table_tensor: Any
+            slot_mapping: Any
+            causal: bool = True
+
         class AttentionCGSupport(Enum):
             UNIFORM_BATCH = 2
+
+        class AttentionMetadataBuilder:
+            kv_cache_spec: Any
 
         class AttentionBackend:
             supported_dtypes = []
@@ -510,6 +541,10 @@ SOURCES_33 = {
                 self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
             ):
                 raise NotImplementedError
+        """,
+    "v1/kv_cache_interface": """
+        class MLAAttentionSpec:
+            cache_dtype_str = None
         """,
     "v1/attention/backends/mla/sparse_utils": """
         def flat_kv_row_view(kv_cache, block_size):
@@ -563,9 +598,16 @@ SOURCES_33 = {
 
             def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
                 self.threshold = None
+                self.kv_cache_spec, self.vllm_config, self.topk_tokens = kv_cache_spec, vllm_config, 20
+                self.model_config = self.mla_dims = vllm_config and vllm_config.model_config
+                self.dcp_world_size, self.use_pcp = 1, False
 
             def _init_reorder_batch_threshold(self, reorder_batch_threshold=1, supports_spec_as_decode=False):
                 self.threshold = reorder_batch_threshold, supports_spec_as_decode
+                self.reorder_batch_threshold = reorder_batch_threshold
+
+            def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+                return SparseMLACommonMetadata()
 
         class SparseMLACommonImpl(MLACommonBaseImpl):
             def __init__(self, scale, kv_cache_dtype, qk_rope_head_dim, topk_indices_buffer):

@@ -32,6 +32,17 @@ REGISTRY: Needs = {
         "register_backend(backend, class_path)",
     ),
 }
+# What `short` reads of a batch.
+BATCH = (
+    "CommonAttentionMetadata.num_reqs",
+    "CommonAttentionMetadata.num_actual_tokens",
+    "CommonAttentionMetadata.max_query_len",
+    "CommonAttentionMetadata.max_seq_len",
+    "CommonAttentionMetadata.query_start_loc_cpu",
+    "CommonAttentionMetadata.seq_lens",
+    "CommonAttentionMetadata.block_table_tensor",
+    "CommonAttentionMetadata.causal",
+)
 # What `sparse_mla` and `indexer` build on, as vLLM 0.22 has it.
 FLASHMLA_SPARSE: Needs = {
     **REGISTRY,
@@ -76,14 +87,8 @@ FLASHMLA_SPARSE: Needs = {
     ),
     "v1.attention.backend": (
         "AttentionMetadataBuilder.reorder_batch_threshold",
-        "CommonAttentionMetadata.num_reqs",
-        "CommonAttentionMetadata.num_actual_tokens",
-        "CommonAttentionMetadata.max_query_len",
-        "CommonAttentionMetadata.max_seq_len",
+        *BATCH,
         "CommonAttentionMetadata.query_start_loc",
-        "CommonAttentionMetadata.query_start_loc_cpu",
-        "CommonAttentionMetadata.seq_lens",
-        "CommonAttentionMetadata.block_table_tensor",
         "CommonAttentionMetadata.slot_mapping",
         "SparseMLAAttentionImpl.do_kv_cache_update"
         "(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)",
@@ -143,18 +148,35 @@ SPARSE_MLA_COMMON: Needs = {
         "SparseMLACommonMetadata",
         "SparseMLACommonMetadataBuilder.metadata_cls",
         "SparseMLACommonMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)",
+        "SparseMLACommonMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)",
+        "SparseMLACommonMetadataBuilder.dcp_world_size",
+        "SparseMLACommonMetadataBuilder.mla_dims",
+        "SparseMLACommonMetadataBuilder.model_config",
+        "SparseMLACommonMetadataBuilder.topk_tokens",
+        "SparseMLACommonMetadataBuilder.use_pcp",
+        "SparseMLACommonMetadataBuilder.vllm_config",
         "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold"
         "(self, reorder_batch_threshold, supports_spec_as_decode)",
         "SparseMLACommonImpl.forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)",
         "SparseMLACommonImpl._forward_mqa_kernel"
         "(self, q, kv_cache, topk_indices, valid_counts, layer, block_size, is_decode)",
     ),
+    "v1.kv_cache_interface": ("MLAAttentionSpec.cache_dtype_str",),
+    "config.attention": ("AttentionConfig.hisparse_config",),
+    "config.model": ("ModelConfig.get_num_attention_heads(self, parallel_config)",),
+    "config.vllm": (
+        "VllmConfig.attention_config",
+        "VllmConfig.parallel_config",
+    ),
     "model_executor.layers.attention.mla_attention": (
+        "MLADims.qk_rope_head_dim",
         "MLACommonBaseImpl.kv_cache_dtype",
         "MLACommonBaseImpl.qk_rope_head_dim",
         "MLACommonBaseImpl.scale",
     ),
     "v1.attention.backend": (
+        *BATCH,
+        "AttentionMetadataBuilder.kv_cache_spec",
         "AttentionCGSupport.UNIFORM_BATCH",
         "AttentionImplBase.can_return_lse_for_decode",
         "AttentionImplBase.lse_base_on_e",

@@ -19,23 +19,24 @@ from ...ops.dense import dense_decode, faster_than_lists
 NAME = "cupy_mla_dense_decodes"  # what a metadata object has them under
 
 
-def dense_decodes(builder: Any, batch: Any, layout: Layout) -> DenseDecodes | None:
+def dense_decodes(builder: Any, batch: Any, layout: Layout, heads: int) -> DenseDecodes | None:
     """The decodes of a batch if all of it are decodes of short contexts, and the dense way is faster; else None.
 
     Args:
         builder: the metadata builder, vLLM's or ours.
         batch: vLLM's description of the batch, which tokens and requests that stand last may pad.
         layout: of the cache.
+        heads: query heads of the rank.
     """
     requests, tokens, query_len = batch.num_reqs, batch.num_actual_tokens, batch.max_query_len
     of_decodes = 0 < query_len <= builder.reorder_batch_threshold and tokens == requests * query_len
-    if not of_decodes or batch.max_seq_len > builder.topk_tokens:
+    if not of_decodes or batch.max_seq_len > builder.topk_tokens or batch.causal is not True:
         return None
     if query_len > 1 and not bool((batch.query_start_loc_cpu.diff() == query_len).all()):
         return None
     table, block_size = batch.block_table_tensor, builder.kv_cache_spec.block_size
     width = min(table.shape[1], int(ceil_div(builder.topk_tokens, block_size)))
-    shape = requests, query_len, builder.num_heads
+    shape = requests, query_len, heads
     if not faster_than_lists(Place.of(table), layout, shape, width, block_size):
         return None
     return DenseDecodes(batch.seq_lens, table[:requests, :width], query_len)

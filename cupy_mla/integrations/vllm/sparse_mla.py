@@ -86,7 +86,7 @@ class CupyMLASparseBuilder(StockBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         built = self.build_lists(common_prefix_len, common_attn_metadata, fast_build)
         layout = V32_FP8 if self.use_fp8_kv_cache else BF16_576
-        setattr(built, short.NAME, short.dense_decodes(self, common_attn_metadata, layout))
+        setattr(built, short.NAME, short.dense_decodes(self, common_attn_metadata, layout, self.num_heads))
         return built
 
     def build_lists(self, common_prefix_len: int, batch: Any, fast_build: bool) -> Any:

@@ -21,11 +21,13 @@ from .dense_cluster_sm90 import memory_us
 LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)  # that the kernel can read
 LINES = (32, 64)  # of a work item: query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
-# In microseconds, by lines: a pair of tiles, and the call beside them. From the sparse kernel's times on an H100.
-PAIR_US = {32: 3.0, 64: 4.1}
-CLUSTER_US = {32: 7.5, 64: 10.8}
-ROUND_US = {32: 3.5, 64: 5.0}  # of whole items
-SHARES_US = {32: 17.0, 64: 20.5}  # with the merge
+# In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
+# random sizes on an H100.
+PAIR_US = {32: 3.0, 64: 4.3}
+OF_E4M3_Q = 0.78  # a pair's time, of one with q in bfloat16
+CLUSTER_US = {32: 7.6, 64: 9.7}
+WHOLE_US, ROUND_US = 1.0, {32: 4.8, 64: 6.6}
+SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
 # Pairs of tiles that a CTA may have of a request that might be alone among short ones.
 MOST_PAIRS = {Whole: 16, Clusters: 8}
 LEAST_SPLIT = 1  # pairs of tiles, in shares
@@ -85,7 +87,7 @@ def _offered(problem: DenseProblem) -> Iterator[Division]:
         yield Shares((*few, max(LINES))[0], problem.num_splits or INVARIANT_SPLITS)
         return
     at_once = problem.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
-    for lines in few[:1] or LINES:
+    for lines in LINES if problem.lines > min(LINES) else LINES[:1]:
         items = problem.items(lines)
         yield Shares(lines, problem.num_splits if problem.num_splits > 1 else 0)
         if problem.num_splits <= 1 and (asks or problem.num_splits or problem.pairs <= MOST_PAIRS[Whole]):
@@ -112,13 +114,14 @@ def _us(problem: DenseProblem, division: Any) -> float:
     items = problem.items(lines)
     if isinstance(division, Whole):
         rounds = ceil_div(items, sms)
-        base, pairs = 3.0 + ROUND_US[lines] * rounds, float(rounds * problem.pairs)
+        base, pairs = WHOLE_US + ROUND_US[lines] * rounds, float(rounds * problem.pairs)
     elif isinstance(division, Clusters):
         base, pairs = CLUSTER_US[lines], float(ceil_div(problem.pairs, division.splits))
     else:
         every = items * problem.pairs
-        base, pairs = SHARES_US[lines] + 1.5 * items / sms, every / min(sms, every)
-    return base + max(PAIR_US[lines] * pairs, memory_us(problem))
+        base, pairs = SHARES_US[lines] + SHARES_ITEM_US * items / sms, every / min(sms, every)
+    pair = PAIR_US[lines] * (OF_E4M3_Q if problem.e4m3_q else 1.0)
+    return base + max(pair * pairs, memory_us(problem))
 
 
 def launches(problem: DenseProblem, params: Packed) -> Program:
