@@ -19,11 +19,11 @@ from tests.kinds import BF16, E4M3, poisoned
 LONGEST, TOPK, BLOCKS, HEADS, BLOCK = 170, 12, 4, 8, 16
 
 
-def config(ratio: int = 1, speculative: int = 2, max_workspace_bytes: int = 6000) -> SparseMLAConfig:
-    kind = {"d_qk": 512, "cache_layout": "v4_fp8"} if ratio > 1 else {}
+def config(ratio: int = 1, model: str = "v41") -> SparseMLAConfig:
+    kind = {} if model == "v32" else {"d_qk": 512, "cache_layout": "v4_fp8"}
     return SparseMLAConfig(
         8, topk=TOPK, block_size=BLOCK, max_num_seqs=12, max_num_batched_tokens=120, max_model_len=LONGEST,
-        num_speculative_tokens=speculative, compress_ratio=ratio, max_workspace_bytes=max_workspace_bytes, **kind,
+        num_speculative_tokens=2, compress_ratio=ratio, max_workspace_bytes=6000, model=model, **kind,
     )  # fmt: skip
 
 
@@ -103,11 +103,11 @@ def expected(of: SparseMLAConfig, batch: BatchMetadata, cache: np.ndarray, q8s: 
 
 
 @pytest.mark.parametrize("token_bytes", [132, 68])
-@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize(("model", "ratio"), [("v41", 1), ("v41", 2), ("v32", 1), ("v4", 4)])
 @pytest.mark.parametrize("query_lens", [[1] * 5, [3] * 4, [2, 1, 3, 0, 1], [1, 2, 6, 4, 20], [40]], ids=str)
-def test_two_layers(kind, rng, query_lens: list[int], ratio: int, token_bytes: int) -> None:
+def test_two_layers(kind, rng, query_lens: list[int], model: str, ratio: int, token_bytes: int) -> None:
     """Decodes, uneven ones, prefills in several chunks, and both."""
-    of = config(ratio)
+    of = config(ratio, model)
     step = make_step(rng, of, query_lens, token_bytes)
     for got, want in zip(Layers(kind, of, token_bytes).run(*step), expected(of, *step), strict=True):
         np.testing.assert_array_equal(got, want)
