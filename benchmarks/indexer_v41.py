@@ -4,7 +4,7 @@ python benchmarks/indexer_v41.py [--quick] [--only REGEX] [--limit SECONDS]
 
 - `mxfp4`: dense logits over MXFP4 keys beside ours over FP8 keys, of 32 heads.
 - `candidates`: logits over 2048 blocks of 8 keys, beside DeepGEMM's dense logits over FP8 keys. DeepGEMM is taken from
-  CUPY_MLA_INDEXER_PEERS as in `indexer.py`, the first folder; without it ours over FP8 keys is the peer, as `peer` says.
+  CUPY_MLA_INDEXER_PEERS as in `indexer.py`, the first folder; without it ours over FP8 keys is the peer: see `peer`.
 - `blocks`: choosing the blocks of dense logits, beside a copy of the logits' bytes.
 - `pack`, `gather`, `widen`: beside a copy of as many bytes as are read and written.
 
