@@ -31,7 +31,9 @@ from .metadata.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder
 from .metadata.swa import SparseSWAMetadata, SparseSWAMetadataBuilder
 from .ops.absorb import *
 from .ops.attention import *
+from .ops.backward import *
 from .ops.cache import *
+from .ops.candidates import *
 from .ops.compressed import *
 from .ops.context_parallel import *
 from .ops.dense import *
@@ -99,7 +101,9 @@ __all__ += [
     for module in (
         _ops.absorb,
         _ops.attention,
+        _ops.backward,
         _ops.cache,
+        _ops.candidates,
         _ops.compressed,
         _ops.context_parallel,
         _ops.dense,

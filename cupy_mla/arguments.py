@@ -57,7 +57,7 @@ class PagedKeys(NamedTuple):
 
     Attributes:
         q8: [B, n, H, 128] e4m3 queries.
-        cache: [num_blocks, block_size, 132] in layout INDEXER_FP8.
+        cache: [num_blocks, block_size, 132] in layout INDEXER_FP8, or 68 in INDEXER_MXFP4.
         w: [B * n, H] float32 weights of the heads.
         lens: [B] or [B, n] int32 keys that a request's query tokens see.
         table: [B, width] int32 blocks of each request.
@@ -70,6 +70,44 @@ class PagedKeys(NamedTuple):
     lens: Operand
     table: Operand
     schedule: Operand | None
+
+
+class CandidateKeys(NamedTuple):
+    """Query tokens of the indexer, and the candidate blocks of 8 keys that each of them sees in a paged cache.
+
+    Attributes:
+        q8: [T, H, 128] e4m3 queries.
+        cache: as in `PagedKeys`.
+        w: [T, H] float32 weights of the heads.
+        candidates: [T, C] int32 numbers of blocks in the token's request, ascending, -1 behind the last.
+        lens: [T] int32 keys that each token sees.
+        req_id: [T] int32 rows of the block table.
+        table: [R, width] int32 blocks of each request.
+    """
+
+    q8: Operand
+    cache: Operand
+    w: Operand
+    candidates: Operand
+    lens: Operand
+    req_id: Operand
+    table: Operand
+
+
+class Selection(NamedTuple):
+    """What is chosen for each query, and where it is written.
+
+    Attributes:
+        k: rows of each query.
+        max_workspace_bytes: most memory that logits take.
+        out: [queries, k] int32, is written.
+        blocks: [queries, C] int32, is given candidate blocks; None: nobody asks.
+    """
+
+    k: int
+    max_workspace_bytes: int
+    out: Operand
+    blocks: Operand | None = None
 
 
 class PooledKeys(NamedTuple):
@@ -250,6 +288,34 @@ class Decode(NamedTuple):
     num_splits: int | None = None
     out: Operand = None
     lse: Operand = None
+
+
+class PrefillBackward(NamedTuple):
+    """Of `sparse_prefill_backward`: shapes and dtypes are those of `cupy_mla.sparse_prefill_backward`, but kv
+    [s_kv, d_qk] and indices [s_q, topk].
+
+    Attributes:
+        sink: [h_q], or None. length: [s_q], or None.
+        d_lse: [s_q, h_q], or None.
+        accumulate: add to what dkv holds.
+        dq, dkv, d_sink: are written; d_sink is None without a sink.
+    """
+
+    q: Operand
+    kv: Operand
+    indices: Operand
+    out: Operand
+    lse: Operand
+    dout: Operand
+    sm_scale: float
+    sink: Operand
+    length: Operand
+    d_lse: Operand
+    accumulate: bool
+    max_workspace_bytes: int
+    dq: Operand
+    dkv: Operand
+    d_sink: Operand
 
 
 class DenseDecode(NamedTuple):

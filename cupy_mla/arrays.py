@@ -162,7 +162,7 @@ class Array:
         if shape != self.shape:
             fits = len(shape) == len(self.shape)
             for want, got in zip(shape, self.shape, strict=False):
-                if want != got and type(want) is not str and not (type(want) is tuple and got in want):
+                if type(want) is not str and want != got and not (type(want) is tuple and got in want):
                     fits = False
             if not fits:
                 wanted = ", ".join(" or ".join(map(str, w)) if isinstance(w, tuple) else str(w) for w in shape)
@@ -207,13 +207,14 @@ class Array:
 
     def extent(self) -> tuple[int, int]:
         """Bytes from its address to the first byte and to that after the last; both 0 for an array without items."""
-        if 0 in self.shape:
+        shape, strides, size = self.shape, self.strides, self.dtype.itemsize
+        if 0 in shape:
             return 0, 0
-        start, end = 0, 1 + sum(map(mul, self.strides, self.shape)) - sum(self.strides)
-        if self.strides and min(self.strides) < 0:
-            start = sum([stride * (n - 1) for stride, n in zip(self.strides, self.shape, strict=True) if stride < 0])
+        start, end = 0, 1 + sum(map(mul, strides, shape)) - sum(strides)
+        if strides and min(strides) < 0:
+            start = sum([stride * (n - 1) for stride, n in zip(strides, shape, strict=True) if stride < 0])
             end -= start
-        return start * self.dtype.itemsize, end * self.dtype.itemsize
+        return start * size, end * size
 
     def _as_numpy(self) -> np.ndarray:
         """An array of the same addresses, which need not be the host's: nothing may be read from it."""
@@ -228,10 +229,10 @@ class Array:
         return np.asarray(SimpleNamespace(__array_interface__=interface))
 
     def require_no_gradient(self) -> Array:
-        """Check that autograd does not follow this array: there is no backward; returns itself."""
+        """Check that autograd does not follow this array, for the call has no backward; returns itself."""
         if self.wants_gradient:
             raise RuntimeError(
-                f"{self.name} requires a gradient, and cupy_mla has no backward: "
+                f"{self.name} requires a gradient, and this call has no backward: "
                 "call under torch.no_grad(), or detach it"
             )
         return self
@@ -277,9 +278,9 @@ class Array:
 
 def arrays_in(arguments: Iterable[Any]) -> list[Array]:
     """The arrays among the arguments of a call, and in tuples that are arguments."""
-    flat = [*arguments]
-    if True in map(isinstance, flat, repeat(tuple)):
-        flat = [a for one in flat for a in (one if isinstance(one, tuple) else (one,))]
+    flat: list[Any] = []
+    for one in arguments:
+        flat += one if isinstance(one, tuple) else (one,)
     return [*compress(flat, map(is_, map(type, flat), repeat(Array)))]
 
 

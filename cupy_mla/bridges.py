@@ -52,7 +52,8 @@ _torch_stream_reader = cache(private.torch_stream_reader)
 _NAME, _PLACE, _WRITTEN = map(attrgetter, ("name", "place", "written"))
 _DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("dtype", "shape", "strides"))
 _TORCH_FACTS, _WANTING = attrgetter("dtype", "device", "layout", "shape"), attrgetter("requires_grad")
-_CUPY_FACTS, _CUPY_ADDRESS = attrgetter("dtype", "data.device_id", "shape", "strides"), attrgetter("data.ptr")
+_CUPY_FACTS = attrgetter("dtype", "data.device_id", "shape", "strides")
+_CUPY_DEVICE, _CUPY_ADDRESS = attrgetter("data.device_id"), attrgetter("data.ptr")
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -238,6 +239,13 @@ class CuPyLibrary(Library):
 
     def device_of(self, obj: Any) -> int | None:
         return obj.data.device_id
+
+    def described(
+        self, names: Sequence[str], arrays: Sequence[Any], facts: tuple[Any, ...], place: Place, pointers: Sequence[Any]
+    ) -> list[Array] | None:
+        if len({*map(_CUPY_DEVICE, arrays)}) > 1:
+            return None
+        return [*map(_described_by_bytes, names, arrays, repeat(place), pointers)]
 
     def describe(self, name: str, obj: Any) -> Array:
         return _described_by_bytes(name, obj, place_at("cupy", obj.data.device_id), obj.data.ptr)
@@ -445,13 +453,12 @@ LIBRARIES: dict[str, Library] = {library.name: library for library in (NumPyLibr
 
 def _described_by_bytes(name: str, obj: Any, place: Place, ptr: int) -> Array:
     """The description of an array whose strides count bytes."""
-    dtype = obj.dtype
+    dtype, strides = obj.dtype, obj.strides
     if not dtype.isnative:
         raise TypeError(f"{name}: expected native byte order, got dtype {dtype.str}")
     size = dtype.itemsize
     if size == 0:
         raise TypeError(f"{name}: expected items of at least a byte, got dtype {dtype}")
-    strides = obj.strides
     if any(map(mod, strides, repeat(size))):
         raise ValueError(f"{name}: strides {strides} bytes are no multiples of the item size {size}")
     return Array(name, obj, place, dtype, obj.shape, tuple(map(floordiv, strides, repeat(size))), ptr)

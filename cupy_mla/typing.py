@@ -35,6 +35,9 @@ A = TypeVar("A", bound=AnyArray)
 ScaleFormat = Literal["fp32", "ue8m0"]
 """How scales of FP8 rows are chosen: any float32, or powers of two."""
 
+GradientDtype = Literal["bfloat16", "float32"]
+"""Dtypes of gradients."""
+
 CallScale = AnyArray | float
 """A scale that a call brings: a number, or an array of one float32 where the others are, which is read there alone."""
 

@@ -1,4 +1,4 @@
-"""MXFP4 keys and queries of the indexer in plain loops, written from the specification alone."""
+"""MXFP4 keys and queries of the indexer, and candidate blocks, in plain loops, written from the specification alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from fractions import Fraction
 
 import numpy as np
+
+from . import oracle, oracle_indexer, oracle_indices
 
 # Magnitudes by code, and the largest magnitude that rounds to each code with whether it still does (ties).
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -70,3 +72,52 @@ def token(cache: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
     b, t = divmod(slot, cache.shape[1])
     block = cache[b].reshape(-1)
     return block[64 * t : 64 * (t + 1)], block[64 * cache.shape[1] + 4 * t :][:4]
+
+
+def key(cache: np.ndarray, slot: int) -> np.ndarray:
+    """The 128 float64 values of the key in a slot of a cache in layout INDEXER_FP8 or INDEXER_MXFP4."""
+    if cache.shape[2] == 68:
+        return values(*token(cache, slot))
+    codes, scale = oracle_indexer.token(cache, slot)
+    return oracle.E4M3[codes].astype(np.float64) * float(scale[0])
+
+
+def logit(q8: np.ndarray, of_key: np.ndarray, w: np.ndarray) -> float:
+    """Of one query token [H, 128], bytes of e4m3."""
+    dots = oracle.E4M3[q8].astype(np.float64) @ of_key
+    return float((np.where(dots < 0, 0.0, dots) * w.astype(np.float64)).sum())
+
+
+def paged_logits(q8, cache, w, context_lens, block_table, max_context_len) -> np.ndarray:
+    num_blocks, block_size, _ = cache.shape
+    requests, n = q8.shape[:2]
+    out = np.full((requests * n, max_context_len), -np.inf)
+    for b, j in np.ndindex(requests, n):
+        for p in range(min(oracle_indexer.seen_keys(context_lens, n, b, j), max_context_len)):
+            slot = oracle_indices.slot(block_table, b, p, block_size)
+            if 0 <= slot < num_blocks * block_size:
+                out[b * n + j, p] = logit(q8[b, j], key(cache, slot), w[b * n + j])
+    return out
+
+
+def best_blocks(row: np.ndarray, count: int, start: int, end: int) -> list[int]:
+    """The blocks of 8 entries of a row's range that are chosen, ascending, -1 behind the last."""
+    entries = row[max(start, 0) : max(min(end, len(row)), 0)].astype(np.float64).tolist()
+    blocks = [entries[i : i + 8] for i in range(0, len(entries), 8)]
+    score = [math.inf if any(map(math.isnan, block)) or i == len(blocks) - 1 else max(block)
+             for i, block in enumerate(blocks)]  # fmt: skip
+    chosen = sorted(sorted(range(len(blocks)), key=lambda i: -score[i])[:count])  # sorts are stable
+    return chosen + [-1] * (count - len(chosen))
+
+
+def candidate_logits(q8, cache, w, candidates, lens, req_id, block_table) -> np.ndarray:
+    num_blocks, block_size, _ = cache.shape
+    tokens, blocks = candidates.shape
+    out = np.full((tokens, 8 * blocks), -np.inf)
+    for t, c, i in np.ndindex(tokens, blocks, 8):
+        position = 8 * int(candidates[t, c]) + i
+        if candidates[t, c] >= 0 and position < lens[t] and 0 <= req_id[t] < len(block_table):
+            slot = oracle_indices.slot(block_table, int(req_id[t]), position, block_size)
+            if 0 <= slot < num_blocks * block_size:
+                out[t, 8 * c + i] = logit(q8[t], key(cache, slot), w[t])
+    return out

@@ -85,7 +85,7 @@ def key_of(head: tuple[Any, ...], values: Sequence[Any]) -> tuple[Key, Given]:
         facts, addresses = library.facts(arrays), library.addresses(arrays)
     elif numbers:
         raise TypeError("arrays of several libraries")
-    inner = [tuple(map(type, values[i])) for i in tuples]
+    inner = [tuple(map(type, values[i])) for i in tuples] if tuples else ()
     key = head, types, settings_of(values), *inner, facts, *map(mod, addresses, repeat(ALIGNMENT))
     return key, (arrays, facts, addresses)
 
@@ -122,8 +122,7 @@ class Remembered:
     def put(self, key: Any, value: Any) -> None:
         """Keep a value."""
         with self._lock:
-            self._values[key] = value
-            self._values.move_to_end(key)
+            self._values[key] = value  # a new one stands at the end
             if len(self._values) > self._most:
                 self._values.popitem(last=False)
 

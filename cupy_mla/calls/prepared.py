@@ -8,7 +8,7 @@ program comes to: the bytes of parameter structs between the fields that differ 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby, repeat
+from itertools import count, groupby, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class CallPlace(Place):
 
     def new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         slot = Slot(name, self.arrays + len(self.results), shape, dtype)
-        array = Array(name, slot, self, dtype, shape, dense_strides(shape), slot.ptr)  # type: ignore[arg-type]
+        array = Array(name, slot, self, dtype, shape, dense_strides(shape), Pointer(slot))  # type: ignore[arg-type]
         self.results.append(array)
         return array
 
@@ -109,9 +109,7 @@ def prepare(
         for array, slot in zip(arrays, slots, strict=True):
             array.ptr = Pointer(slot, 0, array.ptr)  # type: ignore[assignment]
             array.place = place if array.place is on_gpu else array.place
-    values = [*values]
-    for number, array in zip(numbers, arrays, strict=True):
-        values[number] = array
+    values = [*map(dict(zip(numbers, arrays, strict=True)).get, count(), values)]
     by_place = len(values) - keywords
     result = function(*values[:by_place], **dict(zip(names[by_place:], values[by_place:], strict=True)))
     ids = [*map(id, objs)]
@@ -212,7 +210,7 @@ class Prepared:
         constants = place.arrays + len(place.results)
         self._number_steps(place.program, constants)
         if self._plan_key is not None:
-            self._plan = next(i for i, value in enumerate(values) if type(value) is Plan)
+            self._plan = [*map(type, values)].index(Plan)
         picked: list[int] = []
         self._returned: list[Any] = []  # constants
         for leaf in result if type(result) is tuple else (result,):
@@ -246,13 +244,14 @@ class Prepared:
                 made.append(_Clear(self._number(step.pointer), step.nbytes))
                 continue
             kernel, grid, params, cluster = step
-            if id(params) not in packers:  # launches may share them
+            packing = packers.get(id(params))
+            if packing is None:  # launches may share them
                 packer, fields, between = params.of.split(params.values, OF_A_RUN)
                 picked = [0] * (len(fields) + len(between))
                 picked[::2] = self._add(between)
                 picked[1::2] = [*map(self._number, fields)]
-                packers[id(params)] = packer.pack, picker(picked)
-            made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packers[id(params)]))
+                packing = packers[id(params)] = packer.pack, picker(picked)
+            made.append(_Launch(kernel.submitter(self.device), *grid, cluster, *packing))
             launches += 1
         self._steps: list[Any] = made
         if launches > 1:

@@ -40,12 +40,12 @@ class Slot:
     dtype: np.dtype
 
     def __init__(
-        self, name: str, number: int | None = None, shape: Sequence[int] = (), dtype: np.dtype | None = None
+        self, name: str, number: int | None = None, shape: tuple[int, ...] = (), dtype: np.dtype = UINT8
     ) -> None:
         self.name = name
         self.number = number
-        self.shape = tuple(shape)
-        self.dtype = UINT8 if dtype is None else np.dtype(dtype)
+        self.shape = shape
+        self.dtype = dtype
 
     def __repr__(self) -> str:
         return f"<{self.name}>"

@@ -246,7 +246,7 @@ COUNT = Struct("CountParams", ATTENTION, counts=POINTER)
 
 LOGITS_WORK = Struct(
     "LogitsWork", table=BLOCK_TABLE, starts=POINTER, ends=POINTER, lens_stride=INT64, requests=INT32, queries=INT32,
-    width=INT32, all_chosen=INT32,
+    width=INT32, all_chosen=INT32, candidates=POINTER, req_id=POINTER, candidates_stride=INT64,
 )  # fmt: skip
 LOGITS = Struct(
     "LogitsParams", LOGITS_WORK, q8=POINTER, keys=POINTER, scales=POINTER, w=POINTER, out=POINTER, schedule=POINTER,

@@ -14,7 +14,7 @@ from .. import arrays, layouts
 from ..arguments import Decode, Prefill
 from ..arrays import Array
 from ..bridges import bind
-from ..calls.operation import operation
+from ..calls.operation import differentiable, operation
 from ..checks.options import require_bool, require_integer, require_scale, require_together
 from ..checks.validate import QUANTIZED, cache_layout, require_cache, require_d_v, require_heads, require_rows
 from ..checks.values import check_lists
@@ -36,6 +36,7 @@ HEAD_DIMS = (576, 512)
 
 
 @operation
+@differentiable
 def sparse_prefill(
     q: A,
     kv: AnyArray,

@@ -422,8 +422,8 @@ def paged_indexer_schedule(
 def require_ragged(of: RaggedKeys) -> tuple[int, int]:
     """Check the arrays of logits over ranges of rows; returns how many queries and keys there are."""
     cuda.require_known()
-    queries, heads, _ = _require_rows(of.q8.require(QUANTIZED, "M", HEADS, D)).shape
-    keys, _ = _require_rows(of.k8.require(QUANTIZED, "N", D)).shape
+    queries, heads, _ = require_rows(of.q8.require(QUANTIZED, "M", HEADS, D)).shape
+    keys, _ = require_rows(of.k8.require(QUANTIZED, "N", D)).shape
     of.ks.require(FLOAT32, keys)
     of.w.require(FLOAT32, queries, heads)
     of.starts.require(INT32, queries)
@@ -444,7 +444,7 @@ def _require_lens(lens: Array, requests: int | str, n: int | str) -> int:
 def require_paged(of: PagedKeys, max_context_len: int) -> int:
     """Check the arrays of logits over a paged cache; returns how many queries there are."""
     cuda.require_known()
-    requests, n, heads, _ = _require_rows(of.q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
+    requests, n, heads, _ = require_rows(of.q8.require(QUANTIZED, "B", "n", HEADS, D)).shape
     indexer_layout(of.cache)
     of.w.require(FLOAT32, requests * n, heads)
     _require_lens(of.lens, requests, n)
@@ -456,7 +456,8 @@ def require_paged(of: PagedKeys, max_context_len: int) -> int:
     return requests * n
 
 
-def _require_rows(rows: Array) -> Array:
+def require_rows(rows: Array) -> Array:
+    """Check that rows of queries or keys allow 16-byte loads; returns itself."""
     if not rows.aligned(ALIGNMENT):
         raise ValueError(
             f"{rows.name}: rows must start at multiples of {ALIGNMENT} bytes, got strides {list(rows.strides)}"

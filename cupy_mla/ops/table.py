@@ -10,7 +10,7 @@ the long ones stand in `ops/examples.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
@@ -24,7 +24,9 @@ from ..layouts import ATTENTION_LAYOUTS, D_V, FP8_OF_V4, FP8_OF_V32, INDEXER_FP8
 from ..typing import A, AnyArray
 from . import (
     attention,
+    backward,
     cache,
+    candidates,
     compressed,
     context_parallel,
     dense,
@@ -38,6 +40,7 @@ from . import (
     swa,
     topk,
 )
+from .candidates import BLOCK
 from .examples import ALL, Call, Wanted
 
 
@@ -48,13 +51,33 @@ class Result(NamedTuple):
 
     Attributes:
         shape: its shape, a function of the operation's arguments by name.
+        dtype: its dtype, or the one that it has by default.
         setting: the bool setting without which it is not returned; "" when it always is.
+        of: the optional array without which None is returned in its place; "" when it always is there.
+        dtype_setting: the setting that names the dtype, if there is one.
     """
 
     name: str
     shape: Callable[..., tuple[int, ...]]
     dtype: np.dtype
     setting: str = ""
+    of: str = ""
+    dtype_setting: str = ""
+
+    def is_made(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments has it."""
+        return (not self.setting or bool(arguments.get(self.setting))) and self.is_there(arguments)
+
+    def is_there(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the array is given without which there is none."""
+        return not self.of or arguments.get(self.of) is not None
+
+    def dtype_in(self, arguments: Mapping[str, Any]) -> np.dtype:
+        """Its dtype in a call with these arguments."""
+        return NAMED[arguments.get(self.dtype_setting, self.dtype.name)]
+
+
+NAMED = {dtype.name: dtype for dtype in (BFLOAT16, E4M3, FLOAT32, INT32, INT64)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +89,7 @@ class Operation:
             if its default is None; every other parameter is a setting.
         examples: yields its example calls. Shapes and settings depend on the `Wanted` alone, values on the generator.
             The first call gives every array that the caller may give, but for results.
-        written: the arrays that it writes in place.
+        written: the arrays that it writes in place, if they are given.
         results: the arrays that it allocates and returns, in order.
         optional: arrays that may be None though the parameter has no default.
         layouts: the cache layouts that it is for; (): all of them, or none in particular.
@@ -121,7 +144,7 @@ class Operation:
         }
         returned = self.function(**arguments)
         results = returned if isinstance(returned, tuple) else (returned,)
-        written = [arguments[name] for name in self.written]
+        written = [arguments.get(name) for name in self.written]
         return [to_numpy(array) for array in (*written, *results) if array is not None]
 
 
@@ -159,6 +182,16 @@ TABLE = (
             Result("out", lambda q, **_: (*q.shape[:2], D_V), BFLOAT16),
             Result("max_logits", lambda q, **_: q.shape[:2], FLOAT32),
             Result("lse", lambda q, **_: q.shape[:2], FLOAT32),
+        ),
+        exact=False,
+    ),
+    Operation(
+        backward.sparse_prefill_backward,
+        examples.backward_calls,
+        results=(
+            Result("dq", lambda q, **_: q.shape, BFLOAT16, dtype_setting="dq_dtype"),
+            Result("dkv", lambda kv, **_: kv.shape, BFLOAT16, dtype_setting="dkv_dtype"),
+            Result("d_sink", lambda q, **_: q.shape[1:2], FLOAT32, of="attn_sink"),
         ),
         exact=False,
     ),
@@ -232,12 +265,31 @@ TABLE = (
         results=(Result("out", lambda logits, k, **_: (logits.shape[0], k), INT32),),
     ),
     Operation(
-        topk.select_rows, examples.select_calls, results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),)
+        topk.select_rows,
+        examples.select_calls,
+        written=("blocks",),
+        results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),),
     ),
     Operation(
         topk.select_rows_paged,
         examples.paged_select_calls,
+        written=("blocks",),
         results=(Result("out", lambda w, k, **_: (w.shape[0], k), INT32),),
+    ),
+    Operation(
+        candidates.candidate_blocks,
+        examples.candidate_blocks_calls,
+        results=(Result("out", lambda logits, count, **_: (logits.shape[0], count), INT32),),
+    ),
+    Operation(
+        candidates.candidate_logits,
+        examples.candidate_logits_calls,
+        results=(Result("out", lambda candidates, **_: (candidates.shape[0], BLOCK * candidates.shape[1]), FLOAT32),),
+    ),
+    Operation(
+        candidates.select_candidate_rows,
+        examples.candidate_select_calls,
+        results=(Result("out", lambda candidates, k, **_: (candidates.shape[0], k), INT32),),
     ),
     Operation(
         gather.cp_gather_and_upconvert_fp8_kv_cache, examples.mla_gather_calls, written=("dst",), layouts=FP8_OF_V32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ..arguments import Decode, DenseDecode, Prefill
@@ -16,7 +18,7 @@ def sparse_prefill(a: Prefill) -> None:
     """Attention over flat rows kv [s_kv, d_qk], indices [s_q, topk]; see `cupy_mla.sparse_prefill`."""
     q, flat = queries(a), a.kv[:, None]
     for i in range(len(q)):
-        rows = rows_of(flat, a.layout, _valid(a.indices, i, a.length, i, len(a.kv)), a.k_scale)
+        rows = rows_of(flat, a.layout, valid_entries(a.indices, i, a.length, i, len(a.kv)), a.k_scale)
         part, a.max_logits[i], part_lse = _attend(q[i], rows, a.sm_scale)
         a.out[i], a.lse[i] = _finish(part, part_lse, a.sink)
 
@@ -31,7 +33,7 @@ def sparse_decode(a: Decode) -> None:
     for i, j in np.ndindex(q.shape[:2]):
         rows = np.concatenate(
             [
-                rows_of(paged, a.layout, _valid(slots, (i, j), count, i, paged.shape[0] * paged.shape[1]), a.k_scale)
+                rows_of(paged, a.layout, valid_entries(slots, (i, j), count, i, math.prod(paged.shape[:2])), a.k_scale)
                 for paged, slots, count in caches
             ]
         )
@@ -55,7 +57,7 @@ def attend_in_splits(
     return _finish(*merged, sink)
 
 
-def _valid(
+def valid_entries(
     indices: np.ndarray,
     query: int | tuple[int, int],
     length: np.ndarray | None,

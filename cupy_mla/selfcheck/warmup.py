@@ -12,7 +12,7 @@ from ..bridges import Place, require_cupy
 from ..checks.options import require_instance, require_integer
 from ..config import SparseMLAConfig
 from ..cuda import all_kernels, driver, logits, logits_sm90, topk
-from ..cuda.attention.kernels import dense_cluster_sm90, dense_combine, dense_sm90, dense_whole_sm90
+from ..cuda.attention.kernels import dense_cluster_sm90, dense_combine, dense_fp8_sm90, dense_sm90, dense_whole_sm90
 from ..cuda.driver import Gpu
 from ..cuda.kernel import Kernel
 from ..cuda.paging import ceil_div
@@ -28,7 +28,7 @@ SM_SCALE = 1.0  # no kernel depends on it
 MOST_QUERIES = 2048  # no choice of a kernel depends on how many more there are
 EVERY_NUMBER = 300  # of queries up to this one may have a kernel of its own; from here on powers of two do
 THREADS = 8  # that compile
-DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90
+DENSE = dense_cluster_sm90, dense_whole_sm90, dense_sm90, dense_fp8_sm90
 
 
 def warmup(config: SparseMLAConfig, device: int = 0) -> list[Kernel]:
@@ -91,10 +91,10 @@ def indexer_kernels(gpu: Gpu, config: SparseMLAConfig) -> list[Kernel]:
 
 def dense_kernels(gpu: Gpu, layout: Layout) -> list[Kernel]:
     """The kernels for Hopper of dense decode: which of them serves a call depends on its requests and on the table."""
-    if layout.quantized:
-        return []
-    of_rows = [kernel for module in DENSE for kernel in module.kernels() if kernel.defines["D_QK"] == layout.d_qk]
-    return [kernel for kernel in (*of_rows, dense_combine.kernel()) if kernel.suits(gpu.capability)]
+    constants = layout.defines().items()
+    of_rows = [kernel for module in DENSE for kernel in module.kernels() if constants <= kernel.defines.items()]
+    merges = [kernel for kernel in dense_combine.kernels() if kernel.defines["FP8_PARTIALS"] == layout.quantized]
+    return [kernel for kernel in (*of_rows, *merges) if kernel.suits(gpu.capability)]
 
 
 def _attention(cupy: ModuleType, config: SparseMLAConfig) -> None:

@@ -23,6 +23,7 @@
 //   V32_FP8: S^T is exact: between chunks of 128 columns it is multiplied by scale_c / scale_c+1. RoPE in bfloat16.
 //   V4_FP8:  all scales are powers of two: K is widened to e4m3 * (scale / r) too, which is exact. RoPE becomes f16
 //            divided by r and goes back to where it lay in the ring; as a value column it needs no more.
+//   PLAIN_FP8: r is 1, for the call brings one scale: a factor of logits and of results.
 // Q is f16 times a power of two that brings its largest value to 2^13 .. 2^14.
 //
 // Instructions issued beside wgmma take turns with it: float32 arithmetic takes issue slots from it, the others wait

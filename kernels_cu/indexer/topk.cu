@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) topk(const __grid_
     Tile tile;
     const bool early = FEW && !STREAMED && p.starts == nullptr && p.width > p.k;
     if (early) tile.load(p, row, {0, p.width}, 0);
-    const Range of_row = range_of_row(p, row);
+    const Range of_row = columns_of_row(p, row);
     const int length = of_row.end - of_row.begin;
     if (length <= p.k) {
         if (part == 0) choose_all(p, row, of_row);

@@ -40,6 +40,20 @@ def test_requests(kind, rng, division, heads):
 
 @pytest.mark.long(sample=1)
 @divided
+def test_full_tiles_that_some_lines_see(kind, rng, division):
+    dense_hopper.full_tiles_that_some_lines_see(kind, rng, REQUESTS[division], FP8_FORMATS)
+
+
+@pytest.mark.long(sample=2)
+@divided
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("e4m3_q", [False, True], ids=["bf16 q", "e4m3 q"])
+def test_a_scale_of_the_call(kind, rng, division, heads, e4m3_q):
+    dense_hopper.plain_requests(kind, rng, REQUESTS[division], heads, e4m3_q)
+
+
+@pytest.mark.long(sample=1)
+@divided
 def test_blocks_that_are_not_there(kind, rng, division):
     dense_hopper.blocks_that_are_not_there(kind, rng, REQUESTS[division], FP8_FORMATS)
 

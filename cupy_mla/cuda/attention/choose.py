@@ -77,8 +77,9 @@ def choose(problem: Problem) -> Choice:
         raise ValueError(_why_not(problem))
     chosen = Choice(*min(rivals, key=_TIME))
     if problem.batch_invariant:
-        same = getattr(KERNELS[chosen.kernel], "same_bits", lambda division: [division])
-        rivals = _timed(problem, chosen.kernel, same(chosen.division))
+        kernel = KERNELS[chosen.kernel]
+        same = getattr(kernel, "same_bits", lambda division: [division])(chosen.division)
+        rivals = _timed(problem, chosen.kernel, [division for division in same if kernel.fits(problem, division)])
         chosen = Choice(*min(rivals, key=_TIME))
     if explained() == "1":
         others = "".join(f"\n  {Choice(*rival)}" for rival in sorted(rivals, key=_TIME)[1:])
@@ -90,8 +91,7 @@ def _rivals(problem: Problem) -> list[Rival]:
     """All kernels and divisions that may serve, with their times."""
     rivals: list[Rival] = []
     for name, kernel in _serving(problem.kind):
-        divisions = _forced(problem, kernel) if problem.division else kernel.candidates(problem)
-        rivals += _timed(problem, name, divisions)
+        rivals += _timed(problem, name, _forced(problem, kernel) if problem.division else kernel.candidates(problem))
     exceptions = times.exceptions(problem)
     if exceptions:
         rivals = [(name, of, us * exceptions.get(f"{name} {of}", 1.0)) for name, of, us in rivals]

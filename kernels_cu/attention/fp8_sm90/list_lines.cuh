@@ -2,29 +2,29 @@
 #pragma once
 #include "attention/fp8_sm90/marks.cuh"
 
-__device__ __forceinline__ Line line_at(const AttentionParams&, const Query& query, int line) { return {query, line}; }
+// The query token and the head of line `line`.
+__device__ __forceinline__ const Query& query_at(const AttentionParams&, const Query& query, int) { return query; }
+__device__ __forceinline__ const int& head_at(const AttentionParams&, const int& line) { return line; }
 
-// Q of lines of a query, counted from `first_line`.
-struct QLines {
-    const bf16* first;
-    int64_t step;
-    int neighbours;  // lines that stand side by side
-
-    __device__ __forceinline__ QLines(const AttentionParams& p, const Query& query, int first_line)
-        : first(q_of(p, query, first_line)), step(p.q_h), neighbours(p.q_h == D_QK ? GROUP_HEADS : 1) {}
-    __device__ __forceinline__ const bf16* at(int line) const { return first + line * step; }
-};
+// Where Q of an item's first line is, and of one further on; how many neighbours stand side by side.
+using FirstQ = const bf16*;
+__device__ __forceinline__ FirstQ first_q(const AttentionParams& p, const Query& query, int line) {
+    return q_of(p, query, line);
+}
+__device__ __forceinline__ const bf16* further_q(const AttentionParams& p, const FirstQ& q, int lines) {
+    return q + lines * p.q_h;
+}
+__device__ __forceinline__ int neighbours_in_q(const AttentionParams& p) { return p.q_h == D_QK ? GROUP_HEADS : 1; }
 
 // A place in the results of a line.
-struct OutAt {
-    bf16* to;
-
-    __device__ __forceinline__ OutAt(const AttentionParams& p, const Query& query, int first_line, int line,
-                                     int column)
-        : to(out_of(p, query, first_line) + line * p.out_h + column) {}
-    __device__ __forceinline__ bf16* place(const AttentionParams&) const { return to; }
-    __device__ __forceinline__ void advance(const AttentionParams& p, int lines) { to += lines * p.out_h; }
-};
+using OutAt = bf16*;
+__device__ __forceinline__ OutAt first_out(const AttentionParams& p, const Query& query, int line) {
+    return out_of(p, query, line);
+}
+__device__ __forceinline__ OutAt further_out(const AttentionParams& p, const OutAt& out, int lines, int columns) {
+    return out + lines * p.out_h + columns;
+}
+__device__ __forceinline__ bf16* place_of_out(const AttentionParams&, const OutAt& out) { return out; }
 
 // Before the first tile of a split: nothing is to be known.
 __device__ __forceinline__ void know_lines(const AttentionParams&, const Attended&) {}

@@ -133,7 +133,7 @@ __device__ __forceinline__ int copy_rows(const AttentionParams& p, const Work& w
             }
             // The consumers take the tiles of a unit together: one without rows completes the last unit.
             const bool completes = UNIT_TILES == 1 || (stage - w.stage) % UNIT_STAGES != 0;
-            copy_tile(row, stage, warp, lane, [&] {
+            copy_tile(row, 1, stage, warp, lane, [&] {
                 if (copied) know_end();
                 const bool is_tile = n < count || (UNIT_TILES > 1 && completes);
                 ended = completes && n + 1 >= count;

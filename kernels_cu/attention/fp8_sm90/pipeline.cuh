@@ -44,7 +44,9 @@ struct Results {
     __device__ __forceinline__ bool is_first_warp() const { return r.warpgroup == 0 && r.warp == 0; }
     __device__ __forceinline__ int lane() const { return r.lane; }
     __device__ __forceinline__ void sync() const { sync_consumers(); }
-    __device__ __forceinline__ void write(const PartialResults<8>& partials) const { write_partial(r, out, partials); }
+    __device__ __forceinline__ void write(const PartialResults<8>& partials) const {
+        write_partial(p, r, out, partials);
+    }
     __device__ __forceinline__ void merge(const ClusterResults<8>& partials) const {
         merge_partials(p, w.query, w.first_head, partials);
     }
@@ -63,7 +65,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
     const Attended& w = ONE_TURN ? known : small().attended[turn % 2];
     float logit_scale;
     if (Division::split_of(p, turn) == 0) {
-        logit_scale = load_q(p, turn, w, r);
+        logit_scale = Q_E4M3 ? load_q_e4m3(p, turn, w) : load_q(p, turn, w, r);
         if (END == End::KEEP) small().logit_scale = logit_scale;  // all threads have the same
     } else {
         mbarrier_wait(shared_address(&small().q_full), turn & 1);
@@ -104,7 +106,7 @@ __device__ __forceinline__ int attend(const AttentionParams& p, int turn, int st
         }
         follows = last;
         float s[HEADS / 2], sums[OWN_HEADS];
-        const RowScales scales = multiply_qk(p, r, first, stage - first, logit_scale, s);
+        const RowScales scales = multiply_qk(p, r, stage, stage - first, logit_scale, s);
         if (follows != ANYTHING) release_q(r);
         if (stage != first) multiply_other(stage - TILE_STAGES);
         const bool raised = softmax_tile(r, scales, s, sums, stage == first);

@@ -15,9 +15,10 @@
 __device__ __forceinline__ int stage_of_copier(int i, int warp) { return COPIERS == 1 ? warp : i; }
 
 // Starts the copies of a warp's 16 rows of the tile that begins with stage `first`. Lane l < 16 holds row l % WARP_ROWS
-// of those in stage l / WARP_ROWS. `follows()` says what follows the tile, once copies have started.
+// of those in stage l / WARP_ROWS, and copies `run` rows, which stand behind each other; 0 if another lane copies its row.
+// `follows()` says what follows the tile, once copies have started.
 template <typename Act>
-__device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int warp, int lane, Act follows) {
+__device__ __forceinline__ void copy_tile(const Row& row, int run, uint32_t first, int warp, int lane, Act follows) {
     Small& sm = small();
     const uint32_t valid = __ballot_sync(~0u, row.data != nullptr);
     uint32_t next;
@@ -31,7 +32,7 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
         if (stage >= STAGES) fence_proxy_async();  // between what was read there and bulk copies to the same place
         if (lane / WARP_ROWS == i) {
             const uint32_t own = to + lane % WARP_ROWS * STRIDE;
-            copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), ROW_STRIDE, full);
+            if (run > 0) copy_in_bulk(own, row_or_zeros<ROW_STRIDE>(row.data, lane), run * ROW_STRIDE, full);
             if (SCALES_APART) cp_async_8(own + ROW_STRIDE, row.scales(), row.data != nullptr);
         }
         __syncwarp();
@@ -45,19 +46,19 @@ __device__ __forceinline__ void copy_tile(const Row& row, uint32_t first, int wa
 
 // Where a head of Q comes to.
 __device__ __forceinline__ uint32_t raw_q(int head) {
-    return shared_address(shared) + Q_AT + head * D_QK * 2 + head / GROUP_HEADS * GROUP_GAP;
+    return shared_address(shared) + Q_AT + head * Q_ROW_BYTES + head / GROUP_HEADS * GROUP_GAP;
 }
 
 // Bulk copies of Q into the space where load_q will store it again in the order of multiply_qk. One warp calls.
 __device__ __forceinline__ void copy_q(const AttentionParams& p, const Query& query, int first_head, int lane) {
-    const QLines q(p, query, first_head);
+    const FirstQ q = first_q(p, query, first_head);
     const uint32_t full = shared_address(&small().q_full);
     const int heads = min(HEADS, p.h_q - first_head);
-    const int each = q.neighbours;  // heads of one copy
-    if (lane == 0) mbarrier_arrive_expecting(full, heads * D_QK * 2);
+    const int each = neighbours_in_q(p);  // heads of one copy
+    if (lane == 0) mbarrier_arrive_expecting(full, heads * Q_ROW_BYTES);
     __syncwarp();
     for (int head = lane * each; head < heads; head += 32 * each)
-        copy_in_bulk(raw_q(head), q.at(head), min(each, heads - head) * D_QK * 2, full);
+        copy_in_bulk(raw_q(head), further_q(p, q, head), min(each, heads - head) * Q_ROW_BYTES, full);
 }
 
 // The Q of a turn, once the turn before has released its own. Later splits of an item have it.

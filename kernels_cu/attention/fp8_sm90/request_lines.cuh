@@ -13,41 +13,48 @@
 
 constexpr uint32_t SOME = 4 << WARP_ROWS;  // a mark: not all lines see all rows of the tile
 
-// `line` counts from the request's first one.
-__device__ __forceinline__ Line line_at(const AttentionParams& p, const Query& request, int line) {
-    return line_of_request(dense(p), request.b, line);
+// The query token and the head of a request's line `line`.
+__device__ __forceinline__ Query query_at(const AttentionParams& p, const Query& request, int line) {
+    return line_of_request(dense(p), request.b, line).query;
+}
+__device__ __forceinline__ int head_at(const AttentionParams& p, int line) {
+    return line_of_request(dense(p), 0, line).head;
 }
 
-// Q of lines of a request, counted from `first_line`.
-struct QLines {
-    const AttentionParams& p;
-    int request, first_line;
-    int neighbours;  // lines that stand side by side
-
-    __device__ __forceinline__ QLines(const AttentionParams& p, const Query& request, int first_line)
-        : p(p), request(request.b), first_line(first_line) {
-        const bool tokens_too = dense(p).tokens == 1 || p.q_s == int64_t(dense(p).heads.value) * D_QK;
-        neighbours = p.q_h == D_QK && tokens_too ? GROUP_HEADS : 1;
-    }
-    __device__ __forceinline__ const bf16* at(int line) const {
-        const Line of = line_of_request(dense(p), request, first_line + line);
-        return q_of(p, of.query, of.head);
-    }
+// A line of a request.
+struct LineOf {
+    int request, line;
 };
+
+// Where Q of an item's first line is, and of one further on; how many neighbours stand side by side.
+using FirstQ = LineOf;
+__device__ __forceinline__ FirstQ first_q(const AttentionParams&, const Query& request, int line) {
+    return {request.b, line};
+}
+__device__ __forceinline__ const uint8_t* further_q(const AttentionParams& p, const FirstQ& q, int lines) {
+    const Line of = line_of_request(dense(p), q.request, q.line + lines);
+    const int64_t item = of.query.b * p.q_b + of.query.s * p.q_s + of.head * p.q_h;
+    return reinterpret_cast<const uint8_t*>(p.q) + item * (Q_E4M3 ? 1 : 2);
+}
+__device__ __forceinline__ int neighbours_in_q(const AttentionParams& p) {
+    const bool tokens_too = dense(p).tokens == 1 || p.q_s == int64_t(dense(p).heads.value) * D_QK;
+    return p.q_h == D_QK && tokens_too ? GROUP_HEADS : 1;
+}
 
 // A place in the results of a line.
 struct OutAt {
     int request, line, column;
-
-    __device__ __forceinline__ OutAt(const AttentionParams&, const Query& request, int first_line, int line,
-                                     int column)
-        : request(request.b), line(first_line + line), column(column) {}
-    __device__ __forceinline__ bf16* place(const AttentionParams& p) const {
-        const Line of = line_of_request(dense(p), request, line);
-        return out_of(p, of.query, of.head, column);
-    }
-    __device__ __forceinline__ void advance(const AttentionParams&, int lines) { line += lines; }
 };
+__device__ __forceinline__ OutAt first_out(const AttentionParams&, const Query& request, int line) {
+    return {request.b, line, 0};
+}
+__device__ __forceinline__ OutAt further_out(const AttentionParams&, const OutAt& out, int lines, int columns) {
+    return {out.request, out.line + lines, out.column + columns};
+}
+__device__ __forceinline__ bf16* place_of_out(const AttentionParams& p, const OutAt& out) {
+    const Line of = line_of_request(dense(p), out.request, out.line);
+    return out_of(p, of.query, of.head, out.column);
+}
 
 // Before the first tile of a split: where the rows end that each line sees, counted from the split's first row.
 __device__ __forceinline__ void know_lines(const AttentionParams& p, const Attended& w) {

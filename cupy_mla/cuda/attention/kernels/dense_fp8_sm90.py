@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import Any
 
-from ....layouts import V4_FP8, V32_FP8, Layout
+from ....layouts import PLAIN_FP8_512, PLAIN_FP8_576, V4_FP8, V32_FP8, Layout
 from ... import structs
 from ...driver import MAX_CLUSTER
 from ...kernel import Kernel
@@ -18,14 +18,16 @@ from ..problem import DenseProblem
 from . import dense_combine, fp8_sm90
 from .dense_cluster_sm90 import memory_us
 
-LAYOUTS = (V32_FP8, V4_FP8)  # that the kernel can read
+LAYOUTS = (V32_FP8, V4_FP8, PLAIN_FP8_576, PLAIN_FP8_512)  # that the kernel can read
 LINES = (32, 64)  # of a work item: query tokens times heads
 DIVISIONS = {Whole: 0, Clusters: 1, Shares: 6}  # kernels_cu/attention/division/division.cuh
-# In microseconds, by lines: a pair of tiles, and the call beside them. From the sparse kernel's times on an H100.
-PAIR_US = {32: 3.0, 64: 4.1}
-CLUSTER_US = {32: 7.5, 64: 10.8}
-ROUND_US = {32: 3.5, 64: 5.0}  # of whole items
-SHARES_US = {32: 17.0, 64: 20.5}  # with the merge
+# In microseconds, by lines: a pair of tiles, and the call beside them. Fitted to the times of every division at 320
+# random sizes on an H100.
+PAIR_US = {32: 3.0, 64: 4.3}
+OF_E4M3_Q = 0.78  # a pair's time, of one with q in bfloat16
+CLUSTER_US = {32: 7.6, 64: 9.7}
+WHOLE_US, ROUND_US = 1.0, {32: 4.8, 64: 6.6}
+SHARES_US, SHARES_ITEM_US = {32: 14.4, 64: 17.0}, 3.0  # with the merge; an item of each SM
 # Pairs of tiles that a CTA may have of a request that might be alone among short ones.
 MOST_PAIRS = {Whole: 16, Clusters: 8}
 LEAST_SPLIT = 1  # pairs of tiles, in shares
@@ -34,11 +36,11 @@ SPILL_BYTES = 0
 
 
 @cache
-def kernel(layout: Layout, lines: int, division: int) -> Kernel:
-    """The kernel for one cache layout, lines of a work item, and a division's number."""
+def kernel(layout: Layout, lines: int, division: int, e4m3_q: bool = False) -> Kernel:
+    """The kernel for one cache layout, lines of a work item, a division's number, and queries in bfloat16 or e4m3."""
+    defines = fp8_sm90.defines(layout, lines, division, dense=True, e4m3_q=e4m3_q)
     return Kernel(
-        "attention/dense_fp8_sm90.cu", structs.DENSE, fp8_sm90.defines(layout, lines, division, dense=True),
-        archs=("90a",), target="90a", spill_bytes=SPILL_BYTES,
+        "attention/dense_fp8_sm90.cu", structs.DENSE, defines, archs=("90a",), target="90a", spill_bytes=SPILL_BYTES,
         max_cluster=MAX_CLUSTER if division == DIVISIONS[Clusters] else 1, overlaps=True,
     )  # fmt: skip
 
@@ -48,7 +50,8 @@ def kernels() -> Iterator[Kernel]:
     for layout in LAYOUTS:
         for lines in LINES:
             for division in DIVISIONS.values():
-                yield kernel(layout, lines, division)
+                for e4m3_q in (False, True) if layout.scale_of_call else (False,):
+                    yield kernel(layout, lines, division, e4m3_q)
 
 
 def serves(problem: DenseProblem) -> bool:
@@ -84,7 +87,7 @@ def _offered(problem: DenseProblem) -> Iterator[Division]:
         yield Shares((*few, max(LINES))[0], problem.num_splits or INVARIANT_SPLITS)
         return
     at_once = problem.gpu.clusters_at_once(fp8_sm90.cluster_kernel())
-    for lines in few[:1] or LINES:
+    for lines in LINES if problem.lines > min(LINES) else LINES[:1]:
         items = problem.items(lines)
         yield Shares(lines, problem.num_splits if problem.num_splits > 1 else 0)
         if problem.num_splits <= 1 and (asks or problem.num_splits or problem.pairs <= MOST_PAIRS[Whole]):
@@ -111,20 +114,21 @@ def _us(problem: DenseProblem, division: Any) -> float:
     items = problem.items(lines)
     if isinstance(division, Whole):
         rounds = ceil_div(items, sms)
-        base, pairs = 3.0 + ROUND_US[lines] * rounds, float(rounds * problem.pairs)
+        base, pairs = WHOLE_US + ROUND_US[lines] * rounds, float(rounds * problem.pairs)
     elif isinstance(division, Clusters):
         base, pairs = CLUSTER_US[lines], float(ceil_div(problem.pairs, division.splits))
     else:
         every = items * problem.pairs
-        base, pairs = SHARES_US[lines] + 1.5 * items / sms, every / min(sms, every)
-    return base + max(PAIR_US[lines] * pairs, memory_us(problem))
+        base, pairs = SHARES_US[lines] + SHARES_ITEM_US * items / sms, every / min(sms, every)
+    pair = PAIR_US[lines] * (OF_E4M3_Q if problem.e4m3_q else 1.0)
+    return base + max(pair * pairs, memory_us(problem))
 
 
 def launches(problem: DenseProblem, params: Packed) -> Program:
     """The launch; of shares another one merges items that are cut."""
     division: Any = _chosen(problem)
     lines, items, sms = division.heads, problem.items(division.heads), problem.gpu.sms
-    of = kernel(problem.layout, lines, DIVISIONS[type(division)])
+    of = kernel(problem.layout, lines, DIVISIONS[type(division)], problem.e4m3_q)
     params = params.replaced(s_q=1, h_q=problem.lines, num_queries=problem.requests)
     each = lines * HALF_PARTIAL_BYTES
     if isinstance(division, Whole):
