@@ -470,14 +470,19 @@ def test_metadata_of_other_layers(rng, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["bf16", "mixed", "separate"])
-@pytest.mark.parametrize("pair", [False, True])
-def test_models_without_rope(kind, rng, path: str, pair: bool) -> None:
-    """Queries and bf16 rows of 512, FP8 rows with a RoPE part of zeros: the same results as with zeros everywhere."""
+@pytest.mark.parametrize(("pair", "kpool"), [(False, 1), (True, 1), (False, 4)])
+def test_models_without_rope(kind, rng, path: str, pair: bool, kpool: int) -> None:
+    """Queries and bf16 rows of 512, FP8 rows with a RoPE part of zeros: the same results as with zeros everywhere. With
+    pools of four tokens lists have three entries more."""
     step = make_step(rng, 5, [1, 1, 6, 3], rope=False)
+    more = np.full((11, kpool - 1), -1, np.int32)
+    columns = np.concatenate([step.topk_indices, more], axis=1).T
+    step.topk_indices = np.ascontiguousarray(rng.permutation(columns).T)
     layout = "bf16" if path == "bf16" else "fp8_ds_mla"
     config = SparseMLAConfig(
         5, 512, cache_layout=layout, topk=TOPK, block_size=BLOCK_SIZE, max_num_seqs=16, max_num_batched_tokens=80,
         max_model_len=MAX_MODEL_LEN, mixed_below_heads={"mixed": 129, "separate": 0, "bf16": 32}[path], model="v32",
+        kpool=kpool,
     )  # fmt: skip
     assert not config.is_v4
     place = Place.of(kind.put(np.zeros(1, np.float32)))
