@@ -46,6 +46,11 @@ def test_rows_at_any_address(kind, rng):
     check(kind, inputs(rng, 2, 5, 576, 40, 30, row_gap=1))
 
 
+@pytest.mark.parametrize("logit", [-300, 300])
+def test_logits_far_from_zero(kind, rng, logit):
+    of_operation.test_logits_far_from_zero(kind, rng, logit)
+
+
 def test_nothing_reaches_from_queries_without_rows(kind, rng):
     of_operation.test_nothing_reaches_from_queries_without_rows(kind, rng)
 

@@ -74,6 +74,21 @@ def test_peaked_lists(kind, rng):
     check(kind, inputs(rng, 4, 32, 576, 200, 128, size=40.0), peaked=True)
 
 
+@pytest.mark.parametrize("logit", [-300, 300])
+def test_logits_far_from_zero(kind, rng, logit):
+    """Weights of what is no row would be infinite, or the others 0, without lse. The last column, which makes logits so
+    large, has a gradient that cancels, and is only finite."""
+    a = inputs(rng, 3, 10, 576, 60, 37)
+    a.q[..., -1], a.kv[..., -1] = 16, logit / (16 * a.scale)
+    results = backward.forward(a)
+    dq, dkv, _ = (x if x is None else kind.take(x).astype(np.float32) for x in backward.run(kind, a, results))
+    assert np.isfinite(dq).all()
+    wants = oracle_backward.backward(a, *results)
+    for got, want, name in zip((dq, dkv[:, 0]), wants[:2], ("dq", "dkv bfloat16"), strict=True):
+        others = oracle_backward.Sum(want.value[..., :-1], want.squares[..., :-1])
+        oracle_backward.assert_gradient(got[..., :-1], others, name)
+
+
 def test_same_lists_and_rows(kind, rng):
     """One row repeated, the first row in every list, and lists that are all the same."""
     a = inputs(rng, 70, 4, 512, 40, 33, invalid=0)
